@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import gc
 import pickle
 import threading
@@ -481,6 +482,163 @@ def test_static_modules(make: Any) -> None:
             change(model)
             check(step, f, x, model)
     assert not step.statistics().quarantined, step.explain()
+
+
+class AttrDict(dict):  # type: ignore[type-arg]
+    __getattr__ = dict.get
+
+
+class Listed(list):  # type: ignore[type-arg]
+    pass
+
+
+class Shared:
+    scale: Any = 2.0
+    table: Any = types.MappingProxyType({})
+
+    def __init__(self) -> None:
+        self.inner = {"scale": 2.0}
+
+    @property
+    def behind(self) -> Any:
+        return self.inner["scale"]
+
+    def helped(self, x: Any) -> Any:
+        return x * self.scale
+
+
+Shared.table = {"scale": 2.0}
+
+
+class Hidden:
+    __slots__ = ("__scale",)
+
+    def __init__(self) -> None:
+        self.set(2.0)
+
+    def set(self, value: Any) -> None:
+        self.__scale = value
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.__scale
+
+
+class Base:
+    def __init__(self) -> None:
+        self.config = types.SimpleNamespace(scale=2.0)
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.config.scale
+
+
+class Inheriting(Base):
+    pass
+
+
+class Calling(Base):
+    def __call__(self, x: Any) -> Any:
+        return super().__call__(x)
+
+
+class Twice:
+    scale = 2.0
+
+
+class Thrice:
+    scale = 3.0
+
+
+Chosen: Any = Twice
+package: Any = types.ModuleType("package")
+package.inner = types.ModuleType("package.inner")
+package.inner.scale, package.act = 2.0, lambda x: x * 2
+
+
+def use_class(x: Any) -> Any:
+    return x * Chosen.scale
+
+
+def use_package(x: Any) -> Any:
+    return package.act(x) * package.inner.scale
+
+
+def set_item(held: Any, key: Any) -> Callable[[], Any]:
+    return lambda: held.__setitem__(key, 3.0)
+
+
+def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
+    """Functions, and a change of what each uses."""
+    attributes, listed, counted = AttrDict(scale=2.0), Listed([2.0]), collections.Counter(a=2)
+    wrapped, chained = collections.UserDict(a=2.0), collections.ChainMap({"a": 2.0})
+    under, keyed, queue = {"a": 2.0}, {Shared: {Shared: 2.0}}, collections.deque([2.0])
+    proxy, ordered = types.MappingProxyType(under), collections.OrderedDict(a=2.0, b=5.0)
+    shared, hidden, inheriting, calling = Shared(), Hidden(), Inheriting(), Calling()
+    layer = torch.nn.Linear(3, 3)
+    method, partial = layer.forward, functools.partial(torch.mul, other=torch.ones(3))
+
+    def new_weight() -> None:
+        layer.weight.data = torch.rand(3, 3)
+
+    return {
+        "a dict with attributes": (lambda x: x * attributes.scale, set_item(attributes, "scale")),
+        "a list of another class": (lambda x: x * listed[0], set_item(listed, 0)),
+        "a counter": (lambda x: x * counted["a"], set_item(counted, "a")),
+        "a user's dict": (lambda x: x * wrapped["a"], set_item(wrapped, "a")),
+        "a chain": (lambda x: x * chained["a"], set_item(chained, "a")),
+        "a proxy": (lambda x: x * proxy["a"], set_item(under, "a")),
+        "a deque": (lambda x: x * queue[0], set_item(queue, 0)),
+        "keys that are objects": (
+            lambda x: x * keyed[Shared][Shared],
+            set_item(keyed[Shared], Shared),
+        ),
+        "an order": (
+            lambda x: x * next(iter(ordered.values())),
+            lambda: ordered.move_to_end("a"),
+        ),
+        "an attribute of a class": (
+            lambda x: x * shared.scale,
+            lambda: setattr(Shared, "scale", Shared.scale + 1),
+        ),
+        "a table of a class": (
+            lambda x: x * shared.table["scale"],
+            lambda: Shared.table.update(scale=Shared.table["scale"] + 1),
+        ),
+        "what a method reads": (
+            lambda x: shared.helped(x),
+            lambda: setattr(Shared, "scale", Shared.scale + 1),
+        ),
+        "behind a property": (lambda x: x * shared.behind, set_item(shared.inner, "scale")),
+        "a private slot": (hidden, lambda: hidden.set(3.0)),
+        "what a base class calls": (
+            inheriting,
+            lambda: setattr(inheriting.config, "scale", 3.0),
+        ),
+        "what super() calls": (calling, lambda: setattr(calling.config, "scale", 3.0)),
+        "another class": (use_class, lambda: globals().update(Chosen=Thrice)),
+        "a module in a module": (use_package, lambda: setattr(package.inner, "scale", 3.0)),
+        "a function in a module": (
+            use_package,
+            lambda: setattr(package, "act", lambda x: x * 7),
+        ),
+        "what a method is bound to": (lambda x: method(x), new_weight),
+        "an argument of a partial": (
+            lambda x: partial(x),
+            lambda: partial.keywords.update(other=torch.ones(3) * 4),
+        ),
+    }
+
+
+@pytest.mark.parametrize("use", uses())
+def test_changes_of_what_a_function_uses(make: Any, use: str) -> None:
+    function, change = uses()[use]
+    step, x = make(function), torch.ones(2, 3)
+    check(step, function, x)
+    assert step.statistics().replays == 3, step.explain()
+    before = function(x)
+    change()
+    assert not torch.equal(function(x), before)
+    check(step, function, x)
+    assert not step.statistics().quarantined
 
 
 def test_threads_and_hooks(make: Any) -> None:

@@ -145,7 +145,7 @@ try_counts(void)
 static int
 holds_of_dict(Check *check, PyObject *dict, int (*same)(const Check *, PyObject *))
 {
-    if (check->slot >= 0 || !dicts_count || !is_dict(dict))
+    if (check->slot >= 0 || !dicts_count || !PyDict_Check(dict))
         return same(check, dict);
     uint64_t now = changes_of(dict); /* before: what `same` calls may change it */
     if (now != 0 && check->changes == now)
@@ -170,7 +170,7 @@ same_items(const Check *check, PyObject *dict)
 {
     PyObject *key, *value;
     Py_ssize_t place = 0;
-    if (!is_dict(dict) || PyDict_Size(dict) != check->count)
+    if (!PyDict_Check(dict) || PyDict_Size(dict) != check->count)
         return 0;
     for (Py_ssize_t i = 0; i < check->count; i++)
         if (!PyDict_Next(dict, &place, &key, &value) || key != check->key[i] ||

@@ -6,12 +6,12 @@ again at each call.  Plain values become part of the key.  Arrays are watched: t
 anew where one moved.
 
 Read are, of the function and of those that it wraps (`functools.wraps`): closure cells, default
-values, globals that its own code names (also those that are defined later), attributes of modules
-and classes that its code reads from a global, the object of a bound method, and what its code names
-of that object's class.  Of each of these: plain values, arrays, nested tuples, lists, dicts and
-dataclasses, sets, small NumPy arrays, and modules of the library.  Of other objects: plain
-attributes and arrays, and what else of them the code names, by the names of attributes in it and in
-the methods of the same object that it calls (`self.config.scale`), three objects deep.
+values, globals that its own code names (also those that are defined later), the object of a bound
+method, and what its code names of that object's class.  Of each of these: plain values, arrays,
+nested tuples, lists, dicts and dataclasses, sets, small NumPy arrays, bound methods, partials, and
+modules of the library.  Of other objects: items, plain attributes and arrays, and what else of them
+the code names, by the names of attributes in it and in the methods of these objects that it calls
+(`self.config.scale`), three objects deep; of modules and classes of the user's what the code names.
 Not read is what other functions that it calls read by themselves.
 """
 
@@ -20,15 +20,25 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import types
 import weakref
+from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from ostinato.interop.graphing.objects import attributes_of, same
-from ostinato.interop.graphing.places import Place, names_in_method, places_of
+from ostinato.interop.graphing.objects import attributes_of, items_in, same
+from ostinato.interop.graphing.places import (
+    Place,
+    data_in,
+    data_of,
+    is_own,
+    names_in_method,
+    own_bases,
+    places_of,
+)
 from ostinato.interop.graphing.trees import ATOMS, Arrays, children_of, is_plain, plain_token
 
 __all__ = [
@@ -103,6 +113,10 @@ class Walker(Protocol):
         """Anything else, before those of its attributes that are looked at; None if none is.
 
         `inner`: it is somewhere in another object, and these are those that the code names."""
+        ...
+
+    def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
+        """The items of something else that is a container, before they are looked at."""
         ...
 
 
@@ -184,6 +198,9 @@ class _Reading:
         names = None if inside is None else tuple(inside)
         self.tokens.append((type(value), self._serial(value), names, size_of(value)))
 
+    def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
+        self.tokens.append(head)
+
 
 @dataclass(slots=True)
 class _Known:
@@ -216,6 +233,8 @@ class Guards:
         self._serials = itertools.count()
         self._named: set[str] = set()
         """Attributes that the function's code names."""
+        self._learned: dict[type, int] = {}
+        """How many these were when the methods of a class were looked at."""
         self.places = tuple(places_of(function, self._named))
 
     @property
@@ -238,6 +257,9 @@ class Guards:
         for place in self.places:
             value = place.read()
             walker.place(place, value)
+            if type(value) in ATOMS:
+                walker.plain((place.name,), value)
+                continue
             self._visit(walker, (place.name,), value, 0, met)
         return met
 
@@ -255,8 +277,16 @@ class Guards:
         if library.is_array(value):
             walker.array(path, value)
             return
+        if isinstance(value, _SPACES):
+            self._visit_space(walker, path, value, depth, met)
+            return
         if is_plain(value, library.plain):
             walker.plain(path, value)
+            return
+        bound = _bound(value)
+        if bound is not None and depth < _DEEPEST:
+            walker.container(path, value, (type(value),), bound)
+            self._visit_all(walker, path, enumerate(bound), depth, met, inner)
             return
         watch = self.watch(value)
         if watch is not None:
@@ -284,19 +314,72 @@ class Guards:
         walker.other(path, value, inside, inner)
         if inside is not None:
             self._visit_all(walker, path, inside.items(), depth, met, True)
+        items = items_in(value) if depth < _DEEPEST else None
+        if items is not None:
+            self._visit_items(walker, path, value, items, depth, met)
+
+    def _visit_space(
+        self, walker: Walker, path: Trail, value: Any, depth: int, met: set[int]
+    ) -> None:
+        """A module or a class."""
+        own = depth < _DEEPEST_OBJECT and id(value) not in met and is_own(value)
+        inside = data_in(value, self._named) if own else None
+        if inside or isinstance(value, types.ModuleType):
+            met.add(id(value))
+            walker.other(path, value, inside, True)
+            self._visit_all(walker, path, (inside or {}).items(), depth, met, True)
+        else:
+            walker.plain(path, value)
+
+    def _visit_items(
+        self,
+        walker: Walker,
+        path: Trail,
+        value: Any,
+        items: list[Any],
+        depth: int,
+        met: set[int],
+    ) -> None:
+        """The items of a container of another class, or of one with objects as its keys."""
+        kind, plain, paired = type(value), self._library.plain, len(items) > len(value)
+        if isinstance(value, set | frozenset) or paired:
+            keys = items[: len(value)]
+            tokens = [plain_token(k) if is_plain(k, plain) else self.serial(k) for k in keys]
+            head = kind, tuple(tokens) if paired else frozenset(tokens)
+            items = items[len(value) :] if paired else []
+        else:
+            head = kind, len(items)
+        if len(value) > _MOST_ITEMS:
+            head, items = (kind, len(value)), []
+        walker.items(path, value, head, items)
+        self._visit_all(walker, path, enumerate(items), depth, met, True)
 
     def _inside(self, value: object, inner: bool) -> dict[str, Any] | None:
         """The attributes of an object that are looked at."""
         found, library, named = attributes_of(value), self._library, self._named
         if found is None:
             return None
+        kind = type(value)
+        shared = {}
+        if own_bases(kind):
+            if self._learned.get(kind) != len(named):
+                for name in [*named.intersection(dir(kind)), "__call__"]:
+                    named |= names_in_method(kind, name)
+                self._learned[kind] = len(named)
+            shared = data_of(kind, named - found.keys())
         if inner:
-            return {name: found[name] for name in sorted(named.intersection(found))}
-        return {
-            name: child
-            for name, child in found.items()
-            if name in named or library.is_array(child) or is_plain(child, library.plain)
-        }
+            names = named.intersection(found)
+            inside = {name: found[name] for name in sorted(names)}
+        else:
+            inside = {
+                name: child
+                for name, child in found.items()
+                if name in named or library.is_array(child) or is_plain(child, library.plain)
+            }
+        for name in ("data", "maps"):  # of UserDict, UserList, ChainMap
+            if name in found and not _WRAPPERS.isdisjoint(kind.__mro__):
+                inside[name] = found[name]
+        return inside | {name: shared[name] for name in sorted(shared)} if shared else inside
 
     def _visit_all(
         self,
@@ -334,6 +417,7 @@ class Guards:
             known = self._known[id(value)] = _Known(itself, next(self._serials), watch)
             for kind, name in () if watch is None else watch.methods():
                 self._named |= names_in_method(kind, name)
+                self._named.add(name)  # one may have another in its place
         return known
 
     def explain(self, before: Seen, after: Seen) -> str:
@@ -354,6 +438,17 @@ def size_of(value: Any) -> int | None:
 
 
 _CONTAINERS = (tuple, list, dict, set, frozenset)
+_SPACES = (types.ModuleType, type)
+_WRAPPERS = frozenset([UserDict, UserList, ChainMap])
+
+
+def _bound(value: Any) -> list[Any] | None:
+    """What a function and its first arguments that were put together consist of."""
+    if type(value) is types.MethodType:
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    return None
 
 
 def _itself(value: object) -> object:

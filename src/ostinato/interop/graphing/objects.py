@@ -7,13 +7,13 @@ import functools
 import operator
 import sys
 import types
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Protocol
 
 from ostinato.interop.graphing.trees import Arrays, is_plain
 
-__all__ = ["Missing", "ObjectWatch", "Watching", "attributes_of", "same"]
+__all__ = ["Missing", "ObjectWatch", "Watching", "attributes_of", "items_in", "same"]
 
 _DEEPEST = 4
 
@@ -22,12 +22,13 @@ class Missing:
     """Stands for a global that is not defined, and for a variable or a slot without a value."""
 
 
+_OPEN = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap)
+
+
 def attributes_of(value: object) -> dict[str, Any] | None:
     """The attributes of an object; not those of the standard library's: locks, loggers, threads."""
     kind: Any = type(value)
-    if kind not in (types.SimpleNamespace, argparse.Namespace) and (
-        kind.__module__.partition(".")[0] in sys.stdlib_module_names
-    ):
+    if kind not in _OPEN and (kind.__module__.partition(".")[0] in sys.stdlib_module_names):
         return None
     held = getattr(value, "__dict__", None)
     slots = _slots_of(kind)
@@ -159,6 +160,18 @@ _CALLED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type
 def same(some: list[Any], others: list[Any]) -> bool:
     """Whether two lists hold the same objects."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def items_in(value: Any) -> list[Any] | None:
+    """The items of a container, of whatever class; None for what is none."""
+    if isinstance(value, dict):
+        return [*dict.keys(value), *dict.values(value)]
+    if isinstance(value, types.MappingProxyType):
+        return [*value.keys(), *value.values()]
+    for kind in (list, tuple, set, frozenset, deque):
+        if isinstance(value, kind):
+            return [*kind.__iter__(value)]
+    return None
 
 
 def _holders(value: Any) -> Iterator[Any]:

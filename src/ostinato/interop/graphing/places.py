@@ -8,13 +8,21 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ostinato.interop.graphing.objects import Missing
 
-__all__ = ["Place", "names_in_method", "places_of"]
+__all__ = [
+    "Place",
+    "data_in",
+    "data_of",
+    "is_own",
+    "names_in_method",
+    "own_bases",
+    "places_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,7 @@ def places_of(function: Callable[..., Any], attributes: set[str]) -> Iterator[Pl
         yield Place("self", lambda: owner)
     elif owner is None and not isinstance(plain, types.FunctionType):
         yield Place(type(function).__name__, lambda: function)
-        call = vars(type(function)).get("__call__")
+        call = inspect.getattr_static(type(function), "__call__", None)
         wrapped = getattr(function, "__wrapped__", None)  # of functools.lru_cache, say
         owner, plain = (function, call) if isinstance(call, types.FunctionType) else (None, wrapped)
     met: set[int] = set()
@@ -71,55 +79,53 @@ def _places_of_one(
     named, attributes = _names(code)
     named_attributes |= attributes
     for name in named:
-        value = space.get(name, Missing)
-        if isinstance(value, types.ModuleType | type) and value is not Missing:
-            if not _installed(value):
-                yield from _attributes(name, value, named[name])
-        elif name in space or not hasattr(builtins, name):
+        if name in space or not hasattr(builtins, name):
             read = functools.partial(space.get, name, Missing)
             yield Place(name, read, ("item", space, name))
     if owner is not None and not isinstance(owner, types.ModuleType):
         kind = owner if isinstance(owner, type) else type(owner)
         for name in attributes:
             named_attributes |= names_in_method(kind, name)
-        held = [base for base in kind.__mro__ if not _installed(base)]
-        found = {n: None for base in held for n in vars(base) if n in attributes}
-        yield from _attributes(kind.__name__, kind, found)
+        for each in data_of(kind, named_attributes):
+            read = functools.partial(getattr, kind, each, Missing)
+            yield Place(f"{kind.__name__}.{each}", read, ("attribute", kind, each))
 
 
-def _attributes(name: str, held: Any, names: Iterable[str]) -> Iterator[Place]:
-    """The attributes of a module or a class that are data."""
-    for each in names:
-        value = getattr(held, each, Missing)
-        if not (
-            callable(value) or isinstance(value, types.ModuleType) or hasattr(value, "__get__")
-        ):
-            read = functools.partial(getattr, held, each, Missing)
-            yield Place(f"{name}.{each}", read, ("attribute", held, each))
+def data_of(kind: type, names: Collection[str]) -> dict[str, Any]:
+    """Those attributes of a class of the user's that have some names, and are data."""
+    found: dict[str, Any] = {}
+    for base in own_bases(kind):
+        held = vars(base)
+        for name in held.keys() & names:
+            value = held[name]
+            if name not in found and not hasattr(value, "__get__"):
+                found[name] = value
+    return found
 
 
-def _names(code: types.CodeType) -> tuple[dict[str, dict[str, None]], set[str]]:
-    """The globals that code names, and those in it, with the attributes that it reads of them; and
-    all names of attributes."""
-    named: dict[str, dict[str, None]] = {}
+def data_in(space: types.ModuleType | type, names: set[str]) -> dict[str, Any]:
+    """Those attributes of a module or a class of the user's that have some names; of a class those
+    that are data."""
+    if isinstance(space, type):
+        return dict(sorted(data_of(space, names).items()))
+    held = vars(space)
+    return {name: held[name] for name in sorted(held.keys() & names)}
+
+
+def _names(code: types.CodeType) -> tuple[dict[str, None], set[str]]:
+    """The globals that code names, and those in it, in order; and all names of attributes."""
+    named: dict[str, None] = {}
     attributes: set[str] = set()
-    last: str | None = None
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            last = str(step.argval)
-            named.setdefault(last, {})
-            continue
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            named[str(step.argval)] = None
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
             attributes.add(str(step.argval))
-            if last is not None:
-                named[last][str(step.argval)] = None
-        last = None
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner, more = _names(constant)
             attributes |= more
-            for name, found in inner.items():
-                named.setdefault(name, {}).update(found)
+            named |= inner
     return named, attributes
 
 
@@ -129,15 +135,30 @@ def names_in_method(kind: type, name: str) -> frozenset[str]:
     found: set[str] = set()
     left, met = [name], set()
     while left:
-        method = inspect.getattr_static(kind, left.pop(), None)
-        method = getattr(method, "fget", getattr(method, "__func__", method))
-        while isinstance(method, types.FunctionType) and method not in met:
-            met.add(method)
-            _, attributes = _names(method.__code__)
-            left += attributes - found
-            found |= attributes
-            method = getattr(method, "__wrapped__", None)
+        each = left.pop()
+        for base in kind.__mro__:  # all of them: `super()` calls others than the first
+            method = vars(base).get(each)
+            for inner in ("fget", "func", "__func__"):
+                method = getattr(method, inner, method)
+            while isinstance(method, types.FunctionType) and method not in met:
+                met.add(method)
+                _, attributes = _names(method.__code__)
+                left += attributes - found
+                found |= attributes
+                method = getattr(method, "__wrapped__", None)
     return frozenset(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def own_bases(kind: type) -> tuple[type, ...]:
+    """A class and those that it inherits from, without those of installed packages."""
+    return tuple([base for base in kind.__mro__ if not _installed(base)])
+
+
+@functools.lru_cache(maxsize=4096)
+def is_own(space: types.ModuleType | type) -> bool:
+    """Whether a module or a class is of no installed package."""
+    return not _installed(space)
 
 
 def _installed(value: Any) -> bool:

@@ -9,8 +9,10 @@ match goes through the key.  What cannot be noted has no short way.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 import time
+import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -27,7 +29,7 @@ from ostinato.interop.graphing.guards import (
     size_of,
 )
 from ostinato.interop.graphing.library import Library, Options
-from ostinato.interop.graphing.objects import ObjectWatch
+from ostinato.interop.graphing.objects import ObjectWatch, items_in
 from ostinato.interop.graphing.places import Place
 from ostinato.interop.graphing.records import Captured, Line, Work
 from ostinato.interop.graphing.subject import Subject
@@ -111,9 +113,9 @@ class Checks:
 
     def items(self, held: dict[Any, Any], values: Sequence[Any]) -> None:
         """A dict has these values under the keys that it has now, and no others."""
-        if type(held) is not dict or len(held) != len(values):
-            raise Inexpressible
-        self._add("ITEMS", -1, held, [*held], values, len(values))
+        if isinstance(held, OrderedDict) or dict.__len__(held) != len(values):
+            raise Inexpressible  # the order of an OrderedDict is in no dict
+        self._add("ITEMS", -1, held, [*dict.keys(held)], values, len(values))
 
     def some_items(self, held: dict[str, Any], found: Mapping[str, Any]) -> None:
         """A dict has these values, among others."""
@@ -301,7 +303,7 @@ class _Noting:
             names = [field.name for field in dataclasses.fields(value)]
             named = dict(zip(names, children, strict=True))
             checks.attributes(value, {n: v for n, v in named.items() if n not in held})
-        elif not isinstance(value, tuple):
+        elif not isinstance(value, tuple | types.MethodType | functools.partial):
             raise Inexpressible
 
     def contents(self, path: Trail, value: Any, token: Hashable) -> None:
@@ -316,6 +318,9 @@ class _Noting:
         self._checks.kind(value)
         if inside is None:
             return
+        if isinstance(value, type):
+            self._checks.attributes(value, inside)
+            return
         held = getattr(value, "__dict__", None)
         if held is not None and inner:
             self._checks.inside(value, {n: v for n, v in inside.items() if n in held})
@@ -324,6 +329,25 @@ class _Noting:
             self._checks.items(held, [*held.values()])
         rest = {n: v for n, v in inside.items() if n not in (held or ())}
         self._checks.attributes(value, rest)
+
+    def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
+        self.tokens.append(head)
+        if isinstance(value, dict) and not isinstance(value, OrderedDict):
+            self._checks.items(value, [*dict.values(value)])
+        elif isinstance(value, list):
+            self._checks.sequence(value, [*list.__iter__(value)])
+        else:
+            self._checks.reads(value, _SameItems(value))
+
+
+class _SameItems:
+    """Whether a container holds the very items that it holds now."""
+
+    def __init__(self, value: Any) -> None:
+        self._items = items_in(value) or []
+
+    def __call__(self, value: Any) -> bool:
+        return same(items_in(value) or [], self._items)
 
 
 MISSED = object()

@@ -328,6 +328,9 @@ class Description:
         self.add(_named(path), type(value))
         self.settings(value)
 
+    def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
+        self.add(_named(path), len(value))
+
     def settings(self, value: Any, depth: int = 0, seen: frozenset[int] = frozenset()) -> None:
         """The plain values in an object and in what it holds, as deep as anyone puts them.
 
