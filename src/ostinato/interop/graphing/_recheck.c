@@ -18,6 +18,7 @@
  * object that does not depend on the call. */
 enum {
     TYPE,       /* has exactly the type values[0] */
+    TYPES,      /* keys are objects, which have exactly these types */
     IS,         /* is values[0] */
     EQUAL,      /* is values[0], or has the same exact type (a built-in one) and is equal */
     READS,      /* keys are names of attributes, or functions of it; each gives its value */
@@ -288,6 +289,11 @@ holds(Check *check, PyObject **slots)
     switch (check->operation) {
     case TYPE:
         return (PyObject *)Py_TYPE(subject) == values[0];
+    case TYPES:
+        for (Py_ssize_t i = 0; i < check->count; i++)
+            if ((PyObject *)Py_TYPE(keys[i]) != values[i])
+                return 0;
+        return 1;
     case IS:
         return subject == values[0];
     case EQUAL:
@@ -499,6 +505,7 @@ is_sound(const Check *check, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t slot
     case EQUAL:
     case DICT:
         return values == 1;
+    case TYPES:
     case READS:
     case ADDRESSES:
     case CALLS:
@@ -1102,7 +1109,7 @@ static int
 module_exec(PyObject *module)
 {
     static const char *const names[OPERATIONS] = {
-        "TYPE", "IS", "EQUAL", "READS", "ATTRIBUTES", "DICT", "ITEMS", "KINDS", "LOOKUP", "SEQUENCE",
+        "TYPE", "TYPES", "IS", "EQUAL", "READS", "ATTRIBUTES", "DICT", "ITEMS", "KINDS", "LOOKUP", "SEQUENCE",
         "SIZE", "CALLS", "ADDRESSES", "WORDS", "UNPACK", "UNPACK_DICT", "LEAF",
     };
     for (int i = 0; i < OPERATIONS; i++)

@@ -15,6 +15,7 @@ from typing import Any
 from ostinato.interop.graphing.objects import Missing
 
 __all__ = [
+    "Current",
     "Place",
     "data_in",
     "data_of",
@@ -36,8 +37,22 @@ class Place:
     "partial", or a "constant" (for `recheck.py`)."""
 
 
+class Current:
+    """A function that may be another one at each call.  What the first one reads is read of it."""
+
+    def __init__(self, first: Callable[..., Any]) -> None:
+        self.__wrapped__ = first
+
+    def now(self) -> Any:
+        """What it is now."""
+        raise NotImplementedError
+
+
 def places_of(function: Callable[..., Any], attributes: set[str]) -> Iterator[Place]:
     """What is read of a function, of whatever kind; adds the attributes that it names."""
+    if isinstance(function, Current):
+        yield Place("the function", function.now)
+        function = function.__wrapped__
     while isinstance(function, functools.partial):
         partial = function
         yield Place(

@@ -97,6 +97,10 @@ class Checks:
         """An object has the type that it has now."""
         self._add("TYPE", -1, held, values=(type(held),))
 
+    def types(self, objects: Sequence[Any], kinds: Sequence[type]) -> None:
+        """Objects have these types."""
+        self._add("TYPES", -1, None, objects, kinds, len(objects))
+
     def attributes(self, held: object, found: Mapping[str, Any]) -> None:
         """Attributes of an object are the very ones that were found."""
         if not found:
@@ -281,10 +285,10 @@ class _Noting:
         self.tokens.append(plain_token(value))
 
     def watched(self, path: Trail, watch: Watch) -> None:
-        note = getattr(watch, "note", None)
+        note = getattr(type(watch), "note", None)  # not of the module that a watch stands for
         if note is None:
             raise Inexpressible
-        note(self._checks, self.tokens, self.arrays)
+        note(watch, self._checks, self.tokens, self.arrays)
 
     def container(self, path: Trail, value: Any, head: Hashable, children: list[Any]) -> None:
         self.tokens.append(head)

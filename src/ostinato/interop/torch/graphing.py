@@ -7,7 +7,8 @@ What is keyed, captured and replayed is in `interop.graphing`; what torch does f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ostinato.errors import InputError, NotAvailableError
 from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.library import LIMITS, Devices, Options, cuda_index, name_of
 from ostinato.interop.graphing.moves import MOST
+from ostinato.interop.graphing.places import Current
 from ostinato.interop.graphing.recheck import MISSED, Checks
 from ostinato.interop.graphing.stored import Stored, code_text
 from ostinato.interop.torch.library import Torch
@@ -129,10 +131,21 @@ class GraphedModule(Graphed):
     captured with it: what they do to tensors is replayed, their Python does not run again.
     """
 
-    def __init__(self, module: torch.nn.Module, *args: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        library: Torch,
+        options: Options,
+        *args: Any,
+        **others: Any,
+    ) -> None:
         self.module = module
         """The module itself, whose calls run eagerly."""
-        super().__init__(*args, **options)
+        self._forward = _Forward(module, forward)
+        super().__init__(self._forward, library, options, *args, **others)
+        self.__wrapped__ = forward
+        self._made = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for way in self._ways:  # they look at the hooks too
@@ -148,16 +161,8 @@ class GraphedModule(Graphed):
             or _global_hooks()
         ):
             return super().__call__(*args, **kwargs)
-        with self._lock:
-            before = module.__dict__.get("forward")
-            module.__dict__["forward"] = super().__call__
-            try:
-                return module(*args, **kwargs)
-            finally:
-                if before is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.__dict__["forward"] = before
+        with self._lock, self._forward.replayed(super().__call__):
+            return module(*args, **kwargs)
 
     def _note(self, checks: Checks) -> None:
         held = self.module.__dict__
@@ -170,6 +175,24 @@ class GraphedModule(Graphed):
             module._global_forward_pre_hooks,
         ):
             checks.size(each, 0)
+        if "forward" not in held:
+            checks.attributes(type(self.module), {"forward": type(self.module).forward})
+
+    def _owns(self, name: str) -> bool:
+        held = vars(self)
+        return "_made" not in held or name in held or hasattr(type(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._owns(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._owns(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # while it is made
@@ -183,6 +206,53 @@ class GraphedModule(Graphed):
 
             return call
         return value
+
+
+class _Forward(Current):
+    """A module's `forward`, which may be another one at each call."""
+
+    def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__(forward)
+        self._module = module
+        self._own: Any = None
+        self._replayed: Any = None
+        """What is in its place while hooks run."""
+
+    def now(self) -> Any:
+        found = vars(self._module).get("forward")
+        if found is not None and found is self._replayed:
+            found = self._own
+        return type(self._module).forward if found is None else found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        found = vars(module).get("forward")
+        if found is None:
+            return module.forward(*args, **kwargs)
+        if found is self._replayed:
+            found = self._own
+        if found is None:
+            found = type(module).forward.__get__(module)
+        return found(*args, **kwargs)
+
+    @contextmanager
+    def replayed(self, replay: Callable[..., Any]) -> Iterator[None]:
+        """In the block the module's own calls replay, between its hooks."""
+        held = vars(self._module)
+        before = held.get("forward")
+        if before is not None and before is self._replayed:  # a hook makes a call of its own
+            yield
+            return
+        self._own, self._replayed = before, replay
+        held["forward"] = replay
+        try:
+            yield
+        finally:
+            if before is None:
+                held.pop("forward", None)
+            else:
+                held["forward"] = before
+            self._own = self._replayed = None
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ostinato.interop.graphing.guards import Guarded, same
+from ostinato.interop.graphing.objects import Missing
+from ostinato.interop.graphing.places import data_of, names_in_method
 from ostinato.interop.graphing.recheck import Checks, Inexpressible
 from ostinato.interop.graphing.stored import Description, code_text
 from ostinato.interop.graphing.trees import is_plain, plain_token
@@ -24,18 +26,34 @@ _next_version = itertools.count()
 _versions: dict[Hashable, int] = {}
 """Of what modules hold besides tensors, in all graphed functions."""
 
+_TABLES = "_forward_hooks", "_forward_pre_hooks"
 _all = itertools.chain.from_iterable
 _values = dict.values
 
 
 @dataclass(frozen=True, slots=True)
 class _Attribute:
-    """Where an attribute of a module is."""
+    """Where an attribute of a module is, or one of its class."""
 
     path: str
     """From the module that is watched."""
     held: dict[str, Any]
     name: str
+    kind: type | None = None
+    """The class."""
+
+
+def _value(attribute: _Attribute) -> Any:
+    if attribute.kind is None:
+        return attribute.held[attribute.name]
+    return getattr(attribute.kind, attribute.name, Missing)
+
+
+def _shared(kinds: Iterable[type]) -> Iterator[_Attribute]:
+    """What `forward` reads of the classes of modules: data that is no module's own."""
+    for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
+        for name in sorted(data_of(kind, names_in_method(kind, "forward"))):
+            yield _Attribute(f"{kind.__qualname__}.{name}", {}, name, kind)
 
 
 class ModuleWatch:
@@ -59,6 +77,7 @@ class ModuleWatch:
         self._hooks = [every._global_forward_hooks, every._global_forward_pre_hooks]
         self._hooks += [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
         self._held = [m.__dict__ for m in modules]
+        self._kinds = [*map(type, self._children)]
         inner = [d for m in modules for d in (m._modules, m._parameters, m._buffers)]
         self._sized = [*self._held, *inner]
         self._lengths = [*map(len, self._sized)]
@@ -80,8 +99,11 @@ class ModuleWatch:
                 elif not isinstance(getattr(value, "__self__", None), Guarded):  # `GraphedModule`
                     self._others.append(where)
             self._names.append(names)
-            if names:  # a getter of one name alone would give no tuple
-                self._gets.append((operator.itemgetter(names[0], *names), held))
+            self._gets.append((operator.itemgetter(*names, *_TABLES), held))
+        self._shared = [*_shared({type(module) for module in modules})]
+        self._others += [each for each in self._shared if not is_plain(_value(each), PLAIN)]
+        self._shared = [each for each in self._shared if is_plain(_value(each), PLAIN)]
+        self._kind = type(modules[0])
         self._plain, self._found, self._hooked = self._state()
         found = [*map(id, self._found)]
         state = (
@@ -89,7 +111,8 @@ class ModuleWatch:
             tuple([places.get(id(child)) for child in self._children]),
             tuple([tuple([n for n, v in d.items() if v is not None]) for d in inner]),
             tuple(map(tuple, self._names)),
-            tuple([plain_token(value) for value in self._plain]),
+            tuple([each.path for each in self._shared]),
+            tuple([plain_token(v) for v in self._plain if not isinstance(v, dict)]),
             tuple([each.path for each in (*self._loose, *self._others)]),
             tuple([found.index(each) for each in found]),
             tuple(self._hooked),
@@ -99,9 +122,13 @@ class ModuleWatch:
         self._version = _versions.setdefault(state, next(_next_version))
 
     def _state(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """Plain attributes, others, and hooks.  Raises KeyError for an attribute that is gone."""
+        """Plain attributes and tables of hooks, others, and hooks.
+
+        Raises KeyError for an attribute that is gone."""
         plain = [*_all([get(held) for get, held in self._gets])]
-        found = [each.held[each.name] for each in self._others]
+        if self._shared:
+            plain += map(_value, self._shared)
+        found = [*map(_value, self._others)]
         return plain, found, [*map(tuple, self._hooks)] if any(self._hooks) else []
 
     def _as_before(self) -> bool:
@@ -111,9 +138,11 @@ class ModuleWatch:
         children = same([*_all(map(_values, self._inside))], self._children)
         if not children or [*map(len, self._sized)] != self._lengths:
             return False
+        if type(self._module()) is not self._kind or [*map(type, self._children)] != self._kinds:
+            return False
         try:
             plain, found, hooked = self._state()
-            loose = all(isinstance(each.held[each.name], torch.Tensor) for each in self._loose)
+            loose = all(isinstance(_value(each), torch.Tensor) for each in self._loose)
         except KeyError:
             return False
         alike = same(plain, self._plain) and same(found, self._found)
@@ -124,7 +153,7 @@ class ModuleWatch:
             self._find()
         tokens.append(self._version)
         arrays += [t for t in _all(map(_values, self._tensors)) if t is not None]
-        arrays += [each.held[each.name] for each in self._loose]
+        arrays += map(_value, self._loose)
 
     def others(self) -> Iterator[tuple[str, Any]]:
         """Attributes that are no tensors and no plain values, each object once."""
@@ -152,7 +181,9 @@ class ModuleWatch:
             inside = ("_modules", "_parameters", "_buffers")
             description.settings({k: v for k, v in vars(module).items() if k not in inside})
         for each in self._loose:
-            description.array(f"{name}.{each.path}", each.held[each.name])
+            description.array(f"{name}.{each.path}", _value(each))
+        for each in self._shared:
+            description.add(each.path, _value(each))
 
     def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
         """Reads, and notes where each value was found."""
@@ -171,11 +202,15 @@ class ModuleWatch:
             if not held or "_modules" in held:  # the others are compared above
                 checks.size(held, length)
         for held, names in zip(self._held, self._names, strict=True):
-            checks.some_items(held, {name: held[name] for name in names})
-        loose = [each.held[each.name] for each in self._loose]
-        found = [each.held[each.name] for each in self._others]
+            checks.some_items(held, {name: held[name] for name in (*names, *_TABLES)})
+        loose, found = [*map(_value, self._loose)], [*map(_value, self._others)]
         for each, value in zip(self._loose + self._others, loose + found, strict=True):
-            checks.some_items(each.held, {each.name: value})
+            if each.kind is None:
+                checks.some_items(each.held, {each.name: value})
+        for each in (*self._shared, *self._others):
+            if each.kind is not None:
+                checks.attributes(each.kind, {each.name: _value(each)})
+        checks.types([self._module(), *self._children], [self._kind, *self._kinds])
         read = [t for t in _all(tensors) if t is not None] + loose
         if not (
             same([*_all(children)], self._children)
