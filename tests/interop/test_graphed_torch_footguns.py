@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ostinato as ost
@@ -778,6 +779,88 @@ def test_results_like_those_of_an_encoder(make: Any) -> None:
         wanted = torch.full((2,), float(start**2)), torch.full((2,), float(start**2 + start))
         equal((output.last, rest["pooled"]), wanted)
     assert step.statistics().replays == 4
+
+
+class Box:
+    """A container of torch's registry."""
+
+    def __init__(self, value: Any, by: Any) -> None:
+        self.value, self.by = value, by
+
+
+def registered(context: Callable[[Box], Any], by: Callable[[Any], Any]) -> type[Box]:
+    kind = type("Box", (Box,), {})
+    torch.utils._pytree.register_pytree_node(
+        kind,
+        lambda box: ([box.value], context(box)),
+        lambda children, context: kind(*children, by(context)),
+        serialized_type_name=f"Box{next(NUMBERS)}",
+    )
+    return kind
+
+
+def first(context: Any) -> Any:
+    return context[0]
+
+
+CONTEXTS: dict[str, tuple[Callable[[Box], Any], Callable[[Any], Any], list[Any]]] = {
+    "numbers": (lambda box: (box.by,), first, [1, 1.0, True, 0.0, -0.0]),
+    "no hash": (lambda box: [box.by], first, [1, 1.0, True]),
+    "large arrays": (
+        lambda box: [box.by],
+        first,
+        [np.full(4000, 1.0), np.array([1.0] * 2000 + [2.0] * 2000)],
+    ),
+    "a dict": (lambda box: {"by": [box.by]}, lambda c: c["by"][0], [1, 1.0, 2]),
+    "nothing": (lambda box: None, lambda c: 7, [1, 1.0, 2]),
+    "an array": (lambda box: np.array([box.by]), lambda c: c.item(), [1, 1.0, 2]),
+}
+
+
+@pytest.mark.parametrize("which", CONTEXTS)
+def test_containers_that_are_equal_and_do_not_do_the_same(make: Any, which: str) -> None:
+    context, by, values = CONTEXTS[which]
+    kind = registered(context, by)
+
+    def f(box: Any) -> Any:
+        number = box.by if isinstance(box.by, int | float) else float(box.by[2500])
+        return kind(box.value * number, box.by), 1 / (box.value * number)
+
+    step, x = make(f), torch.ones(3, dtype=torch.int32)
+    for value in values:
+        for _ in range(4):
+            box, rest = f(kind(x, value))
+            found, other = step(kind(x, value))
+            equal((found.value, other), (box.value, rest))
+            assert type(found) is kind and type(found.by) is type(value)
+            assert found.by is value or found.by == value
+
+
+def test_attributes_that_were_added_to_containers(make: Any) -> None:
+    utils = pytest.importorskip("transformers.utils")
+
+    @dataclasses.dataclass
+    class Encoded(utils.ModelOutput):  # type: ignore[misc, name-defined]
+        last: Any = None
+        rest: Any = None
+
+    def f(given: Any) -> Any:
+        made = Encoded(last=given.last * getattr(given, "by", 1.0))
+        made.note = given.note
+        if given.note == "an object":
+            made.held = held
+        return made
+
+    step, given, held = make(f), Encoded(last=torch.ones(3)), object()
+    for note, by in (("a", 1.0), ("a", 2.0), ("b", 2.0), ("an object", 3.0)):
+        given.note, given.by = note, by
+        for _ in range(4):
+            found, wanted = step(given), f(given)
+            equal(found.last, wanted.last)
+            assert found["last"] is found.last and found.rest is None
+            assert type(found) is Encoded and [*found] == [*wanted] == ["last"]
+            assert found.note == note and getattr(found, "held", 0) is getattr(wanted, "held", 0)
+    assert step.statistics().replays == 9 and "cannot be built again" in step.explain()
 
 
 def test_a_graphed_module_is_not_copied(make: Any) -> None:

@@ -77,7 +77,12 @@ class Maker:
         subject = self._subject
         library, arguments = subject.library, subject.arguments
         inputs = self.inputs(work)
-        args, kwargs = arguments.replaced(work, inputs)
+        try:
+            args, kwargs = arguments.replaced(work, inputs)
+        except Unknown as error:
+            raise NotGraphable(
+                subject.at(f"the arguments cannot be built again: {error}")
+            ) from None
         stage = library.stager(inputs)
         versions = [*map(library.version, inputs)]
         subject.turns.take()

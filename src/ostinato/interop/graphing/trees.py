@@ -55,7 +55,7 @@ class Arrays(Protocol):
         ...
 
     def joiner(self, like: Any, /) -> Join:
-        """Makes registered containers like this one."""
+        """Makes registered containers like this one.  Raises Unknown."""
         ...
 
 

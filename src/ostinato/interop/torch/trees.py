@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ostinato.interop.graphing.guards import same
-from ostinato.interop.graphing.trees import Join, is_plain, made_in_python
+from ostinato.interop.graphing.guards import contents_of, same
+from ostinato.interop.graphing.trees import Join, Unknown, is_plain, made_in_python, plain_token
 
 __all__ = ["PLAIN", "joiner", "parts"]
 
@@ -28,23 +28,82 @@ def parts(value: object) -> tuple[Hashable, list[Any]] | None:
     if node is None:
         return None
     children, context = node.flatten_fn(value)
+    children = [*children]
     try:
-        hash(context)
-    except TypeError:
-        context = repr(context)
-    return context, list(children)
+        token = _token(context)
+    except Unknown:
+        return None
+    held = getattr(value, "__dict__", None)
+    if not held:
+        return token, children
+    rest = _others(held, children)
+    return (token, *[(name, plain_token(v)) for name, v in rest if is_plain(v, PLAIN)]), children
+
+
+def _others(held: dict[str, Any], children: list[Any]) -> list[tuple[str, Any]]:
+    """The attributes that are no children."""
+    known = {*map(id, children)}
+    return [(name, value) for name, value in held.items() if id(value) not in known]
+
+
+def _token(context: Any) -> Hashable:
+    """What stands for that which a container consists of besides its children.  Raises Unknown."""
+    kind = type(context)
+    if is_plain(context, PLAIN):
+        return plain_token(context)
+    if isinstance(context, list | tuple):
+        return kind, *map(_token, context)
+    if isinstance(context, dict):
+        return kind, *[(_token(key), _token(value)) for key, value in context.items()]
+    if isinstance(context, set | frozenset):
+        return kind, frozenset(map(_token, context))
+    contents = contents_of(context)
+    if contents is not None:
+        return contents
+    if not isinstance(context, torch.Tensor):
+        try:
+            hash(context)
+        except TypeError:
+            pass
+        else:
+            token: Hashable = context
+            return token
+    raise Unknown("the context of a container", context)
 
 
 def joiner(like: Any) -> Join:
-    """Makes a container like one, with others in the places of its children."""
+    """Makes a container like one, with others in the places of its children.
+
+    Raises Unknown if torch's registry does not tell how."""
     node = torch.utils._pytree.SUPPORTED_NODES[type(like)]
     children, context = node.flatten_fn(like)
+    children = [*children]
+    copy = _dict_copier(like, children)
+    if copy is not None and _alike(copy([*children]), like):
+        return copy
+    held = getattr(like, "__dict__", {})
+    made = getattr(node.unflatten_fn([*children], context), "__dict__", {})
+    lost = {name: v for name, v in _others(held, children) if not _has(made, name, v)}
+    if not all(is_plain(v, PLAIN) for v in lost.values()) or any(
+        name not in made for name, value in held.items() if name not in lost
+    ):
+        raise Unknown("a container whose attributes torch's registry does not know", like)
 
     def join(others: Sequence[Any]) -> Any:
-        return node.unflatten_fn([*others], context)  # which may keep the list
+        made = node.unflatten_fn([*others], context)  # which may keep the list
+        if lost:
+            made.__dict__.update(lost)
+        return made
 
-    copy = _dict_copier(like, [*children])
-    return join if copy is None or not _alike(copy([*children]), join([*children])) else copy
+    return join
+
+
+def _has(held: dict[str, Any], name: str, value: Any) -> bool:
+    """Whether an attribute is as it was, as far as that can be seen."""
+    if name not in held or not is_plain(value, PLAIN):
+        return name in held
+    found = held[name]
+    return is_plain(found, PLAIN) and plain_token(found) == plain_token(value)
 
 
 def _dict_copier(like: Any, children: list[Any]) -> Join | None:
