@@ -226,6 +226,9 @@ class Lib:
     def clone(self, array: Array, /) -> Array:
         return array.line(1.0)
 
+    def alias(self, array: Array, /) -> Array:
+        return Array(self, array.shape, array.buffer)
+
     def extent(self, array: Array, /) -> int | None:
         return 4 * array.size
 

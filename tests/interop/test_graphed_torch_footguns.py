@@ -781,6 +781,17 @@ def test_results_like_those_of_an_encoder(make: Any) -> None:
     assert step.statistics().replays == 4
 
 
+def test_views_whose_shapes_are_changed_in_place(make: Any) -> None:
+    weight = torch.arange(3.0)
+    step = make(lambda x: (x * 2, weight.view(1, 3), weight))
+    for _ in range(6):
+        copied, view, same = step(torch.ones(2))
+        assert copied.shape == (2,) and view.shape == (1, 3) and same is weight
+        view.unsqueeze_(0).add_(1)
+        copied.unsqueeze_(0)
+    equal(weight, torch.arange(3.0) + 6)
+
+
 class Box:
     """A container of torch's registry."""
 

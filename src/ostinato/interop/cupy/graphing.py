@@ -258,6 +258,9 @@ class CuPy:
     def clone(self, array: Any, /) -> Any:
         return array.copy("K")
 
+    def alias(self, array: Any, /) -> Any:
+        return array.view()
+
     def extent(self, array: Any, /) -> int | None:
         whole = dense(array.shape, array.strides, array.itemsize)
         return int(array.nbytes) if whole else None

@@ -64,7 +64,7 @@ from ostinato.interop.graphing.saving import Saving
 from ostinato.interop.graphing.statistics import GraphedKeyStatistics, GraphedStatistics, explained
 from ostinato.interop.graphing.stored import Stored
 from ostinato.interop.graphing.subject import Subject
-from ostinato.interop.graphing.trees import Tree, Unknown
+from ostinato.interop.graphing.trees import Unknown
 
 __all__ = ["EAGER", "Graphed"]
 
@@ -293,31 +293,44 @@ class Graphed(Guarded):
         outputs = [*captured.outputs]
         for (index, axis), cut in line.cuts.items() if work.sizes else ():
             outputs[index] = library.narrow(outputs[index], axis, work.sizes[cut.size])
+        if self._options.results == "clone":
+            hows = zip(outputs, self._hows(captured), strict=True)
+            outputs = [
+                how(out) if not (made and how is library.clone) else out for out, how in hows
+            ]
         if made:
             for index, copy in zip(captured.moves.outputs, made, strict=True):  # type: ignore[union-attr]
                 outputs[index] = copy
-        elif self._options.results == "clone":
-            clones = zip(outputs, captured.clones, strict=True)
-            outputs = [library.clone(out) if copied else out for out, copied in clones]
         given = self._subject.arguments.static_objects(work) if tree.given else ()
         return tree.build(outputs, given)
 
-    def _giver(
-        self, tree: Tree, clones: list[bool], moved: tuple[int, ...]
-    ) -> Callable[[Sequence[Any]], Any]:
+    def _hows(self, captured: Captured) -> list[Callable[[Any], Any]]:
+        """What is given of each output: a copy, or an array over static memory, which is another
+        one each time, since its shape may be changed in place.  Static arrays stay themselves."""
+        library, kept = self._library, {id(array) for _, array in captured.bound.storages}
+        outputs = zip(captured.outputs, captured.clones, strict=True)
+        return [
+            library.clone if copied else _itself if id(out) in kept else library.alias
+            for out, copied in outputs
+        ]
+
+    def _giver(self, captured: Captured) -> Callable[[Sequence[Any]], Any]:
         """See `Captured.give`."""
-        outputs, build, clone = tree.leaves, tree.build, self._library.clone
-        copies = self._options.results == "clone"
+        outputs, build, clone = captured.outputs, captured.tree.build, self._library.clone
+        moved = () if captured.moves is None else captured.moves.outputs
+        hows, copies = self._hows(captured), self._options.results == "clone"
+        others = [(i, how) for i, how in enumerate(hows) if how is not clone]
 
         def give(made: Sequence[Any]) -> Any:
             if not copies:
                 return build(outputs)
             if not made:
-                pairs = zip(outputs, clones, strict=True)
-                return build([clone(out) if copied else out for out, copied in pairs])
+                return build([how(out) for out, how in zip(outputs, hows, strict=True)])
             given = [*outputs]
             for index, copy in zip(moved, made, strict=True):
                 given[index] = copy
+            for index, how in others:
+                given[index] = how(given[index])
             return build(given)
 
         return build if moved and moved == (*range(len(outputs)),) else give
@@ -535,8 +548,7 @@ class Graphed(Guarded):
 
     def _belongs(self, captured: Captured, line: Line) -> None:
         """Makes a graph that of a key."""
-        moved = () if captured.moves is None else captured.moves.outputs
-        captured.give = self._giver(captured.tree, captured.clones, moved)
+        captured.give = self._giver(captured)
         line.captured = weakref.ref(captured)
 
     def _learn(self, line: Line, captured: Captured, work: Work) -> Any:
@@ -675,6 +687,10 @@ class Graphed(Guarded):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _itself(array: Any) -> Any:
+    return array
 
 
 def _fits(line: Line, work: Work) -> bool:

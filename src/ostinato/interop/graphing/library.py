@@ -136,6 +136,10 @@ class Library(Watcher, Protocol):
 
     def clone(self, array: Any, /) -> Any: ...
 
+    def alias(self, array: Any, /) -> Any:
+        """Another array of the same memory and layout."""
+        ...
+
     def extent(self, array: Any, /) -> int | None:
         """How many bytes an array takes, if these in a row are its value; else None."""
         ...

@@ -134,6 +134,7 @@ class Torch:
 
     array_type = torch.Tensor
     plain = PLAIN
+    alias = staticmethod(torch.Tensor.detach)
 
     def __init__(self, device: Device, index: int, generators: Sequence[Any] = ()) -> None:
         self.device, self.index, self.where = device, index, torch.device("cuda", index)
