@@ -103,6 +103,14 @@ def test_checks_of_all_types(make: Any, name: str, tolerance: Any) -> None:
     assert step.statistics().verified == 2 and not step.statistics().quarantined
 
 
+@pytest.mark.parametrize("lazy", [torch.conj, torch.Tensor._neg_view])
+def test_checks_of_lazy_tensors(make: Any, lazy: Any) -> None:
+    x = lazy(torch.tensor([1 + 2j, 3 + 4j]))
+    step = make(lambda x: (x * 2, x), verify=1)
+    check(step, lambda x: (x * 2, x), x)
+    assert step.statistics().verified == 3 and not step.statistics().quarantined
+
+
 def test_arrays_that_share_memory_and_are_written(make: Any) -> None:
     def f(x: Any, y: Any) -> Any:
         x.add_(1)
@@ -113,6 +121,33 @@ def test_arrays_that_share_memory_and_are_written(make: Any) -> None:
     for _ in range(5):
         equal(step(mine[:4], mine[2:]), f(theirs[:4], theirs[2:]))
         equal(mine, theirs)
+
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "data": lambda x, out: out.data.copy_(x),
+    "kernels of one's own": lambda x, out: np.copyto(out.numpy(), x.numpy()),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+@pytest.mark.parametrize("filled", [False, True])
+def test_writes_that_are_not_counted(host_device: Device, way: str, filled: bool) -> None:
+    """`filled`: the first call changes nothing."""
+    from tests.interop.tape import OnCpu, on_cpu
+
+    def f(x: Any, out: Any) -> Any:
+        WRITES[way](x, out)
+        return x + 1
+
+    with on_cpu(OnCpu(host_device), f) as step:
+        out = torch.zeros(3) if filled else torch.ones(3)
+        for call in range(6):
+            x = torch.full((3,), float(call))
+            equal(step(x, out), x + 1)
+            equal(out, x)
+            before = x.clone()
+            equal(x, before)
+        assert step.statistics().replays == 5, step.explain()
 
 
 def test_dynamic_sizes_of_what_is_written_and_strided(make: Any) -> None:

@@ -69,6 +69,8 @@ from ostinato.interop.graphing.trees import Unknown
 __all__ = ["EAGER", "Graphed"]
 
 _MOST_LINES = 4096
+_MOST_KEPT = 256 << 20
+"""Bytes of arguments that are compared after a warm-up."""
 _MOST_BROKEN, _WAIT = 5, 4
 _DISTURBED = "something else than the function broke a capture, which is tried again later"
 _numbers = itertools.count()
@@ -404,6 +406,13 @@ class Graphed(Guarded):
         done, result = self._replay(line, captured, work)
         if not done:
             return self._eager(line, work, "the graph was evicted while it was to be replayed")
+        if not (captured.compared or work.sizes):
+            captured.compared = True
+            found = self._uncounted(line, work.leaves, dict(enumerate(captured.inputs)))
+            for index in found:
+                self._library.copy(work.leaves[index], captured.inputs[index])
+            line.written |= found
+            captured.written = tuple(sorted({*captured.written, *found}))
         return result
 
     def _eager(self, line: Line, work: Work, reason: str) -> Any:
@@ -425,6 +434,7 @@ class Graphed(Guarded):
             return self._eager(line, work, line.reason)
         state = work.state
         versions = [*map(library.version, work.leaves)]
+        kept = self._kept(work.leaves)
         versions_before = [*map(library.version, state)]
         line.eager += 1
         line.reasons["the first call of a key warms up"] += 1
@@ -441,6 +451,7 @@ class Graphed(Guarded):
             return result
         after = [*map(library.version, work.leaves)]
         line.written |= {i for i, (a, b) in enumerate(zip(versions, after, strict=True)) if a != b}
+        line.written |= self._uncounted(line, work.leaves, kept)
         line.state |= {
             i
             for i, (array, before) in enumerate(zip(state, versions_before, strict=True))
@@ -468,6 +479,24 @@ class Graphed(Guarded):
         self._maker.note_shapes(line, tree, work)
         line.warmed = True
         return result
+
+    def _kept(self, arrays: Sequence[Any]) -> dict[int, Any]:
+        """Copies of arrays, by their places, as far as they are not large."""
+        library, left, kept = self._library, _MOST_KEPT, {}
+        for index, array in enumerate(arrays):
+            left -= library.storage(array).nbytes
+            if left >= 0 and library.version(array) is not None:
+                kept[index] = library.clone(array)
+        return kept
+
+    def _uncounted(self, line: Line, arrays: Sequence[Any], like: Mapping[int, Any]) -> set[int]:
+        """Which arrays are not like others any more though no write was counted: kernels of the
+        user's own write them, or operations that the library does not see."""
+        return {
+            index
+            for index, other in like.items()
+            if index not in line.written and self._library.difference(arrays[index], other, None)
+        }
 
     def _overlaps(self, line: Line, work: Work) -> bool:
         """Whether an argument that is copied shares memory with something that the function writes:

@@ -58,6 +58,8 @@ class Captured:
     """its result; both for its file, and None if it is not to be saved."""
     rebound: bool = False
     """Whether it was bound to other memory than it was captured with."""
+    compared: bool = False
+    """Whether its inputs were compared with the arguments after a replay."""
     checked: bool = False
     checked_padding: bool = False
 

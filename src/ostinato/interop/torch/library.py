@@ -352,6 +352,7 @@ class Torch:
         if not one.numel():
             return ""
         with torch.no_grad():
+            one, other = one.resolve_conj().resolve_neg(), other.resolve_conj().resolve_neg()
             if tolerance is not None and (one.is_floating_point() or one.is_complex()):
                 relative, absolute = tolerance
                 if one.element_size() == 1:  # of these there is little arithmetic
