@@ -152,6 +152,9 @@ class Lib:
             return f"an array of the subclass {type(array).__name__}"
         return "" if array.place == "device" else f"an array on {array.place}"
 
+    def hidden(self, array: Array, names: object = None) -> str:
+        return ""
+
     def live(self) -> None:
         """Arrays have no such state."""
 

@@ -827,6 +827,32 @@ def test_views_whose_shapes_are_changed_in_place(make: Any) -> None:
     equal(weight, torch.arange(3.0) + 6)
 
 
+def test_attributes_of_tensors(make: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad, weight.scale, weight.unused = torch.ones(3), 2.0, 3.0
+
+    def by_grad(x: Any) -> Any:
+        return x * weight.grad
+
+    def by_scale(x: Any) -> Any:
+        return x * weight * weight.scale
+
+    def by_neither(x: Any) -> Any:
+        return x * weight * getattr(x, "by", 1.0)
+
+    for function, name in ((by_grad, "grad"), (by_scale, "scale"), (by_neither, "by")):
+        step, x = make(function), torch.ones(2, 3)
+        if name == "by":
+            x.by = 5.0
+        check(step, function, x)
+        weight.grad, weight.scale = weight.grad * 2, weight.scale * 2
+        check(step, function, x)
+        assert f"an attribute {name!r}" in step.explain()
+    step = make(by_neither)
+    check(step, by_neither, torch.ones(2, 3))
+    assert step.statistics().replays == 3
+
+
 class Box:
     """A container of torch's registry."""
 

@@ -168,6 +168,9 @@ class CuPy:
             return f"an array on device {array.data.device_id}; the graphs are of {self.index}"
         return ""
 
+    def hidden(self, array: Any, names: object = None) -> str:
+        return ""  # arrays have no attributes of the user's
+
     def live(self) -> None:
         """Arrays have no such state."""
 

@@ -429,6 +429,7 @@ class Graphed(Guarded):
         if not reason and seen is not None:
             reason = subject.refusal(seen.arrays)
             reason = reason and f"what the function uses: {reason}"
+        reason = reason or subject.hidden(work)
         if reason:
             line.reason = subject.at(reason)
             return self._eager(line, work, line.reason)

@@ -242,6 +242,11 @@ class Guards:
         """Whether there is nothing to read."""
         return not self.places
 
+    @property
+    def named(self) -> frozenset[str]:
+        """Attributes that the code names, as far as it is known."""
+        return frozenset(self._named)
+
     def read(self) -> Seen:
         """What the function uses now."""
         reading = _Reading(self.serial)

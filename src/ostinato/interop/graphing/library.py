@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -88,6 +88,11 @@ class Library(Watcher, Protocol):
 
     def refusal(self, array: Any, /) -> str:
         """Why an array cannot be an argument of a graph; empty if it can."""
+        ...
+
+    def hidden(self, array: Any, names: Collection[str] | None = None) -> str:
+        """Which attributes of an array, in words, hold something that no guard reads: any that the
+        user gave it, or one of these names."""
         ...
 
     def live(self) -> Callable[[Any], Hashable] | None:

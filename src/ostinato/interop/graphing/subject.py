@@ -39,6 +39,15 @@ class Subject:
         """Why one of some arrays can be no part of a graph; empty if all can."""
         return next(filter(None, map(self.library.refusal, arrays)), "")
 
+    def hidden(self, work: Work) -> str:
+        """What of the arrays of a call a graph would not see, in words; empty if there is none.
+
+        Of an argument the graph has a copy, which has no attributes of the user's."""
+        hidden = self.library.hidden
+        names = frozenset() if self.guards is None else self.guards.named
+        found = [*map(hidden, work.leaves), *[hidden(array, names) for array in work.state]]
+        return next(filter(None, found), "")
+
     def pointers(self, work: Work) -> list[int]:
         """Where the static arguments of a call are."""
         return [*map(self.library.address, work.statics)]

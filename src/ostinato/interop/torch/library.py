@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,16 @@ class Torch:
         if tensor.layout is not torch.strided:
             return f"a tensor of the layout {tensor.layout}"
         return ""
+
+    def hidden(self, tensor: torch.Tensor, names: Collection[str] | None = None) -> str:
+        given = [name for name in vars(tensor) if not name.startswith("_")]
+        if names is not None:
+            given = [name for name in given if name in names]
+            if "grad" in names and tensor.is_leaf and tensor.grad is not None:
+                given.append("grad")
+        if not given:
+            return ""
+        return f"a tensor with an attribute {given[0]!r}, which a replay does not look at again"
 
     def live(self) -> Callable[[Any], Hashable] | None:
         return _requires_grad if torch.is_grad_enabled() else None
