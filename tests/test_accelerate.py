@@ -356,9 +356,44 @@ def parametrise(model: Any) -> None:
     )
 
 
+def add_bias(model: Any) -> None:
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY) * 10)
+
+
+def other_class(model: Any) -> None:
+    class Negated(type(model.model.norm)):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            return -super().forward(x)
+
+    model.model.norm.__class__ = Negated
+
+
+def epsilon(model: Any) -> None:
+    model.model.norm.variance_epsilon = 100.0
+
+
+def scaling(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 4
+
+
+def turns(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.3)
+
+
+def other_turns(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.3
+
+
+def rope_scale(model: Any) -> None:
+    model.model.rotary_emb.attention_scaling = 2.0
+
+
 @pytest.mark.parametrize(
     "change",
-    [replace_parameter, move_data, assign, widen, wrap, hook, patch, parametrise],
+    [
+        *(replace_parameter, move_data, assign, widen, wrap, hook, patch, parametrise),
+        *(add_bias, other_class, epsilon, scaling, turns, other_turns, rope_scale),
+    ],
     ids=lambda change: change.__name__,
 )
 def test_a_model_that_is_not_what_it_was_is_transformers(model: Any, change: Any) -> None:
@@ -367,6 +402,15 @@ def test_a_model_that_is_not_what_it_was_is_transformers(model: Any, change: Any
         change(model)
         same(model, ids(), max_new_tokens=6)
         assert handle.statistics().accelerated == 1 and len(reasons(handle)) == 1
+
+
+def test_another_forward_of_a_class_is_transformers(
+    model: Any, accelerated: Accelerated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same(model, ids(), max_new_tokens=6)
+    monkeypatch.setattr(type(model.model.norm), "forward", lambda self, x: -x)
+    same(model, ids(), max_new_tokens=6)
+    assert len(reasons(accelerated)) == 1
 
 
 def test_dropout_in_training_is_transformers() -> None:

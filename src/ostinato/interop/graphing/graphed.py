@@ -233,7 +233,7 @@ class Graphed(Guarded):
 
     def _forget(self) -> None:
         """Drops the older half of the keys without a graph."""
-        idle = [key for key, line in self._lines.items() if line.captured() is None]
+        idle = [key for key, line in [*self._lines.items()] if line.captured() is None]
         for key in idle[: max(1, len(idle) // 2)]:
             del self._lines[key]
 

@@ -252,7 +252,7 @@ class Guards:
         reading = _Reading(self.serial)
         met = self.walk(reading)
         if len(self._known) > 2 * len(met) + 64:  # most of them are not used any more
-            for key in [key for key in self._known if key not in met]:
+            for key in {*self._known} - met:  # at once: objects that end are dropped any time
                 self._known.pop(key, None)
         return Seen(tuple(reading.tokens), reading.arrays, reading.starts)
 

@@ -101,8 +101,9 @@ def accelerate(
     tokens come from the same seed: each call takes one seed a sequence from torch's CPU generator,
     so `torch.manual_seed` makes calls repeatable.
 
-    Weights that are changed in place count from the next call on.  If parameters or modules are
-    replaced, or hooks added, transformers takes the calls: close and accelerate again.
+    Weights that are changed in place count from the next call on.  If parameters, buffers or modules
+    are replaced, buffers, classes or numbers of modules are changed, or hooks or biases are added,
+    transformers takes the calls: close and accelerate again.
     Calls wait for each other, and for what the caller's current stream has to do before.
 
     Raises UnsupportedModelError for another model, and if logits are not transformers' (within what
@@ -130,6 +131,7 @@ class Accelerated(Closeable):
         self._plain: Callable[..., Any] = type(model).generate
         self._signature = inspect.signature(self._plain)
         self._modules = tuple(_parts_of(model))
+        self._settings = _settings_of(model)
         if reason := self._changed_modules(model):
             raise UnsupportedModelError(f"the model cannot be accelerated: {reason}")
         where = model.model.embed_tokens.weight.device
@@ -256,6 +258,8 @@ class Accelerated(Closeable):
                 return f"a {type(module).__name__} with a forward of its own"
         if drops_out(model):
             return "training with dropout"
+        if _settings_of(model) != self._settings:
+            return "a module has another class, another setting or another forward"
         return ""
 
     def _refresh(self) -> None:
@@ -424,6 +428,7 @@ class Accelerated(Closeable):
             weights.close()
             weights.tensors.clear()  # which keep torch's memory
         self._modules = ()
+        self._settings = []
         if self._owns_device:
             self.device.close()
 
@@ -431,6 +436,26 @@ class Accelerated(Closeable):
 def _parts_of(model: Any) -> Iterable[Any]:
     """Its modules without itself."""
     return (module for module in model.modules() if module is not model)
+
+
+def _settings_of(model: Any) -> list[Any]:
+    """Classes of modules, and what these compute with besides tensors."""
+    modules = [*model.modules()]
+    kinds = {type(module): None for module in modules}
+    numbers = [
+        {
+            name: value
+            for name, value in vars(module).items()
+            if type(value) in (bool, int, float, str)
+            and not (name.startswith("_") or name in _WITHOUT_EFFECT)
+        }
+        for module in modules
+    ]
+    return [numbers, [type(module) for module in modules], [kind.forward for kind in kinds]]
+
+
+# The last counts only in training, which is asked for (`drops_out`).
+_WITHOUT_EFFECT = ("training", "gradient_checkpointing", "attention_dropout")
 
 
 def _processes() -> int:

@@ -33,7 +33,8 @@ class OwnWeights:
         self.shared_bytes = self.copied_bytes = self.peak_extra_bytes = 0
         self._norms: list[Any] = []
         self._moved: list[tuple[Any, int]] = []  # parameters, and where they were moved to
-        self._known: list[tuple[dict[str, Any], str, Any, int, torch.dtype]] = []
+        self._known: list[tuple[dict[str, Any], str, Any, tuple[Any, ...]]] = []
+        """Parameters and buffers, and those that are None: a bias may be put there."""
         try:
             self._adopt(model, config)
         except BaseException:
@@ -67,20 +68,19 @@ class OwnWeights:
         halves = inner.embed_tokens.weight.dtype == torch.bfloat16
         kind = np.uint16 if halves else np.float32
         self.adopted = adopt_weights(self._device, config, tensors, kind)
-        modules = [m for m in model.modules() if m._parameters]
         self._known += [
-            (module._parameters, name, parameter, parameter.data_ptr(), parameter.dtype)
-            for module in modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None
+            (held, name, tensor, _state_of(tensor, counted=held is module._buffers))
+            for module in model.modules()
+            for held in (module._parameters, module._buffers)
+            for name, tensor in held.items()
         ]
 
     def changed(self) -> str:
-        """Which parameter is not what it was; empty if all are."""
-        for parameters, name, before, address, dtype in self._known:
-            now = parameters.get(name)
-            if now is not before or now.data_ptr() != address or now.dtype != dtype:
-                return "parameters were replaced or moved"
+        """Why a parameter or a buffer is not what it was; empty if all are."""
+        for held, name, before, state in self._known:
+            now = held.get(name)
+            if now is not before or state != _state_of(now, counted=len(state) > 2):
+                return f"{'buffers' if len(state) > 2 else 'parameters'} were replaced or moved"
         return ""
 
     def refresh(self) -> None:
@@ -131,6 +131,15 @@ class OwnWeights:
             self._moved.append((part, piece.data_ptr()))
             start += part.shape[0]
         return memory
+
+
+def _state_of(tensor: torch.Tensor | None, *, counted: bool) -> tuple[Any, ...]:
+    """Where a tensor is; `counted`: and whether it was written, since weights are read as they are,
+    and buffers were read once."""
+    where = () if tensor is None else (tensor.data_ptr(), tensor.dtype)
+    if tensor is None or not counted:
+        return where
+    return *where, None if tensor.is_inference() else tensor._version
 
 
 class _Held:
