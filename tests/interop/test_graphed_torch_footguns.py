@@ -659,6 +659,20 @@ class Base:
         return x * self.config.scale
 
 
+@dataclasses.dataclass
+class Record:
+    value: Any
+    by = 2.0
+
+
+class Mapped:
+    def __init__(self) -> None:
+        self.held = {"scale": 2.0}
+
+    def __getitem__(self, key: str) -> Any:
+        return self.held[key]
+
+
 class Inheriting(Base):
     pass
 
@@ -701,7 +715,7 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
     under, keyed, queue = {"a": 2.0}, {Shared: {Shared: 2.0}}, collections.deque([2.0])
     proxy, ordered = types.MappingProxyType(under), collections.OrderedDict(a=2.0, b=5.0)
     shared, hidden, inheriting, calling = Shared(), Hidden(), Inheriting(), Calling()
-    layer = torch.nn.Linear(3, 3)
+    layer, record, mapping = torch.nn.Linear(3, 3), Record(1), Mapped()
     method, partial = layer.forward, functools.partial(torch.mul, other=torch.ones(3))
 
     def new_weight() -> None:
@@ -736,6 +750,11 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
             lambda: setattr(Shared, "scale", Shared.scale + 1),
         ),
         "behind a property": (lambda x: x * shared.behind, set_item(shared.inner, "scale")),
+        "an attribute of a record's class": (
+            lambda x: x * record.by,
+            lambda: setattr(Record, "by", Record.by + 1),
+        ),
+        "behind a mapping": (lambda x: x * mapping["scale"], set_item(mapping.held, "scale")),
         "a private slot": (hidden, lambda: hidden.set(3.0)),
         "what a base class calls": (
             inheriting,
@@ -933,6 +952,16 @@ def test_attributes_that_were_added_to_containers(make: Any) -> None:
             assert type(found) is Encoded and [*found] == [*wanted] == ["last"]
             assert found.note == note and getattr(found, "held", 0) is getattr(wanted, "held", 0)
     assert step.statistics().replays == 9 and "cannot be built again" in step.explain()
+
+
+def test_a_list_in_itself_runs_eagerly(make: Any) -> None:
+    def f(given: Any) -> Any:
+        return given[0] * 2
+
+    step, given = make(f), [torch.ones(3)]
+    given.append(given)
+    check(step, f, given)
+    assert "recursion" in step.explain()
 
 
 def test_a_graphed_module_is_not_copied(make: Any) -> None:

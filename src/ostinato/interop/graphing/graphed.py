@@ -180,7 +180,7 @@ class Graphed(Guarded):
         began = 0 if self._calls % TIMED else time.perf_counter_ns()
         try:
             key, work = self._key(args, kwargs)
-        except (Unknown, NotGraphable) as error:
+        except (Unknown, NotGraphable, RecursionError) as error:  # the last: a list in itself
             work = Work(args, kwargs)
             key = type(error), str(error)
             self._line(key, work).reason = self._subject.at(str(error))

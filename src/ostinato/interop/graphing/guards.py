@@ -312,6 +312,8 @@ class Guards:
         if found is not None:
             walker.container(path, value, *found)
             self._visit_all(walker, path, enumerate(found[1]), depth, met, inner)
+            if type(value) not in _CONTAINERS and data_of(type(value), self._named):
+                self._visit_space(walker, path, type(value), depth, met)
             return
         deep = depth >= _DEEPEST_OBJECT or id(value) in met or len(met) >= _MOST
         inside = None if deep else self._inside(value, inner)
@@ -350,7 +352,7 @@ class Guards:
         if isinstance(value, set | frozenset) or paired:
             keys = items[: len(value)]
             tokens = [plain_token(k) if is_plain(k, plain) else self.serial(k) for k in keys]
-            head = kind, tuple(tokens) if paired else frozenset(tokens)
+            head: Hashable = (kind, tuple(tokens) if paired else frozenset(tokens))
             items = items[len(value) :] if paired else []
         else:
             head = kind, len(items)
@@ -364,12 +366,14 @@ class Guards:
         found, library, named = attributes_of(value), self._library, self._named
         if found is None:
             return None
-        kind = type(value)
+        kind: Any = type(value)
         shared = {}
         if own_bases(kind):
             if self._learned.get(kind) != len(named):
-                for name in [*named.intersection(dir(kind)), "__call__"]:
-                    named |= names_in_method(kind, name)
+                for name in dir(kind):
+                    special = name.startswith("__") and name not in _NOT_CALLED
+                    if special or name in named:
+                        named |= names_in_method(kind, name)
                 self._learned[kind] = len(named)
             shared = data_of(kind, named - found.keys())
         if inner:
@@ -443,6 +447,14 @@ def size_of(value: Any) -> int | None:
 
 
 _CONTAINERS = (tuple, list, dict, set, frozenset)
+_NOT_CALLED = frozenset(
+    f"__{name}__"
+    for name in (
+        *("init", "new", "post_init", "init_subclass", "del", "repr", "str", "format", "dir"),
+        *("reduce", "reduce_ex", "getstate", "setstate", "copy", "deepcopy", "eq", "hash"),
+    )
+)
+"""Special methods that a function hardly calls of what it uses, and that name all there is."""
 _SPACES = (types.ModuleType, type)
 _WRAPPERS = frozenset([UserDict, UserList, ChainMap])
 

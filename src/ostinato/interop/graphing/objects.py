@@ -168,7 +168,8 @@ def items_in(value: Any) -> list[Any] | None:
         return [*dict.keys(value), *dict.values(value)]
     if isinstance(value, types.MappingProxyType):
         return [*value.keys(), *value.values()]
-    for kind in (list, tuple, set, frozenset, deque):
+    kinds: tuple[Any, ...] = list, tuple, set, frozenset, deque
+    for kind in kinds:
         if isinstance(value, kind):
             return [*kind.__iter__(value)]
     return None

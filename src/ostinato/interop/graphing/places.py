@@ -41,7 +41,10 @@ class Current:
     """A function that may be another one at each call.  What the first one reads is read of it."""
 
     def __init__(self, first: Callable[..., Any]) -> None:
-        self.__wrapped__ = first
+        self.first = self.__wrapped__ = first
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
     def now(self) -> Any:
         """What it is now."""
@@ -52,7 +55,7 @@ def places_of(function: Callable[..., Any], attributes: set[str]) -> Iterator[Pl
     """What is read of a function, of whatever kind; adds the attributes that it names."""
     if isinstance(function, Current):
         yield Place("the function", function.now)
-        function = function.__wrapped__
+        function = function.first
     while isinstance(function, functools.partial):
         partial = function
         yield Place(

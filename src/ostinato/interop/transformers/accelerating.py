@@ -101,8 +101,8 @@ def accelerate(
     tokens come from the same seed: each call takes one seed a sequence from torch's CPU generator,
     so `torch.manual_seed` makes calls repeatable.
 
-    Weights that are changed in place count from the next call on.  If parameters, buffers or modules
-    are replaced, buffers, classes or numbers of modules are changed, or hooks or biases are added,
+    Weights that are changed in place count from the next call on.  If parameters, buffers or
+    modules are replaced, buffers, classes or numbers of modules changed, or hooks or biases added,
     transformers takes the calls: close and accelerate again.
     Calls wait for each other, and for what the caller's current stream has to do before.
 
