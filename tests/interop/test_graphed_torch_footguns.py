@@ -954,6 +954,34 @@ def test_attributes_that_were_added_to_containers(make: Any) -> None:
     assert step.statistics().replays == 9 and "cannot be built again" in step.explain()
 
 
+def test_methods_that_are_met_late_change_nothing(make: Any) -> None:
+    """What they name is looked for at once in all that was met before."""
+
+    class First:
+        def __init__(self) -> None:
+            self.config = types.SimpleNamespace(by=2.0)
+
+    held = [First(), types.SimpleNamespace()]
+
+    def f(x: Any, n: int) -> Any:
+        return x * getattr(held[0], "config").by * held[1](x)  # noqa: B009
+
+    def called(name: str) -> Any:
+        code = f"class Late:\n def __call__(self, x): return x + (self.{name} is None)"
+        space: dict[str, Any] = {}
+        exec(code, space)
+        made = space["Late"]()
+        setattr(made, name, None)
+        return made
+
+    step, x = make(f), torch.ones(3)
+    for n in range(4):
+        held[1] = called(f"{'config' if n == 2 else 'late'}{n if n != 2 else ''}")
+        for _ in range(3):
+            equal(step(x, n), f(x, n))
+    assert step.statistics().replays == 8, step.explain()
+
+
 def test_a_list_in_itself_runs_eagerly(make: Any) -> None:
     def f(given: Any) -> Any:
         return given[0] * 2

@@ -249,8 +249,11 @@ class Guards:
 
     def read(self) -> Seen:
         """What the function uses now."""
-        reading = _Reading(self.serial)
-        met = self.walk(reading)
+        known = -1
+        while known != len(self._named):  # once, but where methods were met that name others
+            known = len(self._named)
+            reading = _Reading(self.serial)
+            met = self.walk(reading)
         if len(self._known) > 2 * len(met) + 64:  # most of them are not used any more
             for key in {*self._known} - met:  # at once: objects that end are dropped any time
                 self._known.pop(key, None)
