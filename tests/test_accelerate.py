@@ -287,7 +287,7 @@ def test_what_is_not_covered_goes_to_transformers(model: Any, accelerated: Accel
     assert accelerated.statistics().accelerated == 1
 
 
-def test_more_rows_and_positions_get_a_larger_decoder() -> None:
+def test_more_rows_and_positions_get_a_larger_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
     with accelerate(model, sequences=1, max_context=16) as handle:
         same(model, ids(), max_new_tokens=8)
@@ -300,8 +300,14 @@ def test_more_rows_and_positions_get_a_larger_decoder() -> None:
         assert (sizes.sequences, sizes.context) == (4, 64)
         same(model, ids(BATCH), max_new_tokens=40)
         assert handle.statistics().decoders == 3
-        same(model, ids(PROMPT * 65), max_new_tokens=3)
-        assert "no decoder of 65 sequences" in reasons(handle)[0]
+
+        def full(*args: Any, **options: Any) -> Any:
+            raise UnsupportedModelError("injected")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("ostinato.interop.transformers.accelerating.Decoder", full)
+            same(model, ids(PROMPT * 65), max_new_tokens=3)
+        assert "no decoder of 65 sequences: injected" in reasons(handle)[0]
         same(model, ids(), max_new_tokens=8)
         assert handle.statistics().accelerated == 5
 
