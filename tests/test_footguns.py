@@ -315,6 +315,31 @@ def test_a_replaced_graph_is_not_replayed(device: Device, stream: ost.Stream) ->
     assert counter.to_numpy(stream)[0] == 10
 
 
+def test_a_closed_executable_is_not_changed(device: Device, stream: ost.Stream) -> None:
+    """Also while its last launch keeps the driver from destroying it."""
+    x = ones(device)
+    run = ost.capture_function(
+        stream, lambda: ost.launch(stream, kernel(device, "scale"), config(N), x, N)
+    ).instantiate(upload=stream)
+    patch = run.patcher(0, "n")
+    patch(1)
+    run.launch(stream)  # what it needs for that is there
+    with HeldStream(stream) as held:
+        run.launch(stream)
+        run.close()
+        for change in (
+            lambda: patch(2),
+            lambda: run.patch(0, "n", 2),
+            lambda: run.patch_all([(0, "n", 2)]),
+            lambda: run.rebind({x: ones(device)}),
+            lambda: run.set_enabled(0, False),
+        ):
+            with pytest.raises(ClosedError):
+                change()
+        held.release()
+    assert (x.to_numpy(stream) == [4] + [1] * (N - 1)).all()
+
+
 def test_a_closed_executable_says_so(device: Device, stream: ost.Stream) -> None:
     x = ones(device)
     run = ost.capture_function(stream, lambda: ost.fill(stream, x, 5)).instantiate()
@@ -1442,6 +1467,24 @@ def test_closed_memory_is_seen_by_an_adopted_graph(device: Device, stream: ost.S
         run.launch(stream)
 
 
+@pytest.mark.parametrize("kind", ["view", "adopted"])
+def test_memory_that_is_still_there_does_not_stop_an_adopted_graph(
+    device: Device, stream: ost.Stream, kind: str
+) -> None:
+    """Closing a view, or a buffer over another library's memory, gives nothing back."""
+    x = ones(device)
+    own = ost.capture_function(
+        stream, lambda: ost.launch(stream, kernel(device, "scale"), config(N), x, N)
+    )
+    run = ost.Graph.adopt(device, own.handle, owner=own).instantiate(upload=stream)
+    if kind == "view":
+        x[:].close()
+    else:
+        ost.Buffer(device.context, x.address, (N,), np.dtype(np.float32), base=x).close()
+    run.launch(stream)
+    assert (x.to_numpy(stream) == 2).all()
+
+
 @pytest.mark.parametrize("change", ["rebind", "patch", "set", "update"])
 def test_closed_memory_is_seen_that_a_change_brought(
     device: Device, stream: ost.Stream, change: str
@@ -1534,6 +1577,178 @@ def test_memory_behind_a_plain_address_lives_with_the_graph(
     assert all(device.array(np.full(N, 9, np.float32)).address != address for _ in range(8))
     run.launch(stream)
     assert (out.to_numpy(stream) == 2).all()
+
+
+@ost.host_kernel("both: bytes[16], n: u32")
+def summed(launch, both, n):
+    """The n f32 at the second address become those at the first, plus one."""
+    source, target = (int.from_bytes(both[at : at + 8], "little") for at in (0, 8))
+    launch.memory(target, 4 * n).view("f4")[:] = launch.memory(source, 4 * n).view("f4") + 1
+
+
+_SUMMED = ost.Source(
+    """
+struct Both { const float* source; float* target; };
+extern "C" __global__ void summed(Both both, unsigned n) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) both.target[i] = both.source[i] + 1;
+}
+""",
+    host=[summed],
+    name="structs",
+)
+
+
+def both(x: ost.Buffer, out: ost.Buffer) -> bytes:
+    return x.address.to_bytes(8, "little") + out.address.to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("given", [bytes, bytearray, memoryview, np.void, np.array])
+def test_memory_behind_an_address_in_a_struct_lives_with_the_graph(
+    device: Device, stream: ost.Stream, given: type
+) -> None:
+    out = device.zeros(N, np.float32)
+    summing = device.modules.get_or_compile(_SUMMED, "summed")
+
+    def captured() -> tuple[ost.GraphExec, int]:
+        x = ones(device)
+        with ost.capture(stream) as capture:
+            ost.launch(stream, summing, config(N), given(both(x, out)), N)
+        return capture.graph.instantiate(), x.address
+
+    run, address = captured()
+    gc.collect()
+    device.synchronize()
+    assert all(device.array(np.full(N, 9, np.float32)).address != address for _ in range(8))
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 2).all()
+    operation = ost.prepare(summing, config(N), given(both(out, out)), N)
+    out.close()
+    with pytest.raises(ClosedError):
+        run.launch(stream)
+    with pytest.raises(ClosedError):
+        stream.submit(operation)
+
+
+def test_a_struct_that_is_patched_forgets_what_its_words_pointed_at(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, y, out, new = ones(device), ones(device), device.zeros(N, np.float32), ones(device)
+    summing = device.modules.get_or_compile(_SUMMED, "summed")
+
+    def work() -> None:
+        ost.launch(stream, summing, config(N), both(x, out), N)
+        ost.launch(stream, kernel(device, "scale"), config(N), y, N)
+
+    run = ost.capture_function(stream, work).instantiate()
+    run.rebind({out: new})  # notes what the second word points at
+    run.patch(0, "both", both(x, y))
+    y.close()
+    with pytest.raises(ClosedError, match="node 0"):
+        run.launch(stream)
+    for patch in (
+        lambda value: run.patch(0, "both", value),
+        lambda value: run.patch_all([(0, "both", value)]),
+        lambda value: run.patch(0, "both", np.void(value)),
+    ):
+        patch(both(x, out))
+        with pytest.raises(ClosedError, match="node 1"):
+            run.launch(stream)
+    run.patch_all([(0, "both", both(x, new)), (1, "x", new)])
+    run.launch(stream)
+    assert (new.to_numpy(stream) == 4).all()
+
+
+@pytest.mark.parametrize("given", [int, np.uint64, np.int64])
+def test_an_address_of_any_kind_keeps_its_memory(
+    device: Device, stream: ost.Stream, given: type
+) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    add = kernel(device, "add")
+    run = ost.capture_function(
+        stream, lambda: ost.launch(stream, add, config(N), x, x, out, N)
+    ).instantiate()
+    new = device.array(np.full(N, 3, np.float32))
+    address = new.address
+    run.patch(0, "a", given(address))
+    run.patch_all([(0, "b", given(address))])
+    del new
+    gc.collect()
+    device.synchronize()
+    assert all(device.array(np.full(N, 9, np.float32)).address != address for _ in range(8))
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 6).all()
+
+
+def test_an_operation_of_closed_memory_is_set_to_no_node(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
+    add = kernel(device, "add")
+    run = ost.capture_function(
+        stream, lambda: ost.launch(stream, add, config(N), x, x, out, N)
+    ).instantiate()
+    operation = ost.prepare(add, config(N), y, y, out, N)
+    params = operation.params
+    y.close()
+    with pytest.raises(ClosedError, match="add"):
+        run.set_params(0, operation)
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 2).all()
+    run.set_params(0, params, keep=(y, out))
+    with pytest.raises(ClosedError, match="argument 0"):
+        run.launch(stream)
+
+
+def test_memory_that_is_closed_while_it_is_given_is_seen(
+    device: Device, stream: ost.Stream
+) -> None:
+    """By another thread, say, between the look at the memory and the note that it is used."""
+    x, out = ones(device), device.zeros(N, np.float32)
+    run = ost.capture_function(
+        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
+    ).instantiate()
+    new = ones(device)
+
+    class Closing:
+        """A buffer that is closed as soon as its address was read."""
+
+        range = new.range
+
+        @property
+        def address(self) -> int:
+            address = new.address
+            new.close()
+            return address
+
+        def watch(self, watcher: object) -> None:
+            new.watch(watcher)  # type: ignore[arg-type]
+
+        @property
+        def closed(self) -> bool:
+            return new.closed
+
+    run.patch(0, "a", Closing())
+    with pytest.raises(ClosedError, match="argument 0"):
+        run.launch(stream)
+
+
+def test_new_memory_in_one_word_does_not_stand_for_closed_memory_in_another(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    add = kernel(device, "add")
+    run = ost.capture_function(
+        stream, lambda: ost.launch(stream, add, config(N), x, x, out, N)
+    ).instantiate()
+    address = x.address
+    x.close()
+    device.synchronize()
+    # What another library does that gives memory the address that ours had.
+    new = ost.Buffer(device.context, address, (N,), np.dtype(np.float32), base=object())
+    run.patch(0, "a", new)
+    with pytest.raises(ClosedError, match="argument 1"):
+        run.launch(stream)
 
 
 def test_a_step_makes_its_graph_again_once_memory_of_it_is_closed(device: Device) -> None:

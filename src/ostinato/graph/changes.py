@@ -11,10 +11,33 @@ from ostinato.driver.signature import Signature, pack_by_size
 from ostinato.errors import ContextPoisonedError, DriverError, InputError, UpdateRefusedError
 from ostinato.graph.node import Node
 
-__all__ = ["VERDICTS", "Change", "Place", "Setting", "argument_bytes", "argument_index", "refused"]
+__all__ = [
+    "VERDICTS",
+    "Change",
+    "Place",
+    "Setting",
+    "argument_bytes",
+    "argument_index",
+    "is_whole",
+    "refused",
+    "whole_place",
+]
 
 Place: TypeAlias = int | str
-"""Where a node holds an address: a byte offset in the parameter buffer, "dst" or "src"."""
+"""Where a node holds an address: a byte offset in the parameter buffer, "dst" or "src"; or
+`whole_place`."""
+
+_WHOLE = "owner "
+
+
+def whole_place(index: int) -> Place:
+    """The place of the `index`-th object that a node was given as a whole, and no single word."""
+    return f"{_WHOLE}{index}"
+
+
+def is_whole(place: Place) -> bool:
+    """Whether a place is one of `whole_place`."""
+    return isinstance(place, str) and place.startswith(_WHOLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +62,8 @@ class Setting:
     """What one node holds, as the next launch will use it.
 
     `reach`: by the offset of a pointer word, how many bytes are known to be used from where it
-    points.  `owners`: what the words that were set since point at; a `shadow.Live` node shares it.
+    points.  `owners`: what the words that were set since point at, None where nothing is known of
+    it; a `shadow.Live` node shares it.
     """
 
     node: Node

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -44,7 +44,7 @@ from ostinato.errors import (
     StreamCaptureError,
     UpdateRefusedError,
 )
-from ostinato.graph.changes import VERDICTS, Change, refused
+from ostinato.graph.changes import VERDICTS, Change, refused, whole_place
 from ostinato.graph.graph import Graph, fill_params
 from ostinato.graph.manifest import Touch, dangling, touches, walk
 from ostinato.graph.node import Node
@@ -249,7 +249,7 @@ class GraphExec(Launcher, Closeable):
                 )
             self._given_back.remove(memory)
 
-    def _settled(self, apart: tuple[NodeHandle, range]) -> list[MemoryRange]:
+    def _settled(self, apart: Sequence[tuple[NodeHandle, range]]) -> list[MemoryRange]:
         """Memory that was closed and that no word points at, but perhaps those `apart`
         (`manifest.dangling`)."""
         try:
@@ -416,19 +416,21 @@ class GraphExec(Launcher, Closeable):
         An operation (`ostinato.prepare`) brings its own signature and what it keeps alive;
         parameters alone bring none, and with another function than before no argument has a name or
         a known type from here on.  `keep` lives as long as the executable, or until the node is set
-        again.  Raises UpdateRefusedError; the executable is then as before.
+        again.  Raises UpdateRefusedError, and ClosedError for an operation that was made with
+        memory that is closed by now; the executable is then as before.
         """
         with self._lock:
             found = self._shadow.node(node)
             owners, signature = tuple(keep), None
             if isinstance(params, Operation):
+                params.require_usable(self.context)
                 owners, signature = (*owners, *params.keep), params.signature
                 params = params.params
             if isinstance(params, ChildGraphNodeParams):
                 for graph in [owner for owner in owners if isinstance(owner, Graph)]:
                     owners = (*owners, *graph.kept)
                 self.context.watchers.add(self)  # what its nodes were given is not known here
-            kept = tuple((f"owner {i}", owner) for i, owner in enumerate(owners))
+            kept = tuple((whole_place(i), owner) for i, owner in enumerate(owners))
             self._apply([Change(found, params, kept, whole=True, signature=signature)])
 
     @property
@@ -711,5 +713,7 @@ class GraphExec(Launcher, Closeable):
             return
         self._closed = True
         self.cool()
+        with self._lock:  # no change is under way in another thread, and the next one asks anew
+            self._shadow.end_live()
         self._finalizer()
         self.context.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["launch", "prepare", "prepare_node"]
 
 # Made once: a union is made anew each time that it is written.
-_PLAIN = (int, float, bytes, str, np.number)
+_RAW = (bytes, bytearray, memoryview, np.void, np.ndarray)
+"""What is given as the bytes of a struct, which may hold addresses."""
+_PLAIN = (int, float, str, np.number, *_RAW)
 _WHOLE = (int, np.integer)
+_WORD = 8
 
 
 def prepare(kernel: Kernel, config: LaunchConfig, *args: object) -> Operation:
@@ -36,7 +40,7 @@ def prepare(kernel: Kernel, config: LaunchConfig, *args: object) -> Operation:
     _require_types("prepare", kernel, config)
     params = KernelNodeParams(kernel.function, config, kernel.arguments(*args))
     reads, writes = _touched(kernel.context, kernel.signature, args)
-    keep = _owners(kernel, args)
+    keep = _owners(kernel, params.arguments, args)
     return Operation(params, kernel.name, reads, writes, keep, kernel.signature)
 
 
@@ -108,7 +112,8 @@ def _operation(
 ) -> Operation:
     """A launch without what it reads and writes."""
     params = KernelNodeParams(kernel.function, config, packed)
-    return Operation(params, kernel.name, None, None, _owners(kernel, args), kernel.signature)
+    keep = _owners(kernel, packed, args)
+    return Operation(params, kernel.name, None, None, keep, kernel.signature)
 
 
 def _require_types(what: str, kernel: object, config: object, stream: object = None) -> None:
@@ -127,9 +132,9 @@ def _require_types(what: str, kernel: object, config: object, stream: object = N
             )
 
 
-def _owners(kernel: Kernel, args: Sequence[object]) -> tuple[object, ...]:
+def _owners(kernel: Kernel, packed: KernelArguments, args: Sequence[object]) -> tuple[object, ...]:
     """What a graph of the launch must keep alive: the kernel, the arguments that are objects, and
-    the owners of the memory at addresses that were given as plain numbers."""
+    the owners of the memory at addresses that were given as plain numbers or in structs."""
     owners: list[object] = [kernel, *(value for value in args if not isinstance(value, _PLAIN))]
     if len(owners) <= len(args):
         signature = kernel.signature
@@ -139,7 +144,28 @@ def _owners(kernel: Kernel, args: Sequence[object]) -> tuple[object, ...]:
                 owner = kernel.context.owner_of(int(value))
                 if owner is not None:
                     owners.append(owner)
+        for slot, value in zip(packed.layout, args, strict=False):
+            if isinstance(value, _RAW) and slot.size >= _WORD:
+                first, last = -(-slot.offset // _WORD) * _WORD, slot.offset + slot.size - _WORD
+                for at in range(first, last + 1, _WORD):
+                    word = int.from_bytes(packed.data[at : at + _WORD], "little")
+                    owner = kernel.context.owner_of(word) if word else None
+                    if owner is not None:
+                        owners.append(Inside(owner))
     return tuple(owners)
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """The owner of memory into which a struct has a pointer."""
+
+    storage: object
+    range: None = None
+    """How much of it is used is not known."""
+
+    @property
+    def closed(self) -> bool:
+        return getattr(self.storage, "closed", False) is True
 
 
 def _touched(

@@ -13,7 +13,7 @@ memory leads to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -31,7 +31,8 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.signature import Access
 from ostinato.errors import InputError
-from ostinato.graph.changes import Place, Setting
+from ostinato.graph.changes import Place, Setting, is_whole
+from ostinato.graph.launching import Inside
 from ostinato.graph.node import Node, decode_arguments
 from ostinato.graph.rebind import copy_extent, fill_extent
 from ostinato.memory.ranges import range_of
@@ -98,19 +99,19 @@ def touches(settings: Settings, target: MemoryRange, allocation: MemoryRange | N
 
 
 def dangling(
-    settings: Settings, closed: MemoryRange, apart: tuple[NodeHandle, range] | None = None
+    settings: Settings, closed: MemoryRange, apart: Sequence[tuple[NodeHandle, range]] = ()
 ) -> Touch | None:
     """A pointer into memory that was given back, or None.
 
     A word whose owner is open does not count: it may be another buffer at the same address.  Nor do
-    the words at the offsets `apart` in the arguments of a node.
+    the words `apart`: at these offsets in the arguments of these nodes.
     """
 
     def find(address: int) -> MemoryRange | None:
         return closed if closed.holds(address) else None
 
     for setting, touch in walk(settings, find):
-        if apart is not None and touch.handle == apart[0] and touch.key in apart[1]:
+        if any(touch.handle == node and touch.key in places for node, places in apart):
             continue
         if _overlap(touch.range, closed) and not _has_open_owner(setting, touch):
             return touch
@@ -118,9 +119,14 @@ def dangling(
 
 
 def _has_open_owner(setting: Setting, touch: Touch) -> bool:
-    if touch.key in setting.owners:
-        return not _is_closed(setting.owners[touch.key])
-    for owner in (*setting.owners.values(), *setting.node.keep):
+    own = setting.owners.get(touch.key)
+    if own is not None:
+        return not _is_closed(own)
+    # Not what other words were set to: it may be new memory at the address of the closed one.
+    whole = [owner for place, owner in setting.owners.items() if is_whole(place)]
+    for owner in (*whole, *setting.node.keep):
+        if isinstance(owner, Inside):
+            owner = owner.storage
         try:
             holds = range_of(owner).holds(touch.range.address)
         except InputError:  # the kernel itself, or an object without memory

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
+
+import numpy as np
 
 from ostinato.driver.api import (
     Driver,
@@ -53,7 +55,7 @@ class Run(Protocol):
     def _undo(self, nodes: list[Node]) -> None: ...
     def _apply(self, changes: list[Change]) -> None: ...
     def _give_up(self) -> str: ...
-    def _settled(self, apart: tuple[NodeHandle, range]) -> list[MemoryRange]: ...
+    def _settled(self, apart: Sequence[tuple[NodeHandle, range]]) -> list[MemoryRange]: ...
 
 
 class _PlainSetter:
@@ -106,6 +108,8 @@ class Write:
         """Notes what the place points at.  May be repeated, after an interruption."""
         reach = _SAME if self.same_reach else self.nbytes
         _note(run, self.live, self.place, self.owner, reach)
+        for place in _inner(self.place, len(self.raw)):
+            _note(run, self.live, place, None, None)
 
     @property
     def made(self) -> bool:
@@ -115,6 +119,11 @@ class Write:
 
 _SAME = -1
 """As many bytes as before are used of what a word points at."""
+
+
+def _inner(place: int, size: int) -> range:
+    """The offsets of the words behind the first in bytes of this size: a struct has several."""
+    return range((place + 8) // 8 * 8, place + size, 8)
 
 
 def _note(run: Run, live: Live, place: int, owner: object, nbytes: int | None) -> None:
@@ -133,12 +142,19 @@ def _write_one(
     run: Run, live: Live, place: int, raw: bytes, owner: object, nbytes: int | None
 ) -> None:
     """Makes one write, or none.  Raises UpdateRefusedError."""
+    settled: Iterable[MemoryRange] = ()
     if owner is not None:
         run._watch((owner,))
+    elif run._given_back:
+        settled = _settled(run, [Write(live, place, raw, owner)])
     run._shadow.touch(live)
     try:
         if live.setter.set(place, raw) == 0:
-            _note(run, live, place, owner, nbytes)
+            if len(raw) > 8:
+                Write(live, place, raw, owner, nbytes).note(run)
+            else:
+                _note(run, live, place, owner, nbytes)
+            _forget(run, settled)
             return
     except DriverError as error:
         raise refused(live.node, error) from error
@@ -146,6 +162,25 @@ def _write_one(
         _keep_made(run, [Write(live, place, raw, owner, nbytes)])
         raise
     run._apply(_changes_of([Write(live, place, raw, owner, nbytes)]))  # it raises the reason
+
+
+def _settled(run: Run, writes: Iterable[Write]) -> list[MemoryRange]:
+    """Memory that was closed by now and that nothing will point at once these are written.
+
+    What is given without an owner may be an address of newer memory, where the closed one was.
+    """
+    apart = [
+        (write.live.node.handle, range(write.place, write.place + len(write.raw)))
+        for write in writes
+        if write.owner is None
+    ]
+    return run._settled(apart) if apart else []
+
+
+def _forget(run: Run, settled: Iterable[MemoryRange]) -> None:
+    for memory in settled:
+        with suppress(ValueError):  # another launch looked meanwhile
+            run._given_back.remove(memory)
 
 
 def write_all(run: Run, writes: list[Write]) -> None:
@@ -158,6 +193,7 @@ def write_all(run: Run, writes: list[Write]) -> None:
         _write_one(run, one.live, one.place, one.raw, one.owner, one.nbytes)
         return
     run._watch([write.owner for write in writes])
+    settled = _settled(run, writes) if run._given_back else ()
     for write in writes:
         run._shadow.touch(write.live)
     try:
@@ -165,6 +201,7 @@ def write_all(run: Run, writes: list[Write]) -> None:
         if taken is not None and taken[0] == 0:
             for write in writes:
                 write.note(run)
+            _forget(run, settled)
             return
         if taken is not None and taken[1]:
             run._give_up()
@@ -173,6 +210,7 @@ def write_all(run: Run, writes: list[Write]) -> None:
         _keep_made(run, writes)
         raise
     run._apply(_changes_of(writes))  # it raises the reason, or there is no shorter way
+    _forget(run, settled)
 
 
 def _keep_made(run: Run, writes: list[Write]) -> None:
@@ -238,9 +276,12 @@ def _changes_of(writes: list[Write]) -> list[Change]:
         data = bytearray(live.setter.data)
         for write in of_node:
             data[write.place : write.place + len(write.raw)] = write.raw
-        owners = tuple((write.place, write.owner) for write in of_node)
-        reach = tuple((w.place, w.nbytes) for w in of_node if not w.same_reach)
-        changes.append(Change(live.node, live.params.with_data(bytes(data)), owners, reach))
+        inner = [place for w in of_node for place in _inner(w.place, len(w.raw))]
+        owners = [*((w.place, w.owner) for w in of_node), *((place, None) for place in inner)]
+        reach = [*((w.place, w.nbytes) for w in of_node if not w.same_reach)]
+        reach += [(place, None) for place in inner]
+        params = live.params.with_data(bytes(data))
+        changes.append(Change(live.node, params, tuple(owners), tuple(reach)))
     return changes
 
 
@@ -250,7 +291,7 @@ class Argument:
     It does not hold the executable, which keeps it.  The caller of a method holds its lock.
     """
 
-    __slots__ = ("_argument", "_live", "_node", "_pack", "_place", "_pointer", "_size")
+    __slots__ = ("_argument", "_inner", "_live", "_node", "_pack", "_place", "_pointer", "_size")
 
     def __init__(self, run: Run, node: Node, argument: int | str) -> None:
         self._node, self._argument = node, argument
@@ -269,6 +310,7 @@ class Argument:
         if code in PLAIN_CODES:  # and no value is as it is
             self._pack, self._size = packer(code, (ParameterSlot(0, slot.size),)), -1
         self._place, self._pointer, self._live = slot.offset, pointer, live
+        self._inner = _inner(slot.offset, slot.size)
         return live
 
     def _current(self, run: Run) -> Live:
@@ -287,20 +329,20 @@ class Argument:
             live = self._current(run)
         raw = value if type(value) is bytes and len(value) == self._size else self._packed(value)
         place = self._place
-        settled: Iterable[MemoryRange] = ()
-        if run._given_back and raw is not None and type(value) is bytes:
-            # They may hold addresses of newer memory, where memory was that is closed by now.
-            apart = live.node.handle, range(place, place + len(raw))
-            settled = run._settled(apart)
         if (
             raw is None
             or (self._pointer and type(value) is not bytes)
             or live.owners.get(place) is not None
             or place in live.reach
+            or (self._inner and self._noted(live))
         ):
             raw = self._raw(live, raw, value)
             _write_one(run, live, place, raw, *owner_of(run.context, value, self._pointer))
-        elif settled or not live.setter.holds(place, raw):
+            return
+        settled: Iterable[MemoryRange] = ()
+        if run._given_back and type(value) is bytes:
+            settled = _settled(run, [Write(live, place, raw, None)])
+        if settled or not live.setter.holds(place, raw):
             # A number, or bytes, whose owners are not known: only bytes change.
             run._shadow.touch(live)
             try:
@@ -312,9 +354,12 @@ class Argument:
                 raise
             if status != 0:
                 run._apply(_changes_of([Write(live, place, raw, None)]))
-        for memory in settled:
-            with suppress(ValueError):  # another launch looked meanwhile
-                run._given_back.remove(memory)
+        _forget(run, settled)
+
+    def _noted(self, live: Live) -> bool:
+        """Whether anything is known of what a word behind the first points at."""
+        owners, reach = live.owners, live.reach
+        return any(place in reach or owners.get(place) is not None for place in self._inner)
 
     def write(self, run: Run, value: object) -> Write:
         """What `set` would write, for `write_all`."""
@@ -377,16 +422,18 @@ def _found(live: Live, argument: int | str) -> tuple[ParameterSlot, str, bool]:
     return slot, code, parameter.pointer
 
 
-_PLAIN = (int, float, bytes)
+_PLAIN = (int, float, bytes, bytearray, memoryview, np.generic, np.ndarray)
+_WHOLE = (int, np.integer)
 
 
 def owner_of(context: Context, value: object, pointer: bool) -> tuple[object, int | None]:
-    """What a new argument points at, to be kept alive, and how many bytes that has."""
+    """What a new argument points at, to be kept alive, and how many bytes that has; None for what
+    is not known."""
     if isinstance(value, _PLAIN):
-        if isinstance(value, int) and pointer and value > 0:
-            return context.owner_of(value), None
+        if isinstance(value, _WHOLE) and pointer and value > 0:
+            return context.owner_of(int(value)), None
         return None, None
     try:
         return value, range_of(value).nbytes
-    except InputError:  # a number of NumPy's
+    except InputError:  # an address, and no more
         return value, None

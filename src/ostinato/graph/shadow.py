@@ -329,6 +329,13 @@ class Shadow:
             live.dirty = True
         self._stale.add(live.node.handle)
 
+    def end_live(self) -> None:
+        """Makes the record of what is in `Live` nodes, and ends these."""
+        self._folded()
+        for live in self._live.values():  # which a patcher may hold for longer
+            live.owners = {}
+        self._drop(tuple(self._live))
+
     def _drop(self, handles: Iterable[NodeHandle]) -> None:
         """Forgets the `Live` objects of these nodes: the driver was given other parameters."""
         for handle in handles:
@@ -420,11 +427,8 @@ class Shadow:
 
     def clear(self) -> None:
         """Releases what was set, after the executable was destroyed."""
+        self.end_live()
         self._now = Now()
-        for live in self._live.values():  # which a patcher may hold for longer
-            live.owners = {}
-        self._drop(tuple(self._live))
-        self._dirty = []
         self._given = {}  # a `Live` notes owners in the setting that it was made of
 
 

@@ -141,11 +141,14 @@ class Buffer(Closeable):
         return self
 
     def watch(self, watcher: Watcher) -> None:
-        """`watcher.memory_closed(range)` is called when this memory is given back."""
+        """`watcher.memory_closed(range)` is called when this memory is given back, and at once if
+        it was."""
         # An executable that is patched by turns to the same few buffers asks each time.
         if self._last_watcher() is not watcher:
             self._watchers.add(watcher)
             self._last_watcher = weakref.ref(watcher)
+        if self._closed:  # before, or by another thread meanwhile
+            watcher.memory_closed(self._range)
 
     def _require_open(self) -> None:
         if self.closed:
@@ -351,7 +354,8 @@ class Buffer(Closeable):
         self._closed = True
         self.context.memory_epoch = object()
         self.__dict__.pop("address", None)
-        for watcher in (*self._told(), *members(self.context.watchers)):
+        everybody = () if self._finalizer is None else members(self.context.watchers)
+        for watcher in (*self._told(), *everybody):  # others' memory and views are not given back
             watcher.memory_closed(self._range)
         if self._finalizer is not None:
             self._finalizer()
