@@ -24,6 +24,17 @@ class Colour(enum.Enum):
     RED = 1
 
 
+class Mode(enum.IntFlag):
+    FAST = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Each is equal to itself alone."""
+
+    x: int
+
+
 @dataclass(frozen=True)
 class Shape:
     rows: int
@@ -50,6 +61,9 @@ def test_text_of_records() -> None:
     assert stable_text(Colour.RED) == stable_text(Colour.RED) != stable_text(1)
     assert stable_text(Shape(3, "a")) == stable_text(Shape(3, "b")) != stable_text(Shape(4))
     assert stable_text(object()) is None and stable_text((1, object())) is None
+    assert stable_text(Place(1)) is None and stable_text((1, Place(1))) is None
+    texts = {stable_text(Mode(bits)) for bits in (0, 1, 2, 3, 4, 8)}
+    assert len(texts) == 6 and None not in texts
     steps = [StepKey("rows", number, (("rows", 8),)) for number in (1, 2)]
     assert stable_text(steps[0]) == stable_text(steps[1]), "the number is this process's own"
     assert stable_text(steps[0]) != stable_text(StepKey("rows", 1, (("rows", 4),)))

@@ -37,12 +37,17 @@ def stable_text(value: object) -> str | None:
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return f"{type(value).__name__}:{value!r}"
     if isinstance(value, enum.Enum):
-        return f"{_type_name(value)}.{value.name}"
+        name: str | None = value.name
+        if name is None:  # flags without a name of their own
+            return _listed(_type_name(value), [value.value])
+        return f"{_type_name(value)}.{name}"
     if isinstance(value, tuple):
         return _listed(_type_name(value), value)
     if type(value) is frozenset:
         return _listed("frozenset", value, ordered=False)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if type(value).__eq__ is object.__eq__:  # equal to nothing but itself
+            return None
         compared = [f.name for f in dataclasses.fields(value) if f.compare]
         return _listed(_type_name(value), [getattr(value, name) for name in compared])
     return None
