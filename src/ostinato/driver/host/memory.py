@@ -256,6 +256,12 @@ class MemoryTable:
             allocation = self._live[at]
         return allocation if address < allocation.address + allocation.nbytes else None
 
+    def _ending_at(self, address: int) -> Allocation | None:
+        """The allocation right in front of an address: a view of its last zero bytes points there.
+        Between two allocations there is a gap."""
+        before = self.find(address - 1)
+        return before if before and before.address + before.nbytes == address else None
+
     def range(self, address: int) -> MemoryRange | None:
         allocation = self.find(address)
         return None if allocation is None else MemoryRange(allocation.address, allocation.nbytes)
@@ -321,7 +327,7 @@ class MemoryTable:
     ) -> npt.NDArray[Any] | None:
         if address == 0:
             return None
-        allocation = self.find(address)
+        allocation = self.find(address) or self._ending_at(address)
         if allocation is None:
             raise driver_error(
                 Status.ILLEGAL_ADDRESS,
