@@ -57,6 +57,9 @@ from ostinato.memory.ranges import Target, range_of
 
 __all__ = ["GraphExec", "UpdateReport"]
 
+_EXACT = (str, int)
+"""What names an argument."""
+
 _HALF_DONE = (
     "a change of this executable failed, and so did taking it back, so what it would run is not "
     "known; instantiate its graph again"
@@ -446,7 +449,9 @@ class GraphExec(Launcher, Closeable):
         UpdateRefusedError; the executable is then as before.
         """
         with self._lock:
-            made = self._arguments.get((node, argument)) if type(node) is int else None
+            made = None
+            if type(node) is int and type(argument) in _EXACT:
+                made = self._arguments.get((node, argument))
             (made or self._argument(node, argument)).set(self, value)
 
     def patcher(self, node: Node | int, argument: int | str) -> Patcher:
@@ -478,6 +483,9 @@ class GraphExec(Launcher, Closeable):
 
     def _argument(self, node: Node | int, argument: int | str) -> Argument:
         key = -node.handle if isinstance(node, Node) else node, argument
+        if type(key[0]) is not int or type(argument) not in _EXACT:
+            # Equal to a number that was used, and no index all the same: True, 1.0.
+            return Argument(self, self._shadow.node(node), argument)
         made = self._arguments.get(key)
         if made is None:
             made = self._arguments[key] = Argument(self, self._shadow.node(node), argument)
@@ -497,6 +505,8 @@ class GraphExec(Launcher, Closeable):
         Raises UpdateRefusedError also for launch attributes (cluster, cooperative, programmatic,
         priority) that differ: an executable keeps those it was made with.
         """
+        if not isinstance(config, LaunchConfig):
+            raise InputError(f"set_config: a LaunchConfig is needed, not {type(config).__name__}")
         with self._lock:
             found = self._shadow.node(node)
             kernel = self._kernel(found)
@@ -607,6 +617,8 @@ class GraphExec(Launcher, Closeable):
         Raises UpdateRefusedError with the failing node and the reason; the executable is then as
         before.  It silently keeps launch attributes that the driver cannot read from the graph.
         """
+        if not isinstance(graph, Graph):
+            raise InputError(f"update: a Graph is needed, not {type(graph).__name__}")
         driver = self.context.driver
         with self._lock:
             executable = self.handle
