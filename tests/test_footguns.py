@@ -2175,7 +2175,11 @@ def test_a_view_that_begins_behind_the_end_is_refused(device: Device) -> None:
         (np.float16, np.array([1 << 17, 0])),
         (np.float32, np.array([1j, 0])),
         (np.float32, np.array([None, 0])),
+        (np.float32, [1 << 128, 0]),
+        (np.float64, [10**400, 0]),
         (np.bool_, np.array([2, 0])),
+        (np.float32, np.ma.masked_array([1.0, 2.0], [False, True])),
+        (np.int32, np.ma.masked_array([1, 2], [False, True], np.int32)),
     ],
 )
 def test_values_that_the_memory_cannot_hold_are_refused(
@@ -2204,6 +2208,8 @@ def test_values_that_the_memory_cannot_hold_are_refused(
         (np.bool_, np.array([1, 0])),
         (np.int64, [True, False]),
         (np.uint64, [(1 << 64) - 1, 0]),
+        (np.float32, [1 << 127, 3]),
+        (np.float32, np.ma.masked_array([1.0, 2.0], [False, False])),
     ],
 )
 def test_values_that_fit_are_converted(
@@ -2213,6 +2219,50 @@ def test_values_that_fit_are_converted(
     assert np.array_equal(device.array(values, dtype).to_numpy(stream), wanted, equal_nan=True)
     x = device.zeros(2, dtype).copy_from(values, stream)
     assert np.array_equal(x.to_numpy(stream), wanted, equal_nan=True)
+
+
+def test_masked_values_of_no_named_type_are_refused(device: Device) -> None:
+    with pytest.raises(InputError, match="masked"):
+        device.array(np.ma.masked_array([1, 2], [True, False]))
+
+
+def test_a_view_of_the_last_zero_rows_is_an_argument(device: Device, stream: ost.Stream) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    add = kernel(device, "add")
+    ost.launch(stream, add, config(N), x[N:], x[N:], out[N:], 0)
+    run = ost.capture_function(
+        stream, lambda: ost.launch(stream, add, config(N), x[N:], x, out[N:], 0)
+    ).instantiate()
+    run.launch(stream)
+    run.patch(0, "n", N // 2)
+    run.patch(0, "a", x)
+    run.patch(0, "out", out)
+    run.launch(stream)
+    assert (out.to_numpy(stream) == [2] * (N // 2) + [0] * (N // 2)).all()
+
+
+@pytest.mark.parametrize("wrong", [True, 1.0])
+def test_what_equals_an_index_is_none(device: Device, stream: ost.Stream, wrong: object) -> None:
+    """Also where that index was used before."""
+    x = ones(device)
+
+    def work() -> None:
+        for _ in range(2):
+            ost.launch(stream, kernel(device, "scale"), config(N), x, N)
+
+    run = ost.capture_function(stream, work).instantiate()
+    for _ in range(2):
+        for node, argument in ((1, wrong), (wrong, 1)):
+            with pytest.raises(InputError):
+                run.patch(node, argument, 0)  # type: ignore[arg-type]
+            with pytest.raises(InputError):
+                run.patch_all([(node, argument, 0)])  # type: ignore[list-item]
+        run.patch(1, 1, N)
+        run.patch(1, np.int64(1), N)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="LaunchConfig"):
+        run.set_config(0, None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="Graph"):
+        run.update(run)  # type: ignore[arg-type]
 
 
 def test_numbers_of_another_byte_order_are_the_same_numbers(

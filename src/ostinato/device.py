@@ -15,7 +15,7 @@ from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHa
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
-from ostinato.driver.signature import exact_array
+from ostinato.driver.signature import exact_array, refuse_masked
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError, SettingsError
 from ostinato.memory import Buffer, CapturePool, adopt_array, allocate, fill
@@ -123,6 +123,7 @@ class Device(Closeable):
         Without a dtype theirs, in the byte order of this machine.  Raises InputError for values
         that the dtype cannot hold, as `Buffer.copy_from` does, and OutOfMemoryError.
         """
+        refuse_masked(values)
         array = np.asarray(values) if dtype is None else exact_array(np.dtype(dtype), values)
         if not array.dtype.isnative and dtype is None:
             array = array.astype(array.dtype.newbyteorder("="))

@@ -38,6 +38,7 @@ __all__ = [
     "exact_bytes",
     "pack_by_size",
     "pack_untyped",
+    "refuse_masked",
 ]
 
 
@@ -296,6 +297,7 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
     """
     if type(values) is np.ndarray and values.dtype == dtype:
         return np.ascontiguousarray(values).reshape(values.shape)
+    refuse_masked(values)
     if dtype.fields is not None and not isinstance(values, np.ndarray | np.generic):
         values = np.array(values, dtype)  # tuples, which are structs only by the dtype
     try:
@@ -310,6 +312,11 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
     elif wanted in "biufc":
         if kind in "fO" and wanted in "iu" and not hasattr(values, "dtype"):
             given = _whole_numbers(values, given)
+        elif kind == "O" and wanted in "fc" and _are_whole(given):
+            try:
+                given = given.astype(np.float64)
+            except OverflowError:
+                raise InputError(f"{given.max()} is outside {_bounds(dtype)}") from None
         _require_numbers(dtype, given)
     elif not np.can_cast(given.dtype, dtype, "safe"):
         raise InputError(f"{dtype.name} is needed, not {given.dtype.name}")
@@ -321,6 +328,15 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
     if lost.any():
         raise InputError(f"{given[lost][0]} is outside {_bounds(dtype)}")
     return made
+
+
+def refuse_masked(values: object) -> None:
+    """Raises InputError for masked elements: what is under a mask would be taken for values."""
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise InputError(
+            "elements are masked, and what is under the mask would be taken for their values; fill "
+            "them (array.filled(value))"
+        )
 
 
 def _whole_numbers(values: npt.ArrayLike, given: npt.NDArray[Any]) -> npt.NDArray[Any]:
