@@ -445,8 +445,9 @@ class GraphExec(Launcher, Closeable):
         """Sets one kernel argument, by index or, where the signature is known, by name.
 
         With a signature the value is checked against its type, else against its size.  How much of
-        a buffer a kernel uses is not known here, as in a launch.  Raises NodeKindError, InputError,
-        UpdateRefusedError; the executable is then as before.
+        a buffer a kernel uses is not known here, as in a launch.  A buffer, and ours at a plain
+        address, is kept alive; what addresses inside of bytes (a struct) point at is not.  Raises
+        NodeKindError, InputError, UpdateRefusedError; the executable is then as before.
         """
         with self._lock:
             made = None

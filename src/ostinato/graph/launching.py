@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ostinato.driver.api import KernelArguments, KernelNodeParams, LaunchConfig, MemoryRange
+from ostinato.driver.api import (
+    KernelArguments,
+    KernelNodeParams,
+    LaunchConfig,
+    MemoryRange,
+    ParameterSlot,
+)
 from ostinato.driver.signature import Access, Signature, address_of, array_interface
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import InputError, driver_error
@@ -146,13 +152,18 @@ def _owners(kernel: Kernel, packed: KernelArguments, args: Sequence[object]) -> 
                     owners.append(owner)
         for slot, value in zip(packed.layout, args, strict=False):
             if isinstance(value, _RAW) and slot.size >= _WORD:
-                first, last = -(-slot.offset // _WORD) * _WORD, slot.offset + slot.size - _WORD
-                for at in range(first, last + 1, _WORD):
-                    word = int.from_bytes(packed.data[at : at + _WORD], "little")
-                    owner = kernel.context.owner_of(word) if word else None
-                    if owner is not None:
-                        owners.append(Inside(owner))
+                owners += _owners_inside(kernel.context, packed.data, slot)
     return tuple(owners)
+
+
+def _owners_inside(context: Context, data: bytes, slot: ParameterSlot) -> Iterator[Inside]:
+    """The owners of the memory at the addresses in a struct."""
+    first, last = -(-slot.offset // _WORD) * _WORD, slot.offset + slot.size - _WORD
+    for at in range(first, last + 1, _WORD):
+        word = int.from_bytes(data[at : at + _WORD], "little")
+        owner = context.owner_of(word) if word else None
+        if owner is not None:
+            yield Inside(owner)
 
 
 @dataclass(frozen=True, slots=True)
