@@ -334,7 +334,7 @@ class Argument:
             or (self._pointer and type(value) is not bytes)
             or live.owners.get(place) is not None
             or place in live.reach
-            or (self._inner and self._noted(live))
+            or (self._inner and (live.owners or live.reach) and self._noted(live))
         ):
             raw = self._raw(live, raw, value)
             _write_one(run, live, place, raw, *owner_of(run.context, value, self._pointer))
