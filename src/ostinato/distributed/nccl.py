@@ -19,6 +19,7 @@ NCCL 2.29 on and of the environment before (NCCL_GRAPH_MIXING_SUPPORT, set here 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import sys
@@ -60,7 +61,26 @@ __all__ = ["NcclCollectives", "description", "kernels", "load_nccl"]
 _MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
 _THREADS = 256
 _PATIENCE = 5.0
-"""Seconds that `close` waits for the other ranks to close too."""
+"""Seconds that `close` waits for the other ranks to close too, and the process's end for calls."""
+_CALLS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Threads in which NCCL is called."""
+
+
+def _call_beside(what: str, call: Callable[[], object]) -> threading.Thread:
+    """Calls NCCL on a thread of its own."""
+    thread = threading.Thread(target=call, name=f"ostinato: {what}", daemon=True)
+    _CALLS.add(thread)
+    thread.start()
+    return thread
+
+
+@atexit.register
+def _wait_for_calls() -> None:
+    """A process that ends while NCCL works in a thread of it crashes (seen with ranks that ended
+    while their communicator was aborted)."""
+    end = time.monotonic() + _PATIENCE
+    for thread in list(_CALLS):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 @cache
@@ -154,6 +174,7 @@ class NcclCollectives(Collectives):
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._scratch: Buffer | None = None
         self._ending = threading.Lock()
+        self._aborting: threading.Thread | None = None
 
     # --- collectives
     def all_reduce(self, source: Buffer, out: Buffer) -> tuple[Operation, ...]:
@@ -303,7 +324,7 @@ class NcclCollectives(Collectives):
             finally:
                 done.set()
 
-        threading.Thread(target=work, name=f"ostinato: {what}", daemon=True).start()
+        _call_beside(what, work)
         with self.group.watching(what):
             while not done.wait(0.002) and self.group.failure is None:
                 pass
@@ -314,7 +335,10 @@ class NcclCollectives(Collectives):
     def abort(self) -> None:
         """See `Collectives`.  NCCL's kernels end; what it holds is given back once no graph has a
         collective of it any more."""
-        self._end(lambda communicator: communicator.abort(), wait=0.0)
+        with self._ending:
+            communicator, self._communicator = self._communicator, None
+            if communicator is not None:
+                self._aborting = self._ended(communicator.abort)
 
     def close(self) -> None:
         """See `Collectives`.  Graphs with its collectives must be closed before."""
@@ -324,24 +348,23 @@ class NcclCollectives(Collectives):
         if not self.device.context.closed:
             self._stream.close()
             super().close()
-        # NCCL waits there for the other ranks.  A rank that closes because of an exception tells
-        # them so when it leaves the group, which comes later, and must come before their deadline.
-        wait = min(_PATIENCE, self.group.deadline / 4)
-        self._end(lambda communicator: communicator.destroy(), wait=wait)
-
-    def _end(self, call: Callable[[Any], object], *, wait: float) -> None:
-        """Ends the communicator once, on a thread: NCCL waits there for graphs and other ranks."""
         with self._ending:
             communicator, self._communicator = self._communicator, None
-        if communicator is None:
-            return
+            thread = self._aborting if communicator is None else self._ended(communicator.destroy)
+        # NCCL waits in `destroy` for the other ranks.  A rank that closes because of an exception
+        # tells them so when it leaves the group, which comes later, and must come before their
+        # deadline.  `abort` waits for nobody, but works on the device that the caller closes next.
+        end = time.monotonic() + min(_PATIENCE, self.group.deadline / 4)
+        while thread is not None and thread.is_alive() and time.monotonic() < end:
+            if communicator is not None and self.group.failure is not None:
+                break
+            thread.join(0.01)
+
+    def _ended(self, call: Callable[[], object]) -> threading.Thread:
+        """Ends the communicator on a thread: NCCL waits there for graphs and other ranks."""
 
         def work() -> None:
             with self._context.made_current():
-                call(communicator)
+                call()
 
-        thread = threading.Thread(target=work, name="ostinato: NCCL ends", daemon=True)
-        thread.start()
-        end = time.monotonic() + wait
-        while thread.is_alive() and time.monotonic() < end and self.group.failure is None:
-            thread.join(0.01)
+        return _call_beside("NCCL ends", work)
