@@ -518,7 +518,7 @@ def join() -> Iterable[str]:
 
 
 def torch_graphed() -> Iterable[str]:
-    rows = results("torch_graphed-nvidia-h200.json")["rows"]
+    rows = results(f"torch_graphed-{H100}")["rows"]
     ways = ("eager", "by hand", "make_graphed", "graphed", "graphed, static")
 
     def cells(work: str) -> Iterator[str]:

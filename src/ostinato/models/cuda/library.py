@@ -121,8 +121,8 @@ def library_buffers(
 def library_rows_for(config: LlamaConfig) -> int:
     """From how many rows on a library's products pay, by the bytes of a layer's weights.
 
-    Measured on an H100, us a step of 64 rows with ours and with cuBLASLt: 135M 927 and 950, 360M
-    1,291 and 1,223, 1B 1,530 and 1,773, 8B 7,300 and 6,770; of 32 rows 8B 6,269 and 6,427.
+    Measured on an H100, us a step of 64 rows with ours and with cuBLASLt: 135M 791 and 950, 360M
+    1,236 and 1,223, 1B 1,479 and 1,773, 8B 7,300 and 6,770; of 32 rows 8B 6,218 and 6,427.
     """
     products = products_of(config)
     layer = sum(4 * p.pairs * p.inputs for name, p in products.items() if name != "head")
