@@ -107,7 +107,10 @@ def test_all_our_ways_are_compared(tmp_path: Path) -> None:
     assert result["ceiling"]["bandwidth_gb_per_s"] > 0
     assert set(result["skipped"]) == set(PEERS)
     words = words_of(picture)
-    assert all(way in words for way in (*ways, "floor", "by context", "by batch"))
+    places = [
+        f"batch {batch}, positions {at} to {at + 8}" for batch, at in ((1, 9), (3, 9), (1, 0))
+    ]
+    assert all(place in words for place in (*ways, *places, "the floor"))
 
 
 def test_prompts_are_measured_beside_decoding(tmp_path: Path) -> None:
@@ -485,7 +488,7 @@ def test_pictures_are_well_formed_whatever_the_names(tmp_path: Path) -> None:
         picture.write_text(decode_svg("x > y", "a & b", chosen), encoding="utf-8")
         words = words_of(picture)
         assert "decoding x > y on a & b" in words
-        assert ("a < b & c" in words) == bool(chosen)
+        assert ("a < b & c" in words) == bool(chosen) == ("nothing was measured" not in words)
     assert "prefers-color-scheme: dark" in picture.read_text(encoding="utf-8")
 
 

@@ -3,11 +3,8 @@ scheme.  Equal numbers give equal text."""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import cycle
-from statistics import mode
 
 from ostinato.bench.decode import Row
 from ostinato.bench.profile import Profile
@@ -18,7 +15,6 @@ __all__ = ["decode_svg", "profile_svg"]
 _LEFT, _RIGHT = 28.0, 872.0
 _BAR, _WIDE = 208.0, 386.0  # where bars begin, and the longest
 _ENDS = (660.0, 754.0, 826.0, 870.0)  # of the texts beside a bar
-_PLOT = 260.0  # a line chart's height
 
 # Ours in blues and greens, others in warm colours: told apart on white and on black.
 _OURS = ("#3b6fd6", "#17917a", "#7c5bd0", "#4c9a3a", "#2f8fb8")
@@ -31,10 +27,8 @@ _STYLE = """
            font-size: 12px; fill: #3c4654; }
     .title { font-size: 15px; font-weight: 700; fill: #1b2330; }
     .small { font-size: 11px; fill-opacity: 0.78; }
-    .grid { stroke: #7b90af; stroke-opacity: 0.24; }
     .floor { stroke: #1b2330; stroke-width: 1.5; stroke-dasharray: 5 4; fill: none; }
     .track { fill: #7b90af; fill-opacity: 0.13; }
-    .line { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
     @media (prefers-color-scheme: dark) {
       .card { fill: #14181f; stroke: #303947; }
       text { fill: #c4cbd6; }
@@ -67,77 +61,27 @@ def _bar(
 
 
 def decode_svg(subject: str, machine: str, rows: Sequence[Row]) -> str:
-    """A comparison as one picture: bars at the first point; lines over contexts, and over batches,
-    where several were measured."""
+    """A comparison as one picture: bars for each batch and context that was measured."""
     sheet, name = Drawing(_LEFT + _RIGHT, _LEFT), f"decoding {subject} on {machine}"
-    if not rows:
-        _heading(sheet, name, "nothing was measured")
-        return sheet.svg(name, _STYLE)
-    first = min(rows, key=lambda row: (row.batch, row.context))
-    floor = first.batch * 1e6 / first.floor_us
-    below = (
-        f"tokens a second, batch {first.batch}, positions {first.first_position} to "
-        f"{first.first_position + first.tokens}; dashed: the floor set by reading weights and cache"
-    )
-    _heading(sheet, name, f"{below}, {floor:,.0f}")
-    colours = {"floor": _GREY}
+    colours: dict[str, str] = {}
     for palette, ours in ((_OURS, True), (_THEIRS, False)):
         ways = dict.fromkeys(row.way for row in rows if row.ours is ours)
         colours |= zip(ways, cycle(palette), strict=False)
-    compared = [r for r in rows if (r.batch, r.context) == (first.batch, first.context)]
-    most = max(floor, *(row.tokens_per_second for row in compared))
-    for row in compared:
-        more = "" if row.ours or row.ours_is is None else f"ours {row.ours_is:.2f} x"
-        speed, texts = row.tokens_per_second, (f"{row.of_floor:.1%}", "", more)
-        _bar(sheet, row.way, colours[row.way], speed / most, floor / most, f"{speed:,.0f}", *texts)
-    sheet.height += 36
-    for axis, other, what in (
-        ("context", "batch", "over positions in the cache"),
-        ("batch", "context", "of all sequences together"),
-    ):
-        at = mode(getattr(row, other) for row in rows)
-        chosen = [row for row in rows if getattr(row, other) == at]
-        if len({getattr(row, axis) for row in chosen}) > 1:
-            _heading(sheet, f"by {axis}", f"tokens a second {what}, {other} {at}")
-            _chart(sheet, axis, chosen, colours)
-    sheet.height += 16
+    _heading(sheet, name, "tokens a second" if rows else "nothing was measured")
+    for batch, context in sorted({(row.batch, row.context) for row in rows}):
+        here = [row for row in rows if (row.batch, row.context) == (batch, context)]
+        first, floor = here[0].first_position, batch * 1e6 / here[0].floor_us
+        below = f"dashed: the floor set by reading weights and cache, {floor:,.0f}"
+        place = f"batch {batch}, positions {first} to {first + here[0].tokens}"
+        _heading(sheet, place, below)
+        most = max(floor, *(row.tokens_per_second for row in here))
+        for row in here:
+            more = "" if row.ours or row.ours_is is None else f"ours {row.ours_is:.2f} x"
+            speed, texts = row.tokens_per_second, (f"{row.of_floor:.1%}", "", more)
+            part = speed / most
+            _bar(sheet, row.way, colours[row.way], part, floor / most, f"{speed:,.0f}", *texts)
+        sheet.height += 20
     return sheet.svg(name, _STYLE)
-
-
-def _chart(sheet: Drawing, axis: str, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
-    """Lines over the places of `axis`, which stand evenly: they mostly double."""
-    lines: dict[str, dict[int, float]] = defaultdict(dict)
-    for row in rows:
-        lines[row.way][getattr(row, axis)] = row.tokens_per_second
-        lines["floor"][getattr(row, axis)] = row.batch * 1e6 / row.floor_us
-    values = [value for line in lines.values() for value in line.values()]
-    high, low = max(values) * 1.05, min(values) / 1.2
-    left, right, top = _LEFT + 60, _RIGHT - 200, sheet.height
-    step = (right - left) / (len(lines["floor"]) - 1)
-    xs = {place: left + step * k for k, place in enumerate(sorted(lines["floor"]))}
-
-    def y(value: float) -> float:
-        return top + _PLOT * math.log(high / value, high / low)
-
-    for tick in (digit * 10.0**power for power in range(-3, 9) for digit in (1, 2, 5)):
-        if low <= tick <= high:
-            sheet.add("path", d=f"M{left:g} {y(tick):g}H{right:g}", class_="grid")
-            sheet.text(left - 8, y(tick) + 4, f"{tick:,g}", "small", "end")
-    for place, x in xs.items():
-        sheet.text(x, top + _PLOT + 18, str(place), "small", "middle")
-    below = -math.inf
-    for last, way in sorted((y(line[max(line)]), way) for way, line in lines.items()):
-        line, colour = sorted(lines[way].items()), colours[way]
-        look = "floor" if way == "floor" else "line"
-        path = "L".join(f"{xs[place]:g} {y(value):g}" for place, value in line)
-        sheet.add("path", d=f"M{path}", class_=look, stroke=colour)
-        for place, value in line:
-            tip = f"{way}, {axis} {place}: {value:,.1f} tokens a second"
-            sheet.add("circle", tip=tip, cx=xs[place], cy=y(value), r=3.2, fill=colour)
-        below = max(last + 4, below + 15)  # names beside the lines, one below the other
-        sheet.rect(right + 12, below - 8, 9, 9, fill=colour, rx=2)
-        sheet.text(right + 27, below, way)
-    sheet.height = max(top + _PLOT + 44, below + 28)
 
 
 def profile_svg(subject: str, machine: str, profile: Profile) -> str:
