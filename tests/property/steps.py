@@ -67,6 +67,9 @@ class Work:
     def submit(self, stream: ost.Stream, step: ost.GraphedStep, **sizes: int) -> None:
         raise NotImplementedError
 
+    def refused(self) -> None:
+        """A strict step refused a call: what a check may have left in memory without a rule."""
+
     def run(self, stream: ost.Stream, step: ost.GraphedStep, **sizes: int) -> None:
         """The step's function."""
         if self.fail == "first" or (self.fail == "captured" and stream.is_capturing):
@@ -155,11 +158,14 @@ class Scratch(Work):
         self.launch(stream, "accumulate", n, self.own[0], self.own[1], real, WIDTH)
 
     def apply(self, w: Box, sizes: Sizes, reached: Sizes) -> None:
-        tmp, acc, total = self.own
+        _, acc, total = self.own
         n = sizes["rows"] * WIDTH
         acc.write(0, acc.values[:n] + self.weighted(w, sizes["rows"]))
         total.values[:1] += self.weighted(w, sizes["rows"]).sum(dtype=np.int32, keepdims=True)
-        tmp.forget(0, SIZE)
+        self.refused()
+
+    def refused(self) -> None:
+        self.own[0].forget(0, SIZE)
 
 
 class Forked(Scratch):
@@ -463,6 +469,7 @@ class StepRules(World):
             decision = step(**sizes)
         except EagerRunError:
             assert step.strict
+            work.refused()
             self.look(modelled.lane, modelled.boxes, "a strict step refused, and nothing ran")
             return False
         except _Interrupted:
@@ -683,6 +690,7 @@ class StepRules(World):
         except EagerRunError:
             assert modelled.step.strict
             self.faults.clear()
+            work.refused()
             self.look(modelled.lane, modelled.boxes, "a strict step refused, and nothing ran")
             return
         except OstinatoError as error:
