@@ -67,8 +67,8 @@ class EmulatedBackend:
     def formats(self, checkpoint: Any, wanted: str) -> dict[str, Any]:
         return {}
 
-    def buffers(self, config: Any, rows: Any, context: int, *, formats: Any) -> dict[str, Any]:
-        return dict(kc.rounded_buffers(config, max(rows)))
+    def buffers(self, config: Any, rows: int, *, formats: Any) -> dict[str, Any]:
+        return dict(kc.rounded_buffers(config, rows))
 
     def give_up_library(self, reason: str) -> bool:
         return False

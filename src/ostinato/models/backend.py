@@ -130,16 +130,9 @@ class Backend(Protocol):
         """Bytes of workspace for steps of any of these numbers of rows.  The caller must fill it
         with zeros once."""
 
-    def buffers(
-        self,
-        config: LlamaConfig,
-        rows: Iterable[int],
-        context: int,
-        *,
-        formats: Formats = UNPACKED,
-    ) -> Buffers:
-        """Further buffers that its kernels need for steps of these numbers of rows, by name: shapes
-        and dtypes."""
+    def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:
+        """Further buffers that its kernels need for steps of up to `rows` rows, by name: shapes and
+        dtypes."""
 
     def exchanges_sums(
         self, config: LlamaConfig, rows: int, context: int, *, formats: Formats = UNPACKED

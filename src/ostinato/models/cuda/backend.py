@@ -221,22 +221,12 @@ class CudaBackend:
                 found.append(library_workspace_bytes(config, rows=count, tuning=tuning, **given))
         return max(found)
 
-    def buffers(
-        self,
-        config: LlamaConfig,
-        rows: Iterable[int],
-        context: int,
-        *,
-        formats: Formats = UNPACKED,
-    ) -> Buffers:
-        counts = list(rows)
+    def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:
         found: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
-        own = [n for n in counts if n <= SAMPLED_ROWS]
-        if max(own, default=1) > 1:
-            found = rounded_buffers(config, max(own))
-        if self._products is not None and self._multiplies(config, max(counts), formats):
-            workspace = self._products.workspace_bytes
-            found |= library_buffers(config, max(counts), workspace, formats)
+        if rows > 1:
+            found |= rounded_buffers(config, min(rows, SAMPLED_ROWS))  # ours do not go further
+        if self._products is not None and self._multiplies(config, rows, formats):
+            found |= library_buffers(config, rows, self._products.workspace_bytes, formats)
         return found
 
     def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]) -> bool:

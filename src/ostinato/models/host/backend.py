@@ -71,14 +71,7 @@ class HostBackend:
         widest = max(c.query_size + 2 * c.kv_size, 2 * c.inner, c.hidden)
         return max(rows) * (widest + c.hidden) * 4
 
-    def buffers(
-        self,
-        config: LlamaConfig,
-        rows: Iterable[int],
-        context: int,
-        *,
-        formats: Formats = UNPACKED,
-    ) -> Buffers:
+    def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:
         """No further ones."""
         return {}
 
