@@ -160,7 +160,7 @@ def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -
         return f"{steps} steps of a slab are not whole times {depth}"
     if s.cluster not in (1, s.blocks_k) or s.cluster > 8:
         return f"a cluster of {s.cluster} blocks, where {s.blocks_k} share the inputs"
-    if s.shared_bytes(product, rows) > MAX_SHARED:
+    if s.shared_bytes(rows) > MAX_SHARED:
         return f"a slab of {s.slab} does not fit shared memory with {rows} rows"
     if s.ring == 1 or s.ring > 8 or s.alone > 1:
         return f"a ring of {s.ring} slabs, alone {s.alone}"

@@ -636,7 +636,7 @@ class Cut:
                 grid, warps = (blocks, shape.blocks_k, 1), shape.tiles * shape.split
                 if shape.cluster > 1:  # along x
                     grid, cluster = (shape.blocks_k, blocks, 1), (shape.cluster, 1, 1)
-                shared = shape.shared_bytes(product, self.rows)
+                shared = shape.shared_bytes(self.rows)
             return LaunchConfig(
                 grid, 32 * warps, shared, cluster=cluster, programmatic=programmatic
             )

@@ -149,7 +149,7 @@ class MatrixShape:
         """Whether a warp has whole sums, so that they need no shared memory."""
         return self.split == 1 and self.blocks_k == 1
 
-    def shared_bytes(self, product: Product, rows: int) -> int:
+    def shared_bytes(self, rows: int) -> int:
         """Dynamic shared memory of a block: inputs, and sums in their place."""
         padded = -(-rows // 8) * 8
         sums = 0 if self.whole_sums else self.tiles * self.split * 20 * padded * 4
@@ -560,7 +560,7 @@ def _matrix_shape(
         return MatrixShape(tiles, split, blocks_k, slab, depth, cluster, 2, alone)
 
     made = [shape(granule * n) for n in range(1, 1 + max(1, 3 * wanted // (2 * granule)))]
-    fitting = [one for one in made if one.shared_bytes(product, rows) <= MAX_SHARED]
+    fitting = [one for one in made if one.shared_bytes(rows) <= MAX_SHARED]
     far = [one for one in fitting if 2 * one.depth >= most]
     return min(
         far or fitting or made[:1],

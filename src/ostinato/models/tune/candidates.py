@@ -51,12 +51,7 @@ _BEFORE_THREE = 8
 
 
 def product_shapes(
-    config: LlamaConfig,
-    name: str,
-    rows: int,
-    multiprocessors: int,
-    *,
-    clusters: bool = False,
+    config: LlamaConfig, name: str, rows: int, multiprocessors: int, *, clusters: bool = False
 ) -> tuple[Shape, ...]:
     """Shapes of a product ("qkv", "output", …) worth a try, by a rough cost, the least first.
 

@@ -171,11 +171,7 @@ class _Sweep:
             shapes = attention_shapes(self.config, self.rows, clusters=self.clusters)
             return [replace(self.best, attention=shape) for shape in shapes]
         made = product_shapes(
-            self.config,
-            name,
-            self.rows,
-            self.multiprocessors,
-            clusters=self.clusters,
+            self.config, name, self.rows, self.multiprocessors, clusters=self.clusters
         )
         return [_with(self.best, name, shape) for shape in made]
 
