@@ -368,25 +368,22 @@ def profile() -> Iterable[str]:
 
 
 def profile_batches() -> Iterable[str]:
-    """A launch by what it stands for: rounded inputs have kernels of other names."""
     steps = ("batch-8", "batch-32", "batch-64", "q8_0-batch-32", "q4_k_m-batch-32")
     titles = ("8", "32", "64", "32, Q8_0", "32, Q4_K_M")
     whats = {
         "norms, once for all": ("norm_rows",),
-        "QKV": ("rounded_qkv_rope", "norm_qkv_rope"),
+        "QKV": ("rounded_qkv_rope",),
         "attention": ("attention",),
-        "output": ("rounded_output", "output_residual"),
-        "gate and up": ("rounded_gate_up", "norm_gate_up"),
-        "down": ("rounded_down", "down_residual"),
-        "head": ("rounded_head", "head"),
+        "output": ("rounded_output",),
+        "gate and up": ("rounded_gate_up",),
+        "down": ("rounded_down",),
+        "head": ("rounded_head",),
         "embed, sample, advance": ("embed", "sample", "advance"),
     }
     found = [results(f"profile-1B-{step}-{H100}") for step in steps]
 
     def cell(result: Any, names: Sequence[str]) -> str:
         rows = [r for r in result["rows"] if r["name"] in names]
-        if not rows:
-            return ""
         return f"{sum(r['total_us'] for r in rows):,.0f} ({_bytes_us(rows):,.0f})"
 
     return _table(
