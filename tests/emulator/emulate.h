@@ -315,6 +315,16 @@ inline float exp2_fast(float x) { return std::exp2(x); }
 void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
                    unsigned b1);
 
+inline void load_turned(unsigned (&v)[4], const void* row) {
+    check_aligned(row, 16);
+    const uint64_t* const rows = emulated::exchanged(reinterpret_cast<uint64_t>(row));
+    const int lane = emulated::current->number % 32, g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) {
+        auto value = [&](int r) { return unsigned(reinterpret_cast<const uint16_t*>(rows[8 * i + r])[g]); };
+        v[i] = value(2 * t) | value(2 * t + 1) << 16;
+    }
+}
+
 template <bool SIGNED>
 inline void multiply_bytes(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                            unsigned b0, unsigned b1) {

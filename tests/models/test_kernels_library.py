@@ -28,7 +28,14 @@ from tests.models.test_kernels_cuda import FAMILIES, SHAPES, SMALL, OnDevice, co
 PIECES_OF_STEPS = {*kc.PIECE_SIGNATURES, "piece_attention"}
 
 
-def lowered(config: Any, rows: int, *, sampled: bool = True, loop: bool = False) -> Any:
+def lowered(
+    config: Any,
+    rows: int,
+    *,
+    sampled: bool = True,
+    loop: bool = False,
+    multiprocessors: int = 132,
+) -> Any:
     program = decode_program(config, sampled=sampled, last_row=rows > SAMPLED_ROWS)
     if loop:
         program = (*program, loop_call())
@@ -38,6 +45,7 @@ def lowered(config: Any, rows: int, *, sampled: bool = True, loop: bool = False)
         rows=rows,
         tuning=kl.library_tuning(config, rows=rows, context=512),
         single=default_tuning(config, rows=1, context=512),
+        multiprocessors=multiprocessors,
     )
 
 
@@ -140,9 +148,10 @@ def test_every_value_has_a_thread(shape: str, rows: int) -> None:
             if one.kernel == "piece_attention":
                 macros = dict(one.options.defines)
                 grid, each = one.config.grid, int(macros["PIECE_ROWS"])
-                assert 0 <= grid[0] * each - rows < each
-                assert grid[1] * int(macros["PIECE_QUERIES"]) == config.heads
-                assert one.config.block[0] == each * int(macros["PIECE_QUERIES"]) * 2
+                assert 0 <= grid[1] * each - rows < each
+                assert grid[0] * int(macros["PIECE_QUERIES"]) == config.heads
+                warps = each * int(macros["PIECE_QUERIES"]) // (16 * int(macros["PIECE_TILES"]))
+                assert one.config.block[0] == 32 * warps
                 continue
             threads = one.config.grid[0] * one.config.block[0]
             assert one.config.grid[1] == rows
@@ -165,21 +174,41 @@ PIECES = [  # heads, KV heads, head size, rows, padding, first position; and a w
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 @pytest.mark.parametrize("piece", PIECES, ids=str)
-def test_attention_of_a_piece_is_right_on_the_emulator(piece: tuple[int, ...]) -> None:
-    check_attention(Emulator(), *piece)
+@pytest.mark.parametrize("multiprocessors", [1, 132], ids="of {}".format)
+def test_attention_of_a_piece_is_right_on_the_emulator(
+    piece: tuple[int, ...], multiprocessors: int
+) -> None:
+    check_attention(Emulator(), *piece, multiprocessors=multiprocessors)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("steep", [-3.0, 1.0, 3.0, 7.0, 50.0])
+@pytest.mark.parametrize("multiprocessors", [1, 132], ids="of {}".format)
+def test_sums_of_a_piece_are_rescaled_where_scores_rise(steep: float, multiprocessors: int) -> None:
+    """A little, so that a row's base stays behind its largest score, and by more than it may."""
+    piece = (3, 1, 64, 100, 5, 230)
+    check_attention(Emulator(), *piece, multiprocessors=multiprocessors, steep=steep)
 
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize("piece", PIECES, ids=str)
-def test_attention_of_a_piece_is_right(cuda_device: Device, piece: tuple[int, ...]) -> None:
-    check_attention(OnDevice(cuda_device), *piece)
+@pytest.mark.parametrize("multiprocessors", [1, 132], ids="of {}".format)
+def test_attention_of_a_piece_is_right(
+    cuda_device: Device, piece: tuple[int, ...], multiprocessors: int
+) -> None:
+    check_attention(OnDevice(cuda_device), *piece, multiprocessors=multiprocessors)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "piece",
-    [(32, 8, 64, 512, 0, 1536), (32, 8, 128, 256, 100, 300), (32, 8, 128, 512, 0, 1500, 1024)],
+    [
+        (32, 8, 64, 512, 0, 1536),
+        (32, 8, 64, 1024, 7, 1500),
+        (32, 8, 128, 256, 100, 300),
+        (32, 8, 128, 512, 0, 1500, 1024),
+    ],
     ids=str,
 )
 def test_attention_of_a_large_piece_is_right(cuda_device: Device, piece: tuple[int, ...]) -> None:
@@ -195,13 +224,17 @@ def check_attention(
     padding: int,
     begin: int,
     window: int = 0,
+    *,
+    multiprocessors: int = 132,
+    steep: float = 0.0,
 ) -> None:
+    """`multiprocessors`: that the launch is made for; few of them get blocks of more rows."""
     config = config_of(
         heads, kv_heads, head_size, inner=88, vocabulary=67, layers=1, windows=(window,)
     )
     launch = next(
         one
-        for one in lowered(config, rows)
+        for one in lowered(config, rows, multiprocessors=multiprocessors)
         if isinstance(one, kc.CudaLaunch) and one.kernel == "piece_attention"
     )
     rng = np.random.default_rng(rows + heads)
@@ -211,12 +244,12 @@ def check_attention(
     live[padding:, 1] = begin + np.arange(rows - padding)
     live[padding:, 2:] = sequence, ACTIVE
     q = rng.standard_normal((rows, heads, head_size)).astype(np.float32)
+    cache = rng.standard_normal((2, sequences, kv_heads, context, head_size)).astype(np.float32)
+    if steep:  # scores rise by so many powers of two every 40 positions
+        q[..., 0] = 8
+        cache[0, ..., 0] += steep * (np.arange(context) // 40) * np.log(2) / 8 * head_size**0.5
     q[:padding] = np.nan
-    cache = from_bf16(
-        to_bf16(
-            rng.standard_normal((2, sequences, kv_heads, context, head_size)).astype(np.float32)
-        )
-    )
+    cache = from_bf16(to_bf16(cache))
     device = {
         "live": machine.array(live),
         "q": machine.array(q),
@@ -256,8 +289,8 @@ def test_buffers_hold_what_each_product_reads_and_writes() -> None:
 
 
 def test_limits_are_said() -> None:
-    with pytest.raises(UnsupportedModelError, match="513 rows"):
-        lowered(SMALL, 513)
+    with pytest.raises(UnsupportedModelError, match="2049 rows"):
+        lowered(SMALL, 2049)
     with pytest.raises(UnsupportedModelError, match="head of 128 rows"):
         kl.lower_with_library(
             decode_program(SMALL),
@@ -266,6 +299,11 @@ def test_limits_are_said() -> None:
             tuning=kl.library_tuning(SMALL, rows=128, context=512),
             single=default_tuning(SMALL),
         )
-    # As many rows as the attention's counters suffice for.
-    assert kl.most_rows(SMALL) == 512
-    assert kl.most_rows(config_of(64, 8, 128, inner=28672, vocabulary=128256)) == 256
+    # As many rows as the attention's counters suffice for, where it has any.
+    assert kl.most_rows(SMALL) == 2048
+    assert kl.most_rows(config_of(64, 8, 128, inner=28672, vocabulary=128256)) == 2048
+    large = config_of(64, 8, 256, inner=28672, vocabulary=128256)
+    assert kl.most_rows(large) == 256
+    lowered(large, 256)
+    with pytest.raises(UnsupportedModelError, match="512 rows of 64 heads"):
+        lowered(large, 512)

@@ -32,6 +32,9 @@ from ostinato.models.weights import Weights
 
 __all__ = ["BufferPlan", "PlanSizes", "rope_table"]
 
+_WHOLE_ROWS = 512
+"""A step of fewer rows costs about as much for any number of them (H100, the 1B shape)."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
@@ -77,6 +80,17 @@ class PlanSizes(_Sizes):
         """Most rows of a step in which every row may sample: those of a batch.  In larger ones, a
         prompt's pieces, only the last row may, so there padding comes before the piece."""
         return max(SAMPLED_ROWS, self.buckets.bucket(self.sequences))
+
+    def piece(self, count: int, most: int) -> int:
+        """How many tokens the next step of a prompt takes of `count` tokens; `most`: if not `rows`.
+
+        The rest in one step, unless a quarter of a large one would be padding: then as many as the
+        bucket below has, which costs less together with a step for what is left.
+        """
+        count = min(count, most)
+        bucket = self.buckets.bucket(count)
+        below = 1 << (bucket - 1).bit_length() >> 1
+        return below if below >= _WHOLE_ROWS and 4 * count <= 3 * bucket else count
 
     def piece_end(self, count: int) -> int:
         """Where a piece of `count` tokens ends in its step's rows, and how many these are."""

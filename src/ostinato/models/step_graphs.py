@@ -225,19 +225,22 @@ class StepGraphs:
         self._bounds[rows] = bounds
         return made
 
-    def largest_piece(self, tokens: int) -> int:
-        """The most tokens that one step takes of a prompt of `tokens` tokens.
+    def piece(self, tokens: int) -> int:
+        """How many tokens the next step of a prompt takes, of which `tokens` are left.
 
-        Fewer than the plan has rows after the library failed that large steps need.
+        Its launches are made; fewer than the plan has rows after the library failed that large
+        steps need.
         """
-        largest = self._largest
-        if (rows := min(tokens, largest)) > self._plan.sizes.sampled_rows:
+        sizes, largest = self._plan.sizes, self._largest
+        count = sizes.piece(tokens, largest)
+        if count > sizes.sampled_rows:
             try:
-                self._prepare(self._buckets.bucket(rows))
+                self._prepare(self._buckets.bucket(count))
             except NotAvailableError:
                 if self._largest == largest:
                     raise
-        return self._largest
+                count = sizes.piece(tokens, self._largest)
+        return count
 
     def _program(self, name: str, *, last_row: bool = False) -> tuple[KernelCall, ...]:
         """The calls of a step, by its name."""

@@ -139,11 +139,12 @@ class Stepper:
 
         Raises ModelError if the logits hold NaN or infinity.
         """
-        chosen, largest = -1, self.steps.largest_piece(len(tokens))
+        chosen, start = -1, 0
         with self.phases.measure("prefill", len(tokens)):
-            for start in range(0, len(tokens), largest):
-                piece = tokens[start : start + largest]
-                last = choose and start + largest >= len(tokens)
+            while start < len(tokens):
+                stop = start + self.steps.piece(len(tokens) - start)
+                piece = tokens[start:stop]
+                last = choose and stop == len(tokens)
                 end = self._plan.sizes.piece_end(len(piece))
                 rows = prompt_rows(
                     self._rows, sequence.index, piece, sequence.length, sample=last, end=end
@@ -156,7 +157,8 @@ class Stepper:
                     sequence.tokens.extend(piece)
                     sequence.length += len(piece)
                 if progress is not None:
-                    progress(start + len(piece), len(tokens))
+                    progress(stop, len(tokens))
+                start = stop
         return chosen
 
     def prompts(self, sequences: list[Sequence], prompts: Items[Items[int]]) -> list[int]:

@@ -43,7 +43,9 @@ from ostinato.models.cuda.products import PIECE_ROWS, MatrixProduct
 from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
     MAX_ROWS,
+    PIECE_HEAD_SIZE,
     Tuning,
+    counted_rows,
     default_tuning,
     products_of,
     require_supported,
@@ -66,7 +68,7 @@ __all__ = [
 
 _Arguments: TypeAlias = dict[str, Argument]
 
-_MAX_PIECE_QUERIES, _MAX_PIECE_HEAD = 4, 128  # piece_attention.cu
+_MAX_PIECE_QUERIES = 4  # piece_attention.cu
 
 _PIECE_ATTENTION = (
     "live: *const i32, q: *const f32, cache: *const bf16, out: *out bf16, row_count: u32, "
@@ -132,9 +134,10 @@ def library_rows_for(config: LlamaConfig) -> int:
 
 
 def most_rows(config: LlamaConfig) -> int:
-    """Rows of the largest step: PIECE_ROWS, or as many as the attention has counters for."""
+    """Rows of the largest step: PIECE_ROWS, or as many as attention.cu has counters for where it
+    takes pieces too."""
     rows = PIECE_ROWS
-    while rows > MAX_ROWS and rows * config.heads > COUNTER_BYTES // 4:
+    while rows > MAX_ROWS and counted_rows(config, rows) * config.heads > COUNTER_BYTES // 4:
         rows //= 2
     return rows
 
@@ -267,7 +270,7 @@ class _LibraryCut:
 
     def _attention(self, call: KernelCall, given: _Arguments) -> Sequence[Lowered]:
         c = self.config
-        if self.rows > MAX_ROWS and c.head_size <= _MAX_PIECE_HEAD:
+        if self.rows > MAX_ROWS and c.head_size <= PIECE_HEAD_SIZE:
             return [self._piece_attention(given)]
         return self.own.launches([call])
 
@@ -290,23 +293,26 @@ class _LibraryCut:
         return self._product("down", c.hidden, c.inner, given["weight"], given["x"], add=True)
 
     def _piece_attention(self, given: _Arguments) -> kc.CudaLaunch:
-        """Blocks of some 8 warps, and of fewer where the chip would not be full."""
+        """Blocks of 3 or 4 warps, which have 32 rows of a query head where there are blocks enough for
+        the chip and registers for it, else 16 (docs/log.md has others that were measured)."""
         c, group = self.config, self.config.heads // self.config.kv_heads
         queries = max(n for n in range(1, _MAX_PIECE_QUERIES + 1) if group % n == 0)
-        rows, heads = max(16, 128 // queries // 16 * 16), c.heads // queries
-        while rows * queries > 64 and rows % 32 == 0 and heads * -(-self.rows // rows) < 100:
-            rows //= 2
+        warps, heads = max(1, 4 // queries), c.heads // queries
+        blocks = heads * -(-self.rows // (32 * warps))
+        tiles = 2 if c.head_size <= 64 and 2 * blocks >= 3 * self.own.multiprocessors else 1
+        positions = 64 if c.head_size <= 64 and tiles == 1 else 32
+        rows, threads = 16 * tiles * warps, 32 * warps * queries
+        shared = 4 * positions * -(-c.head_size // 64) * 128  # keys and values, twice
         macros = {k: str(self.own.shape_macros[k]) for k in ("HEADS", "KV_HEADS", "HEAD_SIZE")}
         macros |= {name: str(value) for name, value in kc.family_macros(c).items()}
         macros |= {"PIECE_QUERIES": str(queries), "PIECE_ROWS": str(rows)}
-        grid = (-(-self.rows // rows), heads, 1)
-        threads = rows // 16 * queries * 32
+        macros |= {"PIECE_TILES": str(tiles), "PIECE_POSITIONS": str(positions)}
         given = {**given, "out": _IN}
         return kc.CudaLaunch(
             "piece_attention",
             _piece_attention(),
             CompileOptions(defines=tuple(macros.items())),
-            LaunchConfig(grid, threads),
+            LaunchConfig((heads, -(-self.rows // rows), 1), threads, shared),
             tuple((name, given[name]) for name in kc.parameter_names(_PIECE_ATTENTION)),
         )
 

@@ -258,9 +258,11 @@ def rounded_buffers(
     config: LlamaConfig, rows: int
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Shapes and dtypes of what steps of up to `rows` rows with rounded inputs need beside a plan's
-    buffers."""
-    c, bfloat16 = config, np.dtype(np.uint16)
+    buffers; and of the float32 ones in whose place these stand, which steps of one row alone have."""
+    c, bfloat16, f32 = config, np.dtype(np.uint16), np.dtype(np.float32)
     return {
+        "attended": ((1, c.heads, c.head_size), f32),
+        "inner": ((1, c.inner), f32),
         ROUNDED_IN.name: ((rows, c.query_size), bfloat16),
         ROUNDED_INNER.name: ((rows, c.inner), bfloat16),
         CARRIED.name: ((rows, c.hidden), bfloat16),

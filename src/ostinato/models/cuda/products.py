@@ -44,7 +44,7 @@ __all__ = [
     "open_products",
 ]
 
-PIECE_ROWS = 512
+PIECE_ROWS = 2048
 """Most rows of one step where a library multiplies."""
 
 _MADE = (1 << 20) + 7

@@ -16,6 +16,7 @@ __all__ = [
     "HELD_STEPS",
     "MAX_ROWS",
     "MAX_SHARED",
+    "PIECE_HEAD_SIZE",
     "PRODUCTS",
     "PRODUCT_CALLS",
     "REGISTERS",
@@ -34,6 +35,7 @@ __all__ = [
     "block_rule",
     "block_shapes",
     "blocked_calls",
+    "counted_rows",
     "default_tuning",
     "for_context",
     "largest_divisor",
@@ -50,6 +52,8 @@ MAX_ROWS = 64
 """Most rows of one step whose products are ours."""
 COUNTER_BYTES = 1 << 16
 """The counters at the start of the workspace (common.cuh)."""
+PIECE_HEAD_SIZE = 128
+"""The largest head of piece_attention.cu."""
 START_NEXT = ("AT_START", "AFTER_WAIT", "AFTER_INPUT", "BEFORE_OUTPUT", "NEVER")
 """Where a kernel lets the next one start (common.cuh)."""
 
@@ -307,10 +311,16 @@ def require_supported(config: LlamaConfig, rows: int = 1, *, most: int = MAX_ROW
         )
     if not 1 <= rows <= most:
         raise UnsupportedModelError(f"{rows} rows; the CUDA kernels take 1 to {most}")
-    if rows * c.heads > COUNTER_BYTES // 4:
+    if counted_rows(c, rows) * c.heads > COUNTER_BYTES // 4:
         raise UnsupportedModelError(
             f"{rows} rows of {c.heads} heads; the CUDA kernels take {COUNTER_BYTES // 4} together"
         )
+
+
+def counted_rows(config: LlamaConfig, rows: int) -> int:
+    """Rows whose heads have counters in attention.cu: those of a piece only where
+    piece_attention.cu, which has none, does not take it."""
+    return rows if config.head_size > PIECE_HEAD_SIZE else min(rows, MAX_ROWS)
 
 
 # ------------------------------------------------------------------------------------------- rules

@@ -276,6 +276,14 @@ DEVICE void multiply_tile(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Four tiles of 8x8 bfloat16 in shared memory, turned: lane 8 i + r gives row r of tile i (16 bytes), and
+// v[i] of lane 4 g + t are columns g of its rows 2 t and 2 t + 1, as b0 and b1 of `multiply_tile` want them.
+DEVICE void load_turned(u32 (&v)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(static_cast<u32>(__cvta_generic_to_shared(row))));
+}
+
 // c += a b on the tensor cores, exactly: a 16x32 (row g = lane / 4) of 8 bits with a sign or without,
 // b 32x8 with a sign; c 16x8, 32 bits.
 template <bool SIGNED>

@@ -1,235 +1,269 @@
 // Attention of a piece of a prompt: rows of one sequence at rising positions, on the tensor cores.
 //
-// Physics.  attention.cu reads all keys and values before a row for that row alone; here PIECE_ROWS
-// neighbouring rows and PIECE_QUERIES query heads of a KV head share them, so a step of 512 rows
-// moves some 10 MB a layer from L2 instead of 270 (1B shape, empty cache).  What bounds it then is
-// the way of one block through its keys, tile by tile, so the blocks with most keys begin first.
+// Physics.  attention.cu reads all keys and values before a row for that row alone.  Here the rows of a block
+// and PIECE_QUERIES query heads of a KV head share them, so that arithmetic is the bound: 4 * HEADS *
+// HEAD_SIZE operations for a row and a position.  A warp has PIECE_TILES times 16 rows of one query head,
+// and each fragment of keys and values that it reads from shared memory serves all of them.  While the
+// scores of one tile of positions become shares, those of the next are multiplied, and the one after that
+// is copied.
 //
-// A warp has 16 rows of one query head.  Scores are q k^T with q and k in bfloat16, rescaled as they
-// come; their exponentials go into the product with the values as bfloat16, sums are float32.
-// Fragments: see matmul.cuh; a lane takes 16 neighbouring bytes of a row of q or k as the operands of
-// two instructions.  Scores leave the first product where the second one wants them.  Values stand in
-// shared memory by dimension, two neighbouring positions in a word.
+// Scores are q k^T with q and k in bfloat16; their exponentials go into the product with the values as
+// bfloat16, sums are float32.  Exponentials are relative to a base of the row, which follows its largest
+// score only once that is far above it, so that sums are rarely rescaled; any base gives the same shares.
+// Fragments: see matmul.cuh; a lane takes 16 neighbouring bytes of a row of q or k as the operands of two
+// instructions.  Scores leave the first product where the second one wants them.
 #include "common.cuh"
 
 constexpr int GROUP = HEADS / KV_HEADS, PARTS = GROUP / PIECE_QUERIES;
-constexpr int WARPS = PIECE_ROWS / 16 * PIECE_QUERIES, THREADS = 32 * WARPS;
-constexpr int TILE = HEAD_SIZE <= 64 ? 64 : 32;           // positions in shared memory at once
-constexpr int WIDE = round_up(HEAD_SIZE, 32);             // what is missing to it counts as zero
-constexpr int STRIDE = WIDE % 64 ? WIDE : WIDE + 32;      // of a key: no bank conflicts
-constexpr int PAIRS = TILE / 2, VALUE_STRIDE = PAIRS + 4;  // words of a dimension, as well
-constexpr int CHUNKS = WIDE / 32;
-constexpr int KEY_ITEMS = TILE * (WIDE / 8), KEY_EACH = ceil_div(KEY_ITEMS, THREADS);
-constexpr int VALUE_ITEMS = PAIRS * (HEAD_SIZE / 8), VALUE_EACH = ceil_div(VALUE_ITEMS, THREADS);
-static_assert(GROUP % PIECE_QUERIES == 0 && PIECE_ROWS % 16 == 0, "shape");
+constexpr int TILES = PIECE_TILES, WARP_ROWS = 16 * TILES;
+constexpr int THREADS = PIECE_ROWS / WARP_ROWS * PIECE_QUERIES * 32;
+constexpr int TILE = PIECE_POSITIONS;                   // positions in a place of shared memory
+constexpr int CHUNKS = ceil_div(HEAD_SIZE, 32);         // of 32 dimensions; those that are missing are zero
+constexpr int LINE = round_up(HEAD_SIZE, 64) / 8;       // 16 bytes each, of a position in shared memory
+constexpr float FAR = 8.0f;                             // a score above the base: 2^8 times its share
+static_assert(GROUP % PIECE_QUERIES == 0 && PIECE_ROWS % WARP_ROWS == 0 && TILE % 16 == 0, "shape");
 static_assert(HEAD_SIZE % 8 == 0 && HEAD_SIZE <= 128, "head size");
+
+typedef float Scores[TILES][TILE / 8][4];
+
+// Where 16 bytes of a position lie in its tile.  The order within a line changes from position to position,
+// so that neither eight lanes that read four parts of two positions meet in a bank, nor eight that read one
+// part of eight positions.
+DEVICE int order_of(int position) { return (position & 1) << 2 | (position >> 1 & 3); }
+DEVICE int place_of(int position, int part) { return position * LINE + (part ^ order_of(position)); }
 
 DEVICE int largest_of_lanes(int v) {
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) v = larger(v, exchange(v, mask));
     return v;
 }
+DEVICE int least_of_lanes(int v) { return -largest_of_lanes(-v); }
 DEVICE int end_of(const Row& row) { return row.flags & ACTIVE ? row.position + 1 : 0; }
 
 KERNEL __launch_bounds__(THREADS)
     piece_attention(const int* live, const float* q, const bf16* cache, bf16* out, u32 row_count,
                     u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context, u32 window,
                     float scale) {
+    constexpr int NEVER_SEEN = 1 << 30;
+    DYNAMIC_SHARED(shared);
     __shared__ Row rows[PIECE_ROWS];
-    __shared__ uint4 keys[TILE * STRIDE / 8];
-    __shared__ u32 values[HEAD_SIZE * VALUE_STRIDE];
+    uint4* const tiles = reinterpret_cast<uint4*>(shared);  // two of keys and two of values
     start_next_at<AT_START>();
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int g = lane / 4, t = lane % 4;
-    const int kv_head = blockIdx.y / PARTS;
-    const int head = kv_head * GROUP + blockIdx.y % PARTS * PIECE_QUERIES + warp % PIECE_QUERIES;
-    const int first = (gridDim.x - 1 - blockIdx.x) * PIECE_ROWS;  // the last rows see most keys
-    const int own = warp / PIECE_QUERIES * 16;                    // this warp's rows of the block
+    const int kv_head = blockIdx.x / PARTS;
+    const int head = kv_head * GROUP + blockIdx.x % PARTS * PIECE_QUERIES + warp % PIECE_QUERIES;
+    const int first = (gridDim.y - 1 - blockIdx.y) * PIECE_ROWS;  // the last rows see most keys
+    const int own = warp / PIECE_QUERIES * WARP_ROWS;             // this warp's rows of the block
 
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
-    if (thread < PIECE_ROWS) {
-        const int index = first + thread;
-        rows[thread] = index < static_cast<int>(row_count) ? load_row(live, index) : Row{};
+    for (int i = thread; i < PIECE_ROWS; i += THREADS) {
+        const int index = first + i;
+        rows[i] = index < static_cast<int>(row_count) ? load_row(live, index) : Row{};
     }
     __syncthreads();
-    int end = 0, sequence = 0;
+    // The block's rows see nothing before `begin` and from `end` on; all rows of the warp see what is from
+    // `whole_begin` to `whole_end`.
+    int end = 0, sequence = 0, begin = NEVER_SEEN, whole_begin = 0, whole_end = NEVER_SEEN;
 #pragma unroll
     for (int i = lane; i < PIECE_ROWS; i += 32) {
-        end = larger(end, end_of(rows[i]));
-        sequence = larger(sequence, end_of(rows[i]) ? rows[i].sequence : 0);
+        const int row_end = end_of(rows[i]), row_begin = first_position(row_end, window);
+        end = larger(end, row_end);
+        if (row_end) sequence = rows[i].sequence, begin = smaller(begin, row_begin);
+        if (i / WARP_ROWS == own / WARP_ROWS)
+            whole_begin = larger(whole_begin, row_begin), whole_end = smaller(whole_end, row_end);
     }
     end = largest_of_lanes(end);
     sequence = largest_of_lanes(sequence);
-    // Windows: no row of the block looks before `begin`, and none of the warp before `own_begin`.
-    auto least_begin = [&](const Row& row) {
-        return end_of(row) ? -first_position(end_of(row), window) : -(1 << 30);
-    };
-    int begin = 0, own_begin = 0;
-    if constexpr (WINDOWED) {
-        int least = -(1 << 30);
-#pragma unroll
-        for (int i = lane; i < PIECE_ROWS; i += 32) least = larger(least, least_begin(rows[i]));
-        begin = end ? -largest_of_lanes(least) / TILE * TILE : 0;
-        own_begin = -largest_of_lanes(least_begin(rows[own + lane % 16]));
-    }
-    const int own_end = largest_of_lanes(end_of(rows[own + lane % 16]));
-    const int end0 = end_of(rows[own + g]), end1 = end_of(rows[own + g + 8]);
-    const int begin0 = first_position(end0, window), begin1 = first_position(end1, window);
+    whole_end = least_of_lanes(whole_end);
+    begin = WINDOWED && end ? least_of_lanes(begin) / TILE * TILE : 0;
+    if (WINDOWED) whole_begin = largest_of_lanes(whole_begin);
 
     const long long line = static_cast<long long>(sequence) * KV_HEADS + kv_head;
     const long long part = static_cast<long long>(sequences) * KV_HEADS;
-    const bf16* const key_rows = cache + line * context * HEAD_SIZE;
-    const bf16* const value_rows = cache + (part + line) * context * HEAD_SIZE;
-    uint4 key_ahead[KEY_EACH], value_ahead[VALUE_EACH][2];
-    auto load = [&](const bf16* from, int position, int at, bool there) {
-        if (!there || position >= end) return make_uint4(0, 0, 0, 0);
-        return load_fresh(reinterpret_cast<const uint4*>(
-            from + static_cast<long long>(position) * HEAD_SIZE + at));
-    };
-    auto load_tile = [&](int start) {
+    auto copy_tile = [&](int place, long long line, int start) {
+        constexpr int EACH = CHUNKS * 4, ITEMS = TILE * EACH;
+        const bf16* const from = cache + (line * context + start) * HEAD_SIZE;
 #pragma unroll
-        for (int i = 0; i < KEY_EACH; i++) {
-            const int item = i * THREADS + thread, at = item % (WIDE / 8) * 8;
-            const bool there = item < KEY_ITEMS && at < HEAD_SIZE;
-            key_ahead[i] = load(key_rows, start + item / (WIDE / 8), at, there);
-        }
-#pragma unroll
-        for (int i = 0; i < VALUE_EACH; i++) {
-            const int item = i * THREADS + thread, at = item / PAIRS * 8;
-            const int position = start + item % PAIRS * 2;
-            value_ahead[i][0] = load(value_rows, position, at, item < VALUE_ITEMS);
-            value_ahead[i][1] = load(value_rows, position + 1, at, item < VALUE_ITEMS);
+        for (int i = 0; i < ceil_div(ITEMS, THREADS); i++) {
+            const int item = i * THREADS + thread, position = item / EACH, at = item % EACH;
+            if (ITEMS % THREADS && item >= ITEMS) break;
+            copy_async(tiles + place * (TILE * LINE) + place_of(position, at),
+                       from + position * HEAD_SIZE + at * 8,
+                       start + position < end && at < HEAD_SIZE / 8);
         }
     };
-    auto store_tile = [&]() {
-#pragma unroll
-        for (int i = 0; i < KEY_EACH; i++) {
-            const int item = i * THREADS + thread;
-            if (item >= KEY_ITEMS) break;
-            keys[item / (WIDE / 8) * (STRIDE / 8) + item % (WIDE / 8)] = key_ahead[i];
-        }
-#pragma unroll
-        for (int i = 0; i < VALUE_EACH; i++) {
-            const int item = i * THREADS + thread;
-            if (item >= VALUE_ITEMS) break;
-            u32* const to = values + item / PAIRS * 8 * VALUE_STRIDE + item % PAIRS;
-            const uint4 a = value_ahead[i][0], b = value_ahead[i][1];
-            auto two = [&](int dimension, u32 left, u32 right) {
-                to[dimension * VALUE_STRIDE] = (left & 0xffffu) | right << 16;
-                to[(dimension + 1) * VALUE_STRIDE] = left >> 16 | (right & 0xffff0000u);
-            };
-            two(0, a.x, b.x);
-            two(2, a.y, b.y);
-            two(4, a.z, b.z);
-            two(6, a.w, b.w);
-        }
-    };
+    auto copy_keys = [&](int start, int place) { copy_tile(place, line, start); };
+    auto copy_values = [&](int start, int place) { copy_tile(2 + place, part + line, start); };
+    copy_keys(begin, 0);
+    end_copies();
+    copy_keys(begin + TILE, 1);
+    copy_values(begin, 0);
+    end_copies();
 
     // Queries, times the scale and log2(e), so that the exponentials are powers of two.
     const float factor = scale * 1.44269504f;
-    uint4 query[CHUNKS][2];
+    uint4 query[TILES][2][CHUNKS];
+    int ends[TILES][2];
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
+    for (int m = 0; m < TILES; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int index = first + own + g + 8 * half, at = c * 32 + t * 8;
-            float4 u = make_float4(0, 0, 0, 0), v = u;
-            if ((half ? end1 : end0) && at < HEAD_SIZE) {
-                const float* from = q + (index * HEADS + head) * HEAD_SIZE + at;
-                u = load_fresh(reinterpret_cast<const float4*>(from));
-                v = load_fresh(reinterpret_cast<const float4*>(from) + 1);
+            const int row = own + m * 16 + g + 8 * half;
+            ends[m][half] = end_of(rows[row]);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                const int at = c * 32 + t * 8;
+                float4 u = make_float4(0, 0, 0, 0), v = u;
+                if (ends[m][half] && at < HEAD_SIZE) {
+                    const float* const from = q + ((first + row) * HEADS + head) * HEAD_SIZE + at;
+                    u = load_fresh(reinterpret_cast<const float4*>(from));
+                    v = load_fresh(reinterpret_cast<const float4*>(from) + 1);
+                }
+                query[m][half][c] =
+                    make_uint4(pack_bf16(u.x * factor, u.y * factor), pack_bf16(u.z * factor, u.w * factor),
+                               pack_bf16(v.x * factor, v.y * factor), pack_bf16(v.z * factor, v.w * factor));
             }
-            query[c][half] =
-                make_uint4(pack_bf16(u.x * factor, u.y * factor), pack_bf16(u.z * factor, u.w * factor),
-                           pack_bf16(v.x * factor, v.y * factor), pack_bf16(v.z * factor, v.w * factor));
         }
     }
+    auto multiply_keys = [&](Scores& score, int place) {
+        const uint4* const keys = tiles + place * (TILE * LINE);
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+#pragma unroll
+            for (int i = 0; i < TILE / 2; i++) score[m][i / 4][i % 4] = 0.0f;
+        }
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+#pragma unroll
+            for (int n = 0; n < TILE / 8; n += 2) {  // two, so that products do not wait for each other
+                const uint4 k[2] = {keys[place_of(n * 8 + g, c * 4 + t)],
+                                    keys[place_of(n * 8 + 8 + g, c * 4 + t)]};
+#pragma unroll
+                for (int i = 0; i < 2 * TILES; i++) {
+                    const uint4 a = query[i / 2][0][c], b = query[i / 2][1][c];
+                    multiply_tile(score[i / 2][n + i % 2], a.x, b.x, a.y, b.y, k[i % 2].x, k[i % 2].y);
+                }
+#pragma unroll
+                for (int i = 0; i < 2 * TILES; i++) {
+                    const uint4 a = query[i / 2][0][c], b = query[i / 2][1][c];
+                    multiply_tile(score[i / 2][n + i % 2], a.z, b.z, a.w, b.w, k[i % 2].z, k[i % 2].w);
+                }
+            }
+        }
+    };
 
-    float mixed[HEAD_SIZE / 8][4] = {};
-    float largest0 = MINUS_INFINITY, largest1 = MINUS_INFINITY, sum0 = 0.0f, sum1 = 0.0f;
-    if (end) load_tile(begin);
-    for (int start = begin; start < end; start += TILE) {
-        store_tile();
-        __syncthreads();
-        if (start + TILE < end) load_tile(start + TILE);  // comes while this one is computed
-        if (start < own_end && start + TILE > own_begin) {
-            float score[TILE / 8][4] = {};
+    float mixed[TILES][HEAD_SIZE / 8][4] = {};
+    float base[TILES][2], sum[TILES][2] = {};
 #pragma unroll
-            for (int n = 0; n < TILE / 8; n++) {
+    for (int m = 0; m < TILES; m++) base[m][0] = base[m][1] = MINUS_INFINITY;
+    // Takes a tile from `start` on, whose keys and values are at `place`; leaves the scores of the next.
+    auto step = [&](Scores& score, Scores& next, int start, int place) {
+        wait_copies<0>();
+        __syncthreads();  // they are there, and nobody reads what is copied over
+        if (start + TILE < end) {
+            copy_keys(start + 2 * TILE, place);
+            copy_values(start + TILE, place ^ 1);
+            end_copies();
+        }
+        if (start < whole_begin || start + TILE > whole_end) {
 #pragma unroll
-                for (int c = 0; c < CHUNKS; c++) {
-                    const uint4 a = query[c][0], b = query[c][1];
-                    const uint4 k = keys[(n * 8 + g) * (STRIDE / 8) + c * 4 + t];
-                    multiply_tile(score[n], a.x, b.x, a.y, b.y, k.x, k.y);
-                    multiply_tile(score[n], a.z, b.z, a.w, b.w, k.z, k.w);
-                }
-            }
-            float most0 = largest0, most1 = largest1;
+            for (int m = 0; m < TILES; m++) {
 #pragma unroll
-            for (int n = 0; n < TILE / 8; n++) {
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int position = start + n * 8 + t * 2 + i;
-                    if (position >= end0 || position < begin0) score[n][i] = MINUS_INFINITY;
-                    if (position >= end1 || position < begin1) score[n][2 + i] = MINUS_INFINITY;
-                    most0 = fmaxf(most0, score[n][i]);
-                    most1 = fmaxf(most1, score[n][2 + i]);
-                }
-            }
-#pragma unroll
-            for (int mask = 1; mask < 4; mask *= 2) {
-                most0 = fmaxf(most0, exchange(most0, mask));
-                most1 = fmaxf(most1, exchange(most1, mask));
-            }
-            // A row that has seen no position yet has no maximum, and nothing to rescale.
-            const float base0 = most0 == MINUS_INFINITY ? 0.0f : most0;
-            const float base1 = most1 == MINUS_INFINITY ? 0.0f : most1;
-            const float before0 = exp2_fast(largest0 - base0), before1 = exp2_fast(largest1 - base1);
-            largest0 = most0;
-            largest1 = most1;
-            sum0 *= before0;
-            sum1 *= before1;
-#pragma unroll
-            for (int n = 0; n < TILE / 8; n++) {
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    sum0 += score[n][i] = exp2_fast(score[n][i] - base0);
-                    sum1 += score[n][2 + i] = exp2_fast(score[n][2 + i] - base1);
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < HEAD_SIZE / 8; n++) {
-                mixed[n][0] *= before0, mixed[n][1] *= before0;
-                mixed[n][2] *= before1, mixed[n][3] *= before1;
-            }
-#pragma unroll
-            for (int k = 0; k < TILE / 16; k++) {
-                const float(&s)[4] = score[2 * k], (&later)[4] = score[2 * k + 1];
-                const u32 a0 = pack_bf16(s[0], s[1]), a1 = pack_bf16(s[2], s[3]);
-                const u32 a2 = pack_bf16(later[0], later[1]), a3 = pack_bf16(later[2], later[3]);
-#pragma unroll
-                for (int n = 0; n < HEAD_SIZE / 8; n++) {
-                    const u32* const from = values + (n * 8 + g) * VALUE_STRIDE + k * 8 + t;
-                    multiply_tile(mixed[n], a0, a1, a2, a3, from[0], from[4]);
+                for (int i = 0; i < TILE / 2; i++) {
+                    const int position = start + i / 4 * 8 + t * 2 + i % 2, row_end = ends[m][i / 2 % 2];
+                    if (position >= row_end || position < first_position(row_end, window))
+                        score[m][i / 4][i % 4] = MINUS_INFINITY;
                 }
             }
         }
-        __syncthreads();  // before the next tile takes the place of this one
+        multiply_keys(next, place ^ 1);  // of no use after the last tile
+
+        float shrinks[TILES][2];
+        bool rescaled = false;
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float most = MINUS_INFINITY;
+#pragma unroll
+                for (int n = 0; n < TILE / 8; n++)
+                    most = fmaxf(most, fmaxf(score[m][n][half * 2], score[m][n][half * 2 + 1]));
+                most = fmaxf(most, exchange(most, 1));
+                most = fmaxf(most, exchange(most, 2));
+                // A row that has seen no position has no base, and no sum to rescale.
+                const float old = base[m][half], now = most > old + FAR ? most : old;
+                const float zero = now == MINUS_INFINITY ? 0.0f : now;
+                shrinks[m][half] = now == old ? 1.0f : exp2_fast(old - now);
+                rescaled |= now != old;
+                base[m][half] = now;
+                float total = 0.0f;
+#pragma unroll
+                for (int n = 0; n < TILE / 8; n++) {
+#pragma unroll
+                    for (int i = half * 2; i < half * 2 + 2; i++)
+                        total += score[m][n][i] = exp2_fast(score[m][n][i] - zero);
+                }
+                sum[m][half] = sum[m][half] * shrinks[m][half] + total;
+            }
+        }
+        if (__ballot_sync(0xffffffffu, rescaled)) {
+#pragma unroll
+            for (int m = 0; m < TILES; m++) {
+#pragma unroll
+                for (int i = 0; i < HEAD_SIZE / 2; i++) mixed[m][i / 4][i % 4] *= shrinks[m][i / 2 % 2];
+            }
+        }
+        const uint4* const values = tiles + (2 + place) * (TILE * LINE);
+#pragma unroll
+        for (int k = 0; k < TILE / 16; k++) {
+            u32 a[TILES][4];
+#pragma unroll
+            for (int m = 0; m < TILES; m++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float(&s)[4] = score[m][2 * k + i / 2];
+                    a[m][i] = pack_bf16(s[i % 2 * 2], s[i % 2 * 2 + 1]);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < HEAD_SIZE / 8; n += 2) {
+                // Lanes name positions 0 to 7 and 8 to 15 of 8 dimensions, then of the next 8.
+                const bool two = n + 1 < HEAD_SIZE / 8;
+                u32 b[4];
+                load_turned(b, values + place_of(k * 16 + lane % 16, two ? n + lane / 16 : n));
+#pragma unroll
+                for (int m = 0; m < TILES; m++) {
+                    multiply_tile(mixed[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
+                    if (two) multiply_tile(mixed[m][n + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
+                }
+            }
+        }
+    };
+    Scores even, odd;
+    wait_copies<1>();
+    __syncthreads();
+    multiply_keys(even, 0);
+    for (int start = begin; start < end; start += 2 * TILE) {
+        step(even, odd, start, 0);
+        if (start + TILE < end) step(odd, even, start + TILE, 1);
     }
+    wait_copies<0>();
     start_next_at<BEFORE_OUTPUT>();
 
-    sum0 = sum_lanes<4>(sum0);
-    sum1 = sum_lanes<4>(sum1);
-    const float share0 = end0 ? 1.0f / sum0 : 0.0f, share1 = end1 ? 1.0f / sum1 : 0.0f;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int index = first + own + g + 8 * half;
-        if (index >= static_cast<int>(row_count)) break;
-        const float share = half ? share1 : share0;
-        u32* const to = reinterpret_cast<u32*>(out + (index * HEADS + head) * HEAD_SIZE) + t;
+    for (int m = 0; m < TILES; m++) {
 #pragma unroll
-        for (int n = 0; n < HEAD_SIZE / 8; n++)
-            to[n * 4] = pack_bf16(mixed[n][2 * half] * share, mixed[n][2 * half + 1] * share);
+        for (int half = 0; half < 2; half++) {
+            const float total = sum_lanes<4>(sum[m][half]);
+            const float share = ends[m][half] ? 1.0f / total : 0.0f;
+            const int index = first + own + m * 16 + g + 8 * half;
+            if (index >= static_cast<int>(row_count)) continue;
+            u32* const to = reinterpret_cast<u32*>(out + (index * HEADS + head) * HEAD_SIZE) + t;
+#pragma unroll
+            for (int n = 0; n < HEAD_SIZE / 8; n++)
+                to[n * 4] = pack_bf16(mixed[m][n][2 * half] * share, mixed[m][n][2 * half + 1] * share);
+        }
     }
 }
