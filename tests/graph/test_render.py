@@ -355,6 +355,18 @@ def test_nodes_without_edges_do_not_make_one_endless_row(device: Device) -> None
     assert width < 2000
 
 
+def test_many_cases_do_not_make_one_endless_row(device: Device) -> None:
+    graph = ost.Graph.create(device)
+    switch = graph.add_conditional(ost.ConditionalKind.SWITCH, graph.condition(), size=20)
+    for number, body in enumerate(switch.bodies):
+        body.add_memset(device.zeros(N, np.float32), number)
+    svg = to_svg(graph.outline())
+    cases = re.findall(r">(case \d+)</text>", svg)
+    assert cases == [f"case {number}" for number in range(20)]
+    assert size(svg)[0] < 2000
+    inside(svg)
+
+
 def walk(element: ET.Element, x: float = 0, y: float = 0) -> Iterator[tuple[float, ...]]:
     """Left, top, right, bottom of every rectangle."""
     moved = re.match(r"translate\((\S+) (\S+)\)", element.get("transform", ""))

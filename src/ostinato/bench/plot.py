@@ -14,12 +14,12 @@ __all__ = ["decode_svg", "profile_svg"]
 
 _LEFT, _RIGHT = 28.0, 872.0
 _BAR, _WIDE = 208.0, 386.0  # where bars begin, and the longest
-_ENDS = (660.0, 754.0, 826.0, 870.0)  # of the texts beside a bar
+_ENDS = (198.0, 660.0, 754.0, 826.0, 870.0)  # of the texts beside a bar
 
 # Ours in blues and greens, others in warm colours: told apart on white and on black.
 _OURS = ("#3b6fd6", "#17917a", "#7c5bd0", "#4c9a3a", "#2f8fb8")
 _THEIRS = ("#c98a12", "#cf4675", "#8a6d5a")
-_GREY = "#7b8594"
+_KERNELS = (*_OURS, *_THEIRS, "#7b8594", "#a0862c")
 
 _STYLE = """
     .card { fill: #ffffff; stroke: #d5dbe4; }
@@ -45,12 +45,9 @@ def _heading(sheet: Drawing, name: str, below: str) -> None:
     sheet.height += 48
 
 
-def _bar(
-    sheet: Drawing, name: str, fill: str, part: float, mark: float | None, *texts: str
-) -> None:
-    """A bar of which a part is filled in this colour, with a mark; its texts to the right."""
+def _bar(sheet: Drawing, fill: str, part: float, mark: float | None, *texts: str) -> None:
+    """A bar of which a part is filled in this colour, with a mark, between its texts."""
     y = sheet.height
-    sheet.text(_BAR - 10, y + 13, name, anchor="end")
     sheet.rect(_BAR, y, _WIDE, 18, class_="track", rx=3)
     sheet.rect(_BAR, y, _WIDE * part, 18, fill=fill, rx=3)
     if mark is not None:
@@ -63,23 +60,21 @@ def _bar(
 def decode_svg(subject: str, machine: str, rows: Sequence[Row]) -> str:
     """A comparison as one picture: bars for each batch and context that was measured."""
     sheet, name = Drawing(_LEFT + _RIGHT, _LEFT), f"decoding {subject} on {machine}"
-    colours: dict[str, str] = {}
-    for palette, ours in ((_OURS, True), (_THEIRS, False)):
-        ways = dict.fromkeys(row.way for row in rows if row.ours is ours)
-        colours |= zip(ways, cycle(palette), strict=False)
+    palettes = {True: cycle(_OURS), False: cycle(_THEIRS)}
+    ways = {row.way: row.ours for row in rows}
+    colours = {way: next(palettes[ours]) for way, ours in ways.items()}
     _heading(sheet, name, "tokens a second" if rows else "nothing was measured")
     for batch, context in sorted({(row.batch, row.context) for row in rows}):
         here = [row for row in rows if (row.batch, row.context) == (batch, context)]
         first, floor = here[0].first_position, batch * 1e6 / here[0].floor_us
         below = f"dashed: the floor set by reading weights and cache, {floor:,.0f}"
-        place = f"batch {batch}, positions {first} to {first + here[0].tokens}"
-        _heading(sheet, place, below)
+        _heading(sheet, f"batch {batch}, positions {first} to {first + here[0].tokens}", below)
         most = max(floor, *(row.tokens_per_second for row in here))
         for row in here:
             more = "" if row.ours or row.ours_is is None else f"ours {row.ours_is:.2f} x"
-            speed, texts = row.tokens_per_second, (f"{row.of_floor:.1%}", "", more)
-            part = speed / most
-            _bar(sheet, row.way, colours[row.way], part, floor / most, f"{speed:,.0f}", *texts)
+            speed = row.tokens_per_second
+            texts = row.way, f"{speed:,.0f}", f"{row.of_floor:.1%}", "", more
+            _bar(sheet, colours[row.way], speed / most, floor / most, *texts)
         sheet.height += 20
     return sheet.svg(name, _STYLE)
 
@@ -88,15 +83,12 @@ def profile_svg(subject: str, machine: str, profile: Profile) -> str:
     """A step's profile: its launches along time, then what each kernel takes in all, with the part
     that the memory needs."""
     sheet, name = Drawing(_LEFT + _RIGHT, _LEFT), f"one decode step of {subject} on {machine}"
+    place, step = f"batch {profile.batch}, position {profile.position}", _duration(profile.step_us)
     launches, share = len(profile.launch_names), profile.floor_us / profile.step_us
-    below = (
-        f"batch {profile.batch}, position {profile.position}: {_duration(profile.step_us)}, "
-        f"{share:.0%} of the memory's speed; {launches} launches, each "
-    )
     each = "by itself" if profile.apart else "from the end of the one before"
-    _heading(sheet, name, below + each)
-    kernels = [row.name for row in profile.rows]
-    colours = dict(zip(kernels, cycle((*_OURS, *_THEIRS, _GREY, "#a0862c")), strict=False))
+    below = f"{place}: {step}, {share:.0%} of the memory's speed; {launches} launches, each {each}"
+    _heading(sheet, name, below)
+    colours = dict(zip((row.name for row in profile.rows), cycle(_KERNELS), strict=False))
     drawn = profile.start_us + sum(max(0.0, us) for us in profile.launch_us)
     scale = (_RIGHT - _LEFT) / max(drawn, profile.step_us)
     x, y = _LEFT + profile.start_us * scale, sheet.height
@@ -108,17 +100,17 @@ def profile_svg(subject: str, machine: str, profile: Profile) -> str:
         sheet.rect(x, y, wide - gap, 34, tip=f"{launched}: {us:.2f} us", fill=colours[launched])
         x += wide
     sheet.text(_LEFT, y + 50, "0", "small")
-    sheet.text(_RIGHT, y + 50, _duration(profile.step_us), "small", "end")
+    sheet.text(_RIGHT, y + 50, step, "small", "end")
     sheet.height += 74
     most = max(max(row.total_us, row.floor_us * row.launches) for row in profile.rows)
     for row in profile.rows:
-        name_and_times, speed = f"{row.name} × {row.launches}", row.terabytes_per_second
-        texts, floor = [_duration(row.total_us), f"{_duration(row.us)} each"], None
+        total, speed, floor = row.total_us, row.terabytes_per_second, None
+        texts = [f"{row.name} × {row.launches}", _duration(total), f"{_duration(row.us)} each"]
         if row.nbytes:
             texts += [f"{speed:.2f} TB/s" if speed >= 0.1 else f"{speed * 1e3:.1f} GB/s"]
             texts += [f"{row.of_floor:.0%}"]
             floor = row.floor_us * row.launches / most
-        _bar(sheet, name_and_times, colours[row.name], row.total_us / most, floor, *texts)
+        _bar(sheet, colours[row.name], total / most, floor, *texts)
     text = (
         f"dashed: bytes over {profile.bandwidth.best / 1e12:.2f} TB/s.  Empty launches of the same "
         f"shapes take {_duration(profile.gap_us * launches)} ({profile.gap_us:.2f} us each).  One "

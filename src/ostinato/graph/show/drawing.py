@@ -23,8 +23,8 @@ class Drawing:
         for key, value in look.items():
             shown = value if isinstance(value, str) else f"{value:g}"
             opened += f' {key.rstrip("_").replace("_", "-")}="{shown}"' if shown else ""
-        title = f"<title>{_escaped(tip)}</title>" if tip else ""
-        self.lines.append(f"<{opened}>{title}{_escaped(text)}</{tag}>")
+        title = f"<title>{escape(tip)}</title>" if tip else ""
+        self.lines.append(f"<{opened}>{title}{escape(text)}</{tag}>")
 
     def rect(self, x: float, y: float, width: float, height: float, **look: float | str) -> None:
         self.add("rect", x=x, y=y, width=max(0.0, width), height=height, **look)
@@ -43,9 +43,6 @@ class Drawing:
         card.add("title", name)
         card.add("style", style)
         card.rect(0.5, 0.5, self.width - 1, self.height - 1, class_="card", rx=10)
-        return "\n".join([f'{opened} role="img">', *card.lines, *self.lines, "</svg>\n"])
-
-
-def _escaped(text: str) -> str:
-    """Text for XML, which does not allow most control characters."""
-    return escape("\n".join(printable(line) for line in text.split("\n")))
+        text = "\n".join([f'{opened} role="img">', *card.lines, *self.lines, "</svg>\n"])
+        # XML does not allow most control characters.
+        return "\n".join(printable(line) for line in text.split("\n"))

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, count, pairwise
@@ -19,7 +18,6 @@ from ostinato.graph.show.drawing import Drawing
 
 __all__ = ["lay_out"]
 
-_GAP = 22.0  # between boxes of a row, and between rows
 _LANE = 7.0  # between links that run to the next column
 _AROUND = 36.0  # columns, for these links
 _WIDEST = 8  # boxes side by side
@@ -45,11 +43,9 @@ class _Point:
     side: float = 0.0  # the right end of its column
 
 
-def lay_out(boxes: Sequence[Drawing], links: Mapping[tuple[int, int], str]) -> Drawing:
-    """The boxes and the links between them as one drawing.  Links go from a lower to a higher
-    index of `boxes`, each with its look."""
-    if not boxes:
-        return Drawing()
+def lay_out(boxes: Sequence[Drawing], links: Mapping[tuple[int, int], str], gap: float) -> Drawing:
+    """The boxes, `gap` apart, and the links between them as one drawing.  Links go from a lower to
+    a higher index of `boxes`, each with its look."""
     ends = sorted(links)
     points = [_Point(box, r) for box, r in zip(boxes, _rows(len(boxes), ends), strict=True)]
     routes = []
@@ -59,11 +55,11 @@ def lay_out(boxes: Sequence[Drawing], links: Mapping[tuple[int, int], str]) -> D
         for upper, lower in pairwise(routes[-1]):
             upper.below.append(lower)
             lower.above.append(upper)
-    rows: list[list[_Point]] = [[] for _ in range(max(p.row for p in points) + 1)]
+    rows: list[list[_Point]] = [[] for _ in {p.row for p in points}]
     for p in dict.fromkeys(chain(points, *routes)):
         rows[p.row].append(p)
-    _place(rows)
-    drawing = _stack(rows)
+    _place(rows, gap)
+    drawing = _stack(rows, gap)
     lanes = {p.side: count() for p in points}
     for link, route in zip(ends, routes, strict=True):
         path = f"M{route[0].x:g} {route[0].top + route[0].box.height:g}"
@@ -87,7 +83,7 @@ def _rows(boxes: int, links: Sequence[tuple[int, int]]) -> list[int]:
     return [number[row] for row in rows]
 
 
-def _place(rows: Sequence[list[_Point]]) -> None:
+def _place(rows: Sequence[list[_Point]], gap: float) -> None:
     """Sweeps down and up: halfway to the row before, at last all the way to those on both sides.
     Points do not overlap: weighted least squares by pooling (isotonic regression).  Where a link
     passes it pulls more, so that it gets straight."""
@@ -95,9 +91,8 @@ def _place(rows: Sequence[list[_Point]]) -> None:
         for row in rows[:: -1 if sweep % 2 else 1]:
             wanted = {}
             for p in row:
-                near = p.below if sweep % 2 else p.above
-                near = (near if sweep < _SWEEPS else p.above + p.below) or [p]
-                wanted[p] = fmean((q.x for q in near), (q.pull for q in near))
+                near = p.above + p.below if sweep >= _SWEEPS else p.below if sweep % 2 else p.above
+                wanted[p] = fmean((q.x for q in near), (q.pull for q in near)) if near else p.x
             row.sort(key=lambda p: wanted[p])
             pools: list[tuple[float, float, list[_Point]]] = []  # place, weight, points
             offset = 0.0
@@ -110,41 +105,38 @@ def _place(rows: Sequence[list[_Point]]) -> None:
                     weight, points = weight + more, others + points
                 pools.append((place, weight, points))
                 p.x = middle
-                offset += p.box.width + _GAP
+                offset += p.box.width + gap
             for place, _, points in pools:
                 for p in points:
                     p.x += place
 
 
-def _stack(rows: Sequence[list[_Point]]) -> Drawing:
+def _stack(rows: Sequence[list[_Point]], gap: float) -> Drawing:
     """Puts the rows below each other, in columns; returns an empty drawing of that size."""
     heights = [max(p.box.height for p in row) for row in rows]
     runs = [max((abs(p.x - q.x) for p in row for q in p.below), default=0.0) for row in rows]
-    steps = [h + _GAP + min(26.0, run / 8) for h, run in zip(heights, runs, strict=True)]
-    tops = [*accumulate(steps, initial=0.0)]
-    passing = [0, *(sum(len(p.below) for p in row) for row in rows)]  # links into each row
-    columns = math.sqrt(_ASPECT * tops[-1] / _extent(rows)[1]) if tops[-1] > _TALLEST else 1.0
-    middles = [tops[-1] * k / round(columns) for k in range(1, round(columns))]
+    steps = [h + gap + min(26.0, run / 8) for h, run in zip(heights, runs, strict=True)]
+    *tops, tall = accumulate(steps, initial=0.0)
+    passing = [sum(len(p.above) for p in row) for row in rows]  # links into each row
+    lefts = [min(p.x - p.box.width / 2 for p in row) for row in rows]
+    rights = [max(p.x + p.box.width / 2 for p in row) for row in rows]
+    columns = (_ASPECT * tall / (max(rights) - min(lefts))) ** 0.5 if tall > _TALLEST else 1.0
+    middles = [tall * k / round(columns) for k in range(1, round(columns))]
     few = [r for r in range(len(rows)) if passing[r] <= _PASSING]
     cuts = {min(few, key=lambda r: abs(tops[r] - y) + _WORTH * passing[r]) for y in middles}
     around = _AROUND if cuts - {0} else 0.0
     drawing = Drawing()
     for start, end in pairwise(sorted({0, *cuts, len(rows)})):
-        left, width = _extent(rows[start:end])
-        for row, height, y in zip(rows[start:end], heights[start:], tops[start:], strict=False):
-            top = around + y - tops[start]
-            drawing.height = max(drawing.height, top + height + around)
-            for p in row:
-                p.x, p.side = p.x + drawing.width - left, drawing.width + width
-                p.top, p.bottom = top, top + height
-        drawing.width += width + around
+        move = drawing.width - min(lefts[start:end])
+        side = max(rights[start:end]) + move
+        for r in range(start, end):
+            top = around + tops[r] - tops[start]
+            bottom = top + heights[r]
+            for p in rows[r]:
+                p.x, p.side, p.top, p.bottom = p.x + move, side, top, bottom
+            drawing.height = max(drawing.height, bottom + around)
+        drawing.width = side + around
     return drawing
-
-
-def _extent(rows: Sequence[list[_Point]]) -> tuple[float, float]:
-    """The left end and the width of rows."""
-    left = min(p.x - p.box.width / 2 for row in rows for p in row)
-    return left, max(p.x + p.box.width / 2 for row in rows for p in row) - left
 
 
 def _way(a: _Point, b: _Point, lanes: Mapping[float, count[int]]) -> str:

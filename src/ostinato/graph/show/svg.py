@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from graphlib import TopologicalSorter
@@ -19,7 +18,8 @@ __all__ = ["to_svg"]
 
 _CHARACTER, _SMALL = 7.25, 6.1  # widths in the monospaced face at 12 px and 10 px
 _HEIGHT = 40.0  # of a box
-_PAD = 14.0  # in a frame
+_GAP, _PAD = 22.0, 14.0  # between boxes, and in a frame
+_HEADS = {"frame": (28, _PAD, 19, "name"), "part": (18, 8, 13, "")}  # height, the name's x, y, look
 _SHORTEST_FOLD = 4  # nodes: less is not worth a frame
 
 _COLOURS = {
@@ -115,7 +115,7 @@ def _draw(body: Outline, max_nodes: int, within: Sequence[int] | None = None) ->
         if ends[0] != ends[1] and links.get(ends) != "edge":
             links[ends] = "early" if e.programmatic else "edge"
     width = max((_box(body.nodes[i]).width for i in order if not body.inner[i]), default=0.0)
-    return lay_out([_unit(body, unit, max_nodes, width) for unit in units], links)
+    return lay_out([_unit(body, unit, max_nodes, width) for unit in units], links, _GAP)
 
 
 def _unit(body: Outline, unit: _Unit, max_nodes: int, width: float) -> Drawing:
@@ -123,7 +123,7 @@ def _unit(body: Outline, unit: _Unit, max_nodes: int, width: float) -> Drawing:
     nodes = f"nodes {min(first, *others)} to {max(first, *others)}" if others else ""
     if len(unit) > 1:
         repeated = _draw(body, max_nodes, unit[0])
-        return _frame(f"{len(unit)} times: {nodes}", [repeated], nodes, class_="frame", **_GREY)
+        return _frame(f"{len(unit)} times: {nodes}", repeated, nodes, class_="frame", **_GREY)
     if others:
         return _card(f"… {len(unit[0])} nodes not drawn", nodes, "", width, nodes, class_="gap")
     node = body.nodes[first]
@@ -134,14 +134,13 @@ def _unit(body: Outline, unit: _Unit, max_nodes: int, width: float) -> Drawing:
     for part in body.inner[first]:
         drawn = _draw(part, max_nodes)
         title = part.title if drawn.height else f"{part.title}: empty"
-        parts.append(_frame(title, [drawn], title, class_="part", **look | {"fill": "#ffffff"}))
-    params = node.params
-    if isinstance(params, ConditionalNodeParams) and params.kind is ConditionalKind.WHILE:
+        parts.append(_frame(title, drawn, title, class_="part", **look | {"fill": "#ffffff"}))
+    if isinstance(node.params, ConditionalNodeParams) and node.params.kind is ConditionalKind.WHILE:
         back, low = Drawing(12), parts[0].height - 16
         back.add("path", d=f"M-14 {low:g}h14q6 0 6-6V22q0-6-6-6h-13", class_="again")
         parts.append(back)
-    name = f"{node.name.replace('_', ' ')} #{first}"
-    return _frame(name, parts, _tooltip(node), class_="frame", **look)
+    name, tip = f"{node.name.replace('_', ' ')} #{first}", _tooltip(node, details(node))
+    return _frame(name, lay_out(parts, {}, _PAD), tip, class_="frame", **look)
 
 
 def _card(name: str, below: str, number: str, width: float, tip: str, **look: str) -> Drawing:
@@ -158,46 +157,38 @@ def _card(name: str, below: str, number: str, width: float, tip: str, **look: st
 
 def _box(node: Node, width: float = 120.0) -> Drawing:
     """A node with nothing inside, at least so wide."""
-    name, look = shorten(node.name, 26), _COLOURS.get(node.kind, _GREY)
-    below = shorten(details(node), 30) or kind_text(node.kind)
+    name, look, known = shorten(node.name, 26), _COLOURS.get(node.kind, _GREY), [details(node)]
+    below = shorten(known[0], 30) or kind_text(node.kind)
     if isinstance(node.params, KernelNodeParams):
         config = node.params.config
-        below = f"grid {shape_text(config.grid)} · block {shape_text(config.block)}"
+        sizes = [f"grid {shape_text(config.grid)}", f"block {shape_text(config.block)}"]
+        below = " · ".join(sizes)
+        sizes += [f"{config.shared} bytes of dynamic shared memory"] if config.shared else []
+        known = [", ".join(sizes), *(f"  {a.text(node.places)}" for a in node.arguments)]
     elif node.kind in (NodeKind.MEMCPY, NodeKind.MEMSET):
-        below = details(node).rpartition(", ")[2]  # the size alone
-    box = _card(name, below, f"#{node.index}", width, _tooltip(node), class_="box", **look)
+        below = known[0].rpartition(", ")[2]  # the size alone
+    box = _card(name, below, f"#{node.index}", width, _tooltip(node, *known), class_="box", **look)
     edge = "M6 0.5a5.5 5.5 0 0 0-5.5 5.5v28a5.5 5.5 0 0 0 5.5 5.5z"
     box.add("path", d=edge, fill=look["stroke"])
     return box
 
 
-def _frame(name: str, inside: Sequence[Drawing], tip: str, **look: str) -> Drawing:
-    """A frame with a name around drawings side by side."""
-    head, left, base, face = (
-        (28, _PAD, 19, "name") if look["class_"] == "frame" else (18, 8, 13, "")
-    )
-    wide = sum(d.width for d in inside) + _PAD * (len(inside) - 1)
-    width = max(wide, len(name) * _CHARACTER, 48.0) + 2 * _PAD
-    frame = Drawing(width, head + (max(d.height for d in inside) or 20) + _PAD)
+def _frame(name: str, inside: Drawing, tip: str, **look: str) -> Drawing:
+    """A frame with a name around a drawing."""
+    head, left, base, face = _HEADS[look["class_"]]
+    width = max(inside.width, len(name) * _CHARACTER, 48.0) + 2 * _PAD
+    frame = Drawing(width, head + (inside.height or 20) + _PAD)
     frame.add("title", tip)
     frame.rect(0, 0, width, frame.height, rx=8, **look)
     frame.text(left, base, name, face)
-    x = (width - wide) / 2
-    for drawing in inside:
-        frame.place(x, head, drawing)
-        x += drawing.width + _PAD
+    frame.place((width - inside.width) / 2, head, inside)
     return frame
 
 
-def _tooltip(node: Node) -> str:
-    """All that is known of a node."""
-    lines = [f"#{node.index} {kind_text(node.kind)} {node.name}", details(node)]
-    if isinstance(node.params, KernelNodeParams):
-        config = node.params.config
-        shared = f", {config.shared} bytes of dynamic shared memory" if config.shared else ""
-        lines[1] = f"grid {shape_text(config.grid)}, block {shape_text(config.block)}{shared}"
-        lines += [f"  {argument.text(node.places)}" for argument in node.arguments]
-    return "\n".join(line for line in (*lines, node.location) if line)
+def _tooltip(node: Node, *known: str) -> str:
+    """A node's number, kind and name, what else is known of it, and where it was made."""
+    lines = [f"#{node.index} {kind_text(node.kind)} {node.name}", *known, node.location]
+    return "\n".join(line for line in lines if line)
 
 
 def _folded(body: Outline, order: Sequence[int]) -> list[_Unit]:
@@ -209,20 +200,18 @@ def _folded(body: Outline, order: Sequence[int]) -> list[_Unit]:
         back = sorted((at[i] - at[e.source], e.programmatic) for e in body.after(i))
         keys.append(repr((described(body.nodes[i], body.inner[i]), back)))
     units: list[_Unit] = []
-    place = 0
-    while place < len(order):
-        period, times = max(_repetitions(keys[place:]), key=math.prod)
-        ends = range(place, place + period * times + 1, period)
+    while keys:
+        ends = max(_repetitions(keys), key=lambda found: found[-1])
         units.append([tuple(order[start:end]) for start, end in pairwise(ends)])
-        place = ends[-1]
+        order, keys = order[ends[-1] :], keys[ends[-1] :]
     return units
 
 
-def _repetitions(keys: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Periods with which the keys begin, and how often each repeats."""
-    yield 1, 1
+def _repetitions(keys: Sequence[str]) -> Iterator[range]:
+    """For each run that repeats at the keys' beginning: 0, and where each of its times ends."""
+    yield range(2)  # the first key by itself
     for period in range(1, len(keys) // 2 + 1):
         same = (keys[k] == keys[k + period] for k in range(len(keys) - period))
-        times = 1 + sum(1 for _ in takewhile(bool, same)) // period
+        times = 1 + sum(takewhile(bool, same)) // period
         if times > 1 and period * times >= _SHORTEST_FOLD:
-            yield period, times
+            yield range(0, period * times + 1, period)
