@@ -277,15 +277,37 @@ def check_attention(
             assert error < 1.5e-2, f"row {row}, head {head}: {error:.1e}"
 
 
-def test_buffers_hold_what_each_product_reads_and_writes() -> None:
+@pytest.mark.parametrize("rows", [512, 1500, 2048])
+def test_buffers_hold_what_each_product_reads_and_writes(rows: int) -> None:
     for config in (*SHAPES.values(), SMALL):
-        made = kl.library_buffers(config, 512, 1 << 20)
-        room = {name: kind.itemsize * shape[-1] * 512 for name, (shape, kind) in made.items()}
-        for one in lowered(config, 512):
-            if isinstance(one, kl.ProductCall):
-                p = one.product
-                assert p.rows * p.inputs * 2 <= room["product_in"]
-                assert one.out.name == "x" or p.rows * p.outputs * 4 <= room["product_out"]
+        made = kc.rounded_buffers(config, rows) | kl.library_buffers(config, rows, 1 << 20)
+        gated = 0
+        for one in lowered(config, rows):
+            if not isinstance(one, kl.ProductCall):
+                continue
+            p, shape = one.product, made[one.inputs.name][0]
+            begin, end = one.inputs.rows or (0, rows)
+            assert (p.rows, p.inputs) == (end - begin, shape[1]), "rows stand one after the other"
+            assert end <= shape[0]
+            room = made[one.out.name][0][0] if one.out.name != "x" else rows * config.hidden
+            assert p.rows * p.outputs <= room
+            gated += p.rows * (one.name == "gate_up_product")
+        assert gated == rows * config.layers
+
+
+def test_gate_and_up_are_made_part_by_part() -> None:
+    config = replace(SMALL, layers=1)
+    step = [one for one in lowered(config, 1500) if isinstance(one, kc.CudaLaunch | kl.ProductCall)]
+    names = [one.name if isinstance(one, kl.ProductCall) else one.kernel for one in step]
+    first = names.index("gate_up_product")
+    assert names[first : first + 7] == [*["gate_up_product", "silu_rows"] * 3, "down_product"]
+    parts = [(0, 512), (512, 1024), (1024, 1500)]
+    for product, silu, (begin, end) in zip(
+        step[first::2], step[first + 1 :: 2], parts, strict=False
+    ):
+        given = dict(silu.arguments)
+        assert product.inputs.rows == given["live"].rows == given["out"].rows == (begin, end)
+        assert product.product.rows == silu.config.grid[1] == given["row_count"] == end - begin
 
 
 def test_limits_are_said() -> None:

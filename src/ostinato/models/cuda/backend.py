@@ -222,12 +222,11 @@ class CudaBackend:
         return max(found)
 
     def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:
-        found: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
-        if rows > 1:
-            found |= rounded_buffers(config, min(rows, SAMPLED_ROWS))  # ours do not go further
         if self._products is not None and self._multiplies(config, rows, formats):
-            found |= library_buffers(config, rows, self._products.workspace_bytes, formats)
-        return found
+            more = library_buffers(config, rows, self._products.workspace_bytes, formats)
+            return rounded_buffers(config, rows) | more
+        # Ours do not go further, and those of one row read float32.
+        return rounded_buffers(config, min(rows, SAMPLED_ROWS)) if rows > 1 else {}
 
     def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]) -> bool:
         """The file's bytes go to the device as they are (`cuda.dequantise`)."""

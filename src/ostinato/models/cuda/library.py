@@ -4,12 +4,12 @@
     norm_qkv          norm_rows   [qkv]                    and norm_rope as it is
     attention         attention
     output_residual   [output]                             added to the residual
-    norm_gate_up      norm_rows   [gate_up]  silu_rows
+    norm_gate_up      norm_rows   [gate_up]  silu_rows     the latter two GATED_ROWS at a time
     down_residual     [down]                               added to the residual
 
 `[…]` is a product of the library, all else kernels of ours (`kernels/pieces.cu`, `attention.cu`).
-Products read bfloat16 (`product_in`) and give float32 (`product_out`), so what is rounded is what
-our own kernels round; the residual stays float32.  The ends (`embed`, `head`, `sample`, `advance`)
+Products read bfloat16 and give float32 (`product_out`), so what is rounded is what our own kernels
+round; the residual stays float32.  The ends (`embed`, `head`, `sample`, `advance`)
 are those of `lowering`; where a step samples only in its last row, `head` and what follows are
 launched for that row as in a step of one.
 
@@ -77,8 +77,11 @@ _PIECE_ATTENTION = (
 )
 UNPACK_SIGNATURE = "bricks: *const u8, out: *bf16, offset: u64, columns: u32, first: u32, size: u32"
 
-_IN, _OUT, _WORKSPACE = kc.ROUNDED_IN, Bound("product_out"), Bound("product_workspace")
-_UNPACKED = Bound("unpacked")
+GATED_ROWS = 512
+"""Rows of gate and up that are there at once: so many stay in L2 until they are read."""
+
+_OUT, _WORKSPACE = Bound("product_out"), Bound("product_workspace")
+_LIVE, _UNPACKED = Bound("live"), Bound("unpacked")
 _UNPACK_THREADS = 256
 
 
@@ -105,12 +108,12 @@ Lowered = kc.CudaLaunch | ProductCall
 def library_buffers(
     config: LlamaConfig, rows: int, workspace: int, formats: Formats | None = None
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Shapes and dtypes of what such steps of up to `rows` rows need beside a plan's buffers."""
+    """Shapes and dtypes of what such steps of up to `rows` rows need beside a plan's buffers and
+    `lowering.rounded_buffers`."""
     c = config
-    width = max(c.query_size + 2 * c.kv_size, 2 * c.inner)
+    most = max(rows * (c.query_size + 2 * c.kv_size), min(rows, GATED_ROWS) * 2 * c.inner)
     found: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
-        "product_in": ((rows, max(c.hidden, c.query_size, c.inner)), np.dtype(np.uint16)),
-        "product_out": ((rows, width), np.dtype(np.float32)),
+        "product_out": ((most,), np.dtype(np.float32)),
         "product_workspace": ((workspace,), np.dtype(np.uint8)),
     }
     if formats:
@@ -264,9 +267,9 @@ class _LibraryCut:
 
     def _norm_qkv(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
-        width = c.query_size + 2 * c.kv_size
-        product = self._product("qkv", width, c.hidden, given["weight"], given["qkv"])
-        return [self._norm(given), *product]
+        product = MatrixProduct(self.rows, c.query_size + 2 * c.kv_size, c.hidden)
+        called = self._product("qkv", product, given["weight"], kc.CARRIED, given["qkv"])
+        return [self._norm(given), *called]
 
     def _attention(self, call: KernelCall, given: _Arguments) -> Sequence[Lowered]:
         c = self.config
@@ -276,25 +279,34 @@ class _LibraryCut:
 
     def _output_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
-        return self._product(
-            "output", c.hidden, c.query_size, given["weight"], given["x"], add=True
-        )
+        product = MatrixProduct(self.rows, c.hidden, c.query_size, accumulate=True)
+        return self._product("output", product, given["weight"], kc.ROUNDED_IN, given["x"])
 
     def _norm_gate_up(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
-        product = self._product("gate_up", 2 * c.inner, c.hidden, given["weight"])
-        silu = {**given, "sums": _OUT, "out": _IN}
-        grid = self.own.row_grid(c.inner // 8)
-        gated = self.own.piece("silu_rows", grid, kc.ROW_THREADS, silu)
-        return [self._norm(given), *product, gated]
+        made: list[Lowered] = [self._norm(given)]
+        for first in range(0, self.rows, GATED_ROWS):
+            some = first, min(first + GATED_ROWS, self.rows)
+            rows = some if self.rows > GATED_ROWS else None
+            count = some[1] - first
+            inputs, out = replace(kc.CARRIED, rows=rows), replace(kc.ROUNDED_INNER, rows=rows)
+            product = MatrixProduct(count, 2 * c.inner, c.hidden)
+            called = self._product("gate_up", product, given["weight"], inputs, _OUT)
+            made += called if first == 0 else called[-1:]  # what was unpacked is still there
+            silu = {**given, "sums": _OUT, "out": out, "live": replace(_LIVE, rows=rows)}
+            silu["row_count"] = given["row_count"] if rows is None else count
+            grid = self.own.row_grid(c.inner // 8, count)
+            made.append(self.own.piece("silu_rows", grid, kc.ROW_THREADS, silu))
+        return made
 
     def _down_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
-        return self._product("down", c.hidden, c.inner, given["weight"], given["x"], add=True)
+        product = MatrixProduct(self.rows, c.hidden, c.inner, accumulate=True)
+        return self._product("down", product, given["weight"], kc.ROUNDED_INNER, given["x"])
 
     def _piece_attention(self, given: _Arguments) -> kc.CudaLaunch:
-        """Blocks of 3 or 4 warps, which have 32 rows of a query head where there are blocks enough for
-        the chip and registers for it, else 16 (docs/log.md has others that were measured)."""
+        """Blocks of 3 or 4 warps, which have 32 rows of a query head where there are blocks enough
+        for the chip and registers for it, else 16 (docs/log.md has others that were measured)."""
         c, group = self.config, self.config.heads // self.config.kv_heads
         queries = max(n for n in range(1, _MAX_PIECE_QUERIES + 1) if group % n == 0)
         warps, heads = max(1, 4 // queries), c.heads // queries
@@ -307,7 +319,7 @@ class _LibraryCut:
         macros |= {name: str(value) for name, value in kc.family_macros(c).items()}
         macros |= {"PIECE_QUERIES": str(queries), "PIECE_ROWS": str(rows)}
         macros |= {"PIECE_TILES": str(tiles), "PIECE_POSITIONS": str(positions)}
-        given = {**given, "out": _IN}
+        given = {**given, "out": kc.ROUNDED_IN}
         return kc.CudaLaunch(
             "piece_attention",
             _piece_attention(),
@@ -318,29 +330,22 @@ class _LibraryCut:
 
     # --- parts
     def _norm(self, given: _Arguments) -> kc.CudaLaunch:
-        return self.own.norm({**given, "out": _IN, "squares": ABSENT, "half": 0})
+        return self.own.norm({**given, "out": kc.CARRIED, "squares": ABSENT, "half": 0})
 
     def _product(
-        self,
-        name: str,
-        outputs: int,
-        inputs: int,
-        weight: Argument,
-        out: Argument = _OUT,
-        *,
-        add: bool = False,
+        self, name: str, product: MatrixProduct, weight: Argument, inputs: Bound, out: Argument
     ) -> list[Lowered]:
-        """`add`: to what `out` holds."""
+        """The product, after what unpacks a packed matrix."""
         assert isinstance(weight, Bound) and isinstance(out, Bound)
-        product = MatrixProduct(self.rows, outputs, inputs, accumulate=add)
+        name = f"{name}_product"
         packing = self.formats.get(f"layers.{weight.layer}.{weight.name}")
         if packing is None:
-            return [ProductCall(f"{name}_product", product, weight, _IN, out)]
+            return [ProductCall(name, product, weight, inputs, out)]
         made: list[Lowered] = []
         offset = first = 0
         for part in packing:
             given: _Arguments = {"bricks": weight, "out": _UNPACKED, "offset": offset}
-            given |= {"columns": inputs, "first": first}
+            given |= {"columns": product.inputs, "first": first}
             given["size"] = pair_size(self.config, weight.name)
             shape = LaunchConfig(2 * part.pairs, _UNPACK_THREADS)
             made.append(
@@ -352,5 +357,5 @@ class _LibraryCut:
                     tuple(given.items()),
                 )
             )
-            offset, first = offset + part.nbytes(inputs), first + 2 * part.pairs
-        return [*made, ProductCall(f"{name}_product", product, _UNPACKED, _IN, out)]
+            offset, first = offset + part.nbytes(product.inputs), first + 2 * part.pairs
+        return [*made, ProductCall(name, product, _UNPACKED, inputs, out)]
