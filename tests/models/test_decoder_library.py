@@ -127,8 +127,8 @@ def test_a_prompt_in_large_pieces_agrees_with_the_host(
         numbers = decoder.statistics()
         assert numbers.library == "NumPy"
         assert not numbers.quarantined
-    # 600 tokens in 1,024 rows would mostly be padding; gate and up have 512 at a time.
-    wanted_rows = {20: {32}, 65: {128}, 300: {512}, 600: {512, 128}, 900: {1024, 512}}
+    # 600 tokens in 1,024 rows would mostly be padding.
+    wanted_rows = {20: {32}, 65: {128}, 300: {512}, 600: {512, 128}, 900: {1024}}
     assert {one.rows for one in library.asked} == wanted_rows[count]
 
 

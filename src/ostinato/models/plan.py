@@ -189,8 +189,7 @@ class BufferPlan:
         """What stands for an argument in a step of `rows` rows."""
         if isinstance(argument, Bound):
             buffer = self.buffer(argument)
-            first, end = (rows - 1, rows) if argument.last else argument.rows or (None, None)
-            return buffer if end is None else buffer[first:end]
+            return buffer[rows - 1 : rows] if argument.last else buffer
         if isinstance(argument, str):
             return rows if argument == "rows" else self.scalars[argument]
         return argument

@@ -106,17 +106,14 @@ these themselves."""
 @dataclass(frozen=True, slots=True)
 class Bound:
     """An argument that is a buffer of the plan.  `layer` picks that layer's part, `last` the part
-    of the step's last row, `rows` those of some of its rows, from one and up to another."""
+    of the step's last row."""
 
     name: str
     layer: int | None = None
     last: bool = False
-    rows: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         name = f"{self.name}, last row" if self.last else self.name
-        if self.rows is not None:
-            name = f"{name}, rows {self.rows[0]} to {self.rows[1] - 1}"
         return name if self.layer is None else f"{name}[{self.layer}]"
 
 

@@ -34,7 +34,7 @@ from ostinato.models.cuda.library import (
     library_tuning,
     library_workspace_bytes,
     lower_with_library,
-    most_rows,
+    piece_rows,
 )
 from ostinato.models.cuda.lowering import (
     CudaLaunch,
@@ -43,7 +43,7 @@ from ostinato.models.cuda.lowering import (
     rounded_buffers,
     workspace_bytes,
 )
-from ostinato.models.cuda.products import Product, Products, open_products
+from ostinato.models.cuda.products import PIECE_ROWS, Product, Products, open_products
 from ostinato.models.cuda.shapes import Tuning
 from ostinato.models.cuda.tunings import choose_tuning
 from ostinato.models.files.checkpoint import Checkpoint, StoredCheckpoint
@@ -136,8 +136,8 @@ class CudaBackend:
         self._products, self.library = open_products(device, library_rows)
 
     def piece_rows(self, config: LlamaConfig) -> int:
-        """`most_rows` where a library multiplies, else as many as our own products take."""
-        return SAMPLED_ROWS if self._products is None else most_rows(config)
+        """By rule where a library multiplies, else as many as our own products take."""
+        return SAMPLED_ROWS if self._products is None else piece_rows(config)
 
     def give_up_library(self, reason: str) -> bool:
         if self._products is None:
@@ -182,7 +182,7 @@ class CudaBackend:
                 f"{rows} rows; the CUDA kernels take 1 to {SAMPLED_ROWS} where no library "
                 f"multiplies (cuBLASLt is {self.library})"
             )
-        shapes.require_supported(config, rows, most=max(SAMPLED_ROWS, most_rows(config)))
+        shapes.require_supported(config, rows, most=PIECE_ROWS)
 
     def formats(self, checkpoint: Checkpoint, wanted: WeightsKind) -> Formats:
         """Of quantised matrices; "auto" packs where it `pays`."""

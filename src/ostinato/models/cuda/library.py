@@ -4,7 +4,7 @@
     norm_qkv          norm_rows   [qkv]                    and norm_rope as it is
     attention         attention
     output_residual   [output]                             added to the residual
-    norm_gate_up      norm_rows   [gate_up]  silu_rows     the latter two GATED_ROWS at a time
+    norm_gate_up      norm_rows   [gate_up]  silu_rows
     down_residual     [down]                               added to the residual
 
 `[…]` is a product of the library, all else kernels of ours (`kernels/pieces.cu`, `attention.cu`).
@@ -62,7 +62,7 @@ __all__ = [
     "library_tuning",
     "library_workspace_bytes",
     "lower_with_library",
-    "most_rows",
+    "piece_rows",
     "unpack_source",
 ]
 
@@ -77,12 +77,10 @@ _PIECE_ATTENTION = (
 )
 UNPACK_SIGNATURE = "bricks: *const u8, out: *bf16, offset: u64, columns: u32, first: u32, size: u32"
 
-GATED_ROWS = 512
-"""Rows of gate and up that are there at once: so many stay in L2 until they are read."""
-
 _OUT, _WORKSPACE = Bound("product_out"), Bound("product_workspace")
-_LIVE, _UNPACKED = Bound("live"), Bound("unpacked")
+_UNPACKED = Bound("unpacked")
 _UNPACK_THREADS = 256
+_GATED_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +109,9 @@ def library_buffers(
     """Shapes and dtypes of what such steps of up to `rows` rows need beside a plan's buffers and
     `lowering.rounded_buffers`."""
     c = config
-    most = max(rows * (c.query_size + 2 * c.kv_size), min(rows, GATED_ROWS) * 2 * c.inner)
+    width = max(c.query_size + 2 * c.kv_size, 2 * c.inner)
     found: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
-        "product_out": ((most,), np.dtype(np.float32)),
+        "product_out": ((rows, width), np.dtype(np.float32)),
         "product_workspace": ((workspace,), np.dtype(np.uint8)),
     }
     if formats:
@@ -136,11 +134,14 @@ def library_rows_for(config: LlamaConfig) -> int:
     return 49 if 16 << 20 <= layer < 64 << 20 else MAX_ROWS + 1
 
 
-def most_rows(config: LlamaConfig) -> int:
-    """Rows of the largest step: PIECE_ROWS, or as many as attention.cu has counters for where it
-    takes pieces too."""
+def piece_rows(config: LlamaConfig) -> int:
+    """Rows of the largest step, unless more are asked for: PIECE_ROWS, or as many as attention.cu
+    has counters for where it takes pieces too.  Of large models fewer, down to 512: their products
+    are fast with these (docs/log.md), and the buffer of gate and up has 128 MiB at most."""
     rows = PIECE_ROWS
     while rows > MAX_ROWS and counted_rows(config, rows) * config.heads > COUNTER_BYTES // 4:
+        rows //= 2
+    while rows > 512 and rows * 2 * config.inner * 4 > _GATED_BYTES:
         rows //= 2
     return rows
 
@@ -284,20 +285,12 @@ class _LibraryCut:
 
     def _norm_gate_up(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
-        made: list[Lowered] = [self._norm(given)]
-        for first in range(0, self.rows, GATED_ROWS):
-            some = first, min(first + GATED_ROWS, self.rows)
-            rows = some if self.rows > GATED_ROWS else None
-            count = some[1] - first
-            inputs, out = replace(kc.CARRIED, rows=rows), replace(kc.ROUNDED_INNER, rows=rows)
-            product = MatrixProduct(count, 2 * c.inner, c.hidden)
-            called = self._product("gate_up", product, given["weight"], inputs, _OUT)
-            made += called if first == 0 else called[-1:]  # what was unpacked is still there
-            silu = {**given, "sums": _OUT, "out": out, "live": replace(_LIVE, rows=rows)}
-            silu["row_count"] = given["row_count"] if rows is None else count
-            grid = self.own.row_grid(c.inner // 8, count)
-            made.append(self.own.piece("silu_rows", grid, kc.ROW_THREADS, silu))
-        return made
+        product = MatrixProduct(self.rows, 2 * c.inner, c.hidden)
+        called = self._product("gate_up", product, given["weight"], kc.CARRIED, _OUT)
+        silu = {**given, "sums": _OUT, "out": kc.ROUNDED_INNER}
+        grid = self.own.row_grid(c.inner // 8)
+        gated = self.own.piece("silu_rows", grid, kc.ROW_THREADS, silu)
+        return [self._norm(given), *called, gated]
 
     def _down_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config

@@ -258,7 +258,7 @@ def rounded_buffers(
     config: LlamaConfig, rows: int
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Shapes and dtypes of what steps of up to `rows` rows with rounded inputs need beside a plan's
-    buffers; and of the float32 ones in whose place these stand, which only steps of one row read."""
+    buffers; and of the float32 ones in whose place these stand, as only steps of one row have."""
     c, bfloat16, f32 = config, np.dtype(np.uint16), np.dtype(np.float32)
     return {
         "attended": ((1, c.heads, c.head_size), f32),
@@ -564,9 +564,9 @@ class Cut:
         the product that reads it."""
         return self.piece("norm_rows", (self.rows, 1, 1), self._norm_threads, given)
 
-    def row_grid(self, items: int, rows: int) -> tuple[int, int, int]:
+    def row_grid(self, items: int) -> tuple[int, int, int]:
         """Of a kernel that has so many threads a row."""
-        return (-(-items // ROW_THREADS), rows, 1)
+        return (-(-items // ROW_THREADS), self.rows, 1)
 
     def piece(
         self, kernel: str, grid: tuple[int, int, int], threads: int, given: Mapping[str, Argument]
