@@ -187,6 +187,13 @@ def test_a_part_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
     assert outcome.objections == ["cut off"]
 
 
+def test_a_part_has_its_order_of_the_gpus(tmp_path: Path) -> None:
+    code = "import os; print('tests/x.py::' + os.environ['CUDA_VISIBLE_DEVICES'] + ' PASSED')"
+    sanitize.run_part(PART, tmp_path, time.monotonic() + 500, lambda *_: python(code), (1, 0))
+    (words,) = tmp_path.glob("*.txt")
+    assert words.read_text() == "tests/x.py::1,0 PASSED\n"
+
+
 def test_after_the_deadline_nothing_begins(tmp_path: Path) -> None:
     def never(part: Part, log: Path) -> list[str]:
         raise AssertionError("it began")

@@ -1,8 +1,10 @@
 """compute-sanitizer over the GPU tests, in parts side by side, and one file of what it found.
 
-    PYTHONPATH=src python3 -m tools.sanitize [--out DIR] [--only NAME ...] [--jobs N] [--within S]
+    PYTHONPATH=src python3 -m tools.sanitize [--out DIR] [--only NAME ...] [--jobs N] [--gpus N]
+        [--within S]
 
-A part is one tool over one selection of tests, in a process of its own; the parts share the GPU.
+A part is one tool over one selection of tests, in a process of its own; the parts share the GPU,
+or take the GPUs in turn.
 Tests that measure the whole device's memory (marked `alone`) come last, by themselves.  racecheck,
 initcheck and synccheck run over small cases of the kernels (marked `sanitize`), memcheck over all
 tests of drivers, graphs and decoder but those in LEFT_OUT.
@@ -61,7 +63,7 @@ class Part:
     tests: tuple[str, ...]
     marks: str = "gpu and not alone"
     keyword: str = ""
-    timeout: float = 240
+    timeout: float = 500
     """Seconds."""
     alone: bool = False
     """Nothing else runs beside it."""
@@ -157,8 +159,8 @@ def _shares(part: Part, count: int) -> list[Part]:
 
 PARTS: tuple[Part, ...] = (
     # The longest first, so that none of them begins last.
-    *_kernels("racecheck", 8),
-    *_memcheck(6, "decoder", *_DECODER, keyword=_SMALL),
+    *_kernels("racecheck", 24),
+    *_memcheck(12, "decoder", *_DECODER, keyword=_SMALL),
     *_memcheck(3, "twelve ways to break a capture", _WAYS),
     *_memcheck(1, "adopted from torch", _GPU + "test_adoption_torch.py"),
     *_memcheck(
@@ -368,11 +370,16 @@ def result(outcomes: Sequence[Outcome], machine: Mapping[str, object]) -> dict[s
 
 
 def run_part(
-    part: Part, logs: Path, deadline: float, command: Callable[[Part, Path], list[str]]
+    part: Part,
+    logs: Path,
+    deadline: float,
+    command: Callable[[Part, Path], list[str]],
+    gpus: Sequence[int] = (),
 ) -> Outcome:
     """Runs a part until it ends, its own time is up or the `deadline` (time.monotonic) is there.
 
-    What is cut off is interrupted first, so that it can still write its summaries.
+    `gpus`: their order for it, the system's by default.  What is cut off is interrupted first, so
+    that it can still write its summaries.
     """
     start = time.monotonic()
     seconds = min(part.timeout, deadline - start)
@@ -382,10 +389,14 @@ def run_part(
     words, tool_words = logs / f"{slug}.txt", logs / f"{slug}.tool.txt"
     tool_words.unlink(missing_ok=True)
     status: int | None = None
+    environment = dict(os.environ)
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     with words.open("wb") as out:
         process = subprocess.Popen(
             command(part, tool_words),
             cwd=ROOT,
+            env=environment,
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -448,6 +459,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=results, help="folder of the result file")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="parts named so")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="so many take turns")
     parser.add_argument("--within", type=float, default=570, metavar="S", help="seconds in all")
     parser.add_argument("--sanitizer", default="", help="the program; by default looked for")
     parser.add_argument("--list", action="store_true", help="say which parts there are")
@@ -471,8 +483,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(parts)} parts, {options.jobs} at a time; logs: {logs}", flush=True)
 
     def run(part: Part) -> Outcome:
-        port = FIRST_PORT + PORTS * parts.index(part)
-        return run_part(part, logs, deadline, lambda p, log: p.command(program, log, port))
+        number, count = parts.index(part), options.gpus
+        port = FIRST_PORT + PORTS * number
+        gpus = [(number + k) % count for k in range(count)] if count > 1 else ()
+        return run_part(part, logs, deadline, lambda p, log: p.command(program, log, port), gpus)
 
     outcomes = run_all(parts, options.jobs, run, lambda line: print(line, flush=True))
     machine = _machine()

@@ -63,7 +63,7 @@ class Decoder(Closeable):
     closes them after the decoder).  `max_context`: positions of each sequence; 2,048 or the
     model's own if that is less, if None.  `sequences`: how many at once.  `max_rows`: rows of the
     largest step, so the size of a prompt's pieces; as many as `sequences` at least, and what suits
-    the device and the context if None.
+    the device and the context if None (2,048 at most; fewer take less memory, `plan.nbytes`).
     `library_rows`: steps of so many rows and more multiply with cuBLASLt where it is installed
     (`statistics().library` says so, or why not); "auto" goes by the model's size (33 for 8B, 65 for
     1B and 135M), None is never.  Without it `max_rows` goes to 64.
