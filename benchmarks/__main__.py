@@ -26,6 +26,7 @@ NAMES = (
     "load",
     "torch_graphed",
     "weights",
+    "prompt_attention",
     "serve",
 )
 
