@@ -46,8 +46,9 @@ _WARNING = re.compile(r"^.*\bwarning(?: #|\s*:).*$", re.MULTILINE | re.IGNORECAS
 class KernelCheck:
     """One way in which a source is compiled.
 
-    By kernel: `shared`, bytes of dynamic shared memory that a launch asks for, and `registers`,
-    the most a thread may have on sm_90 where that is less than what launch bounds allow.
+    By kernel: `shared`, bytes of dynamic shared memory that a launch asks for; `registers`, the
+    most a thread may have on sm_90 where that is less than what launch bounds allow; `spills`, the
+    most bytes that a thread may spill, if any.
     """
 
     name: str
@@ -55,6 +56,18 @@ class KernelCheck:
     options: CompileOptions = field(default_factory=CompileOptions)
     shared: Mapping[str, int] = field(default_factory=dict)
     registers: Mapping[str, int] = field(default_factory=dict)
+    spills: Mapping[str, int] = field(default_factory=dict)
+
+
+SPILLS = {
+    "head": 12,  # Q5_K of Qwen3 0.6B, Q8_0 of Qwen2.5 7B on sm_80
+    "rounded_qkv_rope": 4,  # sm_100
+    "rounded_gate_up": 4,  # Q5_K; Qwen2.5 0.5B on sm_100
+    "rounded_head": 32,  # Q5_K 4; odd sizes on sm_100 32
+    "rounded_down": 64,  # Qwen2.5 0.5B on sm_100
+}
+"""Bytes that a thread of these spills in 19 of their 1,500 checks: two blocks on a multiprocessor
+leave it 128 registers, and one block is not worth a register more."""
 
 
 def _config(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
@@ -91,7 +104,8 @@ def library_checks() -> Iterator[KernelCheck]:
             asked = shared.setdefault((one.source, one.options), {})
             asked[one.kernel] = max(asked.get(one.kernel, 0), one.config.shared)
         for number, ((source, options), asked) in enumerate(shared.items()):
-            yield KernelCheck(f"{model}-{number}-{source.name}", source, options, asked)
+            name = f"{model}-{number}-{source.name}"
+            yield KernelCheck(name, source, options, asked, spills=SPILLS)
     # All types for real models; two for a small one, which are compiled in every run of the tests.
     for model, config in {**MODELS, "packed": _config(4, 1, 64, inner=512, vocabulary=257)}.items():
         for kind in ("Q4_1", "Q6_K") if model == "packed" else FORMATS:
@@ -99,7 +113,7 @@ def library_checks() -> Iterator[KernelCheck]:
                 for rows, one in _packed(config, kind):
                     name, asked = f"{model}-{kind}-{one.kernel}", {one.kernel: one.config.shared}
                     name += f"-{rows}" if rows > 1 else ""
-                    yield KernelCheck(name, one.source, one.options, asked)
+                    yield KernelCheck(name, one.source, one.options, asked, spills=SPILLS)
     for model in ("llama-3.2-1b", "llama-3.1-8b"):
         for ranks in (2, 8):
             shared = {}
@@ -164,7 +178,7 @@ def _launches_of_rank(sharding: Sharding) -> Iterator[CudaLaunch]:
                 program = (*program, *exchanging_products(program, sharding))
             for call in program:
                 if call.kernel not in COLLECTIVES:
-                    yield cut.launch([call], after=None)
+                    yield from cut.launches([call])
 
 
 @dataclass(frozen=True)
@@ -206,7 +220,8 @@ def check(wanted: KernelCheck, arch: str) -> Report:
             continue
         kernel = CheckedKernel(found, int(spilled["stores"]), int(spilled["loads"]))
         kernels.append(kernel)
-        if found.frame or kernel.spill_stores or kernel.spill_loads:
+        allowed = wanted.spills.get(name, 0)  # in a frame of whole 8 bytes
+        if kernel.spill_stores > allowed or found.frame > -(-allowed // 8) * 8:
             problems.append(
                 f"{name} uses {found.frame} bytes of local memory; it spills "
                 f"{kernel.spill_stores} bytes and loads {kernel.spill_loads} again"

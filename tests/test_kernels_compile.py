@@ -77,6 +77,11 @@ def test_a_spill_is_a_problem() -> None:
     assert any("spills" in p for p in report.problems)
     (kernel,) = report.kernels
     assert kernel.spill_stores > 0 and kernel.registers_allowed == 64
+    room = -(-max(kernel.spill_stores, kernel.resources.frame) // 8) * 8
+    assert not check(KernelCheck("", SPILLING, spills={"k": room}), "sm_90").problems
+    for spills in ({"k": kernel.spill_stores - 8}, {"other": room}):
+        problems = check(KernelCheck("", SPILLING, spills=spills), "sm_90").problems
+        assert any("spills" in p for p in problems)
 
 
 def test_too_many_registers_are_a_problem() -> None:
