@@ -154,6 +154,7 @@ def test_all_weights_of_a_file(device: Device, tmp_path: Path, kind: str, dtype:
     loaded.close()
 
 
+@pytest.mark.alone
 def test_what_is_damaged_leaves_nothing_behind(device: Device, tmp_path: Path) -> None:
     """A checkpoint closed under way is refused, and the memory given back."""
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", kind="Q8_0"))
