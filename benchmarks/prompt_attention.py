@@ -30,7 +30,7 @@ from ostinato.models.plan import PlanSizes
 from ostinato.models.program import ACTIVE, Bound, decode_program
 
 SHAPES, TOKENS = ("1B", "8B"), (1024, 4096, 16384)
-_WAYS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+_WAYS = ("FLASH_ATTENTION", "CUDNN_ATTENTION")
 _SIDE = 8192  # of the matrices whose product is the ceiling
 _ROUNDS = 7
 

@@ -402,12 +402,34 @@ def _bytes_us(rows: Sequence[dict[str, Any]]) -> float:
 
 def prompts() -> Iterable[str]:
     lengths = (512, 4096, 16384)
-    rows = results(_BATCHES)["rows"]
-    ours = [row(rows, {"kind": "prompt", "way": "capture", "prompt": n}) for n in lengths]
+    rows = results(f"decode-1B-prompt-{H100}")["rows"]
+    ours, theirs = (
+        [row(rows, {"kind": "prompt", "way": way, "prompt": n}) for n in lengths]
+        for way in ("capture", "transformers")
+    )
     return _columns(
         ("a prompt of", *map(_count, lengths)),
         ("tokens a second", ours, _speed),
+        ("transformers", theirs, _speed),
         ("ms to the first token", ours, lambda r: f"{r['first_token_us'] / 1e3:,.1f}"),
+    )
+
+
+def prompt_attention() -> Iterable[str]:
+    rows = results(f"prompt_attention-{H100}")["rows"]
+    cells = [(shape, n) for shape in ("1B", "8B") for n in (1024, 4096, 16384)]
+    ways = {
+        "ours": "ours, TFLOPS",
+        "FLASH_ATTENTION": "torch, flash attention",
+        "CUDNN_ATTENTION": "torch, cuDNN",
+    }
+    lines = [
+        (title, [row(rows, {"shape": s, "tokens": n, "way": way}) for s, n in cells])
+        for way, title in ways.items()
+    ]
+    return _columns(
+        ("", *(f"{shape}, {_count(n)}" for shape, n in cells)),
+        *((title, found, lambda r: f"{r['teraflops']:.0f}") for title, found in lines),
     )
 
 
@@ -558,7 +580,7 @@ def weights() -> Iterable[str]:
 
 
 def weights_h100() -> Iterable[str]:
-    return _weights(results(f"weights-{H100}")["rows"], (1, 8, 32))
+    return _weights(results(f"weights-1B-{H100}")["rows"], (1, 2, 4, 8, 32, 64))
 
 
 def _weights(rows: list[dict[str, Any]], batches: Sequence[int]) -> Iterable[str]:
@@ -623,7 +645,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     table.__name__: table
     for table in (
         replay_cost, launch_cost, change_cost, modules, decode, batches, batches_h200, contexts,
-        shapes, floor, profile, profile_batches, prompts, attention, startup, load, host, join,
+        shapes, floor, profile, profile_batches, prompts, prompt_attention, attention, startup, load, host, join,
         torch_graphed, generate, weights, weights_h100,
     )
 }  # fmt: skip
