@@ -67,7 +67,7 @@ SPILLS = {
     "rounded_down": 64,  # Qwen2.5 0.5B on sm_100
 }
 """Bytes that a thread of these spills in 19 of their 1,500 checks: two blocks on a multiprocessor
-leave it 128 registers, and one block is not worth a register more."""
+leave it 128 registers."""
 
 
 def _config(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
