@@ -161,6 +161,9 @@ PARTS: tuple[Part, ...] = (
     # The longest first, so that none of them begins last.
     *_kernels("racecheck", 24),
     *_memcheck(12, "decoder", *_DECODER, keyword=_SMALL),
+    *_memcheck(6, "footguns", "tests/test_footguns.py", keyword="not two_threads_on_two_streams"),
+    *_memcheck(6, "kernels", *_KERNELS, keyword="not smollm2 and not same_bits"),
+    *_memcheck(3, "planted", "tests/planted"),
     *_memcheck(3, "twelve ways to break a capture", _WAYS),
     *_memcheck(1, "adopted from torch", _GPU + "test_adoption_torch.py"),
     *_memcheck(
@@ -190,8 +193,6 @@ PARTS: tuple[Part, ...] = (
         keyword="not held_and_dropped",
     ),
     *_memcheck(1, "tiny", "tests/test_tiny.py", "tests/test_manners.py"),
-    *_memcheck(1, "planted", "tests/planted"),
-    *_memcheck(1, "footguns", "tests/test_footguns.py", keyword="not two_threads_on_two_streams"),
     *_memcheck(1, "handles and lifetime", *_ADOPTION),
     *_memcheck(1, "modules", "tests/modules/test_modules_gpu.py"),
     *_memcheck(
@@ -201,7 +202,6 @@ PARTS: tuple[Part, ...] = (
         *_JOINS,
         keyword="not columns_live and not is_used_again and not that_is_dropped",
     ),
-    *_memcheck(3, "kernels", *_KERNELS, keyword="not smollm2 and not same_bits"),
     *_kernels("initcheck", 4),
     *_kernels("synccheck", 2),
     Part("memcheck alone", "memcheck", _MEASURED, marks="gpu and alone", alone=True),
