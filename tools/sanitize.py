@@ -138,7 +138,7 @@ _SMALL = " and ".join(
         *("every_way_of_running", "same_bits_for_a_batch", "a_loop_gives"),
     )
 )
-_MEASURED = ("tests/cache", "tests/contract", _ADOPTION[1], _WAYS, *_DECODER)
+_MEASURED = ("tests/cache", "tests/contract", _ADOPTION[1], _WAYS, _KERNELS[-1], *_DECODER)
 
 
 def _memcheck(shares: int, name: str, *tests: str, keyword: str = "") -> list[Part]:
