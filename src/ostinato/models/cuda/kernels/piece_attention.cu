@@ -81,10 +81,10 @@ KERNEL __launch_bounds__(THREADS)
     if (WINDOWED) whole_begin = largest_of_lanes(whole_begin);
 
     const long long line = static_cast<long long>(sequence) * KV_HEADS + kv_head;
-    const long long part = static_cast<long long>(sequences) * KV_HEADS;
-    auto copy_tile = [&](int place, long long line, int start) {
+    const long long values_after = static_cast<long long>(sequences) * KV_HEADS;  // lines
+    auto copy_tile = [&](int place, long long from_line, int start) {
         constexpr int EACH = CHUNKS * 4, ITEMS = TILE * EACH;
-        const bf16* const from = cache + (line * context + start) * HEAD_SIZE;
+        const bf16* const from = cache + (from_line * context + start) * HEAD_SIZE;
 #pragma unroll
         for (int i = 0; i < ceil_div(ITEMS, THREADS); i++) {
             const int item = i * THREADS + thread, position = item / EACH, at = item % EACH;
@@ -95,7 +95,7 @@ KERNEL __launch_bounds__(THREADS)
         }
     };
     auto copy_keys = [&](int start, int place) { copy_tile(place, line, start); };
-    auto copy_values = [&](int start, int place) { copy_tile(2 + place, part + line, start); };
+    auto copy_values = [&](int start, int place) { copy_tile(2 + place, line + values_after, start); };
     copy_keys(begin, 0);
     end_copies();
     copy_keys(begin + TILE, 1);
