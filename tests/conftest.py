@@ -22,9 +22,12 @@ from ostinato.driver import launcher as driver_launcher
 from ostinato.errors import NotAvailableError
 from tests.sources import preload
 
-# A shell lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
+# A shell lets what it starts in the background ignore Ctrl-C, and nohup the end of its terminal; so
+# would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # No test depends on speed, so there are no deadlines and no check of how fast data is made.  The
 # examples are the same in each run: who changes a line is not stopped by what another line does on
