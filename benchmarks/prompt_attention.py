@@ -20,6 +20,7 @@ import numpy as np
 
 import ostinato as ost
 from benchmarks import common
+from benchmarks.kernels.checks import from_bf16, to_bf16
 from ostinato.bench.shapes import shape_named
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import library
@@ -86,7 +87,7 @@ def ours(
         marks[1].synchronize()
         return marks[1].elapsed_since(marks[0]) * 1e3 / repeats
 
-    return timed, lambda: _floats(device.to_numpy(out)).reshape(tokens, config.heads, -1)
+    return timed, lambda: from_bf16(device.to_numpy(out)).reshape(tokens, config.heads, -1)
 
 
 def theirs(
@@ -118,10 +119,6 @@ def theirs(
     return timed, lambda: out[0].transpose(0, 1).float().cpu().numpy()
 
 
-def _floats(bits: Any) -> Any:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def _rate(torch: Any) -> float:
     """Operations a second of a large product of random matrices."""
     a, b = (torch.randn(_SIDE, _SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -142,7 +139,7 @@ def measure(
     random = np.random.default_rng(tokens)
     queries = random.standard_normal((tokens, config.heads, config.head_size)).astype(np.float32)
     keys = random.standard_normal((2, 1, config.kv_heads, tokens, config.head_size))
-    cache = (keys.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    cache = to_bf16(keys)
     operations = 2.0 * config.query_size * tokens * (tokens + 1)
     repeats = max(1, round(2e-3 * rate / 3 / operations))  # some 2 ms a round
     ways = {"ours": ours(device, config, tokens, queries, cache, repeats)}

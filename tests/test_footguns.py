@@ -47,6 +47,14 @@ def ones(device: Device) -> ost.Buffer:
     return device.array(np.ones(N, np.float32))
 
 
+def doubling(device: Device, stream: ost.Stream, x: ost.Buffer, out: ost.Buffer) -> ost.GraphExec:
+    """One kernel: out = x + x."""
+    add = kernel(device, "add")
+    return ost.capture_function(
+        stream, lambda: ost.launch(stream, add, config(N), x, x, out, N)
+    ).instantiate()
+
+
 def test_a_host_number_is_frozen_and_device_state_is_not(
     device: Device, stream: ost.Stream
 ) -> None:
@@ -86,9 +94,7 @@ def test_memory_under_a_graph_is_not_given_to_others(device: Device, stream: ost
 
 def test_a_rebound_buffer_lives_with_the_executable(device: Device, stream: ost.Stream) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
-    ).instantiate()
+    run = doubling(device, stream, x, out)
     run.rebind({x: device.array(np.full(N, 3, np.float32))})  # nobody else holds it
     gc.collect()
     device.synchronize()
@@ -99,9 +105,7 @@ def test_a_rebound_buffer_lives_with_the_executable(device: Device, stream: ost.
 
 def test_a_patched_buffer_lives_with_the_executable(device: Device, stream: ost.Stream) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
-    ).instantiate()
+    run = doubling(device, stream, x, out)
     run.patch(0, "a", device.array(np.full(N, 3, np.float32)))
     gc.collect()
     device.synchronize()
@@ -1319,9 +1323,7 @@ def test_a_rebind_says_what_reaches_into_the_range_from_outside(
     device: Device, stream: ost.Stream
 ) -> None:
     x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
-    ).instantiate()
+    run = doubling(device, stream, x, out)
     report = run.rebind({x[N // 2 :]: y})
     assert report.words == () and len(report.left) == 2
     assert "reaches into it" in report.left[0].why
@@ -1664,10 +1666,7 @@ def test_an_address_of_any_kind_keeps_its_memory(
     device: Device, stream: ost.Stream, given: type
 ) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
-    add = kernel(device, "add")
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, add, config(N), x, x, out, N)
-    ).instantiate()
+    run = doubling(device, stream, x, out)
     new = device.array(np.full(N, 3, np.float32))
     address = new.address
     run.patch(0, "a", given(address))
@@ -1685,9 +1684,7 @@ def test_an_operation_of_closed_memory_is_set_to_no_node(
 ) -> None:
     x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
     add = kernel(device, "add")
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, add, config(N), x, x, out, N)
-    ).instantiate()
+    run = doubling(device, stream, x, out)
     operation = ost.prepare(add, config(N), y, y, out, N)
     params = operation.params
     y.close()
@@ -1705,9 +1702,7 @@ def test_memory_that_is_closed_while_it_is_given_is_seen(
 ) -> None:
     """By another thread, say, between the look at the memory and the note that it is used."""
     x, out = ones(device), device.zeros(N, np.float32)
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
-    ).instantiate()
+    run = doubling(device, stream, x, out)
     new = ones(device)
 
     class Closing:
@@ -1737,10 +1732,7 @@ def test_new_memory_in_one_word_does_not_stand_for_closed_memory_in_another(
     device: Device, stream: ost.Stream
 ) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
-    add = kernel(device, "add")
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, add, config(N), x, x, out, N)
-    ).instantiate()
+    run = doubling(device, stream, x, out)
     address = x.address
     x.close()
     device.synchronize()
@@ -1981,9 +1973,7 @@ def test_a_step_forgets_sizes_that_it_has_not_seen_for_long(host_device: Device)
 def test_a_pointer_is_rebound_from_where_it_points_now(device: Device, stream: ost.Stream) -> None:
     """A second rebind works on what the first one set, and undo too."""
     x, y, z, out = (device.array(np.full(N, v, np.float32)) for v in (1, 2, 3, 0))
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
-    ).instantiate()
+    run = doubling(device, stream, x, out)
     for old, new, expected in ((x, y, 4), (y, z, 6), (z, x, 2)):
         assert len(run.rebind({old: new}).words) == 2
         assert run.rebind({old: new}).words == (), "nothing points there any more"

@@ -278,7 +278,7 @@ def _changes_of(writes: list[Write]) -> list[Change]:
             data[write.place : write.place + len(write.raw)] = write.raw
         inner = [place for w in of_node for place in _inner(w.place, len(w.raw))]
         owners = [*((w.place, w.owner) for w in of_node), *((place, None) for place in inner)]
-        reach = [*((w.place, w.nbytes) for w in of_node if not w.same_reach)]
+        reach = [(w.place, w.nbytes) for w in of_node if not w.same_reach]
         reach += [(place, None) for place in inner]
         params = live.params.with_data(bytes(data))
         changes.append(Change(live.node, params, tuple(owners), tuple(reach)))
