@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 import ostinato as ost
 from ostinato.device import Device
+from ostinato.driver.api import MemsetNodeParams
 from ostinato.interop.graphing import moves
 from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.library import Options
 from ostinato.interop.graphing.moves import MOST, NAMES, Mover, dense
+from ostinato.interop.graphing.padding import Padding
 from tests.emulator.emulator import Emulator
 from tests.interop.library import Array, Lib
 
@@ -247,3 +249,46 @@ def test_without_a_compiler_they_are_copied_beside(
             x: Array = lib.array(numbers(start))
             np.testing.assert_array_equal(by(x).numpy(), 2 * numbers(start))
         assert by.statistics().replays == 3 and NAMES[0] not in by.inspect()
+
+
+@pytest.mark.parametrize("at", [0, 4, 2, 1])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_fills_become_kernels(mover: Any, host_device: Device, at: int, size: int) -> None:
+    if at % size:
+        pytest.skip("CUDA has no fill of elements that are not aligned")
+    stream, one = host_device.create_stream(), mover()
+    values = np.random.default_rng(at + size).integers(0, 256, 50_000, np.uint8)
+    x, width = host_device.array(values), 40_000 // size - 1
+    value = 0xA1B2C3D4 >> 8 * (4 - size)
+    fill = MemsetNodeParams(x.address + at, value, size, width)
+    gaps = MemsetNodeParams(x.address + 45_000, 7, 1, 3, 2, 10)
+    graph = ost.Graph.create(host_device)
+    first = graph.add(fill, keep=[x])
+    graph.add(gaps, after=[first], keep=[x])
+    one.straighten(graph)
+    assert sorted(node.name for node in graph.nodes) == ["memset", NAMES[2]]
+    graph.instantiate().launch(stream)
+    wanted = values.copy()
+    pattern = np.frombuffer(value.to_bytes(size, "little"), np.uint8)
+    wanted[at : at + size * width] = np.tile(pattern, width)
+    wanted[[45_000, 45_001, 45_002, 45_010, 45_011, 45_012]] = 7
+    np.testing.assert_array_equal(x.to_numpy(stream), wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"results": "static"}, {"padding": Padding({"x": 0}, ost.PowersOfTwo(64))}],
+)
+def test_a_graphed_function_has_no_memset_nodes(step: Any, options: dict[str, Any]) -> None:
+    def filled(x: Array) -> list[Array]:
+        zeros, others = x.line(5.0), x.line(7.0)
+        ost.fill(x.lib.here.stream, zeros.buffer, 0)
+        ost.fill(x.lib.here.stream, others.buffer, 64)
+        return [zeros.line(2.0, 3.0), others.line(2.0, 3.0)]
+
+    by, lib = step(filled, **options)
+    for _ in range(4):
+        zeros, others = by(lib.array(numbers(1)))
+        assert (zeros.numpy() == 3).all() and (others.numpy() == 131).all()
+    assert by.statistics().replays >= 2
+    assert by.inspect().count(NAMES[2]) == 2 and "memset" not in by.inspect()

@@ -532,6 +532,48 @@ class Graph(Closeable):
         except DriverError as error:
             raise GraphError(f"adding edges failed: {error}") from error
 
+    def replace(self, node: NodeRef, kernel: Kernel, config: LaunchConfig, *args: object) -> Node:
+        """Puts a kernel launch in the place of a node, with its edges, and returns the new node.
+
+        For a fill or a copy that is to be a kernel: a chain of kernels alone is launched faster
+        (docs/torch.md has figures).  The old node is gone, and the nodes behind it have other
+        indices.  The memory that it named stays alive with the graph.  Raises InputError for
+        arguments that do not fit and for a node that is not of this graph itself (but of a child
+        or a body), GraphError with the driver's reason and for a graph with alloc or free nodes,
+        from which CUDA removes none; the graph is then as before.
+        """
+        driver, old = self.context.driver, node.handle if isinstance(node, Node) else node
+        operation = prepare_node(kernel, config, args)
+        nodes = driver.graph_nodes(self.handle)
+        if old not in nodes:
+            raise InputError(
+                f"replace: {node!r} is no node of this graph itself (replace the nodes of a child "
+                "graph before it is added)"
+            )
+        if any(driver.node_kind(n) in (NodeKind.MEM_ALLOC, NodeKind.MEM_FREE) for n in nodes):
+            raise GraphError("replace: CUDA removes no node from a graph with alloc or free nodes")
+        before = [edge for edge in self.edges if edge.target == old]
+        after = [edge for edge in self.edges if edge.source == old]
+        new = self.add(
+            operation.params,
+            [edge.source for edge in before],
+            edge_data=[edge.data for edge in before],
+            operation=operation,
+        )
+        try:
+            driver.graph_add_edges(
+                self.handle, [Edge(new.handle, edge.target, edge.data) for edge in after]
+            )
+            driver.graph_remove_node(old)
+        except DriverError as error:
+            driver.graph_remove_node(new.handle)
+            self.labels.pop(new.handle, None)
+            raise GraphError(f"replacing node {node!r} failed: {error}") from error
+        finally:
+            self.recount()
+        self.labels.pop(old, None)
+        return self._read_one(len(nodes) - 1, new.handle)
+
     # --- making others
     def clone(self) -> Graph:
         """A copy that can be changed on its own.

@@ -88,7 +88,8 @@ class Maker:
         subject.turns.take()
         bound = self.bound(work)
         sources = self._extents(inputs, work.leaves)
-        mover = None if work.sizes or sources is None else self.mover()
+        straighter = self.mover()
+        mover = None if work.sizes or sources is None else straighter
         moved: tuple[int, ...] = ()
 
         def run(stream: Stream) -> Any:
@@ -103,6 +104,8 @@ class Maker:
             return result
 
         graph, result = library.capture(run)
+        if straighter is not None:
+            straighter.straighten(graph)
         moves = None if mover is None else mover.find(graph, len(inputs), moved)
         if mover is not None and moves is None:
             raise NotGraphable(

