@@ -264,15 +264,18 @@ def test_fills_become_kernels(mover: Any, host_device: Device, at: int, size: in
     gaps = MemsetNodeParams(x.address + 45_000, 7, 1, 3, 2, 10)
     graph = ost.Graph.create(host_device)
     first = graph.add(fill, keep=[x])
-    graph.add(gaps, after=[first], keep=[x])
+    second = graph.add(gaps, after=[first], keep=[x])
+    large = host_device.zeros(1 << 16, "u1")
+    graph.add_memset(large, 1, after=[second])
     one.straighten(graph)
-    assert sorted(node.name for node in graph.nodes) == ["memset", NAMES[2]]
+    assert sorted(node.name for node in graph.nodes) == ["memset", "memset", NAMES[2]]
     graph.instantiate().launch(stream)
     wanted = values.copy()
     pattern = np.frombuffer(value.to_bytes(size, "little"), np.uint8)
     wanted[at : at + size * width] = np.tile(pattern, width)
     wanted[[45_000, 45_001, 45_002, 45_010, 45_011, 45_012]] = 7
     np.testing.assert_array_equal(x.to_numpy(stream), wanted)
+    assert (large.to_numpy(stream) == 1).all()
 
 
 @pytest.mark.parametrize(
