@@ -253,6 +253,32 @@ def test_the_whole_with_a_program_that_speaks_like_it(
         assert row["errors"] == (row["tool"] == "racecheck")
 
 
+def test_a_run_that_was_cut_off_is_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    first, fake = tmp_path / "first", tmp_path / "sanitizer"
+    fake.write_text(FAKE.format(python=sys.executable))
+    fake.chmod(0o755)
+    given = ["--sanitizer", str(fake), "--only", "memcheck graph", "racecheck", "--out"]
+    assert sanitize.main([*given, str(first)]) == 1
+    (path,) = first.glob("sanitize-*.json")
+    before = json.loads(path.read_text())
+    before["rows"][-1]["keyword"] = "other tests"
+    before["machine"]["commit"] = "an earlier one"
+    path.write_text(json.dumps(before))
+    fake.write_text(FAKE.format(python=sys.executable).replace('"racecheck"', '"none"'))
+    assert sanitize.main([*given, str(tmp_path), "--after", str(path)]) == 0
+    (path,) = tmp_path.glob("sanitize-*.json")
+    found = json.loads(path.read_text())
+    assert found["summary"]["sound"] and found["machine"]["commit"] != "an earlier one"
+    assert sorted(r["part"] for r in found["rows"]) == sorted(r["part"] for r in before["rows"])
+    kept = [row["part"] for row in found["rows"] if row.get("commit") == "an earlier one"]
+    assert kept == [row["part"] for row in before["rows"] if not row["objections"]][:-1]
+    path.write_text("[]")
+    assert sanitize.main([*given, str(tmp_path), "--after", str(path)]) == 2
+    assert "no result file" in capsys.readouterr().out
+
+
 def test_parts_do_not_share_ports(tmp_path: Path) -> None:
     echo = tmp_path / "sanitizer"
     echo.write_text('#!/bin/sh\necho "$@"\n')
