@@ -166,14 +166,14 @@ def _shares(part: Part, count: int) -> list[Part]:
 PARTS: tuple[Part, ...] = (
     # The longest first, so that none of them begins last.
     *_kernels("racecheck", 24),
-    *_memcheck(12, "decoder", *_DECODER, keyword=_SMALL),
+    *_memcheck(24, "decoder", *_DECODER, keyword=_SMALL),
     *_memcheck(
         6,
         "footguns",
         "tests/test_footguns.py",
         keyword="not two_threads_on_two_streams and not lets_go_of_what and not leaves_no_graph",
     ),
-    *_memcheck(6, "kernels", *_KERNELS, keyword="not smollm2 and not same_bits"),
+    *_memcheck(12, "kernels", *_KERNELS, keyword="not smollm2 and not same_bits"),
     *_memcheck(3, "planted", "tests/planted"),
     *_memcheck(3, "twelve ways to break a capture", _WAYS),
     *_memcheck(1, "adopted from torch", _GPU + "test_adoption_torch.py"),
