@@ -552,8 +552,9 @@ class Graph(Closeable):
             )
         if any(driver.node_kind(n) in (NodeKind.MEM_ALLOC, NodeKind.MEM_FREE) for n in nodes):
             raise GraphError("replace: CUDA removes no node from a graph with alloc or free nodes")
-        before = [edge for edge in self.edges if edge.target == old]
-        after = [edge for edge in self.edges if edge.source == old]
+        edges = self.edges
+        before = [edge for edge in edges if edge.target == old]
+        after = [edge for edge in edges if edge.source == old]
         new = self.add(
             operation.params,
             [edge.source for edge in before],
