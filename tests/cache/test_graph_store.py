@@ -239,6 +239,23 @@ def test_a_restored_graph_that_was_added_to_is_saved(host_device: Device, folder
     assert model.run(ost.GraphCache(host_device), model.store(folder), 2) == [22, 24]
 
 
+def test_a_restored_graph_with_another_node_is_saved(host_device: Device, folder: Path) -> None:
+    """It has as many nodes and edges as before."""
+    model, cache = Model(host_device), ost.GraphCache(host_device)
+    store = model.store(folder)
+    loaded = store.restore(("step", 2))
+    assert loaded is not None and loaded.as_saved
+    other = ost.prepare(model.kernels[1], ONE, model.w, model.y, 2)
+    loaded.replace(loaded.nodes[-1], other)
+    assert not loaded.as_saved
+    run = loaded.instantiate()
+    run.launch(model.stream)
+    answer = model.y.to_numpy(model.stream).tolist()
+    cache.install(("step", 2), run)
+    assert store.save_cache(cache) == {}
+    assert model.run(ost.GraphCache(host_device), model.store(folder), 2) == answer
+
+
 def test_a_loop_is_saved_beside_its_executable(host_device: Device, tmp_path: Path) -> None:
     """A graph with conditional nodes has one executable at a time, and the cache has it."""
     device = host_device

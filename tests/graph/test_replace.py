@@ -1,8 +1,6 @@
-"""A kernel in the place of a node: the same edges, and no half-replaced node."""
+"""An operation in the place of a node: the same edges, and no half-replaced node."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import pytest
@@ -17,52 +15,44 @@ from tests.sources import config, kernel, preload
 N = 300
 
 
-def pairs(graph: ost.Graph) -> set[tuple[str, str]]:
-    """The edges, each node by what it does."""
-    names = {node.handle: f"{node.name} {node.kind.name}" for node in graph.nodes}
-    return {(names[edge.source], names[edge.target]) for edge in graph.edges}
+def operation(device: Device, name: str, *args: object) -> ost.Operation:
+    return ost.prepare(kernel(device, name), config(N), *args, N)
 
 
 def test_a_fill_becomes_a_kernel_between_the_same_neighbours(device: Device) -> None:
     stream = device.create_stream()
     x, y = device.zeros(N, "f4"), device.array(np.full(N, 3, "f4"))
     graph = ost.Graph.create(device)
-    first = graph.add_kernel(kernel(device, "fill"), config(N), x, 1.0, N)
+    first = graph.add_operation(operation(device, "fill", x, 1.0))
     fill = graph.add_memset(x, 0, 4, after=[first])
-    added = graph.add_kernel(kernel(device, "add"), config(N), x, y, x, N, after=[fill])
-    both = graph.add_kernel(kernel(device, "scale"), config(N), x, N, after=[fill, added])
-    before, old = pairs(graph), graph.instantiate()
-    new = graph.replace(fill, kernel(device, "fill"), config(N), x, 5.0, N)
-    assert new == graph.nodes[new.index] and new.kernel.config == config(N)
+    added = graph.add_operation(operation(device, "add", x, y, x), after=[fill])
+    last = graph.add_operation(operation(device, "scale", x), after=[fill, added])
+    new = graph.replace(fill, operation(device, "fill", x, 5.0))
+    assert new == graph.nodes[3] and new.kernel.config == config(N)
     assert [node.kind for node in graph.nodes] == [ost.NodeKind.KERNEL] * 4 and len(graph) == 4
-    assert pairs(graph) == {
-        (a.replace("memset MEMSET", "fill KERNEL"), b.replace("memset MEMSET", "fill KERNEL"))
-        for a, b in before
+    assert [node.index for node in graph.nodes] == [0, 1, 2, 3]
+    assert {(edge.source, edge.target) for edge in graph.edges} == {
+        (first.handle, new.handle),
+        (new.handle, added.handle),
+        (new.handle, last.handle),
+        (added.handle, last.handle),
     }
     run = graph.instantiate()
     run.launch(stream)
     assert (x.to_numpy(stream) == 16).all()  # 2 * (5 + 3)
-    old.launch(stream)  # as it was made
-    assert (x.to_numpy(stream) == 6).all()
     run.patch(new, "value", 7.0)
     run.launch(stream)
     assert (x.to_numpy(stream) == 20).all()
-    assert both.handle in {node.handle for node in graph.nodes}
 
 
 def test_edges_keep_their_data(device: Device) -> None:
-    x = device.zeros(N, "f4")
+    x, nodes = device.zeros(N, "f4"), []
     early = EdgeData(from_port=1, type=EdgeType.PROGRAMMATIC)
-    graph = ost.Graph.create(device)
-    scaled = [ost.prepare(kernel(device, "scale"), config(N), x, N)] * 3
-    nodes = []
-    for one in scaled:
-        nodes.append(
-            graph.add(
-                one.params, nodes[-1:], edge_data=[early] * len(nodes[-1:]) or None, operation=one
-            )
-        )
-    graph.replace(nodes[1], kernel(device, "halve"), config(N), x, N)
+    graph, scale = ost.Graph.create(device), operation(device, "scale", x)
+    for _ in range(3):
+        data = [early] * len(nodes[-1:])
+        nodes.append(graph.add(scale.params, nodes[-1:], edge_data=data or None, operation=scale))
+    graph.replace(nodes[1], operation(device, "halve", x))
     assert [edge.data for edge in graph.edges] == [early, early]
 
 
@@ -72,27 +62,43 @@ def test_only_nodes_of_the_graph_itself(device: Device) -> None:
     inner.add_memset(x, 0)
     fill = graph.add_memset(x, 1)
     child = graph.add_child(inner, after=[fill])
-    scale = kernel(device, "scale")
+    scale = operation(device, "scale", x)
     for node in (inner.nodes[0], graph.node(child.index).children[0]):
         with pytest.raises(InputError, match="no node of this graph itself"):
-            graph.replace(node, scale, config(N), x, N)
-    with pytest.raises(InputError):
-        graph.replace(fill, scale, config(N), x)
-    graph.replace(fill, scale, config(N), x, N)
+            graph.replace(node, scale)
+    graph.replace(fill, scale)
     with pytest.raises(InputError, match="no node of this graph itself"):
-        graph.replace(fill, scale, config(N), x, N)  # it is gone
+        graph.replace(fill, scale)  # it is gone
     assert [node.kind.name for node in graph.nodes] == ["CHILD_GRAPH", "KERNEL"]
 
 
-def test_a_graph_that_allocates_is_left_alone(device: Device) -> None:
-    x = device.zeros(N, "f4")
+def test_graphs_whose_handles_are_in_use_are_left_alone(device: Device) -> None:
+    stream, x = device.create_stream(), device.zeros(N, "f4")
+    scale = operation(device, "scale", x)
+
+    def refused(graph: ost.Graph, node: ost.Node, why: str) -> None:
+        before = [(node.kind, node.handle) for node in graph.nodes], graph.edges
+        with pytest.raises(GraphError, match=why):
+            graph.replace(node, scale)
+        assert before == ([(node.kind, node.handle) for node in graph.nodes], graph.edges)
+
     graph = ost.Graph.create(device)
     fill = graph.add_memset(x, 0)
-    graph.add_free(graph.add_alloc(64, after=[fill]).alloc.address, after=[graph.node(1)])
-    before = [(node.kind, node.handle) for node in graph.nodes], graph.edges
-    with pytest.raises(GraphError, match="alloc or free"):
-        graph.replace(fill, kernel(device, "scale"), config(N), x, N)
-    assert before == ([(node.kind, node.handle) for node in graph.nodes], graph.edges)
+    with ost.capture(stream, into=graph):
+        ost.fill(stream, x, 1)
+        refused(graph, fill, "captured into it")
+    graph.clone().instantiate().close()
+    graph.replace(fill, scale)
+    graph.instantiate().close()
+    refused(graph, graph.nodes[0], "executable")
+    body = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies[0]
+    refused(body, body.add_memset(x, 0), "executable")
+    allocating = ost.Graph.create(device)
+    fill = allocating.add_memset(x, 0)
+    allocating.add_free(
+        allocating.add_alloc(64, after=[fill]).alloc.address, after=[allocating.node(1)]
+    )
+    refused(allocating, fill, "alloc or free")
 
 
 @pytest.mark.parametrize("seam", ["graph_add_node", "graph_add_edges", "graph_remove_node"])
@@ -102,35 +108,44 @@ def test_a_fault_leaves_the_graph_as_it_was(host_device: Device, seam: str) -> N
     x = device.zeros(N, "f4")
     graph = ost.Graph.create(device)
     fill = graph.add_memset(x, 0)
-    graph.add_kernel(kernel(device, "scale"), config(N), x, N, after=[fill])
+    graph.add_operation(operation(device, "scale", x), after=[fill])
     before = [(node.kind, node.handle) for node in graph.nodes], graph.edges
     faults.fail(seam, at=1)
     with pytest.raises(GraphError):
-        graph.replace(fill, kernel(device, "fill"), config(N), x, 1.0, N)
+        graph.replace(fill, operation(device, "fill", x, 1.0))
     assert before == ([(node.kind, node.handle) for node in graph.nodes], graph.edges)
     faults.clear()
-    graph.replace(fill, kernel(device, "fill"), config(N), x, 1.0, N)
+    graph.replace(fill, operation(device, "fill", x, 1.0))
     stream = device.create_stream()
     graph.instantiate().launch(stream)
     assert (x.to_numpy(stream) == 2).all()
 
 
+def test_a_graph_with_both_nodes_is_lost(host_device: Device) -> None:
+    faults = FaultyDriver(host_device.driver)
+    device = preload(Device(faults))
+    x = device.zeros(N, "f4")
+    graph = ost.Graph.create(device)
+    fill = graph.add_memset(x, 0)
+    faults.fail("graph_remove_node", times=2)  # of the old one, and of the new one
+    with pytest.raises(GraphError, match="replacing .* failed"):
+        graph.replace(fill, operation(device, "fill", x, 1.0))
+    with pytest.raises(GraphError, match="make the graph again"):
+        graph.instantiate()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_graphs_keep_their_order(device: Device, seed: int) -> None:
-    """Fills of one array, each a kernel now or not: what waits for what is the same."""
+    """Fills of one array, some of which become kernels: what waits for what is the same."""
     rng = np.random.default_rng(seed)
     x, count = device.zeros(N, "f4"), 12
-    graph = ost.Graph.create(device)
-    nodes: list[ost.Node] = []
+    graph, nodes = ost.Graph.create(device), list[ost.Node]()
     for i in range(count):
         after = [node for node in nodes if rng.random() < 0.3]
         nodes.append(graph.add_memset(x, i, 1, after=after))
     place = {node.handle: i for i, node in enumerate(nodes)}
     before = sorted((place[e.source], place[e.target]) for e in graph.edges)
     for i in rng.permutation(count)[: count - 2].tolist():
-        new = graph.replace(nodes[i], kernel(device, "fill"), config(N), x, float(i), N)
-        place[new.handle] = i
+        place[graph.replace(nodes[i], operation(device, "fill", x, float(i))).handle] = i
     assert sorted((place[e.source], place[e.target]) for e in graph.edges) == before
     assert sorted(place[node.handle] for node in graph.nodes) == [*range(count)]
-    values = itertools.count()
-    assert all(node.index == next(values) for node in graph.nodes)

@@ -135,6 +135,7 @@ class GraphExec(Launcher, Closeable):
         self._lock = new_lock()
         self._prepared: dict[Stream, Callable[[], int]] = {}
         self._before_launch = graph.before_launch
+        graph.instantiated = True
         self._shadow = Shadow(graph)
         self._arguments: dict[tuple[int, int | str], Argument] = {}
         """Those that were patched."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,6 +102,10 @@ class Graph(Closeable):
         self.only_to_read = ""
         """Why it must not be launched by this library; empty if it may."""
         self.closed = False
+        self.instantiated = False
+        """Whether an executable was made of it."""
+        self.replaced = False
+        """Whether a node of it was replaced."""
         self.before_launch: Callable[[Stream], None] | None = None
         """Called with the stream before each launch of an executable that is made from here on: for
         what another library does before its own replays."""
@@ -532,44 +537,56 @@ class Graph(Closeable):
         except DriverError as error:
             raise GraphError(f"adding edges failed: {error}") from error
 
-    def replace(self, node: NodeRef, kernel: Kernel, config: LaunchConfig, *args: object) -> Node:
-        """Puts a kernel launch in the place of a node, with its edges, and returns the new node.
+    def replace(self, node: NodeRef, operation: Operation) -> Node:
+        """Puts an operation in the place of a node, with the node's edges; returns the new node.
 
         For a small fill, say: with one among its nodes, a launch of a chain takes 3 us more than
-        with kernels alone (docs/log.md).  The old node is gone, and the nodes behind it have other
-        indices.  The memory that it named stays alive with the graph.  Raises InputError for
-        arguments that do not fit and for a node that is not of this graph itself (but of a child
-        or a body), GraphError with the driver's reason and for a graph with alloc or free nodes,
-        from which CUDA removes none; the graph is then as before.
+        with kernels alone (docs/log.md).  The old node is gone, the nodes behind it have other
+        indices, and the new one is the last.  What the old one points at stays alive with the
+        graph.
+
+            graph.replace(node, ost.prepare(kernel, config, x, n))
+
+        The driver may give the handle of the old node to a later one, so a `Node` of it must not be
+        used any more, and GraphError is raised if an executable was made of the graph, or something
+        is captured into it.  It is raised for the body of a conditional node, and for a graph with
+        alloc or free nodes, from which CUDA removes none, and with the driver's reason.  Raises
+        InputError for a node that is not of this graph itself.  The graph is then as before, but
+        lost if the driver refuses to take the new node out again.
         """
         driver, old = self.context.driver, node.handle if isinstance(node, Node) else node
-        operation = prepare_node(kernel, config, args)
-        nodes = driver.graph_nodes(self.handle)
+        nodes, edges = driver.graph_nodes(self.handle), self.edges
         if old not in nodes:
-            raise InputError(
-                f"replace: {node!r} is no node of this graph itself (replace the nodes of a child "
-                "graph before it is added)"
-            )
-        if any(driver.node_kind(n) in (NodeKind.MEM_ALLOC, NodeKind.MEM_FREE) for n in nodes):
-            raise GraphError("replace: CUDA removes no node from a graph with alloc or free nodes")
-        edges = self.edges
+            raise InputError(f"replace: {node!r} is no node of this graph itself")
+        why = ""
+        if self.instantiated or isinstance(self, _Body):
+            why = "an executable may have been made of it; replace nodes before"
+        elif any(getattr(c, "into", None) is self for c in tuple(self.context.captures)):
+            why = "something is captured into it; end that capture before"
+        elif any(driver.node_kind(n) in (NodeKind.MEM_ALLOC, NodeKind.MEM_FREE) for n in nodes):
+            why = "CUDA removes no node from a graph with alloc or free nodes"
+        if why:
+            raise GraphError(f"no node of this graph can be replaced: {why}")
         before = [edge for edge in edges if edge.target == old]
-        after = [edge for edge in edges if edge.source == old]
         new = self.add(
             operation.params,
             [edge.source for edge in before],
             edge_data=[edge.data for edge in before],
             operation=operation,
         )
+        self.replaced = True
         try:
-            driver.graph_add_edges(
-                self.handle, [Edge(new.handle, edge.target, edge.data) for edge in after]
-            )
+            after = [edge for edge in edges if edge.source == old]
+            driver.graph_add_edges(self.handle, [replace(e, source=new.handle) for e in after])
             driver.graph_remove_node(old)
         except DriverError as error:
-            driver.graph_remove_node(new.handle)
+            why = f"replacing {node!r} failed: {error}"
+            try:
+                driver.graph_remove_node(new.handle)
+            except DriverError:
+                self.lose(f"{why}, and could not be taken back; make the graph again")
             self.labels.pop(new.handle, None)
-            raise GraphError(f"replacing node {node!r} failed: {error}") from error
+            raise GraphError(why) from error
         finally:
             self.recount()
         self.labels.pop(old, None)

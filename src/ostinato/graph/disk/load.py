@@ -110,7 +110,9 @@ class LoadedGraph(Graph):
 
     @property
     def as_saved(self) -> bool:
-        """Whether nothing was added to it."""
+        """Whether nothing was added to it, and nothing replaced."""
+        if self.replaced:
+            return False
         nodes = edges = 0
         inside = [(self.handle, self.nodes)]
         while inside:

@@ -31,6 +31,7 @@ from ostinato import (
     Stream,
     host_kernel,
     launch,
+    prepare,
 )
 from ostinato.errors import OstinatoError
 
@@ -176,7 +177,8 @@ class Mover:
             if nbytes < _LARGE_FILL:
                 unit = fill.value.to_bytes(4, "little")[:size]
                 pattern = int.from_bytes(unit * (4 // size), "little")
-                graph.replace(node, self._fill, _config([nbytes]), fill.dst, pattern, nbytes)
+                operation = prepare(self._fill, _config([nbytes]), fill.dst, pattern, nbytes)
+                graph.replace(node, operation)
 
 
 def _config(sizes: Sequence[int]) -> LaunchConfig:
