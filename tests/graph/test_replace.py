@@ -128,7 +128,7 @@ def test_a_graph_with_both_nodes_is_lost(host_device: Device) -> None:
     graph = ost.Graph.create(device)
     fill = graph.add_memset(x, 0)
     faults.fail("graph_remove_node", times=2)  # of the old one, and of the new one
-    with pytest.raises(GraphError, match="replacing .* failed"):
+    with pytest.raises(GraphError, match="replacing"):
         graph.replace(fill, operation(device, "fill", x, 1.0))
     with pytest.raises(GraphError, match="make the graph again"):
         graph.instantiate()
