@@ -399,6 +399,11 @@ def test_wrong_calls_leave_a_run_alone(decoder: Decoder, wanted: dict[str, list[
             lambda: decoder.decode(3),
             lambda: decoder.run(count=0),
             lambda: decoder.reset(1),
+            lambda: decoder.truncate(-1),
+            lambda: decoder.truncate(1000),
+            lambda: decoder.keep_common([-1]),
+            lambda: decoder.copy_prefix(1, 0, 0),
+            lambda: decoder.set_stop_tokens([-1]),
             lambda: decoder.set_sampling(HOT, limit=-1),
         ):
             with pytest.raises(InputError):

@@ -358,6 +358,7 @@ class Decoder(Closeable):
         Raises InputError if there are not so many.
         """
         one = self._sequences[sequence]
+        count = one.kept(count)
         self._change("truncate")
         self._note(f"truncate of sequence {one.index} to {count}")
         one.truncate(count)

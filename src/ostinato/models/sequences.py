@@ -60,13 +60,17 @@ class Sequence:
         self.on_device = self.stopped = self.has_logits = False
         return kept
 
-    def truncate(self, count: int) -> None:
-        """Keeps the first `count` tokens; the last of them is decoded next.  Raises InputError."""
+    def kept(self, count: int) -> int:
+        """`count`, if so many tokens can be kept.  Raises InputError."""
         count = whole(count, "count")
         if not 0 <= count <= len(self.tokens):
             raise InputError(
                 f"sequence {self.index} has {len(self.tokens)} tokens; {count} cannot be kept"
             )
+        return count
+
+    def truncate(self, count: int) -> None:
+        """Keeps the first `count` tokens (see `kept`); the last of them is decoded next."""
         self.has_logits = self.has_logits and count == len(self.tokens)
         del self.tokens[count:]
         self.length = min(self.length, max(0, count - 1))
