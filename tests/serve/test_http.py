@@ -341,6 +341,8 @@ def test_fields_that_ask_for_nothing_are_taken(server: Server) -> None:
 def test_another_model_path_method_or_type(server: Server) -> None:
     check(call(server, "POST", CHAT, {**ASK, "model": "gpt"}), 404, "no model 'gpt' here", "model")
     check(call(server, "GET", "/v1/nothing"), 404, "GET /v1/nothing: Not Found")
+    for path in (f"{CHAT}/", "/health/"):
+        check(call(server, "POST", path, ASK, host="evil.example"), 404, f"{path}: Not Found")
     check(call(server, "GET", CHAT), 405, "Method Not Allowed")
     typed = {"content-type": "text/plain"}
     check(call(server, "POST", CHAT, ASK, **typed), 415, "must be application/json")

@@ -327,7 +327,7 @@ def make_app(service: Service, lifespan: Callable[[], Any] | None = None) -> Sta
             ApiError(500, "an error of the server; its log says more", kind="server_error")
         )
 
-    return Starlette(
+    app = Starlette(
         routes=[
             route("/v1/chat/completions", service.chat, "POST"),
             route("/v1/completions", service.completion, "POST"),
@@ -340,6 +340,10 @@ def make_app(service: Service, lifespan: Callable[[], Any] | None = None) -> Sta
         exception_handlers={HTTPException: refused, Exception: failed},
         lifespan=around,
     )
+    # A path with a slash at its end is another path.  Starlette would answer with a redirect to
+    # whatever host the request names, before host and key are looked at.
+    app.router.redirect_slashes = False
+    return app
 
 
 def _size(prompt: Prompt) -> int:
