@@ -453,13 +453,34 @@ def test_absent_json(tmp_path: Path) -> None:
         load_tokenizer(JsonTokenizerSource(tmp_path))
 
 
-def test_unsupported_decoder(tmp_path: Path) -> None:
+_SPACES = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [{"type": "WordPiece", "prefix": "##", "cleanup": True}],
+        [{"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}],
+        [{**_SPACES, "pattern": {"String": "_"}}, {"type": "ByteFallback"}],
+        [{**_SPACES, "pattern": {"Regex": "▁+"}}, {"type": "ByteFallback"}],
+        [{**_SPACES, "content": ""}, {"type": "ByteFallback"}],
+        [_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}, {**_STRIP, "start": 2}],
+        [_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}, {**_STRIP, "content": "a"}],
+        [_SPACES, {"type": "ByteFallback"}, _STRIP],
+        [{"type": "ByteFallback"}, {"type": "Fuse"}],
+        [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+         {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}],
+    ],
+)  # fmt: skip
+def test_unsupported_decoder(tmp_path: Path, steps: list[dict[str, Any]]) -> None:
+    """Also one of a known kind with settings that would give another text."""
     write_tokenizer(tmp_path)
     file = tmp_path / "tokenizer.json"
     content = json.loads(file.read_text())
-    content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    content["decoder"] = {"type": "Sequence", "decoders": steps}
     file.write_text(json.dumps(content))
-    with pytest.raises(UnsupportedModelError, match="WordPiece"):
+    with pytest.raises(UnsupportedModelError, match=f"the decoder.*{steps[-1]['type']}"):
         load_tokenizer(JsonTokenizerSource(tmp_path))
 
 

@@ -98,19 +98,33 @@ def _flags(one: tokenizers.AddedToken) -> list[bool]:
     return [one.single_word, one.lstrip, one.rstrip, one.normalized, one.special]
 
 
+# How a decoder of SentencePiece's pieces may go; settings that are not here change nothing.
+_PIECES: tuple[dict[str, Any], ...] = (
+    {"type": "Metaspace", "replacement": "\u2581"},
+    {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+)
+
+
 def _decoder_kind(encoder: tokenizers.Tokenizer) -> tuple[bool, bool]:
     """Whether tokens are spelled in the byte alphabet, and whether a first space goes."""
     # The pickled state of a decoder is its JSON; there is no other way to ask.
     state: dict[str, Any] = json.loads(encoder.decoder.__getstate__()) if encoder.decoder else {}
     steps = state.get("decoders", [state]) if state.get("type") == "Sequence" else [state]
-    kinds = {step.get("type") for step in steps}
-    if "ByteLevel" in kinds:
+    kinds = [str(step.get("type")) for step in steps]
+    if "ByteLevel" in kinds and {*kinds} <= {"ByteLevel", "Fuse"}:
         return True, False
-    if "Metaspace" in kinds:
-        return False, any(step.get("prepend_scheme", "always") != "never" for step in steps)
-    if "ByteFallback" in kinds:
-        return False, "Strip" in kinds
+    known = all(any(one.items() <= step.items() for one in _PIECES) for step in steps)
+    # Pieces that are not joined yet would each lose their space.
+    fused = "Strip" not in kinds or "Fuse" in kinds[: kinds.index("Strip")]
+    if known and fused and not {"Metaspace", "Replace"}.isdisjoint(kinds):
+        spaced = (s for s in steps if s["type"] == "Metaspace")
+        first = any(step.get("prepend_scheme", "always") != "never" for step in spaced)
+        return False, first or "Strip" in kinds
     raise UnsupportedModelError(
-        f"has the decoder {sorted(map(str, kinds))}, which is not supported; supported: ByteLevel, "
-        "Metaspace, ByteFallback"
+        f"has the decoder {json.dumps(steps)[:500]}, which is not supported; supported: ByteLevel; "
+        "Metaspace or Replace of U+2581, with ByteFallback, Fuse, and Strip of one space at the "
+        "beginning"
     )
