@@ -52,14 +52,22 @@ def open_regular(path: str | Path, *, private: bool) -> BinaryIO:
 def replace_file(path: Path, data: bytes | memoryview, *, private: bool) -> None:
     """Writes a file and puts it in place of an older one.
 
-    `private`: only this user may read it; else the process' umask says who may.  Readers see the
-    old file or the new one, never a part.  Not fsynced: a power cut may leave a torn file.  Raises
-    OSError; then the old file is as it was.
+    `private`: only this user may read it; else those who may read the old one, or whom the process'
+    umask lets if there is none.  Readers see the old file or the new one, never a part.  Not
+    fsynced: a power cut may leave a torn file.  Raises OSError; then the old file is as it was.
     """
     temporary = temporary_beside(path)
+    mode = None
+    if not private:
+        with suppress(FileNotFoundError):
+            mode = stat.S_IMODE(path.stat().st_mode)
+    opener = _open_private if private or mode is not None else None
     try:
-        with open(temporary, "xb", opener=_open_private if private else None) as file:
+        with open(temporary, "xb", opener=opener) as file:
             file.write(data)
+        if mode is not None:
+            with suppress(OSError):  # a file system without modes
+                temporary.chmod(mode)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):

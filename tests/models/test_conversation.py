@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -270,6 +271,25 @@ def test_save_and_load(generator: TextGenerator, tmp_path: Path) -> None:
     assert said(conversation, "and then") == said(other, "and then")
     with pytest.raises(OSError, match="No such file"):
         conversation.save(tmp_path / "no" / "folder.json")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="of links and modes that POSIX has")
+def test_what_stood_where_a_conversation_is_saved(generator: TextGenerator, tmp_path: Path) -> None:
+    conversation = generator.chat(**CHAT)
+    said(conversation, "the end")
+    file, link = tmp_path / "talk.json", tmp_path / "link"
+    file.write_text("older")
+    file.chmod(0o600)
+    link.symlink_to(file)
+    conversation.save(link)
+    assert link.is_symlink()
+    assert json.loads(file.read_text())["messages"] == conversation.messages
+    assert file.stat().st_mode & 0o777 == 0o600, "what was kept from others is kept from them"
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    with pytest.raises(OSError, match="symbolic links"):
+        conversation.save(circle)
+    assert circle.is_symlink()
 
 
 def of(*roles: str, **more: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import stat
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -95,9 +96,12 @@ def write_file(path: Path, content: str | memoryview) -> None:
     """Writes a file whole or not at all, a text as UTF-8.  Raises OSError, which names it."""
     data = content.encode() if isinstance(content, str) else content
     try:
-        if path.exists() and not path.is_file():  # a device, a pipe: nothing to put in its place
-            path.write_bytes(data)
-            return
+        with contextlib.suppress(FileNotFoundError):
+            # A device, a pipe: nothing to put in its place.  Raises for links in a circle, of which
+            # `exists` says that nothing is there.
+            if not stat.S_ISREG(path.stat().st_mode):
+                path.write_bytes(data)
+                return
         # What a link points to, not the link.
         replace_file(path.resolve(), data, private=False)
     except OSError as error:
