@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -70,6 +71,23 @@ def test_run_takes_inputs_and_gives_outputs(path: Path, weights: Path, tmp_path:
     for wrong in (np.zeros(5, np.int32), np.array(["a", "b", "c"])):
         np.savez(given, x=wrong)
         refused(here("graph", "run", str(path), *files), "Invalid value for --inputs: x:")
+
+
+def test_damaged_inputs_are_an_option_that_is_wrong(
+    path: Path, weights: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "in.npz"
+    np.savez_compressed(file, x=np.arange(3, dtype=np.int32))
+    sound = file.read_bytes()
+    middle = sound.index(b"x.npy") + 60
+    flipped = bytearray(sound)
+    flipped[middle] ^= 0xFF
+    single = io.BytesIO()
+    np.save(single, np.arange(3, dtype=np.int32))
+    for content in (b"", b"PK\x03\x04", sound[:-30], bytes(flipped), single.getvalue()):
+        file.write_bytes(content)
+        options = ("--constants", str(weights), "--inputs", str(file))
+        refused(here("graph", "run", str(path), *options), f"Invalid value for --inputs: {file}: ")
 
 
 def test_names_of_a_file_do_not_command_a_terminal(host_device: ost.Device, tmp_path: Path) -> None:

@@ -182,7 +182,11 @@ def _arrays(path: Path) -> dict[str, object]:
     import numpy as np
 
     try:
-        with np.load(path, allow_pickle=False) as loaded:
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                raise ValueError("one array without a name; an .npz file is wanted")
             return {name: loaded[name] for name in loaded.files}
-    except (OSError, ValueError, AttributeError) as error:
-        raise typer.BadParameter(f"{path}: {error}", param_hint="--inputs") from None
+    except Exception as error:  # NumPy lets through what zipfile, zlib and struct raise
+        words = str(error) or type(error).__name__
+        raise typer.BadParameter(f"{path}: {words}", param_hint="--inputs") from None
