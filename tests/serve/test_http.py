@@ -402,7 +402,8 @@ def test_a_text_that_is_far_too_long_is_not_made_into_tokens(
     long, words = "x" * 8193, "longer than 8192 characters, too much for the context of 128 tokens"
     completion = {"model": MODEL, "prompt": [long]}
     check(call(server, "POST", COMPLETION, completion), 400, words, "prompt")
-    for messages in ([{"role": "user", "content": long}], MESSAGES * 129):
+    named = {"role": "user", "content": "x", "name": long}
+    for messages in ([{"role": "user", "content": long}], [named], MESSAGES * 129):
         reply = call(server, "POST", CHAT, {**ASK, "messages": messages})
         check(reply, 400, words, "messages")
         assert reply.error["code"] == "context_length_exceeded"

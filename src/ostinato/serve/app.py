@@ -349,7 +349,9 @@ def make_app(service: Service, lifespan: Callable[[], Any] | None = None) -> Sta
 def _size(prompt: Prompt) -> int:
     """Characters; a message counts as a token's at the least."""
     if isinstance(prompt, Chat):
-        return sum(max(len(one["content"]), _CHARACTERS_PER_TOKEN) for one in prompt.messages)
+        # A name too: there are templates that write it.
+        sizes = (len(one["content"]) + len(one.get("name", "")) for one in prompt.messages)
+        return sum(max(size, _CHARACTERS_PER_TOKEN) for size in sizes)
     return len(prompt) if isinstance(prompt, str) else 0
 
 
