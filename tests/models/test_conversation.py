@@ -172,6 +172,34 @@ def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(generator: TextGenera
     assert said(conversation, "and then") is not None, "the next turn goes on from there"
 
 
+def test_an_answer_has_no_space_that_is_the_tokenizers_own(
+    host_device: Device, tmp_path: Path
+) -> None:
+    """SentencePiece writes a space before all text: a turn has none, as with `generate`."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = [f"\u2581q{index}" for index in range(CONFIG.vocabulary - len(tokens))]
+    named = {
+        "model": "llama",
+        "pre": None,
+        "merges": None,
+        "tokens": [*tokens, *words],
+        "scores": [-float(index) for index in range(CONFIG.vocabulary)],
+        "token_type": [2, 3, 3] + [6] * 256 + [1] * len(words),
+    }
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in named.items()}
+    path = write_gguf(tmp_path / "pieces.gguf", metadata=metadata)
+    begun = 0
+    with TextGenerator(host_device, path) as generator:
+        for seed in range(200):
+            sampling = SamplingOptions(temperature=5.0, seed=seed)
+            asked = [{"role": "user", "content": "a"}]
+            wanted = generator.generate(asked, max_tokens=3, sampling=sampling)
+            text = "".join(wanted)
+            assert said(generator.chat(max_tokens=3, sampling=sampling), "a") == text
+            begun += wanted.token_ids[0] >= len(tokens)
+    assert begun, "no answer begins with a word"
+
+
 def test_pieces_of_many_rows_say_the_same(host_device: Device, tiny: Path) -> None:
     """Not bit by bit, since sums go in another order, but the same tokens."""
     with TextGenerator(host_device, tiny) as generator:

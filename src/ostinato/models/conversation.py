@@ -45,6 +45,7 @@ class _Speaker(Generator, Protocol):
         prompt: Items[int],
         /,
         *,
+        chat: bool,
         max_tokens: int,
         sampling: SamplingOptions,
         tokens_per_launch: int,
@@ -145,6 +146,7 @@ class Conversation:
             )
         answer = self._generator.generate(
             tokens,
+            chat=True,
             max_tokens=self.max_tokens,
             sampling=self.sampling,
             tokens_per_launch=self.tokens_per_launch,

@@ -135,12 +135,13 @@ class TextGenerator(Closeable):
     ) -> Generation:
         """The answer to a prompt (text, messages, or token ids), as an iterator over its pieces.
 
-        `chat` and `system` as for `encode`.  It ends at an end token, after `max_tokens` tokens,
-        where the context is full, or before the first of the texts in `stop`, of which nothing is
-        given out.  `tokens_per_launch` as for `Decoder.run`.  `reuse`: only what the prompt does
-        not have in common with the tokens in the KV cache is read; without, all of it is, so that
-        the same prompt gives the same bits whatever was before it.  `progress` as for
-        `Decoder.prefill`.
+        `chat` and `system` as for `encode`; of token ids, `chat` says that the answer is a turn of
+        a chat.  Otherwise it goes on with their text, and keeps the space that SentencePiece writes
+        before all text.  It ends at an end token, after `max_tokens` tokens, where the context is
+        full, or before the first of the texts in `stop`, of which nothing is given out.
+        `tokens_per_launch` as for `Decoder.run`.  `reuse`: only what the prompt does not have in
+        common with the tokens in the KV cache is read; without, all of it is, so that the same
+        prompt gives the same bits whatever was before it.  `progress` as for `Decoder.prefill`.
 
         One generation at a time: a new one ends the one before, as any other use of the decoder
         does, and its next step then raises ClosedError.  Raises InputError if the prompt
@@ -225,6 +226,7 @@ class TextGenerator(Closeable):
                 chatted = True
                 tokens = self.encode(messages, chat=chat, system=system)
             else:
+                chatted = bool(chat)
                 tokens = token_ids(items, self.decoder.config.vocabulary, "prompt")
         if not tokens:
             raise InputError("the prompt is empty: it has no tokens")
