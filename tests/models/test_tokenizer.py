@@ -119,6 +119,17 @@ def test_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([1, 2], skip_special=False) == "<|im_start|><|im_end|>"
 
 
+@pytest.mark.parametrize("kind", [1, 4])
+def test_an_end_token_that_a_gguf_file_calls_text_ends_an_answer(kind: int) -> None:
+    tokens, _ = byte_tokens()
+    types = [3, 3, kind] + [1] * (len(tokens) - 3)
+    ours = from_gguf(token_type=types, eos_token_id=0)
+    assert ours.eos_ids == (0, 2)
+    assert ours.special_ids == {0, 1, 2}
+    assert ours.encode("a<|im_end|>a") == from_gguf().encode("a<|im_end|>a")
+    assert ours.decode(ours.encode("a<|im_end|>")) == "a"
+
+
 def test_digits_stand_alone_for_smollm() -> None:
     tokens, _ = byte_tokens()
     twelve = tokens.index("12")

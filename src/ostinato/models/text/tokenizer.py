@@ -20,7 +20,7 @@ from ostinato.models.arguments import quoted, whole
 from ostinato.models.files.checkpoint import GgufTokenizerSource, TokenizerSource
 from ostinato.models.files.reading import read_file, read_json
 from ostinato.models.text.child import Child
-from ostinato.models.text.tokenizer_parts import MAX_IDS, TokenizerParts
+from ostinato.models.text.tokenizer_parts import END_TOKENS, MAX_IDS, TokenizerParts
 
 __all__ = ["IncrementalDecoder", "Tokenizer", "load_tokenizer", "read_chat_template"]
 
@@ -31,19 +31,6 @@ _MEMORY = 2 << 30
 # Bytes of text, more than a million tokens.  Each can take 150 bytes and 1 us.
 _MAX_TEXT = 8 << 20
 _MAX_TEMPLATE = 1 << 20
-# What models call the end of an answer, besides the one id that their file names.
-_END_TOKENS = frozenset(
-    {
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end_of_text|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "</s>",
-    }
-)
 _ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -81,7 +68,7 @@ class Tokenizer:
         self.bos_id = parts.bos_id
         self.special_ids = parts.special_ids
         self.chat_template = chat_template
-        named = {text: i for i in parts.special_ids if (text := parts.texts[i]) in _END_TOKENS}
+        named = {text: i for i in parts.special_ids if (text := parts.texts[i]) in END_TOKENS}
         more = (named[text] for text in sorted(named))
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*parts.eos_ids, *more)))
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted
 from ostinato.models.files.checkpoint import GgufTokenizerSource
-from ostinato.models.text.tokenizer_parts import TokenizerParts, guarded
+from ostinato.models.text.tokenizer_parts import END_TOKENS, TokenizerParts, guarded
 
 __all__ = ["SUPPORTED_PRE_TOKENIZERS", "parts_from_gguf"]
 
@@ -104,7 +104,12 @@ class _Builder:
             raise ModelFormatError(
                 f"{self.where}: token {again} is there twice: {quoted(self.tokens[again])}"
             )
-        self.kinds = self._numbers("token_type", int, [1] * len(self.tokens))
+        given = self._numbers("token_type", int, [1] * len(self.tokens))
+        # Some files call these tokens plain text; llama.cpp goes by their names, too.
+        self.kinds = [
+            _CONTROL if text in END_TOKENS else kind
+            for text, kind in zip(self.tokens, given, strict=True)
+        ]
         kinds: dict[int, list[int]] = {_UNKNOWN: [], _CONTROL: [], _USER_DEFINED: []}
         for index, kind in enumerate(self.kinds):
             if kind in kinds:

@@ -9,12 +9,25 @@ from typing import TypeVar
 from ostinato.errors import ModelFormatError
 from ostinato.models.arguments import shown
 
-__all__ = ["MAX_IDS", "TokenizerParts", "guarded"]
+__all__ = ["END_TOKENS", "MAX_IDS", "TokenizerParts", "guarded"]
 
 T = TypeVar("T")
 
 MAX_IDS = 1 << 21
 """Tokens of a vocabulary, at most; as `config` has it."""
+END_TOKENS = frozenset(
+    {
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "</s>",
+    }
+)
+"""What models call the end of an answer, besides the one id that their file names."""
 
 
 @dataclass(frozen=True, slots=True)
