@@ -26,7 +26,13 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.host.driver import HostDriver
-from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError, Status
+from ostinato.errors import (
+    ContextPoisonedError,
+    GraphError,
+    OstinatoError,
+    StateLostError,
+    Status,
+)
 from ostinato.relational import Joiner
 from ostinato.replay import HeldReplay
 from ostinato.testing import FaultyDriver
@@ -255,6 +261,28 @@ def build_by_hand(world: World) -> Case:
         assert bool(made) == (error is None)
         for run in made:
             assert world.answers(run) == TEN
+
+    return work, check
+
+
+@scenario
+def replace(world: World) -> Case:
+    """A node of the graph, between two others, by what gives the other answer."""
+    graph = world.graph.clone()
+    node, add = graph.nodes[1], kernel(world.device, "add")
+    other = ost.prepare(add, config(N), world.a, world.b, world.outs[1], N)
+
+    def work() -> None:
+        graph.replace(node, other)
+
+    def check(error: OstinatoError | None) -> None:
+        try:
+            run = graph.instantiate()
+        except GraphError as lost:
+            assert error is not None and "could not be taken back" in str(lost)
+            return
+        assert len(graph) == 3 and len(graph.edges) == 2
+        assert world.answers(run) == ([6, 8, 6] if error is None else SIX)
 
     return work, check
 

@@ -357,20 +357,27 @@ def test_a_capture_into_a_graph_that_breaks_leaves_the_graph_as_it_was(
     assert_usable(device, stream, x)
 
 
+@pytest.mark.parametrize("seam", ["graph_remove_node", "graph_nodes"])
+@pytest.mark.parametrize("inside", [False, True])
 def test_a_graph_whose_half_capture_cannot_be_taken_back_cannot_be_launched(
-    host_device: Device,
+    host_device: Device, inside: bool, seam: str
 ) -> None:
+    """Nor a graph with it in a body; also where the driver has destroyed it."""
     faults = FaultyDriver(host_device.driver)
     device = preload(Device(faults))
     stream, x = device.create_stream(), device.zeros(8)
     with ost.capture(stream) as capture:
         ost.fill(stream, x, 1)
-    faults.fail("graph_remove_node")
-    with pytest.raises(ZeroDivisionError), ost.capture(stream, into=capture.graph):
+    graph = into = capture.graph
+    if inside:
+        into = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies[0]
+    with pytest.raises(ZeroDivisionError), ost.capture(stream, into=into):
         ost.fill(stream, x, 2)
+        faults.fail(seam)
         raise ZeroDivisionError
-    with pytest.raises(ost.errors.GraphError, match="cannot be taken out"):
-        capture.graph.instantiate()
+    faults.clear()
+    with pytest.raises(ost.errors.GraphError, match="make the graph again"):
+        graph.instantiate()
 
 
 def test_a_node_that_is_refused_keeps_nothing_alive(host_device: Device) -> None:

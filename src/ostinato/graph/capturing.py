@@ -215,7 +215,7 @@ class _Session:
             pass  # nothing can launch it any more
         except DriverError as error:
             into.keep.extend(self.keep)
-            into.only_to_read = (
+            into.spoil(
                 "a capture into it broke, and its half of the work cannot be taken out again "
                 f"({error}); make the graph again"
             )

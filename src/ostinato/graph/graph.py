@@ -161,6 +161,10 @@ class Graph(Closeable):
         if self._finalizer is not None:
             self._finalizer.detach()
 
+    def spoil(self, why: str) -> None:
+        """It holds half of a change: from here on it can be read, but not launched."""
+        self.only_to_read = why
+
     @property
     def owned(self) -> bool:
         """Whether this object destroys it; False for an adopted graph and a conditional body."""
@@ -551,8 +555,8 @@ class Graph(Closeable):
         used any more, and GraphError is raised if an executable was made of the graph, or something
         is captured into it.  It is raised for the body of a conditional node, and for a graph with
         alloc or free nodes, from which CUDA removes none, and with the driver's reason.  Raises
-        InputError for a node that is not of this graph itself.  The graph is then as before, but
-        lost if the driver refuses to take the new node out again.
+        InputError for a node that is not of this graph itself.  The graph is then as before; if the
+        driver refuses to take the new node out again, it cannot be launched any more.
         """
         driver, old = self.context.driver, node.handle if isinstance(node, Node) else node
         nodes, edges = driver.graph_nodes(self.handle), self.edges
@@ -568,29 +572,39 @@ class Graph(Closeable):
         if why:
             raise GraphError(f"no node of this graph can be replaced: {why}")
         before = [edge for edge in edges if edge.target == old]
-        new = self.add(
-            operation.params,
-            [edge.source for edge in before],
-            edge_data=[edge.data for edge in before],
-            operation=operation,
-        )
+        after = [edge for edge in edges if edge.source == old]
         self.replaced = True
         try:
-            after = [edge for edge in edges if edge.source == old]
+            new = self.add(
+                operation.params,
+                [edge.source for edge in before],
+                edge_data=[edge.data for edge in before],
+                operation=operation,
+            )
             driver.graph_add_edges(self.handle, [replace(e, source=new.handle) for e in after])
             driver.graph_remove_node(old)
-        except DriverError as error:
+        except BaseException as error:  # also an interruption
             why = f"replacing {node!r} failed: {error}"
-            try:
-                driver.graph_remove_node(new.handle)
-            except DriverError:
-                self.lose(f"{why}, and could not be taken back; make the graph again")
-            self.labels.pop(new.handle, None)
-            raise GraphError(why) from error
+            self._take_out(old, nodes, why)
+            if isinstance(error, DriverError):
+                raise GraphError(why) from error
+            raise
         finally:
             self.recount()
         self.labels.pop(old, None)
-        return self._read_one(len(nodes) - 1, new.handle)
+        return replace(new, index=len(nodes) - 1)
+
+    def _take_out(self, old: NodeHandle, nodes: Sequence[NodeHandle], why: str) -> None:
+        """Takes out what is there besides these nodes, unless the old one is gone already."""
+        driver = self.context.driver
+        try:
+            there = driver.graph_nodes(self.handle)
+            for added in there if old in there else ():
+                if added not in nodes:
+                    driver.graph_remove_node(added)
+                    self.labels.pop(added, None)
+        except DriverError:
+            self.spoil(f"{why}, and could not be taken back; make the graph again")
 
     # --- making others
     def clone(self) -> Graph:
@@ -794,6 +808,14 @@ class _Body(Graph):
         self._parent = parent
         self.labels = parent.labels
         self.keep = parent.keep
+
+    def lose(self, why: str) -> None:
+        super().lose(why)
+        self._parent.spoil(why)
+
+    def spoil(self, why: str) -> None:
+        super().spoil(why)
+        self._parent.spoil(why)
 
     @property
     def handle(self) -> GraphHandle:
