@@ -10,6 +10,7 @@ from ostinato.device import Device
 from ostinato.driver.api import EdgeData, EdgeType
 from ostinato.errors import GraphError, InputError
 from ostinato.testing import FaultyDriver
+from tests.interrupted import every, interrupt, lines
 from tests.sources import config, kernel, preload
 
 N = 300
@@ -86,13 +87,14 @@ def test_graphs_whose_handles_are_in_use_are_left_alone(device: Device) -> None:
     fill = graph.add_memset(x, 0)
     with ost.capture(stream, into=graph):
         ost.fill(stream, x, 1)
-        refused(graph, fill, "captured into it")
+        refused(graph, fill, "captured into the graph")
     graph.clone().instantiate().close()
     graph.replace(fill, scale)
+    loop = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1))
+    refused(graph, loop.node, "conditional")
+    refused(loop.bodies[0], loop.bodies[0].add_memset(x, 0), "executable")
     graph.instantiate().close()
     refused(graph, graph.nodes[0], "executable")
-    body = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies[0]
-    refused(body, body.add_memset(x, 0), "executable")
     allocating = ost.Graph.create(device)
     fill = allocating.add_memset(x, 0)
     allocating.add_free(
@@ -132,6 +134,32 @@ def test_a_graph_with_both_nodes_is_lost(host_device: Device) -> None:
         graph.replace(fill, operation(device, "fill", x, 1.0))
     with pytest.raises(GraphError, match="make the graph again"):
         graph.instantiate()
+
+
+def test_a_replacement_that_is_interrupted_is_made_or_not(host_device: Device) -> None:
+    stream, x = host_device.create_stream(), host_device.zeros(N, "f4")
+    one = operation(host_device, "fill", x, 1.0)
+
+    def built() -> tuple[ost.Graph, ost.Node]:
+        graph = ost.Graph.create(host_device)
+        fill = graph.add_memset(x, 0)
+        graph.add_operation(operation(host_device, "scale", x), after=[fill])
+        return graph, fill
+
+    def work() -> None:
+        graph.replace(fill, one)
+
+    graph, fill = built()
+    for at in every(lines(work), 1):
+        graph, fill = built()
+        where = interrupt(work, at)
+        if graph.only_to_read:  # the driver was interrupted, which CUDA cannot be
+            assert where is not None and "driver/host" in where
+            continue
+        assert len(graph) == 2 and len(graph.edges) == 1, where
+        made = fill.handle not in {node.handle for node in graph.nodes}
+        graph.instantiate().launch(stream)
+        assert (x.to_numpy(stream) == 2 * made).all(), where
 
 
 @pytest.mark.parametrize("seed", range(4))

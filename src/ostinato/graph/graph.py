@@ -553,10 +553,11 @@ class Graph(Closeable):
 
         The driver may give the handle of the old node to a later one, so a `Node` of it must not be
         used any more, and GraphError is raised if an executable was made of the graph, or something
-        is captured into it.  It is raised for the body of a conditional node, and for a graph with
-        alloc or free nodes, from which CUDA removes none, and with the driver's reason.  Raises
-        InputError for a node that is not of this graph itself.  The graph is then as before; if the
-        driver refuses to take the new node out again, it cannot be launched any more.
+        is captured into it.  It is raised with the driver's reason, too, and where nothing can be
+        replaced: for a conditional node and what is in its bodies, and in a graph with alloc or
+        free nodes.  Raises InputError for a node that is not of this graph itself.  The graph is
+        then as before; if the driver refuses to take the new node out again, it cannot be launched
+        any more.
         """
         driver, old = self.context.driver, node.handle if isinstance(node, Node) else node
         nodes, edges = driver.graph_nodes(self.handle), self.edges
@@ -564,13 +565,15 @@ class Graph(Closeable):
             raise InputError(f"replace: {node!r} is no node of this graph itself")
         why = ""
         if self.instantiated or isinstance(self, _Body):
-            why = "an executable may have been made of it; replace nodes before"
+            why = "an executable of the graph may have been made; replace nodes before"
         elif any(getattr(c, "into", None) is self for c in tuple(self.context.captures)):
-            why = "something is captured into it; end that capture before"
+            why = "something is captured into the graph; end that capture before"
+        elif driver.node_kind(old) is NodeKind.CONDITIONAL:
+            why = "it is a conditional node, whose bodies would go with it"
         elif any(driver.node_kind(n) in (NodeKind.MEM_ALLOC, NodeKind.MEM_FREE) for n in nodes):
             why = "CUDA removes no node from a graph with alloc or free nodes"
         if why:
-            raise GraphError(f"no node of this graph can be replaced: {why}")
+            raise GraphError(f"{node!r} of {self!r} cannot be replaced: {why}")
         before = [edge for edge in edges if edge.target == old]
         after = [edge for edge in edges if edge.source == old]
         self.replaced = True
@@ -585,7 +588,7 @@ class Graph(Closeable):
             driver.graph_remove_node(old)
         except BaseException as error:  # also an interruption
             why = f"replacing {node!r} failed: {error}"
-            self._take_out(old, nodes, why)
+            self._take_back(old, nodes, edges, why)
             if isinstance(error, DriverError):
                 raise GraphError(why) from error
             raise
@@ -594,16 +597,21 @@ class Graph(Closeable):
         self.labels.pop(old, None)
         return replace(new, index=len(nodes) - 1)
 
-    def _take_out(self, old: NodeHandle, nodes: Sequence[NodeHandle], why: str) -> None:
-        """Takes out what is there besides these nodes, unless the old one is gone already."""
-        driver = self.context.driver
+    def _take_back(
+        self, old: NodeHandle, nodes: Sequence[NodeHandle], edges: Sequence[Edge], why: str
+    ) -> None:
+        """Makes the graph what it was, with these nodes and edges, unless the old node is gone."""
+        driver, whole = self.context.driver, False
         try:
             there = driver.graph_nodes(self.handle)
             for added in there if old in there else ():
                 if added not in nodes:
                     driver.graph_remove_node(added)
                     self.labels.pop(added, None)
+            whole = old not in there or {*self.edges} == {*edges}
         except DriverError:
+            pass  # the caller raises what went wrong first
+        if not whole:
             self.spoil(f"{why}, and could not be taken back; make the graph again")
 
     # --- making others
