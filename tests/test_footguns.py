@@ -12,6 +12,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -2078,6 +2079,38 @@ def test_a_capture_that_is_dropped_ends(device: Device, stream: ost.Stream) -> N
     ost.fill(stream, x, 7)  # runs: nothing is captured any more
     assert (x.to_numpy(stream) == 7).all()
     assert device.context.captures_under_way == 0
+
+
+@pytest.mark.parametrize("call", ["launch", "upload", "replay", "record", "synchronize", "save"])
+def test_a_capture_that_is_dropped_ends_before_the_next_call(
+    device: Device, stream: ost.Stream, call: str, tmp_path: Path
+) -> None:
+    """Whatever that is: also one that submits no operation to the stream."""
+    x = ones(device)
+    graph = ost.capture_function(stream, lambda: ost.fill(stream, x, 7))
+    run, cache = graph.instantiate(), ost.GraphCache(device)
+    cache.install("x", run)
+
+    def recorded() -> None:
+        with ost.record(stream):
+            ost.fill(stream, x, 6)
+
+    calls: dict[str, Callable[[], object]] = {
+        "launch": lambda: run.launch(stream),
+        "upload": lambda: run.upload(stream),
+        "replay": lambda: cache.replay("x", stream),
+        "record": recorded,
+        "synchronize": device.synchronize,
+        "save": lambda: graph.save(tmp_path / "x.graph", outputs={"x": x}, check=False),
+    }
+    under_way = ost.Capture(stream).begin()
+    ost.fill(stream, x, 5)
+    del under_way
+    gc.collect()
+    calls[call]()
+    assert not stream.is_capturing and device.context.captures_under_way == 0
+    run.launch(stream)
+    assert (x.to_numpy(stream) == 7).all()
 
 
 def test_a_closed_device_lets_go_of_what_was_still_alive(device: Device) -> None:

@@ -484,6 +484,7 @@ class Context:
         Objects that another thread is destroying meanwhile may still be there when this returns.
         """
         self.require_open()
+        self.end_abandoned()  # a capture forbids it
         with self.reporting():
             self._wait_for_all()
         self.collect()

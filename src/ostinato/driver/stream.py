@@ -362,7 +362,9 @@ class Stream(Closeable):
     # --- capture state
     @property
     def capture_info(self) -> CaptureInfo:
-        """The state of the capture on this stream, also of one that another library began."""
+        """The state of the capture on this stream, also of one that another library began; one of
+        ours that was dropped is ended before."""
+        self.context.end_abandoned()
         return self.context.driver.stream_capture_info(self._require_open())
 
     @property
