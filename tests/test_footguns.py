@@ -2081,6 +2081,25 @@ def test_a_capture_that_is_dropped_ends(device: Device, stream: ost.Stream) -> N
     assert device.context.captures_under_way == 0
 
 
+@pytest.mark.parametrize("before", range(5))
+@pytest.mark.parametrize("fails", [False, True])
+def test_nodes_that_are_added_in_a_capture_shift_no_index(
+    device: Device, stream: ost.Stream, before: int, fails: bool
+) -> None:
+    """An index that is off by some is that of another node, which would be patched."""
+    graph, x = ost.Graph.create(device), ones(device)
+    for value in range(before):
+        graph.add_memset(x, value)
+    with contextlib.suppress(ZeroDivisionError), ost.capture(stream, into=graph):
+        ost.fill(stream, x, 1)
+        graph.add_memset(x, 2)
+        ost.fill(stream, x, 3)
+        assert not fails or 1 / 0
+    added = [graph.add_memset(x, value) for value in range(3)]
+    handles = [node.handle for node in graph.nodes]
+    assert [node.index for node in added] == [handles.index(node.handle) for node in added]
+
+
 @pytest.mark.parametrize("call", ["launch", "upload", "replay", "record", "synchronize", "save"])
 def test_a_capture_that_is_dropped_ends_before_the_next_call(
     device: Device, stream: ost.Stream, call: str, tmp_path: Path

@@ -359,9 +359,11 @@ class Graph(Closeable):
             self._count = count + 1
             return count
         nodes = self.context.driver.graph_nodes(self.handle)
-        # A driver with another order is asked each time.
+        # A driver with another order is asked each time, and each driver during captures: one may
+        # go into this graph, and add nodes or take its own out again.
         in_order = bool(nodes) and nodes[-1] == node
-        self._count = len(nodes) if in_order and not self._foreign else None
+        known = in_order and not (self._foreign or self.context.captures)
+        self._count = len(nodes) if known else None
         return len(nodes) - 1 if in_order else nodes.index(node)
 
     def recount(self) -> None:
