@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 __all__ = [
     "LEFT_OUT",
@@ -359,7 +359,7 @@ def result(
     outcomes: Sequence[Outcome],
     machine: Mapping[str, object],
     before: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The result file's content.  `before`: rows of an earlier run (`sound_rows`)."""
     rows: list[Mapping[str, Any]] = [*before, *(o.row() for o in outcomes)]
     return {
@@ -538,7 +538,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"results: {path}")
     print(json.dumps(found["summary"]), flush=True)
-    return 0 if cast(dict[str, Any], found["summary"])["sound"] else 1
+    return 0 if found["summary"]["sound"] else 1
 
 
 def _machine() -> dict[str, object]:
