@@ -44,7 +44,7 @@ _WARNING = re.compile(r"^.*\bwarning(?: #|\s*:).*$", re.MULTILINE | re.IGNORECAS
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """One way in which a source is compiled.
+    """One way in which a source is compiled; with `options.arch` for that architecture alone.
 
     By kernel: `shared`, bytes of dynamic shared memory that a launch asks for; `registers`, the
     most a thread may have on sm_90 where that is less than what launch bounds allow; `spills`, the
@@ -143,6 +143,11 @@ def _launches(config: LlamaConfig) -> Iterator[CudaLaunch]:
         tuning = default_tuning(config, rows=rows, context=2048, clusters=clusters)
         program = (*decode_program(config), loop_call())
         yield from lower(program, config, rows=rows, context=2048, tuning=tuning)
+    for rows in (32, 64):
+        given: Any = {"clusters": True, "warpgroups": True}
+        tuning = default_tuning(config, rows=rows, context=2048, **given)
+        step = lower(decode_program(config), config, rows=rows, context=2048, tuning=tuning)
+        yield from (one for one in step if one.options.arch is not None)
     single = default_tuning(config, context=2048)
     for rows in (16, 512):
         tuning = library_tuning(config, rows=rows, context=2048)
@@ -208,7 +213,9 @@ class Report:
 def check(wanted: KernelCheck, arch: str) -> Report:
     """Compiles for `arch` ("sm_90") and says what is wrong.  Raises CompileError, NoCudaError."""
     source, options = wanted.source, wanted.options
-    options = replace(options, arch=arch, extra=(*options.extra, "--ptxas-options=-v"))
+    options = replace(
+        options, arch=options.arch or arch, extra=(*options.extra, "--ptxas-options=-v")
+    )
     compiled = compile_plan(plan_compilation(source, options, (0, 0)))
     spills = {m["name"]: m for m in _SPILLS.finditer(compiled.log)}
     problems = [f"the compiler warns: {m[0].strip()}" for m in _WARNING.finditer(compiled.log)]

@@ -82,9 +82,9 @@ void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shar
     for (int start = 0; start < blocks; start += batch) {
         for (int b = 0; b < batch; b++) {
             Block& one = made[b];
-            one.shared.assign(shared + 256, 0xff);  // NaN, for who reads what nobody wrote
+            one.shared.assign(shared + 2048, 0xff);  // NaN, for who reads what nobody wrote
             one.shared_start = reinterpret_cast<unsigned char*>(
-                (reinterpret_cast<uintptr_t>(one.shared.data()) + 127) / 128 * 128);
+                (reinterpret_cast<uintptr_t>(one.shared.data()) + 1023) / 1024 * 1024);
             one.barrier = {};
             one.cluster = {};
             one.warp_barriers.assign((threads + 31) / 32, {});
@@ -156,6 +156,24 @@ void check_aligned(const void* p, size_t bytes) {
         std::fprintf(stderr, "emulated: %zu bytes from %p are not aligned\n", bytes, p);
         abort();
     }
+}
+
+void multiply_panels(float (*c)[4], int n, const void* a, const void* b) {
+    const int thread = emulated::current->number, lane = thread % 32, g = lane / 4, t = lane % 4;
+    // A panel begins at a multiple of 1,024 bytes; `from` is a chunk of its first row.
+    auto at = [](const void* from, int row, int k) {
+        const auto place = reinterpret_cast<uintptr_t>(from);
+        const uintptr_t chunk = place % 128 / 16 + k / 8;
+        const auto value = *reinterpret_cast<const uint16_t*>(
+            place / 128 * 128 + row * 128 + (chunk ^ row % 8) * 16 + k % 8 * 2);
+        return __uint_as_float(unsigned(value) << 16);
+    };
+    for (const void* from : {a, b})
+        check_aligned(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) / 128 * 128), 1024);
+    for (int tile = 0; tile < n / 8; tile++)
+        for (int i = 0; i < 4; i++)
+            for (int k = 0; k < 16; k++)
+                c[tile][i] += at(a, thread / 32 % 4 * 16 + g + i / 2 * 8, k) * at(b, tile * 8 + 2 * t + i % 2, k);
 }
 
 void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,

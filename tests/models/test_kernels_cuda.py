@@ -45,6 +45,8 @@ SHAPES = {
 }
 
 
+LLAMA_1B = config_of(32, 8, 64, inner=8192, vocabulary=128256, layers=2)
+
 # What other families add to Llama's layers, at sizes for the emulator; heads of odd widths too, and
 # both additions to the heads at once.
 FAMILIES = {
@@ -69,6 +71,11 @@ QUICK_FAMILIES = [
 def in_clusters(config: LlamaConfig, context: int = 2048, rows: int = 1) -> shapes.Tuning:
     """The rule's tuning for a device that has clusters."""
     return shapes.default_tuning(config, rows=rows, context=context, clusters=True)
+
+
+def require_warpgroups(device: Device) -> None:
+    if not shapes.has_warpgroups(device.properties.compute_capability):
+        pytest.skip("no device with warpgroups")
 
 
 def distinct(launches: tuple[kc.CudaLaunch, ...]) -> list[kc.CudaLaunch]:
@@ -302,7 +309,65 @@ def test_streamed_products_agree_with_numpy_on_the_emulator(rows: int) -> None:
         bench.check(case)
 
 
-def legal_cut(rng: random.Random, name: str, product: shapes.Product, rows: int) -> Any:
+# Products of warpgroups: whole sums, warps that share inputs, and blocks that do, apart and in a
+# cluster; rings of more slabs than there are, and of fewer.
+WARPGROUPS = {
+    "qkv": shapes.MatrixShape(4, 1, 1, 64, 1, ring=3, warpgroup=1),
+    "output": shapes.MatrixShape(4, 2, 2, 64, 1, ring=4, warpgroup=1),
+    "gate_up": shapes.MatrixShape(8, 1, 1, 128, 1, ring=3, warpgroup=1),
+    "down": shapes.MatrixShape(4, 4, 2, 128, 1, cluster=2, ring=3, warpgroup=1),
+    "head": shapes.MatrixShape(8, 1, 1, 64, 1, ring=5, warpgroup=1),
+}
+
+
+def of_warpgroups(config: LlamaConfig, rows: int, context: int) -> shapes.Tuning:
+    """The rule's tuning with `WARPGROUPS`, for models as small as `SMALL`."""
+    tuning = replace(shapes.default_tuning(config, rows=rows, context=context), **WARPGROUPS)
+    assert not problems_of(config, rows, tuning)
+    return tuning
+
+
+@pytest.mark.parametrize("rows", [24, 64])
+def test_the_rule_multiplies_with_warpgroups_where_they_pay(rows: int) -> None:
+    config = LLAMA_1B
+    given: Any = {"rows": rows, "context": 512, "clusters": True}
+    tuning = shapes.default_tuning(config, warpgroups=True, **given)
+    launches = kc.lower(decode_program(config), config, rows=rows, context=512, tuning=tuning)
+    archs = {one.kernel: one.options.arch for one in launches}
+    assert {kernel for kernel, arch in archs.items() if arch == "sm_90a"} == {
+        kernel for kernel in archs if kernel.startswith("rounded")
+    }
+    assert not problems_of(config, rows, tuning)
+    assert "a warpgroup" in problems_of(config, rows, tuning, warpgroups=False)[0]
+    without = shapes.default_tuning(config, **given)
+    assert not problems_of(config, rows, without, warpgroups=False)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("rows", [24, pytest.param(64, marks=pytest.mark.slow)])
+def test_the_rule_for_warpgroups_agrees_with_numpy_on_the_emulator(rows: int) -> None:
+    config = config_of(17, 1, 64, hidden=1088, inner=4352, vocabulary=301, layers=1)
+    given: Any = {"rows": rows, "context": 40, "clusters": True, "warpgroups": True}
+    tuning = shapes.default_tuning(config, **given)
+    assert tuning.down.cluster == 8 and tuning.down.warpgroup  # type: ignore[union-attr]
+    bench = emulated_bench(config, rows, context=40, tunings={rows: tuning})
+    for case in list(checks.cases(bench, rows))[::4]:
+        bench.check(case)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("rows", [3, 17, 40, pytest.param(64, marks=pytest.mark.slow)])
+def test_products_of_warpgroups_agree_with_numpy_on_the_emulator(rows: int) -> None:
+    config = config_of(6, 2, 64, hidden=200, inner=520, vocabulary=301, layers=1)
+    tuning = of_warpgroups(config, rows, 70)
+    bench = emulated_bench(config, rows, context=70, tunings={rows: tuning})
+    for case in list(checks.cases(bench, rows))[::2]:
+        bench.check(case)
+
+
+def legal_cut(
+    rng: random.Random, name: str, product: shapes.Product, rows: int, *, warpgroups: bool
+) -> Any:
     """Any cut that the kernels take, also one that no rule and no search would choose."""
     while True:
         blocks_k = rng.choice((1, 2, 3, 4, 8))
@@ -310,6 +375,8 @@ def legal_cut(rng: random.Random, name: str, product: shapes.Product, rows: int)
         cluster, slab = rng.choice((1, blocks_k)), 32 * split * rng.randint(1, 24)
         depth, ring = rng.randint(0, 16), rng.randint(2, 5)
         cut = shapes.MatrixShape(tiles, split, blocks_k, slab, depth, cluster, ring)
+        if warpgroups:
+            cut = replace(cut, depth=1, warpgroup=1)
         if matrix_problem(name, cut, product, rows) is None:
             return cut
 
@@ -318,7 +385,8 @@ def legal_cut(rng: random.Random, name: str, product: shapes.Product, rows: int)
 @pytest.mark.parametrize(
     "seed", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 40))]
 )
-def test_any_legal_cut_agrees_with_numpy_on_the_emulator(seed: int) -> None:
+@pytest.mark.parametrize("warpgroups", [False, True])
+def test_any_legal_cut_agrees_with_numpy_on_the_emulator(seed: int, warpgroups: bool) -> None:
     rng = random.Random(seed)
     rows, kv_heads = rng.choice((2, 5, 8, 9, 16, 17, 33)), rng.choice((1, 2))
     config = config_of(
@@ -330,7 +398,10 @@ def test_any_legal_cut_agrees_with_numpy_on_the_emulator(seed: int) -> None:
         vocabulary=rng.randint(40, 700),
         layers=1,
     )
-    cuts = {n: legal_cut(rng, n, p, rows) for n, p in shapes.products_of(config).items()}
+    cuts = {
+        n: legal_cut(rng, n, p, rows, warpgroups=warpgroups)
+        for n, p in shapes.products_of(config).items()
+    }
     tuning = replace(shapes.default_tuning(config, rows=rows, context=90), **cuts)
     assert not problems_of(config, rows, tuning)
     bench = emulated_bench(config, rows, context=90, tunings={rows: tuning})
@@ -579,6 +650,27 @@ def test_small_streamed_products_agree_with_numpy(cuda_device: Device, rows: int
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
+@pytest.mark.parametrize("rows", [3, 17, 40])
+def test_small_products_of_warpgroups_agree_with_numpy(cuda_device: Device, rows: int) -> None:
+    require_warpgroups(cuda_device)
+    config = config_of(6, 2, 64, hidden=200, inner=520, vocabulary=301, layers=1)
+    tuning, machine = of_warpgroups(config, rows, 70), OnDevice(cuda_device)
+    checks.run_checks(machine, config, (rows,), sequences=3, context=70, tunings={rows: tuning})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [24, 32, 64])
+def test_the_rule_for_warpgroups_agrees_with_numpy(cuda_device: Device, rows: int) -> None:
+    require_warpgroups(cuda_device)
+    config = replace(LLAMA_1B, vocabulary=1001)
+    given: Any = {"rows": rows, "context": 300, "clusters": True, "warpgroups": True}
+    tuning, machine = shapes.default_tuning(config, **given), OnDevice(cuda_device)
+    assert tuning.output.warpgroup  # type: ignore[union-attr]
+    checks.run_checks(machine, config, (rows,), sequences=64, context=300, tunings={rows: tuning})
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
 @pytest.mark.parametrize("rows", [9, 33])
 def test_small_rounded_inputs_agree_with_numpy(cuda_device: Device, rows: int) -> None:
     if not cuda_device.capabilities.clusters:
@@ -603,10 +695,24 @@ def test_small_clusters_agree_with_numpy(cuda_device: Device, block: str) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 32])
-def test_a_step_gives_the_same_bits_every_time(cuda_device: Device, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("smollm2-135m", 1),
+        ("smollm2-135m", 8),
+        ("smollm2-135m", 32),
+        ("warpgroups", 32),
+        ("warpgroups", 64),
+    ],
+)
+def test_a_step_gives_the_same_bits_every_time(cuda_device: Device, name: str, rows: int) -> None:
     machine, config = OnDevice(cuda_device), SHAPES["smollm2-135m"]
     tuning = in_clusters(config, 600, rows) if cuda_device.capabilities.clusters else None
+    if name == "warpgroups":
+        require_warpgroups(cuda_device)
+        config = replace(LLAMA_1B, vocabulary=1001)
+        given: Any = {"clusters": True, "warpgroups": True}
+        tuning = shapes.default_tuning(config, rows=rows, context=600, **given)
     tunings = {} if tuning is None or rows == 1 else {rows: tuning}
     bench = checks.Bench(machine, config, max_rows=rows, sequences=8, context=600, tunings=tunings)
     case = next(iter(checks.cases(bench, rows)))

@@ -121,13 +121,14 @@ def test_every_candidate_is_a_legal_launch_that_covers_all(
         assert kc.workspace_bytes(config, rows=rows, context=4096, tuning=tuning) < 1 << 31
 
 
-@pytest.mark.parametrize("rows", [2, 8, 9, 16])
+@pytest.mark.parametrize("rows", [2, 8, 9, 16, 32, 64])
 def test_the_rule_for_few_rows_is_legal_for_every_width(rows: int) -> None:
     for hidden in range(64, 8192 + 64, 64):
         for inner, vocabulary, clusters in ((hidden, 8192, True), (8 * hidden, 64 * hidden, False)):
             config = config_of(hidden // 64, 1, 64, inner=inner, vocabulary=vocabulary)
-            tuning = shapes.default_tuning(config, rows=rows, clusters=clusters)
-            assert problems_of(config, rows, tuning, clusters=clusters) == (), hidden
+            has = {"clusters": clusters, "warpgroups": clusters}
+            tuning = shapes.default_tuning(config, rows=rows, **has)
+            assert problems_of(config, rows, tuning, **has) == (), hidden
 
 
 @settings(deadline=None, max_examples=40)
@@ -136,17 +137,24 @@ def test_the_rule_for_few_rows_is_legal_for_every_width(rows: int) -> None:
     rows=st.integers(1, 64),
     context=st.integers(1, 100_000),
     clusters=st.booleans(),
+    warpgroups=st.booleans(),
     multiprocessors=st.integers(1, 200),
 )
 def test_the_default_rule_is_legal(
-    config: LlamaConfig, rows: int, context: int, clusters: bool, multiprocessors: int
+    config: LlamaConfig,
+    rows: int,
+    context: int,
+    clusters: bool,
+    warpgroups: bool,
+    multiprocessors: int,
 ) -> None:
+    has = {"clusters": clusters, "warpgroups": clusters and warpgroups}
     tuning = shapes.default_tuning(
-        config, rows=rows, context=context, multiprocessors=multiprocessors, clusters=clusters
+        config, rows=rows, context=context, multiprocessors=multiprocessors, **has
     )
-    assert problems_of(config, rows, tuning, clusters=clusters) == ()
+    assert problems_of(config, rows, tuning, **has) == ()
     longer = shapes.for_context(tuning, 4 * context)
-    assert problems_of(config, rows, longer, clusters=clusters) == ()
+    assert problems_of(config, rows, longer, **has) == ()
     assert longer.attention.splits >= tuning.attention.splits
     assert clusters or tuning.attention.cluster == 1
 
@@ -259,6 +267,11 @@ def test_what_cannot_be_launched_is_said(changes: dict[str, Any], said: str) -> 
         (shapes.MatrixShape(8, 1, 1, 16384, 8), "does not fit shared memory"),
         (shapes.MatrixShape(8, 1, 1, 64, 2, 1, 1), "a ring of 1 slabs"),
         (shapes.MatrixShape(8, 1, 1, 64, 2, alone=2), "alone 2"),
+        (shapes.MatrixShape(8, 1, 1, 64, 1, ring=3, warpgroup=2), "warpgroup 2"),
+        (shapes.MatrixShape(8, 1, 1, 64, 2, ring=3, warpgroup=1), "depth 2"),
+        (shapes.MatrixShape(8, 1, 1, 64, 1, ring=2, warpgroup=1), "2 slabs"),
+        (shapes.MatrixShape(2, 1, 1, 64, 1, ring=3, warpgroup=1), "2 tiles"),
+        (shapes.MatrixShape(8, 1, 1, 512, 1, ring=3, warpgroup=1), "does not fit shared memory"),
     ],
 )
 def test_what_cannot_be_launched_for_rows_is_said(shape: shapes.MatrixShape, said: str) -> None:
@@ -275,6 +288,7 @@ def test_what_cannot_be_launched_for_rows_is_said(shape: shapes.MatrixShape, sai
         ("down", shapes.MatrixShape(8, 1, 1, 320, 10), "a slab of 320 for 8 rows"),
         ("down", shapes.MatrixShape(8, 1, 1, 256, 4), "4 steps"),
         ("down", shapes.MatrixShape(8, 0, 1, 256, 8), "split is 0"),
+        ("down", shapes.MatrixShape(4, 1, 1, 256, 1, ring=3, warpgroup=1), "bfloat16 alone"),
     ],
 )
 def test_what_cannot_be_launched_packed_is_said(

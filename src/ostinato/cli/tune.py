@@ -146,7 +146,7 @@ def _tune(
     import numpy as np
 
     from ostinato.models.cuda.dequantise import convert_on_device
-    from ostinato.models.cuda.shapes import default_tuning, require_supported
+    from ostinato.models.cuda.shapes import default_tuning, has_warpgroups, require_supported
     from ostinato.models.cuda.tunings import TuningKey, choose_tuning
     from ostinato.models.tune.meter import StepMeter
     from ostinato.models.tune.sweep import sweep
@@ -161,7 +161,9 @@ def _tune(
             device, checkpoint, np.uint16, convert=partial(convert_on_device, device)
         )
     clusters = device.capabilities.clusters
-    known: dict[str, Any] = {"multiprocessors": count, "clusters": clusters}
+    warpgroups = has_warpgroups(device.properties.compute_capability)
+    known: dict[str, Any] = {"multiprocessors": count}
+    known |= {"clusters": clusters, "warpgroups": warpgroups}
     # What an earlier search stored is only to be replaced by something faster.
     start = choose_tuning(config, rows=rows, context=_CONTEXT, gpu=gpu, store=store, **known)
     with (
@@ -175,8 +177,7 @@ def _tune(
             start.tuning,
             meter,
             rows=rows,
-            multiprocessors=count,
-            clusters=clusters,
+            **known,
             contexts=contexts,
             seconds=settings.seconds,
             tell=tell,
@@ -298,7 +299,7 @@ def _progress(title: str, seconds: float) -> Iterator[Callable[[Progress], None]
 def _in_use(model: str | None, shape: str | None, rows: int, device: str | None) -> dict[str, Any]:
     """Which tuning a decoder on this device gets, and where it comes from."""
     from ostinato.device import open_device
-    from ostinato.models.cuda.shapes import shape_key
+    from ostinato.models.cuda.shapes import has_warpgroups, shape_key
     from ostinato.models.cuda.tunings import choose_tuning
 
     title, open_weights = _source(model, shape)
@@ -314,6 +315,7 @@ def _in_use(model: str | None, shape: str | None, rows: int, device: str | None)
                 gpu=gpu,
                 multiprocessors=opened.properties.multiprocessors,
                 clusters=opened.capabilities.clusters,
+                warpgroups=has_warpgroups(opened.properties.compute_capability),
             )
             origin = chosen.origin.value
     return {"for": title, "gpu": gpu, "shape": shape_key(config), "rows": rows, "origin": origin}

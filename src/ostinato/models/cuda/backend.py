@@ -173,6 +173,7 @@ class CudaBackend:
             gpu=gpu,
             multiprocessors=count,
             clusters=self._clusters,
+            warpgroups=shapes.has_warpgroups(self._properties.compute_capability),
         ).tuning
 
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:

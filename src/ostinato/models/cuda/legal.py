@@ -11,6 +11,7 @@ from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
     HELD_STEPS,
     MAX_SHARED,
+    MAX_WARPGROUP_SHARED,
     REGISTERS,
     START_NEXT,
     STARTING,
@@ -43,12 +44,17 @@ more do not fit its registers."""
 
 
 def problems_of(
-    config: LlamaConfig, rows: int, tuning: Tuning, *, clusters: bool = True
+    config: LlamaConfig,
+    rows: int,
+    tuning: Tuning,
+    *,
+    clusters: bool = True,
+    warpgroups: bool = True,
 ) -> tuple[str, ...]:
     """Why the kernels cannot be compiled or launched so, in words; empty if they can.
 
-    Values may be of any type, as a file may hold them; a wrong type is a reason too.  `clusters`:
-    whether the device has them.
+    Values may be of any type, as a file may hold them; a wrong type is a reason too.  `clusters`,
+    `warpgroups`: whether the device has them.
     """
     found = []
     for name, product in products_of(config).items():
@@ -59,6 +65,8 @@ def problems_of(
             said = matrix_problem(name, shape, product, rows)
             if not said and shape.cluster > 1 and not clusters:
                 said = f"a cluster of {shape.cluster} blocks, which this device does not have"
+            if not said and shape.warpgroup and not warpgroups:
+                said = "a warpgroup, which this device does not have"
         else:
             said = f"{type(shape).__name__} is not for {rows} rows"
         if said:
@@ -125,6 +133,8 @@ def packed_problem(
             return wrong
         if rows == 1 or shape.slab % (BRICK * shape.split):
             return f"a slab of {shape.slab} for {rows} rows; {shape.split} warps take whole bricks"
+        if shape.warpgroup:
+            return "a warpgroup, which multiplies bfloat16 alone"
         if shape.depth % 8:
             return f"{shape.depth} steps, of which a brick has 8"
         return None
@@ -144,7 +154,7 @@ def vector_steps(shape: VectorShape, product: Product) -> int:
 
 def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -> str | None:
     s = shape
-    wrong = _not_whole(s, {"depth": 0, "alone": 0})
+    wrong = _not_whole(s, {"depth": 0, "alone": 0, "warpgroup": 0})
     if wrong:
         return wrong
     warps = s.tiles * s.split
@@ -154,13 +164,15 @@ def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -
         return f"a slab of {s.slab} is not whole steps of {s.split} warps"
     steps = s.slab // (32 * s.split)
     depth = s.depth or steps
+    if s.warpgroup > 1 or (s.warpgroup and (s.tiles % 4 or depth != 1 or s.ring < 3)):
+        return f"warpgroup {s.warpgroup} with {s.tiles} tiles, depth {depth}, {s.ring} slabs"
     if depth > 16 or depth * warps > HELD_STEPS:
         return f"the weights of {depth} steps do not fit the registers of {warps} warps"
     if steps % depth:
         return f"{steps} steps of a slab are not whole times {depth}"
     if s.cluster not in (1, s.blocks_k) or s.cluster > 8:
         return f"a cluster of {s.cluster} blocks, where {s.blocks_k} share the inputs"
-    if s.shared_bytes(rows) > MAX_SHARED:
+    if s.shared_bytes(rows) > (MAX_WARPGROUP_SHARED if s.warpgroup else MAX_SHARED):
         return f"a slab of {s.slab} does not fit shared memory with {rows} rows"
     if s.ring == 1 or s.ring > 8 or s.alone > 1:
         return f"a ring of {s.ring} slabs, alone {s.alone}"

@@ -499,6 +499,14 @@ class Cut:
         found["START_NEXT"] = self.starts(kernel)
         return {name: str(value) for name, value in found.items()}
 
+    def arch(self, kernel: str, packing: _Packing) -> str | None:
+        """What a kernel is compiled for; None for the device's own architecture."""
+        if kernel in _OF_ROUNDED and packing is None:
+            shape = self.shape(_OF_ROUNDED[kernel])
+            if isinstance(shape, MatrixShape) and shape.warpgroup:
+                return "sm_90a"
+        return None
+
     def starts(self, kernel: str) -> str:
         return self.tuning.start_next.get(_OF_ONE.get(kernel, kernel), "AFTER_WAIT")
 
@@ -608,7 +616,10 @@ class Cut:
         return CudaLaunch(
             kernel,
             _source(self.file(kernel), packing is not None, kernel in _OF_ONE, self.rounds),
-            CompileOptions(defines=tuple(self.macros(kernel, arguments, packing).items())),
+            CompileOptions(
+                defines=tuple(self.macros(kernel, arguments, packing).items()),
+                arch=self.arch(kernel, packing),
+            ),
             self.launch_config(kernel, packing, programmatic=programmatic),
             tuple((name, arguments[name]) for name in names),
             len(calls),

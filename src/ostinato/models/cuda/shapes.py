@@ -16,6 +16,7 @@ __all__ = [
     "HELD_STEPS",
     "MAX_ROWS",
     "MAX_SHARED",
+    "MAX_WARPGROUP_SHARED",
     "PIECE_HEAD_SIZE",
     "PRODUCTS",
     "PRODUCT_CALLS",
@@ -38,6 +39,7 @@ __all__ = [
     "counted_rows",
     "default_tuning",
     "for_context",
+    "has_warpgroups",
     "largest_divisor",
     "packed_shape",
     "power_of_two_from",
@@ -82,14 +84,20 @@ REGISTERS = 1 << 16
 """Of a multiprocessor, 32 bits each."""
 MAX_SHARED = 160 * 1024
 """Bytes of shared memory of a block; an H100 has 227 KiB, an A100 163."""
+MAX_WARPGROUP_SHARED = 216 * 1024
+"""The same where warpgroups multiply."""
 _MORE_THAN_HALF = 116 * 1024
 """Bytes of shared memory that a multiprocessor does not have twice."""
+_MORE_THAN_QUARTER = 57 * 1024
+"""Nor these four times."""
 _BLOCK_WEIGHTS = 128 * 1024
 """Bytes of weights that a block of attention_block.cu holds in registers.  More leave no room for
 the kernels beside it, and a multiprocessor takes longer to read them than the launches that are
 saved."""
 _DIGIT_BYTES = 4 * BRICK + 64 + 80
 """Of the digits of 256 inputs (packed.cuh)."""
+_WAVE_ROWS = 16
+"""From so many rows on, the attention is cut so that its blocks fill the device at once."""
 _CLUSTER_ROWS = 16
 """Most rows of a step whose attention has a cluster for each query head."""
 HELD_STEPS = 128
@@ -133,7 +141,8 @@ class MatrixShape:
     weights `depth` steps of 32 inputs before it needs them; 0 for all steps of a slab.  Blocks that
     share inputs add their sums in a cluster of so many (`cluster`; compute capability 9.0 and up),
     or through the workspace.  `alone`: 1 where a multiprocessor is to have no second block of the
-    kernel, 0 otherwise."""
+    kernel, 0 otherwise.  `warpgroup`: 1 where four warps multiply together (compute capability 9.0
+    alone), with the weights of the slabs in shared memory too; `depth` is 1 then."""
 
     tiles: int
     split: int
@@ -143,6 +152,7 @@ class MatrixShape:
     cluster: int = 1
     ring: int = 2
     alone: int = 0
+    warpgroup: int = 0
 
     @property
     def block_pairs(self) -> int:
@@ -158,7 +168,10 @@ class MatrixShape:
         padded = -(-rows // 8) * 8
         sums = 0 if self.whole_sums else self.tiles * self.split * 20 * padded * 4
         least = _MORE_THAN_HALF if self.alone else 0
-        return max(self.ring * padded * (self.slab + 32) * 2, sums, least)
+        slab = padded * (self.slab + 32) * 2
+        if self.warpgroup:
+            slab = (self.tiles * 16 + (32 if rows <= 32 else 64)) * self.slab * 2
+        return max(self.ring * slab, sums, least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,12 +360,13 @@ def default_tuning(
     context: int = 2048,
     multiprocessors: int = 132,
     clusters: bool = False,
+    warpgroups: bool = False,
     most: int = MAX_ROWS,
 ) -> Tuning:
     """Shapes by rule, for a GPU without a stored tuning.  The rule was found on an H100 and an H200
     (docs/performance.md).
 
-    `context`: positions of a sequence.  `clusters`: whether the device has them.
+    `context`: positions of a sequence.  `clusters`, `warpgroups`: whether the device has them.
     Raises UnsupportedModelError, also for over `most` rows.
     """
     require_supported(config, rows, most=most)
@@ -364,6 +378,8 @@ def default_tuning(
             return _vector_shape(name, product, multiprocessors)
         # Of more than MAX_ROWS, a library makes all but the head of the last.
         few = min(rows, MAX_ROWS)
+        if warpgroups and _warpgroups_pay(config, few):
+            return _warpgroup_shape(name, product, few, multiprocessors)
         return _matrix_shape(name, product, few, multiprocessors, clusters=clusters)
 
     qkv, output, gate_up, down, head = map(cut, PRODUCTS.values())
@@ -578,14 +594,63 @@ def _matrix_shape(
     )
 
 
+def has_warpgroups(capability: tuple[int, int]) -> bool:
+    """Whether four warps can multiply together (wgmma): later devices have other instructions."""
+    return capability == (9, 0)
+
+
+def _warpgroups_pay(config: LlamaConfig, rows: int) -> bool:
+    """Measured on an H100, us a step with and without: 1B 64 rows 1,360 and 1,490, 32 rows 1,140
+    and 1,220, 24 rows 1,135 and 1,165; nothing at 16 and 48.  8B 64 rows 7,090 and 7,630, where
+    cuBLASLt is faster, 32 rows 6,080 and 6,170, for one of its products alone; 135M nothing."""
+    return 1024 < config.hidden < 3072 and (16 < rows <= 32 or rows > 48)
+
+
+def _warpgroup_shape(name: str, product: Product, rows: int, multiprocessors: int) -> MatrixShape:
+    """By rule (found on an H100 with the 1B shape).
+
+    Where there are too few blocks, clusters of them share inputs, down to 512 in each.  A ring of
+    4 slabs of 128 inputs is all of these; where a block has more, or there is more than one for
+    each multiprocessor, slabs of 64 leave room for another block, but not for three others.
+    """
+    tiles, blocks_k, few = 4 if rows <= 32 else 8, 1, rows <= 32
+    if product.pairs / (8 * tiles) < 0.7 * multiprocessors and name != "head":
+        while product.inputs > 512 * blocks_k and blocks_k < 8:
+            blocks_k *= 2
+    long = blocks_k > 1 and product.inputs > 512 * blocks_k
+    if long:
+        tiles = 4
+    blocks = -(-product.pairs // (8 * tiles)) * blocks_k
+    slab = 64 if long or (blocks > multiprocessors and not few) else 128
+    split = 2 if few and blocks_k == 1 else 1
+    shape = MatrixShape(tiles, split, blocks_k, slab, 1, blocks_k, 4, warpgroup=1)
+    while shape.shared_bytes(rows) < _MORE_THAN_QUARTER:
+        shape = replace(shape, ring=shape.ring + 1)
+    return shape
+
+
 def _attention_shape(
     config: LlamaConfig, rows: int, context: int, multiprocessors: int
 ) -> AttentionShape:
+    """As many query heads in a block as fit its registers.  With many rows, fewer of them or fewer
+    positions at once, where more blocks fill the device then, or all of them have room at once
+    (H100, 1B shape, us a step at position 560: 64 rows 1,873 -> 1,758, 32 rows 1,394 -> 1,345)."""
     group = config.heads // config.kv_heads
     divisors = [n for n in range(1, 9) if group % n == 0]
     small = [n for n in divisors if n <= 5]
     queries = small[-1] if small[-1] > 1 or len(divisors) == 1 else divisors[-1]
     warps, steps = 4, 4 if queries <= 5 else 2
+
+    def filled(shape: tuple[int, int]) -> float:  # of what the device has room for; 0 if it is full
+        queries, steps = shape
+        registers = 24 + 8 * queries + 8 * steps + 5 * queries * steps
+        room = multiprocessors * (REGISTERS // (32 * warps * registers))
+        share = rows * config.kv_heads * (group // queries) / room
+        return share if share <= 1 else 0.0
+
+    if rows >= _WAVE_ROWS and queries <= 5:
+        fewer = [(queries // 2, steps)] if queries % 2 == 0 else []
+        queries, steps = max([(queries, steps), (queries, steps // 2), *fewer], key=filled)
     tile = warps * steps * (32 // power_of_two_from(config.head_size // 8))
     wanted = 2 * multiprocessors / (rows * config.kv_heads * (group // queries))
     splits = max(1, min(-(-context // tile), 64, int(wanted)))

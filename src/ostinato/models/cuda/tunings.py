@@ -89,19 +89,21 @@ def choose_tuning(
     gpu: str,
     multiprocessors: int,
     clusters: bool = False,
+    warpgroups: bool = False,
     store: TuningStore | None = None,
 ) -> ChosenTuning:
     """The tuning for steps of `rows` rows on a GPU by name, and its origin.
 
-    `context`: positions of a sequence.  `clusters`: whether the device has them.  A stored tuning
-    that is damaged or does not fit is not used, and a warning says why.
+    `context`: positions of a sequence.  `clusters`, `warpgroups`: whether the device has them.  A
+    stored tuning that is damaged or does not fit is not used, and a warning says why.
     Raises UnsupportedModelError.
     """
+    has = {"clusters": clusters, "warpgroups": warpgroups}
     default = default_tuning(
-        config, rows=rows, context=context, multiprocessors=multiprocessors, clusters=clusters
+        config, rows=rows, context=context, multiprocessors=multiprocessors, **has
     )
     key = TuningKey.of(config, rows, gpu)
-    found = (store or TuningStore()).load(key, config, default, clusters=clusters)
+    found = (store or TuningStore()).load(key, config, default, **has)
     if found is None:
         return ChosenTuning(default, Origin.DEFAULT)
     return ChosenTuning(for_context(found, context), Origin.STORED)
@@ -216,11 +218,17 @@ class TuningStore:
         return settings.cache_dir() / "tunings" if self._given is None else self._given
 
     def load(
-        self, key: TuningKey, config: LlamaConfig, base: Tuning, *, clusters: bool = True
+        self,
+        key: TuningKey,
+        config: LlamaConfig,
+        base: Tuning,
+        *,
+        clusters: bool = True,
+        warpgroups: bool = True,
     ) -> Tuning | None:
         """The tuning of a key, or None; with a warning where there is a file that is not used.
 
-        `clusters`: whether the device has them.
+        `clusters`, `warpgroups`: whether the device has them.
         """
         path = self.folder / key.name
         stored = _read(path)
@@ -233,7 +241,8 @@ class TuningStore:
             assert stored.record is not None
             try:
                 tuning = decode_tuning(stored.record["tuning"], base)
-                problems = problems_of(config, key.rows, tuning, clusters=clusters)
+                has = {"clusters": clusters, "warpgroups": warpgroups}
+                problems = problems_of(config, key.rows, tuning, **has)
                 problem = "; ".join(problems) or None
                 if problem is None:
                     return tuning

@@ -51,11 +51,17 @@ _BEFORE_THREE = 8
 
 
 def product_shapes(
-    config: LlamaConfig, name: str, rows: int, multiprocessors: int, *, clusters: bool = False
+    config: LlamaConfig,
+    name: str,
+    rows: int,
+    multiprocessors: int,
+    *,
+    clusters: bool = False,
+    warpgroups: bool = False,
 ) -> tuple[Shape, ...]:
     """Shapes of a product ("qkv", "output", …) worth a try, by a rough cost, the least first.
 
-    `clusters`: whether the device has them.
+    `clusters`, `warpgroups`: whether the device has them.
     """
     product = products_of(config)[name]
     made: list[tuple[float, Shape]] = []
@@ -64,7 +70,10 @@ def product_shapes(
             if vector_problem(shape, product) is None:
                 made.append((_vector_cost(shape, product, multiprocessors), shape))
     else:
-        for matrix in _matrices(product, multiprocessors, clusters):
+        several = _matrices(product, multiprocessors, clusters)
+        if warpgroups and rows > 8:
+            several = itertools.chain(_warpgroups(product, multiprocessors), several)
+        for matrix in several:
             if matrix_problem(name, matrix, product, rows) is None:
                 made.append((_matrix_cost(matrix, product, rows, multiprocessors), matrix))
     return tuple(shape for _, shape in sorted(made, key=lambda pair: pair[0]))
@@ -137,6 +146,20 @@ def _matrices(product: Product, multiprocessors: int, clusters: bool) -> Iterato
                         yield replace(one, alone=1)
 
 
+def _warpgroups(product: Product, multiprocessors: int) -> Iterator[MatrixShape]:
+    """Of compute capability 9.0, which has clusters too."""
+    for tiles, split, blocks_k, (slab, ring) in itertools.product(
+        (4, 8), (1, 2), (1, 2, 4, 8), ((64, 4), (64, 5), (64, 6), (64, 8), (128, 3), (128, 4))
+    ):
+        blocks = -(-product.pairs // (8 * tiles)) * blocks_k
+        if blocks < multiprocessors // 4 or slab * blocks_k > product.inputs:
+            continue
+        # Two slabs more than a block has are never filled.
+        if ring > 4 and slab * blocks_k * (ring - 2) >= product.inputs:
+            continue
+        yield MatrixShape(tiles, split, blocks_k, slab, 1, blocks_k, ring, warpgroup=1)
+
+
 def _matrix_cost(shape: MatrixShape, product: Product, rows: int, multiprocessors: int) -> float:
     """Of no unit: idle multiprocessors, inputs read again by every block, waits for inputs, and how
     many bytes are under way."""
@@ -146,7 +169,10 @@ def _matrix_cost(shape: MatrixShape, product: Product, rows: int, multiprocessor
     inputs = rows * -(-product.pairs // shape.block_pairs) / (product.pairs * 2)
     partial = 0.1 * (shape.blocks_k > 1) - 0.05 * (shape.cluster > 1)
     slabs = -(-product.inputs // (shape.blocks_k * shape.slab))
-    under_way = shape.tiles * shape.split * shape.depth * 1024 * min(2.0, blocks / multiprocessors)
+    held = shape.tiles * shape.split * shape.depth * 1024
+    if shape.warpgroup:
+        held = shape.tiles * 32 * shape.slab * (shape.ring - 2)
+    under_way = held * min(2.0, blocks / multiprocessors)
     loads = 1 + 16e3 / under_way
     return math.sqrt(fill) * min(waves, 2.0) * (1 + 0.3 * inputs + partial + 0.1 * slabs) * loads
 

@@ -56,7 +56,8 @@ def _narrowed(launch: CudaLaunch) -> CompileOptions:
         return launch.options
     others = {shape_macro(name) for name in PRODUCTS.values() if name != own}
     defines = dict(launch.options.defines)
-    return CompileOptions(defines={n: v for n, v in defines.items() if n not in others})
+    kept = {n: v for n, v in defines.items() if n not in others}
+    return CompileOptions(defines=kept, arch=launch.options.arch)
 
 
 class StepMeter(Closeable):

@@ -97,6 +97,7 @@ class _Sweep:
     rows: int
     multiprocessors: int
     clusters: bool
+    warpgroups: bool
     contexts: tuple[int, ...]
     meter: Meter
     clock: Callable[[], float]
@@ -171,8 +172,9 @@ class _Sweep:
             shapes = attention_shapes(self.config, self.rows, clusters=self.clusters)
             return [replace(self.best, attention=shape) for shape in shapes]
         made = product_shapes(
-            self.config, name, self.rows, self.multiprocessors, clusters=self.clusters
-        )
+            self.config, name, self.rows, self.multiprocessors,
+            clusters=self.clusters, warpgroups=self.warpgroups,
+        )  # fmt: skip
         return [_with(self.best, name, shape) for shape in made]
 
     def _not_launched(self, name: str) -> bool:
@@ -218,6 +220,7 @@ def sweep(
     rows: int,
     multiprocessors: int,
     clusters: bool = False,
+    warpgroups: bool = False,
     contexts: Sequence[int],
     seconds: float,
     tell: Callable[[Progress], None] = lambda progress: None,
@@ -225,10 +228,9 @@ def sweep(
 ) -> SweepResult:
     """The best tuning found from `start` on, in about so many seconds.
 
-    `clusters`: whether the device has them.  `contexts`: positions at which the step is timed; the
-    first one decides about products.  `tell`
-    is called after each candidate.  Raises InputError for no contexts or no time, and what the
-    meter raises.
+    `clusters`, `warpgroups`: whether the device has them.  `contexts`: positions at which the step
+    is timed; the first one decides about products.  `tell` is called after each candidate.  Raises
+    InputError for no contexts or no time, and what the meter raises.
     """
     if not contexts or not seconds > 0:
         raise InputError(f"contexts {list(contexts)} and {seconds} seconds: both are needed")
@@ -236,8 +238,8 @@ def sweep(
     meter.prepare([start])
     before = {c: meter.microseconds(start, c, careful=True) for c in contexts}
     run = _Sweep(
-        config, rows, multiprocessors, clusters, tuple(contexts), meter, clock, began + seconds,
-        tell, start, began, first=before[contexts[0]], now=before[contexts[0]],
+        config, rows, multiprocessors, clusters, warpgroups, tuple(contexts), meter, clock,
+        began + seconds, tell, start, began, first=before[contexts[0]], now=before[contexts[0]],
     )  # fmt: skip
     gains = expected_gains(config)
     if rows == 1 and clusters:

@@ -58,7 +58,7 @@ struct alignas(16) Row {
 
 #define DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__ void
-#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 
 // ---------------------------------------------------------------------------------------- loads
 
@@ -303,6 +303,72 @@ DEVICE void multiply_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
     }
 }
 
+// Four warps that multiply together (compute capability 9.0 alone).  Operands are in panels of 64 columns in shared
+// memory: `panel_at` below says where.
+DEVICE u64 panel_descriptor(const void* p) {  // rows of 128 bytes, in groups of 8, swizzled
+    const u64 at = __cvta_generic_to_shared(p);
+    return (at & 0x3ffff) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
+}
+// c += a b, 16 columns of each, at panel + 32 i bytes: a 64 rows, 16 for each warp, b N rows, bfloat16; c as of N / 8
+// multiply_tile.  Between `start_group` and `end_group`; c is there after `wait_group`.
+template <int N> DEVICE void multiply_group(float (&c)[N / 8][4], const void* a, const void* b);
+template <> DEVICE void multiply_group<32>(float (&c)[4][4], const void* a, const void* b) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, 1, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 0, 0;\n\t}"
+        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]),
+          "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]),
+          "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
+          "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3])
+        : "l"(panel_descriptor(a)), "l"(panel_descriptor(b)));
+#endif
+}
+template <> DEVICE void multiply_group<64>(float (&c)[8][4], const void* a, const void* b) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, 1, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n\t}"
+        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]),
+          "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]),
+          "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
+          "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]),
+          "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]),
+          "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),
+          "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]),
+          "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3])
+        : "l"(panel_descriptor(a)), "l"(panel_descriptor(b)));
+#endif
+}
+DEVICE void start_group() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+DEVICE void end_group() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+template <int GROUPS, int TILES> DEVICE void wait_group(float (&c)[TILES][4]) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
+    if constexpr (GROUPS == 0) {
+#pragma unroll
+        for (int i = 0; i < TILES; i++)  // what follows must not be moved before it
+            asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
+    }
+#endif
+}
+// What this thread's copies brought is seen by multiply_group, after a barrier.
+DEVICE void publish_copies() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // The two float16 of a word, as floats.
 DEVICE float low_f16(u32 w) {
     float v;
@@ -342,6 +408,11 @@ DEVICE constexpr int power_of_two_above(int n) {
     while (p < n) p *= 2;
     return p;
 }
+
+// A panel: rows of 64 bfloat16, 128 bytes, whose 16-byte chunks are swapped so that 8 rows of a column lie in
+// different banks.  It begins at a multiple of 1,024 bytes.
+constexpr int PANEL_WIDTH = 128;
+DEVICE constexpr int panel_at(int row, int chunk) { return row * PANEL_WIDTH + (chunk ^ row % 8) * 16; }
 
 template <int WHERE> DEVICE void start_next_at() {
     if constexpr (WHERE == START_NEXT) start_next();

@@ -19,6 +19,10 @@
 // a cluster of them adds up through shared memory, or the last of them to finish adds up what all of
 // them left in the workspace.  Orders are fixed.
 //
+// Or, on compute capability 9.0, four warps (a warpgroup) multiply 64 rows of the matrix out of shared
+// memory: WARPGROUP, `WarpgroupWeights` below.  A warp reads all inputs of its steps from shared memory for 16
+// rows; a warpgroup reads them once for 64, and holds no weights in registers.
+//
 // A warp has the weights of DEPTH steps under way at any time, whatever the slab is.  Where one warp has
 // all inputs of its outputs, a lane has whole sums, and warps do not wait for each other after the inputs
 // are there.
@@ -93,8 +97,10 @@ struct Rounded<OfRounded<CarriedResidual<WIDTH, TO>, FILLS_, HALF>> {
 
 // Tiles of 8 pairs of a block (one a warp), warps that share a tile's inputs, blocks that do, inputs
 // of a slab, steps whose weights a warp holds (0: of a whole slab), whether the blocks that share
-// inputs are a cluster (their number, or 1), and slabs of inputs in shared memory.
-template <int TILES_, int SPLIT_, int BLOCKS_K_, int SLAB_, int DEPTH_, int CLUSTER_, int RING_> struct Shape {
+// inputs are a cluster (their number, or 1), slabs of inputs in shared memory, and whether warpgroups multiply.
+template <int TILES_, int SPLIT_, int BLOCKS_K_, int SLAB_, int DEPTH_, int CLUSTER_, int RING_, int WARPGROUP_>
+struct Shape {
+    static constexpr bool WARPGROUP = WARPGROUP_;
     static constexpr int TILES = TILES_, SPLIT = SPLIT_, BLOCKS_K = BLOCKS_K_, SLAB = SLAB_;
     static constexpr int CLUSTER = CLUSTER_, RING = RING_;
     static constexpr int WARPS = TILES * SPLIT, THREADS = 32 * WARPS;
@@ -103,7 +109,8 @@ template <int TILES_, int SPLIT_, int BLOCKS_K_, int SLAB_, int DEPTH_, int CLUS
     static constexpr bool WHOLE_SUMS = SPLIT == 1 && BLOCKS_K == 1;  // a warp's
     // Blocks that a multiprocessor must have registers for: 16 warps of 128 registers each, so that the
     // next kernel's are asked for their weights while these still work.
-    static constexpr int RESIDENT = 8 * DEPTH + 4 * ROW_TILES <= MOST_HELD ? larger(1, 16 / WARPS) : 1;
+    static constexpr int RESIDENT = WARPGROUP || 8 * DEPTH + 4 * ROW_TILES <= MOST_HELD ? larger(1, 16 / WARPS) : 1;
+    static_assert(!WARPGROUP || TILES % 4 == 0, "four warps multiply together");
     static_assert(SLAB % (32 * SPLIT) == 0 && SLAB % 64 == 0 && STEPS % DEPTH == 0, "shape");
     static_assert(CLUSTER == 1 || CLUSTER == BLOCKS_K, "a cluster has all inputs");
     static_assert(RING > 1, "a slab is copied while another is used");
@@ -113,8 +120,8 @@ template <int TILES_, int SPLIT_, int BLOCKS_K_, int SLAB_, int DEPTH_, int CLUS
 };
 
 // The same for a packed matrix, and its parts.
-template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, int RING, class... PARTS>
-struct PackedMatrixShape : Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING> {
+template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, int RING, int WARPGROUP, class... PARTS>
+struct PackedMatrixShape : Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING, 0> {
     static_assert(SLAB % (BRICK * SPLIT) == 0 && DEPTH % 8 == 0, "a warp takes whole bricks");
     static constexpr int RESIDENT = DEPTH == 8 && ROW_TILES <= 4 ? larger(1, 16 / (TILES * SPLIT)) : 1;
 };
@@ -154,6 +161,63 @@ template <class S, class P> struct PlainWeights {
     }
     DEVICE void take(uint4& a0, uint4& a1, int i) const { a0 = w[i][0], a1 = w[i][1]; }
     DEVICE void refill(int i) { load(i); }
+};
+
+// Weights that a warpgroup multiplies out of shared memory, 64 rows of the matrix and all rows of the step in
+// one instruction (`multiply_group`).  They are copied there as the inputs are, slab by slab into the same
+// ring, in panels (common.cuh).  GROUP_ROWS: of inputs, of which those that the step does not have are zeros.
+constexpr int GROUP_ROWS = ROWS <= 32 ? 32 : 64;
+
+template <class S, class P> struct WarpgroupWeights {
+    static_assert(S::RING > 2, "a slab is copied while two are multiplied");
+    static constexpr int FIRST = 0, PAIRS = P::PAIRS, K = P::INPUTS;
+    static constexpr bool REORDERED = false;
+    static constexpr int MATRIX_ROWS = S::TILES * 16, PANELS = S::SLAB / 64, CHUNKS = S::SLAB / 8;
+    static constexpr int WEIGHT_PANEL = MATRIX_ROWS * PANEL_WIDTH, INPUT_PANEL = GROUP_ROWS * PANEL_WIDTH;
+    static constexpr int SLAB_BYTES = PANELS * (WEIGHT_PANEL + INPUT_PANEL);
+    // Some warps copy weights and some inputs: a thread's copies are waited for in their order, and
+    // weights are asked for before there are inputs.
+    static constexpr int INPUT_WARPS = S::WARPS / (MATRIX_ROWS < 2 * GROUP_ROWS ? 2 : 4);
+    static constexpr int WEIGHT_THREADS = S::THREADS - 32 * INPUT_WARPS;
+    const bf16* weight;
+    int first_pair, first_slab, part;
+    u8* ring;
+
+    DEVICE WarpgroupWeights(const bf16* weight, int first_pair, int first_slab, int part, u8* ring)
+        : weight(weight), first_pair(first_pair), first_slab(first_slab), part(part), ring(ring) {}
+    DEVICE u8* slab_at(int slab) const { return ring + slab % S::RING * SLAB_BYTES; }
+    DEVICE static bool copies_inputs() { return threadIdx.x >= WEIGHT_THREADS; }
+    DEVICE void copy_weights(int slab) const {
+        u8* const to = slab_at(slab);
+#pragma unroll 4
+        for (int i = threadIdx.x; i < MATRIX_ROWS * CHUNKS; i += WEIGHT_THREADS) {
+            const int r = i / CHUNKS, chunk = i % CHUNKS, k = (first_slab + slab) * S::SLAB + chunk * 8;
+            const int pair = smaller(first_pair + r / 16 * 8 + r % 8, PAIRS - 1);
+            const bool there = K % S::SLAB == 0 || k < K;
+            const bf16* const from = weight + static_cast<long long>(P::weight_row(pair, r / 8 % 2)) * K;
+            copy_async(to + chunk / 8 * WEIGHT_PANEL + panel_at(r, chunk % 8), from + (there ? k : 0), there);
+        }
+    }
+    DEVICE void copy_inputs(const bf16* rounded, int slab) const {
+        u8* const to = slab_at(slab) + PANELS * WEIGHT_PANEL;
+#pragma unroll 4
+        for (int i = threadIdx.x - WEIGHT_THREADS; i < GROUP_ROWS * CHUNKS; i += S::THREADS - WEIGHT_THREADS) {
+            const int n = i / CHUNKS, chunk = i % CHUNKS, k = (first_slab + slab) * S::SLAB + chunk * 8;
+            const bool there = n < ROWS && (K % S::SLAB == 0 || k < K);
+            copy_async(to + chunk / 8 * INPUT_PANEL + panel_at(n, chunk % 8), rounded + (there ? n * K + k : 0), there);
+        }
+    }
+    DEVICE void multiply(float (&c)[GROUP_ROWS / 8][4], int slab) const {
+        const u8* const weights = slab_at(slab) + threadIdx.x / 32 % S::TILES / 4 * (64 * PANEL_WIDTH);
+        const u8* const inputs = slab_at(slab) + PANELS * WEIGHT_PANEL;
+        start_group();
+#pragma unroll
+        for (int i = 0; i < PANELS * 4 / S::SPLIT; i++) {
+            const int step = i * S::SPLIT + part, panel = step / 4, at = step % 4 * 32;
+            multiply_group<GROUP_ROWS>(c, weights + panel * WEIGHT_PANEL + at, inputs + panel * INPUT_PANEL + at);
+        }
+        end_group();
+    }
 };
 
 template <class S, class P, class R, int FIRST_> struct BrickWeights {
@@ -263,13 +327,25 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     const int first_slab = S::input_block() * BLOCK_SLABS;
     const int slabs = smaller(BLOCK_SLABS, SLABS - first_slab);  // at most 0: nothing to do
 
-    W weights(matrix, block * S::TILES + tile, part, first_slab);
-    if (slabs > 0) weights.load_all();
-    // Copies a slab of inputs into the ring; `wait_copies` counts the slabs.
+    auto weights = [&] {
+        if constexpr (S::WARPGROUP)
+            return W(matrix, first_pair, first_slab, part, shared);
+        else
+            return W(matrix, block * S::TILES + tile, part, first_slab);
+    }();
+    // Copies a slab of inputs into the ring, or of what the thread copies for a warpgroup; `wait_copies` counts
+    // the slabs.
     auto copy_slab = [&](int slab) {
-        constexpr int CHUNKS = S::SLAB / 8;
-        bf16* const to = inputs + slab % S::RING * (PADDED_ROWS * STRIDE);
-        if (slab < slabs) {
+        if constexpr (S::WARPGROUP) {
+            if (slab < slabs) {
+                if (weights.copies_inputs())
+                    weights.copy_inputs(product.rounded, slab);
+                else
+                    weights.copy_weights(slab);
+            }
+        } else if (slab < slabs) {
+            constexpr int CHUNKS = S::SLAB / 8;
+            bf16* const to = inputs + slab % S::RING * (PADDED_ROWS * STRIDE);
 #pragma unroll 1
             for (int i = thread; i < PADDED_ROWS * CHUNKS; i += S::THREADS) {
                 const int n = i / CHUNKS, at = i % CHUNKS * 8, k = (first_slab + slab) * S::SLAB + at;
@@ -279,11 +355,20 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         }
         end_copies();
     };
+    auto fill_ring = [&] {
+#pragma unroll 1
+        for (int slab = 0; slab < (S::WARPGROUP ? S::RING : S::RING - 1); slab++) copy_slab(slab);
+    };
+    bool copies_weights = false;
+    if constexpr (S::WARPGROUP)
+        copies_weights = !weights.copies_inputs();
+    else if (slabs > 0)
+        weights.load_all();
+    if (copies_weights) fill_ring();
 
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
-#pragma unroll 1
-    for (int slab = 0; slab < S::RING - 1; slab++) copy_slab(slab);
+    if (!copies_weights) fill_ring();
     if constexpr (Rounded<P>::SCALED) {  // beside the first warp, which finds the rows
         constexpr int FIRST = S::WARPS > 1 ? 32 : 0, MANY = S::THREADS - FIRST;
         const bool clears = blockIdx.x == 0 && blockIdx.y == 0;
@@ -310,51 +395,71 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         if (mine < W::PAIRS && is_wanted(n))
             early = product.prepare(rows.row[n], n, W::FIRST + mine);
     }
-    float c[ROW_TILES][4] = {};
-    // A lane's inputs of 32 and 8 rows, at `from`: 16 neighbouring bytes, or twice 8 for a brick's order.
-    auto load_inputs = [&](const bf16* from) {
-        if constexpr (W::REORDERED) {
-            const uint2 low = *reinterpret_cast<const uint2*>(from);
-            const uint2 high = *reinterpret_cast<const uint2*>(from + 16);
-            return make_uint4(low.x, low.y, high.x, high.y);
-        } else {
-            return *reinterpret_cast<const uint4*>(from);
-        }
-    };
-    // `more`: a constant at each call.
-    auto multiply_steps = [&](const bf16* slab_inputs, int step, bool more) {
-        constexpr int EACH = W::REORDERED ? 4 : 8;
-#pragma unroll
-        for (int i = 0; i < S::DEPTH; i++) {
-            const bf16* from = slab_inputs + g * STRIDE + weights.group(step + i) * 32 + t * EACH;
-            uint4 a0, a1;
-            weights.take(a0, a1, i);
-#pragma unroll
-            for (int n = 0; n < ROW_TILES; n++) {
-                const uint4 b = load_inputs(from + n * 8 * STRIDE);
-                multiply_tile(c[n], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
-                multiply_tile(c[n], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
-            }
-            if (more) weights.refill(i);  // into the registers that were just used
-        }
-    };
+    float c[S::WARPGROUP ? GROUP_ROWS / 8 : ROW_TILES][4] = {};
+    if constexpr (S::WARPGROUP) {
 #pragma unroll 1
-    for (int slab = 0; slab < slabs; slab++) {
-        wait_copies<S::RING - 2>();
-        __syncthreads();  // and before the slab that was used last is overwritten
-        copy_slab(slab + S::RING - 1);
-        if (slab == 0) start_next_at<AFTER_INPUT>();
-        const bf16* const slab_inputs = inputs + slab % S::RING * (PADDED_ROWS * STRIDE);
-#pragma unroll 1
-        for (int step = 0; step < S::STEPS; step += S::DEPTH) {
-            if (step + S::DEPTH < S::STEPS || slab + 1 < slabs) {
-                weights.advance();
-                multiply_steps(slab_inputs, step, true);
+        for (int slab = 0; slab < slabs; slab++) {
+            if (slab == 0)
+                wait_copies<S::RING - 1>();
+            else if (slab == 1)
+                wait_copies<S::RING - 2>();
+            else
+                wait_copies<S::RING - 3>();
+            publish_copies();
+            __syncthreads();  // and before the slab before the last is overwritten, which all have multiplied
+            if (slab == 0) start_next_at<AFTER_INPUT>();
+            weights.multiply(c, slab);
+            if (slab > 1) copy_slab(slab + S::RING - 2);
+            wait_group<1>(c);
+        }
+        wait_group<0>(c);
+        if (!S::WHOLE_SUMS) __syncthreads();  // before the sums take their place
+    } else {
+        // A lane's inputs of 32 and 8 rows, at `from`: 16 neighbouring bytes, or twice 8 for a brick's order.
+        auto load_inputs = [&](const bf16* from) {
+            if constexpr (W::REORDERED) {
+                const uint2 low = *reinterpret_cast<const uint2*>(from);
+                const uint2 high = *reinterpret_cast<const uint2*>(from + 16);
+                return make_uint4(low.x, low.y, high.x, high.y);
             } else {
-                multiply_steps(slab_inputs, step, false);
+                return *reinterpret_cast<const uint4*>(from);
             }
+        };
+        // `more`: a constant at each call.
+        auto multiply_steps = [&](const bf16* slab_inputs, int step, bool more) {
+            constexpr int EACH = W::REORDERED ? 4 : 8;
+#pragma unroll
+            for (int i = 0; i < S::DEPTH; i++) {
+                const bf16* from = slab_inputs + g * STRIDE + weights.group(step + i) * 32 + t * EACH;
+                uint4 a0, a1;
+                weights.take(a0, a1, i);
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; n++) {
+                    const uint4 b = load_inputs(from + n * 8 * STRIDE);
+                    multiply_tile(c[n], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
+                    multiply_tile(c[n], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+                }
+                if (more) weights.refill(i);  // into the registers that were just used
+            }
+        };
+#pragma unroll 1
+        for (int slab = 0; slab < slabs; slab++) {
+            wait_copies<S::RING - 2>();
+            __syncthreads();  // and before the slab that was used last is overwritten
+            copy_slab(slab + S::RING - 1);
+            if (slab == 0) start_next_at<AFTER_INPUT>();
+            const bf16* const slab_inputs = inputs + slab % S::RING * (PADDED_ROWS * STRIDE);
+#pragma unroll 1
+            for (int step = 0; step < S::STEPS; step += S::DEPTH) {
+                if (step + S::DEPTH < S::STEPS || slab + 1 < slabs) {
+                    weights.advance();
+                    multiply_steps(slab_inputs, step, true);
+                } else {
+                    multiply_steps(slab_inputs, step, false);
+                }
+            }
+            if (!S::WHOLE_SUMS && slab + 1 == slabs) __syncthreads();  // before the sums take their place
         }
-        if (!S::WHOLE_SUMS && slab + 1 == slabs) __syncthreads();  // before the sums take their place
     }
     start_next_at<BEFORE_OUTPUT>();
 
@@ -485,12 +590,20 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     if constexpr (S::CLUSTER > 1) sync_cluster<S::CLUSTER>();  // others read this block's sums
 }
 
+template <bool FIRST, class A, class B> struct Choose {
+    typedef A Type;
+};
+template <class A, class B> struct Choose<false, A, B> {
+    typedef B Type;
+};
+
 // `bests`: of the head, the largest key of each wanted row in this block, in shared memory.
 template <int... N, class P>
 DEVICE void matmul(Shape<N...>, const P& product, const int* live, float* workspace, StepRows& rows,
                    u64* bests = nullptr) {
     typedef Shape<N...> S;
-    matmul_part<S, PlainWeights<S, P>>(product, product.weight, S::output_block(), live, workspace, rows, bests);
+    typedef typename Choose<S::WARPGROUP, WarpgroupWeights<S, P>, PlainWeights<S, P>>::Type W;
+    matmul_part<S, W>(product, product.weight, S::output_block(), live, workspace, rows, bests);
 }
 
 // Parts of a packed matrix below each other are rows of bricks of their own: every block works on one.
@@ -507,10 +620,10 @@ DEVICE void matmul_parts(const P& product, const u8* bricks, int block, const in
     }
     matmul_part<S, BrickWeights<S, P, R, FIRST>>(product, bricks, block, live, workspace, rows, bests);
 }
-template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, int RING, class... PARTS, class P>
-DEVICE void matmul(PackedMatrixShape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING, PARTS...>,
+template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, int RING, int WARPGROUP, class... PARTS, class P>
+DEVICE void matmul(PackedMatrixShape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING, WARPGROUP, PARTS...>,
                    const P& product, const int* live, float* workspace, StepRows& rows,
                    u64* bests = nullptr) {
-    typedef Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING> S;
+    typedef Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING, 0> S;
     matmul_parts<S, 0, PARTS...>(product, product.weight, S::output_block(), live, workspace, rows, bests);
 }
