@@ -30,6 +30,7 @@
 #define __shared__ static PER_THREAD
 #define __launch_bounds__(...)
 #define DYNAMIC_SHARED(name) unsigned char* const name = emulated::block_shared()
+#define ALIGNED_SHARED(name, bytes) DYNAMIC_SHARED(name)
 
 struct dim3 { unsigned x, y, z; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };

@@ -58,7 +58,8 @@ struct alignas(16) Row {
 
 #define DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__ void
-#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
+#define DYNAMIC_SHARED(name) ALIGNED_SHARED(name, 128)
+#define ALIGNED_SHARED(name, bytes) extern __shared__ __align__(bytes) unsigned char name[]
 
 // ---------------------------------------------------------------------------------------- loads
 

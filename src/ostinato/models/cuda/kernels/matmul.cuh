@@ -316,7 +316,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     constexpr int SLABS = ceil_div(K, S::SLAB), BLOCK_SLABS = ceil_div(SLABS, S::BLOCKS_K);
     static_assert(S::BLOCKS_K == 1 || S::CLUSTER > 1 || W::PAIRS == P::PAIRS, "partial sums are of whole matrices");
     static_assert(!Rounded<P>::SCALED || K == HIDDEN, "a norm is of the residual");
-    DYNAMIC_SHARED(shared);
+    ALIGNED_SHARED(shared, 1024);  // panels
     bf16* const inputs = reinterpret_cast<bf16*>(shared);
     float* const sums = reinterpret_cast<float*>(inputs);  // later, in the same place
 
