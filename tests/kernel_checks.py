@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ostinato import fills
 from ostinato.distributed import exchange, nccl
 from ostinato.interop.graphing import moves
 from ostinato.models.config import LlamaConfig, tensor_shapes
@@ -132,6 +133,7 @@ def library_checks() -> Iterator[KernelCheck]:
     for source in (dequantise_source(), repack_source(), unpack_source(), nccl.kernels()):
         yield KernelCheck(source.name, source, shared=dict.fromkeys(source.signatures, 0))
     yield KernelCheck("moves.cu", moves.source())
+    yield KernelCheck("fills.cu", fills.source())
     # A multiprocessor's 2,048 threads all at once: these kernels wait for random reads.
     most = dict.fromkeys(("insert", "probe", "materialize"), 32)
     yield KernelCheck("join.cu", chain.source(), registers=most)

@@ -29,6 +29,7 @@ RANKS = {
     "graph": 3,
     "state": 3,
     "cache": 4,
+    "fills": 4,
     "replay": 5,
     "testing": 5,
     "distributed": 6,
@@ -69,7 +70,7 @@ CIRCLES = {
 # Packages that use the library as its users do: names of `ostinato`, and of these modules of it.
 USERS = ("distributed", "relational", "interop", "serve")
 PUBLIC = (
-    *("cache", "cache.statistics", "driver.extension", "errors", "models"),
+    *("cache", "cache.statistics", "driver.extension", "errors", "fills", "models"),
     *("modules", "replay", "settings", "testing"),
 )
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ostinato.driver.stream import Operation as Operation
     from ostinato.driver.stream import Stream as Stream
     from ostinato.errors import OstinatoError as OstinatoError
+    from ostinato.fills import replace_small_fills as replace_small_fills
     from ostinato.graph import Capture as Capture
     from ostinato.graph import Graph as Graph
     from ostinato.graph import GraphExec as GraphExec
@@ -129,6 +130,7 @@ _HOMES = {
     "open_device": "device",
     "prepare": "graph",
     "record": "graph",
+    "replace_small_fills": "fills",
 }
 
 _MODULES = ("errors", "testing")

@@ -316,6 +316,31 @@ def test_our_buffers_in_torchs_graph(cuda_device: Device, stream: ost.Stream) ->
         np.testing.assert_array_equal(out.to_numpy(stream), 3 * host)
 
 
+def test_small_fills_of_torch_become_kernels(cuda_device: Device, stream: ost.Stream) -> None:
+    from ostinato.interop.torch import adopt_graph
+
+    x = torch.randn(1 << 22, device="cuda")
+    x.sum()
+    captured = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(captured):
+        y = x.sum()  # over many blocks, whose counter is cleared by a memset node
+    graph = adopt_graph(cuda_device, captured)
+    assert graph.count(ost.NodeKind.MEMSET) > 0
+    assert ost.replace_small_fills(cuda_device, graph) == graph.count() - 1
+    assert graph.count(ost.NodeKind.MEMSET) == 0
+    run = graph.instantiate(upload=stream)
+    for scale in (1, 2, 3):
+        x.copy_(torch.randn(1 << 22, device="cuda") * scale)
+        wanted = x.sum()
+        torch.cuda.synchronize()
+        run.launch(stream)
+        stream.synchronize()
+        assert torch.equal(y, wanted)
+        y.zero_()
+        captured.replay()  # torch's own: of the same definition
+        assert torch.equal(y, wanted)
+
+
 def test_streams_and_arrays_come_over(cuda_device: Device, stream: ost.Stream) -> None:
     theirs = torch.cuda.Stream()
     ours = cuda_device.adopt_stream(theirs)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import MemsetNodeParams
+from ostinato.fills import FILL
 from ostinato.interop.graphing import moves
 from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.library import Options
@@ -34,8 +34,8 @@ def code(request: pytest.FixtureRequest) -> ost.Source:
     if shutil.which("g++") is None:
         pytest.skip("the emulator needs g++")
     emulator = Emulator()
-    plain = ost.Source(source.cuda, signatures={n: source.host[n].signature for n in NAMES})
-    return ost.Source(host=[emulator.host_kernel(plain, name) for name in NAMES])
+    plain = ost.Source(source.cuda, signatures={n: source.host[n].signature for n in source.host})
+    return ost.Source(host=[emulator.host_kernel(plain, name) for name in source.host])
 
 
 @pytest.fixture
@@ -251,33 +251,6 @@ def test_without_a_compiler_they_are_copied_beside(
         assert by.statistics().replays == 3 and NAMES[0] not in by.inspect()
 
 
-@pytest.mark.parametrize("at", [0, 4, 2, 1])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_fills_become_kernels(mover: Any, host_device: Device, at: int, size: int) -> None:
-    if at % size:
-        pytest.skip("CUDA has no fill of elements that are not aligned")
-    stream, one = host_device.create_stream(), mover()
-    values = np.random.default_rng(at + size).integers(0, 256, 50_000, np.uint8)
-    x, width = host_device.array(values), 40_000 // size - 1
-    value = 0xA1B2C3D4 >> 8 * (4 - size)
-    fill = MemsetNodeParams(x.address + at, value, size, width)
-    gaps = MemsetNodeParams(x.address + 45_000, 7, 1, 3, 2, 10)
-    graph = ost.Graph.create(host_device)
-    first = graph.add(fill, keep=[x])
-    second = graph.add(gaps, after=[first], keep=[x])
-    large = host_device.zeros(1 << 16, "u1")
-    graph.add_memset(large, 1, after=[second])
-    one.straighten(graph)
-    assert sorted(node.name for node in graph.nodes) == ["memset", "memset", NAMES[2]]
-    graph.instantiate().launch(stream)
-    wanted = values.copy()
-    pattern = np.frombuffer(value.to_bytes(size, "little"), np.uint8)
-    wanted[at : at + size * width] = np.tile(pattern, width)
-    wanted[[45_000, 45_001, 45_002, 45_010, 45_011, 45_012]] = 7
-    np.testing.assert_array_equal(x.to_numpy(stream), wanted)
-    assert (large.to_numpy(stream) == 1).all()
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"results": "static"}, {"padding": Padding({"x": 0}, ost.PowersOfTwo(64))}],
@@ -294,4 +267,4 @@ def test_a_graphed_function_has_no_memset_nodes(step: Any, options: dict[str, An
         zeros, others = by(lib.array(numbers(1)))
         assert (zeros.numpy() == 3).all() and (others.numpy() == 131).all()
     assert by.statistics().replays >= 2
-    assert by.inspect().count(NAMES[2]) == 2 and "memset" not in by.inspect()
+    assert by.inspect().count(FILL) == 2 and "memset" not in by.inspect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ostinato import Graph, MemoryRange, Stream
+from ostinato import Graph, MemoryRange, Stream, replace_small_fills
 from ostinato.errors import InputError, UpdateRefusedError
 from ostinato.interop.graphing.library import NotGraphable
 from ostinato.interop.graphing.moves import MOST, Mover
@@ -105,7 +105,7 @@ class Maker:
 
         graph, result = library.capture(run)
         if straighter is not None:
-            straighter.straighten(graph)
+            replace_small_fills(straighter.device, graph)
         moves = None if mover is None else mover.find(graph, len(inputs), moved)
         if mover is not None and moves is None:
             raise NotGraphable(

@@ -1,4 +1,4 @@
-// Copies of a graph's inputs and outputs, as its first and its last node, and fills (moves.py).
+// Copies of a graph's inputs and outputs, as its first and its last node (moves.py).
 //
 // `Moves` is set before each replay: where the caller's arrays lie, and where the outputs are to go.
 // The last node finds the latter in a table in device memory, where the first one leaves it.  An
@@ -52,20 +52,4 @@ KERNEL ostinato_move_out(const Plan plan) {
     const unsigned pair = blockIdx.y;
     const Word to = pair < plan.outs ? ((const Word*)plan.table)[pair] : 0;
     if (to) copy_bytes((char*)to, (const char*)plan.place[pair], plan.nbytes[pair]);
-}
-
-// `pattern` again and again, from the first byte on.
-KERNEL ostinato_fill(char* to, const unsigned pattern, const Word nbytes) {
-    const Word step = (Word)gridDim.x * blockDim.x;
-    const Word first = (Word)blockIdx.x * blockDim.x + threadIdx.x;
-    Word done = 0;
-    if ((Word)to % 16 == 0) {
-        const uint4 four = {pattern, pattern, pattern, pattern};
-        done = nbytes / 16 * 16;
-        for (Word i = first; i < nbytes / 16; i += step) ((uint4*)to)[i] = four;
-    } else if ((Word)to % 4 == 0) {
-        done = nbytes / 4 * 4;
-        for (Word i = first; i < nbytes / 4; i += step) ((unsigned*)to)[i] = pattern;
-    }
-    for (Word i = done + first; i < nbytes; i += step) to[i] = (char)(pattern >> 8 * (i % 4));
 }

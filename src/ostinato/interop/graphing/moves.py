@@ -5,9 +5,6 @@ one copies the outputs into arrays that were made for the caller.  Where all of 
 argument of the first node, which is set before each replay.  So a call costs one change of a node
 and one launch, however many arrays it has.  Arrays that have gaps, or too many of them, are copied
 by the library, beside the graph.
-
-Small fills that the function makes become kernels too: the driver launches a chain of kernels
-faster than one with a small memset node in it.
 """
 
 from __future__ import annotations
@@ -19,21 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ostinato import (
     Device,
     Graph,
     GraphExec,
     LaunchConfig,
-    NodeKind,
     Source,
     Stream,
     host_kernel,
     launch,
-    prepare,
 )
 from ostinato.errors import OstinatoError
+from ostinato.fills import FILL, fill_kernel
 
 __all__ = ["MOST", "NAMES", "Mover", "Moves", "dense", "source"]
 
@@ -43,9 +37,9 @@ _WORDS = struct.Struct(f"{2 * MOST}Q")
 _PLAN = struct.Struct(f"{2 * MOST + 1}Q2I")
 _THREADS = 256
 _MOST_BLOCKS = 1056
-_LARGE_FILL = 1 << 16
-NAMES = _FIRST, _LAST, _FILL = "ostinato_move_in", "ostinato_move_out", "ostinato_fill"
-"""Of the kernels."""
+_FIRST, _LAST = "ostinato_move_in", "ostinato_move_out"
+NAMES = (_FIRST, _LAST, FILL)
+"""Of the kernels that are not the function's own."""
 
 
 def dense(shape: Sequence[int], strides: Sequence[int], unit: int = 1) -> bool:
@@ -76,11 +70,6 @@ def _move_out(how: Any, plan: bytes) -> None:
         _copy(how, to, numbers[at], numbers[MOST + at])
 
 
-@host_kernel("to: *u8, pattern: u32, nbytes: u64", name=_FILL)
-def _fill(how: Any, to: Any, pattern: int, nbytes: int) -> None:
-    to[:nbytes] = np.resize(np.frombuffer(pattern.to_bytes(4, "little"), np.uint8), nbytes)
-
-
 def _copy(how: Any, to: int, source: int, nbytes: int) -> None:
     if to and source and nbytes:
         how.memory(to, nbytes)[:] = how.memory(source, nbytes).copy()
@@ -90,7 +79,7 @@ def source() -> Source:
     """The kernels."""
     return Source(
         Path(__file__).with_name("moves.cu").read_text(encoding="utf-8"),
-        host=[_move_in, _move_out, _fill],
+        host=[_move_in, _move_out],
         name="moves.cu",
     )
 
@@ -122,9 +111,11 @@ class Mover:
 
     def __init__(self, device: Device) -> None:
         code = source()
-        self._first, self._last, self._fill = [
-            device.modules.get_or_compile(code, name) for name in NAMES
+        self.device = device
+        self._first, self._last = [
+            device.modules.get_or_compile(code, name) for name in (_FIRST, _LAST)
         ]
+        fill_kernel(device)  # now: a capture may forbid it later
         self.table = device.zeros(MOST, "u8")
 
     @classmethod
@@ -158,27 +149,6 @@ class Mover:
         if {*names} <= {_FIRST, _LAST}:
             return None
         return Moves(names.index(_FIRST), inputs, outputs)
-
-    def straighten(self, graph: Graph) -> None:
-        """Puts kernels in the place of a graph's small fills, so that it is launched faster.
-
-        A launch of a chain takes 3 us more if fills of up to 4 KiB are among its nodes, and nothing
-        more if they are of 64 KiB and over (H100, driver 580).  Fills of rows with gaps stay as
-        they are, and all in a graph with alloc or free nodes, from which none can be removed.
-        """
-        nodes = graph.nodes
-        if any(node.kind in (NodeKind.MEM_ALLOC, NodeKind.MEM_FREE) for node in nodes):
-            return
-        for node in nodes:
-            if node.kind is not NodeKind.MEMSET or node.memset.height != 1:
-                continue
-            fill = node.memset
-            size, nbytes = fill.element_size, fill.element_size * fill.width
-            if nbytes < _LARGE_FILL:
-                unit = fill.value.to_bytes(4, "little")[:size]
-                pattern = int.from_bytes(unit * (4 // size), "little")
-                operation = prepare(self._fill, _config([nbytes]), fill.dst, pattern, nbytes)
-                graph.replace(node, operation)
 
 
 def _config(sizes: Sequence[int]) -> LaunchConfig:
