@@ -97,15 +97,26 @@ MODELS = {
 }
 
 
+OF_WARPGROUPS = {
+    "llama-3.2-1b": MODELS["llama-3.2-1b"],
+    "qwen2.5-1.5b": _config(12, 2, 128, inner=8960, vocabulary=151936, qkv_bias=True),
+    "qwen3-1.7b": _config(16, 8, 128, inner=6144, vocabulary=151936, qk_norm=True),
+    "odd": _config(17, 1, 64, inner=1096, vocabulary=301),
+}
+"""Whose steps of several rows multiply with warpgroups."""
+
+
 def library_checks() -> Iterator[KernelCheck]:
     """Every file of the library, once in each way of compiling it."""
-    for model, config in MODELS.items():
+    ways = [(model, config, _launches) for model, config in MODELS.items()]
+    ways += [(model, config, _of_warpgroups) for model, config in OF_WARPGROUPS.items()]
+    for model, config, launches in ways:
         shared: dict[tuple[Source, CompileOptions], dict[str, int]] = {}
-        for one in _launches(config):
+        for one in launches(config):
             asked = shared.setdefault((one.source, one.options), {})
             asked[one.kernel] = max(asked.get(one.kernel, 0), one.config.shared)
         for number, ((source, options), asked) in enumerate(shared.items()):
-            name = f"{model}-{number}-{source.name}"
+            name = f"{model}-{number}-{options.arch or source.name}"
             yield KernelCheck(name, source, options, asked, spills=SPILLS)
     # All types for real models; two for a small one, which are compiled in every run of the tests.
     for model, config in {**MODELS, "packed": _config(4, 1, 64, inner=512, vocabulary=257)}.items():
@@ -145,17 +156,23 @@ def _launches(config: LlamaConfig) -> Iterator[CudaLaunch]:
         tuning = default_tuning(config, rows=rows, context=2048, clusters=clusters)
         program = (*decode_program(config), loop_call())
         yield from lower(program, config, rows=rows, context=2048, tuning=tuning)
-    for rows in (32, 64):
-        given: Any = {"clusters": True, "warpgroups": True}
-        tuning = default_tuning(config, rows=rows, context=2048, **given)
-        step = lower(decode_program(config), config, rows=rows, context=2048, tuning=tuning)
-        yield from (one for one in step if one.options.arch is not None)
     single = default_tuning(config, context=2048)
     for rows in (16, 512):
         tuning = library_tuning(config, rows=rows, context=2048)
         program = decode_program(config, last_row=rows > SAMPLED_ROWS)
         step = lower_with_library(program, config, rows=rows, tuning=tuning, single=single)
         yield from (one for one in step if isinstance(one, CudaLaunch))
+
+
+def _of_warpgroups(config: LlamaConfig) -> Iterator[CudaLaunch]:
+    """What multiplies with warpgroups."""
+    for rows in (32, 64):
+        given: Any = {"clusters": True, "warpgroups": True}
+        tuning = default_tuning(config, rows=rows, context=2048, **given)
+        step = lower(decode_program(config), config, rows=rows, context=2048, tuning=tuning)
+        made = [one for one in step if one.options.arch is not None]
+        assert made, "no warpgroups by the rule"
+        yield from made
 
 
 def _packed(config: LlamaConfig, kind: str) -> Iterator[tuple[int, CudaLaunch]]:

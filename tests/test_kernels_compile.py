@@ -9,7 +9,14 @@ import pytest
 import ostinato
 from ostinato.modules import Source
 from tests import sources
-from tests.kernel_checks import ARCHITECTURES, MODELS, KernelCheck, check, library_checks
+from tests.kernel_checks import (
+    ARCHITECTURES,
+    MODELS,
+    OF_WARPGROUPS,
+    KernelCheck,
+    check,
+    library_checks,
+)
 from tests.modules.cubin_loader import needs_nvrtc
 
 pytestmark = needs_nvrtc()
@@ -20,7 +27,7 @@ def quick(wanted: KernelCheck, arch: str) -> bool:
     return arch == "sm_90" and not wanted.name.startswith(REAL_MODELS)
 
 
-REAL_MODELS = tuple(name for name in MODELS if name != "odd")
+REAL_MODELS = tuple(name for name in (*MODELS, *OF_WARPGROUPS) if name != "odd")
 CHECKS = [*library_checks(), KernelCheck("sources.py", sources.SOURCE)]
 
 
