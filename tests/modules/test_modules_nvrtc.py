@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes.util
+import io
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from ostinato.errors import CompileError, NoCudaError
-from ostinato.modules import CompileOptions, DiskStore, Source
+from ostinato.modules import CompileOptions, DiskStore, Source, ahead
 from ostinato.modules import compiler as compiler_module
 from ostinato.modules import nvrtc as nvrtc_module
 from ostinato.modules.compiler import compile_plan, compiler_identity, confirmed, plan_compilation
@@ -202,6 +204,22 @@ def test_a_plan_for_another_compiler_is_made_again(use, other: Path) -> None:
     assert again.key != plan.key and again.compiler != plan.compiler
     assert confirmed(again) is again
     assert compile_plan(plan) == compile_plan(again)
+
+
+@nvrtc
+def test_a_worker_keeps_code_under_the_compiler_that_made_it(
+    use, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(Toolchain(locate, lambda: CompilerFile.of(str(other))))
+    wrong_key = key()
+    source = {"source": 0, "cuda": TEXT, "headers": {}, "name": Source(TEXT).name}
+    job = json.dumps({"capability": [9, 0], "defines": [], "arch": None} | source)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{job}\n"))
+    store = DiskStore(tmp_path / "kernels")
+    ahead._work(str(store.folder))
+    true_key = key()
+    assert true_key != wrong_key
+    assert store.load(true_key) is not None and store.load(wrong_key) is None
 
 
 @nvrtc

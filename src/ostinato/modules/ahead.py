@@ -23,7 +23,7 @@ from typing import Any
 
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import OstinatoError
-from ostinato.modules.compiler import compile_plan, plan_compilation
+from ostinato.modules.compiler import compile_plan, confirmed, plan_compilation
 from ostinato.modules.disk import DiskStore
 from ostinato.modules.source import CompileOptions, Source
 
@@ -171,7 +171,8 @@ def _work(folder: str) -> None:
         options = CompileOptions(defines=dict(job["defines"]), arch=job["arch"])
         major, minor = job["capability"]
         with suppress(OstinatoError):
-            plan = plan_compilation(sources[job["source"]], options, (major, minor))
+            expected = plan_compilation(sources[job["source"]], options, (major, minor))
+            plan = confirmed(expected)  # code is kept under the compiler that made it
             compiled = compile_plan(plan)
             if compiled.inputs.unknown is None:
                 store.save(plan.key, compiled, name=plan.source.name, arch=plan.arch)
