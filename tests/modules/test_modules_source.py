@@ -188,6 +188,8 @@ def test_folders_and_files_in_flags_are_found() -> None:
         *("--use-pch=x", "--create_pch", "-pch", "--pch-dir=/x", "-Xcudafe", "@file"),
         "--use-bundled-headers=/x",
         *("--options-file=x", "-optf", "--ptxas-options=--options-file=x", "-Xptxas=@x"),
+        *("-Xptxas=-optf=x", "--ptxas-options=-O1 -optf=x"),
+        *("-Xptxas=--apply-controls=x", "-Xnvvm=-apply-controls=x", "-apply-controls=x"),
     ],
 )
 def test_flags_that_make_the_compiler_read_files_are_known(flag: str) -> None:

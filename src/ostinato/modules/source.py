@@ -267,7 +267,8 @@ _PRE_INCLUDE = re.compile(r"(?:-include|--pre-include)=?(?P<path>.*)\Z", re.DOTA
 # Flags that make the compiler or the assembler read files that it does not list as headers, search
 # folders that are not named, or pass options on that are not known here.
 _READS_FILES = re.compile(
-    r"--?(?:(?:use|create)[-_]pch|pch|use-bundled|options-file|optf|Xcudafe)|@|.*ptxas.*(?:file|@)",
+    r"--?(?:(?:use|create)[-_]pch|pch|use-bundled|options-file|optf|apply-controls|Xcudafe)|@"
+    r"|.*(?:ptxas|nvvm).*(?:file|optf|controls|@)",
     re.DOTALL,
 )
 
