@@ -365,3 +365,11 @@ def test_a_missing_or_wrong_header_that_is_mended(ask, tmp_path: Path, text: str
     assert asked.after() == "does not compile"
     write(tmp_path / "inc/a.h", TWO)
     assert asked.after() == 2
+
+
+def test_a_wrong_file_of_flags_that_is_mended(ask, tmp_path: Path) -> None:
+    asked = ask(ONE, extra=["-Xptxas=--options-file=TMP/o"])
+    write(tmp_path / "o", "--no-such-flag")
+    assert asked.before() == "does not compile"
+    write(tmp_path / "o", "--verbose")
+    assert asked.after() == 1

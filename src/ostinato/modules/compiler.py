@@ -369,7 +369,7 @@ def try_plan(plan: Plan) -> Compiled | Failure:
             if toolkit is not None:
                 continue
         if answer.status:
-            lasting = seen.inputs.fixed and not lacks_header
+            lasting = plan.unknown is None and seen.inputs.fixed and not lacks_header
             hint = _INSTALL_HEADERS if lacks_header and toolkit is None else ""
             return _failure(library, plan, answer, hint, lasting=lasting)
         if seen.settled or (before is not None and seen.inputs.same_content(before)):
