@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -152,12 +155,30 @@ def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
         CompileOptions(**wrong)
 
 
-@pytest.mark.parametrize("value", [True, False, np.True_, b"1", [1]], ids=repr)
+NO_MACROS = [True, False, np.True_, b"1", [1], math.inf, np.float32("nan"), Fraction(10**400)]
+
+
+@pytest.mark.parametrize("value", NO_MACROS, ids=lambda value: repr(value)[:20])
 def test_macros_are_text_or_numbers(value: object) -> None:
     """`#if FLAG` is false where FLAG is the word True, as Python writes it."""
     with pytest.raises(InputError, match=r"'FLAG'.*text or a number"):
         CompileOptions(defines={"FLAG": value})
     assert CompileOptions(defines={"N": np.int32(3)}).defines == (("N", "3"),)
+
+
+def test_macros_have_the_value_of_the_number() -> None:
+    """In C++ 1/3 is 0, and Number.THREE is a syntax error."""
+
+    class Number(int, Enum):
+        THREE = 3
+
+    class Word(str, Enum):  # noqa: UP042 - str() of a StrEnum is its value already
+        THREE = "3"
+
+    given = {"A": Number.THREE, "B": Word.THREE, "C": Fraction(1, 4), "D": 0.5, "E": 2**64}
+    values = dict(CompileOptions(defines=given).defines)
+    assert values == {"A": "3", "B": "3", "C": "0.25", "D": "0.5", "E": str(2**64)}
+    assert type(values["B"]) is str
 
 
 @pytest.mark.parametrize("value", ["no", 0, 1, None])

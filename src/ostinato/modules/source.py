@@ -17,8 +17,10 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Real
+from math import isfinite
+from numbers import Integral, Real
 from os import PathLike
 from types import MappingProxyType
 from typing import TYPE_CHECKING, SupportsIndex
@@ -347,8 +349,8 @@ def _macros(
 ) -> tuple[tuple[str, str | None], ...]:
     """Macros with their values as text.  Raises InputError.
 
-    True and False are refused: as Python writes them they are undefined names in C++, which #if
-    takes for 0.
+    True and False, infinities and NaN are refused: as Python writes them they are undefined names
+    in C++, which #if takes for 0.  Members of an Enum are their values.
     """
     try:
         pairs = dict(defines).items()
@@ -357,11 +359,26 @@ def _macros(
     macros: list[tuple[str, str | None]] = []
     for name, value in pairs:
         _require_text("a macro's name", name)
-        if isinstance(value, bool) or not (value is None or isinstance(value, str | Real)):
+        text = None if value is None else _macro_text(value)
+        if text is None and value is not None:
             raise InputError(f"defines: {name!r} is {value!r}; text or a number is needed, or None")
-        macros.append((name, None if value is None else str(value)))
-        _require_text(f"defines: {name!r}", macros[-1][1] or "")
+        macros.append((name, text))
+        _require_text(f"defines: {name!r}", text or "")
     return tuple(macros)
+
+
+def _macro_text(value: object) -> str | None:
+    """A macro's value as C++ reads it; None for what is neither text nor a number."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    if isinstance(value, Integral):
+        return str(int(value))
+    with suppress(OverflowError):
+        number = float(value)  # a Fraction is written as a division of whole numbers
+        return str(number) if isfinite(number) else None
+    return None
 
 
 def _folders(include: Iterable[str | PathLike[str]]) -> tuple[str, ...]:
