@@ -849,6 +849,33 @@ def test_constants_from_a_file_have_the_type_that_was_captured(
         ost.load_graph(host_device, path, constants={"w": np.ones(3, np.float32)})
 
 
+@pytest.mark.parametrize("from_file", [False, True])
+def test_values_of_stored_constants_are_used_in_place_of_what_the_file_has(
+    host_device: Device, stream: ost.Stream, work: Work, path: Path, tmp_path: Path, from_file: bool
+) -> None:
+    from safetensors.numpy import save_file
+
+    work.save(path)
+    given: Any = {"w": np.array([8, 8, 8], np.int32)}
+    if from_file:
+        save_file(given, tmp_path / "weights.safetensors")
+        given = tmp_path / "weights.safetensors"
+    loaded = ost.load_graph(host_device, path, constants=given)
+    assert result(loaded, stream, [1, 1, 1]) == [10, 10, 10]
+    with pytest.raises(GraphFileError, match="does not give the stored results"):
+        ost.check_graph(host_device, path, constants=given)
+
+
+@pytest.mark.parametrize("name", ["x", "weight"])
+@pytest.mark.parametrize("use", [ost.load_graph, ost.check_graph])
+def test_values_of_what_is_no_constant_are_refused(
+    host_device: Device, work: Work, path: Path, use: Callable[..., object], name: str
+) -> None:
+    work.save(path)
+    with pytest.raises(InputError, match=rf"no constant {name}; its constants: w"):
+        use(host_device, path, constants={name: np.ones(3, np.int32)})
+
+
 def test_memory_that_is_not_of_the_device_is_refused(
     host_device: Device, stream: ost.Stream, work: Work, path: Path
 ) -> None:

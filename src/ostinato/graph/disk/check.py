@@ -107,7 +107,8 @@ class Trial:
             values: dict[str, npt.NDArray[Any]] | None = None
             for _ in range(_TRIES):
                 loader = Loader(context, contents, given, rooms=rooms or {})
-                values = loader.values(stored) if values is None else values
+                if values is None:
+                    values = loader.values(stored, exact=isinstance(given_constants, Mapping))
                 graph = loader.load(values)
                 if not loader.overlaps(avoid):
                     break

@@ -142,8 +142,9 @@ def load_graph(
 
     `buffers`: memory of the caller's for inputs and outputs by name, used as it is; the others are
     allocated, and inputs begin with what they held when the graph was saved.  `constants`: live
-    tensors by name, used as they are, or a safetensors file that they are read from; those that the
-    graph file stores need not be given.  `code`: the folder that the file shares with others.
+    tensors by name, used as they are, NumPy arrays that are copied, or a safetensors file that they
+    are read from; those that the graph file stores need not be given, and if they are, what is
+    given is used.  `code`: the folder that the file shares with others.
     Nothing is launched.
 
     A graph file is a program: load none that you would not run.  Raises GraphFileError for a file
@@ -161,7 +162,7 @@ def load_graph(
     folder = None if code is None else Path(code)
     with without_collection(), open_file(Path(path), folder) as contents:
         loader = Loader(context, contents, given)
-        return loader.load(loader.values(stored))
+        return loader.load(loader.values(stored, exact=isinstance(constants, Mapping)))
 
 
 @contextmanager
@@ -241,22 +242,33 @@ class Loader:
                 f"{contents.path} names no {', '.join(sorted(unknown))}; it names {there}"
             )
 
-    def values(self, given: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    def values(
+        self, given: Mapping[str, npt.NDArray[Any]], *, exact: bool = False
+    ) -> dict[str, npt.NDArray[Any]]:
         """What inputs and constants hold at first, except for the caller's own memory.
 
-        Raises GraphFileError for constants that nobody has.
+        `given`: values of constants, also of those that the file stores; with `exact`, of nothing
+        else.  Raises InputError for others, GraphFileError for constants that nobody has.
         """
+        constants = self.manifest.names("constant")
+        unknown = given.keys() - set(constants) if exact else set()
+        if unknown:
+            there = ", ".join(constants) or "none"
+            raise InputError(
+                f"{self._contents.path} has no constant {', '.join(sorted(unknown))}; its "
+                f"constants: {there}"
+            )
         found: dict[str, npt.NDArray[Any]] = {}
         for buffer in self.manifest.buffers:
             name = buffer.name
             if name in self._given:
                 continue
-            if "input" in buffer.roles or buffer.stored:
-                kind = "constants" if buffer.stored else "inputs"
-                found[name] = self._contents.tensor(f"{kind}/{name}")
-            elif "constant" in buffer.roles and name in given:
+            if "constant" in buffer.roles and name in given:
                 _require_fit(buffer, given[name])
                 found[name] = given[name]
+            elif "input" in buffer.roles or buffer.stored:
+                kind = "constants" if buffer.stored else "inputs"
+                found[name] = self._contents.tensor(f"{kind}/{name}")
             elif "constant" in buffer.roles:
                 raise GraphFileError(
                     f"it takes the constant {name!r} ({buffer.nbytes} bytes) by name: give "
