@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -847,6 +848,29 @@ def test_constants_from_a_file_have_the_type_that_was_captured(
     work.save(path, keeping="by name")
     with pytest.raises(InputError, match=r"'w' is <f4\[3\], .* captured with <i4\[3\]"):
         ost.load_graph(host_device, path, constants={"w": np.ones(3, np.float32)})
+
+
+@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2", "F4", "C64", "of another time"])
+def test_a_file_of_constants_may_have_types_that_numpy_has_not(
+    host_device: Device, stream: ost.Stream, work: Work, path: Path, tmp_path: Path, kind: str
+) -> None:
+    def weights(name: str, other: str) -> Path:
+        ours = {"dtype": "I32", "shape": [3], "data_offsets": [0, 12]}
+        theirs = {"dtype": kind, "shape": [12], "data_offsets": [12, 24]}
+        if kind in ("F4", "C64"):
+            theirs["shape"] = [24] if kind == "F4" else [1]
+            theirs["data_offsets"] = [12, 24 if kind == "F4" else 20]
+        header = json.dumps({name: ours, other: theirs}).encode()
+        made = tmp_path / "weights.safetensors"
+        content = np.array([8, 8, 8, 0, 0, 0], np.int32).tobytes()
+        made.write_bytes(len(header).to_bytes(8, "little") + header + content)
+        return made
+
+    work.save(path, keeping="by name")
+    loaded = ost.load_graph(host_device, path, constants=weights("w", "other"))
+    assert result(loaded, stream, [1, 1, 1]) == [10, 10, 10]
+    with pytest.raises(InputError, match=r"captured with <i4\[3\]"):  # as many bytes as it has
+        ost.load_graph(host_device, path, constants=weights("other", "w"))
 
 
 @pytest.mark.parametrize("from_file", [False, True])

@@ -319,7 +319,11 @@ _TYPES = {
         "F64": "<f8",
     }.items()
 }
-_NAMES = {name: dtype for dtype, name in _TYPES.items()} | {"BF16": np.dtype("<u2")}
+_NAMES = {name: dtype for dtype, name in _TYPES.items()} | {
+    "BF16": np.dtype("<u2"),
+    "C64": np.dtype("<c8"),
+}
+_NO_NUMBER = np.dtype("V1")  # a byte of a type that NumPy does not have
 
 
 def tensor_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -391,13 +395,16 @@ def _tensor(name: str, entry: object) -> _Tensor:
     try:
         if not isinstance(entry, dict):
             raise TypeError("it is no object")
-        dtype, shape = _NAMES[entry["dtype"]], tuple(entry["shape"])
+        kind, shape = str(entry["dtype"]), tuple(entry["shape"])
+        dtype = _NAMES.get(kind, _NO_NUMBER)
         start, end = entry["data_offsets"]
         numbers = (*shape, start, end)
         if not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers) or len(shape) > 32:
             raise ValueError("its sizes are no sizes")
         if start > end:
             raise ValueError("it ends before it begins")
+        if kind not in _NAMES and not kind.startswith("F8_"):
+            shape = (end - start,)  # how many elements a byte has is not known
         return _Tensor(dtype, shape, start, end)
     except (KeyError, TypeError, ValueError) as error:
         raise GraphFileError(f"its tensor {name[:80]!r} is damaged ({error!r})") from None
