@@ -222,6 +222,26 @@ def test_a_header_that_comes_to_stand_before_another(ask, tmp_path: Path) -> Non
     assert asked.after() == 2
 
 
+def test_spaces_before_folders_in_flags(ask, tmp_path: Path) -> None:
+    write(tmp_path / "second/a.h", ONE)
+    write(tmp_path / "first/other.h", "")
+    asked = ask("#include <a.h>", extra=["-I", " TMP/first", "-I", " TMP/second"])
+    assert asked.before() == 1
+    write(tmp_path / "first/a.h", TWO)
+    assert asked.after() == 2
+
+
+@pytest.mark.parametrize("flag", ["--include-path= inc", "--pre-include= inc/a.h"])
+def test_names_that_begin_with_a_space(ask, tmp_path: Path, monkeypatch, flag: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / " inc/a.h", f"#pragma once\n{ONE}")
+    write(tmp_path / "inc/a.h", "not this\n")
+    asked = ask("#include <a.h>" if "path" in flag else "", "none", extra=[flag])
+    assert asked.before() == 1
+    write(tmp_path / " inc/a.h", TWO)
+    assert asked.after() == 2
+
+
 def test_a_header_that_comes_before_one_beside_its_includer(ask, tmp_path: Path) -> None:
     write(tmp_path / "second/out.h", "#include <in.h>\n")  # in angles: not beside it first
     write(tmp_path / "second/in.h", ONE)

@@ -234,8 +234,8 @@ def plan_compilation(
         or any(mark in "".join(added) for mark in "\\\"'")
     ):
         unknown = f"{' or '.join(_COMPILER_VARIABLES)} names folders or headers, or has quotes"
-    elif any("\n" in path for path in paths):
-        unknown = "a folder's name has a line end in it"
+    elif any("\n" in path or path.startswith(" ") for path in paths):
+        unknown = "a folder's name begins with a space or has a line end in it"
     return Plan(
         source=source,
         options=options,

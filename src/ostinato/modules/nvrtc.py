@@ -308,8 +308,8 @@ def _opened(
 ) -> tuple[Opened, ...] | None:
     """A name a line, after as many spaces as there are headers around it.
 
-    None if it is no listing, or not `whole`.  A name with a line end in it would be misread;
-    `plan_compilation` excludes those.
+    None if it is no listing, or not `whole`.  A name that begins with a space, or has a line end in
+    it, would be misread; `plan_compilation` excludes those.
     """
     first, *lines = os.fsdecode(listing).split("\n")
     if first != _FIRST or (whole and lines[-2:] != [_LAST, ""]):

@@ -264,8 +264,8 @@ def as_source(value: Source | str | HostKernel) -> Source:
 
 _ARCH = re.compile(r"(sm|compute)_\d+[af]?\Z")
 _OWN_FIELD = re.compile(r"--?(gpu-architecture|arch)\b")
-_INCLUDE_DIR = re.compile(r"(?:-I|--include-path)=?\s*(?P<path>.*)\Z", re.DOTALL)
-_PRE_INCLUDE = re.compile(r"(?:-include|--pre-include)=?(?P<path>.*)\Z", re.DOTALL)
+_INCLUDE_DIR = re.compile(r"(?:-I|--include-path)(?:=|\s*)(?P<path>.*)\Z", re.DOTALL)
+_PRE_INCLUDE = re.compile(r"(?:-include|--pre-include)(?:=|\s*)(?P<path>.*)\Z", re.DOTALL)
 # Flags that make the compiler or the assembler read files that it does not list as headers, search
 # folders that are not named, or pass options on that are not known here.
 _READS_FILES = re.compile(
@@ -422,12 +422,15 @@ def flags_of(options: CompileOptions) -> tuple[str, ...]:
 
 
 def _values(flags: Sequence[str], pattern: re.Pattern[str]) -> tuple[str, ...]:
-    """The values of a flag that is written as -Ixxx, as --flag=xxx, or as two words."""
+    """The values of a flag that is written as -Ixxx, as --flag=xxx, or as two words.
+
+    As for the compiler, spaces before a value are no part of it, unless they follow a "=".
+    """
     found: list[str] = []
     pending = False
     for flag in flags:
         if pending:
-            found.append(flag)
+            found.append(flag.lstrip())
             pending = False
             continue
         match = pattern.match(flag)
