@@ -753,6 +753,15 @@ def test_a_full_disk_leaves_the_old_file_alone(host_device: Device, work: Work, 
     assert path.read_bytes() == b"old"
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_a_file_that_cannot_be_written_is_named_as_it_was_given(
+    work: Work, tmp_path: Path, check: bool
+) -> None:
+    path = tmp_path / "no such folder" / "one.graph"
+    with pytest.raises(GraphFileError, match=rf"{path} cannot be written"):
+        work.save(path, check=check)
+
+
 def test_files_share_what_they_have_in_common(
     host_device: Device, stream: ost.Stream, work: Work, path: Path, tmp_path: Path
 ) -> None:
@@ -766,7 +775,7 @@ def test_files_share_what_they_have_in_common(
     loaded = ost.load_graph(host_device, other, code=folder)
     assert loaded.inputs["x"].to_numpy(stream).tolist() == [1, 2, 3]
     assert result(loaded, stream, [0, 0, 0]) == [10, 20, 30]
-    with pytest.raises(GraphFileError, match="'inputs/x' is not in it"):
+    with pytest.raises(GraphFileError, match=r"'inputs/x' is not in it; give .* \(code=\)"):
         ost.load_graph(host_device, other)
     shared = sorted(folder.iterdir())
     (x,) = (p for p in shared if p.read_bytes() == np.array([1, 2, 3], np.int32).tobytes())

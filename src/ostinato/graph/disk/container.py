@@ -108,7 +108,9 @@ class Contents:
 
     def _shared(self, digest: str, most: int, what: str) -> bytes:
         if self._folder is None:
-            raise GraphFileError(f"{what} is not in it")
+            raise GraphFileError(
+                f"{what} is not in it; give the folder that it was saved with (code=)"
+            )
         try:
             with open_regular(self._folder / digest, private=True) as file:
                 nbytes = os.fstat(file.fileno()).st_size
@@ -249,7 +251,7 @@ def write_file(
 ) -> None:
     """Writes a graph file, in place of an older one; what files share goes to `folder`, if given.
 
-    Raises GraphFileError if it cannot be written; then the old file is as it was.
+    Raises OSError if it cannot be written; then the old file is as it was.
     """
     digests = {name: _digest(tensor_bytes(array).data) for name, array in tensors.items()}
     manifest = replace(manifest, tensors=digests)
@@ -273,8 +275,6 @@ def write_file(
                 for digest, data in code.items():
                     archive.writestr(_CODE + digest, data)
         temporary.replace(path)
-    except OSError as error:
-        raise GraphFileError(f"{path} cannot be written ({error}); nothing was saved") from error
     finally:
         with suppress(OSError):
             temporary.unlink()

@@ -225,16 +225,14 @@ def _saved(
             for name in plan.changing:
                 tensors[f"results/{name}"] = plan.view(after, name)
             rest = {} if keeping == "stored" else plan.all_constants(content.first)
-    if not check:
-        write_file(path, manifest, images, tensors, code)
-        return []
     draft = temporary_beside(path)
     try:
-        write_file(draft, manifest, images, tensors, code)
-        strays = _check(draft, context, pieces, rest, content, code, loose)
-        if strays:
-            return [_grown(pieces[n], stray, named, context) for n, stray in strays.items()]
-        draft.replace(path)
+        write_file(draft if check else path, manifest, images, tensors, code)
+        if check:
+            strays = _check(draft, context, pieces, rest, content, code, loose)
+            if strays:
+                return [_grown(pieces[n], stray, named, context) for n, stray in strays.items()]
+            draft.replace(path)
     except OSError as error:
         raise GraphFileError(f"{path} cannot be written ({error}); nothing was saved") from error
     finally:
