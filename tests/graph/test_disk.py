@@ -212,6 +212,25 @@ def test_views_of_one_buffer_stay_together(
         ost.load_graph(host_device, path, buffers={"y": ints(host_device, 0, 0)})
 
 
+@pytest.mark.parametrize("keeping", ["stored", "by name"])
+@pytest.mark.parametrize("role", ["inputs", "constants"])
+def test_loading_writes_nothing_into_memory_that_is_given(
+    host_device: Device, stream: ost.Stream, path: Path, role: str, keeping: Any
+) -> None:
+    """Another name, that is not given, is of a part of it."""
+    whole, y = ints(host_device, 1, 2, 3, 4), ints(host_device, 0, 0)
+    graph = ost.Graph.create(host_device)
+    graph.add_kernel(kernel(host_device, affine), ONE, y, whole, 1, 10, 2)
+    named: Any = {"inputs": {}, "outputs": {"y": y}, "keeping": keeping}
+    graph.save(path, **{**named, role: {"part": whole[:2], "whole": whole}})
+    given = ints(host_device, 5, 6, 7, 8)
+    loaded = ost.load_graph(host_device, path, buffers={"whole": given})
+    assert given.to_numpy(stream).tolist() == [5, 6, 7, 8]
+    with loaded.instantiate() as run:
+        run.launch(stream)
+    assert loaded.outputs["y"].to_numpy(stream).tolist() == [15, 16]
+
+
 def test_all_kinds_of_nodes_come_back(host_device: Device, stream: ost.Stream, path: Path) -> None:
     device = host_device
     x, y, on = ints(device, 1, 2), ints(device, 0, 0), ints(device, 1)

@@ -245,7 +245,8 @@ class Loader:
     def values(
         self, given: Mapping[str, npt.NDArray[Any]], *, exact: bool = False
     ) -> dict[str, npt.NDArray[Any]]:
-        """What inputs and constants hold at first, except for the caller's own memory.
+        """What inputs and constants hold at first, except for the caller's own memory, which other
+        names may share.
 
         `given`: values of constants, also of those that the file stores; with `exact`, of nothing
         else.  Raises InputError for others, GraphFileError for constants that nobody has.
@@ -259,6 +260,7 @@ class Loader:
                 f"constants: {there}"
             )
         found: dict[str, npt.NDArray[Any]] = {}
+        theirs = {buffer.block for buffer in self.manifest.buffers if self._is_given(buffer)}
         for buffer in self.manifest.buffers:
             name = buffer.name
             if name in self._given:
@@ -266,6 +268,8 @@ class Loader:
             if "constant" in buffer.roles and name in given:
                 _require_fit(buffer, given[name])
                 found[name] = given[name]
+            elif buffer.block in theirs:
+                continue
             elif "input" in buffer.roles or buffer.stored:
                 kind = "constants" if buffer.stored else "inputs"
                 found[name] = self._contents.tensor(f"{kind}/{name}")
