@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from ostinato.replay.policy import Action, Decision, Reason
 from ostinato.replay.work import work_digest
 from ostinato.testing import FaultyDriver
 from tests.graph.disk_kernels import ONE, kernel
+from tests.processes import child_environment
 
 ROWS = 8
 
@@ -186,6 +190,92 @@ def test_a_digest_of_work_is_of_code_defaults_and_closures() -> None:
     ]
     assert len({work_digest(f, None) for f in functions}) == len(functions)
     assert work_digest(other, None) != work_digest(None, other)
+
+
+def compiled(body: str) -> Any:
+    names: dict[str, Any] = {}
+    exec(body, names)
+    return names["run"]
+
+
+def closing_over(value: object) -> Callable[..., object]:
+    return lambda: value
+
+
+@dataclass(frozen=True)
+class Scaled:
+    by: int
+
+    def __call__(self) -> int:
+        return self.by
+
+
+@dataclass(frozen=True)
+class ScaledOtherwise:
+    by: int
+
+    def __call__(self) -> int:
+        return -self.by
+
+
+ScaledOtherwise.__qualname__ = Scaled.__qualname__  # the next version of the program
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(
+            partial(compiled("def run(a, b): pass"), a=1, b=2),
+            partial(compiled("def run(a, b): pass"), b=1, a=2),
+            id="named arguments",
+        ),
+        pytest.param(
+            compiled("def run(x): return x[..., 0]"),
+            compiled("def run(x): return x[..., 1]"),
+            id="an index with an ellipsis",
+        ),
+        pytest.param(
+            compiled("class A:\n def __call__(self): return 1\nrun = A()"),
+            compiled("class A:\n def __call__(self): return 2\nrun = A()"),
+            id="an object that can be called",
+        ),
+        pytest.param(Scaled(1), ScaledOtherwise(1), id="a record that can be called"),
+        pytest.param(closing_over([1, 2]), closing_over([2, 1]), id="a list"),
+        pytest.param(closing_over((1, [2])), closing_over((1, [3])), id="a list in a tuple"),
+        pytest.param(closing_over({"a": 1}), closing_over({"a": 2}), id="a dict"),
+        pytest.param(closing_over({1, 2}), closing_over({1, 3}), id="a set"),
+        pytest.param(closing_over(slice(4)), closing_over(slice(8)), id="a slice"),
+        pytest.param(
+            closing_over(np.float32(1)), closing_over(np.float32(2)), id="a number of NumPy"
+        ),
+        pytest.param(closing_over(np.float32), closing_over(np.float16), id="a type of NumPy"),
+        pytest.param(closing_over([[1], 2]), closing_over([[1, 2]]), id="lists in lists"),
+    ],
+)
+def test_a_digest_of_work_tells_apart(one: object, other: object) -> None:
+    """A store would give the graph of the one to the other."""
+    assert work_digest(one) == work_digest(one)
+    assert work_digest(one) != work_digest(other)
+
+
+def test_a_digest_of_a_set_is_the_same_in_every_process() -> None:
+    """The order of a set of texts is not."""
+    made = (
+        "from tests.replay.test_step_store import closing_over, work_digest\n"
+        "print(work_digest(closing_over({'a', 'b', 'c', (1, ...)})))"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", made],
+            env={**child_environment(), "PYTHONHASHSEED": str(seed)},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in range(3)
+    }
+    assert len(digests) == 1
 
 
 def test_memory_that_cannot_be_put_back_is_said(folder: Path) -> None:
