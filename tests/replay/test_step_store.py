@@ -17,7 +17,7 @@ import ostinato as ost
 from ostinato.cache.store import StoreStatistics
 from ostinato.device import Device
 from ostinato.driver.host.driver import HostDriver
-from ostinato.errors import ContextPoisonedError, InputError, StateLostError, Status
+from ostinato.errors import CaptureError, ContextPoisonedError, InputError, StateLostError, Status
 from ostinato.replay import Role, Slot
 from ostinato.replay.policy import Action, Decision, Reason
 from ostinato.replay.work import work_digest
@@ -103,6 +103,59 @@ def test_prepare_and_hold_restore_too(folder: Path) -> None:
             held.launch()
         assert rig.y.to_numpy(rig.stream).tolist() == [100 * n for n in range(8)]
         assert rig.runs == 0 and rig.store.statistics().restored == 2
+
+
+def test_a_held_graph_that_was_restored_reads_its_own_size(folder: Path) -> None:
+    """Also after a call of another size: no run has said which sizes are read."""
+    with ost.open_device("host") as device:
+        rig = Rig(device, folder, weight=100)
+        held = rig.step.hold(rows=8)
+        assert not isinstance(held, Decision)
+        with held:
+            assert rig.call(3) == (Action.REPLAY, [0, 100, 200], 3)
+            held.launch()
+        assert rig.y.to_numpy(rig.stream).tolist() == [100 * n for n in range(8)]
+        assert rig.runs == 0
+
+
+def test_a_restored_step_joins_no_capture_with_another_size(folder: Path) -> None:
+    """The size cannot be written there."""
+    with ost.open_device("host") as device:
+        rig = Rig(device, folder, weight=100)
+        rig.call(3)
+        wrong = "rows is 3 on the device and 8 is wanted"
+        with pytest.raises(CaptureError, match=wrong), ost.capture(rig.stream):
+            rig.step(rows=8)
+        rig.call(8)
+        with ost.capture(rig.stream) as under_way:
+            rig.step(rows=8)
+        rig.y.copy_from(np.zeros(ROWS, np.int32), rig.stream)
+        under_way.graph.instantiate().launch(rig.stream)
+        assert rig.y.to_numpy(rig.stream).tolist() == [100 * n for n in range(8)]
+
+
+class ReadsNow(Rig):
+    """It reads its size in some of its runs."""
+
+    def run(self, stream: ost.Stream, rows: int) -> None:
+        self.runs += 1
+        size = self.step.size("rows") if rows > 2 else self.w
+        ost.launch(stream, self.kernel, ONE, self.x, self.w, self.y, self.total, size)
+
+
+def test_a_restored_graph_reads_a_size_that_no_run_has_read(
+    host_device: Device, tmp_path: Path
+) -> None:
+    first = ReadsNow(host_device, tmp_path, 1)
+    first.call(8), first.call(8)
+    assert first.step.save() == {}
+    with ost.open_device("host") as device:
+        rig = ReadsNow(device, tmp_path, weight=1)
+        assert rig.call(8)[:2] == (Action.REPLAY, [*range(8)])
+        assert rig.call(1)[0] is Action.EAGER
+        rig.y.copy_from(np.zeros(ROWS, np.int32), rig.stream)
+        assert rig.call(5)[:2] == (Action.REPLAY, [*range(5)])
+        assert rig.y.to_numpy(rig.stream).tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
 
 
 def test_a_step_whose_graphs_are_off_restores_nothing(folder: Path) -> None:

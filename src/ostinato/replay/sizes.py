@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from ostinato.cache import Buckets
@@ -111,7 +111,7 @@ class DeviceSizes:
 
     @property
     def asked(self) -> bool:
-        """Whether `scalar` was called for any size, so that each call must write it."""
+        """Whether any size is read, so that each call must write it."""
         return bool(self._asked)
 
     @property
@@ -122,7 +122,16 @@ class DeviceSizes:
     @property
     def memory(self) -> dict[str, MemoryRange]:
         """The memory of all sizes, by names for graph files."""
-        return {f"size.{name}": scalar.range for name, scalar in self._scalars.items()}
+        return {_file_name(name): scalar.range for name, scalar in self._scalars.items()}
+
+    @property
+    def asked_memory(self) -> dict[str, MemoryRange]:
+        """The memory of the sizes that are read."""
+        return {_file_name(name): self._scalars[name].range for name in self._asked}
+
+    def note_restored(self, names: Container[str]) -> None:
+        """Notes which sizes a graph from a file reads, by their names there, as `scalar` does."""
+        self._asked.update(name for name in self._scalars if _file_name(name) in names)
 
     def scalar(self, name: str, stream: Stream) -> DeviceScalar:
         """The uint32 on the device that holds a size.  This call and all later ones write it.
@@ -192,3 +201,7 @@ class DeviceSizes:
         """Gives the memory back.  Idempotent."""
         for scalar in self._scalars.values():
             scalar.close()
+
+
+def _file_name(size: str) -> str:
+    return f"size.{size}"
