@@ -250,6 +250,26 @@ def test_a_size_that_the_device_does_not_have_joins_no_capture(device: Device) -
     np.testing.assert_array_equal(rows.totals(), expected)
 
 
+class ReadsLate(Rows):
+    """It asks for its size in a capture only."""
+
+    def run(self, stream: ost.Stream, rows: int) -> None:
+        if stream.is_capturing:
+            super().run(stream, rows)
+
+
+def test_a_size_that_is_first_read_in_a_capture_must_be_there(device: Device) -> None:
+    rows = ReadsLate(device)
+    rows.step(rows=8)
+    rows.step(rows=3)  # no run has read it, so it was not written
+    with ost.capture(rows.stream) as outer:
+        with pytest.raises(CaptureError, match="rows is 8 on the device and 3 is wanted"):
+            rows.step(rows=3)
+        rows.step(rows=8)
+    outer.graph.instantiate().launch(rows.stream)
+    np.testing.assert_array_equal(rows.totals(), rows.x.to_numpy(rows.stream))
+
+
 class Frozen(Rows):
     """A step with a host number in it: the capture freezes the one of its time."""
 

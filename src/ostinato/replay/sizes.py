@@ -106,6 +106,8 @@ class DeviceSizes:
         """The values on the device; without those whose last write failed."""
         self._now: Mapping[str, int] = {}
         """The sizes of the call under way."""
+        self._joins = False
+        """Whether that call runs inside of a capture that is not the step's own."""
         self.complete: Mapping[str, int] | None = None
         """The sizes of which `set` has nothing to write; None if that is not known."""
 
@@ -137,7 +139,7 @@ class DeviceSizes:
         """The uint32 on the device that holds a size.  This call and all later ones write it.
 
         Raises InputError if the current call has no size of that name, CaptureError if its memory
-        must be allocated and a capture is under way.
+        must be allocated, or its value written, inside of a capture.
         """
         if self._now and name not in self._now:
             raise InputError(f"{name!r} is no size of this step; there are: {', '.join(self._now)}")
@@ -147,6 +149,8 @@ class DeviceSizes:
                 f"the size {name!r} has no place on the device yet, and a capture cannot make one: "
                 "call the step once before, or ask for the size before the capture"
             )
+        if capturing and self._joins and name in self._now:
+            self._require_there(name)
         self.complete = None
         self._allocate(name)
         self._asked.add(name)
@@ -168,7 +172,7 @@ class DeviceSizes:
     def set(self, sizes: Mapping[str, int], stream: Stream) -> None:
         """Writes the sizes that changed, in stream order."""
         self.complete = None  # until all of them are written
-        self._now = sizes
+        self._now, self._joins = sizes, False
         for name in self._asked if self._known else tuple(self._scalars):
             if name in sizes and self._there.get(name) != sizes[name]:
                 self._write(name, sizes[name], stream)
@@ -181,16 +185,21 @@ class DeviceSizes:
         """
         self.complete, self._now = None, sizes
         for name in self._asked:
-            if name in sizes and self._there.get(name) != sizes[name]:
-                raise CaptureError(
-                    f"{name} is {self._there.get(name)} on the device and {sizes[name]} is wanted, "
-                    "which cannot be written while a capture is under way: call the step with this "
-                    "size before"
-                )
+            if name in sizes:
+                self._require_there(name)
+        self._joins = True
+
+    def _require_there(self, name: str) -> None:
+        wanted, there = self._now[name], self._there.get(name)
+        if there != wanted:
+            raise CaptureError(
+                f"{name} is {there} on the device and {wanted} is wanted, which cannot be written "
+                "while a capture is under way: call the step with this size before"
+            )
 
     def end(self) -> None:
         """After a run: it has called `scalar` for each size that it reads."""
-        self._known = True
+        self._known, self._joins = True, False
 
     def _write(self, name: str, value: int, stream: Stream) -> None:
         self._there.pop(name, None)  # until it is written: it may be interrupted half way

@@ -238,7 +238,7 @@ class GraphedStep(Closeable):
 
         It is written before each call, in stream order.  Call this in `run`, or before the first
         call.  Raises InputError for a name that is no size, CaptureError if memory for it must be
-        allocated in a capture, ClosedError.
+        allocated, or it must be written, in a capture; ClosedError.
         """
         with self._lock:
             self._require_open()
