@@ -107,6 +107,27 @@ def test_sizes_of_one_bucket_share_a_graph(device: Device) -> None:
     assert len(rows.cache) == 2
 
 
+class Length:
+    """A whole number that changes in place, as a tensor of one element does."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+def test_a_size_that_changes_in_place_is_read_by_each_call(device: Device) -> None:
+    rows, length = Rows(device), Length(2)
+    for value in (2, 3, 8):
+        length.value = value
+        rows.step(rows=length)
+    counts = (np.arange(ROWS)[:, None] < np.array([2, 3, 8])).sum(1)
+    expected = rows.x.to_numpy(rows.stream) * counts[:, None]
+    np.testing.assert_array_equal(rows.totals(), expected)
+    assert rows.step.key(rows=length) == rows.step.key(rows=8)
+
+
 def test_device_state_is_seen_by_replays(device: Device) -> None:
     rows = Rows(device, warmups=0)
     x = rows.x.to_numpy(rows.stream)

@@ -210,7 +210,7 @@ class GraphedStep(Closeable):
         self._claim = None if store is None or share is not None else store.claim(self.name)
         self._check_limit = parse_bytes(check_limit)
         self._last_check: CheckReport | None = None
-        self._calls: OrderedDict[tuple[tuple[str, object], ...], Call] = OrderedDict()
+        self._calls: OrderedDict[tuple[tuple[str, int], ...], Call] = OrderedDict()
         self._buckets = cache.buckets
         self._states: OrderedDict[StepKey, KeyState] = OrderedDict()
         self._broken: tuple[Reason, str] | None = None
@@ -263,8 +263,13 @@ class GraphedStep(Closeable):
         except TypeError:  # something that cannot be hashed is no size either
             known = None
         if known is None:
-            known = self._bucketed(checked_sizes(sizes))
-            remember(self._calls, given, known)
+            # By whole numbers, and not as given: an array that is a size may change.
+            checked = checked_sizes(sizes)
+            given = tuple(checked.items())
+            known = self._calls.get(given)
+            if known is None:
+                known = self._bucketed(checked)
+                remember(self._calls, given, known)
         return known
 
     def _bucketed(self, sizes: dict[str, int]) -> Call:
