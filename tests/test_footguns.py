@@ -585,6 +585,32 @@ def test_graphs_are_shared_only_if_that_is_asked_for(device: Device) -> None:
     assert device.to_numpy(counter)[0] == 3
 
 
+def test_a_shared_graph_reads_the_size_of_the_call(device: Device) -> None:
+    """Whichever step made it, and also when that one is closed."""
+    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
+    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8, minimum=8))
+    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
+    total = device.zeros((8, 1), np.float32)
+
+    def made() -> ost.GraphedStep:
+        def run(stream: ost.Stream, rows: int) -> None:
+            ost.launch(stream, axpy, config(rows), x, factor, total, step.size("rows"), 1)
+
+        step = ost.GraphedStep(run, stream=stream, cache=cache, share="axpy")
+        return step
+
+    first, other = made(), made()
+    for step, rows in ((first, 8), (first, 8), (other, 3), (first, 2), (other, 5)):
+        step(rows=rows)
+    assert other.statistics().replayed == 2
+    assert total.to_numpy(stream)[:, 0].tolist() == [5, 5, 4, 3, 3, 2, 2, 2]
+    first.close()
+    for rows in (1, 1, 4):
+        other(rows=rows)
+    assert other.statistics().replayed == 4
+    assert total.to_numpy(stream)[:, 0].tolist() == [8, 6, 5, 4, 3, 2, 2, 2]
+
+
 def test_a_step_that_is_gone_leaves_no_graph_for_the_next(device: Device) -> None:
     counter, cache = device.zeros(1, np.int32), ost.GraphCache(device)
     for by in (1, 10):

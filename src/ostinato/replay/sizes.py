@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
-from ostinato.cache import Buckets
+from ostinato.cache import Buckets, GraphCache
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.context import Context
+from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Stream
 from ostinato.errors import CaptureError, InputError
 from ostinato.state import DeviceScalar
 
-__all__ = ["Call", "DeviceSizes", "StepKey", "bucket_of", "checked_sizes"]
+__all__ = ["Call", "DeviceSizes", "StepKey", "bucket_of", "checked_sizes", "sizes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +95,12 @@ class DeviceSizes:
 
     Memory for a size is allocated at the first call that has the size, since a capture cannot
     allocate.  A size that changed is written before the call: every size until the first run is
-    over, and after that only those for which `scalar` was called.
+    over, and after that only those for which `scalar` was called.  Steps that share their graphs
+    share these (`sizes_of`): a graph reads the sizes of the step that made it.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, *, shared: bool = False) -> None:
+        self._shared = shared
         self._context = context
         self._scalars: dict[str, DeviceScalar] = {}
         self._asked: set[str] = set()
@@ -207,9 +211,29 @@ class DeviceSizes:
         self._there[name] = value
 
     def close(self) -> None:
-        """Gives the memory back.  Idempotent."""
+        """Gives the memory back; if it is shared, once no step is left.  Idempotent."""
+        if self._shared:
+            return
         for scalar in self._scalars.values():
             scalar.close()
+
+
+_sizes: weakref.WeakKeyDictionary[GraphCache, weakref.WeakValueDictionary[str, DeviceSizes]] = (
+    weakref.WeakKeyDictionary()
+)
+_lock = new_lock()
+
+
+def sizes_of(cache: GraphCache, share: str | None) -> DeviceSizes:
+    """The sizes for a new step: its own, or those of all steps of the cache with this `share`."""
+    if share is None:
+        return DeviceSizes(cache.context)
+    with _lock:
+        known = _sizes.setdefault(cache, weakref.WeakValueDictionary())
+        made = known.get(share)
+        if made is None:
+            made = known[share] = DeviceSizes(cache.context, shared=True)
+        return made
 
 
 def _file_name(size: str) -> str:

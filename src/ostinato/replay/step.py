@@ -56,7 +56,7 @@ from ostinato.replay.held import HeldCounts, HeldReplay
 from ostinato.replay.key_state import TIMED_EVERY, KeyState, remember
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide, fall_back
 from ostinato.replay.profile import NotLaunched, ReplayProfile, run_replay
-from ostinato.replay.sizes import Call, DeviceSizes, StepKey, bucket_of, checked_sizes
+from ostinato.replay.sizes import Call, StepKey, bucket_of, checked_sizes, sizes_of
 from ostinato.replay.slots import Role, Slot, check_slots, check_verify
 from ostinato.replay.statistics import Counts, StepStatistics
 from ostinato.replay.work import work_digest
@@ -99,8 +99,8 @@ class GraphedStep(Closeable):
     read the real size on the device: `step.size("rows")`.
 
     Graphs belong to the step: another step has its own, even with the same name in the same cache.
-    Steps that are given the same `share` use each other's graphs; the caller must make sure that
-    they do the same work on the same memory.
+    Steps that are given the same `share` use each other's graphs and `size`s; the caller must make
+    sure that they do the same work on the same memory, and one after the other.
 
     `slots` are the buffers that the step reads and writes; `verify` needs them.  "first" checks
     each graph at its first replay, and again at its first replay with padding; a number n also
@@ -205,7 +205,7 @@ class GraphedStep(Closeable):
             every, printer = self.settings.print_every, _print if self.settings.printed else None
             self.profile = ReplayProfile(print_every=every, printer=printer or _log.info)
         self._identity: int | str = next(_numbers) if share is None else share
-        self._sizes = DeviceSizes(stream.context)
+        self._sizes = sizes_of(cache, share)
         self._work = "" if store is None else work_digest(run, builder)
         self._claim = None if store is None or share is not None else store.claim(self.name)
         self._check_limit = parse_bytes(check_limit)
