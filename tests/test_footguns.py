@@ -585,6 +585,14 @@ def test_graphs_are_shared_only_if_that_is_asked_for(device: Device) -> None:
     assert device.to_numpy(counter)[0] == 3
 
 
+def test_graphs_are_not_shared_by_a_number(device: Device) -> None:
+    """A layer's number may be that of another step."""
+    counter, cache = device.zeros(1, np.int32), ost.GraphCache(device)
+    number = count_step(device, counter, cache, 1).key().identity
+    with pytest.raises(InputError, match=f"share={number}: .* a text"):
+        count_step(device, counter, cache, 10, share=number)
+
+
 def test_a_shared_graph_reads_the_size_of_the_call(device: Device) -> None:
     """Whichever step made it, and also when that one is closed."""
     stream, axpy = device.create_stream(), kernel(device, "axpy_rows")

@@ -173,6 +173,8 @@ class GraphedStep(Closeable):
             raise InputError("a builder makes the graph itself, so nothing is recorded for it")
         if warmups < 0:
             raise InputError(f"warmups={warmups}: 0 or more")
+        if not isinstance(share, str | None):  # numbers are the steps' own
+            raise InputError(f"share={share!r}: the graphs that steps share have a name, a text")
         if stream.context is not cache.context:
             raise InputError("the step's stream is of another device than its cache")
         check_verify(verify, slots)
