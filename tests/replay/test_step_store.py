@@ -158,6 +158,28 @@ def test_a_restored_graph_reads_a_size_that_no_run_has_read(
         assert rig.y.to_numpy(rig.stream).tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
 
 
+class ReadsNone(Rig):
+    """Its graphs are of whole buckets."""
+
+    def run(self, stream: ost.Stream, rows: int) -> None:
+        self.runs += 1
+        ost.launch(stream, self.kernel, ONE, self.x, self.w, self.y, self.total, self.w)
+
+
+def test_a_step_that_reads_no_size_is_restored_and_joins_captures(
+    host_device: Device, tmp_path: Path
+) -> None:
+    first = ReadsNone(host_device, tmp_path, 2)
+    first.call(8), first.call(8)
+    assert first.step.save() == {}
+    with ost.open_device("host") as device:
+        rig = ReadsNone(device, tmp_path, 2)
+        assert rig.call(8) == (Action.REPLAY, [0, 2, 0, 0, 0, 0, 0, 0], 2)
+        with ost.capture(rig.stream) as under_way:
+            rig.step(rows=3)
+        assert len(under_way.graph) == 1
+
+
 def test_a_step_whose_graphs_are_off_restores_nothing(folder: Path) -> None:
     with ost.open_device("host") as device:
         rig = Rig(device, folder, weight=100)

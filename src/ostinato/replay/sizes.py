@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ostinato.cache import Buckets, GraphCache
@@ -95,8 +95,9 @@ class DeviceSizes:
 
     Memory for a size is allocated at the first call that has the size, since a capture cannot
     allocate.  A size that changed is written before the call: every size until the first run is
-    over, and after that only those for which `scalar` was called.  Steps that share their graphs
-    share these (`sizes_of`): a graph reads the sizes of the step that made it.
+    over, and after that only those for which `scalar` was called, and those that graphs from files
+    may read.  Steps that share their graphs share these (`sizes_of`): a graph reads the sizes of
+    the step that made it.
     """
 
     def __init__(self, context: Context, *, shared: bool = False) -> None:
@@ -104,6 +105,7 @@ class DeviceSizes:
         self._context = context
         self._scalars: dict[str, DeviceScalar] = {}
         self._asked: set[str] = set()
+        self._restored: set[str] = set()
         self._known = False
         """Whether a run is over, so that `_asked` is complete."""
         self._there: dict[str, int] = {}
@@ -117,8 +119,8 @@ class DeviceSizes:
 
     @property
     def asked(self) -> bool:
-        """Whether any size is read, so that each call must write it."""
-        return bool(self._asked)
+        """Whether any size may be read, so that each call must write it."""
+        return bool(self._asked or self._restored)
 
     @property
     def ranges(self) -> list[MemoryRange]:
@@ -128,16 +130,11 @@ class DeviceSizes:
     @property
     def memory(self) -> dict[str, MemoryRange]:
         """The memory of all sizes, by names for graph files."""
-        return {_file_name(name): scalar.range for name, scalar in self._scalars.items()}
+        return {f"size.{name}": scalar.range for name, scalar in self._scalars.items()}
 
-    @property
-    def asked_memory(self) -> dict[str, MemoryRange]:
-        """The memory of the sizes that are read."""
-        return {_file_name(name): self._scalars[name].range for name in self._asked}
-
-    def note_restored(self, names: Container[str]) -> None:
-        """Notes which sizes a graph from a file reads, by their names there, as `scalar` does."""
-        self._asked.update(name for name in self._scalars if _file_name(name) in names)
+    def note_restored(self) -> None:
+        """Notes that a graph from a file may read any of the sizes that there are."""
+        self._restored.update(self._scalars)
 
     def scalar(self, name: str, stream: Stream) -> DeviceScalar:
         """The uint32 on the device that holds a size.  This call and all later ones write it.
@@ -177,7 +174,7 @@ class DeviceSizes:
         """Writes the sizes that changed, in stream order."""
         self.complete = None  # until all of them are written
         self._now, self._joins = sizes, False
-        for name in self._asked if self._known else tuple(self._scalars):
+        for name in self._asked | self._restored if self._known else tuple(self._scalars):
             if name in sizes and self._there.get(name) != sizes[name]:
                 self._write(name, sizes[name], stream)
         self.complete = sizes
@@ -234,7 +231,3 @@ def sizes_of(cache: GraphCache, share: str | None) -> DeviceSizes:
         if made is None:
             made = known[share] = DeviceSizes(cache.context, shared=True)
         return made
-
-
-def _file_name(size: str) -> str:
-    return f"size.{size}"

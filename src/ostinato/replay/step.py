@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ostinato import settings as _settings
 from ostinato.cache import GraphCache, parse_bytes
-from ostinato.driver.api import CaptureMode, CaptureStatus, MemoryRange
+from ostinato.driver.api import CaptureMode, CaptureStatus
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Operation, Stream
@@ -346,7 +346,7 @@ class GraphedStep(Closeable):
             raise InputError(f"the step {self.name!r} has no store; give it one (store=)")
         refused: dict[StepKey, str] = {}
         with self._lock, self.stream.turn.lock:
-            inputs, outputs = self._memory(self._sizes.asked_memory)
+            inputs, outputs = self._memory()
             for key in [key for key in self._keys if isinstance(key, StepKey)]:
                 with self.cache.hold(key) as executable:
                     if executable is None:
@@ -367,10 +367,8 @@ class GraphedStep(Closeable):
                         refused[key] = why
         return refused
 
-    def _memory(
-        self, sizes: Mapping[str, MemoryRange]
-    ) -> tuple[dict[str, object], dict[str, object]]:
-        """What a launch reads, with these sizes, and what it writes; by names."""
+    def _memory(self) -> tuple[dict[str, object], dict[str, object]]:
+        """What a launch reads and what it writes, by the slots' names and the sizes'."""
         read, written = (Role.INPUT, Role.STATE), (Role.OUTPUT, Role.STATE)
         inputs: dict[str, object] = {
             # The padding of an output is left as it was.
@@ -379,7 +377,7 @@ class GraphedStep(Closeable):
             if slot.role in read or (slot.role is Role.OUTPUT and slot.size is not None)
         }
         outputs: dict[str, object] = {s.name: s.buffer for s in self.slots if s.role in written}
-        return {**inputs, **sizes}, outputs
+        return inputs | self._sizes.memory, outputs
 
     def _restore(self, store: GraphStore, call: Call, state: KeyState) -> None:
         """Takes a key's graph from the store, if there is one that fits.  What is wrong with the
@@ -388,13 +386,10 @@ class GraphedStep(Closeable):
             return
         self._sizes.begin(call.sizes, self.stream)
         state.looked = True
-        inputs, outputs = self._memory(self._sizes.memory)
+        inputs, outputs = self._memory()
         made = store.executable((call.key, self._work), inputs | outputs, upload=self.stream)
         if made is not None:
-            from ostinato.graph.disk.load import LoadedGraph
-
-            assert isinstance(made.graph, LoadedGraph)
-            self._sizes.note_restored(made.graph.inputs)
+            self._sizes.note_restored()
             self._keys.add(call.key)
             self.cache.install(call.key, made)
 
