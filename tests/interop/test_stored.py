@@ -441,3 +441,76 @@ def test_code_that_is_named_counts() -> None:
 
     assert code_text(build(1)) == code_text(build(1)) != code_text(build(2))
     assert code_text(functools.partial(build(1))) != code_text(functools.partial(build(2)))
+
+
+def made(program: str) -> Callable[..., Any]:
+    space: dict[str, Any] = {"__name__": "made", "functools": functools}
+    exec(program, space)
+    run: Callable[..., Any] = space["run"]
+    return run
+
+
+CALLS_F = "\ndef run(x): return f(x)"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(
+            "a = lambda x: x + 1\nb = lambda x: x * {}\ndef run(x): return b(a(x))",
+            id="the second of two lambdas",
+        ),
+        pytest.param(
+            "a = lambda x: x + {}\nb = lambda x: x * 2\ndef run(x): return b(a(x))",
+            id="the first of two lambdas",
+        ),
+        pytest.param(
+            "def twice(f):\n @functools.wraps(f)\n def w(x): return {} * f(x)\n return w\n"
+            "@twice\ndef run(x): return x",
+            id="a decorator",
+        ),
+        pytest.param(f"def f(x, by={{}}): return x * by{CALLS_F}", id="a default"),
+        pytest.param(f"def f(x, *, by={{}}): return x * by{CALLS_F}", id="a named default"),
+        pytest.param(f"BY = {{}}\ndef f(x): return x * BY{CALLS_F}", id="a global"),
+        pytest.param(
+            f"def scaling(by): return lambda x: x * by\nf = scaling({{}}){CALLS_F}", id="a closure"
+        ),
+        pytest.param(
+            f"f = functools.partial(lambda x, by: x * by, by={{}}){CALLS_F}", id="partial"
+        ),
+        pytest.param(
+            f"class F:\n def __call__(self, x): return x * {{}}\nf = F(){CALLS_F}", id="an object"
+        ),
+        pytest.param(
+            "class A:\n @property\n def p(self): return 1\n"
+            " @p.setter\n def p(self, x): self.q = x * {}\n"
+            "def run(x): A().p = x",
+            id="a setter",
+        ),
+        pytest.param(
+            "KNOWN = {{'f': lambda x: x * {}}}\ndef run(x): return KNOWN['f'](x)", id="in a dict"
+        ),
+    ],
+)
+def test_an_edit_of_what_a_function_calls_counts(program: str) -> None:
+    """A graph of the program before the edit would be replayed."""
+    before, after = program.format(2), program.format(3)
+    assert code_text(made(before)) == code_text(made(before))
+    assert code_text(made(before)) != code_text(made(after))
+
+
+def test_a_function_in_a_key_is_told_from_another_of_its_code() -> None:
+    lib: Any = SimpleNamespace(stable=())
+    program = "def scaling(by): return lambda x: x * by\nrun = scaling({})"
+    texts = [text_of(made(program.format(by)), lib) for by in (2, 2, 3)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_functions_as_defaults_have_no_address_in_a_text() -> None:
+    program = (
+        "def g(x): return x\nKNOWN = [g]\nKNOWN.append(KNOWN)\n"
+        "def f(x, by=g, all=(g, len, KNOWN.append)): return by(KNOWN[0](x))\n"
+        "def run(x): return f(x)"
+    )
+    one, other = made(program), made(program)
+    assert code_text(one) == code_text(other)

@@ -26,7 +26,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -177,19 +177,21 @@ def text_of(value: Any, library: StoringLibrary) -> str:
         pairs = [f"{text_of(k, library)}: {text_of(v, library)}" for k, v in value.items()]
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
-        return code_text(value)
+        return code_text(value, inner=True)
     if isinstance(value, library.stable):
         return f"{kind.__module__}.{kind.__qualname__} {value}"
     raise Unstable(f"a {kind.__module__}.{kind.__qualname__} is not the same in another process")
 
 
-def code_text(function: Any) -> str:
+def code_text(function: Any, *, inner: bool = False) -> str:
     """The name of a function or a class, and a digest of its code and of all that this names.
 
-    Code of installed packages counts by their versions."""
-    found: dict[str, str] = {}
-    _collect(function, found, set())
-    text = "\n".join(f"{name} {digest}" for name, digest in sorted(found.items()))
+    That is other functions, and the defaults and plain values that these use; those that the
+    function itself uses count if it is `inner`, and are else in the key of a call.  Code of
+    installed packages counts by their versions."""
+    found: _Found = set()
+    _collect(function, found, set(), inner=inner)
+    text = "\n".join(f"{name} {digest}" for name, digest in sorted(found))
     return f"code {_name(function)} {hashlib.sha256(text.encode()).hexdigest()}"
 
 
@@ -198,14 +200,25 @@ def _name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
 
 
-def _collect(value: Any, found: dict[str, str], seen: set[int]) -> None:
-    """Adds digests of code, or of versions, by name."""
+_Found: TypeAlias = set[tuple[str, str]]
+"""Names with digests of code, with versions and values.  Functions may have one name: a decorator's
+has that of the function in it."""
+
+
+def _collect(value: Any, found: _Found, seen: set[int], *, inner: bool = True) -> None:
+    """Adds digests of code, or of versions, by name; of an `inner` function also what it uses."""
     while isinstance(value, functools.partial | types.MethodType):
-        value = value.func if isinstance(value, functools.partial) else value.__func__
+        if isinstance(value, functools.partial):
+            if inner:
+                given: dict[Any, Any] = {**value.keywords, **dict(enumerate(value.args))}
+                _collect_values(f"{_name(value)} of {_name(value.func)}", given, found, seen)
+            value = value.func
+        else:
+            value = value.__func__
     if not isinstance(value, types.FunctionType | type):
         call = inspect.getattr_static(type(value), "__call__", None)
         if not isinstance(call, types.FunctionType):
-            found[_name(value)] = ""  # in C: the version of its library
+            found.add((_name(value), ""))  # in C: the version of its library
             return
         value = type(value)
     if id(value) in seen:
@@ -214,35 +227,67 @@ def _collect(value: Any, found: dict[str, str], seen: set[int]) -> None:
     if len(seen) > _MOST_CODE:
         raise Unstable("the function names too much code to tell whether any of it has changed")
     version = _version(str(getattr(value, "__module__", "")))
-    found[_name(value)] = version
+    found.add((_name(value), version))
     if version:
         return
     if isinstance(value, type):
         for base in value.__mro__:
             if base is value or not _version(base.__module__):
                 for name, member in vars(base).items():
-                    inner = getattr(member, "__func__", getattr(member, "fget", member))
-                    if isinstance(inner, types.FunctionType):
-                        _collect(inner, found, seen)
-                    elif is_plain(member) and not name.startswith("__"):
-                        found[f"{_name(base)}.{name}"] = repr(member)
+                    if isinstance(member, property):
+                        methods = [member.fget, member.fset, member.fdel]
+                    else:
+                        methods = [getattr(member, "__func__", getattr(member, "func", member))]
+                    methods = [one for one in methods if isinstance(one, types.FunctionType)]
+                    for method in methods:
+                        _collect(method, found, seen)
+                    if not methods and is_plain(member) and not name.startswith("__"):
+                        found.add((f"{_name(base)}.{name}", repr(member)))
             else:
-                found[_name(base)] = _version(base.__module__)
+                found.add((_name(base), _version(base.__module__)))
         return
     names: set[str] = set()
-    found[_name(value)] = _digest(value.__code__, names)
+    found.add((_name(value), _digest(value.__code__, names)))
     space = value.__globals__
-    held = [space[name] for name in names if name in space]
-    for one in [*held]:
-        if isinstance(one, types.ModuleType) and not _version(one.__name__):
-            held += [vars(one)[name] for name in names if name in vars(one)]
-    for cell in value.__closure__ or ():
+    held: dict[Any, Any] = {name: space[name] for name in names if name in space}
+    for module in [*held.values()]:
+        if isinstance(module, types.ModuleType) and not _version(module.__name__):
+            inside = vars(module)
+            held |= {(module.__name__, name): inside[name] for name in names if name in inside}
+    for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not assigned yet
-            held.append(cell.cell_contents)
-    held.append(getattr(value, "__wrapped__", None))
-    for one in held:
-        if isinstance(one, types.FunctionType | types.MethodType | functools.partial | type):
-            _collect(one, found, seen)
+            held["closure", free] = cell.cell_contents
+    held["wrapped"] = getattr(value, "__wrapped__", None)
+    if inner:
+        held["defaults"] = value.__defaults__
+        held |= {("default", name): one for name, one in (value.__kwdefaults__ or {}).items()}
+    _collect_values(_name(value), held, found, seen, plain=inner)
+
+
+def _collect_values(
+    owner: str, held: Mapping[Any, Any], found: _Found, seen: set[int], *, plain: bool = True
+) -> None:
+    """Adds what a function uses, by name: other code, also in containers, and `plain` values."""
+    for name, value in held.items():
+        place = f"{owner}: {name}"
+        if isinstance(value, types.FunctionType | types.MethodType | functools.partial | type):
+            _collect(value, found, seen)
+        elif isinstance(value, tuple):
+            _collect_values(place, dict(enumerate(value)), found, seen, plain=plain)
+        elif isinstance(value, list | dict):
+            if id(value) not in seen and len(value) <= _MOST_CODE:
+                seen.add(id(value))
+                # Without plain values, which may change while the process runs.
+                inside = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+                _collect_values(place, inside, found, seen, plain=False)
+        elif isinstance(value, types.BuiltinFunctionType):
+            found.add((place, _name(value)))
+        elif is_plain(value):
+            if plain:
+                text = sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
+                found.add((place, f"{type(value).__name__} {text}"))
+        elif callable(value) and isinstance(type(value).__call__, types.FunctionType):
+            _collect(type(value), found, seen)
 
 
 def _digest(code: types.CodeType, names: set[str]) -> str:
