@@ -619,6 +619,27 @@ def test_a_shared_graph_reads_the_size_of_the_call(device: Device) -> None:
     assert total.to_numpy(stream)[:, 0].tolist() == [8, 6, 5, 4, 3, 2, 2, 2]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_step_that_calls_itself_keeps_its_size(device: Device, first: bool) -> None:
+    """The inner call's size was on the device for the rest of the outer run."""
+    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
+    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
+    total = device.zeros((8, 1), np.float32)
+
+    def run(stream: ost.Stream, rows: int) -> None:
+        if not first:
+            step.size("rows")
+        if rows == 8:
+            step(rows=3)
+        ost.launch(stream, axpy, config(rows), x, factor, total, step.size("rows"), 1)
+
+    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
+    step = ost.GraphedStep(run, stream=stream, cache=cache)
+    for calls in (1, 2, 3):
+        step(rows=8)
+        assert total.to_numpy(stream)[:, 0].tolist() == [2 * calls] * 3 + [calls] * 5
+
+
 def test_a_step_that_is_gone_leaves_no_graph_for_the_next(device: Device) -> None:
     counter, cache = device.zeros(1, np.int32), ost.GraphCache(device)
     for by in (1, 10):

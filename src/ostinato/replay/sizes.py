@@ -179,6 +179,18 @@ class DeviceSizes:
                 self._write(name, sizes[name], stream)
         self.complete = sizes
 
+    @property
+    def now(self) -> tuple[Mapping[str, int], bool]:
+        """The sizes of the call under way, and whether it joins a capture; for `resume`."""
+        return self._now, self._joins
+
+    def resume(self, sizes: Mapping[str, int], joins: bool, stream: Stream) -> None:
+        """After a call inside of a run, whose sizes these are."""
+        if stream.is_capturing:  # the inner call has written nothing
+            self.complete, self._now, self._joins = None, sizes, joins
+        else:
+            self.set(sizes, stream)
+
     def begin_in_capture(self, sizes: Mapping[str, int]) -> None:
         """Before a run inside a capture, where memory can neither be allocated nor written.
 

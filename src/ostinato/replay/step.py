@@ -215,6 +215,8 @@ class GraphedStep(Closeable):
         self._calls: OrderedDict[tuple[tuple[str, int], ...], Call] = OrderedDict()
         self._buckets = cache.buckets
         self._states: OrderedDict[StepKey, KeyState] = OrderedDict()
+        self._running = False
+        """Whether `run` is under way, and no call that it made itself."""
         self._broken: tuple[Reason, str] | None = None
         """Why no key is served until `release`, and the text of the error."""
         self._keys: set[Hashable] = set()
@@ -319,6 +321,8 @@ class GraphedStep(Closeable):
         ClosedError.
         """
         with self._lock, self.stream.turn.lock:
+            if self._running:
+                return self._call_inside(sizes)
             call = self._call(sizes)
             state = self._state(call.key)
             counts = state.counts
@@ -336,6 +340,23 @@ class GraphedStep(Closeable):
             if decision.action is Action.BUILD:
                 return self._build(call, state, decision)
             return self._run_eager(call, state, decision)
+
+    def _run(self, sizes: Mapping[str, int]) -> None:
+        try:
+            self._running = True
+            self.run(self.stream, **sizes)
+        finally:
+            self._running = False
+
+    def _call_inside(self, sizes: Mapping[str, int]) -> Decision:
+        """A call by `run` itself.  The rest of that run finds its own sizes on the device again."""
+        sizes_of_run = self._sizes.now
+        self._running = False
+        try:
+            return self(**sizes)
+        finally:
+            self._sizes.resume(*sizes_of_run, self.stream)
+            self._running = True
 
     def save(self, *, check: bool = True) -> dict[StepKey, str]:
         """Writes the graphs that the step has now to its store; returns why some were not written.
@@ -519,10 +540,10 @@ class GraphedStep(Closeable):
         before = self.stream.submitted
         if decision.reason is Reason.WARMING_UP:
             with submissions(self.stream.context) as made:
-                self.run(self.stream, **call.sizes)
+                self._run(call.sizes)
             state.submitted = tuple(made)
         else:
-            self.run(self.stream, **call.sizes)
+            self._run(call.sizes)
         self._sizes.end()
         state.runs += 1
         state.counts.ran_eagerly(self.stream.submitted - before, decision.reason)
@@ -602,7 +623,7 @@ class GraphedStep(Closeable):
             if self._builder is not None:
                 return self._builder(self.stream, **call.buckets)
             with capture(self.stream, mode=self.mode, pool=self.pool, contained=True) as under_way:
-                self.run(self.stream, **call.buckets)
+                self._run(call.buckets)
             self._sizes.end()
             _require_all(state.submitted, under_way.submissions)
             return under_way.graph.instantiate(upload=self.stream)
@@ -638,7 +659,7 @@ class GraphedStep(Closeable):
         try:
             before = self.stream.submitted
             with record(self.stream) as recording:
-                self.run(self.stream, **call.buckets)
+                self._run(call.buckets)
             self._sizes.end()
             state.counts.ran_eagerly(self.stream.submitted - before, decision.reason)
         except ContextPoisonedError:
@@ -691,7 +712,7 @@ class GraphedStep(Closeable):
 
         def eager() -> Sequence[Operation]:
             with operations(self.stream.context) as made:
-                self.run(self.stream, **call.buckets)
+                self._run(call.buckets)
             return made
 
         try:
