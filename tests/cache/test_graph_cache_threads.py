@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -198,6 +198,29 @@ def test_a_long_capture_holds_nobody_else_up(
     assert int(x.to_numpy(stream)[0]) == 1 and not slow.done()
     make.go_on.set()
     assert slow.result(PATIENCE) is cache.get("slow")
+
+
+def test_a_changed_replay_launches_its_own_change(
+    device: Device, cache: ost.GraphCache, pool: ThreadPoolExecutor
+) -> None:
+    """Another thread's change of the graph does not come between a change and its launch."""
+    stream, total = device.create_stream(), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, increment, config(1), total, 1)
+    cache.install("a", under_way.graph.instantiate())
+    others: list[Future[bool]] = []
+
+    def other(run: ost.GraphExec) -> None:
+        run.patch(0, 1, 10)
+
+    def change(run: ost.GraphExec) -> None:
+        run.patch(0, 1, 100)
+        others.append(pool.submit(cache.replay, "a", stream, other))
+        wait(others, timeout=0.2)  # it waits for this replay
+
+    assert cache.replay("a", stream, change) and others[0].result(PATIENCE)
+    assert total.to_numpy(stream)[0] == 110
 
 
 def test_an_install_during_a_capture_of_the_key(

@@ -52,6 +52,8 @@ class Entry:
     used: bytes = b""
     """What stands for a use of it in the schedule."""
     record: KeyRecord = field(default_factory=KeyRecord)
+    changing: AbstractContextManager[bool] = field(default_factory=new_lock)
+    """Held from a change of the executable to its launch."""
 
 
 class Table:
@@ -378,8 +380,9 @@ class GraphCache(Closeable):
     ) -> bool:
         """Launches the graph under a key once, in stream order; returns whether there was one.
 
-        `change` is called with the executable before.  If there is none, nothing runs.  Raises
-        ClosedError, and what `change` and `GraphExec.launch` raise.
+        `change` is called with the executable before, and no other thread's `change` of it comes in
+        between.  If there is none, nothing runs.  Raises ClosedError, and what `change` and
+        `GraphExec.launch` raise.
         """
         lock, table = self._lock, self._table
         with lock:  # as `use`, `_lease` and `_release` do, without a frame for each
@@ -397,9 +400,12 @@ class GraphCache(Closeable):
                 return False
         try:
             executable = entry.executable
-            if change is not None:
-                change(executable)
-            executable.launch(stream)
+            if change is None:
+                executable.launch(stream)
+            else:
+                with entry.changing:
+                    change(executable)
+                    executable.launch(stream)
         finally:
             with lock:
                 last = False
@@ -416,7 +422,8 @@ class GraphCache(Closeable):
 
         For several calls on one graph, such as a rebinding and its launch.  An eviction inside the
         block takes the key away at once, and closes the executable at the block's end.  Entering
-        counts as a use, and raises ClosedError.
+        counts as a use, and raises ClosedError.  Not guaranteed: that no other thread changes the
+        executable meanwhile.
         """
         return _Hold(self, key)
 
