@@ -382,6 +382,15 @@ def test_a_changed_graph_is_not_saved(host_device: Device, tmp_path: Path) -> No
     assert "was changed since it was made" in "".join(rig.step.save().values())
 
 
+def test_a_store_of_another_device_is_refused(folder: Path) -> None:
+    """None of its graphs can be restored."""
+    with ost.open_device("host") as device, ost.open_device("host") as other:
+        stream, cache = device.create_stream(), ost.GraphCache(device)
+        store = ost.GraphStore(other, folder)
+        with pytest.raises(InputError, match="store is of another device"):
+            ost.GraphedStep(lambda stream: None, stream=stream, cache=cache, store=store)
+
+
 def test_a_step_without_a_store_saves_nothing(host_device: Device, tmp_path: Path) -> None:
     rig = Rig(host_device, tmp_path, 1)
     rig.step.store = None

@@ -177,6 +177,8 @@ class GraphedStep(Closeable):
             raise InputError(f"share={share!r}: the graphs that steps share have a name, a text")
         if stream.context is not cache.context:
             raise InputError("the step's stream is of another device than its cache")
+        if store is not None and store.context is not cache.context:
+            raise InputError("the step's store is of another device than its cache")
         check_verify(verify, slots)
         check_slots(slots)
         self.run = run
