@@ -620,7 +620,8 @@ DEVICE void matmul_parts(const P& product, const u8* bricks, int block, const in
     }
     matmul_part<S, BrickWeights<S, P, R, FIRST>>(product, bricks, block, live, workspace, rows, bests);
 }
-template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, int RING, int WARPGROUP, class... PARTS, class P>
+template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, int RING, int WARPGROUP,
+          class... PARTS, class P>
 DEVICE void matmul(PackedMatrixShape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING, WARPGROUP, PARTS...>,
                    const P& product, const int* live, float* workspace, StepRows& rows,
                    u64* bests = nullptr) {
