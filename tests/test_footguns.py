@@ -2318,6 +2318,51 @@ def test_values_that_fit_are_converted(
     assert np.array_equal(x.to_numpy(stream), wanted, equal_nan=True)
 
 
+PAIR = np.dtype([("a", np.int32), ("b", np.int32)])
+"""Of the structs below."""
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [(1.5, 2)],  # NumPy drops the fraction
+        [(1, 1 << 31)],
+        [(1, np.int64(1 << 40))],
+        [(1, 2, 3)],
+        [[[1, 2]]],  # NumPy makes two structs of it
+        3,
+        np.array([(1.5, 2)], [("a", np.float32), ("b", np.int32)]),
+        np.array([(1, 2)], [("b", np.int32), ("a", np.int32)]),  # NumPy goes by the order
+        np.array([(1, 2)], [("x", np.int32), ("y", np.int32)]),
+        np.ma.masked_array([(1, 2)], [(False, True)], PAIR),
+    ],
+)
+def test_structs_that_the_memory_cannot_hold_are_refused(
+    device: Device, stream: ost.Stream, values: object
+) -> None:
+    x, state = device.zeros(1, PAIR), ost.DeviceArray(device, 1, PAIR)
+    for put in (
+        lambda: x.copy_from(values, stream),
+        lambda: device.array(values, PAIR),
+        lambda: state.set(values, stream),
+    ):
+        with pytest.raises(InputError):
+            put()
+    assert x.to_numpy(stream)[0].tolist() == (0, 0)
+
+
+def test_structs_that_fit_are_converted(device: Device, stream: ost.Stream) -> None:
+    kind = np.dtype([("a", np.uint8), ("b", np.float32, (2,)), ("c", PAIR)], align=True)
+    values = [(255, [1, 2.5], (-1, 7)), (0, [3, 4], (5, 6))]
+    wide = np.dtype([("a", ">i8"), ("b", np.float64, (2,)), ("c", [("a", "i8"), ("b", "u1")])])
+    wanted = np.array(values, kind)
+    for given in (values, wanted, [wanted[0], values[1]]):
+        assert (device.array(given, kind).to_numpy(stream) == wanted).all()
+    wide_values = np.array([(255, [1, 2.5], (-1, 7)), (0, [3, 4], (5, 6))], wide)
+    assert (device.array(wide_values, kind).to_numpy(stream) == wanted).all()
+    assert device.array([], kind).shape == (0,)
+
+
 def test_masked_values_of_no_named_type_are_refused(device: Device) -> None:
     with pytest.raises(InputError, match="masked"):
         device.array(np.ma.masked_array([1, 2], [True, False]))

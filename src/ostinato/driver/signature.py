@@ -293,13 +293,14 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
 
     Raises InputError if a value does not survive: no number, out of bounds, a fraction for whole
     numbers, another number than 0 and 1 for flags, an imaginary part for real numbers, a finite
-    number that would become infinite.  Floats are rounded to narrower ones.
+    number that would become infinite.  Floats are rounded to narrower ones.  Structs, which are
+    tuples or come from an array of structs, are converted field by field.
     """
     if type(values) is np.ndarray and values.dtype == dtype:
         return np.ascontiguousarray(values).reshape(values.shape)
     refuse_masked(values)
-    if dtype.fields is not None and not isinstance(values, np.ndarray | np.generic):
-        values = np.array(values, dtype)  # tuples, which are structs only by the dtype
+    if dtype.fields is not None:
+        return _exact_structs(dtype, values)
     try:
         given = np.asarray(values)
     except (ValueError, OverflowError) as error:
@@ -330,9 +331,42 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
     return made
 
 
+def _exact_structs(dtype: np.dtype[Any], values: object) -> npt.NDArray[Any]:
+    """`exact_array` of structs.
+
+    NumPy would drop fractions, and take the fields of another struct by their order, whatever
+    their names are.
+    """
+    if isinstance(values, list):
+        rows = [_exact_structs(dtype, row) for row in values]
+        if len({row.shape for row in rows}) > 1:
+            raise InputError(f"rows of the same length are needed, not {values!r}")
+        return np.stack(rows) if rows else np.zeros(0, dtype)
+    names = dtype.names or ()
+    shape: tuple[int, ...] = ()
+    parts: Sequence[Any] = values if isinstance(values, tuple) else ()
+    if isinstance(values, np.ndarray | np.generic) and values.dtype.names == names:
+        array = np.asarray(values)
+        shape, parts = array.shape, [array[name] for name in names]
+    if len(parts) != len(names):
+        given = getattr(values, "dtype", repr(values))
+        raise InputError(f"structs of the fields {', '.join(names)} are needed, not {given}")
+    made = np.zeros(shape, dtype)
+    for name, part in zip(names, parts, strict=True):
+        field = exact_array(dtype[name].base, part)
+        if field.shape != made[name].shape:
+            raise InputError(f"field {name!r} has shape {made[name].shape}, not {field.shape}")
+        made[name] = field
+    return made
+
+
 def refuse_masked(values: object) -> None:
     """Raises InputError for masked elements: what is under a mask would be taken for values."""
-    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+    # By the mask's bytes: NumPy cannot ask that of a mask of structs.
+    if (
+        isinstance(values, np.ma.MaskedArray)
+        and np.frombuffer(np.ma.getmaskarray(values).tobytes(), bool).any()
+    ):
         raise InputError(
             "elements are masked, and what is under the mask would be taken for their values; fill "
             "them (array.filled(value))"

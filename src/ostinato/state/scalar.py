@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, Watcher, context_of
-from ostinato.driver.signature import exact_array, exact_bytes
+from ostinato.driver.signature import exact_array, exact_bytes, refuse_masked
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
 from ostinato.memory import Buffer, allocate
@@ -151,6 +151,7 @@ def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt
     survive the conversion (out of bounds, fraction lost); floats may be rounded to narrower ones.
     """
     if dtype.fields is not None:
+        refuse_masked(value)
         out = np.zeros(shape, dtype)
         _fill_structs(out, value, dtype)
         return out
