@@ -261,6 +261,26 @@ def test_columns_of_another_joiner_are_waited_for(device: Device) -> None:
         assert pairs(pending.result()).tolist() == [[1, 1]]
 
 
+def test_columns_of_a_closed_stream_are_waited_for(device: Device) -> None:
+    """Closing a stream does not wait for its work."""
+    stream, values = device.create_stream(), device.zeros(2, np.int64)
+    twos = device.array([2, 2], np.int64)
+    with Joiner(device, stream=stream) as one, Joiner(device) as other:
+        for joiner in (one, other):
+            joiner.join(ONE, ONE, on="k")
+        right = other.columns(ONE, "k")
+        gc.collect()
+        device.synchronize()
+        device.context.collect()  # to free memory waits for the device
+        with HeldStream(stream) as held:
+            ost.copy(stream, values, twos)
+            held.release_after(0.2)
+            columns = one.columns({"k": values}, "k")
+            stream.close()
+            pending = other.submit(columns, right)
+        assert pairs(pending.result()).tolist() == [[0, 1], [1, 1]]
+
+
 def test_an_array_on_the_processor_through_dlpack(joiner: Joiner) -> None:
     class OnCpu:
         values = np.array([4, 2])

@@ -126,7 +126,9 @@ class KeyColumns:
                     f"column {table.names[0]!r} lives on {_another(table.device.name, device)}"
                 )
             table.require_names(tuple(names))
-            if table.stream is not stream and not table.stream.closed:
+            if table.stream.closed:  # its last work may be under way, and nothing else names it
+                device.context.synchronize()
+            elif table.stream is not stream:
                 stream.wait(table.stream.record())
             return table
         return cls(
