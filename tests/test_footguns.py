@@ -1375,6 +1375,18 @@ def test_a_rebind_to_less_memory_than_a_launch_uses_is_refused(
     assert (out.to_numpy(stream) == 2).all()
 
 
+def test_a_rebind_that_makes_a_copy_overlap_is_refused(device: Device, stream: ost.Stream) -> None:
+    """A GPU copies in any order; `copy` and `set_memcpy` refuse such buffers too."""
+    x, y, whole = ones(device), ones(device), device.zeros(2 * N, np.float32)
+    graph = ost.capture_function(stream, lambda: ost.copy(stream, x[: N // 2], y[: N // 2]))
+    run = graph.instantiate()
+    with pytest.raises(InputError, match=r"overlap; nothing was changed"):
+        run.rebind({x: whole[4:], y: whole})
+    assert run.params(0).dst == x.address
+    run.rebind({x: whole[N // 2 :], y: whole})
+    assert run.params(0).dst == whole[N // 2 :].address
+
+
 def test_a_rebind_says_what_reaches_into_the_range_from_outside(
     device: Device, stream: ost.Stream
 ) -> None:

@@ -599,8 +599,9 @@ class GraphExec(Launcher, Closeable):
         arrays of any library, or MemoryRange.  Kernel arguments, memcpy and
         memset nodes are changed, and nothing else; the report lists every word, and what was left
         and why.  Raises InputError if a new range is shorter than what is used of the old one (or,
-        where that is not known, than the rest of the old one), ClosedError for a new target that is
-        closed, UpdateRefusedError if the driver refuses; the executable is then as before.
+        where that is not known, than the rest of the old one) or if what a node copies would
+        overlap, ClosedError for a new target that is closed, UpdateRefusedError if the driver
+        refuses; the executable is then as before.
         """
         pairs = list(targets.items() if isinstance(targets, Mapping) else targets)
         with self._lock:

@@ -198,7 +198,7 @@ def plan_rebind(
 ) -> Rebinding:
     """Works out a rebinding of what nodes hold (`Shadow.settings`).
 
-    Raises InputError for ranges that do not fit.
+    Raises InputError for ranges that do not fit, and for copies that would overlap.
     """
     plan = _Plan(moves, find)
     for outer, setting in settings:
@@ -361,7 +361,24 @@ class _Plan:
                 self.words.append(ReboundWord(*name, place, address, new[place], "field"))
                 owners.append((place, move.target))
         if new:
-            self.changes.append(Change(node, replace(params, **new), tuple(owners)))
+            made = replace(params, **new)
+            if isinstance(made, MemcpyNodeParams):
+                self._require_apart(node, made)
+            self.changes.append(Change(node, made, tuple(owners)))
+
+    def _require_apart(self, node: Node, params: MemcpyNodeParams) -> None:
+        """Raises InputError if a copy of one row would overlap itself: a GPU copies in any order.
+
+        Between the rows of a copy with a pitch there may be room for the other side's.
+        """
+        one_row = params.height * params.depth == 1
+        if one_row and 0 < abs(params.dst - params.src) < params.width:
+            index, name = self._name(node)
+            raise InputError(
+                f"node {index} ({name}) would copy {params.width} bytes at {params.src:#x} to "
+                f"{params.dst:#x}, and they overlap; nothing was changed. Give new ranges that do "
+                "not overlap"
+            )
 
 
 def copy_extent(params: MemcpyNodeParams, pitch: int, height: int) -> int:
