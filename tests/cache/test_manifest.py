@@ -216,6 +216,14 @@ def test_ranges_of_things() -> None:
     assert range_of(back) == ost.MemoryRange(4096 - 8, 100 + 8 + 4)
     empty = array(shape=(2, 0), typestr="<f4", data=(4096, False), strides=(100, 4))
     assert range_of(empty) == ost.MemoryRange(4096, 0)
+    text = array(shape=(4,), typestr="<U4", data=(4096, False))
+    assert range_of(text) == ost.MemoryRange(4096, 4 * np.dtype("<U4").itemsize)
+    times = array(shape=[4], typestr="<M8[ns]", data=(4096, False))
+    assert range_of(times) == ost.MemoryRange(4096, 32)
+    listed = array(shape=(2,), typestr="<f4", data=(4096, False), strides=[100])
+    assert range_of(listed) == ost.MemoryRange(4096, 104)
     for wrong in (4096, "x", np.zeros(3)):
         with pytest.raises(InputError, match="MemoryRange"):
             range_of(wrong)
+    with pytest.raises(InputError, match="'zz' of an array interface is no type"):
+        range_of(array(shape=(4,), typestr="zz", data=(4096, False)))

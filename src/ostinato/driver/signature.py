@@ -34,6 +34,7 @@ __all__ = [
     "address_of",
     "array_interface",
     "buffer_struct",
+    "element_bytes",
     "exact_array",
     "exact_bytes",
     "pack_by_size",
@@ -254,6 +255,19 @@ def array_interface(value: object) -> dict[str, Any] | None:
             "requires a gradient, give tensor.detach()"
         ) from error
     return interface if isinstance(interface, dict) else None
+
+
+def element_bytes(typestr: str) -> int:
+    """Bytes of an element of an array interface.  Raises InputError for what is no type.
+
+    The number in it counts characters for text ("<U4"), and a unit may follow it ("<M8[ns]").
+    """
+    try:
+        return np.dtype(typestr).itemsize
+    except TypeError:  # or a type that NumPy does not have, such as "<c4"
+        if typestr[2:].isdecimal():
+            return int(typestr[2:])
+        raise InputError(f"typestr {typestr!r} of an array interface is no type") from None
 
 
 def exact_bytes(dtype: np.dtype[Any], value: object, what: str) -> bytes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from ostinato.driver.api import MemoryRange
-from ostinato.driver.signature import array_interface
+from ostinato.driver.signature import array_interface, element_bytes
 from ostinato.errors import InputError
 
 __all__ = ["KnownRanges", "Target", "range_of"]
@@ -64,18 +65,14 @@ def range_of(target: Target, which: str = "target") -> MemoryRange:
     )
 
 
-def _interface_range(interface: dict[str, object]) -> MemoryRange:
+def _interface_range(interface: dict[str, Any]) -> MemoryRange:
     """From the first byte of an array to the end of its last, also for a strided array."""
-    shape, data, typestr = interface["shape"], interface["data"], interface["typestr"]
-    assert isinstance(shape, tuple) and isinstance(data, tuple) and isinstance(typestr, str)
-    size = int(typestr[2:])
-    strides = interface.get("strides")
+    shape, data, strides = interface["shape"], interface["data"], interface.get("strides")
+    size = element_bytes(interface["typestr"])
     if 0 in shape:
         return MemoryRange(int(data[0]), 0)
-    if not isinstance(strides, tuple):
-        for extent in shape:
-            size *= int(extent)
-        return MemoryRange(int(data[0]), size)
+    if strides is None:
+        return MemoryRange(int(data[0]), size * math.prod(map(int, shape)))
     reach = [(int(n) - 1) * int(stride) for n, stride in zip(shape, strides, strict=True)]
     low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
     return MemoryRange(int(data[0]) + low, high - low + size)

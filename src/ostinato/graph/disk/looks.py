@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ostinato.driver.api import MemoryRange
-from ostinato.driver.signature import array_interface
+from ostinato.driver.signature import array_interface, element_bytes
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target
 
@@ -43,7 +43,7 @@ def look_of(target: Target) -> Look | None:
     strides = interface.get("strides")
     if strides is not None:
         strides = tuple(int(n) for n in strides)
-        if strides == _in_order(shape, int(typestr[2:])):
+        if strides == _in_order(shape, element_bytes(typestr)):
             strides = None
     return Look(typestr, shape, strides)
 
