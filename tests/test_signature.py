@@ -136,6 +136,10 @@ def test_what_is_packed_is_what_a_host_kernel_gets(
         ("bytes[4]", b"123"),
         ("bytes[4]", 4),
         ("bytes[4]", memoryview(np.zeros(4, np.int32))),  # 4 elements, 16 bytes
+        ("bytes[4]", np.array([1], ">i4")),
+        ("bytes[4]", np.array([(1,)], [("a", ">i4")])[0]),
+        ("bytes[4]", np.ma.masked_array([1], [True], np.int32)),
+        ("bytes[8]", np.array([None])),
     ],
 )
 def test_values_that_do_not_fit_are_named(kind: str, value: object) -> None:

@@ -184,7 +184,9 @@ class Signature(_LaidOut):
                 )
             return _address_bytes(address, f"parameter {parameter.name!r}")
         if parameter.type == "bytes":
-            if isinstance(value, np.generic | np.ndarray | memoryview):
+            if isinstance(value, np.generic | np.ndarray):
+                value = _array_bytes(value, f"parameter {parameter.name!r}")
+            elif isinstance(value, memoryview):
                 value = value.tobytes()  # whose length is in bytes
             if not isinstance(value, bytes | bytearray) or len(value) != parameter.size:
                 given = len(value) if isinstance(value, bytes | bytearray) else type(value).__name__
@@ -374,16 +376,17 @@ def _exact_structs(dtype: np.dtype[Any], values: object) -> npt.NDArray[Any]:
     return made
 
 
-def refuse_masked(values: object) -> None:
-    """Raises InputError for masked elements: what is under a mask would be taken for values."""
+def refuse_masked(values: object, what: str = "") -> None:
+    """Raises InputError, with `what` in front, for masked elements: what is under a mask would be
+    taken for values."""
     # By the mask's bytes: NumPy cannot ask that of a mask of structs.
     if (
         isinstance(values, np.ma.MaskedArray)
         and np.frombuffer(np.ma.getmaskarray(values).tobytes(), bool).any()
     ):
         raise InputError(
-            "elements are masked, and what is under the mask would be taken for their values; fill "
-            "them (array.filled(value))"
+            f"{what}elements are masked, and what is under the mask would be taken for their "
+            "values; fill them (array.filled(value))"
         )
 
 
@@ -484,7 +487,7 @@ def pack_by_size(size: int, value: object, index: int) -> bytes:
     """The bytes of one argument whose size alone is known.  Raises InputError by index."""
     what = f"argument {index}"
     if isinstance(value, bytes | bytearray | memoryview | np.generic):
-        raw = value.tobytes() if isinstance(value, np.generic) else bytes(value)
+        raw = _array_bytes(value, what) if isinstance(value, np.generic) else bytes(value)
         if len(raw) != size:
             raise InputError(f"{what} takes {size} bytes; {len(raw)} were given")
         return raw
@@ -505,6 +508,19 @@ def pack_by_size(size: int, value: object, index: int) -> bytes:
     if size != 8:
         raise InputError(f"{what} takes {size} bytes; a device address has 8")
     return _address_bytes(address, what)
+
+
+def _array_bytes(value: np.generic | npt.NDArray[Any], what: str) -> bytes:
+    """The bytes of a NumPy scalar or array that is given as a struct.
+
+    Raises InputError where they are not what a kernel would read: a foreign byte order, Python
+    objects, masked elements.
+    """
+    refuse_masked(value, f"{what}: ")
+    if value.dtype.hasobject or not value.dtype.isnative:
+        why = "holds Python objects" if value.dtype.hasobject else "has a foreign byte order"
+        raise InputError(f"{what}: {value.dtype} {why}, and a kernel would read other values")
+    return value.tobytes()
 
 
 def _address_bytes(address: int, what: str) -> bytes:
