@@ -1387,6 +1387,17 @@ def test_a_rebind_that_makes_a_copy_overlap_is_refused(device: Device, stream: o
     assert run.params(0).dst == whole[N // 2 :].address
 
 
+def test_a_rebind_takes_no_rows_for_pairs(device: Device, stream: ost.Stream) -> None:
+    x, y, out = (device.zeros((2, N // 2), np.float32) for _ in range(3))
+    run = doubling(device, stream, x, out)
+    before = run.params(0)
+    for wrong in ((x, y), [x], x.view(0, (2, 2)), [(x, y, y)], [x.address]):
+        with pytest.raises(InputError, match="pairs are needed"):
+            run.rebind(wrong)
+    assert run.params(0) == before
+    run.rebind([[x, y]])
+
+
 def test_a_rebind_says_what_reaches_into_the_range_from_outside(
     device: Device, stream: ost.Stream
 ) -> None:

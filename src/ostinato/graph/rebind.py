@@ -211,8 +211,15 @@ def plan_rebind(
 def moves_of(targets: Sequence[tuple[Target, Target]]) -> list[Move]:
     """The moves between the targets' ranges, in the order of the old addresses.
 
-    Raises InputError for old ranges that overlap, ClosedError for a new target that is closed.
+    Raises InputError for what is no pair and for old ranges that overlap, ClosedError for a new
+    target that is closed.
     """
+    for pair in targets:  # a buffer of two rows would be taken for a pair of its rows
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise InputError(
+                f"rebind: {{old: new}} or (old, new) pairs are needed, not {type(pair).__name__} "
+                f"({pair!r})"
+            )
     moves = [
         Move(range_of(old, "old target"), range_of(new, "new target"), new) for old, new in targets
     ]
