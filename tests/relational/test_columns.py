@@ -70,6 +70,21 @@ def test_nulls_are_refused(joiner: Joiner) -> None:
         joiner.join(ONE, {"k": arrow.array([1, None])}, on="k")
 
 
+def test_a_column_at_an_odd_address_is_refused(joiner: Joiner) -> None:
+    """A GPU cannot read it, and the process would lose its context."""
+    memory = joiner.device.zeros(32)
+    for dtype, offset in ((np.int64, 4), (np.int32, 1)):
+        with pytest.raises(InputError, match="column 'k' begins at"):
+            joiner.columns({"k": memory.view(offset, 2, dtype)}, "k")
+    assert len(joiner.columns({"k": memory.view(4, 2, np.int32)}, "k")) == 2
+
+
+def test_a_masked_column_of_structs_is_refused(joiner: Joiner) -> None:
+    values = np.ma.masked_array([(1, 2)], [(True, False)], [("a", np.int32), ("b", np.int32)])
+    with pytest.raises(InputError, match="keys are of type"):
+        joiner.columns({"k": values}, "k")
+
+
 def test_masked_values_are_refused(joiner: Joiner) -> None:
     values = np.ma.masked_equal(np.array([1, 2, 3]), 2)
     with pytest.raises(InputError, match="column 'k' has masked values"):

@@ -210,6 +210,11 @@ def _buffer(device: Device, stream: Stream, name: str, array: Any) -> Buffer:
     else:
         buffer = _of_library(device, stream, name, array)
     _check(name, buffer.dtype, buffer.shape)
+    if buffer.nbytes and buffer.address % buffer.dtype.itemsize:
+        raise InputError(
+            f"column {name!r} begins at {buffer.address:#x}, and {buffer.dtype} needs an address "
+            f"that {buffer.dtype.itemsize} divides; copy it to memory of its own"
+        )
     return buffer
 
 
@@ -248,13 +253,13 @@ def _of_arrow(name: str, column: Any) -> npt.NDArray[Any]:
 
 def _uploaded(device: Device, stream: Stream, name: str, array: npt.NDArray[Any]) -> Buffer:
     """A copy of the process's memory on the device."""
+    _check(name, array.dtype, array.shape)  # first: NumPy cannot say whether a struct is masked
     if isinstance(array, np.ma.MaskedArray):
         if np.ma.is_masked(array):
             raise InputError(
                 f"column {name!r} has masked values; a join takes columns without nulls"
             )
         array = array.data
-    _check(name, array.dtype, array.shape)
     require_no_capture(stream)
     buffer = device.empty(array.shape, array.dtype)
     return buffer.copy_from(array, stream)
