@@ -2374,6 +2374,19 @@ def test_structs_that_the_memory_cannot_hold_are_refused(
     assert x.to_numpy(stream)[0].tolist() == (0, 0)
 
 
+def test_elements_that_are_arrays_are_refused(device: Device) -> None:
+    """Copies had more axes than the buffer, and no value could be copied in."""
+    pairs = np.dtype((np.float32, (2,)))
+    for make in (
+        lambda: device.empty(3, pairs),
+        lambda: device.zeros(6, np.float32).view(0, 3, pairs),
+        lambda: ost.DeviceArray(device, 3, pairs),
+        lambda: ost.DeviceScalar(device, pairs),
+    ):
+        with pytest.raises(InputError, match=r"give float32, and the axes \[2\]"):
+            make()
+
+
 def test_structs_that_fit_are_converted(device: Device, stream: ost.Stream) -> None:
     kind = np.dtype([("a", np.uint8), ("b", np.float32, (2,)), ("c", PAIR)], align=True)
     values = [(255, [1, 2.5], (-1, 7)), (0, [3, 4], (5, 6))]

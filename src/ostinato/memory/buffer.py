@@ -43,10 +43,15 @@ def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 def device_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     """The dtype, if memory of a device can have it.
 
-    Raises InputError for Python objects, elements without bytes, and a foreign byte order: a kernel
-    would read other numbers.
+    Raises InputError for Python objects, elements without bytes, elements that are arrays, and a
+    foreign byte order: a kernel would read other numbers.
     """
     kind = np.dtype(dtype)
+    if kind.subdtype is not None:  # NumPy would add its axes to the shape of every copy
+        raise InputError(
+            f"dtype {kind!r} has elements that are arrays: give {kind.base.name}, and the axes "
+            f"{list(kind.shape)} as the last of the shape"
+        )
     if kind.hasobject:
         raise InputError(f"dtype {kind!r} holds Python objects, which no device can read")
     if not kind.itemsize:
