@@ -708,6 +708,16 @@ def set_item(held: Any, key: Any) -> Callable[[], Any]:
     return lambda: held.__setitem__(key, 3.0)
 
 
+class Slotted:
+    __slots__ = ("bias", "scale")
+
+    def __init__(self) -> None:
+        self.scale, self.bias = torch.tensor(5.0), 2.0
+
+    def swap(self) -> None:
+        self.scale, self.bias = self.bias, self.scale
+
+
 def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
     """Functions, and a change of what each uses."""
     attributes, listed, counted = AttrDict(scale=2.0), Listed([2.0]), collections.Counter(a=2)
@@ -716,12 +726,20 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
     proxy, ordered = types.MappingProxyType(under), collections.OrderedDict(a=2.0, b=5.0)
     shared, hidden, inheriting, calling = Shared(), Hidden(), Inheriting(), Calling()
     layer, record, mapping = torch.nn.Linear(3, 3), Record(1), Mapped()
+    scale, bias, pair, slotted = torch.tensor(5.0), 2.0, [torch.tensor(5.0), 2.0], Slotted()
     method, partial = layer.forward, functools.partial(torch.mul, other=torch.ones(3))
 
     def new_weight() -> None:
         layer.weight.data = torch.rand(3, 3)
 
+    def swap() -> None:
+        nonlocal scale, bias
+        scale, bias = bias, scale
+
     return {
+        "a tensor and a number in turns": (lambda x: x * scale - bias, swap),
+        "the order of a list": (lambda x: x * pair[0] - pair[1], pair.reverse),
+        "a tensor in another attribute": (lambda x: x * slotted.scale - slotted.bias, slotted.swap),
         "a dict with attributes": (lambda x: x * attributes.scale, set_item(attributes, "scale")),
         "a list of another class": (lambda x: x * listed[0], set_item(listed, 0)),
         "a counter": (lambda x: x * counted["a"], set_item(counted, "a")),

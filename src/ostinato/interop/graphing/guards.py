@@ -39,7 +39,14 @@ from ostinato.interop.graphing.places import (
     own_bases,
     places_of,
 )
-from ostinato.interop.graphing.trees import ATOMS, Arrays, children_of, is_plain, plain_token
+from ostinato.interop.graphing.trees import (
+    ATOMS,
+    Arrays,
+    Leaf,
+    children_of,
+    is_plain,
+    plain_token,
+)
 
 __all__ = [
     "Guarded",
@@ -180,6 +187,7 @@ class _Reading:
         self.starts.append((len(self.tokens), len(self.arrays)))
 
     def array(self, path: Trail, array: Any) -> None:
+        self.tokens.append(Leaf)  # where it is: `[array, 2.0]` is not `[2.0, array]`
         self.arrays.append(array)
 
     def plain(self, path: Trail, value: Any) -> None:

@@ -33,7 +33,7 @@ from ostinato.interop.graphing.objects import ObjectWatch, items_in
 from ostinato.interop.graphing.places import Place
 from ostinato.interop.graphing.records import Captured, Line, Work
 from ostinato.interop.graphing.subject import Subject
-from ostinato.interop.graphing.trees import children_of, is_plain, plain_token
+from ostinato.interop.graphing.trees import Leaf, children_of, is_plain, plain_token
 
 __all__ = [
     "MISSED",
@@ -279,6 +279,7 @@ class _Noting:
             self._checks.attributes(held, {"args": value[0], "keywords": value[1]})
 
     def array(self, path: Trail, array: Any) -> None:
+        self.tokens.append(Leaf)
         self.arrays.append(array)
 
     def plain(self, path: Trail, value: Any) -> None:  # the same object, so the same value
