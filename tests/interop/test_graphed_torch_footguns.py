@@ -276,6 +276,25 @@ def test_changes_of_a_module(make: Any, change: str, kind: str) -> None:
     assert not step.statistics().quarantined
 
 
+class Either(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(5.0))
+        self.register_parameter("shift", None)
+
+    def forward(self, x: Any) -> Any:
+        return x - self.shift if self.scale is None else x * self.scale
+
+
+def test_a_weight_under_another_name(make: Any) -> None:
+    model, x = Either(), torch.ones(3)
+    step = make(model)
+    check(step, model, x)
+    model.scale, model.shift = None, model.scale
+    check(step, model, x)
+    assert step.statistics().replays == 6, step.explain()
+
+
 def test_attributes_that_are_set_of_a_graphed_module(make: Any) -> None:
     model, x = Net(), torch.ones(2, 3)
     step = make(model)

@@ -81,6 +81,7 @@ class ModuleWatch:
         inner = [d for m in modules for d in (m._modules, m._parameters, m._buffers)]
         self._sized = [*self._held, *inner]
         self._lengths = [*map(len, self._sized)]
+        self._filled = self._filled_now()
         self._gets: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
         self._names: list[list[str]] = []
         self._loose: list[_Attribute] = []
@@ -121,6 +122,14 @@ class ModuleWatch:
             _versions.clear()
         self._version = _versions.setdefault(state, next(_next_version))
 
+    def _filled_now(self) -> list[list[Any]]:
+        """The names of modules and tensors, and which tensors are None."""
+        tensors = _all(map(_values, self._tensors))
+        return [
+            [*_all(self._inside + self._tensors)],
+            [*map(operator.is_, tensors, itertools.repeat(None))],
+        ]
+
     def _state(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Plain attributes and tables of hooks, others, and hooks.
 
@@ -137,6 +146,8 @@ class ModuleWatch:
         # In loops in C where that can be: it is called in each call that goes by its key.
         children = same([*_all(map(_values, self._inside))], self._children)
         if not children or [*map(len, self._sized)] != self._lengths:
+            return False
+        if self._filled_now() != self._filled:
             return False
         if type(self._module()) is not self._kind or [*map(type, self._children)] != self._kinds:
             return False
