@@ -74,6 +74,13 @@ class ObjectWatch:
         """Of the library's modules."""
         self._search(value, 0, set())
         self._kinds, self._objects = self._kinds_now(), self._objects_now()
+        number = {id(held): index for index, held in enumerate(self.holders)}
+        self._layout = tuple(
+            [
+                (number[id(held)], key if is_plain(key) else None)
+                for held, key in self.places + self.inner
+            ]
+        )
         self._array_kinds = {type(held[key]) for held, key in self.places}
 
     def _search(self, value: Any, depth: int, seen: set[int]) -> None:
@@ -112,7 +119,7 @@ class ObjectWatch:
         if found is None:
             self._find(value)
             found = [held[key] for held, key in self.places]
-        tokens.append((type(value).__qualname__, len(self.places)))
+        tokens.append((type(value).__qualname__, len(self.places), self._layout))
         arrays += found
         for watch in self.watches:
             watch.read(tokens, arrays)
