@@ -325,6 +325,18 @@ def test_forwards_and_hooks_of_the_whole(make: Any) -> None:
     assert step.statistics().replays >= 12
 
 
+class Doubled(torch.nn.Linear):  # type: ignore[misc]
+    def __call__(self, x: Any) -> Any:
+        return super().__call__(x) * 2
+
+
+def test_a_class_with_a_call_of_its_own(make: Any) -> None:
+    model, x = Doubled(3, 3), torch.ones(2, 3)
+    step = make(model)
+    check(step, model, x)
+    assert step.statistics().replays == 3, step.explain()
+
+
 def test_hooks_that_call_the_whole(make: Any) -> None:
     model, x, depth = Net(), torch.ones(2, 3), []
 

@@ -21,7 +21,7 @@ from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.library import LIMITS, Devices, Options, cuda_index, name_of
 from ostinato.interop.graphing.moves import MOST
 from ostinato.interop.graphing.places import Current
-from ostinato.interop.graphing.recheck import MISSED, Checks
+from ostinato.interop.graphing.recheck import MISSED, Checks, Inexpressible
 from ostinato.interop.graphing.stored import Stored, code_text
 from ostinato.interop.torch.library import Torch
 
@@ -127,8 +127,9 @@ class GraphedModule(Graphed):
     """A module whose calls replay graphs of its `forward`.
 
     Everything else is the module's: `state_dict`, `parameters`, attributes, `to`.  Hooks of the
-    module itself run in Python at each call, around the replay.  Those of modules inside it are
-    captured with it: what they do to tensors is replayed, their Python does not run again.
+    module itself, and a `__call__` of its class, run in Python at each call, around the replay.
+    Those of modules inside it are captured with it: what they do to tensors is replayed, their
+    Python does not run again.
     """
 
     def __init__(
@@ -159,12 +160,15 @@ class GraphedModule(Graphed):
             or module._backward_hooks
             or module._backward_pre_hooks
             or _global_hooks()
+            or _own_call(module)
         ):
             return super().__call__(*args, **kwargs)
         with self._lock, self._forward.replayed(super().__call__):
             return module(*args, **kwargs)
 
     def _note(self, checks: Checks) -> None:
+        if _own_call(self.module):
+            raise Inexpressible
         held = self.module.__dict__
         hooks = {name: held[name] for name in _HOOKS}
         checks.some_items(held, hooks)
@@ -277,3 +281,8 @@ _RETURNING_SELF = frozenset(
 def _global_hooks() -> bool:
     module = torch.nn.modules.module
     return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
+
+
+def _own_call(module: torch.nn.Module) -> bool:
+    """Whether its class does more in a call than torch does."""
+    return type(module).__call__ is not torch.nn.Module.__call__
