@@ -123,6 +123,25 @@ def test_arrays_that_share_memory_and_are_written(make: Any) -> None:
         equal(mine, theirs)
 
 
+def test_parts_of_memory_that_another_library_gave(make: Any) -> None:
+    """The storages of such tensors begin at different addresses."""
+
+    def f(x: Any, y: Any) -> Any:
+        x.add_(1)
+        return y.sum()
+
+    def parts() -> Any:
+        whole = np.zeros(6, np.float32)
+        return torch.from_numpy(whole[:4]), torch.from_numpy(whole[2:])
+
+    step, mine, theirs = make(f), parts(), parts()
+    for _ in range(5):
+        equal(step(*mine), f(*theirs))
+        equal(mine, theirs)
+    apart = torch.zeros(3), torch.zeros(0)  # nothing is shared here
+    check(make(f), lambda x, y: y.sum(), *apart)
+
+
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "data": lambda x, out: out.data.copy_(x),
     "kernels of one's own": lambda x, out: np.copyto(out.numpy(), x.numpy()),
