@@ -169,6 +169,32 @@ def test_writes_that_are_not_counted(host_device: Device, way: str, filled: bool
         assert step.statistics().replays == 5, step.explain()
 
 
+@pytest.mark.parametrize("sizes", [(5, 5, 6, 7, 8), (8, 8, 8, 5, 6, 5, 7)])
+@pytest.mark.parametrize("verify", [None, "first"])
+def test_results_that_tell_a_dynamic_size(make: Any, sizes: Any, verify: Any) -> None:
+    """A size that is a number in a result cannot be cut back."""
+    options = {"padding": Padding({"x": 0}, ost.PowersOfTwo(16)), "verify": verify}
+    step = make(lambda x: (x * 2, len(x)), **options)
+    for size in sizes:
+        doubled, length = step(torch.ones(size))
+        assert doubled.shape == (size,) and length == size
+    assert "plain values" in step.explain()
+
+
+def test_results_that_hold_a_function_of_the_call(make: Any) -> None:
+    """It has what the call computed, and is the caller's to keep."""
+
+    def f(x: Any) -> Any:
+        y = x * 2
+        return y, lambda: y + 1
+
+    step, kept = make(f), []
+    for call in range(5):
+        kept.append(step(torch.full((3,), float(call)))[1])
+    for call, later in enumerate(kept):
+        equal(later(), torch.full((3,), 2.0 * call + 1))
+
+
 def test_dynamic_sizes_of_what_is_written_and_strided(make: Any) -> None:
     def f(x: Any) -> Any:
         x.add_(1)

@@ -68,6 +68,8 @@ def verified(
     captured.checked_padding |= work.padded
     wanted = tree(eager, work)
     found = ""
+    if wanted.tokens != captured.tree.tokens:
+        found = "the result has other plain values, or another form, than that of the eager run"
     for index, leaves in enumerate(results):
         found = found or _difference(subject, line, captured, leaves, wanted, poisoned=index > 0)
     for (array, _), replayed in zip(kept, after, strict=True):

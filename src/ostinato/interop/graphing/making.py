@@ -180,7 +180,8 @@ class Maker:
 
     # --- shapes
     def note_shapes(self, line: Line, tree: Tree, work: Work) -> None:
-        """Notes the shapes of the result of an eager run."""
+        """Notes the shapes of the result of an eager run, and what else it is."""
+        line.tokens = tree.tokens
         line.shapes = self._shapes(tree), list(work.sizes)
 
     def _shapes(self, tree: Tree) -> list[tuple[int, ...]]:
@@ -190,11 +191,25 @@ class Maker:
         """Raises NotGraphable if the shapes of a captured result are not those of the eager run."""
         if work.sizes:
             self.relate(line, tree, work)
-        elif line.shapes is not None and self._shapes(tree) != line.shapes[0]:
+            return
+        if line.shapes is not None:
+            self._compare_plain(line, tree)
+        if line.shapes is not None and self._shapes(tree) != line.shapes[0]:
             raise NotGraphable(
                 self._subject.at(
                     f"the result has other shapes when it is captured ({self._shapes(tree)}) than "
                     f"it had eagerly ({line.shapes[0]})"
+                )
+            )
+
+    def _compare_plain(self, line: Line, tree: Tree) -> None:
+        """Raises NotGraphable if a captured result is not what it was eagerly besides arrays: a
+        size that is padded, a function that is made in each call."""
+        if tree.tokens != line.tokens:
+            raise NotGraphable(
+                self._subject.at(
+                    "the result has other plain values, or another form, when it is captured than "
+                    "it had eagerly, and a replay gives those of the capture"
                 )
             )
 
@@ -205,6 +220,7 @@ class Maker:
         """
         if line.shapes is None:
             return
+        self._compare_plain(line, padded)
         shapes, sizes = line.shapes
         capacities = [d.capacity for d in work.dynamic if d is not None]
         if len(shapes) != len(padded.leaves):

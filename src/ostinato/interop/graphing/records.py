@@ -92,6 +92,8 @@ class Line:
     """What it writes of the static arguments and of the arrays that it uses besides them."""
     shapes: tuple[list[tuple[int, ...]], list[int]] | None = None
     """The result's shapes of the last eager run, and the dynamic sizes of that."""
+    tokens: list[Hashable] = field(default_factory=list)
+    """What that result is besides its arrays."""
     cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)
     """By the result's number and its axis."""
     learned: set[int] = field(default_factory=set)

@@ -223,13 +223,21 @@ class Leaf:
 class Tree:
     """A value taken apart once: its arrays in order, and how it is built from others."""
 
-    __slots__ = ("_build", "_names", "_source", "given", "leaves", "paths")
+    __slots__ = ("_build", "_names", "_source", "given", "leaves", "paths", "tokens")
 
     def __init__(
-        self, source: str, names: dict[str, Any], leaves: list[Any], paths: list[str], given: bool
+        self,
+        source: str,
+        names: dict[str, Any],
+        leaves: list[Any],
+        paths: list[str],
+        given: bool,
+        tokens: list[Hashable],
     ) -> None:
         self._source, self._names = source, names
         self.leaves, self.paths = leaves, paths
+        self.tokens = tokens
+        """What it is besides its arrays."""
         self.given = given
         """Whether it holds objects that are given anew when it is built."""
         self._build: Callable[..., Any] | None = None
@@ -255,6 +263,7 @@ def tree_of(
     names: dict[str, Any] = {"__builtins__": {}}
     places = {id(value): index for index, value in enumerate(given)}
     met: list[int] = []
+    tokens: list[Hashable] = []
 
     def named(value: object) -> str:
         name = f"n{len(names)}"
@@ -265,16 +274,20 @@ def tree_of(
         """The source of an expression that gives a value like this one."""
         if id(value) in places:
             met.append(places[id(value)])
+            tokens.append((Tree, met[-1]))
             return f"given[{met[-1]}]"
         if arrays.is_array(value):
             leaves.append(value)
             paths.append(path)
+            tokens.append(Leaf)
             return f"leaves[{len(leaves) - 1}]"
         if is_plain(value, arrays.plain):
+            tokens.append(plain_token(value))
             return named(value)
         found = children_of(value, arrays) if depth < _DEEPEST else None
         if found is None:
             raise Unknown(path, value)
+        tokens.append(found[0])
         steps = _names(value, len(found[1]))
         inner = [visit(c, path + n, depth + 1) for c, n in zip(found[1], steps, strict=True)]
         whole, kind = "".join([f"{one}, " for one in inner]), type(value)
@@ -284,7 +297,7 @@ def tree_of(
             return f"{{{', '.join([f'{named(k)}: {v}' for k, v in zip(value, inner)])}}}"  # noqa: B905
         return f"[{whole}]" if kind is list else f"{named(joiner(value, arrays))}([{whole}])"
 
-    return Tree(visit(value, path, 0), names, leaves, paths, bool(met))
+    return Tree(visit(value, path, 0), names, leaves, paths, bool(met), tokens)
 
 
 _DEEPEST = 32
