@@ -169,6 +169,45 @@ def test_writes_that_are_not_counted(host_device: Device, way: str, filled: bool
         assert step.statistics().replays == 5, step.explain()
 
 
+def set_data(x: Any) -> Any:
+    x.data = x.data * 2
+    return x + 1
+
+
+def set_attribute(x: Any) -> Any:
+    x.called = True
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "static"), [(set_data, ()), (set_data, ("x",)), (set_attribute, ())]
+)
+def test_tensors_that_are_given_other_memory_or_attributes(
+    make: Any, function: Any, static: Any
+) -> None:
+    step = make(function, static=static)
+    mine, theirs = torch.ones(3), torch.ones(3)
+    for _ in range(4):
+        equal(step(mine), function(theirs))
+        equal(mine, theirs)
+        fresh = torch.ones(3)
+        step(fresh)
+        assert torch.equal(fresh, torch.full((3,), 2.0)) or fresh.called
+
+
+def test_a_weight_that_the_function_gives_other_memory(make: Any) -> None:
+    def using(weight: Any) -> Any:
+        def f(x: Any) -> Any:
+            weight.data = weight.data * 2
+            return x + weight
+
+        return f
+
+    step, function = make(using(torch.ones(3))), using(torch.ones(3))
+    check(step, function, torch.ones(3), calls=6)
+    assert "the memory of a tensor" in step.explain()
+
+
 @pytest.mark.parametrize("sizes", [(5, 5, 6, 7, 8), (8, 8, 8, 5, 6, 5, 7)])
 @pytest.mark.parametrize("verify", [None, "first"])
 def test_results_that_tell_a_dynamic_size(make: Any, sizes: Any, verify: Any) -> None:

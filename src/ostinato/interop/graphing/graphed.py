@@ -434,6 +434,7 @@ class Graphed(Guarded):
             line.reason = subject.at(reason)
             return self._eager(line, work, line.reason)
         state = work.state
+        places = self._places(work.leaves + work.statics), self._places(state)
         versions = [*map(library.version, work.leaves)]
         kept = self._kept(work.leaves)
         versions_before = [*map(library.version, state)]
@@ -458,13 +459,19 @@ class Graphed(Guarded):
             for i, (array, before) in enumerate(zip(state, versions_before, strict=True))
             if before is None or library.version(array) != before
         }
-        if subject.arguments.changed(work, work.tokens):
+        if (
+            subject.arguments.changed(work, work.tokens)
+            or self._places(work.leaves + work.statics) != places[0]
+            or subject.hidden(work)
+        ):
             line.reason = subject.at(
                 "the function changes a container or an object that it is given (another item, "
-                "another attribute), and a replay runs no Python"
+                "another attribute, other memory of a tensor), and a replay runs no Python"
             )
             return result
         changed = subject.changed_state(work)
+        if not changed and self._places(state) != places[1]:
+            changed = "the memory of a tensor"
         self._stateful = self._stateful + 1 if changed else 0
         if changed:
             if self._stateful > 1:
@@ -480,6 +487,9 @@ class Graphed(Guarded):
         self._maker.note_shapes(line, tree, work)
         line.warmed = True
         return result
+
+    def _places(self, arrays: Sequence[Any]) -> list[int]:
+        return [*map(self._library.address, arrays)]
 
     def _kept(self, arrays: Sequence[Any]) -> dict[int, Any]:
         """Copies of arrays, by their places, as far as they are not large."""
