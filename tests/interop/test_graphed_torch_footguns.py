@@ -873,6 +873,10 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
     def new_weight() -> None:
         layer.weight.data = torch.rand(3, 3)
 
+    looked_up: dict[str, Any] = {"scale": 2.0}
+    look_up, factor = looked_up.get, torch.ones(3)
+    multiply = factor.mul
+
     def swap() -> None:
         nonlocal scale, bias
         scale, bias = bias, scale
@@ -927,6 +931,14 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
             lambda: setattr(package, "act", lambda x: x * 7),
         ),
         "what a method is bound to": (lambda x: method(x), new_weight),
+        "what a method of a dict is bound to": (
+            lambda x: x * look_up("scale"),
+            set_item(looked_up, "scale"),
+        ),
+        "what a method of a tensor is bound to": (
+            lambda x: multiply(x),
+            lambda: setattr(factor, "data", torch.rand(3)),
+        ),
         "an argument of a partial": (
             lambda x: partial(x),
             lambda: partial.keywords.update(other=torch.ones(3) * 4),

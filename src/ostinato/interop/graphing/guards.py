@@ -296,13 +296,13 @@ class Guards:
         if isinstance(value, _SPACES):
             self._visit_space(walker, path, value, depth, met)
             return
-        if is_plain(value, library.plain):
-            walker.plain(path, value)
-            return
         bound = _bound(value)
         if bound is not None and depth < _DEEPEST:
             walker.container(path, value, (type(value),), bound)
             self._visit_all(walker, path, enumerate(bound), depth, met, inner)
+            return
+        if is_plain(value, library.plain):
+            walker.plain(path, value)
             return
         watch = self.watch(value)
         if watch is not None:
@@ -467,6 +467,7 @@ _NOT_CALLED = frozenset(
 )
 """Special methods that a function hardly calls of what it uses, and that name all there is."""
 _SPACES = (types.ModuleType, type)
+_BUILT_IN = (types.BuiltinMethodType, types.MethodWrapperType)
 _WRAPPERS = frozenset([UserDict, UserList, ChainMap])
 
 
@@ -474,6 +475,9 @@ def _bound(value: Any) -> list[Any] | None:
     """What a function and its first arguments that were put together consist of."""
     if type(value) is types.MethodType:
         return [value.__func__, value.__self__]
+    if isinstance(value, _BUILT_IN):
+        owner = value.__self__
+        return None if owner is None or isinstance(owner, _SPACES) else [value.__name__, owner]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
     return None

@@ -52,6 +52,10 @@ MOST_HOT = 4
 """Keys of a function that have a short way at one time."""
 TIMED = 16
 """One call in so many is timed."""
+_IMMUTABLE = (
+    *(tuple, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType),
+    functools.partial,
+)
 _ATOMS = (int, bool, str, bytes, type(None))
 
 
@@ -308,7 +312,7 @@ class _Noting:
             names = [field.name for field in dataclasses.fields(value)]
             named = dict(zip(names, children, strict=True))
             checks.attributes(value, {n: v for n, v in named.items() if n not in held})
-        elif not isinstance(value, tuple | types.MethodType | functools.partial):
+        elif not isinstance(value, _IMMUTABLE):
             raise Inexpressible
 
     def contents(self, path: Trail, value: Any, token: Hashable) -> None:
