@@ -554,9 +554,13 @@ def settings() -> Iterator[None]:
         (backends.cudnn.rnn, "fp32_precision"),
         (backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
         (backends.cudnn, "deterministic"),
+        (backends.cuda.matmul, "allow_fp16_accumulation"),
     ]
     before = [getattr(each, name) for each, name in held]
+    order = torch._C._get_sdp_priority_order()
     yield
+    torch._C._set_sdp_priority_order(order)
+    backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
     for (each, name), value in zip(held, before, strict=True):
         setattr(each, name, value)
 
@@ -570,6 +574,9 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "convolutions": set_to(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
     "sums": set_to(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
     "algorithms": set_to(torch.backends.cudnn, "deterministic", True),
+    "sums in float16": set_to(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+    "sums of attention": lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
+    "an order of kernels": lambda: torch._C._set_sdp_priority_order([2, 1, 0, 3, 4]),
 }
 
 

@@ -31,6 +31,8 @@ _settings: tuple[Callable[[], Any], ...] = tuple(
             "deterministic_algorithms",
             "cublas_allow_fp16_reduced_precision_reduction",
             "cublas_allow_bf16_reduced_precision_reduction",
+            "cublas_allow_fp16_accumulation",
+            "math_sdp_allow_fp16_bf16_reduction",
             "cudnn_enabled",
             "cudnn_deterministic",
             "flash_sdp_enabled",
@@ -42,6 +44,10 @@ _settings: tuple[Callable[[], Any], ...] = tuple(
     ]
 )
 """What else decides which kernels run."""
+_orders: tuple[Callable[[], Any], ...] = tuple(
+    [getattr(torch._C, name) for name in ("_get_sdp_priority_order",) if hasattr(torch._C, name)]
+)
+"""The same, as lists: which kernel of attention is tried first."""
 _legacy = torch._C._get_float32_matmul_precision, torch._C._get_cudnn_allow_tf32
 _getter: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 _each: tuple[Callable[[], Any], ...] = ()
@@ -231,6 +237,7 @@ class Torch:
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             torch.get_default_dtype(),
             *[setting() for setting in _settings],
+            *[tuple(order()) for order in _orders],
             *[setting() for setting in _precision()],
             _default_device() if _overriding() or _dispatching() else None,
         )
@@ -260,6 +267,7 @@ class Torch:
             torch._C._is_any_autocast_enabled,
             torch.get_default_dtype,
             *_settings,
+            *_orders,
             *_precision(),
         )
 
