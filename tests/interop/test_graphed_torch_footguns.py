@@ -880,6 +880,8 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
     def new_weight() -> None:
         layer.weight.data = torch.rand(3, 3)
 
+    attention = {"scales": [1.0, 2.0], "weight": torch.ones(3)}
+    deep: dict[str, Any] = {"model": {"layers": [{"attention": attention}]}}
     looked_up: dict[str, Any] = {"scale": 2.0}
     look_up, factor = looked_up.get, torch.ones(3)
     multiply = factor.mul
@@ -938,6 +940,14 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
             lambda: setattr(package, "act", lambda x: x * 7),
         ),
         "what a method is bound to": (lambda x: method(x), new_weight),
+        "a number deep in tables": (
+            lambda x: x * deep["model"]["layers"][0]["attention"]["scales"][1],
+            lambda: deep["model"]["layers"][0]["attention"]["scales"].__setitem__(1, 3.0),
+        ),
+        "a weight deep in tables": (
+            lambda x: x * deep["model"]["layers"][0]["attention"]["weight"],
+            lambda: deep["model"]["layers"][0]["attention"].update(weight=torch.rand(3)),
+        ),
         "what a method of a dict is bound to": (
             lambda x: x * look_up("scale"),
             set_item(looked_up, "scale"),

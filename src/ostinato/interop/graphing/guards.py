@@ -319,8 +319,11 @@ class Guards:
         if token is not None:
             walker.contents(path, value, token)
             return
-        found = children_of(value, library) if depth < _DEEPEST else None
+        known = depth >= _DEEPEST and (id(value) in met or len(met) >= _MOST)
+        found = None if known else children_of(value, library)
         if found is not None:
+            if depth >= _DEEPEST:  # it may be a ring
+                met.add(id(value))
             walker.container(path, value, *found)
             self._visit_all(walker, path, enumerate(found[1]), depth, met, inner)
             if type(value) not in _CONTAINERS and data_of(type(value), self._named):
