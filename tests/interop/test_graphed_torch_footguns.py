@@ -4,6 +4,7 @@ Captures are frozen as those of CUDA are (`tape.py`)."""
 
 from __future__ import annotations
 
+import array
 import collections
 import copy
 import dataclasses
@@ -882,6 +883,8 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
 
     attention = {"scales": [1.0, 2.0], "weight": torch.ones(3)}
     deep: dict[str, Any] = {"model": {"layers": [{"attention": attention}]}}
+    local, numbers = threading.local(), array.array("d", [2.0])
+    local.scale = 2.0
     looked_up: dict[str, Any] = {"scale": 2.0}
     look_up, factor = looked_up.get, torch.ones(3)
     multiply = factor.mul
@@ -948,6 +951,11 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
             lambda x: x * deep["model"]["layers"][0]["attention"]["weight"],
             lambda: deep["model"]["layers"][0]["attention"].update(weight=torch.rand(3)),
         ),
+        "an attribute of a thread's own": (
+            lambda x: x * local.scale,
+            lambda: setattr(local, "scale", 3.0),
+        ),
+        "an array of numbers": (lambda x: x * numbers[0], set_item(numbers, 0)),
         "what a method of a dict is bound to": (
             lambda x: x * look_up("scale"),
             set_item(looked_up, "scale"),

@@ -17,6 +17,7 @@ Not read is what other functions that it calls read by themselves.
 
 from __future__ import annotations
 
+import array
 import functools
 import itertools
 import threading
@@ -506,6 +507,8 @@ def contents_of(value: Any) -> Hashable | None:
         return kind, frozenset(map(plain_token, value))
     if kind is bytearray and len(value) <= _MOST:
         return kind, bytes(value)
+    if kind is array.array and len(value) * value.itemsize <= _MOST:
+        return kind, value.typecode, value.tobytes()
     if kind is np.ndarray and value.nbytes <= _MOST and not value.dtype.hasobject:
         return kind, str(value.dtype), value.shape, value.tobytes()
     return None

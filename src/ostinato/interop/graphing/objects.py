@@ -6,6 +6,7 @@ import argparse
 import functools
 import operator
 import sys
+import threading
 import types
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Hashable, Iterable, Iterator
@@ -22,7 +23,10 @@ class Missing:
     """Stands for a global that is not defined, and for a variable or a slot without a value."""
 
 
-_OPEN = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap)
+_OPEN = (
+    *(types.SimpleNamespace, argparse.Namespace, threading.local),
+    *(UserDict, UserList, ChainMap),
+)
 
 
 def attributes_of(value: object) -> dict[str, Any] | None:
