@@ -380,6 +380,27 @@ def test_a_weight_under_another_name(make: Any) -> None:
     assert step.statistics().replays == 6, step.explain()
 
 
+class Looking(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self, look_up: Any) -> None:
+        super().__init__()
+        self.look_up = look_up
+
+    def forward(self, x: Any) -> Any:
+        return x * self.look_up("scale")
+
+
+def test_built_in_methods_of_what_changes(make: Any) -> None:
+    table: dict[str, Any] = {"scale": 2.0}
+    model, x = Looking(table.get), torch.ones(3)
+    step, given = make(model), make(lambda x, look_up: x * look_up("scale"))
+    for scale in (2.0, 3.0):
+        table["scale"] = scale
+        check(step, model, x)
+        check(given, lambda x, look_up: x * look_up("scale"), x, table.get)
+    assert step.statistics().replays == 6, step.explain()
+    check(make(lambda x, act: act(x)), lambda x, act: act(x), x, torch.relu)
+
+
 def test_attributes_that_are_set_of_a_graphed_module(make: Any) -> None:
     model, x = Net(), torch.ones(2, 3)
     step = make(model)

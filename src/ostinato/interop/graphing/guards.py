@@ -44,6 +44,7 @@ from ostinato.interop.graphing.trees import (
     ATOMS,
     Arrays,
     Leaf,
+    bound_to,
     children_of,
     is_plain,
     plain_token,
@@ -480,8 +481,8 @@ def _bound(value: Any) -> list[Any] | None:
     if type(value) is types.MethodType:
         return [value.__func__, value.__self__]
     if isinstance(value, _BUILT_IN):
-        owner = value.__self__
-        return None if owner is None or isinstance(owner, _SPACES) else [value.__name__, owner]
+        owner = bound_to(value)
+        return None if owner is None else [value.__name__, owner]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
     return None

@@ -24,6 +24,7 @@ __all__ = [
     "Leaf",
     "Tree",
     "Unknown",
+    "bound_to",
     "children_of",
     "flatten",
     "is_plain",
@@ -76,7 +77,14 @@ class Unknown(Exception):
 
 ATOMS = frozenset({type(None), bool, int, str, bytes, type(Ellipsis)})
 """Types of values that are equal if they do the same."""
-_IDENTITIES = (type, type(len), type(lambda: None))
+_IDENTITIES = (type, type(lambda: None))
+
+
+def bound_to(function: Any) -> Any:
+    """What a built-in method is bound to; None for a function of a module or a class."""
+    owner = getattr(function, "__self__", None)
+    functions = isinstance(owner, types.ModuleType | type) or type(owner).__name__ == "PyCapsule"
+    return None if functions else owner
 
 
 def is_plain(value: object, more: tuple[type, ...] = ()) -> bool:
@@ -84,6 +92,8 @@ def is_plain(value: object, more: tuple[type, ...] = ()) -> bool:
     kind = type(value)
     if kind in ATOMS or kind in (float, complex, range):
         return True
+    if kind is types.BuiltinMethodType:
+        return bound_to(value) is None
     if isinstance(value, (enum.Enum, *more, *_IDENTITIES)):
         return True
     if kind is slice:
