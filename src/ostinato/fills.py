@@ -9,6 +9,7 @@ it captures: counters of reductions, mostly.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ _SMALL = 1 << 16
 _THREADS = 256
 _BYTES = 64
 """Of a thread."""
-_KINDS = (NodeKind.MEM_ALLOC, NodeKind.MEM_FREE)
+_KEPT = (NodeKind.MEM_ALLOC, NodeKind.MEM_FREE)
+"""With one of these, CUDA removes no node of a graph."""
 
 
 @host_kernel("to: *u8, pattern: u32, nbytes: u64", name=FILL)
@@ -37,6 +39,7 @@ def _fill(how: Any, to: Any, pattern: int, nbytes: int) -> None:
     to[:nbytes] = np.resize(np.frombuffer(pattern.to_bytes(4, "little"), np.uint8), nbytes)
 
 
+@functools.cache
 def source() -> Source:
     """The kernel's source."""
     text = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
@@ -72,7 +75,7 @@ def replace_small_fills(device: Device, graph: Graph) -> int:
     if graph.context is not device.context:
         raise InputError(f"replace_small_fills: {graph!r} is not of {device!r}")
     nodes = graph.nodes
-    if any(node.kind in _KINDS for node in nodes):
+    if any(node.kind in _KEPT for node in nodes):
         return 0
     replaced = 0
     for node in nodes:

@@ -146,13 +146,13 @@ def _tune(
     import numpy as np
 
     from ostinato.models.cuda.dequantise import convert_on_device
-    from ostinato.models.cuda.shapes import default_tuning, has_warpgroups, require_supported
-    from ostinato.models.cuda.tunings import TuningKey, choose_tuning
+    from ostinato.models.cuda.shapes import default_tuning, require_supported
+    from ostinato.models.cuda.tunings import TuningKey, choose_tuning, known_of
     from ostinato.models.tune.meter import StepMeter
     from ostinato.models.tune.sweep import sweep
     from ostinato.models.weights import load_weights
 
-    gpu, count = device.properties.name, device.properties.multiprocessors
+    gpu = device.properties.name
     rows, contexts = settings.rows, settings.contexts
     with closing(open_weights()) as checkpoint:
         config = checkpoint.config
@@ -160,10 +160,7 @@ def _tune(
         weights = load_weights(
             device, checkpoint, np.uint16, convert=partial(convert_on_device, device)
         )
-    clusters = device.capabilities.clusters
-    warpgroups = has_warpgroups(device.properties.compute_capability)
-    known: dict[str, Any] = {"multiprocessors": count}
-    known |= {"clusters": clusters, "warpgroups": warpgroups}
+    known = known_of(device)
     # What an earlier search stored is only to be replaced by something faster.
     start = choose_tuning(config, rows=rows, context=_CONTEXT, gpu=gpu, store=store, **known)
     with (
@@ -299,8 +296,8 @@ def _progress(title: str, seconds: float) -> Iterator[Callable[[Progress], None]
 def _in_use(model: str | None, shape: str | None, rows: int, device: str | None) -> dict[str, Any]:
     """Which tuning a decoder on this device gets, and where it comes from."""
     from ostinato.device import open_device
-    from ostinato.models.cuda.shapes import has_warpgroups, shape_key
-    from ostinato.models.cuda.tunings import choose_tuning
+    from ostinato.models.cuda.shapes import shape_key
+    from ostinato.models.cuda.tunings import choose_tuning, known_of
 
     title, open_weights = _source(model, shape)
     with closing(open_weights()) as checkpoint:
@@ -313,9 +310,7 @@ def _in_use(model: str | None, shape: str | None, rows: int, device: str | None)
                 rows=rows,
                 context=min(config.context_length, _CONTEXT),
                 gpu=gpu,
-                multiprocessors=opened.properties.multiprocessors,
-                clusters=opened.capabilities.clusters,
-                warpgroups=has_warpgroups(opened.properties.compute_capability),
+                **known_of(opened),
             )
             origin = chosen.origin.value
     return {"for": title, "gpu": gpu, "shape": shape_key(config), "rows": rows, "origin": origin}

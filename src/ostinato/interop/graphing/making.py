@@ -88,8 +88,8 @@ class Maker:
         subject.turns.take()
         bound = self.bound(work)
         sources = self._extents(inputs, work.leaves)
-        straighter = self.mover()
-        mover = None if work.sizes or sources is None else straighter
+        compiled = self.mover()
+        mover = None if work.sizes or sources is None else compiled
         moved: tuple[int, ...] = ()
 
         def run(stream: Stream) -> Any:
@@ -104,8 +104,8 @@ class Maker:
             return result
 
         graph, result = library.capture(run)
-        if straighter is not None:
-            replace_small_fills(straighter.device, graph)
+        if compiled is not None:
+            replace_small_fills(compiled.device, graph)
         moves = None if mover is None else mover.find(graph, len(inputs), moved)
         if mover is not None and moves is None:
             raise NotGraphable(
@@ -192,9 +192,10 @@ class Maker:
         if work.sizes:
             self.relate(line, tree, work)
             return
-        if line.shapes is not None:
-            self._compare_plain(line, tree)
-        if line.shapes is not None and self._shapes(tree) != line.shapes[0]:
+        if line.shapes is None:
+            return
+        self._compare_plain(line, tree)
+        if self._shapes(tree) != line.shapes[0]:
             raise NotGraphable(
                 self._subject.at(
                     f"the result has other shapes when it is captured ({self._shapes(tree)}) than "

@@ -45,7 +45,7 @@ from ostinato.models.cuda.lowering import (
 )
 from ostinato.models.cuda.products import PIECE_ROWS, Product, Products, open_products
 from ostinato.models.cuda.shapes import Tuning
-from ostinato.models.cuda.tunings import choose_tuning
+from ostinato.models.cuda.tunings import choose_tuning, known_of
 from ostinato.models.files.checkpoint import Checkpoint, StoredCheckpoint
 from ostinato.models.layout import device_shapes
 from ostinato.models.program import SAMPLED_ROWS, KernelCall
@@ -122,7 +122,6 @@ class CudaBackend:
         self._device = device
         self._modules = device.modules
         self._properties = device.properties
-        self._clusters = device.capabilities.clusters
         self._tunings: dict[tuple[LlamaConfig, int, int], Tuning] = {}
         capability = self._properties.compute_capability
         if capability < self._LEAST:
@@ -166,15 +165,8 @@ class CudaBackend:
         gpu, count = self._properties.name, self._properties.multiprocessors
         if rows > SAMPLED_ROWS:
             return library_tuning(config, rows=rows, context=context, multiprocessors=count)
-        return choose_tuning(
-            config,
-            rows=rows,
-            context=context,
-            gpu=gpu,
-            multiprocessors=count,
-            clusters=self._clusters,
-            warpgroups=shapes.has_warpgroups(self._properties.compute_capability),
-        ).tuning
+        known = known_of(self._device)
+        return choose_tuning(config, rows=rows, context=context, gpu=gpu, **known).tuning
 
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
         shapes.require_supported(config, sampled)

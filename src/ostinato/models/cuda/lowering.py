@@ -500,10 +500,11 @@ class Cut:
         return {name: str(value) for name, value in found.items()}
 
     def arch(self, kernel: str, packing: _Packing) -> str | None:
-        """What a kernel is compiled for; None for the device's own architecture."""
+        """What a kernel is compiled for; None for the device's own architecture.  The products of a
+        step are compiled together: all alike if warpgroups make one of them."""
         if kernel in _OF_ROUNDED and packing is None:
-            shape = self.shape(_OF_ROUNDED[kernel])
-            if isinstance(shape, MatrixShape) and shape.warpgroup:
+            shapes = map(self.shape, self.products)
+            if any(isinstance(one, MatrixShape) and one.warpgroup for one in shapes):
                 return "sm_90a"
         return None
 

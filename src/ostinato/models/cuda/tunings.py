@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ostinato import settings
+from ostinato import Device, settings
 from ostinato.errors import NotAvailableError
 from ostinato.files import replace_file
 from ostinato.models.config import LlamaConfig
@@ -42,6 +42,7 @@ from ostinato.models.cuda.shapes import (
     VectorShape,
     default_tuning,
     for_context,
+    has_warpgroups,
     shape_key,
 )
 
@@ -55,6 +56,7 @@ __all__ = [
     "choose_tuning",
     "decode_tuning",
     "encode_tuning",
+    "known_of",
     "sources_digest",
 ]
 
@@ -107,6 +109,16 @@ def choose_tuning(
     if found is None:
         return ChosenTuning(default, Origin.DEFAULT)
     return ChosenTuning(for_context(found, context), Origin.STORED)
+
+
+def known_of(device: Device) -> dict[str, Any]:
+    """What the rule for launch shapes and its search know of a CUDA device, by parameter."""
+    properties = device.properties
+    return {
+        "multiprocessors": properties.multiprocessors,
+        "clusters": device.capabilities.clusters,
+        "warpgroups": has_warpgroups(properties.compute_capability),
+    }
 
 
 @functools.cache

@@ -590,20 +590,16 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     if constexpr (S::CLUSTER > 1) sync_cluster<S::CLUSTER>();  // others read this block's sums
 }
 
-template <bool FIRST, class A, class B> struct Choose {
-    typedef A Type;
-};
-template <class A, class B> struct Choose<false, A, B> {
-    typedef B Type;
-};
-
 // `bests`: of the head, the largest key of each wanted row in this block, in shared memory.
 template <int... N, class P>
 DEVICE void matmul(Shape<N...>, const P& product, const int* live, float* workspace, StepRows& rows,
                    u64* bests = nullptr) {
     typedef Shape<N...> S;
-    typedef typename Choose<S::WARPGROUP, WarpgroupWeights<S, P>, PlainWeights<S, P>>::Type W;
-    matmul_part<S, W>(product, product.weight, S::output_block(), live, workspace, rows, bests);
+    const int block = S::output_block();
+    if constexpr (S::WARPGROUP)
+        matmul_part<S, WarpgroupWeights<S, P>>(product, product.weight, block, live, workspace, rows, bests);
+    else
+        matmul_part<S, PlainWeights<S, P>>(product, product.weight, block, live, workspace, rows, bests);
 }
 
 // Parts of a packed matrix below each other are rows of bricks of their own: every block works on one.
