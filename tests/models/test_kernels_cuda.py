@@ -23,6 +23,7 @@ from ostinato.errors import UnsupportedModelError
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda import shapes
+from ostinato.models.cuda.bricks import formats_of, matrix_bytes
 from ostinato.models.cuda.legal import matrix_problem, problems_of
 from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.host.shard_kernels import SHARD_KERNELS, _key
@@ -95,7 +96,7 @@ def test_launches_follow_the_program(shape: str, rows: int) -> None:
         names = [shapes.ROUNDED_CALLS.get(call.kernel, call.kernel) for call in program]
         assert [one.kernel for one in launches] == [names[0], "norm_rows", *names[1:]]
         kept = [launches[0], *launches[2:]]
-        added = {"workspace", "rounded", "out", "squares", "norm", "next"}
+        added = {"workspace", "rounded", "out", "squares", "norm", "next", "later"}
         replaced = {"x", "norm", "attended", "inner", "heads", "kv_heads", "head_size"}
         normed = [call for call in program if "norm" in dict(call.arguments)]
         carried = [dict(one.arguments)["norm"] for one in launches if "next" in dict(one.arguments)]
@@ -103,7 +104,7 @@ def test_launches_follow_the_program(shape: str, rows: int) -> None:
         assert carried == [dict(call.arguments)["norm"] for call in normed[1:]]
     else:
         assert [one.kernel for one in launches] == [call.kernel for call in program]
-        kept, added, replaced = list(launches), {"workspace"}, set()
+        kept, added, replaced = list(launches), {"workspace", "later"}, set()
     for call, one in zip(program, kept, strict=True):
         given, wanted = dict(call.arguments), dict(one.arguments)
         assert {k: v for k, v in given.items() if k not in replaced}.items() <= wanted.items()
@@ -142,6 +143,55 @@ def test_one_launch_for_the_attention_of_a_layer(heads: tuple[int, int]) -> None
     assert plain == [0, 1]
 
 
+PREFETCH = {
+    "qkv": ("output", 4096),
+    "output": ("gate_up", 8192),
+    "gate_up": ("down", 1 << 30),
+    "down": ("qkv", 5000),
+}
+
+
+def prefetched_bytes(one: kc.CudaLaunch) -> int:
+    macro = f"{kc.PRODUCTS_OF[one.kernel].upper()}_PREFETCH"
+    return int(dict(one.options.defines).get(macro, "0"))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("packed", [False, True])
+def test_products_prefetch_weights_of_the_next_such_product(rows: int, packed: bool) -> None:
+    config = config_of(8, 2, 64, inner=1024, vocabulary=1000, layers=3)
+
+    def kind_of(tensor: str) -> str:  # the second layer is smaller
+        return "Q4_0" if ".1." in tensor else "Q8_0"
+
+    formats = formats_of(config, kind_of) if packed else {}
+    assert packed == bool(formats)
+    given: Any = {"rows": rows, "context": 200, "formats": formats}
+    tuning = replace(shapes.default_tuning(config, rows=rows, context=200), prefetch=PREFETCH)
+    launches = kc.lower(decode_program(config), config, tuning=tuning, **given)
+    products = [one for one in launches if one.kernel in kc.PRODUCTS_OF]
+    order = ["qkv", "output", "gate_up", "down"]
+    assert [kc.PRODUCTS_OF[one.kernel] for one in products] == 3 * order + ["head"]
+    for i, one in enumerate(products[:-1]):
+        target, wanted = PREFETCH[order[i % 4]]
+        later, nbytes = dict(one.arguments)["later"], prefetched_bytes(one)
+        following = [p for p in products[i + 1 :] if kc.PRODUCTS_OF[p.kernel] == target]
+        if not following:  # the last layer's way down
+            assert later == ABSENT
+            continue
+        assert later == dict(following[0].arguments)["weight"]
+        shape = shapes.products_of(config)[target]
+        how = formats.get(f"layers.{later.layer}.{later.name}")
+        there = 4 * shape.pairs * shape.inputs if how is None else matrix_bytes(how, shape.inputs)
+        assert 0 < nbytes <= min(wanted, there) and nbytes % 2048 == 0
+    assert "later" not in dict(products[-1].arguments)
+    plain = replace(tuning, prefetch={})
+    for one in kc.lower(decode_program(config), config, tuning=plain, **given):
+        if one.kernel in kc.PRODUCTS_OF:
+            assert prefetched_bytes(one) == 0
+            assert dict(one.arguments).get("later", ABSENT) == ABSENT
+
+
 def test_a_large_model_keeps_three_launches() -> None:
     for name in ("llama-3.1-8b",):
         assert in_clusters(SHAPES[name]).block is None
@@ -170,7 +220,7 @@ def test_parameters_are_the_hosts() -> None:
             host.pop("workspace")
         assert [p.name for p in own if p.name in host] == list(host)
         for p in own:
-            if p.name != "workspace":
+            if p.name not in ("workspace", "later"):
                 assert p.pointer == host[p.name].pointer
                 assert p.access == host[p.name].access
                 assert p.pointer or p.type == host[p.name].type
@@ -256,6 +306,16 @@ def test_kernels_agree_with_numpy_on_the_emulator(rows: int) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_prefetching_products_agree_with_numpy_on_the_emulator(rows: int) -> None:
+    config = replace(SMALL, layers=2)
+    tuning = replace(shapes.default_tuning(config, rows=rows, context=70), prefetch=PREFETCH)
+    bench = emulated_bench(config, rows, context=70, tunings={rows: tuning})
+    for case in list(checks.cases(bench, rows))[::4]:
+        bench.check(case)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 @pytest.mark.parametrize("rows", [3, 8, 16])
 def test_rows_in_clusters_agree_with_numpy_on_the_emulator(rows: int) -> None:
     config = config_of(3, 1, 64, hidden=192, inner=2064, vocabulary=257, layers=1)
@@ -294,7 +354,8 @@ STREAMED = {
 
 def streamed(config: LlamaConfig, rows: int, context: int) -> shapes.Tuning:
     """The rule's tuning with `STREAMED`, for models as small as `SMALL`."""
-    tuning = replace(shapes.default_tuning(config, rows=rows, context=context), **STREAMED)
+    tuning = shapes.default_tuning(config, rows=rows, context=context)
+    tuning = replace(tuning, **STREAMED, prefetch=PREFETCH)
     assert not problems_of(config, rows, tuning)
     return tuning
 
@@ -322,7 +383,8 @@ WARPGROUPS = {
 
 def of_warpgroups(config: LlamaConfig, rows: int, context: int) -> shapes.Tuning:
     """The rule's tuning with `WARPGROUPS`, for models as small as `SMALL`."""
-    tuning = replace(shapes.default_tuning(config, rows=rows, context=context), **WARPGROUPS)
+    tuning = shapes.default_tuning(config, rows=rows, context=context)
+    tuning = replace(tuning, **WARPGROUPS, prefetch=PREFETCH)
     assert not problems_of(config, rows, tuning)
     return tuning
 
@@ -656,6 +718,24 @@ def test_small_products_of_warpgroups_agree_with_numpy(cuda_device: Device, rows
     config = config_of(6, 2, 64, hidden=200, inner=520, vocabulary=301, layers=1)
     tuning, machine = of_warpgroups(config, rows, 70), OnDevice(cuda_device)
     checks.run_checks(machine, config, (rows,), sequences=3, context=70, tunings={rows: tuning})
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+def test_small_prefetching_products_agree_with_numpy(cuda_device: Device) -> None:
+    config, machine = replace(SMALL, layers=2), OnDevice(cuda_device)
+    tuning = replace(shapes.default_tuning(config, context=70), prefetch=PREFETCH)
+    checks.run_checks(machine, config, (1,), sequences=2, context=70, tunings={1: tuning})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 8, 16])
+def test_the_rule_for_few_rows_agrees_with_numpy(cuda_device: Device, rows: int) -> None:
+    config, machine = replace(LLAMA_1B, vocabulary=1001), OnDevice(cuda_device)
+    given: Any = {"rows": rows, "context": 300, "clusters": cuda_device.capabilities.clusters}
+    tuning = shapes.default_tuning(config, **given)
+    assert tuning.prefetch and (rows == 1 or tuning.down.split == 16)  # type: ignore[union-attr]
+    checks.run_checks(machine, config, (rows,), sequences=16, context=300, tunings={rows: tuning})
 
 
 @pytest.mark.gpu

@@ -131,6 +131,17 @@ def test_the_rule_for_few_rows_is_legal_for_every_width(rows: int) -> None:
             assert problems_of(config, rows, tuning, **has) == (), hidden
 
 
+def test_few_rows_of_a_large_model_hold_more_weights_and_prefetch_more() -> None:
+    wide, small = CONFIGS["8B"], CONFIGS["135M"]
+    few, many = (shapes.default_tuning(wide, rows=n, clusters=True) for n in (8, 24))
+    assert [one.qkv.tiles * one.qkv.split for one in (few, many)] == [16, 8]  # type: ignore[union-attr]
+    assert set(few.prefetch) == {"qkv", "output", "gate_up", "down"} and not many.prefetch
+    assert few.start_next == {"rounded_output": "AT_START"} and not many.start_next
+    assert shapes.default_tuning(wide, clusters=True).prefetch == few.prefetch
+    for rows in (1, 8):
+        assert not shapes.default_tuning(small, rows=rows, clusters=True).prefetch
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     config=configs(),

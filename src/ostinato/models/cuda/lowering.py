@@ -40,7 +40,7 @@ from ostinato import LaunchConfig, Source
 from ostinato.driver.signature import Signature
 from ostinato.models.backend import BoundCall
 from ostinato.models.config import LlamaConfig
-from ostinato.models.cuda.bricks import FORMATS, Formats, Packing
+from ostinato.models.cuda.bricks import FORMATS, Formats, Packing, matrix_bytes
 from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
     MAX_ROWS,
@@ -98,18 +98,20 @@ _OF_ROUNDED = {ROUNDED_CALLS[call]: name for call, name in PRODUCT_CALLS.items()
 PRODUCTS_OF = PRODUCT_CALLS | _OF_ROUNDED
 """The products that kernels make."""
 _SAMPLE_THREADS = 1024
+_PREFETCH_PIECE = 2048
 _ROPE_THREADS = 128
 
 _LIVE = "live: *const i32, "
+_WEIGHT = "weight: *const bf16, later: *const u8, "
 _HEADS = "heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
 SIGNATURES: dict[str, str] = {
     "embed": "rows: *const i32, state: *const i32, live: *out i32, table: *const bf16, "
     "x: *out f32, history: *i32, row_count: u32, hidden: u32, vocabulary: u32, sequences: u32, "
     "context: u32",
-    "norm_qkv_rope": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, "
-    "bias: *const f32, rope: *const f32, cache: *bf16, q: *out f32, workspace: *f32, "
-    "row_count: u32, hidden: u32, " + _HEADS + "epsilon: f32",
-    "norm_qkv": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, qkv: *out f32, "
+    "norm_qkv_rope": f"{_LIVE}x: *const f32, norm: *const f32, {_WEIGHT}bias: *const f32, "
+    "rope: *const f32, cache: *bf16, q: *out f32, workspace: *f32, row_count: u32, hidden: u32, "
+    f"{_HEADS}epsilon: f32",
+    "norm_qkv": f"{_LIVE}x: *const f32, norm: *const f32, {_WEIGHT}qkv: *out f32, "
     "workspace: *f32, row_count: u32, hidden: u32, heads: u32, kv_heads: u32, head_size: u32, "
     "epsilon: f32",
     "norm_rope": _LIVE + "qkv: *const f32, bias: *const f32, q_norm: *const f32, "
@@ -123,15 +125,15 @@ SIGNATURES: dict[str, str] = {
     "output_weight: *const bf16, workspace: *f32, row_count: u32, hidden: u32, "
     + _HEADS
     + "window: u32, epsilon: f32, scale: f32",
-    "output_residual": _LIVE + "attended: *const f32, weight: *const bf16, x: *f32, "
-    "workspace: *f32, row_count: u32, hidden: u32, width: u32",
-    "norm_gate_up": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, "
-    "inner: *out f32, workspace: *f32, row_count: u32, hidden: u32, width: u32, epsilon: f32",
-    "down_residual": _LIVE + "inner: *const f32, weight: *const bf16, x: *f32, workspace: *f32, "
+    "output_residual": f"{_LIVE}attended: *const f32, {_WEIGHT}x: *f32, workspace: *f32, "
     "row_count: u32, hidden: u32, width: u32",
-    "output_of_ranks": _LIVE + "attended: *const f32, weight: *const bf16, x: *f32, sums: *u64, "
+    "norm_gate_up": f"{_LIVE}x: *const f32, norm: *const f32, {_WEIGHT}inner: *out f32, "
+    "workspace: *f32, row_count: u32, hidden: u32, width: u32, epsilon: f32",
+    "down_residual": f"{_LIVE}inner: *const f32, {_WEIGHT}x: *f32, workspace: *f32, "
+    "row_count: u32, hidden: u32, width: u32",
+    "output_of_ranks": f"{_LIVE}attended: *const f32, {_WEIGHT}x: *f32, sums: *u64, "
     "row_count: u32, hidden: u32, width: u32, rank: u32",
-    "down_of_ranks": _LIVE + "inner: *const f32, weight: *const bf16, x: *f32, sums: *u64, "
+    "down_of_ranks": f"{_LIVE}inner: *const f32, {_WEIGHT}x: *f32, sums: *u64, "
     "row_count: u32, hidden: u32, width: u32, rank: u32",
     "head": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, logits: *f32, "
     "workspace: *f32, row_count: u32, hidden: u32, vocabulary: u32, epsilon: f32",
@@ -162,7 +164,7 @@ PIECE_SIGNATURES = {
     "silu_rows": _LIVE + "sums: *const f32, out: *out bf16, row_count: u32, width: u32",
 }
 """Parameters of the kernels in pieces.cu."""
-_ROUNDED = _LIVE + "rounded: *const bf16, weight: *const bf16, "
+_ROUNDED = f"{_LIVE}rounded: *const bf16, {_WEIGHT}"
 _COUNTS = "workspace: *f32, row_count: u32, hidden: u32"
 _SCALED = f"squares: *u64, {_COUNTS}"
 _CARRIED = f"norm: *const f32, next: *out bf16, squares: *u64, {_COUNTS}"
@@ -173,7 +175,8 @@ ROUNDED_SIGNATURES = {
     "rounded_output": f"{_ROUNDED}x: *f32, {_CARRIED}, width: u32",
     "rounded_gate_up": f"{_ROUNDED}out: *out bf16, {_SCALED}, width: u32, epsilon: f32",
     "rounded_down": f"{_ROUNDED}x: *f32, {_CARRIED}, width: u32",
-    "rounded_head": f"{_ROUNDED}logits: *f32, {_SCALED}, vocabulary: u32, epsilon: f32",
+    "rounded_head": f"{_LIVE}rounded: *const bf16, weight: *const bf16, logits: *f32, {_SCALED}, "
+    "vocabulary: u32, epsilon: f32",
 }
 """Parameters of the kernels in rounded.cu."""
 ROUNDED_IN, ROUNDED_INNER = Bound("product_in"), Bound("product_inner")
@@ -251,7 +254,10 @@ def lower(
         del rest[: len(calls)]
         before, following = launches[-1] if launches else None, rest[0] if rest else None
         launches.extend(cut.launches(calls, getattr(before, "kernel", None), following))
-    return tuple(launches)
+    return tuple(
+        cut.prefetching(one, launches[i + 1 :]) if isinstance(one, CudaLaunch) else one
+        for i, one in enumerate(launches)
+    )
 
 
 def rounded_buffers(
@@ -297,10 +303,20 @@ def shape_macro(name: str) -> str:
     return f"{name.upper()}_SHAPE"
 
 
+def prefetch_macro(name: str) -> str:
+    """What the bytes that a product prefetches are called in the kernels."""
+    return f"{name.upper()}_PREFETCH"
+
+
 def _shape_type(template: str, shape: Shape | PackedShape, packing: Packing = ()) -> str:
     parts = (f"Rows<{part.kind}, {part.pairs}>" for part in packing)
     values = (str(value) for name, value in asdict(shape).items() if name != "alone")
     return f"{template}<{', '.join([*values, *parts])}>"
+
+
+def _product_of(kernel: str) -> str | None:
+    """The product that a kernel makes, if it makes one."""
+    return PRODUCTS_OF.get(_OF_ONE.get(kernel, kernel))
 
 
 def family_macros(config: LlamaConfig) -> dict[str, int]:
@@ -441,6 +457,7 @@ class Cut:
             cut = self.shape(name, packing)
             template = "Shape" if packing is None else "PackedShape"
             found = shape | {shape_macro(name): _shape_type(template, cut, packing or ())}
+            found[prefetch_macro(name)] = self.prefetched(name)
             found |= SUMS_MACROS | {"RANKS": given["ranks"]}
             found["RESIDENT_BLOCKS"] = self.resident(kernel, packing)
             if packing is not None:
@@ -451,8 +468,10 @@ class Cut:
             for call, name in calls.items():
                 if packing is None and (block is None or call not in self.blocked):
                     found[shape_macro(name)] = _shape_type("Shape", self.shape(name))
+                    found[prefetch_macro(name)] = self.prefetched(name)
                 elif packing is not None and call == kernel:
                     cut = self.shape(name, packing)
+                    found[prefetch_macro(name)] = self.prefetched(name)
                     template = "PackedShape" if self.rows == 1 else "PackedMatrixShape"
                     found[shape_macro(name)] = _shape_type(template, cut, packing)
                     found["PACKED"] = 1
@@ -508,6 +527,41 @@ class Cut:
                 return "sm_90a"
         return None
 
+    def prefetched(self, name: str) -> int:
+        """Bytes of a later product's weights that a product prefetches into L2: the tuning's, or
+        what each layer's matrix has, in whole pieces (`Later` in common.cuh)."""
+        if name not in self.tuning.prefetch:
+            return 0
+        target, wanted = self.tuning.prefetch[name]
+        least = min(self._matrix_bytes(packing, target) for packing in self._packings[target])
+        return min(wanted, least) // _PREFETCH_PIECE * _PREFETCH_PIECE
+
+    @functools.cached_property
+    def _packings(self) -> dict[str, set[_Packing]]:
+        """Of each product's matrices, in all layers."""
+        found: dict[str, set[_Packing]] = {}
+        for call in decode_program(self.config):
+            if (name := PRODUCT_CALLS.get(call.kernel)) is not None:
+                found.setdefault(name, set()).add(self.packing(call))
+        return found
+
+    def _matrix_bytes(self, packing: _Packing, name: str) -> int:
+        product = self.products[name]
+        return product.nbytes if packing is None else matrix_bytes(packing, product.inputs)
+
+    def prefetching(self, launch: CudaLaunch, rest: Sequence[object]) -> CudaLaunch:
+        """The same with the weights that it prefetches: those of the next such product in the
+        `rest` of the step, if it prefetches any and there is one."""
+        name = _product_of(launch.kernel)
+        if name is None or name not in self.tuning.prefetch:
+            return launch
+        target, _ = self.tuning.prefetch[name]
+        for one in rest:
+            if isinstance(one, CudaLaunch) and _product_of(one.kernel) == target:
+                given = dict(launch.arguments) | {"later": dict(one.arguments)["weight"]}
+                return replace(launch, arguments=tuple(given.items()))
+        return launch
+
     def starts(self, kernel: str) -> str:
         return self.tuning.start_next.get(_OF_ONE.get(kernel, kernel), "AFTER_WAIT")
 
@@ -548,6 +602,7 @@ class Cut:
         if kernel is None or self.rows == 1:
             return [self.launch(calls, after=after)]
         made: list[CudaLaunch] = []
+        given["later"] = ABSENT
         if kernel in _CARRYING:
             given["rounded"] = ROUNDED_IN if kernel == "rounded_output" else ROUNDED_INNER
             given |= {"norm": ABSENT, "next": ABSENT, "squares": ABSENT}
@@ -602,6 +657,7 @@ class Cut:
         """The launch that does these calls; `after`: the kernel before it, None for the first."""
         kernel = calls[0].kernel if len(calls) == 1 else "attention_block"
         arguments = {name: value for call in calls for name, value in call.arguments}
+        arguments.setdefault("later", ABSENT)
         if kernel == "sample":
             arguments.setdefault("workspace", Bound("workspace"))
         elif kernel == "attention_block":

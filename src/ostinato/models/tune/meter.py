@@ -25,6 +25,7 @@ from ostinato.models.cuda.lowering import (
     PRODUCTS_OF,
     CudaLaunch,
     lower,
+    prefetch_macro,
     rounded_buffers,
     shape_macro,
     workspace_bytes,
@@ -54,7 +55,8 @@ def _narrowed(launch: CudaLaunch) -> CompileOptions:
     own = PRODUCTS_OF.get(launch.kernel)
     if own is None:
         return launch.options
-    others = {shape_macro(name) for name in PRODUCTS.values() if name != own}
+    names = [name for name in PRODUCTS.values() if name != own]
+    others = {macro(name) for name in names for macro in (shape_macro, prefetch_macro)}
     defines = dict(launch.options.defines)
     kept = {n: v for n, v in defines.items() if n not in others}
     return CompileOptions(defines=kept, arch=launch.options.arch)

@@ -18,7 +18,6 @@
 
 #include "common.cuh"
 
-typedef unsigned char u8;
 
 constexpr int BRICK = 256;  // inputs
 

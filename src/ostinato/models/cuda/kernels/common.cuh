@@ -18,8 +18,9 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short bf16;  // the bits; no arithmetic in this type
+typedef unsigned char u8;
 #ifdef PACKED
-typedef unsigned char Weight;  // bricks.cuh
+typedef u8 Weight;  // bricks.cuh
 #else
 typedef bf16 Weight;
 #endif
@@ -401,6 +402,26 @@ DEVICE constexpr int power_of_two_above(int n) {
     while (p < n) p *= 2;
     return p;
 }
+
+// The weights of a product that comes later in the step; null if there is none.  A product prefetches the
+// first BYTES of them into L2 once it has asked for all that it reads itself, each block a share: the memory
+// would have little to do until the kernels in between are over.
+template <u32 BYTES> struct Later {
+    const u8* weights = nullptr;
+
+    DEVICE void prefetch() const {
+        if constexpr (BYTES > 0) {
+            constexpr u32 PIECE = 2048;
+            static_assert(BYTES % PIECE == 0, "whole pieces");
+            const u32 lane = threadIdx.x + 32 - blockDim.x;  // of the last warp
+            if (weights == nullptr || lane >= 32) return;
+            const u32 blocks = gridDim.x * gridDim.y * gridDim.z;
+            const u32 block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+            for (u32 i = lane * blocks + block; i < BYTES / PIECE; i += 32 * blocks)
+                prefetch_weights(weights + i * PIECE, PIECE);
+        }
+    }
+};
 
 // A panel: rows of 64 bfloat16, 128 bytes, whose 16-byte chunks are swapped so that 8 rows of a column lie in
 // different banks.  It begins at a multiple of 1,024 bytes.

@@ -307,9 +307,9 @@ DEVICE void find_rows(StepRows& found, const int* live, int flags) {
 }
 
 // `block`: of those that share the pairs of these weights.
-template <class S, class W, class P, class M>
+template <class S, class W, class P, class M, class L>
 DEVICE void matmul_part(const P& product, const M* matrix, int block, const int* live,
-                        float* workspace, StepRows& rows, u64* bests) {
+                        float* workspace, StepRows& rows, L later, u64* bests) {
     constexpr int K = P::INPUTS, TILE_COUNT = ceil_div(W::PAIRS, 8), BLOCK_PAIRS = S::TILES * 8;
     // Of an input row in shared memory, so that a warp's reads have no bank conflicts.
     constexpr int STRIDE = S::SLAB + (W::REORDERED ? 16 : 32);
@@ -369,6 +369,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
     if (!copies_weights) fill_ring();
+    later.prefetch();
     if constexpr (Rounded<P>::SCALED) {  // beside the first warp, which finds the rows
         constexpr int FIRST = S::WARPS > 1 ? 32 : 0, MANY = S::THREADS - FIRST;
         const bool clears = blockIdx.x == 0 && blockIdx.y == 0;
@@ -591,36 +592,36 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
 }
 
 // `bests`: of the head, the largest key of each wanted row in this block, in shared memory.
-template <int... N, class P>
+template <int... N, class P, class L>
 DEVICE void matmul(Shape<N...>, const P& product, const int* live, float* workspace, StepRows& rows,
-                   u64* bests = nullptr) {
+                   L later, u64* bests = nullptr) {
     typedef Shape<N...> S;
     const int block = S::output_block();
     if constexpr (S::WARPGROUP)
-        matmul_part<S, WarpgroupWeights<S, P>>(product, product.weight, block, live, workspace, rows, bests);
+        matmul_part<S, WarpgroupWeights<S, P>>(product, product.weight, block, live, workspace, rows, later, bests);
     else
-        matmul_part<S, PlainWeights<S, P>>(product, product.weight, block, live, workspace, rows, bests);
+        matmul_part<S, PlainWeights<S, P>>(product, product.weight, block, live, workspace, rows, later, bests);
 }
 
 // Parts of a packed matrix below each other are rows of bricks of their own: every block works on one.
-template <class S, int FIRST, class R, class... MORE, class P>
+template <class S, int FIRST, class R, class... MORE, class P, class L>
 DEVICE void matmul_parts(const P& product, const u8* bricks, int block, const int* live,
-                         float* workspace, StepRows& rows, u64* bests) {
+                         float* workspace, StepRows& rows, L later, u64* bests) {
     constexpr int BLOCKS = ceil_div(R::PAIRS, S::TILES * 8);
     if constexpr (sizeof...(MORE) > 0) {
         constexpr long long BYTES =
             static_cast<long long>(ceil_div(R::PAIRS, 8)) * Brick<typename R::Format>::row_bytes(P::INPUTS);
         if (block >= BLOCKS)
             return matmul_parts<S, FIRST + R::PAIRS, MORE...>(product, bricks + BYTES, block - BLOCKS,
-                                                              live, workspace, rows, bests);
+                                                              live, workspace, rows, later, bests);
     }
-    matmul_part<S, BrickWeights<S, P, R, FIRST>>(product, bricks, block, live, workspace, rows, bests);
+    matmul_part<S, BrickWeights<S, P, R, FIRST>>(product, bricks, block, live, workspace, rows, later, bests);
 }
 template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, int RING, int WARPGROUP,
-          class... PARTS, class P>
+          class... PARTS, class P, class L>
 DEVICE void matmul(PackedMatrixShape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING, WARPGROUP, PARTS...>,
                    const P& product, const int* live, float* workspace, StepRows& rows,
-                   u64* bests = nullptr) {
+                   L later, u64* bests = nullptr) {
     typedef Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING, 0> S;
-    matmul_parts<S, 0, PARTS...>(product, product.weight, S::output_block(), live, workspace, rows, bests);
+    matmul_parts<S, 0, PARTS...>(product, product.weight, S::output_block(), live, workspace, rows, later, bests);
 }

@@ -34,7 +34,7 @@ struct Shape {
 };
 
 // Gives the key of the largest logit that this thread made.
-template <class S, class P> DEVICE u64 matvec(const P& product, const int* live) {
+template <class S, class P, class L> DEVICE u64 matvec(const P& product, const int* live, L later) {
     constexpr int CHUNKS = P::INPUTS / 8, QUADS = P::INPUTS / 4;
     constexpr int STRIDE = S::LANES * S::SPLIT, STEPS = ceil_div(CHUNKS, STRIDE);
     constexpr int STAGES = ceil_div(QUADS, S::THREADS);
@@ -125,6 +125,7 @@ template <class S, class P> DEVICE u64 matvec(const P& product, const int* live)
     const bool finisher = wanted && part == 0 && sub < S::GROUP_PAIRS;
     decltype(product.prepare(row, 0, 0)) prepared{};
     if (finisher && mine < P::PAIRS) prepared = product.prepare(row, 0, mine);
+    later.prefetch();
     float square = 0.0f;
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
@@ -227,9 +228,9 @@ template <class S, class P> DEVICE u64 matvec(const P& product, const int* live)
     return key;
 }
 
-template <int... N, class P>
-DEVICE u64 multiply(Shape<N...> shape, const P& product, const int* live) {
-    return matvec<decltype(shape)>(product, live);
+template <int... N, class P, class L>
+DEVICE u64 multiply(Shape<N...> shape, const P& product, const int* live, L later) {
+    return matvec<decltype(shape)>(product, live, later);
 }
 
 // A kernel is compiled if its shape is given.
@@ -238,22 +239,22 @@ typedef QKV_SHAPE QkvShape;
 
 #if QK_NORM
 KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
-    norm_qkv(const int* live, const float* x, const float* norm, const Weight* weight, float* qkv,
+    norm_qkv(const int* live, const float* x, const float* norm, const Weight* weight, const u8* later, float* qkv,
              float* workspace, u32 row_count, u32 hidden, u32 heads, u32 kv_heads, u32 head_size,
              float epsilon) {
     const PlainQkvProduct product{weight, x, norm, epsilon, qkv};
-    multiply(QkvShape(), product, live);
+    multiply(QkvShape(), product, live, Later<QKV_PREFETCH>{later});
 }
 #else
 KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
-    norm_qkv_rope(const int* live, const float* x, const float* norm, const Weight* weight,
+    norm_qkv_rope(const int* live, const float* x, const float* norm, const Weight* weight, const u8* later,
                   const float* bias, const float* rope, bf16* cache, float* q, float* workspace,
                   u32 row_count, u32 hidden, u32 heads, u32 kv_heads, u32 head_size, u32 sequences,
                   u32 context, float epsilon) {
     const QkvProduct product{weight, x, norm, epsilon, bias, rope, cache, q,
                              static_cast<int>(sequences), static_cast<int>(context)};
     product.ask_for_bias();
-    multiply(QkvShape(), product, live);
+    multiply(QkvShape(), product, live, Later<QKV_PREFETCH>{later});
 }
 #endif
 #endif
@@ -262,19 +263,19 @@ KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
 typedef OUTPUT_SHAPE OutputShape;
 
 KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
-    output_residual(const int* live, const float* attended, const Weight* weight, float* x,
+    output_residual(const int* live, const float* attended, const Weight* weight, const u8* later, float* x,
                     float* workspace, u32 row_count, u32 hidden, u32 width) {
     const ResidualProduct<HEADS * HEAD_SIZE> product{weight, attended, x, x};
-    multiply(OutputShape(), product, live);
+    multiply(OutputShape(), product, live, Later<OUTPUT_PREFETCH>{later});
 }
 #endif
 
 #if defined(OUTPUT_SHAPE) && defined(RANKS)
 KERNEL __launch_bounds__(OutputShape::THREADS, larger(RESIDENT_BLOCKS, OutputShape::RESIDENT))
-    output_of_ranks(const int* live, const float* attended, const Weight* weight, float* x, u64* sums,
+    output_of_ranks(const int* live, const float* attended, const Weight* weight, const u8* later, float* x, u64* sums,
                     u32 row_count, u32 hidden, u32 width, u32 rank) {
     const ResidualOfRanks<HEADS * HEAD_SIZE> product(weight, attended, x, sums, rank);
-    multiply(OutputShape(), product, live);
+    multiply(OutputShape(), product, live, Later<OUTPUT_PREFETCH>{later});
 }
 #endif
 
@@ -282,11 +283,11 @@ KERNEL __launch_bounds__(OutputShape::THREADS, larger(RESIDENT_BLOCKS, OutputSha
 typedef GATE_UP_SHAPE GateUpShape;
 
 KERNEL __launch_bounds__(GateUpShape::THREADS, GateUpShape::RESIDENT)
-    norm_gate_up(const int* live, const float* x, const float* norm, const Weight* weight,
+    norm_gate_up(const int* live, const float* x, const float* norm, const Weight* weight, const u8* later,
                  float* inner, float* workspace, u32 row_count, u32 hidden, u32 width,
                  float epsilon) {
     const GateUpProduct product{weight, x, norm, epsilon, inner, partials_of(workspace)};
-    multiply(GateUpShape(), product, live);
+    multiply(GateUpShape(), product, live, Later<GATE_UP_PREFETCH>{later});
 }
 #endif
 
@@ -294,20 +295,20 @@ KERNEL __launch_bounds__(GateUpShape::THREADS, GateUpShape::RESIDENT)
 typedef DOWN_SHAPE DownShape;
 
 KERNEL __launch_bounds__(DownShape::THREADS, DownShape::RESIDENT)
-    down_residual(const int* live, const float* inner, const Weight* weight, float* x,
+    down_residual(const int* live, const float* inner, const Weight* weight, const u8* later, float* x,
                   float* workspace, u32 row_count, u32 hidden, u32 width) {
     const float* const before = RESIDUAL_PARTS ? partials_of(workspace) + RESIDUAL_PARTS * HIDDEN : x;
     const ResidualProduct<INNER> product{weight, inner, before, x};
-    multiply(DownShape(), product, live);
+    multiply(DownShape(), product, live, Later<DOWN_PREFETCH>{later});
 }
 #endif
 
 #if defined(DOWN_SHAPE) && defined(RANKS)
 KERNEL __launch_bounds__(DownShape::THREADS, larger(RESIDENT_BLOCKS, DownShape::RESIDENT))
-    down_of_ranks(const int* live, const float* inner, const Weight* weight, float* x, u64* sums,
+    down_of_ranks(const int* live, const float* inner, const Weight* weight, const u8* later, float* x, u64* sums,
                   u32 row_count, u32 hidden, u32 width, u32 rank) {
     const ResidualOfRanks<INNER> product(weight, inner, x, sums, rank);
-    multiply(DownShape(), product, live);
+    multiply(DownShape(), product, live, Later<DOWN_PREFETCH>{later});
 }
 #endif
 
@@ -320,7 +321,7 @@ KERNEL __launch_bounds__(HeadShape::THREADS, HeadShape::RESIDENT)
          float* workspace, u32 row_count, u32 hidden, u32 vocabulary, float epsilon) {
     __shared__ u64 bests[HeadShape::WARPS];
     const HeadProduct product{weight, x, norm, epsilon, logits};
-    const u64 key = largest_of_warp(multiply(HeadShape(), product, live));
+    const u64 key = largest_of_warp(multiply(HeadShape(), product, live, Later<0>()));
     if (threadIdx.x % 32 == 0) bests[threadIdx.x / 32] = key;
     __syncthreads();
     if (threadIdx.x == 0) {

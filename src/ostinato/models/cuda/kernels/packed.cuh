@@ -186,8 +186,8 @@ struct PackedShape {
 // A product of one row with a part of a matrix, whose first pair is FIRST of all: block `block` of those
 // that work on it.  Each warp makes the digits of its own inputs, so no barrier stands before the
 // products; one is after all turns of a block, whose pairs its threads then finish.
-template <class S, class R, int FIRST, class P>
-DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, int block) {
+template <class S, class R, int FIRST, class P, class L>
+DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, int block, L later) {
     typedef typename R::Format F;
     constexpr int PAIRS = R::PAIRS, TILES = ceil_div(PAIRS, 8);
     constexpr int K = P::INPUTS, BRICKS = ceil_div(K, BRICK), SPAN = ceil_div(BRICKS, S::SPLIT);
@@ -269,6 +269,7 @@ DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, in
     decltype(product.prepare(row, 0, 0)) prepared{};
     if (wanted && thread < S::BLOCK_PAIRS && pair_of(thread) < PAIRS)
         prepared = product.prepare(row, 0, FIRST + pair_of(thread));
+    later.prefetch();
     float square = 0.0f;
 #pragma unroll
     for (int start = 0; start < SPAN; start += BATCH) {
@@ -362,20 +363,20 @@ DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, in
 
 // Parts of a matrix below each other (of queries, keys and values) are rows of bricks of their own:
 // every block works on one of them.
-template <class S, int FIRST, class R, class... MORE, class P>
-DEVICE u64 multiply_parts(const P& product, const int* live, const u8* bricks, int block) {
+template <class S, int FIRST, class R, class... MORE, class P, class L>
+DEVICE u64 multiply_parts(const P& product, const int* live, const u8* bricks, int block, L later) {
     constexpr int BLOCKS = ceil_div(R::PAIRS, S::BLOCK_PAIRS);
     if constexpr (sizeof...(MORE) > 0) {
         constexpr long long BYTES =
             static_cast<long long>(ceil_div(R::PAIRS, 8)) * Brick<typename R::Format>::row_bytes(P::INPUTS);
         if (block >= BLOCKS)
             return multiply_parts<S, FIRST + R::PAIRS, MORE...>(product, live, bricks + BYTES,
-                                                                block - BLOCKS);
+                                                                block - BLOCKS, later);
     }
-    return packed_matvec<S, R, FIRST>(product, live, bricks, block);
+    return packed_matvec<S, R, FIRST>(product, live, bricks, block, later);
 }
-template <int SPLIT, int TEAMS, int TURNS, int DEPTH, int RESIDENT, class... PARTS, class P>
+template <int SPLIT, int TEAMS, int TURNS, int DEPTH, int RESIDENT, class... PARTS, class P, class L>
 DEVICE u64 multiply(PackedShape<SPLIT, TEAMS, TURNS, DEPTH, RESIDENT, PARTS...> shape, const P& product,
-                    const int* live) {
-    return multiply_parts<decltype(shape), 0, PARTS...>(product, live, product.weight, blockIdx.x);
+                    const int* live, L later) {
+    return multiply_parts<decltype(shape), 0, PARTS...>(product, live, product.weight, blockIdx.x, later);
 }

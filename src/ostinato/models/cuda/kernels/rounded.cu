@@ -24,15 +24,15 @@ typedef QKV_SHAPE QkvShape;
 
 #if QK_NORM
 KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
-    rounded_qkv(const int* live, const bf16* rounded, const Weight* weight, float* qkv, u64* squares,
+    rounded_qkv(const int* live, const bf16* rounded, const Weight* weight, const u8* later, float* qkv, u64* squares,
                 float* workspace, u32 row_count, u32 hidden, float epsilon) {
     __shared__ StepRows rows;
     const OfRounded<PlainQkvProduct, false, 1> product{{weight, nullptr, nullptr, epsilon, qkv}, rounded, squares};
-    matmul(QkvShape(), product, live, workspace, rows);
+    matmul(QkvShape(), product, live, workspace, rows, Later<QKV_PREFETCH>{later});
 }
 #else
 KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
-    rounded_qkv_rope(const int* live, const bf16* rounded, const Weight* weight, const float* bias,
+    rounded_qkv_rope(const int* live, const bf16* rounded, const Weight* weight, const u8* later, const float* bias,
                      const float* rope, bf16* cache, float* q, u64* squares, float* workspace,
                      u32 row_count, u32 hidden, u32 sequences, u32 context, float epsilon) {
     __shared__ StepRows rows;
@@ -41,7 +41,7 @@ KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
                                         rounded,
                                         squares};
     product.ask_for_bias();
-    matmul(QkvShape(), product, live, workspace, rows);
+    matmul(QkvShape(), product, live, workspace, rows, Later<QKV_PREFETCH>{later});
 }
 #endif
 #endif
@@ -50,13 +50,13 @@ KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
 typedef OUTPUT_SHAPE OutputShape;
 
 KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
-    rounded_output(const int* live, const bf16* rounded, const Weight* weight, float* x, const float* norm,
+    rounded_output(const int* live, const bf16* rounded, const Weight* weight, const u8* later, float* x, const float* norm,
                    bf16* next, u64* squares, float* workspace, u32 row_count, u32 hidden, u32 width) {
     __shared__ StepRows rows;
     const OfRounded<CarriedResidual<HEADS * HEAD_SIZE, 0>, true> product{
         {{weight, nullptr, x, x}, norm, next, squares}, rounded};
     product.ask_for_norm();
-    matmul(OutputShape(), product, live, workspace, rows);
+    matmul(OutputShape(), product, live, workspace, rows, Later<OUTPUT_PREFETCH>{later});
 }
 #endif
 
@@ -64,13 +64,13 @@ KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
 typedef GATE_UP_SHAPE GateUpShape;
 
 KERNEL __launch_bounds__(GateUpShape::THREADS, GateUpShape::RESIDENT)
-    rounded_gate_up(const int* live, const bf16* rounded, const Weight* weight, bf16* out,
+    rounded_gate_up(const int* live, const bf16* rounded, const Weight* weight, const u8* later, bf16* out,
                     u64* squares, float* workspace, u32 row_count, u32 hidden, u32 width,
                     float epsilon) {
     __shared__ StepRows rows;
     const OfRounded<RoundedGateUpProduct, true> product{
         {{weight, nullptr, nullptr, epsilon, nullptr}, out}, rounded, squares};
-    matmul(GateUpShape(), product, live, workspace, rows);
+    matmul(GateUpShape(), product, live, workspace, rows, Later<GATE_UP_PREFETCH>{later});
 }
 #endif
 
@@ -78,13 +78,13 @@ KERNEL __launch_bounds__(GateUpShape::THREADS, GateUpShape::RESIDENT)
 typedef DOWN_SHAPE DownShape;
 
 KERNEL __launch_bounds__(DownShape::THREADS, DownShape::RESIDENT)
-    rounded_down(const int* live, const bf16* rounded, const Weight* weight, float* x, const float* norm,
+    rounded_down(const int* live, const bf16* rounded, const Weight* weight, const u8* later, float* x, const float* norm,
                  bf16* next, u64* squares, float* workspace, u32 row_count, u32 hidden, u32 width) {
     __shared__ StepRows rows;
     const OfRounded<CarriedResidual<INNER, 1>, true> product{{{weight, nullptr, x, x}, norm, next, squares},
                                                           rounded};
     product.ask_for_norm();
-    matmul(DownShape(), product, live, workspace, rows);
+    matmul(DownShape(), product, live, workspace, rows, Later<DOWN_PREFETCH>{later});
 }
 #endif
 
@@ -100,7 +100,7 @@ KERNEL __launch_bounds__(HeadShape::THREADS, HeadShape::RESIDENT)
     __shared__ u64 bests[PADDED_ROWS];
     const OfRounded<HeadProduct, false, 1> product{{weight, nullptr, nullptr, epsilon, logits}, rounded, squares};
     for (int n = threadIdx.x; n < PADDED_ROWS; n += HeadShape::THREADS) bests[n] = 0;
-    matmul(HeadShape(), product, live, workspace, rows, bests);
+    matmul(HeadShape(), product, live, workspace, rows, Later<0>(), bests);
     __syncthreads();
     for (int n = threadIdx.x; n < ROWS; n += HeadShape::THREADS)
         if ((rows.row[n].flags & HeadProduct::WANTED) == HeadProduct::WANTED)
