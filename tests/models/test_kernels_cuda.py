@@ -328,6 +328,19 @@ def test_rows_in_clusters_agree_with_numpy_on_the_emulator(rows: int) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize(("rows", "cluster"), [(2, 4), (5, 1)])
+def test_pairs_of_heads_agree_with_numpy_on_the_emulator(rows: int, cluster: int) -> None:
+    config = config_of(4, 1, 64, hidden=136, inner=88, vocabulary=67, layers=1)
+    given: Any = {"rows": rows, "context": 300, "clusters": True, "multiprocessors": 8}
+    tuning = shapes.default_tuning(config, **given)
+    attention = tuning.attention
+    assert (attention.queries, attention.warps, attention.cluster) == (2, 8, cluster)
+    bench = emulated_bench(config, rows, context=300, tunings={rows: tuning})
+    for case in list(checks.cases(bench, rows))[::3]:
+        bench.check(case)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 @pytest.mark.parametrize("rows", [3, 24, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", [None, "all", "bias"])
 def test_rounded_inputs_agree_with_numpy_on_the_emulator(family: str | None, rows: int) -> None:

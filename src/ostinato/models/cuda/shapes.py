@@ -105,7 +105,7 @@ _DIGIT_BYTES = 4 * BRICK + 64 + 80
 _WAVE_ROWS = 16
 """From so many rows on, the attention is cut so that its blocks fill the device at once."""
 _CLUSTER_ROWS = 16
-"""Most rows of a step whose attention has a cluster for each query head."""
+"""Most rows of a step whose attention has clusters."""
 HELD_STEPS = 128
 """Steps whose weights, 1 KB each, all warps of a multiprocessor can hold in registers."""
 _BLOCK_LANES = (4, 8, 16, 32)
@@ -398,9 +398,12 @@ def default_tuning(
 
     qkv, output, gate_up, down, head = map(cut, PRODUCTS.values())
     if rows > 1:
-        if rows <= _CLUSTER_ROWS and clusters and config.heads // config.kv_heads <= 3:
+        group, few = config.heads // config.kv_heads, rows <= _CLUSTER_ROWS and clusters
+        if few and group <= 3:
             # A cluster for each query head, though keys are then read again for each (H200).
             attention = _in_clusters(config, context, 1, 4)
+        elif few and group % 2 == 0:
+            attention = _pairs_of_heads(config, rows, context, multiprocessors)
         else:
             attention = _attention_shape(config, rows, context, multiprocessors)
         return Tuning(
@@ -724,6 +727,18 @@ def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> A
     divisors = [n for n in range(1, 8) if group % n == 0]
     fitting = [q for q in divisors if 8 * config.heads // q <= 2 * multiprocessors]
     return _in_clusters(config, context, fitting[0] if fitting else divisors[-1], 8)
+
+
+def _pairs_of_heads(
+    config: LlamaConfig, rows: int, context: int, multiprocessors: int
+) -> AttentionShape:
+    """A few rows: two query heads in a block of 8 warps, and clusters of as many blocks as fill the
+    device twice (H200, us a step at positions 300 and 1,000: 1B 8 rows 821 and 894 -> 808 and 857,
+    16 rows 947 and 1,165 -> 919 and 1,036, 8B 8 rows 4,662 and 4,975 -> 4,599 and 4,774)."""
+    room = 2 * multiprocessors // (rows * config.heads // 2)
+    cluster = min(8, 1 << max(0, room.bit_length() - 1))
+    splits = _cluster_splits(cluster, context) if cluster > 1 else 1
+    return AttentionShape(2, 8, 4, splits, cluster)
 
 
 def _in_clusters(config: LlamaConfig, context: int, queries: int, cluster: int) -> AttentionShape:
