@@ -146,8 +146,7 @@ def test_few_rows_of_a_large_model_hold_more_weights_and_prefetch_more() -> None
 def test_the_attention_of_a_few_rows_fills_the_device_twice(rows: int, cluster: int) -> None:
     given: dict[str, Any] = {"rows": rows, "context": 5000}
     attention = shapes.default_tuning(CONFIGS["8B"], clusters=True, **given).attention
-    splits = 3 * cluster if cluster > 1 else 1
-    assert attention == shapes.AttentionShape(2, 8, 4, splits, cluster)
+    assert attention == shapes.AttentionShape(2, 8, 4, cluster, cluster)
     assert rows * 8 * 2 * cluster <= 2 * 132
     assert shapes.default_tuning(CONFIGS["8B"], **given).attention.cluster == 1
 

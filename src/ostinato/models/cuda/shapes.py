@@ -403,7 +403,7 @@ def default_tuning(
             # A cluster for each query head, though keys are then read again for each (H200).
             attention = _in_clusters(config, context, 1, 4)
         elif few and group % 2 == 0:
-            attention = _pairs_of_heads(config, rows, context, multiprocessors)
+            attention = _pairs_of_heads(config, rows, multiprocessors)
         else:
             attention = _attention_shape(config, rows, context, multiprocessors)
         return Tuning(
@@ -729,16 +729,14 @@ def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> A
     return _in_clusters(config, context, fitting[0] if fitting else divisors[-1], 8)
 
 
-def _pairs_of_heads(
-    config: LlamaConfig, rows: int, context: int, multiprocessors: int
-) -> AttentionShape:
-    """A few rows: two query heads in a block of 8 warps, and clusters of as many blocks as fill the
+def _pairs_of_heads(config: LlamaConfig, rows: int, multiprocessors: int) -> AttentionShape:
+    """A few rows: two query heads in a block of 8 warps, and a cluster of as many blocks as fill the
     device twice (H200, us a step at positions 300 and 1,000: 1B 8 rows 821 and 894 -> 808 and 857,
-    16 rows 947 and 1,165 -> 919 and 1,036, 8B 8 rows 4,662 and 4,975 -> 4,599 and 4,774)."""
+    16 rows 947 and 1,165 -> 919 and 1,036, 8B 8 rows 4,662 and 4,975 -> 4,599 and 4,774).  No more
+    than that for long contexts: blocks without positions cost 3 ns each."""
     room = 2 * multiprocessors // (rows * config.heads // 2)
     cluster = min(8, 1 << max(0, room.bit_length() - 1))
-    splits = _cluster_splits(cluster, context) if cluster > 1 else 1
-    return AttentionShape(2, 8, 4, splits, cluster)
+    return AttentionShape(2, 8, 4, cluster, cluster)
 
 
 def _in_clusters(config: LlamaConfig, context: int, queries: int, cluster: int) -> AttentionShape:
