@@ -328,13 +328,13 @@ def test_rows_in_clusters_agree_with_numpy_on_the_emulator(rows: int) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize(("rows", "cluster"), [(2, 4), (5, 1)])
-def test_pairs_of_heads_agree_with_numpy_on_the_emulator(rows: int, cluster: int) -> None:
+@pytest.mark.parametrize(("rows", "splits"), [(2, 4), (3, 2), (5, 1)])
+def test_pairs_of_heads_agree_with_numpy_on_the_emulator(rows: int, splits: int) -> None:
     config = config_of(4, 1, 64, hidden=136, inner=88, vocabulary=67, layers=1)
     given: Any = {"rows": rows, "context": 300, "clusters": True, "multiprocessors": 8}
     tuning = shapes.default_tuning(config, **given)
     attention = tuning.attention
-    assert (attention.queries, attention.warps, attention.cluster) == (2, 8, cluster)
+    assert attention == shapes.AttentionShape(2, 8, 4, splits, min(2, splits))
     bench = emulated_bench(config, rows, context=300, tunings={rows: tuning})
     for case in list(checks.cases(bench, rows))[::3]:
         bench.check(case)

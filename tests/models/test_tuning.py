@@ -142,13 +142,24 @@ def test_few_rows_of_a_large_model_hold_more_weights_and_prefetch_more() -> None
         assert not shapes.default_tuning(small, rows=rows, clusters=True).prefetch
 
 
-@pytest.mark.parametrize(("rows", "cluster"), [(2, 8), (3, 4), (8, 2), (9, 1), (16, 1)])
-def test_the_attention_of_a_few_rows_fills_the_device_twice(rows: int, cluster: int) -> None:
+@pytest.mark.parametrize(("rows", "splits"), [(2, 8), (3, 4), (8, 2), (9, 1), (16, 1)])
+def test_the_attention_of_a_few_rows_fills_the_device_twice(rows: int, splits: int) -> None:
     given: dict[str, Any] = {"rows": rows, "context": 5000}
     attention = shapes.default_tuning(CONFIGS["8B"], clusters=True, **given).attention
-    assert attention == shapes.AttentionShape(2, 8, 4, cluster, cluster)
-    assert rows * 8 * 2 * cluster <= 2 * 132
+    assert attention == shapes.AttentionShape(2, 8, 4, splits, min(2, splits))
+    assert rows * 8 * 2 * splits <= 2 * 132
     assert shapes.default_tuning(CONFIGS["8B"], **given).attention.cluster == 1
+
+
+def test_no_more_clusters_than_a_long_context_needs() -> None:
+    small = config_of(32, 8, 64, inner=8192, vocabulary=128256)
+    shapes_of = [
+        shapes.default_tuning(config, context=context, clusters=True).attention
+        for config in (small, CONFIGS["8B"])
+        for context in (4096, 4097, 16384, 100_000)
+    ]
+    assert {(one.queries, one.cluster) for one in shapes_of} == {(2, 8)}
+    assert [one.splits // 8 for one in shapes_of] == [1, 2, 3, 3, 1, 1, 1, 1]
 
 
 @settings(deadline=None, max_examples=40)
@@ -173,7 +184,8 @@ def test_the_default_rule_is_legal(
         config, rows=rows, context=context, multiprocessors=multiprocessors, **has
     )
     assert problems_of(config, rows, tuning, **has) == ()
-    longer = shapes.for_context(tuning, 4 * context)
+    sizes = {"rows": rows, "context": 4 * context, "multiprocessors": multiprocessors}
+    longer = shapes.for_context(tuning, config, **sizes)
     assert problems_of(config, rows, longer, **has) == ()
     assert longer.attention.splits >= tuning.attention.splits
     assert clusters or tuning.attention.cluster == 1

@@ -401,7 +401,7 @@ def default_tuning(
         group, few = config.heads // config.kv_heads, rows <= _CLUSTER_ROWS and clusters
         if few and group <= 3:
             # A cluster for each query head, though keys are then read again for each (H200).
-            attention = _in_clusters(config, context, 1, 4)
+            attention = _in_clusters(config, rows, context, multiprocessors, 1, 4)
         elif few and group % 2 == 0:
             attention = _pairs_of_heads(config, rows, multiprocessors)
         else:
@@ -455,19 +455,28 @@ def _prefetch(products: Mapping[str, Product], rows: int) -> dict[str, tuple[str
     }
 
 
-def for_context(tuning: Tuning, context: int) -> Tuning:
+def for_context(
+    tuning: Tuning, config: LlamaConfig, *, rows: int, context: int, multiprocessors: int
+) -> Tuning:
     """A tuning that was made for shorter contexts, with clusters enough for this one."""
     shape = tuning.attention
     if shape.cluster == 1:
         return tuning
-    splits = max(shape.splits, _cluster_splits(shape.cluster, context))
-    return replace(tuning, attention=replace(shape, splits=splits))
+    longer = _with_clusters(shape, config, rows, context, multiprocessors)
+    return tuning if longer.splits <= shape.splits else replace(tuning, attention=longer)
 
 
-def _cluster_splits(cluster: int, context: int) -> int:
-    """Any number is right for any length.  attention.cu uses a second cluster from some 2,048
-    positions on, and from there on more of them as the length grows."""
-    return cluster * max(1, min(16 // cluster * 8, -(-context // 2048)))
+def _with_clusters(
+    shape: AttentionShape, config: LlamaConfig, rows: int, context: int, multiprocessors: int
+) -> AttentionShape:
+    """A cluster for each 4,096 positions, while a multiprocessor has no more than 12 warps.
+
+    Any number is right for any length.  A block without positions costs 3 ns: with 9 clusters of a
+    head a step of the 1B shape took 691 us at position 20 and 1,054 at 16,000, with 3 of them 660
+    and 918, with one 645 and 1,112 (H200)."""
+    warps = rows * config.heads // shape.queries * shape.cluster * shape.warps
+    most = max(1, min(16, 12 * multiprocessors // warps))
+    return replace(shape, splits=shape.cluster * min(most, -(-context // 4096)))
 
 
 def _vector_shape(name: str, product: Product, multiprocessors: int) -> VectorShape:
@@ -721,30 +730,40 @@ def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> A
     """One row: small blocks, 64 positions each at once, that fit beside the kernel before.
 
     A head's 8 blocks merge by themselves, so the reading of keys for each query head by itself
-    costs less than more queries in fewer, larger blocks; up to so many as the chip holds.
+    costs less than more queries in fewer, larger blocks; up to so many as the chip holds.  Two
+    share keys where that leaves a block for nearly every multiprocessor (1B, H200: 650 -> 645 us a
+    step).
     """
     group = config.heads // config.kv_heads
     divisors = [n for n in range(1, 8) if group % n == 0]
     fitting = [q for q in divisors if 8 * config.heads // q <= 2 * multiprocessors]
-    return _in_clusters(config, context, fitting[0] if fitting else divisors[-1], 8)
+    queries = fitting[0] if fitting else divisors[-1]
+    if queries == 1 and group % 2 == 0 and 4 * config.heads >= 0.9 * multiprocessors:
+        queries = 2
+    return _in_clusters(config, 1, context, multiprocessors, queries, 8)
 
 
 def _pairs_of_heads(config: LlamaConfig, rows: int, multiprocessors: int) -> AttentionShape:
-    """A few rows: two query heads in a block of 8 warps, and a cluster of as many blocks as fill the
-    device twice (H200, us a step at positions 300 and 1,000: 1B 8 rows 821 and 894 -> 808 and 857,
-    16 rows 947 and 1,165 -> 919 and 1,036, 8B 8 rows 4,662 and 4,975 -> 4,599 and 4,774).  No more
-    than that for long contexts: blocks without positions cost 3 ns each."""
+    """A few rows: two query heads in a block of 8 warps, and as many blocks as fill the device
+    twice, whatever the context, two of them in a cluster.
+
+    H200, us a step at positions 300, 1,000 and 4,000 with fewer, smaller blocks, and so: 1B 8 rows
+    819, 893, 1,199 -> 808, 860, 1,113; 8B 8 rows 4,662, 4,975 -> 4,600, 4,804 (not measured at
+    4,000).  Larger clusters: 1B 2 rows 802, 819, 938 -> 759, 802, 867."""
     room = 2 * multiprocessors // (rows * config.heads // 2)
-    cluster = min(8, 1 << max(0, room.bit_length() - 1))
-    return AttentionShape(2, 8, 4, cluster, cluster)
+    splits = min(8, 1 << max(0, room.bit_length() - 1))
+    return AttentionShape(2, 8, 4, splits, min(2, splits))
 
 
-def _in_clusters(config: LlamaConfig, context: int, queries: int, cluster: int) -> AttentionShape:
+def _in_clusters(
+    config: LlamaConfig, rows: int, context: int, multiprocessors: int, queries: int, cluster: int
+) -> AttentionShape:
     """Blocks of so many query heads, 64 positions each at once."""
     steps = 8 if queries == 1 else 4 if queries <= 4 else 2
     groups = 32 // power_of_two_from(config.head_size // 8)
     warps = max(1, 64 // (steps * groups))
-    return AttentionShape(queries, min(warps, 8), steps, _cluster_splits(cluster, context), cluster)
+    shape = AttentionShape(queries, min(warps, 8), steps, cluster, cluster)
+    return _with_clusters(shape, config, rows, context, multiprocessors)
 
 
 def _least_tiles(name: str) -> int:

@@ -108,7 +108,8 @@ def choose_tuning(
     found = (store or TuningStore()).load(key, config, default, **has)
     if found is None:
         return ChosenTuning(default, Origin.DEFAULT)
-    return ChosenTuning(for_context(found, context), Origin.STORED)
+    sizes = {"rows": rows, "context": context, "multiprocessors": multiprocessors}
+    return ChosenTuning(for_context(found, config, **sizes), Origin.STORED)
 
 
 def known_of(device: Device) -> dict[str, Any]:
