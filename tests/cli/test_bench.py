@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from ostinato.bench.llama_peer import LLAMA_CPP, open_llama_cpp
 from ostinato.bench.options import DecodeOptions, points_of
 from ostinato.bench.peers import PEERS, Peer, Peers
 from ostinato.bench.plot import decode_svg, profile_svg
-from ostinato.bench.profile import Profile, ProfileRow
+from ostinato.bench.profile import Attribution, Profile, ProfileRow
 from ostinato.bench.prompts import prompt_tokens
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.replays import Replays
@@ -61,6 +62,22 @@ def test_no_two_rows_of_packed_random_weights_are_the_same(recipe: str) -> None:
     with random_checkpoint(replace(config, inner=256), recipe=recipe) as checkpoint:
         rows = checkpoint.stored("embed").reshape(config.vocabulary, -1)
         assert len({row.tobytes() for row in rows}) == config.vocabulary
+
+
+def test_weights_count_where_they_are_used_and_not_where_they_are_prefetched(
+    host_device: Device,
+) -> None:
+    with random_checkpoint(TINY) as checkpoint:
+        decoder = Decoder(host_device, checkpoint, max_context=32, stop_tokens=())
+    with decoder:
+        first, second = (decoder.weights.buffer("w_down", i) for i in range(2))
+        steps = [("embed", [first]), ("product", [first, second]), ("product", [second])]
+        operations: list[Any] = [
+            SimpleNamespace(name=name, reads=reads, writes=None) for name, reads in steps
+        ]
+        rows = Attribution(decoder, 3, 5).of(operations)
+        gathered = 3 * (decoder.weights.buffer("embed").nbytes // TINY.vocabulary)
+        assert rows == [gathered, first.nbytes, second.nbytes]
 
 
 def result_of(text: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import ostinato as ost
@@ -155,8 +155,9 @@ class Profile:
 class Attribution:
     """Which bytes of the memory a launch has to move, by the ranges that it reads and writes.
 
-    A weight counts whole, except where rows are gathered from it (`embed`).  The KV cache counts up
-    to the position where a kernel attends, else the one position that is written.
+    A weight counts whole, except where rows are gathered from it (`embed`), and at the last launch
+    that names it: those before prefetch it.  The KV cache counts up to the position where a kernel
+    attends, else the one position that is written.
     """
 
     def __init__(self, decoder: Decoder, batch: int, position: int) -> None:
@@ -174,15 +175,23 @@ class Attribution:
         """Of the whole step."""
         return self._whole.step(self._batch, self._position + 1)
 
-    def of(self, operation: ost.Operation) -> int:
-        """Bytes of one launch."""
+    def of(self, operations: Sequence[ost.Operation]) -> list[int]:
+        """Bytes of each launch of a step, in order."""
+        counted: set[int] = set()  # weights, by address
+        return [self._of(operation, counted) for operation in reversed(operations)][::-1]
+
+    def _of(self, operation: ost.Operation, counted: set[int]) -> int:
         name = operation.name
         total = 0
         touched = {(r.address, r.nbytes) for r in (operation.reads or ())}
         touched |= {(r.address, r.nbytes) for r in (operation.writes or ())}
         for address, nbytes in touched:
             if any(start <= address < start + size for start, size in self._weights):
-                total += self._batch * self._row if name == _GATHERS else nbytes
+                if name == _GATHERS:
+                    total += self._batch * self._row
+                elif address not in counted:
+                    counted.add(address)
+                    total += nbytes
             elif self._cache[0] <= address < self._cache[0] + self._cache[1]:
                 positions = self._position + 1 if _ATTENDS in name else 1
                 total += self._batch * self._layer * positions
@@ -224,7 +233,7 @@ def profile_step(
         start, *ends = replays.ends()
         step, each = ends[-1], [b - a for a, b in itertools.pairwise((start, *ends))]
     gap = replays.gap(start)
-    nbytes = [attribution.of(operation) for operation in operations]
+    nbytes = attribution.of(operations)
     names = [operation.name for operation in operations]
     rows = []
     for name in dict.fromkeys(names):
