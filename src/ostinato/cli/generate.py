@@ -130,7 +130,7 @@ def generate(
         "threads": rank_threads(devices, threads),
         "weights": weights.value,
         "max_context": max_context,
-        "graphs": not eager,
+        "graphs": False if eager else None,
         "build": build.value,
     }
     call: dict[str, Any] = {

@@ -144,7 +144,7 @@ def serve(
             weights=weights.value,
             max_context=max_context,
             sequences=slots,
-            graphs=not eager,
+            graphs=False if eager else None,
         ) as generator,
     ):
         server = Server(generator, options, listener)

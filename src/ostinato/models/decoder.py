@@ -73,8 +73,9 @@ class Decoder(Closeable):
     (`statistics().weights` says what it is).  On a CPU weights stay packed where the compiled
     kernels are there, and are float32 else.
 
-    `graphs` off runs everything eagerly.  `build`: "capture", or "record" to build graphs by hand
-    from the first run's launches.  `warmups`: eager runs of each bucket before its capture.
+    `graphs` False runs everything eagerly; None goes by OSTINATO_NO_GRAPHS.  `build`: "capture", or
+    "record" to build graphs by hand from the first run's launches.  `warmups`: eager runs of each
+    bucket before its capture.
     `verify` as for GraphedStep.  `device_state` off (it can be changed between steps): the host
     sets token and position before each step, instead of the device advancing them.
     `stop_tokens`: tokens that end a sequence, 16 at most; the model's own if None.  `graph_budget`:
@@ -107,7 +108,7 @@ class Decoder(Closeable):
         library_rows: LibraryRows = "auto",
         weights: WeightsKind = "auto",
         sequences: int = 1,
-        graphs: bool = True,
+        graphs: bool | None = None,
         build: Literal["capture", "record"] = "capture",
         warmups: int = 1,
         verify: Literal["off", "first"] | int = "off",
