@@ -102,7 +102,10 @@ NO_GRAPHS = Variable("OSTINATO_NO_GRAPHS", '"1" alone: steps run eagerly, withou
 def _seconds(text: str | None) -> float:
     if text is None:
         return 60.0
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < 1e9:
         raise ValueError("must be seconds, more than 0")
     return value
