@@ -94,7 +94,9 @@ SKIP_UPLOAD = Variable(
 )
 SKIP_SYNC = Variable("OSTINATO_SKIP_SYNC", '"1" alone: no wait after a profiled replay', _one)
 THREADS = Variable(
-    "OSTINATO_THREADS", "threads of a decoder on the CPU (as many as processors)", _count_or_none
+    "OSTINATO_THREADS",
+    "threads of a decoder on the CPU (one a processor, 16 at most)",
+    _count_or_none,
 )
 NO_GRAPHS = Variable("OSTINATO_NO_GRAPHS", '"1" alone: steps run eagerly, without graphs', _one)
 

@@ -67,7 +67,7 @@ class Graph(Closeable):
     made.  It keeps alive what its nodes point at, as far as this library put it there; an adopted
     graph keeps its `owner`.  Changing a definition does not change executables made before.
 
-    `after`, of the methods that add a node: the nodes that it waits for, none by itself.  They
+    `after`, of the methods that add a node: the nodes that it waits for, none by default.  They
     raise GraphError with the driver's reason, ClosedError, and InputError for arguments that do not
     fit.
 

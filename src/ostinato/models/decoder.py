@@ -79,10 +79,10 @@ class Decoder(Closeable):
     `verify` as for GraphedStep.  `device_state` off (it can be changed between steps): the host
     sets token and position before each step, instead of the device advancing them.
     `stop_tokens`: tokens that end a sequence, 16 at most; the model's own if None.  `graph_budget`:
-    device bytes that all graphs together may take.  `threads`: on a CPU, how many work; as many as
-    this process has processors, or OSTINATO_THREADS, if None.  They sleep between steps, and are
-    fewer for a while where other processes want the processors.  On a GPU, of the weights'
-    conversion where the host does it.
+    device bytes that all graphs together may take.  `threads`: on a CPU, how many work; if None
+    OSTINATO_THREADS, else one for each processor of this process, 16 at most.  They sleep between
+    steps, and are fewer for a while where other processes want the processors.  On a GPU, of the
+    weights' conversion where the host does it.
 
     `group`: this decoder is one rank of several, each with a share of the model on a device of its
     own; `model` is the whole model on all of them, as a path or a checkpoint.  All ranks make the
@@ -267,7 +267,7 @@ class Decoder(Closeable):
     @property
     def spins(self) -> bool:
         """Whether the host looks for a token in a loop for a while before it waits: some µs faster,
-        and no other thread gets the interpreter meanwhile.  By itself as the backend wants it; a
+        and no other thread gets the interpreter meanwhile.  By default as the backend wants it; a
         program with other threads that have work to do sets it to False, between steps."""
         return self._stepper.ring.spins
 
