@@ -889,6 +889,7 @@ def test_another_threads_work_does_not_join_a_capture(device: Device, stream: os
             stream.synchronize,
             lambda: y.to_numpy(stream),
             stream.record,
+            device.synchronize,  # it would break the capture in any mode
         ):
             error = in_thread(call)
             assert isinstance(error, CaptureError) and "another thread" in str(error)

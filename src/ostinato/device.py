@@ -167,7 +167,10 @@ class Device(Closeable):
         return CapturePool(self.context, reserve=reserve, slab=slab, name=name)
 
     def to_numpy(self, buffer: Buffer) -> npt.NDArray[Any]:
-        """A copy of a buffer's content after all work of the device; waits for it."""
+        """A copy of a buffer's content after all work of the device; waits for it.
+
+        Raises as `synchronize`.
+        """
         self.synchronize()
         return buffer.to_numpy(self._copy_stream())
 
@@ -183,7 +186,11 @@ class Device(Closeable):
 
     # --- lifetime
     def synchronize(self) -> None:
-        """Waits for all work of the device."""
+        """Waits for all work of the device.
+
+        Raises CaptureError while another thread captures, since CUDA forbids this to all threads
+        then; DriverError (900) while this thread does.
+        """
         self.context.synchronize()
 
     def close(self) -> None:
