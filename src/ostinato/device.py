@@ -167,10 +167,7 @@ class Device(Closeable):
         return CapturePool(self.context, reserve=reserve, slab=slab, name=name)
 
     def to_numpy(self, buffer: Buffer) -> npt.NDArray[Any]:
-        """A copy of a buffer's content after all work of the device; waits for it.
-
-        Raises as `synchronize`.
-        """
+        """A copy of a buffer's content after all work of the device; waits as `synchronize`."""
         self.synchronize()
         return buffer.to_numpy(self._copy_stream())
 
