@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -888,6 +889,7 @@ def test_another_threads_work_does_not_join_a_capture(device: Device, stream: os
             stream.synchronize,
             lambda: y.to_numpy(stream),
             stream.record,
+            device.synchronize,  # it would break the capture in any mode
         ):
             error = in_thread(call)
             assert isinstance(error, CaptureError) and "another thread" in str(error)
@@ -2464,6 +2466,50 @@ def test_numbers_of_another_byte_order_are_the_same_numbers(
         with pytest.raises(InputError, match="byte order"):
             make()
     assert pool.statistics().allocated == 0
+
+
+def test_what_is_no_stream_no_node_no_slot_or_no_scheme_is_refused(
+    device: Device, stream: ost.Stream
+) -> None:
+    graph = ost.Graph.create(device)
+    loop = graph.add_conditional(ost.ConditionalKind.WHILE, graph.condition())
+    cache, x, some = ost.GraphCache(device), ones(device), cast(Any, None)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: ost.capture_function(some, print), "Stream is needed, not NoneType"),
+        (lambda: ost.record(some).__enter__(), "Stream is needed, not NoneType"),
+        (lambda: ost.Capture(stream, mode=cast(Any, "global")), "a CaptureMode"),
+        (lambda: ost.Capture(stream, into=cast(Any, loop)), "one of its .bodies"),
+        (lambda: graph.add_empty(after=cast(Any, loop.node)), r"after=\[node\]"),
+        (lambda: graph.add_empty(after=[cast(Any, loop)]), "a conditional's is its .node"),
+        (lambda: graph.add_edges([(loop.node, cast(Any, "b"))]), "not str"),
+        (lambda: ost.GraphCache(device, buckets=cast(Any, [1, 2])), "ExplicitBuckets"),
+        (lambda: ost.GraphedStep(print, stream=some, cache=cache), "a Stream"),
+        (lambda: ost.GraphedStep(some, stream=stream, cache=cache), "a function"),
+        (
+            lambda: ost.GraphedStep(print, stream=stream, cache=cache, slots=[cast(Any, x)]),
+            "a list of Slots",
+        ),
+    ]
+    for call, words in calls:
+        with pytest.raises(InputError, match=words):
+            call()
+    assert graph.count() == 1
+
+
+def test_what_is_no_type_no_array_or_no_buffer_is_refused(
+    device: Device, stream: ost.Stream
+) -> None:
+    x = ones(device)
+    for make, words in (
+        (lambda: device.empty(N, "f99"), "f99"),
+        (lambda: device.array([1.0], "f99"), "f99"),
+        (lambda: ost.DeviceScalar(device, "f99"), "f99"),
+        (lambda: device.array([[1.0], [1.0, 2.0]]), "no array"),
+        (lambda: ost.copy(stream, x, np.ones(N, np.float32)), "src is ndarray.*copy_from"),  # type: ignore[arg-type]
+        (lambda: ost.copy(stream, np.ones(N, np.float32), x), "dst is ndarray"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InputError, match=words):
+            make()
 
 
 @pytest.mark.parametrize("end", ["buffer", "device"])

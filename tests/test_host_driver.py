@@ -156,6 +156,9 @@ def test_a_name_of_its_own() -> None:
     assert (function.size, function.layout, function.pointers) == (0, (), ())
     with pytest.raises(InputError):
         host_kernel("x: *what")
+    with pytest.raises(InputError, match=r"called as f\(launch, a, b\): too many positional"):
+        host_kernel("a: u32, b: u32", name="f")(lambda launch, a: None)
+    host_kernel("a: u32, b: u32", name="f")(lambda launch, *rest: None)
 
 
 def test_limits_of_a_kernel(driver: HostDriver) -> None:

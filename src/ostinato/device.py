@@ -19,6 +19,7 @@ from ostinato.driver.signature import exact_array, refuse_masked
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError, SettingsError
 from ostinato.memory import Buffer, CapturePool, adopt_array, allocate, fill
+from ostinato.memory.buffer import device_dtype
 from ostinato.modules import ModuleCache
 
 __all__ = ["Device", "open_device"]
@@ -124,7 +125,13 @@ class Device(Closeable):
         that the dtype cannot hold, as `Buffer.copy_from` does, and OutOfMemoryError.
         """
         refuse_masked(values)
-        array = np.asarray(values) if dtype is None else exact_array(np.dtype(dtype), values)
+        if dtype is not None:
+            array = exact_array(device_dtype(dtype), values)
+        else:
+            try:
+                array = np.asarray(values)
+            except ValueError as error:  # rows of several lengths
+                raise InputError(f"the values are no array: {error}") from None
         if not array.dtype.isnative and dtype is None:
             array = array.astype(array.dtype.newbyteorder("="))
         buffer = allocate(self.context, array.shape, array.dtype, name=name)
@@ -160,7 +167,7 @@ class Device(Closeable):
         return CapturePool(self.context, reserve=reserve, slab=slab, name=name)
 
     def to_numpy(self, buffer: Buffer) -> npt.NDArray[Any]:
-        """A copy of a buffer's content after all work of the device; waits for it."""
+        """A copy of a buffer's content after all work of the device; waits as `synchronize`."""
         self.synchronize()
         return buffer.to_numpy(self._copy_stream())
 
@@ -176,7 +183,11 @@ class Device(Closeable):
 
     # --- lifetime
     def synchronize(self) -> None:
-        """Waits for all work of the device."""
+        """Waits for all work of the device.
+
+        Raises CaptureError while another thread captures, since CUDA forbids this to all threads
+        then; DriverError (900) while this thread does.
+        """
         self.context.synchronize()
 
     def close(self) -> None:

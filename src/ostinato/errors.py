@@ -178,7 +178,7 @@ _MEANINGS: dict[int, StatusMeaning] = {
     ),
     Status.INVALID_HANDLE: StatusMeaning(
         "a handle is unknown, destroyed, or of another context",
-        "Something was used after it was closed.",
+        "Something was used after it was closed, or is of another device.",
     ),
     Status.ILLEGAL_STATE: StatusMeaning(
         "the object is in a state that does not allow this call", "See the call's documentation."

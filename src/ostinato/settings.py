@@ -94,7 +94,9 @@ SKIP_UPLOAD = Variable(
 )
 SKIP_SYNC = Variable("OSTINATO_SKIP_SYNC", '"1" alone: no wait after a profiled replay', _one)
 THREADS = Variable(
-    "OSTINATO_THREADS", "threads of a decoder on the CPU (as many as processors)", _count_or_none
+    "OSTINATO_THREADS",
+    "threads of a decoder on the CPU (one a processor, 16 at most)",
+    _count_or_none,
 )
 NO_GRAPHS = Variable("OSTINATO_NO_GRAPHS", '"1" alone: steps run eagerly, without graphs', _one)
 
@@ -102,7 +104,10 @@ NO_GRAPHS = Variable("OSTINATO_NO_GRAPHS", '"1" alone: steps run eagerly, withou
 def _seconds(text: str | None) -> float:
     if text is None:
         return 60.0
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < 1e9:
         raise ValueError("must be seconds, more than 0")
     return value

@@ -88,6 +88,8 @@ def test_damaged_inputs_are_an_option_that_is_wrong(
         file.write_bytes(content)
         options = ("--constants", str(weights), "--inputs", str(file))
         refused(here("graph", "run", str(path), *options), f"Invalid value for --inputs: {file}: ")
+    file.write_text("text")
+    refused(here("graph", "run", str(path), *options), f"{file}: it is no .npz file")
 
 
 def test_names_of_a_file_do_not_command_a_terminal(host_device: ost.Device, tmp_path: Path) -> None:

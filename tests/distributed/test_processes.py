@@ -299,7 +299,7 @@ def test_no_launcher() -> None:
 
 
 def test_the_deadline_is_a_setting() -> None:
-    with pytest.raises(SettingsError, match="OSTINATO_GROUP_DEADLINE"):
+    with pytest.raises(SettingsError, match="OSTINATO_GROUP_DEADLINE='soon': must be seconds"):
         os.environ["OSTINATO_GROUP_DEADLINE"] = "soon"
         try:
             open_group(environ={})

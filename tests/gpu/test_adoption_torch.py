@@ -316,6 +316,19 @@ def test_our_buffers_in_torchs_graph(cuda_device: Device, stream: ost.Stream) ->
         np.testing.assert_array_equal(out.to_numpy(stream), 3 * host)
 
 
+def test_a_tensor_over_a_buffer_is_never_a_copy(cuda_device: Device, stream: ost.Stream) -> None:
+    from ostinato.interop.torch import as_tensor
+
+    with pytest.raises(InputError, match="from_numpy"):
+        as_tensor(cuda_device.pinned(4))
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    with ost.open_device("cuda:1") as other:
+        x = other.array(np.ones(4, np.float32))
+        there = as_tensor(x)  # torch's current GPU is the first
+        assert there.device.index == 1 and there.data_ptr() == x.address
+
+
 def test_small_fills_of_torch_become_kernels(cuda_device: Device, stream: ost.Stream) -> None:
     from ostinato.interop.torch import adopt_graph
 

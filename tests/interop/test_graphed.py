@@ -154,6 +154,16 @@ def test_strict_raises_instead(lib: Lib, make: Make) -> None:
             step(lib.array(numbers()))
 
 
+def test_graphs_that_are_switched_off(
+    lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OSTINATO_NO_GRAPHS", "1")
+    step = make(lambda x: x.line(2.0), strict=True)
+    for _ in range(3):
+        np.testing.assert_array_equal(step(lib.array(numbers())).numpy(), 2 * numbers())
+    assert lib.captures == 0 and "switched off (OSTINATO_NO_GRAPHS)" in step.explain()
+
+
 def test_an_exception_of_the_function_comes_through(lib: Lib, make: Make) -> None:
     def f(x: Array, good: bool) -> Array:
         if not good:

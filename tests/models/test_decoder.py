@@ -150,6 +150,18 @@ def test_every_way_gives_the_same_bits(host_device: Device, tiny: Path, mode: st
             assert sum(step.verified for step in numbers.steps.values()) >= 2
 
 
+def test_the_environment_switches_graphs_off(
+    host_device: Device, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OSTINATO_NO_GRAPHS", "1")
+    with Decoder(host_device, tiny, stop_tokens=()) as decoder:
+        generate(decoder, 4)
+        assert decoder.statistics().graphs_captured == 0
+    with Decoder(host_device, tiny, stop_tokens=(), graphs=True) as decoder:
+        generate(decoder, 4)
+        assert decoder.statistics().graphs_captured > 0
+
+
 def test_a_replayed_token_is_one_launch_and_no_host_write(decoder: Decoder) -> None:
     generate(decoder, 4)
     before = decoder.statistics()

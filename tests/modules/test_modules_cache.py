@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -484,6 +485,12 @@ def test_preload_raises_the_first_failure() -> None:
     cache, _ = make_cache()
     with pytest.raises(CompileError, match="bad"):
         cache.preload([(kernel_text(1), "k"), (Source("nonsense", name="bad"), "k")])
+
+
+def test_preload_says_what_it_takes(modules: ModuleCache) -> None:
+    for wrong in ([HOST], (HOST, "scale"), [(HOST, "scale", 3)]):
+        with pytest.raises(InputError, match=r"a list of \(source, name\)"):
+            modules.preload(cast(Any, wrong))
 
 
 def test_loading_inside_a_capture_says_preload(context: Context, modules: ModuleCache) -> None:

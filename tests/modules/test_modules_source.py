@@ -75,6 +75,7 @@ def test_a_source_cannot_be_changed() -> None:
         ({"host": {"f": lambda: None}}, "host_kernel"),
         ({"host": [lambda: None]}, "host_kernel"),
         ({"host": [scale, HostKernel("scale", print, scale.signature)]}, "two host .*'scale'"),
+        ({"host": scale}, "host is a list .*, not HostKernel"),
         ({"cuda": "x", "headers": {"a.h": "1\0 2"}}, "'a.h'.*zero byte"),
         ({"cuda": "x", "headers": {"a\0.h": "1"}}, "zero byte"),
         ({"cuda": "x", "headers": {"a.h": b"1"}}, "'a.h'.*bytes"),

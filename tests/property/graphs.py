@@ -683,7 +683,10 @@ class GraphRules(World):
                     stop = ref.stop if ref.reach else old.stop
                     fits = fits and stop + shift <= new.stop
                     moved[name] = Ref(new.box, ref.start + shift, ref.stop + shift, ref.reach)
-            return replace(op, **moved) if moved else op
+            made = replace(op, **moved) if moved else op
+            if moved and isinstance(made, Copy) and made.dst.box is made.src.box:
+                fits = fits and not 0 < abs(made.dst.start - made.src.start) < len(made.src)
+            return made
 
         return rewritten(ops, move), fits
 

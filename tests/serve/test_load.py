@@ -321,7 +321,8 @@ def test_a_port_that_is_taken_is_said(tiny_model: Path) -> None:
         listener.listen()
         port = str(listener.getsockname()[1])
         answer = commands.here("serve", "--model", str(tiny_model), "--port", port)
-    assert answer.status == 1 and "Address already in use" in answer.err
+    assert answer.status == 1
+    assert f"127.0.0.1, port {port}: Address already in use; choose another port" in answer.err
 
 
 def test_without_the_extra_it_says_what_to_install() -> None:

@@ -324,6 +324,11 @@ class GraphCache(Closeable):
         context = context_of(device)
         if max_graphs is not None and (whole_number(max_graphs) or 0) < 1:
             raise InputError(f"max_graphs={max_graphs!r}: 1 or more, or None for no limit")
+        if not (buckets is None or hasattr(buckets, "bucket")):
+            raise InputError(
+                f"buckets={buckets!r}: a scheme is needed, such as PowersOfTwo(64) or "
+                "ExplicitBuckets([1, 2, 4])"
+            )
         self.context = context
         self.buckets: Buckets = PowersOfTwo() if buckets is None else buckets
         self.limits = CaptureLimits() if limits is None else limits

@@ -193,11 +193,18 @@ Temperature = Annotated[
     float,
     typer.Option("--temperature", "-t", min=0.0, help="0 takes the likeliest token (greedy)."),
 ]
-TopK = Annotated[int, typer.Option(min=0, help="Choose among so many tokens; 0 for all.")]
-TopP = Annotated[float, typer.Option(help="Choose among the likeliest of this total probability.")]
+TopK = Annotated[
+    int, typer.Option(min=0, help="Choose among this many of the likeliest tokens; 0 for all.")
+]
+TopP = Annotated[
+    float,
+    typer.Option(help="Choose among the likeliest tokens that have this probability together."),
+]
 MinP = Annotated[
     float,
-    typer.Option(help="Choose among tokens at least so probable, as a part of the likeliest's."),
+    typer.Option(
+        help="Choose among tokens with at least this part of the likeliest one's probability."
+    ),
 ]
 RepetitionPenalty = Annotated[
     float,
@@ -209,7 +216,7 @@ Seed = Annotated[
         "--seed",
         "-s",
         min=0,
-        help="The same seed gives the same answer.  By itself a fresh one, which the summary "
+        help="The same seed gives the same answer.  By default a fresh one, which the summary "
         "tells.",
         show_default=False,
     ),
@@ -225,9 +232,16 @@ Stops = Annotated[
 System = Annotated[str | None, typer.Option(callback=text, help="A system message, for chats.")]
 DeviceName = Annotated[
     str | None,
-    typer.Option(help='"host", "cuda:0", ...; by itself the GPU where there is one.'),
+    typer.Option(help='"host", "cuda:0", ...; by default the GPU where there is one.'),
 ]
-MaxContext = Annotated[int | None, typer.Option(min=1, help="Positions in the KV cache.")]
+MaxContext = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Positions in the KV cache, for prompt and answer.  By default 2048, or as many as "
+        "the model was trained for if those are less.",
+    ),
+]
 Eager = Annotated[bool, typer.Option("--eager", help="No graphs: launch by launch.")]
 TokensPerLaunch = Annotated[
     int,
@@ -264,5 +278,7 @@ WeightsOption = Annotated[
 
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, help="CPU threads; by itself as many as suit the machine."),
+    typer.Option(
+        min=1, help="CPU threads; by default OSTINATO_THREADS, else one a processor, 16 at most."
+    ),
 ]

@@ -59,25 +59,27 @@ def bench(
     ] = "20",
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Of each sequence in a run: 100, or 32 on the CPU."),
+        typer.Option(
+            min=1, help="Tokens of each sequence in a run; by default 100, or 32 on the CPU."
+        ),
     ] = None,
     tokens_per_launch: Annotated[
         str | None,
-        typer.Option(help="Ways with a WHILE node of so many tokens; 1 for none.  16 by itself."),
+        typer.Option(help="Ways with a WHILE node of so many tokens; 1 for none.  By default 16."),
     ] = None,
     prompt: Annotated[
         str | None,
         typer.Option(
             help="Measure prompts of so many tokens as well, in an empty cache; several as "
-            "128,512.  None by itself."
+            "128,512.  By default none."
         ),
     ] = None,
     library_rows: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Steps of so many rows and more multiply with cuBLASLt; 0 for never.  By the "
-            "model's size by itself.",
+            help="Steps of so many rows and more multiply with cuBLASLt; 0 for never.  By "
+            "default it depends on the model's size.",
         ),
     ] = None,
     weights: Annotated[
@@ -91,17 +93,17 @@ def bench(
         str | None,
         typer.Option(
             help="all that are installed, none, or some of: "
-            "transformers,torch.cuda.graph,torch.compile,llama.cpp.  All by itself; none with "
+            "transformers,torch.cuda.graph,torch.compile,llama.cpp.  By default all; none with "
             "--tensor-parallel, since they run on one device."
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="In which all take turns, at most.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds at most; all take turns in each.")] = 5,
     seconds: Annotated[
         float | None,
         typer.Option(
             min=1,
             callback=finite,
-            help="Rounds are left out when the time runs short: 120, or 45 on the CPU.",
+            help="No new round begins after this time; by default 120, or 45 on the CPU.",
         ),
     ] = None,
     quick: Annotated[
@@ -119,7 +121,7 @@ def bench(
     tensor_parallel: TensorParallel = 1,
     out: Annotated[
         Path | None,
-        typer.Option(callback=expanded, help="A folder for the result file; without one, none."),
+        typer.Option(callback=expanded, help="Write the result file to this folder."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(callback=expanded, help="Write a picture (SVG) to this file.")

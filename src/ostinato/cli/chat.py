@@ -100,7 +100,7 @@ def chat(
             threads=threads,
             weights=weights.value,
             max_context=max_context,
-            graphs=not eager,
+            graphs=False if eager else None,
         ) as generator,
         _Interrupts() as interrupts,
     ):

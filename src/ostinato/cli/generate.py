@@ -77,7 +77,7 @@ def generate(
         typer.Option(
             "--chat/--raw",
             help="Through the model's chat template, or the text as it is. "
-            "By itself: chat if there is a template.",
+            "By default chat, if there is a template.",
         ),
     ] = None,
     system: System = None,
@@ -130,7 +130,7 @@ def generate(
         "threads": rank_threads(devices, threads),
         "weights": weights.value,
         "max_context": max_context,
-        "graphs": not eager,
+        "graphs": False if eager else None,
         "build": build.value,
     }
     call: dict[str, Any] = {

@@ -103,7 +103,9 @@ def run(
     path: File,
     inputs: Annotated[
         Path | None,
-        typer.Option(callback=expanded, help="Inputs by name, in NumPy's .npz; zeros without."),
+        typer.Option(
+            callback=expanded, help="Inputs by name, in NumPy's .npz; the others are zeros."
+        ),
     ] = None,
     outputs: Annotated[
         Path | None, typer.Option(callback=expanded, help="Write the outputs to this .npz file.")
@@ -183,10 +185,15 @@ def _arrays(path: Path) -> dict[str, object]:
 
     try:
         with path.open("rb") as file:
+            if not file.read(6).startswith(
+                (b"PK", b"\x93NUMPY")
+            ):  # NumPy would offer to unpickle it
+                raise ValueError("it is no .npz file")
+            file.seek(0)
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 raise ValueError("one array without a name; an .npz file is wanted")
             return {name: loaded[name] for name in loaded.files}
     except Exception as error:  # NumPy lets through what zipfile, zlib and struct raise
-        words = str(error) or type(error).__name__
+        words = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise typer.BadParameter(f"{path}: {words}", param_hint="--inputs") from None

@@ -12,7 +12,7 @@ _PICTURES = {i: 0x2400 + i if i < 0x20 else 0x2421 if i == 0x7F else 0xFFFD for 
 
 
 def plain(text: str, stream: TextIO | None = None) -> str:
-    """The text as it goes to a stream, standard output by itself.
+    """The text as it goes to a stream, standard output by default.
 
     For a terminal a control character other than a tab or a new line becomes a visible sign (ESC
     becomes U+241B), so that it does not move the cursor or command the terminal.  A file or a pipe
@@ -22,5 +22,5 @@ def plain(text: str, stream: TextIO | None = None) -> str:
 
 
 def say(text: str, *, end: str = "\n", stream: TextIO | None = None) -> None:
-    """Prints a text at once, to standard output by itself; see `plain`."""
+    """Prints a text at once, to standard output by default; see `plain`."""
     print(plain(text, stream), end=end, file=stream, flush=True)

@@ -34,7 +34,7 @@ def serve(
         str,
         typer.Option(
             callback=text,
-            help="The address to listen at; by itself, this machine alone can reach it.",
+            help="The address to listen at; by default only this machine can reach it.",
         ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8000,
@@ -50,7 +50,7 @@ def serve(
             "--max-tokens",
             "-n",
             min=1,
-            help="Tokens of one answer at most.  By itself what the context has room for.",
+            help="Tokens of one answer at most.  By default what the context has room for.",
             show_default=False,
         ),
     ] = None,
@@ -59,7 +59,11 @@ def serve(
         int, typer.Option(min=1, help="Bytes of one request at most; larger ones get status 413.")
     ] = 4 << 20,
     max_choices: Annotated[
-        int, typer.Option(min=1, help="Answers that one request may ask for at most.")
+        int,
+        typer.Option(
+            min=1,
+            help="Answers that one request may ask for at most (and no more than slots and queue).",
+        ),
     ] = 16,
     piece: Annotated[
         int,
@@ -69,7 +73,9 @@ def serve(
     ] = 256,
     timeout: Annotated[
         float,
-        typer.Option(min=0, help="Seconds for one answer, its time in the queue too; 0 for any."),
+        typer.Option(
+            min=0, help="Seconds for one answer, its time in the queue too; 0 for no limit."
+        ),
     ] = 600.0,
     grace: Annotated[
         int, typer.Option(min=0, help="Seconds for the answers under way when the server stops.")
@@ -90,7 +96,7 @@ def serve(
         str | None,
         typer.Option(
             callback=text,
-            help="What clients call the model.  By itself as --model says.",
+            help="What clients call the model.  By default what --model says.",
             show_default=False,
         ),
     ] = None,
@@ -144,7 +150,7 @@ def serve(
             weights=weights.value,
             max_context=max_context,
             sequences=slots,
-            graphs=not eager,
+            graphs=False if eager else None,
         ) as generator,
     ):
         server = Server(generator, options, listener)

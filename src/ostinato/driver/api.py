@@ -385,7 +385,8 @@ class CaptureMode(enum.IntEnum):
     GLOBAL = 0
     """A call that captures forbid breaks this capture, whichever thread makes it."""
     THREAD_LOCAL = 1
-    """Only the capturing thread's own forbidden calls break it.  The default of this library."""
+    """Only the capturing thread's own forbidden calls break it, and a wait for the whole device by
+    any thread.  The default of this library."""
     RELAXED = 2
     """Only calls that would have to wait break it; the caller must ensure that others are safe."""
 

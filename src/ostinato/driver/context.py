@@ -29,6 +29,7 @@ from ostinato.driver.api import Driver, EventHandle, MemoryRange
 from ostinato.driver.callbacks import in_host_function
 from ostinato.driver.forking import FORKED, new_lock, switch_off_in_children
 from ostinato.errors import (
+    CaptureError,
     ClosedError,
     ContextPoisonedError,
     DriverError,
@@ -482,9 +483,20 @@ class Context:
         """Waits for all work of the context, then destroys what was closed or dropped before.
 
         Objects that another thread is destroying meanwhile may still be there when this returns.
+        Raises CaptureError while another thread captures: CUDA refuses this call to all threads
+        then, and it would break that capture.  DriverError (900) while this thread does.
         """
         self.require_open()
         self.end_abandoned()  # a capture forbids it
+        mine = threading.get_ident()
+        with self._lock:
+            others = any(capture.thread != mine for capture in self.captures.values())
+        if others:
+            raise CaptureError(
+                "another thread is capturing, and a wait for the whole device would break its "
+                "capture; nothing was done. Wait for streams or events, or until the capture has "
+                "ended"
+            )
         with self.reporting():
             self._wait_for_all()
         self.collect()

@@ -280,7 +280,11 @@ def exact_bytes(dtype: np.dtype[Any], value: object, what: str) -> bytes:
     """
     if isinstance(value, np.generic) and value.dtype != dtype and value.dtype.kind != "b":
         if not np.can_cast(value.dtype, dtype, "safe"):
-            raise InputError(f"{what} takes {dtype.name}; {value.dtype.name} does not fit safely")
+            plain = "int" if dtype.kind in "iu" else "float"
+            raise InputError(
+                f"{what} takes {dtype.name}; {value.dtype.name} does not fit safely "
+                f"(give {plain}(value))"
+            )
         value = value.item()
     if isinstance(value, np.generic):
         value = value.item()

@@ -49,6 +49,15 @@ def require_callable(function: object) -> None:
         raise InputError(f"a host function is called, and {function!r} cannot be")
 
 
+def require_stream(stream: object, call: str) -> None:
+    """Raises InputError for what is no stream: of another library, say, or a device."""
+    if not isinstance(stream, Stream):
+        raise InputError(
+            f"{call}: a Stream is needed, not {type(stream).__name__} "
+            "(device.create_stream, or device.adopt_stream for another library's)"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One piece of stream work.

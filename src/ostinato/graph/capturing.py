@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING
 from ostinato.driver.api import CaptureMode, CaptureStatus, GraphHandle, NodeHandle
 from ostinato.driver.context import Entry
 from ostinato.driver.location import caller_line, caller_location, describe_line
-from ostinato.driver.stream import Event, Operation, Stream
+from ostinato.driver.stream import Event, Operation, Stream, require_stream
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureError,
     ClosedError,
     ContextPoisonedError,
     DriverError,
+    InputError,
     NotCapturingError,
     OutOfMemoryError,
     Status,
@@ -352,6 +353,7 @@ class Capture:
     refuses work that this thread submits to a stream outside of the capture: the graph would lack
     it, and it would run at once.  `trace` checks the capture after every line of Python and finds
     the first line that breaks it, also inside other libraries; it is slow, and for finding faults.
+    Raises InputError for what is no Stream, CaptureMode or Graph.
     """
 
     def __init__(
@@ -364,6 +366,14 @@ class Capture:
         contained: bool = False,
         trace: bool = False,
     ) -> None:
+        require_stream(stream, "capture(stream)")
+        if not isinstance(mode, CaptureMode):
+            raise InputError(f"mode={mode!r}: a CaptureMode is needed")
+        if not isinstance(into, Graph | None):
+            raise InputError(
+                f"into: a Graph is needed, not {type(into).__name__} (a conditional's is one of "
+                "its .bodies)"
+            )
         self.stream = stream
         self.mode = mode
         self.pool = pool

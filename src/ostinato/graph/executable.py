@@ -33,7 +33,7 @@ from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, Entry
 from ostinato.driver.forking import new_lock
 from ostinato.driver.launcher import Launcher
-from ostinato.driver.stream import Operation, Stream
+from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import (
     CaptureError,
     ClosedError,
@@ -293,11 +293,7 @@ class GraphExec(Launcher, Closeable):
         A recording notes the launch. On a stream that captures it raises CaptureError: the driver
         would refuse it too (status 900, measured on driver 580) and break the capture.
         """
-        if not isinstance(stream, Stream):
-            raise InputError(
-                f"launch(stream): a Stream is needed, not {type(stream).__name__} "
-                "(device.create_stream, or device.adopt_stream for another library's)"
-            )
+        require_stream(stream, "launch(stream)")
         call = self._prepare(stream)
         before = self._before_launch
         if before is not None:  # so it is never hot
@@ -540,7 +536,7 @@ class GraphExec(Launcher, Closeable):
     def set_memcpy(self, node: Node | int, dst: Buffer, src: Buffer) -> None:
         """Sets what a linear memcpy node copies, all of it.
 
-        Raises InputError if the sizes differ or are zero, or if the buffers overlap;
+        Raises InputError if the sizes differ or are zero, or if the buffers overlap in part;
         UpdateRefusedError for a copy of rows with a pitch, or to or from a CUDA array.
         """
         made = copy_params(dst, src)

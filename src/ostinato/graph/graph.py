@@ -67,7 +67,7 @@ class Graph(Closeable):
     made.  It keeps alive what its nodes point at, as far as this library put it there; an adopted
     graph keeps its `owner`.  Changing a definition does not change executables made before.
 
-    `after`, of the methods that add a node: the nodes that it waits for, none by itself.  They
+    `after`, of the methods that add a node: the nodes that it waits for, none by default.  They
     raise GraphError with the driver's reason, ClosedError, and InputError for arguments that do not
     fit.
 
@@ -320,7 +320,7 @@ class Graph(Closeable):
         ClosedError for a child graph that is closed.
         """
         driver = self.context.driver
-        dependencies = [n.handle if isinstance(n, Node) else n for n in after]
+        dependencies = node_handles(after)
         if operation is not None and operation.once:
             raise GraphError(f"{operation.name} cannot be a node: {operation.once}")
         kept = (*keep, *(() if operation is None else operation.keep))
@@ -435,7 +435,7 @@ class Graph(Closeable):
     def add_memcpy(self, dst: Buffer, src: Buffer, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a copy between two buffers of the same number of bytes, which is not 0.
 
-        Raises InputError also for buffers that overlap.
+        Raises InputError also for buffers that overlap in part.
         """
         params = copy_params(dst, src)
         if not params.width:
@@ -531,13 +531,8 @@ class Graph(Closeable):
     def add_edges(self, edges: Sequence[tuple[NodeRef, NodeRef]]) -> None:
         """Adds plain dependencies (first, then second).  Raises GraphError if that makes a
         cycle."""
-        plain = [
-            Edge(
-                a.handle if isinstance(a, Node) else a,
-                b.handle if isinstance(b, Node) else b,
-            )
-            for a, b in edges
-        ]
+        pairs = [node_handles((first, second)) for first, second in edges]
+        plain = [Edge(first, second) for first, second in pairs]
         try:
             self.context.driver.graph_add_edges(self.handle, plain)
         except DriverError as error:
@@ -769,6 +764,21 @@ class Graph(Closeable):
         if self._finalizer is not None:
             self._finalizer()
         self.context.collect()
+
+
+def node_handles(nodes: Sequence[NodeRef]) -> list[NodeHandle]:
+    """The driver's handles.  Raises InputError for what is no list of nodes."""
+    if isinstance(nodes, Node | Conditional):
+        raise InputError("a list of nodes is needed: after=[node]")
+    handles = []
+    for node in nodes:
+        number = node.handle if isinstance(node, Node) else whole_number(node)
+        if number is None:
+            raise InputError(
+                f"a Node is needed, not {type(node).__name__} (a conditional's is its .node)"
+            )
+        handles.append(NodeHandle(number))
+    return handles
 
 
 class Conditional:

@@ -22,7 +22,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.context import Entry
 from ostinato.driver.location import caller_line, caller_location
-from ostinato.driver.stream import Event, Operation, Stream
+from ostinato.driver.stream import Event, Operation, Stream, require_stream
 from ostinato.errors import CaptureBrokenError, CaptureError, DriverError, GraphError
 from ostinato.graph.graph import Graph
 from ostinato.graph.order import Recorded
@@ -150,6 +150,7 @@ def record(stream: Stream) -> Iterator[Recording]:
             answer = step(stream)
         run = recording.build().instantiate(upload=stream)
     """
+    require_stream(stream, "record(stream)")
     if stream.capture_info.status is not CaptureStatus.NONE:
         raise CaptureError("a stream that is capturing runs nothing that could be recorded")
     recording = Recording(stream)

@@ -43,10 +43,13 @@ def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 def device_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     """The dtype, if memory of a device can have it.
 
-    Raises InputError for Python objects, elements without bytes, elements that are arrays, and a
-    foreign byte order: a kernel would read other numbers.
+    Raises InputError for what is no dtype, Python objects, elements without bytes, elements that
+    are arrays, and a foreign byte order: a kernel would read other numbers.
     """
-    kind = np.dtype(dtype)
+    try:
+        kind = np.dtype(dtype)
+    except TypeError as error:
+        raise InputError(f"dtype {dtype!r}: {error}") from None
     if kind.subdtype is not None:  # NumPy would add its axes to the shape of every copy
         raise InputError(
             f"dtype {kind!r} has elements that are arrays: give {kind.base.name}, and the axes "
@@ -433,8 +436,15 @@ def allocate(
 def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
     """A copy of all bytes of a buffer.
 
-    Raises InputError if the sizes differ, and for buffers that overlap: a GPU copies in any order.
+    Raises InputError if the sizes differ, for buffers that overlap in part (a GPU copies in any
+    order), and for what is no buffer.
     """
+    for what, given in (("dst", dst), ("src", src)):
+        if not isinstance(given, Buffer):
+            raise InputError(
+                f"{what} is {type(given).__name__}, and a copy is from Buffer to Buffer: "
+                "buffer.copy_from takes values, device.adopt_array other libraries' device arrays"
+            )
     if dst.nbytes != src.nbytes:
         raise InputError(f"{src.nbytes} bytes cannot be copied into {dst.nbytes}")
     if 0 < abs(dst.address - src.address) < dst.nbytes:
@@ -447,7 +457,8 @@ def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
 def copy(stream: Stream, dst: Buffer, src: Buffer) -> None:
     """Copies the bytes of `src` into `dst` (as many) in stream order; capturable.
 
-    Raises InputError if the sizes differ, and for buffers that overlap.
+    Raises InputError if the sizes differ, for buffers that overlap in part, and for what is no
+    Buffer.
     """
     params = copy_params(dst, src)
     if dst.nbytes:

@@ -73,15 +73,16 @@ class Decoder(Closeable):
     (`statistics().weights` says what it is).  On a CPU weights stay packed where the compiled
     kernels are there, and are float32 else.
 
-    `graphs` off runs everything eagerly.  `build`: "capture", or "record" to build graphs by hand
-    from the first run's launches.  `warmups`: eager runs of each bucket before its capture.
+    `graphs` False runs everything eagerly; None goes by OSTINATO_NO_GRAPHS.  `build`: "capture", or
+    "record" to build graphs by hand from the first run's launches.  `warmups`: eager runs of each
+    bucket before its capture.
     `verify` as for GraphedStep.  `device_state` off (it can be changed between steps): the host
     sets token and position before each step, instead of the device advancing them.
     `stop_tokens`: tokens that end a sequence, 16 at most; the model's own if None.  `graph_budget`:
-    device bytes that all graphs together may take.  `threads`: on a CPU, how many work; as many as
-    this process has processors, or OSTINATO_THREADS, if None.  They sleep between steps, and are
-    fewer for a while where other processes want the processors.  On a GPU, of the weights'
-    conversion where the host does it.
+    device bytes that all graphs together may take.  `threads`: on a CPU, how many work; if None
+    OSTINATO_THREADS, else one for each processor of this process, 16 at most.  They sleep between
+    steps, and are fewer for a while where other processes want the processors.  On a GPU, of the
+    weights' conversion where the host does it.
 
     `group`: this decoder is one rank of several, each with a share of the model on a device of its
     own; `model` is the whole model on all of them, as a path or a checkpoint.  All ranks make the
@@ -107,7 +108,7 @@ class Decoder(Closeable):
         library_rows: LibraryRows = "auto",
         weights: WeightsKind = "auto",
         sequences: int = 1,
-        graphs: bool = True,
+        graphs: bool | None = None,
         build: Literal["capture", "record"] = "capture",
         warmups: int = 1,
         verify: Literal["off", "first"] | int = "off",
@@ -266,7 +267,7 @@ class Decoder(Closeable):
     @property
     def spins(self) -> bool:
         """Whether the host looks for a token in a loop for a while before it waits: some µs faster,
-        and no other thread gets the interpreter meanwhile.  By itself as the backend wants it; a
+        and no other thread gets the interpreter meanwhile.  By default as the backend wants it; a
         program with other threads that have work to do sets it to False, between steps."""
         return self._stepper.ring.spins
 

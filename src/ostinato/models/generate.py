@@ -92,9 +92,9 @@ class TextGenerator(Closeable):
         """The prompt's token ids: `chat` through the chat template, else as it is.
 
         A list of messages (mappings with `role` and `content`) is always a chat; a text is one if
-        `chat` says so, or by itself (None) if the model has a template.  `system`: a first message.
-        Raises InputError for another prompt, and what `ChatTemplate.render` and `Tokenizer.encode`
-        raise.
+        `chat` says so, or by default (None) if the model has a template.  `system`: a first
+        message.  Raises InputError for another prompt, and what `ChatTemplate.render` and
+        `Tokenizer.encode` raise.
         """
         if system is not None and not isinstance(system, str):
             raise InputError(f"system is {quoted(system)}, must be text")

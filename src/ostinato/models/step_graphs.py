@@ -71,7 +71,7 @@ class StepGraphs:
         backend: Backend,
         plan: BufferPlan,
         *,
-        graphs: bool,
+        graphs: bool | None,
         build: Literal["capture", "record"],
         warmups: int,
         verify: Literal["off", "first"] | int,

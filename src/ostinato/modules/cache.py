@@ -221,6 +221,11 @@ class ModuleCache(Closeable):
                 self.context.driver.function_load(item.function)
                 ready[len(ready) + len(wanted)] = item
                 continue
+            if not (isinstance(item, tuple | list) and len(item) == 2):
+                raise InputError(
+                    "preload takes a list of (source, name), (source, [names]) and kernels; "
+                    f"{item!r} is none of these"
+                )
             source, names = item
             wanted += [(source, n) for n in ([names] if isinstance(names, str) else names)]
         if len({id(source) for source, _ in wanted}) < 2:

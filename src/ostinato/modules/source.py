@@ -227,6 +227,8 @@ def _host_functions(
     """Host kernels by entry name.  Raises InputError."""
     if isinstance(host, Mapping):
         given = list(host.items())
+    elif not isinstance(host, Iterable):
+        raise InputError(f"source {name!r}: host is a list (host=[f]), not {type(host).__name__}")
     else:
         given = [(getattr(kernel, "name", "?"), kernel) for kernel in host]
     if not given:

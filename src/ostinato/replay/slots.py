@@ -136,7 +136,10 @@ class Slot:
 
 
 def check_slots(slots: Sequence[Slot]) -> None:
-    """Raises InputError for slots that share a name or memory."""
+    """Raises InputError for what is no slot, and for slots that share a name or memory."""
+    for given in slots:
+        if not isinstance(given, Slot):
+            raise InputError(f"slots: a list of Slots is needed, and {given!r} is none")
     for index, slot in enumerate(slots):
         for other in slots[:index]:
             if slot.name == other.name:

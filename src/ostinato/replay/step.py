@@ -30,7 +30,7 @@ from ostinato.cache import GraphCache, parse_bytes
 from ostinato.driver.api import CaptureMode, CaptureStatus
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.forking import new_lock
-from ostinato.driver.stream import Operation, Stream
+from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureLimitError,
@@ -167,6 +167,9 @@ class GraphedStep(Closeable):
         profile: ReplayProfile | None = None,
         store: GraphStore | None = None,
     ) -> None:
+        require_stream(stream, "stream")
+        if not callable(run):
+            raise InputError(f"run: a function is needed, not {type(run).__name__}")
         if build not in ("capture", "record"):
             raise InputError(f'build={build!r}: "capture" or "record"')
         if builder is not None and build == "record":

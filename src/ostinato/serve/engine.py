@@ -180,7 +180,7 @@ class Engine:
     DEADLINE; None for no such limit.
 
     `post` gets a function without arguments and calls it on the thread where listeners are to be
-    called, in the order in which it gets them; by itself that is the engine's thread.  `over` is
+    called, in the order in which it gets them; by default that is the engine's thread.  `over` is
     called there for each answer that is over.
     """
 

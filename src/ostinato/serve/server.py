@@ -119,9 +119,11 @@ class Server:
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind(address)
-        except BaseException:
+        except OSError as error:
             made.close()
-            raise
+            where = f"cannot listen at {host}, port {port}: {error.strerror}"
+            what = "choose another port (0 for any that is free) or host"
+            raise OSError(error.errno, f"{where}; {what}") from None
         return made
 
     @property

@@ -15,6 +15,7 @@ from ostinato.driver.signature import exact_array, exact_bytes, refuse_masked
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
 from ostinato.memory import Buffer, allocate
+from ostinato.memory.buffer import device_dtype
 from ostinato.state.staging import StagingRing
 
 __all__ = ["DeviceArray", "DeviceScalar"]
@@ -42,7 +43,7 @@ class DeviceArray(Closeable):
         *,
         depth: int = 4,
     ) -> None:
-        context, kind = context_of(device), np.dtype(dtype)
+        context, kind = context_of(device), device_dtype(dtype)
         self.buffer = allocate(context, shape, kind)
         if not 1 <= self.buffer.nbytes <= _LARGEST:
             nbytes = self.buffer.nbytes

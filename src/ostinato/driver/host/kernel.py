@@ -21,6 +21,7 @@ address (700), any other as a failed launch (719).
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -132,15 +133,32 @@ def host_kernel(
 
     `launch` is a `HostLaunch`; the other arguments are what docs/signatures.md lists.
     `max_threads` and `static_shared` (bytes) as in `HostKernel`.  Raises InputError for a signature
-    that cannot be read.
+    that cannot be read, and for a function that does not take its parameters.
     """
     parsed = Signature.parse(signature)
 
     def decorate(function: Callable[..., object]) -> HostKernel:
         entry = name if name is not None else getattr(function, "__name__", "kernel")
+        _require_takes(function, entry, parsed)
         return HostKernel(entry, function, parsed, max_threads, static_shared)
 
     return decorate
+
+
+def _require_takes(function: Callable[..., object], entry: str, signature: Signature) -> None:
+    """Raises InputError for a function that a launch could not call: that would poison the context
+    of its device."""
+    names = ["launch", *(p.name for p in signature.parameters)]
+    try:
+        takes = inspect.signature(function)
+    except ValueError:  # compiled code need not tell
+        return
+    try:
+        takes.bind(*names)
+    except TypeError as error:
+        raise InputError(
+            f"host kernel {entry!r} is called as {entry}({', '.join(names)}): {error}"
+        ) from None
 
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

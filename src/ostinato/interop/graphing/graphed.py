@@ -65,6 +65,7 @@ from ostinato.interop.graphing.statistics import GraphedKeyStatistics, GraphedSt
 from ostinato.interop.graphing.stored import Stored
 from ostinato.interop.graphing.subject import Subject
 from ostinato.interop.graphing.trees import Unknown
+from ostinato.settings import graphs_enabled
 
 __all__ = ["EAGER", "Graphed"]
 
@@ -75,6 +76,7 @@ _MOST_BROKEN, _WAIT = 5, 4
 _DISTURBED = "something else than the function broke a capture, which is tried again later"
 _numbers = itertools.count()
 """Of keys, in all caches."""
+_OFF = "graphs are switched off (OSTINATO_NO_GRAPHS)"
 _OVERLAPS = "an argument shares memory with another that is written"
 EAGER = object()
 """Stands for the result of a call that is to run eagerly."""
@@ -135,6 +137,7 @@ class Graphed(Guarded):
         # way here.
         self._nesting = new_lock()
         self._closed = False
+        self._enabled = graphs_enabled()
         self._calls = 0
         self._hot: tuple[Hot, ...] = ()
         """Short ways for calls like the last, of the state as it is now."""
@@ -363,6 +366,11 @@ class Graphed(Guarded):
     def _slowly(self, line: Line, work: Work, key: Any) -> Any:
         """Every call that is not a plain replay."""
         self._go_by()  # what it changes is looked at again
+        if not self._enabled:  # no error of a strict one: it was asked for
+            line.reason = _OFF
+            line.eager += 1
+            line.reasons[_OFF] += 1
+            return EAGER
         if self._state_reason:
             return self._eager(line, work, self._state_reason)
         if line.refused:

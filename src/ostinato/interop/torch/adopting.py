@@ -105,8 +105,16 @@ def use_stream(stream: Stream) -> Iterator[Any]:
 
 
 def as_tensor(buffer: Buffer) -> torch.Tensor:
-    """A tensor over the buffer's memory, without a copy; it keeps the buffer alive."""
-    return torch.as_tensor(buffer, device="cuda")
+    """A tensor over the buffer's memory, without a copy; it keeps the buffer alive.
+
+    Raises InputError for memory of the host, which torch would copy to a GPU.
+    """
+    if not hasattr(buffer, "__cuda_array_interface__"):
+        raise InputError(
+            f"{buffer!r} is memory of the host; torch.from_numpy(buffer.array) takes it"
+        )
+    # Named whole: on torch's current GPU, if that is another one, it would be a copy.
+    return torch.as_tensor(buffer, device=buffer.context.driver.name)
 
 
 # torch passes the state of a generator to kernels by value (ATen's PhiloxCudaState).  In a capture
