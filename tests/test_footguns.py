@@ -826,6 +826,39 @@ def test_what_cannot_be_recorded_breaks_the_recording(device: Device, kind: str)
     assert "the recording was broken at" in why and "test_footguns.py" in why
 
 
+@pytest.mark.parametrize("how", ["device", "asarray", "event", "event done"])
+def test_what_the_host_reads_in_a_recording_is_not_baked_into_its_graph(
+    host_device: Device, how: str
+) -> None:
+    """As in a capture.  The host may read memory of the device here, or pinned memory."""
+    device, stream = host_device, host_device.create_stream()
+    side, event = device.create_stream(), device.create_event()
+    x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+
+    def read() -> int:
+        stream.record(event)
+        side.wait(event)
+        while how == "event done" and not event.done:
+            pass
+        if how == "event":
+            event.synchronize()
+        if how == "device":
+            device.synchronize()
+        return int(np.asarray(x)[0] if how == "asarray" else x.array[0])
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, increment, config(1), x, 1)
+        ost.launch(stream, increment, config(1), y, read())
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device), build="record")
+    for expected in (1, 3, 6):
+        step()
+        assert y.to_numpy(stream)[0] == expected
+    (why,) = step.statistics().quarantined.values()
+    assert "the recording was broken at" in why and "the host waited for" in why
+
+
 def test_a_recorded_launch_of_a_changed_graph_is_not_its_definition(device: Device) -> None:
     stream, x = device.create_stream(), device.zeros(1, np.int32)
     increment = kernel(device, "increment")

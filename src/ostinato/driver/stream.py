@@ -140,12 +140,19 @@ class Event(Closeable):
         way, which breaks it.  An event that was never recorded is done.
         """
         with self.context.reporting():
-            return self.context.driver.event_query(self.handle)
+            return self.context.driver.event_query(self._awaited())
 
     def synchronize(self) -> None:
         """Waits for the work before its last record.  Raises as `done`."""
         with self.context.reporting():
-            self.context.driver.event_synchronize(self.handle)
+            self.context.driver.event_synchronize(self._awaited())
+
+    def _awaited(self) -> EventHandle:
+        """The driver's handle, for a call by which the host learns that the event was reached."""
+        handle = self.handle
+        for tap in self.context.taps:
+            tap.awaited(self)
+        return handle
 
     def elapsed_since(self, start: Event) -> float:
         """Milliseconds from `start` to this event.

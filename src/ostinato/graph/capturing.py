@@ -290,6 +290,9 @@ class _Session:
         if info.status is CaptureStatus.ACTIVE and info.capture_id == self._id:
             self.forked_at = caller_location()
 
+    def awaited(self, event: Event | None) -> None:
+        """The driver refuses what a capture forbids."""
+
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """Notes the line of the first refused call that can have broken this capture."""
         mine = threading.get_ident() == self._thread or self.mode is CaptureMode.GLOBAL

@@ -115,6 +115,12 @@ class Recording:
         elif int(stream.handle) in self._members:
             self._break("the stream was made to wait for an event from outside of the recording")
 
+    def awaited(self, event: Event | None) -> None:
+        """What the host reads after it, and gives to later work, is a constant of the graph."""
+        if threading.get_ident() == self._thread and (event is None or event in self._inside):
+            what = "the device" if event is None else "an event of the recording"
+            self._break(f"the host waited for {what}, or asked whether it was reached")
+
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """A refused call breaks the recording, also if the caller catches the error."""
         if stream is None or self._is_mine(stream):
