@@ -872,6 +872,21 @@ def test_a_recorded_launch_of_a_changed_graph_is_not_its_definition(device: Devi
         assert x.to_numpy(stream)[0] == 10 * calls
 
 
+def test_a_recorded_launch_is_not_of_what_its_graph_became(device: Device) -> None:
+    stream, x = device.create_stream(), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+    graph = ost.capture_function(stream, lambda: ost.launch(stream, increment, config(1), x, 1))
+    run = graph.instantiate()
+    with ost.record(stream) as recording:
+        run.launch(stream)
+    same = recording.build()
+    graph.add_kernel(increment, config(1), x, 10)
+    with pytest.raises(CaptureBrokenError, match=r"test_footguns.*nodes were added since"):
+        recording.build()
+    same.instantiate().launch(stream)
+    assert x.to_numpy(stream)[0] == 2
+
+
 def test_a_recorded_run_that_raises_is_not_tried_again(device: Device) -> None:
     stream, x, fail = device.create_stream(), device.zeros(1, np.int32), [True]
 

@@ -17,9 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ostinato.driver.api import (
-    CaptureStatus,
-)
+from ostinato.driver.api import CaptureStatus, ChildGraphNodeParams, NodeHandle
 from ostinato.driver.context import Entry
 from ostinato.driver.location import caller_line, caller_location
 from ostinato.driver.stream import Event, Operation, Stream
@@ -55,6 +53,8 @@ class Recording:
         """Events recorded inside and not waited for inside yet, with their lines."""
         self._inside: set[Event] = set()
         """Events whose last record was inside."""
+        self._launched: list[tuple[Graph, tuple[NodeHandle, ...], str]] = []
+        """Graphs that were launched, with the nodes that they had and the line."""
         self._broken: _Break | None = None
 
     def __repr__(self) -> str:
@@ -95,8 +95,13 @@ class Recording:
             )
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
-        if self._is_mine(stream):
-            self.operations.append(Recorded(operation, caller_line(), int(stream.handle)))
+        if not self._is_mine(stream):
+            return
+        self.operations.append(Recorded(operation, caller_line(), int(stream.handle)))
+        if isinstance(operation.params, ChildGraphNodeParams):
+            graph = operation.keep[0]
+            assert isinstance(graph, Graph)
+            self._launched.append((graph, _nodes(graph), caller_location()))
 
     def recorded(self, stream: Stream, event: Event) -> None:
         """An event inside forks another stream, or joins it; from outside it can do neither."""
@@ -137,6 +142,9 @@ class Recording:
         recorded or the driver refuses a node.  Nothing is left behind then.
         """
         broken = self._found()
+        for graph, nodes, location in self._launched:
+            if not (broken or graph.closed) and _nodes(graph) != nodes:
+                broken = _Break("nodes were added since to the graph that it launched", location)
         if broken is not None:
             raise CaptureBrokenError(
                 f"the recording was broken at {broken.location}: {broken.why}. The run is done; a "
@@ -144,6 +152,10 @@ class Recording:
                 location=broken.location,
             )
         return build_graph(self.stream, self.operations, serial=serial)
+
+
+def _nodes(graph: Graph) -> tuple[NodeHandle, ...]:
+    return graph.context.driver.graph_nodes(graph.handle)
 
 
 @contextmanager
