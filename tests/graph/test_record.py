@@ -137,6 +137,17 @@ def test_a_launch_at_a_plain_address_is_ordered_with_all_of_its_allocation(devic
     assert len(recording.build().edges) == 1
 
 
+def test_a_launch_at_the_address_of_an_alloc_node_is_ordered_with_all(device: Device) -> None:
+    """Before the graph runs, no allocation says how far such memory goes."""
+    graph = ost.Graph.create(device)
+    address = graph.add_alloc(4 * N).alloc.address
+    add, scale = kernel(device, "add"), kernel(device, "scale")
+    first = ost.prepare(add, config(N), address, address, address, N)
+    second = ost.prepare(scale, config(1), address + 2 * N, 1)
+    a, b = graph.add_operations([first, second])
+    assert (a.handle, b.handle) in {(e.source, e.target) for e in graph.edges}
+
+
 def test_another_threads_work_is_not_recorded(device: Device) -> None:
     stream = device.create_stream()
     x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
