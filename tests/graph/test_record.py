@@ -148,6 +148,23 @@ def test_a_launch_at_the_address_of_an_alloc_node_is_ordered_with_all(device: De
     assert (a.handle, b.handle) in {(e.source, e.target) for e in graph.edges}
 
 
+def test_launches_that_set_conditions_are_ordered(host_device: Device) -> None:
+    """The last one decides, whatever memory they use."""
+    x, y = host_device.array([0], np.uint32), host_device.array([1], np.uint32)
+
+    @ost.host_kernel("x: *const u32, condition: cond")
+    def decide(launch, x, condition):
+        launch.set_conditional(condition, int(x[0]))
+
+    found = host_device.modules.get_or_compile(decide, "decide")
+    graph = ost.Graph.create(host_device)
+    condition = graph.condition()
+    operations = [ost.prepare(found, config(1), v, condition) for v in (x, y)]
+    first, second = graph.add_operations(operations)
+    graph.add_conditional(ost.ConditionalKind.IF, condition, after=[first, second])
+    assert (first.handle, second.handle) in {(e.source, e.target) for e in graph.edges}
+
+
 def test_another_threads_work_is_not_recorded(device: Device) -> None:
     stream = device.create_stream()
     x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
