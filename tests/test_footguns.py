@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from ostinato.errors import (
 )
 from ostinato.graph.launching import _touched
 from ostinato.replay import HeldReplay
+from ostinato.replay.profile import run_replay
 from ostinato.testing import FaultyDriver, HeldStream
 from tests.sources import config, kernel, preload
 
@@ -638,6 +640,67 @@ def test_a_step_that_calls_itself_keeps_its_size(device: Device, first: bool) ->
     for calls in (1, 2, 3):
         step(rows=8)
         assert total.to_numpy(stream)[:, 0].tolist() == [2 * calls] * 3 + [calls] * 5
+
+
+@pytest.mark.parametrize("inner", ["shares", "held"])
+def test_a_step_keeps_its_size_whatever_its_run_calls(device: Device, inner: str) -> None:
+    """Another step that shares its sizes, and a graph of its own that is held."""
+    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
+    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
+    total = device.zeros((8, 1), np.float32)
+    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
+    calls: list[Callable[[], object]] = []
+
+    def add(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, axpy, config(rows), x, factor, total, step.size("rows"), 1)
+
+    def run(stream: ost.Stream, rows: int) -> None:
+        if rows == 7:
+            calls[0]()
+        add(stream, rows)
+
+    step = ost.GraphedStep(run, stream=stream, cache=cache, share="rows")
+    other = ost.GraphedStep(add, stream=stream, cache=cache, share="rows")
+    for _ in range(3):
+        step(rows=2)
+    held = step.hold(rows=2)
+    assert isinstance(held, HeldReplay)
+    with held:
+        calls.append(held.launch if inner == "held" else lambda: other(rows=2))
+        ost.fill(stream, total, 0)
+        step(rows=7)
+    assert total.to_numpy(stream)[:, 0].tolist() == [2, 2, 1, 1, 1, 1, 1, 0]
+
+
+def test_a_held_launch_has_its_size_whatever_other_threads_call(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
+    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
+    total = device.zeros((8, 1), np.float32)
+
+    def run(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, axpy, config(rows), x, factor, total, step.size("rows"), 1)
+
+    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
+    step = ost.GraphedStep(run, stream=stream, cache=cache)
+    for rows in (3, 3, 3, 4):
+        step(rows=rows)
+    other = threading.Thread(target=step, kwargs={"rows": 4}, daemon=True)
+
+    def late(*arguments: Any) -> None:
+        other.start()
+        other.join(0.2)
+        run_replay(*arguments)
+
+    held = step.hold(rows=3)
+    assert isinstance(held, HeldReplay)
+    ost.fill(stream, total, 0)
+    with held:
+        monkeypatch.setattr("ostinato.replay.step.run_replay", late)
+        held.launch()
+    other.join()
+    assert total.to_numpy(stream)[:, 0].tolist() == [2, 2, 2, 1, 0, 0, 0, 0]
 
 
 def test_a_step_that_is_gone_leaves_no_graph_for_the_next(device: Device) -> None:

@@ -112,6 +112,8 @@ class DeviceSizes:
         """The values on the device; without those whose last write failed."""
         self._now: Mapping[str, int] = {}
         """The sizes of the call under way."""
+        self.running = False
+        """Whether a step's `run` is under way, and no call that it made itself."""
         self._joins = False
         """Whether that call runs inside of a capture that is not the step's own."""
         self.complete: Mapping[str, int] | None = None

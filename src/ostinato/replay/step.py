@@ -217,8 +217,6 @@ class GraphedStep(Closeable):
         self._calls: OrderedDict[tuple[tuple[str, int], ...], Call] = OrderedDict()
         self._buckets = cache.buckets
         self._states: OrderedDict[StepKey, KeyState] = OrderedDict()
-        self._running = False
-        """Whether `run` is under way, and no call that it made itself."""
         self._broken: tuple[Reason, str] | None = None
         """Why no key is served until `release`, and the text of the error."""
         self._keys: set[Hashable] = set()
@@ -323,7 +321,7 @@ class GraphedStep(Closeable):
         ClosedError.
         """
         with self._lock, self.stream.turn.lock:
-            if self._running:
+            if self._sizes.running:
                 return self._call_inside(sizes)
             call = self._call(sizes)
             state = self._state(call.key)
@@ -345,20 +343,21 @@ class GraphedStep(Closeable):
 
     def _run(self, sizes: Mapping[str, int]) -> None:
         try:
-            self._running = True
+            self._sizes.running = True
             self.run(self.stream, **sizes)
         finally:
-            self._running = False
+            self._sizes.running = False
 
     def _call_inside(self, sizes: Mapping[str, int]) -> Decision:
-        """A call by `run` itself.  The rest of that run finds its own sizes on the device again."""
+        """A call by `run` itself, or by that of a step with the same sizes.  The rest of that run
+        finds its own sizes on the device again."""
         sizes_of_run = self._sizes.now
-        self._running = False
+        self._sizes.running = False
         try:
             return self(**sizes)
         finally:
             self._sizes.resume(*sizes_of_run, self.stream)
-            self._running = True
+            self._sizes.running = True
 
     def save(self, *, check: bool = True) -> dict[StepKey, str]:
         """Writes the graphs that the step has now to its store; returns why some were not written.
@@ -478,12 +477,17 @@ class GraphedStep(Closeable):
         return call, state, decide(self._situation(call, state, has_graph))
 
     def _replay_held(self, call: Call, executable: GraphExec) -> None:
-        self._sizes.set(call.sizes, self.stream)
-        try:
-            run_replay(call.key, executable, self.stream, self.settings, self.profile)
-        except NotLaunched as refused:
-            assert refused.__cause__ is not None
-            raise refused.__cause__ from None
+        with self.stream.turn.lock:  # another thread's call may have other sizes
+            sizes_of_run = self._sizes.now if self._sizes.running else None
+            try:
+                self._sizes.set(call.sizes, self.stream)
+                run_replay(call.key, executable, self.stream, self.settings, self.profile)
+            except NotLaunched as refused:
+                assert refused.__cause__ is not None
+                raise refused.__cause__ from None
+            finally:
+                if sizes_of_run is not None:
+                    self._sizes.resume(*sizes_of_run, self.stream)
 
     def _let_go(self, key: StepKey, counts: HeldCounts) -> None:
         with self._lock:
