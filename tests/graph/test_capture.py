@@ -14,6 +14,7 @@ from ostinato.device import Device
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureError,
+    ClosedError,
     GraphError,
     NotCapturingError,
     PoolSealedError,
@@ -392,3 +393,10 @@ def test_a_node_that_is_refused_keeps_nothing_alive(host_device: Device) -> None
     stream = device.create_stream()
     graph.instantiate().launch(stream)  # y is no memory of its
     assert (x.to_numpy(stream) == 1).all()
+
+
+def test_a_device_that_is_closed_in_a_capture_is_named(host_device: Device) -> None:
+    stream, x = host_device.create_stream(), host_device.zeros(8, np.float32)
+    with pytest.raises(ClosedError, match="host is closed"), ost.capture(stream):
+        ost.fill(stream, x, 1)
+        host_device.close()

@@ -404,7 +404,8 @@ class Capture:
         """Ends the capture and returns the graph.  The stream works again, also if this raises.
 
         Raises NotCapturingError if it is not under way, CaptureBrokenError with the line if
-        something broke it, CaptureError if nothing was captured or the driver gave no graph.
+        something broke it, CaptureError if nothing was captured or the driver gave no graph,
+        ClosedError if the device was closed.
         """
         if self._state is not _State.ACTIVE:
             raise NotCapturingError(
@@ -415,6 +416,7 @@ class Capture:
         self._state = _State.ABORTED  # until there is a graph
         if session.failure is not None:
             self._abort()
+            self.stream.context.require_open()
             raise session.broken(session.failure) from (session.broken_by or session.failure)
         if session.refusal is not None:
             self._abort()

@@ -349,7 +349,7 @@ class Buffer(Closeable):
         return members(self._watchers)
 
     def close(self) -> None:
-        """Frees the memory once no work under way can use it; does not wait.  Idempotent.
+        """Frees the memory; the driver waits for the device's work under way first.  Idempotent.
 
         Later launches with it raise ClosedError, and so do graphs that still point at it: close or
         evict them first, or rebind them.

@@ -97,8 +97,7 @@ class StagingRing:
         self._unmarked[index] = None
 
     def close(self) -> None:
-        """Gives the pinned memory back once the copies out of it are done; does not wait.
-        Idempotent."""
+        """Gives the pinned memory back once the copies out of it are done.  Idempotent."""
         with self._lock:
             closed, self._closed = self._closed, True
         if closed:
