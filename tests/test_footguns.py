@@ -21,6 +21,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import ChildGraphNodeParams, MemcpyNodeParams, MemsetNodeParams
+from ostinato.driver.signature import pack_by_size
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureError,
@@ -2571,10 +2572,16 @@ def test_numbers_of_another_byte_order_are_the_same_numbers(
         lambda: y.view(dtype=foreign),
         lambda: ost.DeviceScalar(device, foreign),
         lambda: device.empty(N, [("a", foreign)]),
+        lambda: device.empty(N, [("a", foreign, (2,))]),
+        lambda: device.empty(N, [("a", [("b", foreign, (2,))], (3,))]),
     ):
         with pytest.raises(InputError, match="byte order"):
             make()
     assert pool.statistics().allocated == 0
+    pairs = np.array([([1, 2],)], [("a", foreign, (2,))])
+    assert device.array(pairs).view(dtype=np.float32).to_numpy(stream).tolist() == [1, 2]
+    with pytest.raises(InputError, match="byte order"):
+        pack_by_size(8, pairs[0], 0)
 
 
 @pytest.mark.parametrize("end", ["buffer", "device"])
