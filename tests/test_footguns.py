@@ -951,6 +951,34 @@ def test_a_recorded_launch_is_not_of_what_its_graph_became(device: Device) -> No
     assert x.to_numpy(stream)[0] == 2
 
 
+@pytest.mark.parametrize("forked", [False, True])
+def test_what_is_captured_in_a_recording_did_not_run(device: Device, forked: bool) -> None:
+    """As a step does that is called by a recorded one, and captures itself meanwhile."""
+    stream, side = device.create_stream(), device.create_stream()
+    x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, increment, config(1), x, 1)
+        if forked:
+            side.wait(stream.record())
+            ost.launch(side, increment, config(1), y, 1)
+            stream.wait(side.record())
+
+    inner = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device))
+    inner()
+
+    def run(stream: ost.Stream) -> None:
+        inner()
+
+    step = ost.GraphedStep(run, stream=stream, cache=ost.GraphCache(device), build="record")
+    for calls in (2, 3, 4):
+        step()
+        assert x.to_numpy(stream)[0] == calls
+        assert y.to_numpy(stream)[0] == (calls if forked else 0)
+    assert step.statistics().replayed == 2
+
+
 def test_a_recorded_run_that_raises_is_not_tried_again(device: Device) -> None:
     stream, x, fail = device.create_stream(), device.zeros(1, np.int32), [True]
 

@@ -21,7 +21,13 @@ from ostinato.driver.api import CaptureStatus, ChildGraphNodeParams, NodeHandle
 from ostinato.driver.context import Entry
 from ostinato.driver.location import caller_line, caller_location
 from ostinato.driver.stream import Event, Operation, Stream
-from ostinato.errors import CaptureBrokenError, CaptureError, DriverError, GraphError
+from ostinato.errors import (
+    CaptureBrokenError,
+    CaptureError,
+    ClosedError,
+    DriverError,
+    GraphError,
+)
 from ostinato.graph.graph import Graph
 from ostinato.graph.order import Recorded
 
@@ -75,7 +81,9 @@ class Recording:
             self._broken = _Break(why, caller_location())
 
     def _is_mine(self, stream: Stream) -> bool:
-        return threading.get_ident() == self._thread and int(stream.handle) in self._members
+        """Whether a call on the stream was work of the recording."""
+        mine = threading.get_ident() == self._thread and int(stream.handle) in self._members
+        return mine and not _is_captured(stream)
 
     # --- Tap
     def entering(
@@ -86,6 +94,8 @@ class Recording:
             return
         if entry is Entry.GIVE:
             self._break(f"{what}: what it launches there cannot be recorded")
+        elif _is_captured(stream):
+            return  # it does not run; a launch of its graph is recorded as one
         elif entry is Entry.ONCE:
             self._break(f"{what} is nothing that a graph can do again")
         elif int(stream.handle) not in self._members:
@@ -112,7 +122,7 @@ class Recording:
             self._events[event] = caller_location()
 
     def waited(self, stream: Stream, event: Event) -> None:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or _is_captured(stream):
             return
         if event in self._inside:
             self._events.pop(event, None)
@@ -152,6 +162,14 @@ class Recording:
                 location=broken.location,
             )
         return build_graph(self.stream, self.operations, serial=serial)
+
+
+def _is_captured(stream: Stream) -> bool:
+    """Whether work on the stream goes into a capture now, also of another library."""
+    try:
+        return stream.is_capturing
+    except (ClosedError, DriverError):
+        return False
 
 
 def _nodes(graph: Graph) -> tuple[NodeHandle, ...]:
