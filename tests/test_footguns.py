@@ -673,6 +673,49 @@ def test_a_step_keeps_its_size_whatever_its_run_calls(device: Device, inner: str
     assert total.to_numpy(stream)[:, 0].tolist() == [2, 2, 1, 1, 1, 1, 1, 0]
 
 
+@pytest.mark.parametrize("around", ["capture", "recording", "step", "recorded step"])
+def test_a_graph_around_a_step_has_the_size_of_its_call(device: Device, around: str) -> None:
+    """It read what later calls of the step left on the device."""
+    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
+    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
+    total = device.zeros((8, 1), np.float32)
+
+    def run(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, axpy, config(rows), x, factor, total, inner.size("rows"), 1)
+
+    inner = ost.GraphedStep(run, stream=stream, cache=ost.GraphCache(device))
+    for _ in range(0 if around == "step" else 3):  # a capture must do what the warm-up did
+        inner(rows=4)
+
+    def again(stream: ost.Stream, rows: int) -> None:
+        inner(rows=rows)
+
+    if around == "capture":
+        launch = ost.capture_function(stream, lambda: inner(rows=4)).instantiate().launch
+    elif around == "recording":
+        with ost.record(stream) as recording:
+            inner(rows=4)
+        launch = recording.build().instantiate().launch
+    else:
+        build: Any = "record" if around == "recorded step" else "capture"
+        cache = ost.GraphCache(device)
+        step = ost.GraphedStep(again, stream=stream, cache=cache, build=build)
+
+        def launch(stream: ost.Stream) -> None:
+            step(rows=4)
+
+        launch(stream)
+        launch(stream)
+    for rows in (2, 4, 3):
+        inner(rows=rows)
+        for own in (4, rows, 2):
+            ost.fill(stream, total, 0)
+            launch(stream) if own == 4 else inner(rows=own)
+            assert total.to_numpy(stream).sum() == own
+    if around in ("step", "recorded step"):
+        assert step.statistics().replayed >= 3
+
+
 def test_a_held_launch_has_its_size_whatever_other_threads_call(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -349,15 +349,9 @@ class GraphedStep(Closeable):
             self._sizes.running = False
 
     def _call_inside(self, sizes: Mapping[str, int]) -> Decision:
-        """A call by `run` itself, or by that of a step with the same sizes.  The rest of that run
-        finds its own sizes on the device again."""
-        sizes_of_run = self._sizes.now
-        self._sizes.running = False
-        try:
+        """A call by `run` itself, or by that of a step with the same sizes."""
+        with self._sizes.nested(self.stream):
             return self(**sizes)
-        finally:
-            self._sizes.resume(*sizes_of_run, self.stream)
-            self._sizes.running = True
 
     def save(self, *, check: bool = True) -> dict[StepKey, str]:
         """Writes the graphs that the step has now to its store; returns why some were not written.
@@ -478,16 +472,15 @@ class GraphedStep(Closeable):
 
     def _replay_held(self, call: Call, executable: GraphExec) -> None:
         with self.stream.turn.lock:  # another thread's call may have other sizes
-            sizes_of_run = self._sizes.now if self._sizes.running else None
+            if self._sizes.running:
+                with self._sizes.nested(self.stream):
+                    return self._replay_held(call, executable)
+            self._sizes.set(call.sizes, self.stream)
             try:
-                self._sizes.set(call.sizes, self.stream)
                 run_replay(call.key, executable, self.stream, self.settings, self.profile)
             except NotLaunched as refused:
                 assert refused.__cause__ is not None
                 raise refused.__cause__ from None
-            finally:
-                if sizes_of_run is not None:
-                    self._sizes.resume(*sizes_of_run, self.stream)
 
     def _let_go(self, key: StepKey, counts: HeldCounts) -> None:
         with self._lock:
@@ -540,7 +533,7 @@ class GraphedStep(Closeable):
                 f"{decision.reason.value} ({decision.detail})"
             )
         if decision.reason is Reason.INSIDE_CAPTURE:
-            self._sizes.begin_in_capture(call.sizes)
+            self._sizes.begin_in_capture(call.sizes, self.stream)
         else:
             self._sizes.begin(call.sizes, self.stream)
         before = self.stream.submitted
@@ -560,7 +553,7 @@ class GraphedStep(Closeable):
         self, call: Call, state: KeyState, executable: GraphExec, decision: Decision
     ) -> Decision:
         state.replays += 1
-        if self._sizes.complete is not call.sizes:
+        if self._sizes.complete is not call.sizes or self.stream.context.taps:
             self._sizes.set(call.sizes, self.stream)
         if self.verify != "off" and self._is_due(call, state, executable):
             return self._checked(call, state, executable, decision)
