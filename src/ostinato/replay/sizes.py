@@ -186,8 +186,9 @@ class DeviceSizes:
         """Writes the sizes that changed, in stream order."""
         self.complete = None  # until all of them are written
         self._now, self._joins = sizes, False
-        # Not for a nested call: the run around it has other sizes at each replay.
-        recorded = not self._nested and any(isinstance(t, Recording) for t in self._context.taps)
+        # Not in a run with these sizes, or in a call that it makes: it has others at each replay.
+        inside = self.running or self._nested
+        recorded = not inside and any(isinstance(t, Recording) for t in self._context.taps)
         for name in self._asked | self._restored if self._known else tuple(self._scalars):
             if name in sizes:
                 same = self._there.get(name) == sizes[name]
@@ -202,15 +203,15 @@ class DeviceSizes:
         """For a call that a run with these sizes makes.  The rest of that run finds its own on the
         device again."""
         sizes, joins, nested = self._now, self._joins, self._nested
-        self.running, self._nested = False, True
         try:
+            self.running, self._nested = False, True
             yield
         finally:
+            self.running, self._nested = True, nested
             if stream.is_capturing:  # the call has written nothing
                 self.complete, self._now, self._joins = None, sizes, joins
             else:
                 self.set(sizes, stream)
-            self.running, self._nested = True, nested
 
     def begin_in_capture(self, sizes: Mapping[str, int], stream: Stream) -> None:
         """Before a run inside a capture of more work, where no memory can be allocated.
