@@ -643,9 +643,9 @@ def test_a_step_that_calls_itself_keeps_its_size(device: Device, first: bool) ->
         assert total.to_numpy(stream)[:, 0].tolist() == [2 * calls] * 3 + [calls] * 5
 
 
-@pytest.mark.parametrize("inner", ["shares", "held"])
+@pytest.mark.parametrize("inner", ["shares", "held", "hold", "prepare"])
 def test_a_step_keeps_its_size_whatever_its_run_calls(device: Device, inner: str) -> None:
-    """Another step that shares its sizes, and a graph of its own that is held."""
+    """Another step that shares its sizes, a graph of its own that is held, and to make one."""
     stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
     x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
     total = device.zeros((8, 1), np.float32)
@@ -656,8 +656,8 @@ def test_a_step_keeps_its_size_whatever_its_run_calls(device: Device, inner: str
         ost.launch(stream, axpy, config(rows), x, factor, total, step.size("rows"), 1)
 
     def run(stream: ost.Stream, rows: int) -> None:
-        if rows == 7:
-            calls[0]()
+        for call in calls if rows == 7 else ():
+            call()
         add(stream, rows)
 
     step = ost.GraphedStep(run, stream=stream, cache=cache, share="rows")
@@ -667,7 +667,12 @@ def test_a_step_keeps_its_size_whatever_its_run_calls(device: Device, inner: str
     held = step.hold(rows=2)
     assert isinstance(held, HeldReplay)
     with held:
-        calls.append(held.launch if inner == "held" else lambda: other(rows=2))
+        calls += {
+            "shares": [lambda: other(rows=2)],
+            "held": [held.launch],
+            "hold": [lambda: other(rows=2), lambda: step.hold(rows=2)],
+            "prepare": [lambda: other(rows=2), lambda: step.prepare(rows=4)],
+        }[inner]
         ost.fill(stream, total, 0)
         step(rows=7)
     assert total.to_numpy(stream)[:, 0].tolist() == [2, 2, 1, 1, 1, 1, 1, 0]

@@ -418,6 +418,9 @@ class GraphedStep(Closeable):
         as in a call.  Raises InputError as a call does, and for a step with `build="record"`.
         """
         with self._lock, self.stream.turn.lock:
+            if self._sizes.running:
+                with self._sizes.nested(self.stream):
+                    return self.prepare(**sizes)
             call, state, decision = self._next(sizes)
             if decision.reason is Reason.WARMING_UP or decision.action is Action.BUILD:
                 if self.build == "record":
@@ -435,6 +438,9 @@ class GraphedStep(Closeable):
         again while the graph is held.  Raises ContextPoisonedError and InputError as a call does.
         """
         with self._lock, self.stream.turn.lock:
+            if self._sizes.running:
+                with self._sizes.nested(self.stream):
+                    return self.hold(**sizes)
             call, state, decision = self._next(sizes)
             if decision.action in (Action.EAGER, Action.REFUSE) or isinstance(self.verify, int):
                 return decision
