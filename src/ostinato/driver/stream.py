@@ -162,7 +162,7 @@ class Event(Closeable):
         """
         if not (self.timing and start.timing):
             raise InputError("both events must be made with timing=True to be subtracted")
-        return self.context.driver.event_elapsed(start.handle, self.handle)
+        return self.context.driver.event_elapsed(start._awaited(), self._awaited())
 
     def close(self) -> None:
         """Gives the event back once no graph has a node for it.  Idempotent."""
