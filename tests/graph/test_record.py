@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import EdgeType, EmptyNodeParams, MemoryRange
-from ostinato.errors import CaptureError, GraphError
+from ostinato.errors import CaptureBrokenError, CaptureError, GraphError
 from ostinato.graph.order import dependencies
-from tests.sources import config, kernel
+from ostinato.testing import FaultyDriver
+from tests.sources import config, kernel, preload
 
 N = 200
 
@@ -163,6 +164,27 @@ def test_launches_that_set_conditions_are_ordered(host_device: Device) -> None:
     first, second = graph.add_operations(operations)
     graph.add_conditional(ost.ConditionalKind.IF, condition, after=[first, second])
     assert (first.handle, second.handle) in {(e.source, e.target) for e in graph.edges}
+
+
+def test_a_launch_that_was_done_raises_nothing_because_of_a_recording(host_device: Device) -> None:
+    """A step would take the launch for refused, and run its work again."""
+    faults = FaultyDriver(host_device.driver)
+    device = preload(Device(faults))
+    stream, x = device.create_stream(), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+    step = ost.GraphedStep(
+        lambda stream: ost.launch(stream, increment, config(1), x, 1),
+        stream=stream,
+        cache=ost.GraphCache(device),
+    )
+    for _ in range(2):
+        step()
+    with ost.record(stream) as recording:
+        faults.fail("graph_nodes", at=2)
+        step()
+    assert x.to_numpy(stream)[0] == 3
+    with pytest.raises(CaptureBrokenError, match="refused a call"):
+        recording.build()
 
 
 def test_another_threads_work_is_not_recorded(device: Device) -> None:

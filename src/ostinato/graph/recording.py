@@ -111,7 +111,10 @@ class Recording:
         if isinstance(operation.params, ChildGraphNodeParams):
             graph = operation.keep[0]
             assert isinstance(graph, Graph)
-            self._launched.append((graph, _nodes(graph), caller_location()))
+            try:
+                self._launched.append((graph, _nodes(graph), caller_location()))
+            except DriverError as error:  # the launch is done, so nothing may be raised
+                self.failed(stream, error)
 
     def recorded(self, stream: Stream, event: Event) -> None:
         """An event inside forks another stream, or joins it; from outside it can do neither."""
