@@ -400,3 +400,23 @@ def test_a_device_that_is_closed_in_a_capture_is_named(host_device: Device) -> N
     with pytest.raises(ClosedError, match="host is closed"), ost.capture(stream):
         ost.fill(stream, x, 1)
         host_device.close()
+
+
+def test_a_launch_that_was_done_raises_nothing_because_of_a_capture(host_device: Device) -> None:
+    """Of another stream.  A step would take the launch for refused, and run its work again."""
+    faults = FaultyDriver(host_device.driver)
+    device = preload(Device(faults))
+    stream, other, x = device.create_stream(), device.create_stream(), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+    step = ost.GraphedStep(
+        lambda stream: ost.launch(stream, increment, config(1), x, 1),
+        stream=other,
+        cache=ost.GraphCache(device),
+    )
+    for _ in range(2):
+        step()
+    with pytest.raises(CaptureBrokenError, match="refused to say"), ost.capture(stream):
+        ost.fill(stream, x, 0)
+        faults.fail("stream_capture_info", at=3)  # after the launch
+        step()
+    assert x.to_numpy(other)[0] == 3

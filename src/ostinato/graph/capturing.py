@@ -265,7 +265,7 @@ class _Session:
                 f"refused to say what is captured ({error})",
                 location=caller_location(),
             )
-            raise
+            return  # raised at the end: the work may be done, on a stream outside of the capture
         if info.status is CaptureStatus.INVALIDATED and stream is self.stream:
             self._note_broken(None)
         if info.status is not CaptureStatus.ACTIVE or info.capture_id != self._id:
