@@ -670,7 +670,7 @@ class GraphRules(World):
         return buffer if len(ref) == len(ref.box) else buffer[ref.start : ref.stop]
 
     def rebound(self, ops: tuple[Op, ...], old: Ref, new: Ref) -> tuple[tuple[Op, ...], bool]:
-        """The operations afterwards, and whether everything fits."""
+        """The operations afterwards, and whether everything fits and no copy overlaps itself."""
         fits = True
 
         def move(op: Op) -> Op:
@@ -683,7 +683,10 @@ class GraphRules(World):
                     stop = ref.stop if ref.reach else old.stop
                     fits = fits and stop + shift <= new.stop
                     moved[name] = Ref(new.box, ref.start + shift, ref.stop + shift, ref.reach)
-            return replace(op, **moved) if moved else op
+            made = replace(op, **moved) if moved else op
+            if isinstance(made, Copy) and made.dst.start != made.src.start:
+                fits = fits and not made.dst.overlaps(made.src)
+            return made
 
         return rewritten(ops, move), fits
 
