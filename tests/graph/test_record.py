@@ -187,6 +187,20 @@ def test_a_launch_that_was_done_raises_nothing_because_of_a_recording(host_devic
         recording.build()
 
 
+def test_work_that_may_have_been_captured_is_not_recorded(host_device: Device) -> None:
+    """The driver refuses to say whether it was."""
+    faults = FaultyDriver(host_device.driver)
+    device = Device(faults)
+    stream, x = device.create_stream(), device.zeros(1, np.int32)
+    with ost.record(stream) as recording:
+        faults.fail("stream_capture_info", times=2)
+        ost.fill(stream, x, 1)
+    faults.clear()
+    assert x.to_numpy(stream)[0] == 1
+    with pytest.raises(CaptureBrokenError, match="refused a call"):
+        recording.build()
+
+
 def test_another_threads_work_is_not_recorded(device: Device) -> None:
     stream = device.create_stream()
     x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)

@@ -234,7 +234,7 @@ _FAULTS = (
     Fault(
         "captured-work-is-recorded",
         "What a recorded run captures is taken for work that ran, and replays do it twice.",
-        "ostinato.graph.recording:_is_captured",
+        "ostinato.graph.recording:Recording._is_captured",
         "return stream.is_capturing",
         "return False",
         (FOOTGUNS + "test_what_is_captured_in_a_recording_did_not_run",),

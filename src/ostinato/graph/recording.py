@@ -83,7 +83,17 @@ class Recording:
     def _is_mine(self, stream: Stream) -> bool:
         """Whether a call on the stream was work of the recording."""
         mine = threading.get_ident() == self._thread and int(stream.handle) in self._members
-        return mine and not _is_captured(stream)
+        return mine and not self._is_captured(stream)
+
+    def _is_captured(self, stream: Stream) -> bool:
+        """Whether work on the stream goes into a capture now, also of another library."""
+        try:
+            return stream.is_capturing
+        except ClosedError:
+            return False
+        except DriverError as error:  # the work may be done, so nothing may be raised
+            self._note_refused(error)
+            return False
 
     # --- Tap
     def entering(
@@ -94,7 +104,7 @@ class Recording:
             return
         if entry is Entry.GIVE:
             self._break(f"{what}: what it launches there cannot be recorded")
-        elif _is_captured(stream):
+        elif self._is_captured(stream):
             return  # it does not run; a launch of its graph is recorded as one
         elif entry is Entry.ONCE:
             self._break(f"{what} is nothing that a graph can do again")
@@ -114,7 +124,7 @@ class Recording:
             try:
                 self._launched.append((graph, _nodes(graph), caller_location()))
             except DriverError as error:  # the launch is done, so nothing may be raised
-                self.failed(stream, error)
+                self._note_refused(error)
 
     def recorded(self, stream: Stream, event: Event) -> None:
         """An event inside forks another stream, or joins it; from outside it can do neither."""
@@ -125,7 +135,7 @@ class Recording:
             self._events[event] = caller_location()
 
     def waited(self, stream: Stream, event: Event) -> None:
-        if threading.get_ident() != self._thread or _is_captured(stream):
+        if threading.get_ident() != self._thread or self._is_captured(stream):
             return
         if event in self._inside:
             self._events.pop(event, None)
@@ -142,7 +152,10 @@ class Recording:
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """A refused call breaks the recording, also if the caller catches the error."""
         if stream is None or self._is_mine(stream):
-            self._break(f"the driver refused a call ({error.call}, status {int(error.status)})")
+            self._note_refused(error)
+
+    def _note_refused(self, error: DriverError) -> None:
+        self._break(f"the driver refused a call ({error.call}, status {int(error.status)})")
 
     def __len__(self) -> int:
         return len(self.operations)
@@ -165,14 +178,6 @@ class Recording:
                 location=broken.location,
             )
         return build_graph(self.stream, self.operations, serial=serial)
-
-
-def _is_captured(stream: Stream) -> bool:
-    """Whether work on the stream goes into a capture now, also of another library."""
-    try:
-        return stream.is_capturing
-    except (ClosedError, DriverError):
-        return False
 
 
 def _nodes(graph: Graph) -> tuple[NodeHandle, ...]:
