@@ -788,7 +788,7 @@ _FAULTS = (
     Fault(
         "staged-bytes-are-overwritten",
         "An entry of the staging ring is written again before the copy out of it is done.",
-        "ostinato.state.staging:StagingRing.write",
+        "ostinato.state.staging:StagingRing._wait_for",
         "done.synchronize()",
         "pass",
         (STATE + "test_a_full_ring_overwrites_nothing_that_is_in_flight",),
@@ -797,7 +797,7 @@ _FAULTS = (
     Fault(
         "staged-bytes-without-an-event",
         "A staging entry whose event was refused is written again before its copy is done.",
-        "ostinato.state.staging:StagingRing._settle",
+        "ostinato.state.staging:StagingRing._wait_for",
         "stream.synchronize()",
         "pass",
         (STATE + "test_an_entry_whose_end_was_not_marked_is_waited_for",),
