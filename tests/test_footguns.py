@@ -21,10 +21,12 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import ChildGraphNodeParams, MemcpyNodeParams, MemsetNodeParams
+from ostinato.driver.signature import pack_by_size
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureError,
     ClosedError,
+    DriverError,
     InputError,
     OutOfMemoryError,
     UpdateRefusedError,
@@ -32,6 +34,7 @@ from ostinato.errors import (
 )
 from ostinato.graph.launching import _touched
 from ostinato.replay import HeldReplay
+from ostinato.replay.profile import run_replay
 from ostinato.testing import FaultyDriver, HeldStream
 from tests.sources import config, kernel, preload
 
@@ -641,6 +644,115 @@ def test_a_step_that_calls_itself_keeps_its_size(device: Device, first: bool) ->
         assert total.to_numpy(stream)[:, 0].tolist() == [2 * calls] * 3 + [calls] * 5
 
 
+@pytest.mark.parametrize("inner", ["shares", "held", "hold", "prepare"])
+def test_a_step_keeps_its_size_whatever_its_run_calls(device: Device, inner: str) -> None:
+    """Another step that shares its sizes, a graph of its own that is held, and to make one."""
+    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
+    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
+    total = device.zeros((8, 1), np.float32)
+    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
+    calls: list[Callable[[], object]] = []
+
+    def add(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, axpy, config(rows), x, factor, total, step.size("rows"), 1)
+
+    def run(stream: ost.Stream, rows: int) -> None:
+        for call in calls if rows == 7 else ():
+            call()
+        add(stream, rows)
+
+    step = ost.GraphedStep(run, stream=stream, cache=cache, share="rows")
+    other = ost.GraphedStep(add, stream=stream, cache=cache, share="rows")
+    for _ in range(3):
+        step(rows=2)
+    held = step.hold(rows=2)
+    assert isinstance(held, HeldReplay)
+    with held:
+        calls += {
+            "shares": [lambda: other(rows=2)],
+            "held": [held.launch],
+            "hold": [lambda: other(rows=2), lambda: step.hold(rows=2)],
+            "prepare": [lambda: other(rows=2), lambda: step.prepare(rows=4)],
+        }[inner]
+        ost.fill(stream, total, 0)
+        step(rows=7)
+    assert total.to_numpy(stream)[:, 0].tolist() == [2, 2, 1, 1, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("around", ["capture", "recording", "step", "recorded step"])
+def test_a_graph_around_a_step_has_the_size_of_its_call(device: Device, around: str) -> None:
+    """It read what later calls of the step left on the device."""
+    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
+    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
+    total = device.zeros((8, 1), np.float32)
+
+    def run(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, axpy, config(rows), x, factor, total, inner.size("rows"), 1)
+
+    inner = ost.GraphedStep(run, stream=stream, cache=ost.GraphCache(device))
+    for _ in range(0 if around == "step" else 3):  # a capture must do what the warm-up did
+        inner(rows=4)
+
+    def again(stream: ost.Stream, rows: int) -> None:
+        inner(rows=rows)
+
+    if around == "capture":
+        launch = ost.capture_function(stream, lambda: inner(rows=4)).instantiate().launch
+    elif around == "recording":
+        with ost.record(stream) as recording:
+            inner(rows=4)
+        launch = recording.build().instantiate().launch
+    else:
+        build: Any = "record" if around == "recorded step" else "capture"
+        cache = ost.GraphCache(device)
+        step = ost.GraphedStep(again, stream=stream, cache=cache, build=build)
+
+        def launch(stream: ost.Stream) -> None:
+            step(rows=4)
+
+        launch(stream)
+        launch(stream)
+    for rows in (2, 4, 3):
+        inner(rows=rows)
+        for own in (4, rows, 2):
+            ost.fill(stream, total, 0)
+            launch(stream) if own == 4 else inner(rows=own)
+            assert total.to_numpy(stream).sum() == own
+    if around in ("step", "recorded step"):
+        assert step.statistics().replayed >= 3
+
+
+def test_a_held_launch_has_its_size_whatever_other_threads_call(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
+    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
+    total = device.zeros((8, 1), np.float32)
+
+    def run(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, axpy, config(rows), x, factor, total, step.size("rows"), 1)
+
+    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
+    step = ost.GraphedStep(run, stream=stream, cache=cache)
+    for rows in (3, 3, 3, 4):
+        step(rows=rows)
+    other = threading.Thread(target=step, kwargs={"rows": 4}, daemon=True)
+
+    def late(*arguments: Any) -> None:
+        other.start()
+        other.join(0.2)
+        run_replay(*arguments)
+
+    held = step.hold(rows=3)
+    assert isinstance(held, HeldReplay)
+    ost.fill(stream, total, 0)
+    with held:
+        monkeypatch.setattr("ostinato.replay.step.run_replay", late)
+        held.launch()
+    other.join()
+    assert total.to_numpy(stream)[:, 0].tolist() == [2, 2, 2, 1, 0, 0, 0, 0]
+
+
 def test_a_step_that_is_gone_leaves_no_graph_for_the_next(device: Device) -> None:
     counter, cache = device.zeros(1, np.int32), ost.GraphCache(device)
     for by in (1, 10):
@@ -827,6 +939,43 @@ def test_what_cannot_be_recorded_breaks_the_recording(device: Device, kind: str)
     assert "the recording was broken at" in why and "test_footguns.py" in why
 
 
+@pytest.mark.parametrize("how", ["device", "asarray", "event", "event done", "elapsed"])
+def test_what_the_host_reads_in_a_recording_is_not_baked_into_its_graph(
+    host_device: Device, how: str
+) -> None:
+    """As in a capture.  The host may read memory of the device here, or pinned memory."""
+    device, stream = host_device, host_device.create_stream()
+    side, event = device.create_stream(), device.create_event(timing=True)
+    x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+
+    def read() -> int:
+        stream.record(event)
+        side.wait(event)
+        while how == "event done" and not event.done:
+            pass
+        if how == "event":
+            event.synchronize()
+        if how == "device":
+            device.synchronize()
+        while how == "elapsed":
+            with contextlib.suppress(DriverError):  # not reached yet
+                event.elapsed_since(event)
+                break
+        return int(np.asarray(x)[0] if how == "asarray" else x.array[0])
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, increment, config(1), x, 1)
+        ost.launch(stream, increment, config(1), y, read())
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device), build="record")
+    for expected in (1, 3, 6):
+        step()
+        assert y.to_numpy(stream)[0] == expected
+    (why,) = step.statistics().quarantined.values()
+    assert "the recording was broken at" in why and "the host waited for" in why
+
+
 def test_a_recorded_launch_of_a_changed_graph_is_not_its_definition(device: Device) -> None:
     stream, x = device.create_stream(), device.zeros(1, np.int32)
     increment = kernel(device, "increment")
@@ -838,6 +987,49 @@ def test_a_recorded_launch_of_a_changed_graph_is_not_its_definition(device: Devi
     for calls in range(1, 4):
         step()
         assert x.to_numpy(stream)[0] == 10 * calls
+
+
+def test_a_recorded_launch_is_not_of_what_its_graph_became(device: Device) -> None:
+    stream, x = device.create_stream(), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+    graph = ost.capture_function(stream, lambda: ost.launch(stream, increment, config(1), x, 1))
+    run = graph.instantiate()
+    with ost.record(stream) as recording:
+        run.launch(stream)
+    same = recording.build()
+    graph.add_kernel(increment, config(1), x, 10)
+    with pytest.raises(CaptureBrokenError, match=r"test_footguns.*nodes were added since"):
+        recording.build()
+    same.instantiate().launch(stream)
+    assert x.to_numpy(stream)[0] == 2
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_what_is_captured_in_a_recording_did_not_run(device: Device, forked: bool) -> None:
+    """As a step does that is called by a recorded one, and captures itself meanwhile."""
+    stream, side = device.create_stream(), device.create_stream()
+    x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, increment, config(1), x, 1)
+        if forked:
+            side.wait(stream.record())
+            ost.launch(side, increment, config(1), y, 1)
+            stream.wait(side.record())
+
+    inner = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device))
+    inner()
+
+    def run(stream: ost.Stream) -> None:
+        inner()
+
+    step = ost.GraphedStep(run, stream=stream, cache=ost.GraphCache(device), build="record")
+    for calls in (2, 3, 4):
+        step()
+        assert x.to_numpy(stream)[0] == calls
+        assert y.to_numpy(stream)[0] == (calls if forked else 0)
+    assert step.statistics().replayed == 2
 
 
 def test_a_recorded_run_that_raises_is_not_tried_again(device: Device) -> None:
@@ -2462,10 +2654,16 @@ def test_numbers_of_another_byte_order_are_the_same_numbers(
         lambda: y.view(dtype=foreign),
         lambda: ost.DeviceScalar(device, foreign),
         lambda: device.empty(N, [("a", foreign)]),
+        lambda: device.empty(N, [("a", foreign, (2,))]),
+        lambda: device.empty(N, [("a", [("b", foreign, (2,))], (3,))]),
     ):
         with pytest.raises(InputError, match="byte order"):
             make()
     assert pool.statistics().allocated == 0
+    pairs = np.array([([1, 2],)], [("a", foreign, (2,))])
+    assert device.array(pairs).view(dtype=np.float32).to_numpy(stream).tolist() == [1, 2]
+    with pytest.raises(InputError, match="byte order"):
+        pack_by_size(8, pairs[0], 0)
 
 
 def test_what_is_no_stream_no_node_no_slot_or_no_scheme_is_refused(

@@ -181,6 +181,20 @@ def test_launches_and_copies_hang_nothing(device: Device, step_size: int) -> Non
         assert sums.answers() == [6, 6, 6]
 
 
+def test_the_first_work_of_a_stream_hangs_nothing(device: Device) -> None:
+    x = device.zeros(1, np.uint32)
+
+    def work() -> None:
+        ost.fill(device.create_stream(), x, 7)
+
+    for at in range(1, lines(work) + 1):
+        where = interrupt(work, at)
+        waiting = threading.Thread(target=device.synchronize, daemon=True)
+        waiting.start()
+        waiting.join(20)
+        assert not waiting.is_alive(), where
+
+
 @pytest.mark.parametrize("build", ["capture", "record"])
 @pytest.mark.parametrize("verify", ["off", 1])
 def test_a_step_goes_on(device: Device, step_size: int, build: str, verify: object) -> None:

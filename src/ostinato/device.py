@@ -15,7 +15,7 @@ from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHa
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
-from ostinato.driver.signature import exact_array, refuse_masked
+from ostinato.driver.signature import exact_array, is_native, refuse_masked
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError, SettingsError
 from ostinato.memory import Buffer, CapturePool, adopt_array, allocate, fill
@@ -132,7 +132,7 @@ class Device(Closeable):
                 array = np.asarray(values)
             except ValueError as error:  # rows of several lengths
                 raise InputError(f"the values are no array: {error}") from None
-        if not array.dtype.isnative and dtype is None:
+        if dtype is None and not is_native(array.dtype):
             array = array.astype(array.dtype.newbyteorder("="))
         buffer = allocate(self.context, array.shape, array.dtype, name=name)
         stream = self._copy_stream()

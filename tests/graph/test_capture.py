@@ -14,6 +14,7 @@ from ostinato.device import Device
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureError,
+    ClosedError,
     GraphError,
     NotCapturingError,
     PoolSealedError,
@@ -392,3 +393,30 @@ def test_a_node_that_is_refused_keeps_nothing_alive(host_device: Device) -> None
     stream = device.create_stream()
     graph.instantiate().launch(stream)  # y is no memory of its
     assert (x.to_numpy(stream) == 1).all()
+
+
+def test_a_device_that_is_closed_in_a_capture_is_named(host_device: Device) -> None:
+    stream, x = host_device.create_stream(), host_device.zeros(8, np.float32)
+    with pytest.raises(ClosedError, match="host is closed"), ost.capture(stream):
+        ost.fill(stream, x, 1)
+        host_device.close()
+
+
+def test_a_launch_that_was_done_raises_nothing_because_of_a_capture(host_device: Device) -> None:
+    """Of another stream.  A step would take the launch for refused, and run its work again."""
+    faults = FaultyDriver(host_device.driver)
+    device = preload(Device(faults))
+    stream, other, x = device.create_stream(), device.create_stream(), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+    step = ost.GraphedStep(
+        lambda stream: ost.launch(stream, increment, config(1), x, 1),
+        stream=other,
+        cache=ost.GraphCache(device),
+    )
+    for _ in range(2):
+        step()
+    with pytest.raises(CaptureBrokenError, match="refused to say"), ost.capture(stream):
+        ost.fill(stream, x, 0)
+        faults.fail("stream_capture_info", at=3)  # after the launch
+        step()
+    assert x.to_numpy(other)[0] == 3

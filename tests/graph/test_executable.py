@@ -11,8 +11,9 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import ChildGraphNodeParams
+from ostinato.driver.api import ChildGraphNodeParams, UpdateOutcome, UpdateVerdict
 from ostinato.driver.context import Hot
+from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import (
     CaptureError,
     ClosedError,
@@ -400,6 +401,30 @@ def test_after_an_update_in_another_order_single_nodes_are_not_mistaken(
         assert (y.to_numpy(stream).view(np.uint8) == 2).all()
         with pytest.raises(UpdateRefusedError, match="another order"):
             run.set_memset(0, x, 3)
+
+
+@pytest.mark.parametrize("inside", ["child", "body"])
+def test_after_an_update_in_another_order_nodes_inside_are_not_mistaken(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch, inside: str
+) -> None:
+    x, graphs = host_device.zeros(N, np.float32), []
+    for turned in (False, True):
+        graph, inner = (ost.Graph.create(host_device) for _ in range(2))
+        if inside == "body":
+            condition = graph.condition(default=1)
+            (inner,) = graph.add_conditional(ost.ConditionalKind.IF, condition).bodies
+        one, two = inner.add_memset(x, 1), inner.add_memset(x, 2)
+        inner.add_edges([(two, one) if turned else (one, two)])
+        if inside == "child":
+            graph.add_child(inner)
+        graphs.append(graph)
+    run = graphs[0].instantiate()
+    taken = UpdateOutcome(UpdateVerdict.SUCCESS)  # as by CUDA, which pairs nodes along the edges
+    monkeypatch.setattr(HostDriver, "exec_update", lambda *_: taken)
+    run.update(graphs[1])
+    (node,) = graphs[0].nodes
+    with pytest.raises(UpdateRefusedError, match="another order"):
+        run.set_memset(node.children[0][0], x, 3)
 
 
 def test_what_is_no_longer_pointed_at_is_let_go(sums: Sum, device: Device) -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import EdgeType, EmptyNodeParams, MemoryRange
-from ostinato.errors import CaptureError, GraphError
+from ostinato.errors import CaptureBrokenError, CaptureError, GraphError
 from ostinato.graph.order import dependencies
-from tests.sources import config, kernel
+from ostinato.testing import FaultyDriver
+from tests.sources import config, kernel, preload
 
 N = 200
 
@@ -135,6 +136,69 @@ def test_a_launch_at_a_plain_address_is_ordered_with_all_of_its_allocation(devic
         ost.launch(stream, kernel(device, "add"), config(N), x.address, x.address, out, N)
         ost.fill(stream, x[N // 2 :], 5)
     assert len(recording.build().edges) == 1
+
+
+def test_a_launch_at_the_address_of_an_alloc_node_is_ordered_with_all(device: Device) -> None:
+    """Before the graph runs, no allocation says how far such memory goes."""
+    graph = ost.Graph.create(device)
+    address = graph.add_alloc(4 * N).alloc.address
+    add, scale = kernel(device, "add"), kernel(device, "scale")
+    first = ost.prepare(add, config(N), address, address, address, N)
+    second = ost.prepare(scale, config(1), address + 2 * N, 1)
+    a, b = graph.add_operations([first, second])
+    assert (a.handle, b.handle) in {(e.source, e.target) for e in graph.edges}
+
+
+def test_launches_that_set_conditions_are_ordered(host_device: Device) -> None:
+    """The last one decides, whatever memory they use."""
+    x, y = host_device.array([0], np.uint32), host_device.array([1], np.uint32)
+
+    @ost.host_kernel("x: *const u32, condition: cond")
+    def decide(launch, x, condition):
+        launch.set_conditional(condition, int(x[0]))
+
+    found = host_device.modules.get_or_compile(decide, "decide")
+    graph = ost.Graph.create(host_device)
+    condition = graph.condition()
+    operations = [ost.prepare(found, config(1), v, condition) for v in (x, y)]
+    first, second = graph.add_operations(operations)
+    graph.add_conditional(ost.ConditionalKind.IF, condition, after=[first, second])
+    assert (first.handle, second.handle) in {(e.source, e.target) for e in graph.edges}
+
+
+def test_a_launch_that_was_done_raises_nothing_because_of_a_recording(host_device: Device) -> None:
+    """A step would take the launch for refused, and run its work again."""
+    faults = FaultyDriver(host_device.driver)
+    device = preload(Device(faults))
+    stream, x = device.create_stream(), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+    step = ost.GraphedStep(
+        lambda stream: ost.launch(stream, increment, config(1), x, 1),
+        stream=stream,
+        cache=ost.GraphCache(device),
+    )
+    for _ in range(2):
+        step()
+    with ost.record(stream) as recording:
+        faults.fail("graph_nodes", at=2)
+        step()
+    assert x.to_numpy(stream)[0] == 3
+    with pytest.raises(CaptureBrokenError, match="refused a call"):
+        recording.build()
+
+
+def test_work_that_may_have_been_captured_is_not_recorded(host_device: Device) -> None:
+    """The driver refuses to say whether it was."""
+    faults = FaultyDriver(host_device.driver)
+    device = Device(faults)
+    stream, x = device.create_stream(), device.zeros(1, np.int32)
+    with ost.record(stream) as recording:
+        faults.fail("stream_capture_info", times=2)
+        ost.fill(stream, x, 1)
+    faults.clear()
+    assert x.to_numpy(stream)[0] == 1
+    with pytest.raises(CaptureBrokenError, match="refused a call"):
+        recording.build()
 
 
 def test_another_threads_work_is_not_recorded(device: Device) -> None:

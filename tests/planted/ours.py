@@ -224,6 +224,22 @@ _FAULTS = (
         (STEP + "test_a_size_that_the_device_does_not_have_joins_no_capture",),
     ),
     Fault(
+        "size-of-a-later-call",
+        "A graph around a step reads the size that a later call of the step left on the device.",
+        "ostinato.replay.sizes:DeviceSizes._fill",
+        "fill(stream",
+        "(lambda *_: None)(stream",
+        (FOOTGUNS + "test_a_graph_around_a_step_has_the_size_of_its_call",),
+    ),
+    Fault(
+        "captured-work-is-recorded",
+        "What a recorded run captures is taken for work that ran, and replays do it twice.",
+        "ostinato.graph.recording:Recording._is_captured",
+        "return stream.is_capturing",
+        "return False",
+        (FOOTGUNS + "test_what_is_captured_in_a_recording_did_not_run",),
+    ),
+    Fault(
         "eager-run-with-padding",
         "A call that is run eagerly gets the sizes of the bucket.",
         "ostinato.replay.step:GraphedStep._run_eager",
@@ -489,7 +505,7 @@ _FAULTS = (
         "address-reaches-one-byte",
         "A recorded launch at a plain address is ordered with the first byte there alone.",
         "ostinato.graph.launching:_range_of",
-        "context.driver.memory_range(address) or MemoryRange(address, 1)",
+        "context.driver.memory_range(address)",
         "MemoryRange(address, 1)",
         (
             "tests/graph/test_record.py::"
@@ -772,7 +788,7 @@ _FAULTS = (
     Fault(
         "staged-bytes-are-overwritten",
         "An entry of the staging ring is written again before the copy out of it is done.",
-        "ostinato.state.staging:StagingRing.write",
+        "ostinato.state.staging:StagingRing._wait_for",
         "done.synchronize()",
         "pass",
         (STATE + "test_a_full_ring_overwrites_nothing_that_is_in_flight",),
@@ -781,7 +797,7 @@ _FAULTS = (
     Fault(
         "staged-bytes-without-an-event",
         "A staging entry whose event was refused is written again before its copy is done.",
-        "ostinato.state.staging:StagingRing._settle",
+        "ostinato.state.staging:StagingRing._wait_for",
         "stream.synchronize()",
         "pass",
         (STATE + "test_an_entry_whose_end_was_not_marked_is_waited_for",),

@@ -670,7 +670,7 @@ class GraphRules(World):
         return buffer if len(ref) == len(ref.box) else buffer[ref.start : ref.stop]
 
     def rebound(self, ops: tuple[Op, ...], old: Ref, new: Ref) -> tuple[tuple[Op, ...], bool]:
-        """The operations afterwards, and whether everything fits."""
+        """The operations afterwards, and whether everything fits and no copy overlaps itself."""
         fits = True
 
         def move(op: Op) -> Op:
@@ -684,8 +684,8 @@ class GraphRules(World):
                     fits = fits and stop + shift <= new.stop
                     moved[name] = Ref(new.box, ref.start + shift, ref.stop + shift, ref.reach)
             made = replace(op, **moved) if moved else op
-            if moved and isinstance(made, Copy) and made.dst.box is made.src.box:
-                fits = fits and not 0 < abs(made.dst.start - made.src.start) < len(made.src)
+            if isinstance(made, Copy) and made.dst.start != made.src.start:
+                fits = fits and not made.dst.overlaps(made.src)
             return made
 
         return rewritten(ops, move), fits

@@ -143,6 +143,18 @@ def test_a_staged_write_in_a_capture_is_refused_and_breaks_nothing(device: Devic
     assert value.read(stream) == 4
 
 
+@pytest.mark.parametrize("mode", list(ost.CaptureMode))
+def test_writes_on_another_stream_break_no_capture(device: Device, mode: ost.CaptureMode) -> None:
+    """Nor does the one that has to wait for the oldest of them."""
+    stream, other = device.create_stream(), device.create_stream()
+    x, scalar = device.zeros(1, np.uint32), ost.DeviceScalar(device, np.uint32)
+    with ost.capture(stream, mode=mode) as capture:
+        ost.fill(stream, x, 7)
+        for value in range(10):
+            scalar.set(value, other)
+    assert len(capture.graph) == 1 and scalar.read(other) == 9
+
+
 def test_the_ring_waits_only_when_it_is_full(device: Device) -> None:
     stream = device.create_stream()
     ring = StagingRing(device.context, 8, depth=2)

@@ -96,6 +96,10 @@ class Tap(Protocol):
         """Called after the stream was made to wait for an event: a fork or a join, in a capture."""
         ...
 
+    def awaited(self, event: Event | None) -> None:
+        """Called before the host waits for an event (or asks for its state), or for the device."""
+        ...
+
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """Called when the driver refused a call on this stream, or one that is no stream's."""
         ...
@@ -497,6 +501,8 @@ class Context:
                 "capture; nothing was done. Wait for streams or events, or until the capture has "
                 "ended"
             )
+        for tap in self.taps:
+            tap.awaited(None)
         with self.reporting():
             self._wait_for_all()
         self.collect()

@@ -37,6 +37,7 @@ __all__ = [
     "element_bytes",
     "exact_array",
     "exact_bytes",
+    "is_native",
     "pack_by_size",
     "pack_untyped",
     "refuse_masked",
@@ -270,6 +271,14 @@ def element_bytes(typestr: str) -> int:
         if typestr[2:].isdecimal():
             return int(typestr[2:])
         raise InputError(f"typestr {typestr!r} of an array interface is no type") from None
+
+
+def is_native(dtype: np.dtype[Any]) -> bool:
+    """Whether all numbers have the byte order of this machine.
+
+    `isnative` is True for fields that are arrays, whatever is in them (NumPy 2.4).
+    """
+    return dtype == dtype.newbyteorder("=")
 
 
 def exact_bytes(dtype: np.dtype[Any], value: object, what: str) -> bytes:
@@ -521,7 +530,7 @@ def _array_bytes(value: np.generic | npt.NDArray[Any], what: str) -> bytes:
     objects, masked elements.
     """
     refuse_masked(value, f"{what}: ")
-    if value.dtype.hasobject or not value.dtype.isnative:
+    if value.dtype.hasobject or not is_native(value.dtype):
         why = "holds Python objects" if value.dtype.hasobject else "has a foreign byte order"
         raise InputError(f"{what}: {value.dtype} {why}, and a kernel would read other values")
     return value.tobytes()

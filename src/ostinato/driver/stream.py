@@ -149,12 +149,19 @@ class Event(Closeable):
         way, which breaks it.  An event that was never recorded is done.
         """
         with self.context.reporting():
-            return self.context.driver.event_query(self.handle)
+            return self.context.driver.event_query(self._awaited())
 
     def synchronize(self) -> None:
         """Waits for the work before its last record.  Raises as `done`."""
         with self.context.reporting():
-            self.context.driver.event_synchronize(self.handle)
+            self.context.driver.event_synchronize(self._awaited())
+
+    def _awaited(self) -> EventHandle:
+        """The driver's handle, for a call by which the host learns that the event was reached."""
+        handle = self.handle
+        for tap in self.context.taps:
+            tap.awaited(self)
+        return handle
 
     def elapsed_since(self, start: Event) -> float:
         """Milliseconds from `start` to this event.
@@ -164,7 +171,7 @@ class Event(Closeable):
         """
         if not (self.timing and start.timing):
             raise InputError("both events must be made with timing=True to be subtracted")
-        return self.context.driver.event_elapsed(start.handle, self.handle)
+        return self.context.driver.event_elapsed(start._awaited(), self._awaited())
 
     def close(self) -> None:
         """Gives the event back once no graph has a node for it.  Idempotent."""

@@ -266,7 +266,7 @@ class _Session:
                 f"refused to say what is captured ({error})",
                 location=caller_location(),
             )
-            raise
+            return  # raised at the end: the work may be done, on a stream outside of the capture
         if info.status is CaptureStatus.INVALIDATED and stream is self.stream:
             self._note_broken(None)
         if info.status is not CaptureStatus.ACTIVE or info.capture_id != self._id:
@@ -290,6 +290,9 @@ class _Session:
         info = stream.capture_info
         if info.status is CaptureStatus.ACTIVE and info.capture_id == self._id:
             self.forked_at = caller_location()
+
+    def awaited(self, event: Event | None) -> None:
+        """The driver refuses what a capture forbids."""
 
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """Notes the line of the first refused call that can have broken this capture."""
@@ -411,7 +414,8 @@ class Capture:
         """Ends the capture and returns the graph.  The stream works again, also if this raises.
 
         Raises NotCapturingError if it is not under way, CaptureBrokenError with the line if
-        something broke it, CaptureError if nothing was captured or the driver gave no graph.
+        something broke it, CaptureError if nothing was captured or the driver gave no graph,
+        ClosedError if the device was closed.
         """
         if self._state is not _State.ACTIVE:
             raise NotCapturingError(
@@ -422,6 +426,7 @@ class Capture:
         self._state = _State.ABORTED  # until there is a graph
         if session.failure is not None:
             self._abort()
+            self.stream.context.require_open()
             raise session.broken(session.failure) from (session.broken_by or session.failure)
         if session.refusal is not None:
             self._abort()

@@ -202,9 +202,11 @@ def _touched(
             continue
         elif isinstance(value, int) or address_of(value) is None:
             return None, None  # bytes of any kind, or a number, which may hold an address
+        if not address_of(value):
+            continue  # a null pointer
         touched = _range_of(context, value)
         if touched is None:
-            continue  # a null pointer
+            return None, None
         if Access.READ in access:
             reads.append(touched)
         if Access.WRITE in access:
@@ -213,10 +215,10 @@ def _touched(
 
 
 def _range_of(context: Context, value: object) -> MemoryRange | None:
-    address = address_of(value)
-    if not address:
-        return None
+    """None where nobody knows how far it is used: a bare address that is in no live allocation, as
+    those of alloc nodes are not before a launch."""
     if hasattr(value, "range") or array_interface(value) is not None:
         return range_of(value)
     # How far a bare address is used is unknown: the whole allocation behind it.
-    return context.driver.memory_range(address) or MemoryRange(address, 1)
+    address = address_of(value)
+    return None if address is None else context.driver.memory_range(address)

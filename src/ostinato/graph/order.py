@@ -47,9 +47,9 @@ def edge_data(
 def dependencies(operations: Sequence[Operation]) -> list[list[int]]:
     """For each operation, the earlier ones it must wait for directly.
 
-    Two operations are ordered if one writes what the other reads or writes; an operation whose
-    memory is not known is ordered against all.  What follows from others is left out.
-    Host functions and child graphs count as unknown.
+    Two operations are ordered if one writes what the other reads or writes, or if both set
+    conditions; an operation whose memory is not known is ordered against all.  What follows from
+    others is left out.  Host functions and child graphs count as unknown.
     """
     ancestors: list[int] = []  # bit i: operation i comes before
     result: list[list[int]] = []
@@ -68,19 +68,26 @@ def dependencies(operations: Sequence[Operation]) -> list[list[int]]:
 
 
 def conflict(first: Operation, second: Operation) -> bool:
-    """Whether two operations must be ordered: one writes what the other reads or writes, or what
-    one of them touches is not known."""
+    """Whether two operations must be ordered: one writes what the other reads or writes, both set
+    conditions, or what one of them touches is not known."""
     if isinstance(first.params, ChildGraphNodeParams) or isinstance(
         second.params, ChildGraphNodeParams
     ):
         return True
     if first.reads is None or first.writes is None or second.reads is None or second.writes is None:
         return True
+    if _sets_conditions(first) and _sets_conditions(second):
+        return True
     return (
         overlap(first.writes, second.reads)
         or overlap(first.writes, second.writes)
         or overlap(first.reads, second.writes)
     )
+
+
+def _sets_conditions(operation: Operation) -> bool:
+    signature = operation.signature
+    return signature is not None and any(p.type == "cond" for p in signature.parameters)
 
 
 def overlap(left: Sequence[MemoryRange], right: Sequence[MemoryRange]) -> bool:

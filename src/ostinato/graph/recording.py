@@ -17,13 +17,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ostinato.driver.api import (
-    CaptureStatus,
-)
+from ostinato.driver.api import CaptureStatus, ChildGraphNodeParams, NodeHandle
 from ostinato.driver.context import Entry
 from ostinato.driver.location import caller_line, caller_location
 from ostinato.driver.stream import Event, Operation, Stream, require_stream
-from ostinato.errors import CaptureBrokenError, CaptureError, DriverError, GraphError
+from ostinato.errors import (
+    CaptureBrokenError,
+    CaptureError,
+    ClosedError,
+    DriverError,
+    GraphError,
+)
 from ostinato.graph.graph import Graph
 from ostinato.graph.order import Recorded
 
@@ -55,6 +59,8 @@ class Recording:
         """Events recorded inside and not waited for inside yet, with their lines."""
         self._inside: set[Event] = set()
         """Events whose last record was inside."""
+        self._launched: list[tuple[Graph, tuple[NodeHandle, ...], str]] = []
+        """Graphs that were launched, with the nodes that they had and the line."""
         self._broken: _Break | None = None
 
     def __repr__(self) -> str:
@@ -75,7 +81,19 @@ class Recording:
             self._broken = _Break(why, caller_location())
 
     def _is_mine(self, stream: Stream) -> bool:
-        return threading.get_ident() == self._thread and int(stream.handle) in self._members
+        """Whether a call on the stream was work of the recording."""
+        mine = threading.get_ident() == self._thread and int(stream.handle) in self._members
+        return mine and not self._is_captured(stream)
+
+    def _is_captured(self, stream: Stream) -> bool:
+        """Whether work on the stream goes into a capture now, also of another library."""
+        try:
+            return stream.is_capturing
+        except ClosedError:
+            return False
+        except DriverError as error:  # the work may be done, so nothing may be raised
+            self._note_refused(error)
+            return False
 
     # --- Tap
     def entering(
@@ -86,6 +104,8 @@ class Recording:
             return
         if entry is Entry.GIVE:
             self._break(f"{what}: what it launches there cannot be recorded")
+        elif self._is_captured(stream):
+            return  # it does not run; a launch of its graph is recorded as one
         elif entry is Entry.ONCE:
             self._break(f"{what} is nothing that a graph can do again")
         elif int(stream.handle) not in self._members:
@@ -95,8 +115,16 @@ class Recording:
             )
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
-        if self._is_mine(stream):
-            self.operations.append(Recorded(operation, caller_line(), int(stream.handle)))
+        if not self._is_mine(stream):
+            return
+        self.operations.append(Recorded(operation, caller_line(), int(stream.handle)))
+        if isinstance(operation.params, ChildGraphNodeParams):
+            graph = operation.keep[0]
+            assert isinstance(graph, Graph)
+            try:
+                self._launched.append((graph, _nodes(graph), caller_location()))
+            except DriverError as error:  # the launch is done, so nothing may be raised
+                self._note_refused(error)
 
     def recorded(self, stream: Stream, event: Event) -> None:
         """An event inside forks another stream, or joins it; from outside it can do neither."""
@@ -107,7 +135,7 @@ class Recording:
             self._events[event] = caller_location()
 
     def waited(self, stream: Stream, event: Event) -> None:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or self._is_captured(stream):
             return
         if event in self._inside:
             self._events.pop(event, None)
@@ -115,10 +143,19 @@ class Recording:
         elif int(stream.handle) in self._members:
             self._break("the stream was made to wait for an event from outside of the recording")
 
+    def awaited(self, event: Event | None) -> None:
+        """What the host reads after it, and gives to later work, is a constant of the graph."""
+        if threading.get_ident() == self._thread and (event is None or event in self._inside):
+            what = "the device" if event is None else "an event of the recording"
+            self._break(f"the host waited for {what}, or asked whether it was reached")
+
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """A refused call breaks the recording, also if the caller catches the error."""
         if stream is None or self._is_mine(stream):
-            self._break(f"the driver refused a call ({error.call}, status {int(error.status)})")
+            self._note_refused(error)
+
+    def _note_refused(self, error: DriverError) -> None:
+        self._break(f"the driver refused a call ({error.call}, status {int(error.status)})")
 
     def __len__(self) -> int:
         return len(self.operations)
@@ -131,6 +168,9 @@ class Recording:
         recorded or the driver refuses a node.  Nothing is left behind then.
         """
         broken = self._found()
+        for graph, nodes, location in self._launched:
+            if not (broken or graph.closed) and _nodes(graph) != nodes:
+                broken = _Break("nodes were added since to the graph that it launched", location)
         if broken is not None:
             raise CaptureBrokenError(
                 f"the recording was broken at {broken.location}: {broken.why}. The run is done; a "
@@ -138,6 +178,10 @@ class Recording:
                 location=broken.location,
             )
         return build_graph(self.stream, self.operations, serial=serial)
+
+
+def _nodes(graph: Graph) -> tuple[NodeHandle, ...]:
+    return graph.context.driver.graph_nodes(graph.handle)
 
 
 @contextmanager

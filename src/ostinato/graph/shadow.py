@@ -81,14 +81,18 @@ class _Frozen:
 
     def _add(self, handle: GraphHandle) -> FrozenGraph:
         made = self._graphs[handle] = self._freeze(handle)
-        for index in made.holders:
-            params = made.params(index)
-            if isinstance(params, ChildGraphNodeParams):
-                self._add(params.graph)
-            elif isinstance(params, ConditionalNodeParams):
-                for body in params.bodies:
-                    self._add(body)
+        for inner in _inner(made):
+            self._add(inner)
         return made
+
+    def shape(self) -> object:
+        """Kinds of nodes and edges by the places of nodes, also of the graphs inside."""
+        return self._shape(self.outer)
+
+    def _shape(self, frozen: FrozenGraph) -> object:
+        kinds = [frozen.kind(index) for index in range(len(frozen.nodes))]
+        inside = [self._shape(self._graphs[inner]) for inner in _inner(frozen)]
+        return kinds, _places(frozen.edges(), frozen.nodes), inside
 
     def node(self, graph: Graph, index: int, find: KnownRanges) -> Node:
         """One of its own nodes."""
@@ -198,18 +202,14 @@ class Shadow:
         assert self._now.updated is not None
         graph, frozen = self._now.updated
         _ = graph.handle
-        new = frozen.nodes(graph)
         # CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another order;
         # what is set here belongs to a node's index.
-        same = [n.kind for n in first] == [n.kind for n in new]
-        if not same or _links(self._frozen.outer.edges(), first) != _links(
-            frozen.outer.edges(), new
-        ):
+        if self._frozen.shape() != frozen.shape():
             raise UpdateRefusedError(
                 "the executable was updated from a graph whose nodes come in another order, so its "
                 "single nodes cannot be told apart any more; instantiate again to set them"
             )
-        return _under_handles(first, new)
+        return _under_handles(first, frozen.nodes(graph))
 
     def node(self, node: Node | int) -> Node:
         """A node as it was in the definition, also inside child graphs and bodies.
@@ -448,12 +448,18 @@ def _kept_reach(
     return {at: n for at, n in reach.items() if same and old[at : at + 8] == new[at : at + 8]}
 
 
-def _links(edges: Sequence[Edge], nodes: Sequence[Node]) -> set[tuple[int, int, EdgeData]]:
-    """The edges by the places of their nodes."""
-    return _places(edges, [n.handle for n in nodes])
+def _inner(frozen: FrozenGraph) -> Iterator[GraphHandle]:
+    """The graphs inside its nodes."""
+    for index in frozen.holders:
+        params = frozen.params(index)
+        if isinstance(params, ChildGraphNodeParams):
+            yield params.graph
+        elif isinstance(params, ConditionalNodeParams):
+            yield from params.bodies
 
 
 def _places(edges: Sequence[Edge], nodes: Sequence[NodeHandle]) -> set[tuple[int, int, EdgeData]]:
+    """The edges by the places of their nodes."""
     place = {node: i for i, node in enumerate(nodes)}
     return {
         (place[e.source], place[e.target], e.data)

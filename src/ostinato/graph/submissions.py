@@ -58,6 +58,9 @@ class _Noted:
     def waited(self, stream: Stream, event: Event) -> None:
         """Events are no operations."""
 
+    def awaited(self, event: Event | None) -> None:
+        """Waits are no operations."""
+
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """A refused operation was not submitted."""
 

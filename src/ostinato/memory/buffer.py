@@ -20,7 +20,7 @@ from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams,
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, Entry, Watcher, members
 from ostinato.driver.process_memory import as_numpy
-from ostinato.driver.signature import exact_array, exact_bytes
+from ostinato.driver.signature import exact_array, exact_bytes, is_native
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import ClosedError, InputError, NotAvailableError
 
@@ -59,7 +59,7 @@ def device_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
         raise InputError(f"dtype {kind!r} holds Python objects, which no device can read")
     if not kind.itemsize:
         raise InputError(f"dtype {kind!r} has elements of 0 bytes")
-    if not kind.isnative:
+    if not is_native(kind):
         raise InputError(
             f"dtype {kind!r} has not the byte order of this machine, and kernels would read other "
             'numbers: convert the values first (array.astype(array.dtype.newbyteorder("=")))'
@@ -352,7 +352,7 @@ class Buffer(Closeable):
         return members(self._watchers)
 
     def close(self) -> None:
-        """Frees the memory once no work under way can use it; does not wait.  Idempotent.
+        """Frees the memory; the driver waits for the device's work under way first.  Idempotent.
 
         Later launches with it raise ClosedError, and so do graphs that still point at it: close or
         evict them first, or rebind them.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ostinato.cache import Buckets, GraphCache
@@ -13,6 +14,8 @@ from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Stream
 from ostinato.errors import CaptureError, InputError
+from ostinato.graph import Recording
+from ostinato.memory import fill
 from ostinato.state import DeviceScalar
 
 __all__ = ["Call", "DeviceSizes", "StepKey", "bucket_of", "checked_sizes", "sizes_of"]
@@ -98,6 +101,9 @@ class DeviceSizes:
     over, and after that only those for which `scalar` was called, and those that graphs from files
     may read.  Steps that share their graphs share these (`sizes_of`): a graph reads the sizes of
     the step that made it.
+
+    A graph of more work, into which a call is captured or recorded, writes the sizes of that call
+    itself, at each launch.
     """
 
     def __init__(self, context: Context, *, shared: bool = False) -> None:
@@ -112,6 +118,12 @@ class DeviceSizes:
         """The values on the device; without those whose last write failed."""
         self._now: Mapping[str, int] = {}
         """The sizes of the call under way."""
+        self.running = False
+        """Whether a step's `run` is under way, and no call that it made itself."""
+        self._nested = False
+        """Whether such a call is under way."""
+        self._elsewhere = False
+        """Whether other graphs write the sizes too, so that each call must."""
         self._joins = False
         """Whether that call runs inside of a capture that is not the step's own."""
         self.complete: Mapping[str, int] | None = None
@@ -150,8 +162,8 @@ class DeviceSizes:
                 f"the size {name!r} has no place on the device yet, and a capture cannot make one: "
                 "call the step once before, or ask for the size before the capture"
             )
-        if capturing and self._joins and name in self._now:
-            self._require_there(name)
+        if capturing and self._joins and name in self._now and name not in self._asked:
+            self._join(name, stream)
         self.complete = None
         self._allocate(name)
         self._asked.add(name)
@@ -174,36 +186,58 @@ class DeviceSizes:
         """Writes the sizes that changed, in stream order."""
         self.complete = None  # until all of them are written
         self._now, self._joins = sizes, False
+        # Not in a run with these sizes, or in a call that it makes: it has others at each replay.
+        inside = self.running or self._nested
+        recorded = not inside and any(isinstance(t, Recording) for t in self._context.taps)
         for name in self._asked | self._restored if self._known else tuple(self._scalars):
-            if name in sizes and self._there.get(name) != sizes[name]:
-                self._write(name, sizes[name], stream)
-        self.complete = sizes
+            if name in sizes:
+                same = self._there.get(name) == sizes[name]
+                if same and recorded:
+                    self._fill(name, stream)
+                elif self._elsewhere or not same:
+                    self._write(name, sizes[name], stream)
+        self.complete = None if self._elsewhere else sizes
 
-    @property
-    def now(self) -> tuple[Mapping[str, int], bool]:
-        """The sizes of the call under way, and whether it joins a capture; for `resume`."""
-        return self._now, self._joins
+    @contextmanager
+    def nested(self, stream: Stream) -> Iterator[None]:
+        """For a call that a run with these sizes makes.  The rest of that run finds its own on the
+        device again."""
+        sizes, joins, nested = self._now, self._joins, self._nested
+        try:
+            self.running, self._nested = False, True
+            yield
+        finally:
+            self.running, self._nested = True, nested
+            if stream.is_capturing:  # the call has written nothing
+                self.complete, self._now, self._joins = None, sizes, joins
+            else:
+                self.set(sizes, stream)
 
-    def resume(self, sizes: Mapping[str, int], joins: bool, stream: Stream) -> None:
-        """After a call inside of a run, whose sizes these are."""
-        if stream.is_capturing:  # the inner call has written nothing
-            self.complete, self._now, self._joins = None, sizes, joins
-        else:
-            self.set(sizes, stream)
-
-    def begin_in_capture(self, sizes: Mapping[str, int]) -> None:
-        """Before a run inside a capture, where memory can neither be allocated nor written.
+    def begin_in_capture(self, sizes: Mapping[str, int], stream: Stream) -> None:
+        """Before a run inside a capture of more work, where no memory can be allocated.
 
         Raises CaptureError if a size that the step reads has another value on the device.
         """
         self.complete, self._now = None, sizes
-        for name in self._asked:
+        for name in tuple(self._asked):
             if name in sizes:
-                self._require_there(name)
+                self._join(name, stream)
         self._joins = True
 
+    def _join(self, name: str, stream: Stream) -> None:
+        """Makes the graph of a capture write a size before work that reads it."""
+        self._require_there(name)
+        if not self._nested:
+            self._fill(name, stream)
+
+    def _fill(self, name: str, stream: Stream) -> None:
+        """Writes a size by an operation that the graph being made repeats."""
+        self._elsewhere = True
+        fill(stream, self._scalars[name].buffer, self._now[name])
+
     def _require_there(self, name: str) -> None:
-        wanted, there = self._now[name], self._there.get(name)
+        known = not (self._nested and self._elsewhere)
+        wanted, there = self._now[name], self._there.get(name) if known else None
         if there != wanted:
             raise CaptureError(
                 f"{name} is {there} on the device and {wanted} is wanted, which cannot be written "

@@ -220,8 +220,6 @@ class GraphedStep(Closeable):
         self._calls: OrderedDict[tuple[tuple[str, int], ...], Call] = OrderedDict()
         self._buckets = cache.buckets
         self._states: OrderedDict[StepKey, KeyState] = OrderedDict()
-        self._running = False
-        """Whether `run` is under way, and no call that it made itself."""
         self._broken: tuple[Reason, str] | None = None
         """Why no key is served until `release`, and the text of the error."""
         self._keys: set[Hashable] = set()
@@ -326,7 +324,7 @@ class GraphedStep(Closeable):
         ClosedError.
         """
         with self._lock, self.stream.turn.lock:
-            if self._running:
+            if self._sizes.running:
                 return self._call_inside(sizes)
             call = self._call(sizes)
             state = self._state(call.key)
@@ -348,20 +346,15 @@ class GraphedStep(Closeable):
 
     def _run(self, sizes: Mapping[str, int]) -> None:
         try:
-            self._running = True
+            self._sizes.running = True
             self.run(self.stream, **sizes)
         finally:
-            self._running = False
+            self._sizes.running = False
 
     def _call_inside(self, sizes: Mapping[str, int]) -> Decision:
-        """A call by `run` itself.  The rest of that run finds its own sizes on the device again."""
-        sizes_of_run = self._sizes.now
-        self._running = False
-        try:
+        """A call by `run` itself, or by that of a step with the same sizes."""
+        with self._sizes.nested(self.stream):
             return self(**sizes)
-        finally:
-            self._sizes.resume(*sizes_of_run, self.stream)
-            self._running = True
 
     def save(self, *, check: bool = True) -> dict[StepKey, str]:
         """Writes the graphs that the step has now to its store; returns why some were not written.
@@ -428,6 +421,9 @@ class GraphedStep(Closeable):
         as in a call.  Raises InputError as a call does, and for a step with `build="record"`.
         """
         with self._lock, self.stream.turn.lock:
+            if self._sizes.running:
+                with self._sizes.nested(self.stream):
+                    return self.prepare(**sizes)
             call, state, decision = self._next(sizes)
             if decision.reason is Reason.WARMING_UP or decision.action is Action.BUILD:
                 if self.build == "record":
@@ -445,6 +441,9 @@ class GraphedStep(Closeable):
         again while the graph is held.  Raises ContextPoisonedError and InputError as a call does.
         """
         with self._lock, self.stream.turn.lock:
+            if self._sizes.running:
+                with self._sizes.nested(self.stream):
+                    return self.hold(**sizes)
             call, state, decision = self._next(sizes)
             if decision.action in (Action.EAGER, Action.REFUSE) or isinstance(self.verify, int):
                 return decision
@@ -481,12 +480,16 @@ class GraphedStep(Closeable):
         return call, state, decide(self._situation(call, state, has_graph))
 
     def _replay_held(self, call: Call, executable: GraphExec) -> None:
-        self._sizes.set(call.sizes, self.stream)
-        try:
-            run_replay(call.key, executable, self.stream, self.settings, self.profile)
-        except NotLaunched as refused:
-            assert refused.__cause__ is not None
-            raise refused.__cause__ from None
+        with self.stream.turn.lock:  # another thread's call may have other sizes
+            if self._sizes.running:
+                with self._sizes.nested(self.stream):
+                    return self._replay_held(call, executable)
+            self._sizes.set(call.sizes, self.stream)
+            try:
+                run_replay(call.key, executable, self.stream, self.settings, self.profile)
+            except NotLaunched as refused:
+                assert refused.__cause__ is not None
+                raise refused.__cause__ from None
 
     def _let_go(self, key: StepKey, counts: HeldCounts) -> None:
         with self._lock:
@@ -539,7 +542,7 @@ class GraphedStep(Closeable):
                 f"{decision.reason.value} ({decision.detail})"
             )
         if decision.reason is Reason.INSIDE_CAPTURE:
-            self._sizes.begin_in_capture(call.sizes)
+            self._sizes.begin_in_capture(call.sizes, self.stream)
         else:
             self._sizes.begin(call.sizes, self.stream)
         before = self.stream.submitted
@@ -559,7 +562,7 @@ class GraphedStep(Closeable):
         self, call: Call, state: KeyState, executable: GraphExec, decision: Decision
     ) -> Decision:
         state.replays += 1
-        if self._sizes.complete is not call.sizes:
+        if self._sizes.complete is not call.sizes or self.stream.context.taps:
             self._sizes.set(call.sizes, self.stream)
         if self.verify != "off" and self._is_due(call, state, executable):
             return self._checked(call, state, executable, decision)

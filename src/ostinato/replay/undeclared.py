@@ -151,6 +151,9 @@ class _Saver:
     def waited(self, stream: Stream, event: Event) -> None:
         """Events write nothing."""
 
+    def awaited(self, event: Event | None) -> None:
+        """Waits write nothing."""
+
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """A refused call has written nothing."""
 

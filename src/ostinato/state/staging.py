@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.driver.api import CaptureStatus, MemcpyNodeParams
+from ostinato.driver.api import CaptureMode, CaptureStatus, MemcpyNodeParams
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Event, Operation, Stream
@@ -73,11 +73,15 @@ class StagingRing:
                 raise ClosedError("the staging ring is closed, and so is what it writes to")
             index = self._next
             self._next = (index + 1) % self.depth
-            done = self._done[index]
-            if done is not None and not done.done:
-                self._waits += 1
-                done.synchronize()
-            self._settle(index)
+            context = self._memory.context
+            if context.captures:  # of other streams; they forbid this thread to ask for events
+                before = context.driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
+                try:
+                    self._wait_for(index)
+                finally:
+                    context.driver.thread_exchange_capture_mode(before)
+            else:
+                self._wait_for(index)
             self._views[index][:size] = np.frombuffer(data, np.uint8)
             entry = self._entries[index]
             params = MemcpyNodeParams(dst.address, entry.address, size)
@@ -86,19 +90,23 @@ class StagingRing:
             )
             self._unmarked[index] = self._streams[index] = stream
             stream.submit(operation)
-            self._done[index] = stream.record(done)
+            self._done[index] = stream.record(self._done[index])
             self._unmarked[index] = None
 
-    def _settle(self, index: int) -> None:
-        """Waits for a copy whose event could not be recorded, or was interrupted."""
+    def _wait_for(self, index: int) -> None:
+        """Waits until the last copy out of an entry is done."""
+        done = self._done[index]
+        if done is not None and not done.done:
+            self._waits += 1
+            done.synchronize()
+        # Of a copy whose event could not be recorded, or was interrupted.
         stream = self._unmarked[index]
         if stream is not None and not stream.closed:
             stream.synchronize()
         self._unmarked[index] = None
 
     def close(self) -> None:
-        """Gives the pinned memory back once the copies out of it are done; does not wait.
-        Idempotent."""
+        """Gives the pinned memory back once the copies out of it are done.  Idempotent."""
         with self._lock:
             closed, self._closed = self._closed, True
         if closed:

@@ -186,7 +186,8 @@ class WorkQueue:
         """
         if self.completed >= number or number > self.submitted:
             return True
-        if self._idle:  # an interruption came between a task and the worker's waking
+        if self._idle or self._thread is None:
+            # An interruption came between a task and the worker's waking, or its start.
             with self._lock:
                 self._rouse()
         return False
