@@ -166,6 +166,10 @@ class MemoryRange:
         """Whether `nbytes` bytes from `address` lie wholly inside."""
         return self.address <= address and address + nbytes <= self.end
 
+    def overlaps(self, other: MemoryRange) -> bool:
+        """Whether they have a byte in common, or one without bytes lies inside the other."""
+        return self.address < other.end and other.address < self.end
+
 
 # ------------------------------------------------------------------------------ modules and kernels
 

@@ -95,7 +95,7 @@ def touches(settings: Settings, target: MemoryRange, allocation: MemoryRange | N
     def find(address: int) -> MemoryRange | None:
         return around if around.holds(address) else None
 
-    return any(_overlap(touch.range, target) for _, touch in walk(settings, find))
+    return any(touch.range.overlaps(target) for _, touch in walk(settings, find))
 
 
 def dangling(
@@ -113,7 +113,7 @@ def dangling(
     for setting, touch in walk(settings, find):
         if any(touch.handle == node and touch.key in places for node, places in apart):
             continue
-        if _overlap(touch.range, closed) and not _has_open_owner(setting, touch):
+        if touch.range.overlaps(closed) and not _has_open_owner(setting, touch):
             return touch
     return None
 
@@ -138,10 +138,6 @@ def _has_open_owner(setting: Setting, touch: Touch) -> bool:
 
 def _is_closed(owner: object) -> bool:
     return getattr(owner, "closed", False) is True
-
-
-def _overlap(one: MemoryRange, other: MemoryRange) -> bool:
-    return one.address < other.end and other.address < one.end
 
 
 def _touch(

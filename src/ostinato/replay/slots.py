@@ -141,8 +141,7 @@ def check_slots(slots: Sequence[Slot]) -> None:
         for other in slots[:index]:
             if slot.name == other.name:
                 raise InputError(f"two slots are called {slot.name!r}")
-            a, b = slot.buffer.range, other.buffer.range
-            if a.address < b.end and b.address < a.end:
+            if slot.buffer.range.overlaps(other.buffer.range):
                 raise InputError(
                     f"slots {other.name!r} and {slot.name!r} overlap in memory; declare the whole "
                     "buffer once, with the role of what the step does with it"

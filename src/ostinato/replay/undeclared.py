@@ -22,7 +22,7 @@ from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import DriverError, InputError
 from ostinato.graph import GraphExec
 from ostinato.memory import Buffer
-from ostinato.memory.ranges import range_of
+from ostinato.memory.ranges import merged, range_of
 from ostinato.replay.slots import Values
 
 __all__ = ["Undeclared"]
@@ -174,14 +174,7 @@ def _written(executable: GraphExec) -> list[MemoryRange]:
         live = driver.memory_range(address)
         if live is not None:
             found.append(MemoryRange(address, min(touch.range.end, live.end) - address))
-    merged: list[MemoryRange] = []
-    for memory in sorted(found, key=lambda m: m.address):
-        if merged and memory.address < merged[-1].end:
-            end = max(merged[-1].end, memory.end)
-            merged[-1] = MemoryRange(merged[-1].address, end - merged[-1].address)
-        else:
-            merged.append(memory)
-    return merged
+    return merged(found)
 
 
 def _without(ranges: Sequence[MemoryRange], taken: Sequence[MemoryRange]) -> list[MemoryRange]:

@@ -80,7 +80,7 @@ from ostinato.graph.disk.survey import (
     Twin,
     survey,
 )
-from ostinato.memory.ranges import KnownRanges, Target, range_of
+from ostinato.memory.ranges import KnownRanges, Target, merged, range_of
 
 __all__ = ["Keeping", "save"]
 
@@ -298,14 +298,7 @@ def _pieces(
                 gap = _gap(address, taken, live)
                 if gap is not None:
                     ranges.append(gap)
-    merged: list[MemoryRange] = []
-    for memory in sorted(ranges, key=lambda m: m.address):
-        if merged and memory.address < merged[-1].end:
-            end = max(merged[-1].end, memory.end)
-            merged[-1] = MemoryRange(merged[-1].address, end - merged[-1].address)
-        else:
-            merged.append(memory)
-    pieces = [_piece(memory, None, found, named, context) for memory in merged]
+    pieces = [_piece(memory, None, found, named, context) for memory in merged(ranges)]
     for index, memory in found.allocated.items():
         pieces.append(_piece(memory, index, found, {}, context))
     return pieces

@@ -29,7 +29,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import median
 from typing import Any, Self
 
-from ostinato import GraphCache, MemoryRange, new_lock
+from ostinato import GraphCache, new_lock
 from ostinato.errors import (
     CaptureLimitError,
     ClosedError,
@@ -516,14 +516,14 @@ class Graphed(Guarded):
             return False
         memory = self._library.storage
         copied = [*map(memory, work.leaves)]
-        if line.written and any(_meet(a, b) for a, b in itertools.combinations(copied, 2)):
+        if line.written and any(a.overlaps(b) for a, b in itertools.combinations(copied, 2)):
             return True
         if not copied:
             return False
         state = work.state
         # If an argument is written, whatever else the function reads may be in its memory.
         others = state if line.written else [state[i] for i in line.state if i < len(state)]
-        return any(_meet(a, b) for b in map(memory, others) for a in copied)
+        return any(a.overlaps(b) for b in map(memory, others) for a in copied)
 
     # --- graphs
     def _restore(self, line: Line, work: Work) -> bool:
@@ -731,11 +731,6 @@ class Graphed(Guarded):
 
 def _itself(array: Any) -> Any:
     return array
-
-
-def _meet(one: MemoryRange, other: MemoryRange) -> bool:
-    """Whether they have a byte in common; another library may have given a part of one."""
-    return one.address < other.end and other.address < one.end
 
 
 def _fits(line: Line, work: Work) -> bool:
