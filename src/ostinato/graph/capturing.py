@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import CaptureMode, CaptureStatus, GraphHandle, NodeHandle
-from ostinato.driver.context import Entry
+from ostinato.driver.context import Entry, Tap
 from ostinato.driver.location import caller_line, caller_location, describe_line
 from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import (
@@ -59,15 +59,13 @@ class _State(enum.Enum):
     ABORTED = "aborted"
 
 
-class _Session:
+class _Session(Tap):
     """One capture in the driver, and the tap that follows the work in it.
 
     It does not hold its `Capture`, so that a `Capture` which is dropped can be finalised, and the
     context ends it.  `leave` may be called at any time and repeatedly: an interruption
     (KeyboardInterrupt) may come between any two lines, and the next call does what is left to do.
     """
-
-    needs_access = False
 
     def __init__(
         self, stream: Stream, mode: CaptureMode, into: Graph | None, contained: bool, trace: bool
@@ -278,9 +276,6 @@ class _Session:
         if len(info.dependencies) == 1:
             self.labels[info.dependencies[0]] = label
         self.noted.append(label)
-
-    def recorded(self, stream: Stream, event: Event) -> None:
-        """Notes nothing: the driver knows which nodes an event waits for."""
 
     def waited(self, stream: Stream, event: Event) -> None:
         """Notes the line that pulled another stream into this capture."""
