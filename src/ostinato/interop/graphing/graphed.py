@@ -289,53 +289,45 @@ class Graphed(Guarded):
             if dynamic is not None:
                 changed = library.narrow(changed, dynamic.axis, dynamic.size)
             library.copy(work.leaves[index], changed)
-        tree = captured.tree
-        if not (tree.given or work.sizes):
-            return captured.give(made)
+        given: Sequence[Any] = ()
+        if captured.tree.given:
+            given = self._subject.arguments.static_objects(work)
+        if not work.sizes:
+            return captured.give(made, given)
         outputs = [*captured.outputs]
-        for (index, axis), cut in line.cuts.items() if work.sizes else ():
+        for (index, axis), cut in line.cuts.items():
             outputs[index] = library.narrow(outputs[index], axis, work.sizes[cut.size])
-        if self._options.results == "clone":
-            hows = zip(outputs, self._hows(captured), strict=True)
-            outputs = [
-                how(out) if not (made and how is library.clone) else out for out, how in hows
-            ]
-        if made:
-            for index, copy in zip(captured.moves.outputs, made, strict=True):  # type: ignore[union-attr]
-                outputs[index] = copy
-        given = self._subject.arguments.static_objects(work) if tree.given else ()
-        return tree.build(outputs, given)
+        return captured.give(made, given, outputs)
 
-    def _hows(self, captured: Captured) -> list[Callable[[Any], Any]]:
-        """What is given of each output: a copy, or an array over static memory, which is another
-        one each time, since its shape may be changed in place.  Static arrays stay themselves."""
-        library, kept = self._library, {id(array) for _, array in captured.bound.storages}
-        outputs = zip(captured.outputs, captured.clones, strict=True)
-        return [
-            library.clone if copied else _itself if id(out) in kept else library.alias
-            for out, copied in outputs
-        ]
-
-    def _giver(self, captured: Captured) -> Callable[[Sequence[Any]], Any]:
+    def _giver(self, captured: Captured) -> Callable[..., Any]:
         """See `Captured.give`."""
-        outputs, build, clone = captured.outputs, captured.tree.build, self._library.clone
+        library, build = self._library, captured.tree.build
+        if self._options.results == "static":
+            return lambda made, given=(), outputs=captured.outputs: build(outputs, given)
         moved = () if captured.moves is None else captured.moves.outputs
-        hows, copies = self._hows(captured), self._options.results == "clone"
-        others = [(i, how) for i, how in enumerate(hows) if how is not clone]
+        if moved and len(moved) == len(captured.outputs):
+            return build
+        # What is given of each output: a copy, by the graph (None) or by the library; or an array
+        # over static memory, which is another one each time, since its shape may be changed in
+        # place.  Static arrays stay themselves.
+        kept = {id(array) for _, array in captured.bound.storages}
+        hows: list[Callable[[Any], Any] | None] = []
+        for index, (output, copied) in enumerate(
+            zip(captured.outputs, captured.clones, strict=True)
+        ):
+            copy = None if index in moved else library.clone
+            hows.append(copy if copied else _itself if id(output) in kept else library.alias)
 
-        def give(made: Sequence[Any]) -> Any:
-            if not copies:
-                return build(outputs)
-            if not made:
-                return build([how(out) for out, how in zip(outputs, hows, strict=True)])
-            given = [*outputs]
-            for index, copy in zip(moved, made, strict=True):
-                given[index] = copy
-            for index, how in others:
-                given[index] = how(given[index])
-            return build(given)
+        def give(
+            made: Sequence[Any],
+            given: Sequence[Any] = (),
+            outputs: Sequence[Any] = captured.outputs,
+        ) -> Any:
+            copies = iter(made)
+            pairs = zip(outputs, hows, strict=True)
+            return build([next(copies) if how is None else how(out) for out, how in pairs], given)
 
-        return build if moved and moved == (*range(len(outputs)),) else give
+        return give
 
     # --- the short way
     def _heat(self, line: Line, captured: Captured, work: Work, key: Any) -> None:
