@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from ostinato.interop.graphing.objects import attributes_of, items_in, same
+from ostinato.interop.graphing.objects import Watch, Watcher, attributes_of, items_in, same
 from ostinato.interop.graphing.places import (
     Place,
     data_in,
@@ -42,7 +42,6 @@ from ostinato.interop.graphing.places import (
 )
 from ostinato.interop.graphing.trees import (
     ATOMS,
-    Arrays,
     Leaf,
     bound_to,
     children_of,
@@ -56,7 +55,6 @@ __all__ = [
     "Seen",
     "Trail",
     "Walker",
-    "Watch",
     "contents_of",
     "same",
     "size_of",
@@ -71,30 +69,6 @@ _MOST = 4096
 
 Trail: TypeAlias = tuple[Any, ...]
 """Where a value is: the name of its place, then what it is an item or an attribute of."""
-
-
-class Watch(Protocol):
-    """Something with a state of its own (a module), read at each call."""
-
-    def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
-        """Adds its plain values to `tokens` and its arrays to `arrays`."""
-        ...
-
-    def others(self) -> Iterable[tuple[str, Any]]:
-        """What else it holds, by names; asked for after `read`."""
-        ...
-
-    def methods(self) -> Iterable[tuple[type, str]]:
-        """Classes and the names of their methods that run when it is called."""
-        ...
-
-
-class Watcher(Arrays, Protocol):
-    """A library that knows objects with a state of their own."""
-
-    def watch(self, value: object, /) -> Watch | None:
-        """How to read such an object; None for all others."""
-        ...
 
 
 class Walker(Protocol):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ostinato import Device, Graph, MemoryRange, PowersOfTwo, Stream, new_lock, open_device
 from ostinato.cache import Buckets, CaptureLimits
 from ostinato.errors import InputError
-from ostinato.interop.graphing.guards import Watcher
+from ostinato.interop.graphing.objects import Watcher
 from ostinato.interop.graphing.padding import Padding
 
 __all__ = [

@@ -32,8 +32,9 @@ import numpy as np
 
 from ostinato import Buffer, Graph, GraphStore, LoadedGraph, MemoryRange, Stream, Twin
 from ostinato.errors import InputError
-from ostinato.interop.graphing.guards import Guarded, Guards, Trail, Watch
+from ostinato.interop.graphing.guards import Guarded, Guards, Trail
 from ostinato.interop.graphing.library import Library
+from ostinato.interop.graphing.objects import Watch
 from ostinato.interop.graphing.places import Place
 from ostinato.interop.graphing.trees import (
     children_of,
