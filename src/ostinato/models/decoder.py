@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,8 @@ if TYPE_CHECKING:  # what only ranks need is imported where they are made
     from ostinato.models.sharding import Sharding
 
 __all__ = ["DEFAULT_CONTEXT", "Decoder", "backend_for", "formats_for"]
+
+AnyRun = TypeVar("AnyRun", bound=Run[Any])
 
 DEFAULT_CONTEXT = 2048
 """Positions of a sequence if `max_context` is None; fewer if the model was trained for fewer."""
@@ -245,7 +247,7 @@ class Decoder(Closeable):
         self.graph_cache: GraphCache = self._steps.graph_cache
         ring = TokenRing(self.plan.ring, self.stream, spins=self.backend.spins)
         self._stepper = Stepper(self.plan, self._steps, ring, self._phases, self._ranks)
-        self._run: Run[int] | Run[dict[int, int]] | None = None
+        self._run: Run[Any] | None = None
         self._sequences = Sequences(
             sizes.sequences, context=sizes.context, vocabulary=self.config.vocabulary
         )
@@ -346,7 +348,7 @@ class Decoder(Closeable):
     def reset(self, sequence: int | None = None) -> None:
         """Forgets a sequence's tokens, or all sequences'.  Nothing is written to the device."""
         forgotten = [*self._sequences] if sequence is None else [self._sequences[sequence]]
-        self._change("reset")
+        self._begin("reset")
         self._note(f"reset of {sequence}")
         for one in forgotten:
             one.truncate(0)
@@ -359,7 +361,7 @@ class Decoder(Closeable):
         """
         one = self._sequences[sequence]
         count = one.kept(count)
-        self._change("truncate")
+        self._begin("truncate")
         self._note(f"truncate of sequence {one.index} to {count}")
         one.truncate(count)
 
@@ -372,7 +374,7 @@ class Decoder(Closeable):
         """
         one = self._sequences[sequence]
         found = token_ids(tokens, self.config.vocabulary, "tokens")
-        self._change("keep_common")
+        self._begin("keep_common")
         self._note(f"keep_common of sequence {one.index}: {_digest(found)}")
         return one.keep_common(found)
 
@@ -516,14 +518,8 @@ class Decoder(Closeable):
         where a step has no graph: then it is launched operation by operation, one a token.
         Raises as `decode`, InputError for options that make no sense.
         """
-        self._require_open()
-        options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
-        ready = self._sequences.ready((sequence,))
-        self._begin("run")
-        self._agree(f"run of {sequence}: {options}")
-        run = TokenRun(self._stepper, ready, options, self._calls, device_state=self.device_state)
-        self._run = run
-        return run
+        options = RunOptions(count, tokens_per_launch, ahead)
+        return self._begun(TokenRun, "run", (sequence,), options)
 
     @alone
     def run_batch(
@@ -536,12 +532,18 @@ class Decoder(Closeable):
     ) -> BatchRun:
         """As `run` for several sequences in step: each item is {sequence: token} of those that had
         not stopped before, so the last ones have fewer sequences.  Ends where all have stopped."""
+        options = RunOptions(count, tokens_per_launch, ahead)
+        return self._begun(BatchRun, "run_batch", sequences, options)
+
+    def _begun(
+        self, kind: type[AnyRun], what: str, sequences: Iterable[int], options: RunOptions
+    ) -> AnyRun:
         self._require_open()
-        options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
+        options = options.checked(self._stepper.ring.size)
         ready = self._sequences.ready(sequences)
-        self._begin("run_batch")
-        self._agree(f"run_batch of {[one.index for one in ready]}: {options}")
-        run = BatchRun(self._stepper, ready, options, self._calls, device_state=self.device_state)
+        self._begin(what)
+        self._agree(f"{what} of {[one.index for one in ready]}: {options}")
+        run = kind(self._stepper, ready, options, self._calls, device_state=self.device_state)
         self._run = run
         return run
 
@@ -579,10 +581,7 @@ class Decoder(Closeable):
             return logits.to_numpy(self.stream)
 
     def _begin(self, what: str) -> None:
-        """Before every step and setting: a run under way ends."""
-        self._change(what)
-
-    def _change(self, what: str) -> None:
+        """Before every step, and every change of a sequence or a setting: a run under way ends."""
         self.changes += 1
         self._end_run(what)
 
