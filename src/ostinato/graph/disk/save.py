@@ -47,13 +47,7 @@ from ostinato.driver.api import (
 from ostinato.driver.context import Context
 from ostinato.driver.signature import Access
 from ostinato.driver.stream import Stream
-from ostinato.errors import (
-    ContextPoisonedError,
-    DriverError,
-    GraphFileError,
-    InputError,
-    StateLostError,
-)
+from ostinato.errors import DriverError, GraphFileError, InputError
 from ostinato.files import temporary_beside
 from ostinato.graph.disk.container import write_file
 from ostinato.graph.disk.looks import Look, look_of
@@ -81,6 +75,7 @@ from ostinato.graph.disk.survey import (
     survey,
 )
 from ostinato.memory.ranges import KnownRanges, Target, merged, range_of
+from ostinato.memory.restoring import put_back
 
 __all__ = ["Keeping", "save"]
 
@@ -600,22 +595,16 @@ class _Content:
 
         Raises StateLostError if the driver refuses it twice.
         """
-        try:
-            self._write_back()
-        except ContextPoisonedError:
-            raise
-        except BaseException as error:
-            try:
-                self._write_back()
-            except DriverError as refused:
-                names = ", ".join(repr(name) for piece in self._pieces for name in piece.names)
-                raise StateLostError(
-                    "saving launched the graph, and could not put back what that changed "
-                    f"({refused}), so the content of {names or 'its memory'} is not valid: write "
-                    "it again"
-                ) from refused
-            if not isinstance(error, DriverError):
-                raise
+
+        def lost(refused: DriverError) -> str:
+            names = ", ".join(repr(name) for piece in self._pieces for name in piece.names)
+            return (
+                "saving launched the graph, and could not put back what that changed "
+                f"({refused}), so the content of {names or 'its memory'} is not valid: write it "
+                "again"
+            )
+
+        put_back(self._write_back, lost)
 
     def _write_back(self) -> None:
         for piece, host in zip(self._pieces, self.first, strict=True):
