@@ -39,7 +39,7 @@ _STYLE = """
 
 
 def _heading(sheet: Drawing, name: str, below: str) -> None:
-    """At the lower end of the sheet, which grows; so does `_bar`."""
+    """Adds a heading at the lower end of the sheet, which gets higher; `_bar` does so too."""
     sheet.text(_LEFT, sheet.height + 10, name, "title")
     sheet.text(_LEFT, sheet.height + 28, below, "small")
     sheet.height += 48

@@ -171,11 +171,11 @@ class Attribution:
 
     @property
     def step(self) -> float:
-        """Of the whole step."""
+        """Bytes that the whole step reads."""
         return self._whole.step(self._batch, self._position + 1)
 
     def of(self, operation: ost.Operation) -> int:
-        """Bytes of one launch."""
+        """Bytes that one launch reads and writes."""
         name = operation.name
         total = 0
         touched = {(r.address, r.nbytes) for r in (operation.reads or ())}

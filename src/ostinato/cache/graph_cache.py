@@ -125,13 +125,13 @@ class Table:
         self._schedule.note(key, event)
 
     def schedule_digest(self) -> str:
-        """Of all events so far."""
+        """The digest of all events so far."""
         latest = self.latest
         times = 0 if latest is None else latest.hits - self._hits_before
         return self._schedule.digest(b"" if latest is None else latest.used, times)
 
     def miss(self, key: Hashable) -> None:
-        """A use that found no entry."""
+        """Counts a use that found no entry."""
         for record in self.counting(key):
             record.misses += 1
         self.note(key, "missed")

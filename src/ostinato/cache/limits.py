@@ -104,7 +104,7 @@ class Spent:
         """When each capture ended, and its seconds: those inside the window."""
 
     def add(self, seconds: float, window: float | None) -> None:
-        """A capture that ended now; `window` is that of the limits at present."""
+        """Adds a capture that ended now; `window` is that of the limits at present."""
         self._all += seconds
         if window is not None:
             self._lately.append((time.monotonic(), seconds))

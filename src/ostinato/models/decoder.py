@@ -745,7 +745,7 @@ def formats_for(
 
 
 def _digest(tokens: list[int]) -> str:
-    """Of many tokens, in few words."""
+    """How many tokens there are, and their digest."""
     digest = hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=8).hexdigest()
     return f"{len(tokens)} tokens ({digest})"
 

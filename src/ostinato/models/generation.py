@@ -200,12 +200,12 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of the whole prompt."""
+        """How many tokens the whole prompt has."""
         return len(self._prompt)
 
     @property
     def cached_tokens(self) -> int:
-        """Those of the prompt that the KV cache had already."""
+        """Tokens of the prompt that the KV cache had already."""
         return self._cached
 
     def _run(self) -> Iterator[str]:

@@ -202,7 +202,7 @@ def adopt_weights(
 
 
 def _kind(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Of a tensor that is not packed."""
+    """The type on the device of a tensor that is not packed."""
     return dtype if len(shape) == 2 else np.dtype(np.float32)
 
 
@@ -297,7 +297,7 @@ def _all_parts(weights: Weights) -> Iterator[tuple[str, Buffer]]:
 
 
 def _targets(weights: Weights) -> Iterator[tuple[str, Target]]:
-    """The same, also of packed matrices."""
+    """Every canonical tensor with its place on the device, also of packed matrices."""
     c = weights.config
     for name, buffer in weights.tensors.items():
         how = weights.formats.get(name)

@@ -369,7 +369,7 @@ class CompilerFile:
 
     @property
     def identity(self) -> str:
-        """In words, for keys and messages."""
+        """The library in words, for keys and messages."""
         words = f"nvrtc {self.path} ({self.nbytes} bytes, written at {self.mtime_ns} ns"
         return f"{words}, {self.note})" if self.note else f"{words})"
 

@@ -132,7 +132,7 @@ class JoinKey:
             raise InputError(f"scan={self.scan}: probe class {self.probe} has another topology")
 
     def __hash__(self) -> int:
-        """Of some fields only: each join looks its graph up."""
+        """The hash of some fields only: each join looks its graph up."""
         return hash((self.build, self.arity, self.key_bytes, self.probe, self.output))
 
     @classmethod

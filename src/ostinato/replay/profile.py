@@ -47,7 +47,7 @@ class ReplayEvent:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of durations in microseconds, by nearest rank; zeros if there are none."""
+    """Percentiles of durations in microseconds, by nearest rank; zeros if there are none."""
 
     count: int
     p50: float
@@ -57,7 +57,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, durations: Iterable[float]) -> Percentiles:
-        """Of these, in any order."""
+        """The percentiles of durations, which come in any order."""
         values = sorted(durations)
         if not values:
             return cls(0, 0.0, 0.0, 0.0, 0.0)

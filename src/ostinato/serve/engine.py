@@ -140,7 +140,7 @@ class EngineStatistics:
 
     @property
     def graph_cache(self) -> CacheStatistics:
-        """Of the decoder's graphs."""
+        """Statistics of the cache of the decoder's graphs."""
         return self.decoder.graph_cache
 
 

@@ -157,7 +157,7 @@ def _text(signature: Signature) -> str:
 
 
 def _look_json(buffer: NamedBuffer) -> list[object] | bool | None:
-    """True for one that type and shape say already."""
+    """A buffer's look as plain data; True if its type and shape say it already."""
     look = buffer.look
     if look is None:
         return None
@@ -222,7 +222,7 @@ _PACKED, _LAID = 1, 2  # bits of a kernel's form
 
 
 def _node_json(node: NodeRecord, launches: Mapping[LaunchConfig, int]) -> dict[str, Any]:
-    """One that is no kernel."""
+    """A node that is no kernel, as plain data."""
     params = node.params
     made: dict[str, Any] = {"name": node.name}
     inner = [_graph_json(graph, launches) for graph in node.inner]
@@ -366,7 +366,7 @@ def _function(item: Plain) -> FunctionRecord:
 
 @lru_cache(maxsize=1024)
 def _signature(text: str) -> Signature | None:
-    """Most files of a store have the same ones.  Raises InputError."""
+    """Cached, as most files of a store have the same signatures.  Raises InputError."""
     return Signature.parse(text) if text else None
 
 
@@ -383,7 +383,7 @@ def _size_of(parameters: Sequence[ParameterSlot]) -> int:
 
 
 def _texts(item: Plain, key: str, count: int, most: int) -> dict[int, tuple[str, ...]]:
-    """Texts of kernels."""
+    """A list of pairs of a kernel and a text, as the texts of each kernel."""
     found: dict[int, tuple[str, ...]] = {}
     for row in item.items(key):
         if not isinstance(row, list) or len(row) != 2:

@@ -175,7 +175,7 @@ class Graphed(Guarded):
         return self._function(*args, **kwargs)  # without the lock: it may take as long as it likes
 
     def _keyed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call by its key."""
+        """Makes a call by its key; EAGER if the caller is to run it."""
         self._calls += 1
         began = 0 if self._calls % TIMED else time.perf_counter_ns()
         try:
@@ -197,7 +197,7 @@ class Graphed(Guarded):
                     self._heat(line, captured, work, key)
                 return result
         result = self._slowly(line, work, key)
-        self._go_by()  # of calls that the function made of itself meanwhile
+        self._set_hot()  # without those of calls that the function made of itself meanwhile
         return result
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Work]:
@@ -216,7 +216,7 @@ class Graphed(Guarded):
                 shape = tuple([(type(a), library.signature(a), library.offset(a)) for a in arrays])
                 self._shape = self._shapes.setdefault(shape, len(self._shapes))
                 self._epoch += 1
-                self._go_by()
+                self._set_hot()
             live = library.live()
             used = seen.tokens, self._shape, live and tuple(map(live, arrays))
         work.epoch = self._epoch
@@ -338,10 +338,10 @@ class Graphed(Guarded):
         hot = recheck(self._subject, work, line, captured, stream, seen, self._note)
         if hot is not None:
             kept = [one for one in self._hot if one.line is not line][: MOST_HOT - 1]
-            self._go_by(hot, *kept)
+            self._set_hot(hot, *kept)
 
-    def _go_by(self, *hot: Hot) -> None:
-        """These short ways from here on, and no others."""
+    def _set_hot(self, *hot: Hot) -> None:
+        """Replaces the short ways by these."""
         for one in self._hot:
             if one not in hot:
                 one.end()
@@ -354,7 +354,7 @@ class Graphed(Guarded):
     # ------------------------------------------------------------------------------ the rest
     def _slowly(self, line: Line, work: Work, key: Any) -> Any:
         """Every call that is not a plain replay."""
-        self._go_by()  # what it changes is looked at again
+        self._set_hot()  # none, as what it changes is to be looked at again
         if self._state_reason:
             return self._eager(line, work, self._state_reason)
         if line.refused:
@@ -523,7 +523,7 @@ class Graphed(Guarded):
         captured = None if self._saving is None else self._saving.restore(line, work)
         if captured is None:
             return False
-        self._belongs(captured, line)
+        self._attach(captured, line)
         line.restored += 1
         return True
 
@@ -561,7 +561,7 @@ class Graphed(Guarded):
         line.captures += 1
         line.broken_again = 0
         line.capture_reasons[why] += 1
-        self._belongs(made[0], line)
+        self._attach(made[0], line)
         return made[0]
 
     def _disturbed(self, line: Line, error: str) -> None:
@@ -578,8 +578,8 @@ class Graphed(Guarded):
                 "that the function itself catches; call invalidate() to capture again"
             )
 
-    def _belongs(self, captured: Captured, line: Line) -> None:
-        """Makes a graph that of a key."""
+    def _attach(self, captured: Captured, line: Line) -> None:
+        """Makes a captured or restored graph the one of a key."""
         captured.give = self._giver(captured)
         line.captured = weakref.ref(captured)
 
@@ -692,7 +692,7 @@ class Graphed(Guarded):
         """
         with self._lock:
             names = [line.name for line in self._lines.values()]
-            self._go_by()
+            self._set_hot()
             self._lines.clear()
             self._stateful, self._state_reason = 0, ""
             return sum(self.cache.evict(name) for name in names)

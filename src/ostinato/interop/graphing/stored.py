@@ -292,7 +292,7 @@ def _collect_values(
 
 
 def _digest(code: types.CodeType, names: set[str]) -> str:
-    """Of code without the places of its lines; adds what it names."""
+    """The digest of code without its line numbers; adds what it names to `names`."""
     names.update(code.co_names)
     parts = [code.co_code, repr(code.co_names).encode(), repr(code.co_varnames).encode()]
     for constant in code.co_consts:

@@ -147,7 +147,7 @@ def _matrices(product: Product, multiprocessors: int, clusters: bool) -> Iterato
 
 
 def _warpgroups(product: Product, multiprocessors: int) -> Iterator[MatrixShape]:
-    """Of compute capability 9.0, which has clusters too."""
+    """Shapes for compute capability 9.0, which has clusters too."""
     for tiles, split, blocks_k, (slab, ring) in itertools.product(
         (4, 8), (1, 2), (1, 2, 4, 8), ((64, 4), (64, 5), (64, 6), (64, 8), (128, 3), (128, 4))
     ):

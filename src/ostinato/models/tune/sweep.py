@@ -267,7 +267,7 @@ def sweep(
 
 
 def _passes(run: _Sweep) -> Iterator[None]:
-    """As long as there is time and a pass changes something."""
+    """Yields for each pass, as long as there is time and the last one changed something."""
     known = None
     while run.clock() < run.deadline and run.best != known:
         known = run.best
