@@ -194,6 +194,11 @@ class ParameterSlot:
     offset: int
     size: int
 
+    @property
+    def words(self) -> range:
+        """The offsets in the buffer of the aligned words of 8 bytes that lie wholly in it."""
+        return range(-(-self.offset // 8) * 8, self.offset + self.size - 7, 8)
+
 
 @dataclass(frozen=True, slots=True)
 class FunctionInfo:

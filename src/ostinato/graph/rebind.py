@@ -186,8 +186,7 @@ def words_of(
         if parameter is not None and parameter.type != "bytes":
             sort = Sort.POINTER if parameter.pointer else Sort.SCALAR
         label = f"argument {index}" + (f" ({parameter.name})" if parameter else "")
-        start = -(-slot.offset // _WORD) * _WORD
-        for at in range(start, slot.offset + slot.size - _WORD + 1, _WORD):
+        for at in slot.words:
             inside = "" if at == slot.offset else f" +{at - slot.offset}"
             found.append(Word(at, label + inside, sort))
     return tuple(found)

@@ -725,11 +725,7 @@ class _GraphReader:
         found = self._words.get(function)
         if found is None:
             found = self._words[function] = frozenset(
-                at
-                for slot in self._functions[function].parameters
-                for at in range(
-                    -(-slot.offset // WORD) * WORD, slot.offset + slot.size - WORD + 1, WORD
-                )
+                at for slot in self._functions[function].parameters for at in slot.words
             )
         return found
 
