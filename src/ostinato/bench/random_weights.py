@@ -33,7 +33,7 @@ _WIDTH = np.float32(0.02)
 # Of odd length, so that no two rows of a matrix begin at the same place of it.
 _BLOCK = (1 << 20) + 7
 _PIECE = 1 << 22  # values that one thread writes at a time
-_PACKED_VALUES = 1 << 22  # at least
+_PACKED_VALUES = 1 << 22  # the fewest values that are made
 
 
 RECIPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_K", "Q6_K", "Q4_K_M")
@@ -73,7 +73,7 @@ def random_blocks(
             made[..., 2:4] = halves(scale * np.float32(-7.5))
     elif kind == "Q6_K":
         made[..., 192:208] = rng.integers(32, 96, (rows, count, 16), np.uint8)
-        made[..., 192:208:3] ^= 0xFF  # negative ones
+        made[..., 192:208:3] ^= 0xFF  # makes every third scale negative
         made[..., 208:] = halves(spread / np.float32(64 * 18.5))
     else:  # scales from 32 on, and minima about as large
         middle = np.float32(7.5 if kind == "Q4_K" else 15.5)

@@ -136,7 +136,7 @@ class SharedBlocks:
         if self._free is not None and self.peak:
             rose = free + grown - self._free
             left = self.grown * max(0, self.peak - others) // self.peak
-            back = min(max(rose, 0), left)  # other rises are of others
+            back = min(max(rose, 0), left)  # more than `left` was freed by others
             if back:
                 self.peak -= self.peak * back // self.grown
                 self.grown -= back

@@ -471,7 +471,7 @@ class GraphCache(Closeable):
         entry = self._known(key)
         if entry is not None:
             return entry.executable
-        flight = Flight(key, threading.get_ident())  # taken off again on every path
+        flight = Flight(key, threading.get_ident())  # `land` removes it, on every path
         other: Flight | None = None
         joined = False
         try:
@@ -552,7 +552,7 @@ class GraphCache(Closeable):
         finally:
             with self._lock:
                 self._end_capture(flight.key, landed, time.perf_counter() - started)
-            del flight  # as above
+            del flight  # it holds errors whose tracebacks hold this frame
         return executable
 
     def _end_capture(self, key: Hashable, landed: bool, seconds: float) -> None:

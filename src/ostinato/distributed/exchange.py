@@ -392,7 +392,7 @@ class ExchangeCollectives(Collectives):
                     self._lost.close()
                 return
         except OstinatoError:
-            pass  # the context is poisoned, say: its memory goes with it
+            pass  # the context may be poisoned: the window is kept, not closed
         _kept.append((window, self._lost))
 
     def _all_left(self, window: Buffer) -> bool:

@@ -390,7 +390,7 @@ class Context:
         try:
             return self.driver.memory_info()[0]
         except DriverError:
-            return None  # a later call that uses the driver raises; a size need not
+            return None  # a size is not essential: a later call raises the error
 
     def measuring(self, on: bool) -> None:
         """From here on `given_back` is counted; with False, no more for the one who began."""

@@ -173,7 +173,7 @@ class _Session(Tap):
         into.  Does not raise."""
         self.leave()
         if self._in_driver:
-            self.stream.context.abandon(self.drop)  # tried again
+            self.stream.context.abandon(self.drop)  # the context tries again later
             return
         before, self._before = self._before, None
         if self.into is not None and before is not None:

@@ -43,7 +43,7 @@ class _Noted(Tap):
             return  # no graph can hold it: a capture refuses it with an error of its own
         if self.needs_access:
             self.operations.append(operation)
-        else:  # names only, which keep nothing alive
+        else:  # a record of names only, which keeps no memory alive
             self.submissions.append(Submission(operation.name, caller_line()))
 
 

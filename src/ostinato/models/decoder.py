@@ -166,7 +166,7 @@ class Decoder(Closeable):
                 part = sharding.part
             context = _context(self.config, max_context)
             if max_rows is None:
-                bucket = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # of a whole context
+                bucket = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # for a full context
                 max_rows = max(sequences, min(self.backend.piece_rows(part), bucket))
             sizes = PlanSizes(whole(max_rows, "max_rows", 1), sequences, context)
             stops = _stop_tokens(
@@ -479,7 +479,7 @@ class Decoder(Closeable):
 
     def decode_batch(self, sequences: Iterable[int]) -> list[int]:
         """One more token of each of several sequences, in one step.  Raises as `decode`."""
-        calls, mine = self._calls, ("Decoder.decode_batch", object())  # as `alone` does it
+        calls, mine = self._calls, ("Decoder.decode_batch", object())  # `alone`, written out
         try:
             calls.append(mine)
             if calls[0] is not mine:
@@ -565,7 +565,7 @@ class Decoder(Closeable):
                 "run with ahead=0"
             )
         if self._ranks is not None:
-            self._ranks.group.check()  # a step that failed with its group left none
+            self._ranks.group.check()  # if it failed, that is why there are no logits
         if not one.has_logits:
             raise InputError(
                 f"sequence {sequence} has no logits: no token was chosen as the last of the "

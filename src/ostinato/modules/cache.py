@@ -475,7 +475,8 @@ class MemoryStore:
 
     @property
     def nbytes(self) -> int:
-        # Added up each time: after an interrupt, a sum that is kept could be wrong for ever.
+        # Added up each time: a running total would stay wrong after an interrupt between its change
+        # and that of the entries.
         return sum(entry.nbytes for entry in self._entries.values())
 
     def get(self, key: bytes) -> Stored | None:

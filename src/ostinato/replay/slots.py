@@ -130,7 +130,7 @@ class Slot:
             if low == high:
                 high = 0 if low else 1
             padding[...] = (low, high)[(which + turn) % 2]
-        elif len(used):  # structs: whole rows that are legal by themselves
+        elif len(used):  # structs: copies of used rows, which are valid as a whole
             padding[...] = used[0] if (which + turn) % 2 == 0 else used[-1]
         return padded
 

@@ -266,7 +266,7 @@ class GraphedStep(Closeable):
         given = tuple(sizes.items())
         try:
             known = self._calls.get(given)
-        except TypeError:  # something that cannot be hashed is no size either
+        except TypeError:  # not hashable, so not a size: refused below
             known = None
         if known is None:
             # By whole numbers, and not as given: an array that is a size may change.

@@ -152,7 +152,7 @@ def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt
     """
     if shape == () and type(value) is {"i": int, "u": int, "f": float}.get(dtype.kind):
         return np.frombuffer(exact_bytes(dtype, value, "the value"), dtype).reshape(())
-    # What is no array is refused.
+    # `exact_array` raises for a value that is not an array.
     given = exact_array(dtype, _with_tuples(value, dtype, shape))  # type: ignore[arg-type]
     if given.shape != shape:
         raise InputError(f"shape {given.shape} was given, and {shape} is needed")

@@ -269,7 +269,7 @@ class CuPy:
         return int(array.nbytes) if whole else None
 
     def recipe(self, array: Any, /) -> tuple[Any, ...]:
-        axes = sorted(range(array.ndim), key=lambda i: -array.strides[i])  # of equal ones as before
+        axes = sorted(range(array.ndim), key=lambda i: -array.strides[i])  # equal strides: in order
         shape = tuple([array.shape[i] for i in axes])
         places = None if axes == [*range(array.ndim)] else tuple(map(axes.index, range(array.ndim)))
         return shape, array.dtype, places

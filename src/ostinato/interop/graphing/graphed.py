@@ -180,7 +180,8 @@ class Graphed(Guarded):
         began = 0 if self._calls % TIMED else time.perf_counter_ns()
         try:
             key, work = self._key(args, kwargs)
-        except (Unknown, NotGraphable, RecursionError) as error:  # the last: a list in itself
+        # RecursionError: an argument contains itself.
+        except (Unknown, NotGraphable, RecursionError) as error:
             work = Work(args, kwargs)
             key = type(error), str(error)
             self._line(key, work).reason = self._subject.at(str(error))
@@ -197,13 +198,13 @@ class Graphed(Guarded):
                     self._heat(line, captured, work, key)
                 return result
         result = self._slowly(line, work, key)
-        self._set_hot()  # without those of calls that the function made of itself meanwhile
+        self._set_hot()  # drops what recursive calls of the function have set meanwhile
         return result
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Work]:
         """What must be equal for a graph to stand for a call.  Raises Unknown, NotGraphable."""
         library, guards = self._library, self._guards
-        modes = library.modes()  # first: in some of them arrays cannot even be looked at
+        modes = library.modes()  # first: it raises in modes in which arrays cannot be inspected
         tokens, work = self._subject.arguments.key(args, kwargs)
         work.tokens = tokens
         used: tuple[Hashable, ...] = ()
@@ -354,7 +355,7 @@ class Graphed(Guarded):
     # ------------------------------------------------------------------------------ the rest
     def _slowly(self, line: Line, work: Work, key: Any) -> Any:
         """Every call that is not a plain replay."""
-        self._set_hot()  # none, as what it changes is to be looked at again
+        self._set_hot()  # no plain replay until this call is over: it may change what they rely on
         if self._state_reason:
             return self._eager(line, work, self._state_reason)
         if line.refused:
@@ -389,7 +390,7 @@ class Graphed(Guarded):
             return self._eager(line, work, line.reason)
         if captured is None:
             return self._warm_up(line, work)
-        if self._overlaps(line, work):  # a capture told what is written
+        if self._overlaps(line, work):  # known since the capture, which showed what is written
             return self._eager(line, work, _OVERLAPS)
         if work.sizes and not _fits(line, work):
             return self._learn(line, captured, work)

@@ -285,7 +285,7 @@ class _Noting:
         self.tokens.append(Leaf)
         self.arrays.append(array)
 
-    def plain(self, path: Trail, value: Any) -> None:  # the same object, so the same value
+    def plain(self, path: Trail, value: Any) -> None:  # no check: same object, same value
         self.tokens.append(plain_token(value))
 
     def watched(self, path: Trail, watch: Watch) -> None:
@@ -347,7 +347,8 @@ class _Noting:
 
 def _note(watch: Watch, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
     """Notes where what a watch reads is; adds that to `tokens` and `arrays`."""
-    note = getattr(type(watch), "note", None)  # not of the module that a watch stands for
+    # Looked up on the type: a watch may pass attributes that it lacks on to the module it watches.
+    note = getattr(type(watch), "note", None)
     if note is None:
         raise Inexpressible
     note(watch, checks, tokens, arrays)

@@ -219,7 +219,7 @@ def _collect(value: Any, found: _Found, seen: set[int], *, inner: bool = True) -
     if not isinstance(value, types.FunctionType | type):
         call = inspect.getattr_static(type(value), "__call__", None)
         if not isinstance(call, types.FunctionType):
-            found.add((_name(value), ""))  # in C: the version of its library
+            found.add((_name(value), ""))  # written in C: only its library's version can tell
             return
         value = type(value)
     if id(value) in seen:
