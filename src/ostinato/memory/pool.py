@@ -83,7 +83,7 @@ class CapturePool(Closeable):
         name: str = "pool",
     ) -> None:
         if reserve < 0 or slab < 1:
-            raise InputError(f"reserve={reserve}, slab={slab}: bytes of 0 and 1 or more are needed")
+            raise InputError(f"reserve={reserve} must be 0 bytes or more, slab={slab} 1 or more")
         self.context = context = context_of(device)
         self.name = name
         self._slab = slab

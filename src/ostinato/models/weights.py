@@ -146,7 +146,9 @@ def load_weights(
             checkpoint.load(values, threads=workers)
         elif convert is None or not convert(checkpoint, _targets(weights)):
             if weights.formats:
-                raise InputError(f"{checkpoint.path}: nothing puts its packed weights in order")
+                raise InputError(
+                    f"{checkpoint.path}: its packed weights cannot be converted for {device.name}"
+                )
             _upload(device, checkpoint, weights, workers)
     except BaseException:
         weights.close()

@@ -88,7 +88,7 @@ class ReplayProfile:
         sinks: tuple[Callable[[ReplayEvent], object], ...] = (),
     ) -> None:
         if keep < 0 or print_every < 1:
-            raise InputError(f"keep={keep}, print_every={print_every}: 0 and 1 or more are needed")
+            raise InputError(f"keep={keep} must be 0 or more, print_every={print_every} 1 or more")
         self._events: deque[ReplayEvent] = deque(maxlen=keep)
         self._print_every = print_every
         self._printer = printer

@@ -114,7 +114,9 @@ class Trial:
                     break
                 before.append(graph)  # kept: its memory makes the next one get other addresses
             else:
-                raise GraphFileError("no other addresses are to be had here: memory is short")
+                raise GraphFileError(
+                    "too little memory is free to load it at other addresses than before"
+                )
             names = contents.manifest.names("constant")
             constants = {name: values[name] for name in names if name in values}
             trial = cls(loader, graph, constants, contents, stream)

@@ -443,9 +443,9 @@ def _buffers(item: Plain, blocks: Sequence[Block]) -> tuple[NamedBuffer, ...]:
     columns = item.columns(role=len(_ROLES) - 1, block=len(blocks) - 1, into=_MOST_BYTES, stored=1)
     lists = [item.items(key) for key in ("shape", "dtype", "look")]
     if len(columns[0]) != count or any(len(one) != count for one in lists):
-        raise item.wrong("name", f"{count} names, and more or fewer of what they are")
+        raise item.wrong("name", f"{count} names, but other columns have more or fewer entries")
     if not all(isinstance(name, str) and len(name) <= MOST_TEXT for name in names):
-        raise item.wrong("name", "they are no texts")
+        raise item.wrong("name", f"all must be texts of at most {MOST_TEXT} characters")
     if len(set(names)) != count:
         raise item.wrong("name", "two have one name")
     item.done()
@@ -601,7 +601,7 @@ class _GraphReader:
         places = [word.place for word in pointers]
         if len(set(places)) != len(places) or set(places) != set(wanted):
             there = ", ".join(wanted) or "nothing"
-            raise item.wrong("pointers", f"addresses for {there} belong here")
+            raise item.wrong("pointers", f"addresses for {there} are needed")
         for word in pointers:
             self._require_reach(item, params, word, wanted[str(word.place)])
         return NodeRecord(name, params, pointers)
