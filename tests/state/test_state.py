@@ -150,6 +150,19 @@ def test_bad_values_change_nothing(host_device: Device) -> None:
     assert state.read(stream).item() == (1, 2, 3)
     with pytest.raises(InputError, match="token, position, length"):
         state.field("nothing")
+    plain = ost.DeviceArray(host_device.context, 3, np.int32)
+    plain.set([1, 2, 3], stream)
+    for bad in ([4, 5], [4, 5, 6, 7], 4, [[4, 5, 6]]):
+        with pytest.raises(InputError, match="shape"):
+            plain.set(bad, stream)
+    assert plain.read(stream).tolist() == [1, 2, 3]
+    with pytest.raises(InputError, match="there are: none"):
+        plain.field("nothing")
+    rows = ost.DeviceArray(host_device.context, 2, STEP)
+    with pytest.raises(InputError, match="a sequence of"):
+        rows.set({"token": 1, "position": 2, "length": 3}, stream)
+    with pytest.raises(InputError, match="needs the stream"):
+        ost.DeviceScalar(host_device.context, np.int32, initial=1)
     with pytest.raises(InputError):
         ost.DeviceArray(host_device.context, 0, np.int32)
     with pytest.raises(InputError):
