@@ -230,9 +230,9 @@ def group_deadline() -> float:
     return GROUP_DEADLINE.read()
 
 
-def collectives_way(environ: Mapping[str, str] | None = None) -> str:
+def collectives_way() -> str:
     """What ranks exchange by, if it is not told: one of `COLLECTIVE_WAYS`."""
-    return COLLECTIVES.read(environ)
+    return COLLECTIVES.read()
 
 
 def group_of_process(environ: Mapping[str, str] | None = None) -> str | None:

@@ -164,7 +164,7 @@ class FaultyDriver(_WrappedDriver):
                 self._note(name)
                 return wrapped(*arguments, **options)
 
-            self.__dict__[name] = call  # found at once from now on
+            self.__dict__[name] = call  # later look-ups do not come here
             return call
 
     def _prepared(

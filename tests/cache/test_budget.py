@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,13 +27,17 @@ from ostinato.errors import InputError, Status, driver_error
         ("3 kB", 3000),
         ("1TiB", 1 << 40),
         ("9007199254740993", 9007199254740993),
+        (np.int64(4096), 4096),
     ],
 )
 def test_bytes_in_words(text: int | str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("wrong", ["", "MiB", "12 parsecs", "-1 MiB", "1e9", 1.5, True, None, "٣"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["", "MiB", "12 parsecs", "-1 MiB", "1e9", 1.5, True, None, "٣", "9" * 5000, "9" * 400 + ".5"],
+)
 def test_bytes_that_cannot_be_read(wrong: object) -> None:
     with pytest.raises(InputError, match="512 MiB"):
         parse_bytes(wrong)  # type: ignore[arg-type]

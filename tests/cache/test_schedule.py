@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ostinato as ost
-from ostinato.cache.schedule import Schedule, stable_text
+from ostinato.cache.schedule import Event, Schedule, stable_text
 from ostinato.device import Device, open_device
 from ostinato.errors import CaptureError
 from ostinato.replay import StepKey
@@ -76,6 +76,18 @@ def test_many_events_are_not_kept() -> None:
     for _ in range(10_000):
         schedule.note("a", "used")
     assert len(schedule.trail) < 5000
+
+
+def test_the_mark_of_the_latest_event_stands_for_no_other() -> None:
+    noted, marked = Schedule(), Schedule()
+    events: tuple[tuple[str, Event], ...] = (
+        *(("a", "missed"), ("a", "missed"), ("a", "captured")),
+        *(("b", "captured"), ("b", "missed")),
+    )
+    for key, event in events:
+        noted.note(key, event)
+        marked.trail.append((marked.mark(key, event), 1))
+    assert noted.digest(b"", 0) == marked.digest(b"", 0)
 
 
 def graph_of(device: Device) -> ost.GraphExec:

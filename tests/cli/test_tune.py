@@ -60,7 +60,7 @@ def test_the_host_has_nothing_to_tune(tmp_path: Path, arguments: tuple[str, ...]
     ("arguments", "said"),
     [
         (("--shape", "2T"), "no shape '2T'"),
-        (("--model", "x", "--shape", "1B"), "one of them"),
+        (("--model", "x", "--shape", "1B"), "not both"),
         (("--context", "soon"), "positions such as"),
         (("--context", "20,-3"), "positions such as"),
         (("--rows", "65"), "--rows"),

@@ -3,10 +3,12 @@ where they are installed."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import ostinato as ost
-from ostinato.distributed import new_group_id
-from ostinato.errors import RankLostError
+from ostinato.distributed import launch, new_group_id, open_group
+from ostinato.errors import NotAvailableError, RankLostError
 from ostinato.models import TextGenerator
 from tests.distributed.starting import ROOT, environment
 from tests.models.model_files import CONFIG, write_gguf
@@ -177,7 +179,7 @@ def test_an_actor_that_dies_is_an_error_in_the_others_calls(tiny: str, tmp_path:
         import ray
         from examples.ray_generate import Worker
         from ostinato.distributed import new_group_id
-        from ostinato.errors import RankLostError
+        from ostinato.errors import NotAvailableError, RankLostError
         group_id = new_group_id(2)
         ray.init()
         actor = ray.remote(num_cpus=0)(Worker)
@@ -193,3 +195,28 @@ def test_an_actor_that_dies_is_an_error_in_the_others_calls(tiny: str, tmp_path:
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(tmp_path)}
     out = launched([sys.executable, "-c", program], {**quiet, "OSTINATO_DEVICE": "host"})
     assert "lost: ostinato.errors.RankLostError: rank 1 died" in out, out
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_meeting_file_of_another_user_is_not_used(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 says so and leaves no hub; the others go on looking for the file of rank 0."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, value in (("RANK", rank), ("SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_SIZE", 2)):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    place = launch.place_of()
+    assert place is not None and place.launcher == "mpirun"
+    path = launch._meeting_file(place)
+    if rank == 0:
+        (path / "not empty").mkdir(parents=True)  # what cannot be removed, as in /tmp
+        with pytest.raises(NotAvailableError, match=f"rank 0 cannot write {path}"):
+            open_group(deadline=5.0)
+    else:
+        mine = os.getuid()
+        path.write_text("127.0.0.1:9:0\n")
+        monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+        path.rename(launch._meeting_file(place))
+        with pytest.raises(RankLostError, match="found no file"):
+            open_group(deadline=0.2)
+    assert not [one for one in threading.enumerate() if one.name == "ostinato hub"]

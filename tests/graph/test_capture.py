@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 
 import numpy as np
@@ -16,6 +17,7 @@ from ostinato.errors import (
     CaptureError,
     ClosedError,
     GraphError,
+    InputError,
     NotCapturingError,
     PoolSealedError,
     Status,
@@ -209,6 +211,27 @@ def test_pool_growth_in_a_capture_is_reported_with_its_line(
     assert pool.statistics().by_owner["too much"] >= 8192
     capture.graph.instantiate().launch(stream)
     assert (y.to_numpy(stream) == 5).all()
+
+
+def test_pieces_of_a_pool_share_its_memory(device: Device) -> None:
+    pool = device.pool(reserve=1024, slab=512)
+    pieces = [pool.empty(size) for size in (1, 256, 257)]  # of 256, 256 and 512 bytes
+    assert pool.statistics().reserved == pool.statistics().allocated == 1024
+    pieces += [pool.empty(4), pool.empty(2048)]
+    assert pool.statistics().reserved == 1024 + 512 + 2048
+    assert pool.statistics().grown_in_capture == ()  # there was no capture
+    ends = sorted((piece.address, piece.address + piece.nbytes) for piece in pieces)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
+    pool.close()
+    for refused in (pool.open, pool.seal, lambda: pool.empty(4)):
+        with pytest.raises(ClosedError, match="is closed"):
+            refused()
+
+
+@pytest.mark.parametrize("wrong", [{"reserve": -1}, {"slab": 0}])
+def test_a_pool_of_no_size(device: Device, wrong: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="or more"):
+        device.pool(**wrong)
 
 
 def test_the_graph_keeps_its_arguments_alive(device: Device, stream: ost.Stream) -> None:

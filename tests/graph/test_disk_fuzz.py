@@ -364,7 +364,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         lambda m: m["buffers"]["name"].__setitem__(1, m["buffers"]["name"][0]),
         "two have one name",
     ),
-    "a buffer of half": (lambda m: m["buffers"]["name"].append("z"), "more or fewer of what"),
+    "a buffer of half": (lambda m: m["buffers"]["name"].append("z"), "more or fewer entries"),
     "a buffer that overlaps the end of its block": (
         lambda m: m["buffers"]["into"].__setitem__(0, 4),
         "8 bytes at 4 reach out of block",
@@ -413,7 +413,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     ),
     "what nothing is known of": (
         lambda m: last(m, {"name": "e", "kind": "empty", "unused": [[0, 1]]}),
-        "'unused': nothing is known of this",
+        "'unused': this release knows no such entry",
     ),
     "code of another driver": (
         lambda m: m["functions"][0].update(kind="cubin"),

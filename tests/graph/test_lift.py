@@ -87,6 +87,11 @@ def test_what_is_no_chain_of_launches_is_refused(host_device: Device, stream: os
     forked.add_memset(y, 0, after=[first])
     with pytest.raises(GraphError, match="no chain"):
         ost.lift(forked, name="forked")
+    joined = ost.Graph.create(host_device)
+    ends = [joined.add_memset(y, 0) for _ in range(2)]
+    joined.add_memset(y, 0, after=ends)
+    with pytest.raises(GraphError, match="no chain"):
+        ost.lift(joined, name="joined")
     other = ost.Graph.create(host_device)
     other.add_host(lambda: None)
     with pytest.raises(GraphError, match="a host node"):

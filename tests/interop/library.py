@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
-from ostinato.interop.graphing.guards import Watch
 from ostinato.interop.graphing.library import NotGraphable
+from ostinato.interop.graphing.objects import Watch
 from ostinato.interop.graphing.trees import Join
 
 

@@ -163,9 +163,9 @@ class _Waiting(Graphed):
     def _giver(self, *args: Any) -> Any:
         give = super()._giver(*args)
 
-        def waited(made: Any) -> Any:
+        def waited(*args: Any) -> Any:
             self._library.device.synchronize()
-            return give(made)
+            return give(*args)
 
         return waited
 

@@ -213,6 +213,36 @@ def test_memory_that_an_earlier_call_was_given_may_be_closed(step: Any) -> None:
     assert by.statistics().replays == 5, by.explain()
 
 
+class _Owner:
+    """An object without arrays."""
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["arrays", "with an object that was given"])
+def test_what_the_graph_copies_is_not_copied_again(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch, given: bool
+) -> None:
+    """Beside a view of static memory, which the graph does not copy."""
+    lib, cache, owner = Lib(host_device), ost.GraphCache(host_device), _Owner()
+    clones: list[Array] = []
+    monkeypatch.setattr(Lib, "clone", lambda lib, array: clones.append(array) or array.line(1.0))
+
+    def f(x: Array, c: Array, o: object) -> Any:
+        made = x.line(2.0), Array(c.lib, c.shape, c.buffer)
+        return (*made, o) if given else made
+
+    options = Options(static=("c", "o"))
+    with Graphed(f, lib, options, cache, name="f", owns_cache=True) as by:
+        state = lib.array(numbers(7))
+        for start in range(4):
+            clones.clear()
+            y, c, *rest = by(lib.array(numbers(start)), state, owner)
+            np.testing.assert_array_equal(y.numpy(), 2 * numbers(start))
+            np.testing.assert_array_equal(c.numpy(), numbers(7))
+            assert c is not state and rest == [owner] * given
+        assert by.statistics().replays == 3, by.explain()
+        assert clones == []
+
+
 def test_threads(step: Any) -> None:
     by, lib = step(lambda x, y: (x.line(2.0), y.line(3.0)))
     wrong: list[Any] = []

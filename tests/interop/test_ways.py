@@ -70,7 +70,7 @@ def test_counts_and_times(lib: Lib, make: Any) -> None:
     assert statistics.cache.hits == 103
     assert line.us is not None and line.us > 0
     assert step.statistics().calls == 104, "counted twice"
-    step._go_by()
+    step._set_hot()
     assert step.statistics().calls == 104
 
 

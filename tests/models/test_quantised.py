@@ -341,7 +341,7 @@ def put(name: str, kind: str, array: np.ndarray) -> Callable[[Tensors], None]:
             "fp8",
             put(f"{Q}.weight", "F16", np.ones((160, 192), np.float16)),
             ModelFormatError,
-            "beside a plain weight",
+            "is there quantised and plain",
         ),
         (
             "fp8",

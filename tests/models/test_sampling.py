@@ -71,8 +71,9 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
     assert sample(row(1, 3, 3, 2)) == 1
     assert sample(row(np.nan, -1, -np.inf)) == 1
     assert sample(row(np.nan, np.nan)) == 0
-    assert sample(row(-np.inf, -np.inf), temperature=1.0) == 0
-    assert sample(row(0, np.inf, np.inf), temperature=1.0) == 1
+    for position in range(16):  # nothing is drawn, whatever the random number
+        assert sample(row(-np.inf, -np.inf), temperature=1.0, position=position) == 0
+        assert sample(row(0, np.inf, np.inf), temperature=1.0, position=position) == 1
 
 
 def test_shares_follow_the_softmax() -> None:

@@ -66,7 +66,7 @@ def test_a_stop_string_over_many_pieces() -> None:
     assert StopMatcher(()).push("a") == ("a", False)
 
 
-@pytest.mark.parametrize("wrong", ["", [""], [1], [["a"]], b"a", 3, None])
+@pytest.mark.parametrize("wrong", ["", [""], [1], [["a"]], b"a", b"", 3, None])
 def test_what_is_no_stop_string(wrong: Any) -> None:
     with pytest.raises(InputError, match="stop"):
         checked_stops(wrong)

@@ -94,7 +94,7 @@ _FAULTS = (
     Fault(
         "state-lost-is-not-said",
         "The driver refuses to put memory back after a check, and no error says so.",
-        "ostinato.replay.check:_Check.restore",
+        "ostinato.memory.restoring:put_back",
         "except DriverError as refused:\n",
         "except DriverError as refused:\n            return\n",
         (STEP + "test_state_that_a_check_cannot_put_back_is_said",),

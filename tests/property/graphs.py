@@ -683,9 +683,13 @@ class GraphRules(World):
                     stop = ref.stop if ref.reach else old.stop
                     fits = fits and stop + shift <= new.stop
                     moved[name] = Ref(new.box, ref.start + shift, ref.stop + shift, ref.reach)
-            made = replace(op, **moved) if moved else op
-            if isinstance(made, Copy) and made.dst.start != made.src.start:
-                fits = fits and not made.dst.overlaps(made.src)
+            if not moved:
+                return op
+            made = replace(op, **moved)
+            if isinstance(made, Copy) and made.dst.box is made.src.box:
+                # A GPU copies in any order.
+                apart = abs(made.dst.start - made.src.start)
+                fits = fits and not 0 < apart < len(made.dst)
             return made
 
         return rewritten(ops, move), fits

@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
-from ostinato import Event, Graph, GraphCache, GraphedStep, Stream
+from ostinato import Graph, GraphCache, GraphedStep, Stream
 from ostinato.cache import buckets
 from ostinato.cache.flight import Flights
 from ostinato.cache.graph_cache import Table
 from ostinato.driver.context import Context
+from ostinato.driver.host.driver import HostDriver
 from ostinato.graph import capturing, executable, order, rebind, recording
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.shadow import Shadow
@@ -48,17 +49,18 @@ def mutation(owner: object, name: str) -> Callable[[Callable[..., Any]], Callabl
 
 
 # --- order
-@mutation(Stream, "wait")
-def an_event_is_not_waited_for(right: Method, self: Stream, event: Event) -> None:
-    if self.is_capturing or event.handle in self.context.driver._begun:
-        right(self, event)
+@mutation(HostDriver, "stream_wait_event")
+def an_event_is_not_waited_for(right: Method, self: HostDriver, stream: Any, event: Any) -> None:
+    captured = self._events[event].captured is not None  # a fork, or a join
+    if captured or self._streams[stream].capture is not None:
+        right(self, stream, event)
 
 
 @mutation(order, "conflict")
 def a_recording_orders_writers_only(right: Method, first: Any, second: Any) -> bool:
     if None in (first.writes, second.writes):
         return right(first, second)
-    return order._overlap(first.writes, second.writes)
+    return order.overlap(first.writes, second.writes)
 
 
 @mutation(recording.Recording, "waited")

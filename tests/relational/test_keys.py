@@ -122,6 +122,7 @@ def test_an_arity_out_of_bounds_says_the_bounds(kind: type, arity: int) -> None:
     "wrong",
     [
         {"key_bytes": 3},
+        {"key_bytes": 6},
         {"key_bytes": 12},
         {"probe": 3},
         {"output": 0},
@@ -130,6 +131,7 @@ def test_an_arity_out_of_bounds_says_the_bounds(kind: type, arity: int) -> None:
         {"build": 0},
         {"build": 16_383},
         {"kind": JoinKind.INDEXED_INNER},
+        {"kind": "inner", "build": 0},
     ],
 )
 def test_what_is_no_key(wrong: dict[str, object]) -> None:

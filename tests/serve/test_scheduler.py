@@ -277,6 +277,20 @@ def test_a_conversation_goes_on_in_its_slot_and_others_keep_theirs() -> None:
     assert world.tokens_read == read + 2 + 3 + 1
 
 
+@pytest.mark.parametrize(("shared", "kept"), [(5, 1), (20, 0)])
+def test_a_slot_is_taken_over_only_by_what_shares_most_of_it(shared: int, kept: int) -> None:
+    """Little in common with the slot used last: the other one is taken.  Much: that one itself."""
+    world = World(slots=2, queue=0, piece=64)
+    prompts = [*range(30)], [*range(100, 130)]
+    for prompt in (*prompts, [*prompts[1][:shared], 9, 8, 7]):
+        world.submit(Wanted(prompt, 2, None))
+        world.check_end()
+    read = world.tokens_read
+    world.submit(Wanted(prompts[kept], 2, None))
+    world.check_end()
+    assert world.tokens_read == read + 1
+
+
 def test_a_copy_holds_what_was_copied_and_no_more() -> None:
     world = World(slots=2, queue=2, piece=64)
     first = Wanted([*range(40), *range(100, 120)], 50, None)

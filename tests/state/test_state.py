@@ -109,12 +109,36 @@ def test_an_array_of_structs(device: Device) -> None:
         rows.field("token")
 
 
+def test_structs_are_converted_field_by_field_as_those_of_a_buffer(device: Device) -> None:
+    """Other types of the same fields, axes as lists, structs as lists, structs in structs."""
+    stream = device.create_stream()
+    wide = np.dtype([(name, "<i8") for name in ("token", "position", "length")])
+    pairs = ost.DeviceArray(device.context, (2, 1), STEP)
+    pairs.set(np.array([[(1, 2, 3)], [(4, 5, 6)]], wide), stream)
+    assert pairs.read(stream).tolist() == [[(1, 2, 3)], [(4, 5, 6)]]
+    pairs.set([[[7, 8, 9]], (np.array((1, 2, 3), wide)[()],)], stream)
+    assert pairs.read(stream).tolist() == [[(7, 8, 9)], [(1, 2, 3)]]
+    with pytest.raises(InputError, match="outside int32"):
+        pairs.set(np.array([[(1, 2, 3)], [(4, 5, 1 << 40)]], wide), stream)
+    with pytest.raises(InputError, match="fields token"):
+        pairs.set(
+            np.zeros((2, 1), [("length", "<i4"), ("token", "<i4"), ("position", "<i4")]), stream
+        )
+    nested = ost.DeviceScalar(device.context, [("step", STEP), ("ids", "<u2", (2,))])
+    nested.set({"step": {"token": 1, "position": 2, "length": 3}, "ids": (4, 5)}, stream)
+    step, ids = nested.read(stream).item()
+    assert (step, list(ids)) == ((1, 2, 3), [4, 5])
+    with pytest.raises(InputError, match="shape"):
+        nested.set(((1, 2, 3), [4, 5, 6]), stream)
+
+
 def test_bad_values_change_nothing(host_device: Device) -> None:
     stream = host_device.create_stream()
     state = ost.DeviceScalar(host_device.context, STEP, initial=(1, 2, 3), stream=stream)
     for bad in (
         {"token": 1},
         {"token": 1, "position": 2, "length": 3, "more": 4},
+        {"token": 1, 2: 3},
         (1, 2),
         (1, 2, 2**31),
         (1, 2, 0.5),
@@ -126,6 +150,19 @@ def test_bad_values_change_nothing(host_device: Device) -> None:
     assert state.read(stream).item() == (1, 2, 3)
     with pytest.raises(InputError, match="token, position, length"):
         state.field("nothing")
+    plain = ost.DeviceArray(host_device.context, 3, np.int32)
+    plain.set([1, 2, 3], stream)
+    for bad in ([4, 5], [4, 5, 6, 7], 4, [[4, 5, 6]]):
+        with pytest.raises(InputError, match="shape"):
+            plain.set(bad, stream)
+    assert plain.read(stream).tolist() == [1, 2, 3]
+    with pytest.raises(InputError, match="there are: none"):
+        plain.field("nothing")
+    rows = ost.DeviceArray(host_device.context, 2, STEP)
+    with pytest.raises(InputError, match="a sequence of"):
+        rows.set({"token": 1, "position": 2, "length": 3}, stream)
+    with pytest.raises(InputError, match="needs the stream"):
+        ost.DeviceScalar(host_device.context, np.int32, initial=1)
     with pytest.raises(InputError):
         ost.DeviceArray(host_device.context, 0, np.int32)
     with pytest.raises(InputError):
@@ -169,6 +206,12 @@ def test_the_ring_waits_only_when_it_is_full(device: Device) -> None:
     assert x.to_numpy(stream).tobytes() == b"33333333"
     with pytest.raises(InputError):
         ring.write(x, b"123456789", stream)
+
+
+@pytest.mark.parametrize(("nbytes", "depth"), [(0, 1), (8, 0)])
+def test_a_ring_without_room(device: Device, nbytes: int, depth: int) -> None:
+    with pytest.raises(InputError, match="1 or more"):
+        StagingRing(device.context, nbytes, depth=depth)
 
 
 def test_a_closed_ring_takes_nothing_and_keeps_what_is_under_way(device: Device) -> None:

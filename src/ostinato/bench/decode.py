@@ -151,7 +151,7 @@ class _Contest:
         self.positions = max(last, *options.prompts, 0)
 
     def left(self) -> float:
-        """Seconds."""
+        """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     def run(self, series: Sequence[Point], prompts: Sequence[int] = ()) -> None:
@@ -308,7 +308,7 @@ class _Contest:
         return max(few, _whole(min(tokens, most), multiple))
 
     def _decided(self, what: str, value: int) -> int:
-        """What a clock says: rank 0's, on all ranks."""
+        """A value that depends on a clock: rank 0's, on all ranks."""
         return value if self.group is None else int(self.group.broadcast(what, b"%d" % value))
 
     def _compare(self, runs: dict[str, list[Timed]], ours: Sequence[str], where: str) -> None:

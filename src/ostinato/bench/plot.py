@@ -39,7 +39,7 @@ _STYLE = """
 
 
 def _heading(sheet: Drawing, name: str, below: str) -> None:
-    """At the lower end of the sheet, which grows; so does `_bar`."""
+    """Adds a heading at the lower end of the sheet, which gets higher; `_bar` does so too."""
     sheet.text(_LEFT, sheet.height + 10, name, "title")
     sheet.text(_LEFT, sheet.height + 28, below, "small")
     sheet.height += 48
@@ -96,7 +96,7 @@ def profile_svg(subject: str, machine: str, profile: Profile) -> str:
     sheet.rect(_LEFT, y, x - _LEFT, 34, tip=tip, class_="track")
     for launched, us in zip(profile.launch_names, profile.launch_us, strict=True):
         wide = max(0.0, us) * scale
-        gap = 0.6 if wide > 2 else 0.0  # a hair of the card between launches
+        gap = 0.6 if wide > 2 else 0.0  # so that neighbouring launches can be told apart
         sheet.rect(x, y, wide - gap, 34, tip=f"{launched}: {us:.2f} us", fill=colours[launched])
         x += wide
     sheet.text(_LEFT, y + 50, "0", "small")

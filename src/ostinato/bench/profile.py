@@ -172,7 +172,7 @@ class Attribution:
 
     @property
     def step(self) -> float:
-        """Of the whole step."""
+        """Bytes that the whole step reads."""
         return self._whole.step(self._batch, self._position + 1)
 
     def of(self, operations: Sequence[ost.Operation]) -> list[int]:
@@ -205,7 +205,6 @@ def profile_step(
     batch: int = 1,
     position: int = 20,
     rounds: int = 5,
-    bandwidth: Bandwidth | None = None,
     log: Callable[[str], None] = lambda _: None,
 ) -> Profile:
     """Profiles a decode step of `batch` sequences, each with `position` positions in its cache.
@@ -223,7 +222,7 @@ def profile_step(
     operations = _operations(graph)
     attribution = Attribution(decoder, batch, position)
     log("bandwidth")
-    measured = bandwidth or measure_bandwidth(device)
+    bandwidth = measure_bandwidth(device)
     replays = Replays(device, stream, operations, rounds, log)
     event, alone = replays.alone()
     if device.capabilities.host_memory_is_device_memory:
@@ -247,7 +246,7 @@ def profile_step(
                 total_us=sum(each[i] for i in own),
                 alone_us=statistics.median(alone[i] for i in own),
                 nbytes=size,
-                floor_us=size / measured.best * 1e6,
+                floor_us=size / bandwidth.best * 1e6,
             )
         )
     return Profile(
@@ -258,8 +257,8 @@ def profile_step(
         gap_us=gap,
         event_us=event,
         alone_us=sum(alone),
-        floor_us=attribution.step / measured.best * 1e6,
-        bandwidth=measured,
+        floor_us=attribution.step / bandwidth.best * 1e6,
+        bandwidth=bandwidth,
         rows=tuple(rows),
         launch_names=tuple(names),
         launch_us=tuple(each),

@@ -28,11 +28,12 @@ __all__ = [
     "recipe_type",
 ]
 
+_SEED = 11
 _WIDTH = np.float32(0.02)
 # Of odd length, so that no two rows of a matrix begin at the same place of it.
 _BLOCK = (1 << 20) + 7
 _PIECE = 1 << 22  # values that one thread writes at a time
-_PACKED_VALUES = 1 << 22  # at least
+_PACKED_VALUES = 1 << 22  # the fewest values that are made
 
 
 RECIPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_K", "Q6_K", "Q4_K_M")
@@ -72,7 +73,7 @@ def random_blocks(
             made[..., 2:4] = halves(scale * np.float32(-7.5))
     elif kind == "Q6_K":
         made[..., 192:208] = rng.integers(32, 96, (rows, count, 16), np.uint8)
-        made[..., 192:208:3] ^= 0xFF  # negative ones
+        made[..., 192:208:3] ^= 0xFF  # makes every third scale negative
         made[..., 208:] = halves(spread / np.float32(64 * 18.5))
     else:  # scales from 32 on, and minima about as large
         middle = np.float32(7.5 if kind == "Q4_K" else 15.5)
@@ -89,16 +90,15 @@ class RandomCheckpoint(Checkpoint):
     tokenizer; `name` is shown in place of a path.
 
     Every tensor is cut out of one random block, each from a place of its own, so that gigabytes
-    take a second and no thread waits for a generator.  The same seed gives the same weights; as
+    take a second and no thread waits for a generator.  A shape has the same weights each time; as
     float32 and as bfloat16 they are the same but for rounding towards zero.
     """
 
     has_file = False
 
-    def __init__(self, config: LlamaConfig, name: str, seed: int = 11) -> None:
+    def __init__(self, config: LlamaConfig, name: str) -> None:
         super().__init__(Path(name), config, JsonTokenizerSource(Path(name)))
-        rng = np.random.default_rng(seed)
-        self._seed = seed
+        rng = np.random.default_rng(_SEED)
         self._floats = rng.standard_normal(_BLOCK, np.float32) * _WIDTH
         self._halves = (self._floats.view(np.uint32) >> 16).astype(np.uint16)
 
@@ -119,7 +119,7 @@ class RandomCheckpoint(Checkpoint):
         """Values `start` and on of a tensor, into a flat array."""
         place = zlib.crc32(name.encode())
         if vector:
-            rng = np.random.default_rng((self._seed, place))
+            rng = np.random.default_rng((_SEED, place))
             out[...] = rng.uniform(0.5, 1.5, out.shape)
             return
         block = self._halves if out.dtype == np.uint16 else self._floats
@@ -151,7 +151,7 @@ class PackedCheckpoint(StoredCheckpoint):
 
     has_file = False
 
-    def __init__(self, config: LlamaConfig, recipe: str, name: str, seed: int = 11) -> None:
+    def __init__(self, config: LlamaConfig, recipe: str, name: str) -> None:
         known = {one.lower(): one for one in RECIPES}
         if recipe.lower() not in known:
             raise InputError(f"there is no recipe {recipe!r}; there are: {', '.join(known)}")
@@ -168,18 +168,17 @@ class PackedCheckpoint(StoredCheckpoint):
             size = math.prod(shape) // block.values * block.size
             tensors[tensor] = RawTensor(tensor, kind, shape, path, 0, size)
         super().__init__(path, config, JsonTokenizerSource(path), tensors)
-        self._seed = seed
         self._pieces: dict[str, npt.NDArray[np.uint8]] = {}
 
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
         place = zlib.crc32(raw.name.encode())
         if raw.type == "F32":
-            rng = np.random.default_rng((self._seed, place))
+            rng = np.random.default_rng((_SEED, place))
             return rng.uniform(0.5, 1.5, raw.shape).astype(np.float32).view(np.uint8)
         block = BLOCK_TYPES[raw.type]
         piece = self._pieces.get(raw.type)
         if piece is None:
-            rng = np.random.default_rng((self._seed, block.number))
+            rng = np.random.default_rng((_SEED, block.number))
             # Each row of a matrix begins at another block, so no two are the same.
             alike = [one for one in self._tensors.values() if one.type == raw.type]
             count = max(_PACKED_VALUES // block.values, *(one.rows for one in alike))
@@ -197,12 +196,12 @@ class PackedCheckpoint(StoredCheckpoint):
 
 
 def random_checkpoint(
-    config: LlamaConfig, name: str = "random", seed: int = 11, *, recipe: str | None = None
+    config: LlamaConfig, name: str = "random", *, recipe: str | None = None
 ) -> Checkpoint:
     """An open checkpoint of random weights; `name` is shown in place of a path.
 
     `recipe`: packed so, one of RECIPES in any case.  Raises InputError.
     """
     if recipe is not None:
-        return PackedCheckpoint(config, recipe, name, seed)
-    return RandomCheckpoint(config, name, seed)
+        return PackedCheckpoint(config, recipe, name)
+    return RandomCheckpoint(config, name)

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, SupportsIndex
 
+from ostinato.driver.api import whole_number
 from ostinato.errors import InputError
 
 __all__ = ["LARGEST", "Buckets", "ExplicitBuckets", "Multiples", "PowersOfTwo", "capacity_class"]
@@ -176,12 +176,10 @@ def _next_power(count: int) -> int:
 
 
 def _whole(value: SupportsIndex, what: str) -> int:
-    if isinstance(value, bool):
+    number = whole_number(value)
+    if number is None:
         raise InputError(f"{what} is {value!r}; a whole number is needed")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InputError(f"{what} is {value!r}; a whole number is needed") from None
+    return number
 
 
 def _checked(size: SupportsIndex, limit: int) -> int:

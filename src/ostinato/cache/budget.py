@@ -64,7 +64,9 @@ _UNITS = {
     "gib": 1 << 30,
     "tib": 1 << 40,
 }
-_SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[a-z]*)\s*\Z", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(
+    r"\s*(?P<number>\d{1,20}(\.\d{1,20})?)\s*(?P<unit>[a-z]*)\s*\Z", re.IGNORECASE | re.ASCII
+)
 
 
 def parse_bytes(value: int | str) -> int:
@@ -72,17 +74,13 @@ def parse_bytes(value: int | str) -> int:
 
     Raises InputError for what cannot be read or is below 1 byte.
     """
-    nbytes = 0
-    if isinstance(value, str):
-        match = _SIZE.match(value)
-        unit = _UNITS.get(match["unit"].lower()) if match else None
-        if match is None or unit is None:
-            raise InputError(f'{value!r} is not a number of bytes; write "512 MiB", "2 GB" or 4096')
+    nbytes = whole_number(value)
+    match = _SIZE.match(value) if isinstance(value, str) else None
+    unit = None if match is None else _UNITS.get(match["unit"].lower())
+    if match is not None and unit is not None:
         number = match["number"]
         nbytes = int(float(number) * unit) if "." in number else int(number) * unit
-    elif isinstance(value, int) and not isinstance(value, bool):
-        nbytes = value
-    else:
+    if nbytes is None:
         raise InputError(f'{value!r} is not a number of bytes; write "512 MiB", "2 GB" or 4096')
     if nbytes < 1:
         raise InputError(f"{value!r}: 1 byte or more is needed (None is for no limit)")
@@ -138,7 +136,7 @@ class SharedBlocks:
         if self._free is not None and self.peak:
             rose = free + grown - self._free
             left = self.grown * max(0, self.peak - others) // self.peak
-            back = min(max(rose, 0), left)  # other rises are of others
+            back = min(max(rose, 0), left)  # more than `left` was freed by others
             if back:
                 self.peak -= self.peak * back // self.grown
                 self.grown -= back

@@ -125,13 +125,13 @@ class Table:
         self._schedule.note(key, event)
 
     def schedule_digest(self) -> str:
-        """Of all events so far."""
+        """The digest of all events so far."""
         latest = self.latest
         times = 0 if latest is None else latest.hits - self._hits_before
         return self._schedule.digest(b"" if latest is None else latest.used, times)
 
     def miss(self, key: Hashable) -> None:
-        """A use that found no entry."""
+        """Counts a use that found no entry."""
         for record in self.counting(key):
             record.misses += 1
         self.note(key, "missed")
@@ -476,7 +476,7 @@ class GraphCache(Closeable):
         entry = self._known(key)
         if entry is not None:
             return entry.executable
-        flight = Flight(key, threading.get_ident())  # taken off again on every path
+        flight = Flight(key, threading.get_ident())  # `land` removes it, on every path
         other: Flight | None = None
         joined = False
         try:
@@ -557,7 +557,7 @@ class GraphCache(Closeable):
         finally:
             with self._lock:
                 self._end_capture(flight.key, landed, time.perf_counter() - started)
-            del flight  # as above
+            del flight  # it holds errors whose tracebacks hold this frame
         return executable
 
     def _end_capture(self, key: Hashable, landed: bool, seconds: float) -> None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ostinato.driver.api import whole_number
 from ostinato.errors import InputError
 
 __all__ = ["CaptureLimits", "Refusal", "Refused", "Spent", "refuse"]
@@ -63,11 +64,9 @@ class CaptureLimits:
                 raise InputError(f"{name}={value!r}: more than 0 seconds, or None for no limit")
         if self.window is not None and self.seconds is None:
             raise InputError("a window is for `seconds`: give the seconds that it may hold")
-        for name, least in (("per_key", 1), ("within", 1)):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            if not (whole or (value is None and name == "per_key")):
-                raise InputError(f"{name}={value!r}: a whole number of {least} or more is needed")
+        for name, value in (("per_key", self.per_key), ("within", self.within)):
+            if (whole_number(value) or 0) < 1 and not (value is None and name == "per_key"):
+                raise InputError(f"{name}={value!r}: a whole number of 1 or more is needed")
 
 
 def _is_number(value: object) -> bool:
@@ -104,7 +103,7 @@ class Spent:
         """When each capture ended, and its seconds: those inside the window."""
 
     def add(self, seconds: float, window: float | None) -> None:
-        """A capture that ended now; `window` is that of the limits at present."""
+        """Adds a capture that ended now; `window` is that of the limits at present."""
         self._all += seconds
         if window is not None:
             self._lately.append((time.monotonic(), seconds))

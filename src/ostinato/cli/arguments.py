@@ -72,7 +72,7 @@ def text(value: str | None) -> str | None:
 def finite(value: float | None) -> float | None:
     """For options that take a number: refuses nan and inf."""
     if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no number to reckon with")
+        raise typer.BadParameter(f"{value}: a finite number is needed")
     return value
 
 

@@ -269,7 +269,7 @@ def subject_of(
     config = shape_named(name)
     if recipe is not None:
         name = f"{name}-{recipe.lower()}"
-        random_checkpoint(config, name, recipe=recipe).close()  # whether there is such a one
+        random_checkpoint(config, name, recipe=recipe).close()  # raises for an unknown recipe
     return name, lambda: random_checkpoint(config, f"random-{name}", recipe=recipe)
 
 
@@ -296,7 +296,7 @@ def _finish(result: object, out: Path | None) -> None:
     try:
         if out is not None:
             say(f"results: {result.write(out)}")
-    finally:  # a full disk must not lose what took minutes
+    finally:  # if the file cannot be written, the result is still printed
         print(result.line())
 
 

@@ -316,7 +316,7 @@ class _Session:
             if stopped:
                 _note("(stopped; the message is not kept)")
             return
-        show(answer.text[shown:] + "\n")  # what had come but was not shown before Ctrl-C
+        show(answer.text[shown:] + "\n")  # the text that came before Ctrl-C and was not shown yet
         if stopped:
             kept = "what was shown is kept" if answer.text else "the message is not kept"
             _note(f"(stopped; {kept})")

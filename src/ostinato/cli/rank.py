@@ -49,11 +49,11 @@ def _follow() -> None:
                 WORKS[work.pop("kind")](group, told["device"], **work)
             except OstinatoError as error:
                 group.fail(error)
-                raise typer.Exit(FAILED) from None  # rank 0 says it
+                raise typer.Exit(FAILED) from None  # rank 0 prints the error
     except GroupError as error:
-        if error.rank == rank:  # this one could not join
+        if error.rank == rank:  # this rank could not join, which rank 0 cannot explain
             raise
-        raise typer.Exit(FAILED) from None  # rank 0 says it
+        raise typer.Exit(FAILED) from None  # rank 0 prints the error
 
 
 def _end_with_rank_0() -> None:

@@ -60,7 +60,7 @@ def rank_devices(count: int, device: str | None) -> list[str | None]:
         name = "cuda:0" if there else "host"
     kind, _, number = name.partition(":")
     if kind != "cuda" or not (number or "0").isdecimal():
-        open_device(device).close()  # the host, or a wrong name
+        open_device(device).close()  # raises for an unknown name; otherwise it is the host
         return ["host"] * count
     first = int(number or "0")
     if first + count > there:
@@ -177,8 +177,8 @@ class _Rank:
         status = self.process.wait()
         if self._ending or not status:
             return
-        # In its place, so that nobody waits for it.  Refused if it was in the group: then the hub
-        # has noticed.
+        # Joins in its place and reports it, so that no rank waits for it.  The hub refuses that if
+        # the rank had joined: then it has noticed by itself.
         with suppress(OstinatoError):
             place = [Address.parse(self._group_id)]
             channel = connect(place, self.rank, self._size, deadline=_GRACE_SECONDS)

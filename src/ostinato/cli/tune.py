@@ -121,7 +121,7 @@ def _contexts(text: str) -> tuple[int, ...]:
 def _source(model: str | None, shape: str | None) -> tuple[str, Callable[[], Checkpoint]]:
     """What is tuned for, in words, and how to open its weights."""
     if model is not None and shape is not None:
-        raise typer.BadParameter("--model and --shape: one of them")
+        raise typer.BadParameter("give a model or a shape, not both", param_hint="--shape")
     if model is None:
         from ostinato.bench.random_weights import random_checkpoint
         from ostinato.bench.shapes import shape_named

@@ -90,7 +90,7 @@ class Layout:
 
     @property
     def words(self) -> int:
-        """Of 8 bytes, that a rank sends in the largest exchange."""
+        """Words of 8 bytes that a rank sends in the largest exchange."""
         return self.blocks * _BLOCK
 
     @property
@@ -105,12 +105,12 @@ class Layout:
 
     @property
     def sums_words(self) -> int:
-        """Of 8 bytes, of that part."""
+        """Words of 8 bytes in that part."""
         return _SUM_TABLE + _SUM_SLOTS // 4 + 2 * self.ranks * _SUM_SLOTS
 
     @property
     def nbytes(self) -> int:
-        """Whole pages, so that no other allocation is opened with it."""
+        """The size of a window: whole pages, so that no other allocation is opened with it."""
         return -(-(self.sums + 8 * self.sums_words) // _PAGE) * _PAGE
 
     def mark(self, rank: int) -> int:
@@ -392,7 +392,7 @@ class ExchangeCollectives(Collectives):
                     self._lost.close()
                 return
         except OstinatoError:
-            pass  # the context is poisoned, say: its memory goes with it
+            pass  # the context may be poisoned: the window is kept, not closed
         _kept.append((window, self._lost))
 
     def _all_left(self, window: Buffer) -> bool:

@@ -273,11 +273,18 @@ def _meet_by_file(place: Place, deadline: float) -> Group:
         token = secrets.token_hex(16)
         hub = Hub(place.size, host=_LOOPBACK, port=0, token=token, deadline=deadline)
         address = Address(_LOOPBACK, hub.port, token)
-        with suppress(FileNotFoundError):
-            path.unlink()
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w") as file:
-            file.write(f"{address}\n")
+        try:
+            with suppress(FileNotFoundError):
+                path.unlink()
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w") as file:
+                file.write(f"{address}\n")
+        except OSError as error:
+            hub.close()
+            raise NotAvailableError(
+                f"rank 0 cannot write {path} ({error.strerror}), by which the other ranks find it: "
+                f"remove what is there, or {_ADDRESS_ADVICE}"
+            ) from error
         try:
             return _joined([address], 0, place.size, deadline, hub)
         finally:
@@ -285,9 +292,10 @@ def _meet_by_file(place: Place, deadline: float) -> Group:
                 path.unlink()
     end = time.monotonic() + deadline
     while True:
-        with suppress(OSError):
-            text = path.read_text()
-            if text.endswith("\n") and path.stat().st_uid == os.getuid():
+        with suppress(OSError), path.open() as file:
+            text = file.read()
+            # Of the open file: another one may be at its path by now.
+            if text.endswith("\n") and os.fstat(file.fileno()).st_uid == os.getuid():
                 address = Address.parse(text.strip())
                 return _joined([address], place.rank, place.size, deadline, None)
         if time.monotonic() > end:

@@ -150,7 +150,7 @@ class NcclCollectives(Collectives):
         context = device.driver.cuda_context
         assert context is not None
         self._context = context
-        self._nccl = core = load_nccl()
+        core = load_nccl()
         from nccl.bindings import nccl as bindings
 
         self._bindings = bindings

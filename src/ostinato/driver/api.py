@@ -166,6 +166,10 @@ class MemoryRange:
         """Whether `nbytes` bytes from `address` lie wholly inside."""
         return self.address <= address and address + nbytes <= self.end
 
+    def overlaps(self, other: MemoryRange) -> bool:
+        """Whether they have a byte in common, or one without bytes lies inside the other."""
+        return self.address < other.end and other.address < self.end
+
 
 # ------------------------------------------------------------------------------ modules and kernels
 
@@ -189,6 +193,11 @@ class ParameterSlot:
 
     offset: int
     size: int
+
+    @property
+    def words(self) -> range:
+        """The offsets in the buffer of the aligned words of 8 bytes that lie wholly in it."""
+        return range(-(-self.offset // 8) * 8, self.offset + self.size - 7, 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,10 +68,13 @@ class Entry(enum.Enum):
     GIVE = "another library gets the stream"
 
 
-class Tap(Protocol):
-    """Receives the work that is submitted to streams, as captures and recordings do."""
+class Tap:
+    """Receives the work that is submitted to streams, as captures and recordings do.
 
-    needs_access: bool
+    It overrides the calls that it needs; these do nothing.
+    """
+
+    needs_access = False
     """Whether operations must have the memory that they read and write."""
 
     def entering(
@@ -82,27 +85,21 @@ class Tap(Protocol):
         `operation` is the operation to be submitted, if it is known: if the tap needs access, it is
         known for all work but launches of graphs.
         """
-        ...
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
         """Called after the driver accepted the operation."""
-        ...
 
     def recorded(self, stream: Stream, event: Event) -> None:
         """Called after an event was recorded on the stream."""
-        ...
 
     def waited(self, stream: Stream, event: Event) -> None:
         """Called after the stream was made to wait for an event: a fork or a join, in a capture."""
-        ...
 
     def awaited(self, event: Event | None) -> None:
         """Called before the host waits for an event (or asks for its state), or for the device."""
-        ...
 
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """Called when the driver refused a call on this stream, or one that is no stream's."""
-        ...
 
 
 def members(objects: weakref.WeakSet[T]) -> tuple[T, ...]:
@@ -397,7 +394,7 @@ class Context:
         try:
             return self.driver.memory_info()[0]
         except DriverError:
-            return None  # a later call that uses the driver raises; a size need not
+            return None  # a size is not essential: a later call raises the error
 
     def measuring(self, on: bool) -> None:
         """From here on `given_back` is counted; with False, no more for the one who began."""

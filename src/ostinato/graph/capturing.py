@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import CaptureMode, CaptureStatus, GraphHandle, NodeHandle
-from ostinato.driver.context import Entry
+from ostinato.driver.context import Entry, Tap
 from ostinato.driver.location import caller_line, caller_location, describe_line
 from ostinato.driver.stream import Event, Operation, Stream, require_stream
 from ostinato.errors import (
@@ -60,15 +60,13 @@ class _State(enum.Enum):
     ABORTED = "aborted"
 
 
-class _Session:
+class _Session(Tap):
     """One capture in the driver, and the tap that follows the work in it.
 
     It does not hold its `Capture`, so that a `Capture` which is dropped can be finalised, and the
     context ends it.  `leave` may be called at any time and repeatedly: an interruption
     (KeyboardInterrupt) may come between any two lines, and the next call does what is left to do.
     """
-
-    needs_access = False
 
     def __init__(
         self, stream: Stream, mode: CaptureMode, into: Graph | None, contained: bool, trace: bool
@@ -176,7 +174,7 @@ class _Session:
         into.  Does not raise."""
         self.leave()
         if self._in_driver:
-            self.stream.context.abandon(self.drop)  # tried again
+            self.stream.context.abandon(self.drop)  # the context tries again later
             return
         before, self._before = self._before, None
         if self.into is not None and before is not None:
@@ -280,9 +278,6 @@ class _Session:
             self.labels[info.dependencies[0]] = label
         self.noted.append(label)
 
-    def recorded(self, stream: Stream, event: Event) -> None:
-        """Notes nothing: the driver knows which nodes an event waits for."""
-
     def waited(self, stream: Stream, event: Event) -> None:
         """Notes the line that pulled another stream into this capture."""
         if stream is self.stream:
@@ -290,9 +285,6 @@ class _Session:
         info = stream.capture_info
         if info.status is CaptureStatus.ACTIVE and info.capture_id == self._id:
             self.forked_at = caller_location()
-
-    def awaited(self, event: Event | None) -> None:
-        """The driver refuses what a capture forbids."""
 
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """Notes the line of the first refused call that can have broken this capture."""

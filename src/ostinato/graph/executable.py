@@ -94,7 +94,7 @@ class _Release:
             self._done = True
             try:
                 self._context.driver.exec_destroy(self.handle)
-            except StreamCaptureError:  # refused for now; asked again later
+            except StreamCaptureError:  # refused during captures; the context tries again later
                 self._done = False
                 raise
         if self.shadow is not None:
@@ -143,7 +143,7 @@ class GraphExec(Launcher, Closeable):
         self._given_back: deque[MemoryRange] = deque()
         """Memory that was closed since the last launch that looked, and may be pointed at."""
         self._watch(graph.storages)
-        if not graph.owned:  # what its nodes were given is not known
+        if not graph.owned:  # adopted: what memory its nodes use is not known
             self.context.watchers.add(self)
         release.shadow = self._shadow
         self._finalizer = weakref.finalize(self, release.retire, self._prepared)
@@ -262,7 +262,7 @@ class GraphExec(Launcher, Closeable):
                 for memory in tuple(self._given_back)
                 if dangling(self._shadow.settings(), memory, apart) is None
             ]
-        except ClosedError:  # which the next launch says
+        except ClosedError:  # the next launch raises it
             return []
 
     # --- running
@@ -296,7 +296,7 @@ class GraphExec(Launcher, Closeable):
         require_stream(stream, "launch(stream)")
         call = self._prepare(stream)
         before = self._before_launch
-        if before is not None:  # so it is never hot
+        if before is not None:  # such a graph never gets the short way of launching
             if self.context.taps:
                 stream.enter("a graph with something to do before each launch", Entry.ONCE)
             if stream.is_capturing:
@@ -659,7 +659,7 @@ class GraphExec(Launcher, Closeable):
             self._took(graph)
             self._unusable = ""
         elif outcome.verdict is not UpdateVerdict.ERROR:
-            self._unusable = before  # it does not fit, so the driver never took it
+            self._unusable = before  # a refusal: the driver changed nothing
 
     def _apply(self, changes: list[Change]) -> None:
         """Makes changes in order; undoes those made if one is refused or interrupted."""
@@ -724,7 +724,7 @@ class GraphExec(Launcher, Closeable):
             return
         self._closed = True
         self.cool()
-        with self._lock:  # no change is under way in another thread, and the next one asks anew
+        with self._lock:  # waits for changes in other threads; later ones find it closed
             self._shadow.end_live()
         self._finalizer()
         self.context.collect()

@@ -158,8 +158,7 @@ def _owners(kernel: Kernel, packed: KernelArguments, args: Sequence[object]) -> 
 
 def _owners_inside(context: Context, data: bytes, slot: ParameterSlot) -> Iterator[Inside]:
     """The owners of the memory at the addresses in a struct."""
-    first, last = -(-slot.offset // _WORD) * _WORD, slot.offset + slot.size - _WORD
-    for at in range(first, last + 1, _WORD):
+    for at in slot.words:
         word = int.from_bytes(data[at : at + _WORD], "little")
         owner = context.owner_of(word) if word else None
         if owner is not None:

@@ -60,9 +60,9 @@ def _chain(graph: Graph, name: str) -> list[NodeHandle]:
     after = {edge.source: edge.target for edge in edges}
     first = set(nodes) - set(after.values())
     chain = [*first]
-    while chain and len(first) == 1 and chain[-1] in after:
+    while len(first) == 1 and chain[-1] in after:
         chain.append(after[chain[-1]])
-    if not nodes or len(chain) != len(nodes) or len(edges) != len(nodes) - 1:
+    if len(chain) != len(nodes) or len(edges) != len(nodes) - 1:
         raise GraphError(
             f"{name}: {len(nodes)} nodes with {len(edges)} edges are no chain, and only a chain "
             "can be launched in order; add the graph as a child graph"

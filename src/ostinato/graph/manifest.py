@@ -17,24 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ostinato.driver.api import (
-    AllocNodeParams,
-    BatchMemOpNodeParams,
-    FreeNodeParams,
-    KernelNodeParams,
-    MemcpyNodeParams,
-    MemOpKind,
-    MemoryRange,
-    MemsetNodeParams,
-    NodeHandle,
-    NodeParams,
-)
+from ostinato.driver.api import KernelNodeParams, MemoryRange, NodeHandle
 from ostinato.driver.signature import Access
 from ostinato.errors import InputError
 from ostinato.graph.changes import Place, Setting, is_whole
 from ostinato.graph.launching import Inside
 from ostinato.graph.node import Node, decode_arguments
-from ostinato.graph.rebind import copy_extent, fill_extent
+from ostinato.graph.rebind import address_fields
 from ostinato.memory.ranges import range_of
 
 __all__ = ["Settings", "Touch", "dangling", "touches", "walk"]
@@ -75,7 +64,7 @@ def walk(settings: Settings, find: Find) -> Iterator[tuple[Setting, Touch]]:
         if isinstance(setting.params, KernelNodeParams):
             yield from _kernel(outer, setting, setting.params, find)
             continue
-        for place, address, nbytes, written in _fields(setting.params):
+        for place, address, nbytes, written in address_fields(setting.params):
             if address:  # zero: the side of a copy that is an array, or memory not placed yet
                 memory = MemoryRange(address, nbytes)
                 yield setting, _touch(outer, setting.node, place, place, memory, written)
@@ -95,7 +84,7 @@ def touches(settings: Settings, target: MemoryRange, allocation: MemoryRange | N
     def find(address: int) -> MemoryRange | None:
         return around if around.holds(address) else None
 
-    return any(_overlap(touch.range, target) for _, touch in walk(settings, find))
+    return any(touch.range.overlaps(target) for _, touch in walk(settings, find))
 
 
 def dangling(
@@ -113,7 +102,7 @@ def dangling(
     for setting, touch in walk(settings, find):
         if any(touch.handle == node and touch.key in places for node, places in apart):
             continue
-        if _overlap(touch.range, closed) and not _has_open_owner(setting, touch):
+        if touch.range.overlaps(closed) and not _has_open_owner(setting, touch):
             return touch
     return None
 
@@ -138,10 +127,6 @@ def _has_open_owner(setting: Setting, touch: Touch) -> bool:
 
 def _is_closed(owner: object) -> bool:
     return getattr(owner, "closed", False) is True
-
-
-def _overlap(one: MemoryRange, other: MemoryRange) -> bool:
-    return one.address < other.end and other.address < one.end
 
 
 def _touch(
@@ -199,20 +184,3 @@ def _place(params: KernelNodeParams, offset: int) -> tuple[str, int | None]:
             inside = offset - slot.offset
             return f"argument {index}" + (f" +{inside}" if inside else ""), index
     return f"packed arguments +{offset}", None
-
-
-def _fields(params: NodeParams) -> Iterator[tuple[str, int, int, bool]]:
-    """Place, address, bytes and whether it is written, of each address field of other nodes."""
-    if isinstance(params, MemcpyNodeParams):
-        yield "dst", params.dst, copy_extent(params, params.dst_pitch, params.dst_height), True
-        yield "src", params.src, copy_extent(params, params.src_pitch, params.src_height), False
-    elif isinstance(params, MemsetNodeParams):
-        yield "dst", params.dst, fill_extent(params), True
-    elif isinstance(params, BatchMemOpNodeParams):
-        for index, operation in enumerate(params.operations):
-            written = operation.kind is MemOpKind.WRITE
-            yield f"operation {index}", operation.address, operation.size, written
-    elif isinstance(params, AllocNodeParams):
-        yield "allocation", params.address, params.nbytes, True
-    elif isinstance(params, FreeNodeParams):
-        yield "freed", params.address, 1, True

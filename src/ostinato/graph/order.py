@@ -92,4 +92,4 @@ def _sets_conditions(operation: Operation) -> bool:
 
 def overlap(left: Sequence[MemoryRange], right: Sequence[MemoryRange]) -> bool:
     """Whether a range of one overlaps one of the other."""
-    return any(a.address < b.end and b.address < a.end for a in left for b in right)
+    return any(a.overlaps(b) for a in left for b in right)

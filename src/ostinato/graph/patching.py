@@ -307,7 +307,7 @@ class Argument:
         # Exact types only; whatever is unusual takes the careful way, which also words the errors.
         self._pack: Callable[[tuple[object, ...]], bytes | None] | None = None
         self._size = slot.size
-        if code in PLAIN_CODES:  # and no value is as it is
+        if code in PLAIN_CODES:  # then even bytes are packed, and not taken as they are
             self._pack, self._size = packer(code, (ParameterSlot(0, slot.size),)), -1
         self._place, self._pointer, self._live = slot.offset, pointer, live
         self._inner = _inner(slot.offset, slot.size)
@@ -325,7 +325,8 @@ class Argument:
     def set(self, run: Run, value: object) -> None:
         """What `GraphExec.patch` does."""
         live = self._live
-        if live.gone or run.context.closed or run.graph.closed:  # without a frame, if it is not so
+        # Tested here, and not in `_current`: the call would be felt in each patch.
+        if live.gone or run.context.closed or run.graph.closed:
             live = self._current(run)
         raw = value if type(value) is bytes and len(value) == self._size else self._packed(value)
         place = self._place
@@ -435,5 +436,5 @@ def owner_of(context: Context, value: object, pointer: bool) -> tuple[object, in
         return None, None
     try:
         return value, range_of(value).nbytes
-    except InputError:  # an address, and no more
+    except InputError:  # a bare address, whose size is not known
         return value, None

@@ -80,9 +80,9 @@ class PointerIndex:
                 sorts += [_SORTS[word.sort] for word in words]
                 places += [word.offset for word in words]
             elif not isinstance(setting.params, KernelNodeParams):
-                for address, nbytes in address_fields(setting.params):
-                    addresses.append(address)
-                    reach.append(nbytes)
+                for field in address_fields(setting.params):
+                    addresses.append(field.address)
+                    reach.append(field.nbytes)
                     sorts.append(_FIELD)
                     places.append(0)
             owners += [len(entries)] * (len(addresses) - entry.start)

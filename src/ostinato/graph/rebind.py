@@ -15,10 +15,10 @@ from __future__ import annotations
 import enum
 import itertools
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -27,6 +27,7 @@ from ostinato.driver.api import (
     KernelArguments,
     KernelNodeParams,
     MemcpyNodeParams,
+    MemOpKind,
     MemoryRange,
     MemsetNodeParams,
     NodeParams,
@@ -39,6 +40,7 @@ from ostinato.graph.node import Node
 from ostinato.memory.ranges import Target, range_of
 
 __all__ = [
+    "AddressField",
     "LeftWord",
     "Move",
     "RebindReport",
@@ -184,8 +186,7 @@ def words_of(
         if parameter is not None and parameter.type != "bytes":
             sort = Sort.POINTER if parameter.pointer else Sort.SCALAR
         label = f"argument {index}" + (f" ({parameter.name})" if parameter else "")
-        start = -(-slot.offset // _WORD) * _WORD
-        for at in range(start, slot.offset + slot.size - _WORD + 1, _WORD):
+        for at in slot.words:
             inside = "" if at == slot.offset else f" +{at - slot.offset}"
             found.append(Word(at, label + inside, sort))
     return tuple(found)
@@ -261,16 +262,15 @@ class _Plan:
         node, params = setting.node, setting.params
         if isinstance(params, KernelNodeParams):
             self._kernel(setting, params)
-        elif isinstance(params, MemcpyNodeParams) and not params.opaque:
-            to = copy_extent(params, params.dst_pitch, params.dst_height)
-            come = copy_extent(params, params.src_pitch, params.src_height)
-            self._fields(node, params, {"dst": (params.dst, to), "src": (params.src, come)})
-        elif isinstance(params, MemsetNodeParams):
-            self._fields(node, params, {"dst": (params.dst, fill_extent(params))})
+        elif isinstance(params, MemsetNodeParams) or (
+            isinstance(params, MemcpyNodeParams) and not params.opaque
+        ):
+            self._fields(node, params)
         else:
-            for place, address in _fixed(params):
-                if self._move_of(address) is not None:
-                    self._leave(node, place, address, f"a {node.kind.name} node cannot be rebound")
+            for field in address_fields(params):
+                if self._move_of(field.address) is not None:
+                    why = f"a {node.kind.name} node cannot be rebound"
+                    self._leave(node, field.place, field.address, why)
 
     def _leave(self, node: Node, place: str, value: int, why: str) -> None:
         self.left.append(LeftWord(*self._name(node), place, value, why))
@@ -350,15 +350,10 @@ class _Plan:
         self._leave(node, word.label, value, why)
         return False
 
-    def _fields(
-        self,
-        node: Node,
-        params: MemcpyNodeParams | MemsetNodeParams,
-        fields: Mapping[str, tuple[int, int]],
-    ) -> None:
+    def _fields(self, node: Node, params: MemcpyNodeParams | MemsetNodeParams) -> None:
         new: dict[str, Any] = {}
         owners: list[tuple[Place, object]] = []
-        for place, (address, nbytes) in fields.items():
+        for place, address, nbytes, _ in address_fields(params):
             move = self._move_of(address)
             if move is None:
                 self._note_overlap(node, place, address, nbytes)
@@ -400,23 +395,35 @@ def fill_extent(params: MemsetNodeParams) -> int:
     return (params.height - 1) * params.pitch + params.width * params.element_size
 
 
-def _fixed(params: NodeParams) -> list[tuple[str, int]]:
-    """Place and value of the addresses of a node that a rebinding cannot change."""
-    if isinstance(params, BatchMemOpNodeParams):
-        return [(f"operation {i}", o.address) for i, o in enumerate(params.operations)]
-    if isinstance(params, MemcpyNodeParams):
-        return [("dst", params.dst), ("src", params.src)]
-    if isinstance(params, AllocNodeParams | FreeNodeParams):
-        return [("address", params.address)]
+class AddressField(NamedTuple):
+    """A field of a node that is no kernel: where it is, the address in it, how many bytes are used
+    there, and whether they are written."""
+
+    place: str
+    address: int
+    nbytes: int
+    written: bool
+
+
+def address_fields(params: NodeParams) -> list[AddressField]:
+    """The fields that hold addresses, of a node that is no kernel."""
+    match params:
+        case MemcpyNodeParams():
+            to = copy_extent(params, params.dst_pitch, params.dst_height)
+            come = copy_extent(params, params.src_pitch, params.src_height)
+            return [
+                AddressField("dst", params.dst, to, True),
+                AddressField("src", params.src, come, False),
+            ]
+        case MemsetNodeParams():
+            return [AddressField("dst", params.dst, fill_extent(params), True)]
+        case BatchMemOpNodeParams():
+            return [
+                AddressField(f"operation {i}", op.address, op.size, op.kind is MemOpKind.WRITE)
+                for i, op in enumerate(params.operations)
+            ]
+        case AllocNodeParams():
+            return [AddressField("allocation", params.address, params.nbytes, True)]
+        case FreeNodeParams():
+            return [AddressField("freed", params.address, 1, True)]
     return []
-
-
-def address_fields(params: NodeParams) -> list[tuple[int, int]]:
-    """Addresses of a node that is no kernel, and how many bytes it uses there."""
-    if isinstance(params, MemcpyNodeParams) and not params.opaque:
-        to = copy_extent(params, params.dst_pitch, params.dst_height)
-        come = copy_extent(params, params.src_pitch, params.src_height)
-        return [(params.dst, to), (params.src, come)]
-    if isinstance(params, MemsetNodeParams):
-        return [(params.dst, fill_extent(params))]
-    return [(address, 0) for _, address in _fixed(params)]

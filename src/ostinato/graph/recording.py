@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ostinato.driver.api import CaptureStatus, ChildGraphNodeParams, NodeHandle
-from ostinato.driver.context import Entry
+from ostinato.driver.context import Entry, Tap
 from ostinato.driver.location import caller_line, caller_location
 from ostinato.driver.stream import Event, Operation, Stream, require_stream
 from ostinato.errors import (
@@ -42,7 +42,7 @@ class _Break:
     location: str
 
 
-class Recording:
+class Recording(Tap):
     """The operations that one thread ran on one stream, and on streams forked from it, in order.
 
     `operations` is what was recorded so far.

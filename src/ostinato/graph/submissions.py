@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ostinato.driver.context import Context, Entry
+from ostinato.driver.context import Context, Tap
 from ostinato.driver.location import caller_line, describe_line
-from ostinato.driver.stream import Event, Operation, Stream
-from ostinato.errors import DriverError
+from ostinato.driver.stream import Operation, Stream
 
 __all__ = ["Submission", "first_missing", "operations", "submissions"]
 
@@ -30,7 +29,7 @@ class Submission:
         return self.name if self.line is None else f"{self.name} at {describe_line(*self.line)}"
 
 
-class _Noted:
+class _Noted(Tap):
     """A tap that notes what one thread submits, to any stream."""
 
     def __init__(self, *, needs_access: bool) -> None:
@@ -39,30 +38,13 @@ class _Noted:
         self.submissions: list[Submission] = []
         self._thread = threading.get_ident()
 
-    def entering(
-        self, stream: Stream, what: str, entry: Entry, operation: Operation | None
-    ) -> None:
-        """Nothing is refused."""
-
     def submitted(self, stream: Stream, operation: Operation) -> None:
         if threading.get_ident() != self._thread or operation.once:
             return  # no graph can hold it: a capture refuses it with an error of its own
         if self.needs_access:
             self.operations.append(operation)
-        else:  # names only, which keep nothing alive
+        else:  # a record of names only, which keeps no memory alive
             self.submissions.append(Submission(operation.name, caller_line()))
-
-    def recorded(self, stream: Stream, event: Event) -> None:
-        """Events are no operations."""
-
-    def waited(self, stream: Stream, event: Event) -> None:
-        """Events are no operations."""
-
-    def awaited(self, event: Event | None) -> None:
-        """Waits are no operations."""
-
-    def failed(self, stream: Stream | None, error: DriverError) -> None:
-        """A refused operation was not submitted."""
 
 
 @contextmanager

@@ -155,7 +155,7 @@ class Buffer(Closeable):
         if self._last_watcher() is not watcher:
             self._watchers.add(watcher)
             self._last_watcher = weakref.ref(watcher)
-        if self._closed:  # before, or by another thread meanwhile
+        if self._closed:  # perhaps by another thread since the watcher was added
             watcher.memory_closed(self._range)
 
     def _require_open(self) -> None:

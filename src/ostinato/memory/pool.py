@@ -15,7 +15,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +82,7 @@ class CapturePool(Closeable):
         name: str = "pool",
     ) -> None:
         if reserve < 0 or slab < 1:
-            raise InputError(f"reserve={reserve}, slab={slab}: bytes of 0 and 1 or more are needed")
+            raise InputError(f"reserve={reserve} must be 0 bytes or more, slab={slab} 1 or more")
         self.context = context = context_of(device)
         self.name = name
         self._slab = slab
@@ -152,10 +151,6 @@ class CapturePool(Closeable):
             start = self._used
             self._used += piece
             self._allocated[owner] += piece
-        return self._piece(slab, start, dims, kind)
-
-    @staticmethod
-    def _piece(slab: Buffer, start: int, dims: tuple[int, ...], kind: np.dtype[Any]) -> Buffer:
         return slab.view(start, dims, kind)
 
     def _slab_with(self, piece: int, owner: str) -> Buffer:

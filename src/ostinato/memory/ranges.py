@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.signature import array_interface, element_bytes
 from ostinato.errors import InputError
 
-__all__ = ["KnownRanges", "Target", "range_of"]
+__all__ = ["KnownRanges", "Target", "merged", "range_of"]
 
 Target: TypeAlias = object
 """A Buffer, a device array of any library, or a MemoryRange."""
@@ -43,6 +43,18 @@ class KnownRanges:
                 (*ranges[:place], found, *ranges[place:]),
             )
         return found
+
+
+def merged(ranges: Iterable[MemoryRange]) -> list[MemoryRange]:
+    """The ranges by their addresses; those that overlap as one."""
+    made: list[MemoryRange] = []
+    for memory in sorted(ranges, key=lambda m: m.address):
+        if made and memory.address < made[-1].end:
+            end = max(made[-1].end, memory.end)
+            made[-1] = MemoryRange(made[-1].address, end - made[-1].address)
+        else:
+            made.append(memory)
+    return made
 
 
 def range_of(target: Target, which: str = "target") -> MemoryRange:

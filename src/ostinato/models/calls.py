@@ -39,7 +39,7 @@ def alone(method: F) -> F:
         calls: list[Call] = self._calls
         mine = (name, object())
         try:
-            calls.append(mine)  # at once for all threads: one of them is the first
+            calls.append(mine)  # atomic: of several threads, exactly one is first
             if calls[0] is not mine:
                 raise overlap(calls, mine)
             return method(self, *args, **options)

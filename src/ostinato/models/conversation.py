@@ -164,7 +164,7 @@ class Conversation:
         self._messages = history
         if answer is None:
             return
-        if answer.token_ids:  # its prompt was read
+        if answer.token_ids:  # a first token means that the whole prompt was read
             self._read += answer.prompt_tokens - answer.cached_tokens
             self._cached += answer.cached_tokens
             self._answered += len(answer.token_ids)

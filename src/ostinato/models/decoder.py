@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,8 @@ if TYPE_CHECKING:  # what only ranks need is imported where they are made
     from ostinato.models.sharding import Sharding
 
 __all__ = ["DEFAULT_CONTEXT", "Decoder", "backend_for", "formats_for"]
+
+AnyRun = TypeVar("AnyRun", bound=Run[Any])
 
 DEFAULT_CONTEXT = 2048
 """Positions of a sequence if `max_context` is None; fewer if the model was trained for fewer."""
@@ -165,7 +167,7 @@ class Decoder(Closeable):
                 part = sharding.part
             context = _context(self.config, max_context)
             if max_rows is None:
-                bucket = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # of a whole context
+                bucket = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # for a full context
                 max_rows = max(sequences, min(self.backend.piece_rows(part), bucket))
             sizes = PlanSizes(whole(max_rows, "max_rows", 1), sequences, context)
             stops = _stop_tokens(
@@ -246,7 +248,7 @@ class Decoder(Closeable):
         self.graph_cache: GraphCache = self._steps.graph_cache
         ring = TokenRing(self.plan.ring, self.stream, spins=self.backend.spins)
         self._stepper = Stepper(self.plan, self._steps, ring, self._phases, self._ranks)
-        self._run: Run[int] | Run[dict[int, int]] | None = None
+        self._run: Run[Any] | None = None
         self._sequences = Sequences(
             sizes.sequences, context=sizes.context, vocabulary=self.config.vocabulary
         )
@@ -347,7 +349,7 @@ class Decoder(Closeable):
     def reset(self, sequence: int | None = None) -> None:
         """Forgets a sequence's tokens, or all sequences'.  Nothing is written to the device."""
         forgotten = [*self._sequences] if sequence is None else [self._sequences[sequence]]
-        self._change("reset")
+        self._begin("reset")
         self._note(f"reset of {sequence}")
         for one in forgotten:
             one.truncate(0)
@@ -360,7 +362,7 @@ class Decoder(Closeable):
         """
         one = self._sequences[sequence]
         count = one.kept(count)
-        self._change("truncate")
+        self._begin("truncate")
         self._note(f"truncate of sequence {one.index} to {count}")
         one.truncate(count)
 
@@ -373,7 +375,7 @@ class Decoder(Closeable):
         """
         one = self._sequences[sequence]
         found = token_ids(tokens, self.config.vocabulary, "tokens")
-        self._change("keep_common")
+        self._begin("keep_common")
         self._note(f"keep_common of sequence {one.index}: {_digest(found)}")
         return one.keep_common(found)
 
@@ -478,7 +480,7 @@ class Decoder(Closeable):
 
     def decode_batch(self, sequences: Iterable[int]) -> list[int]:
         """One more token of each of several sequences, in one step.  Raises as `decode`."""
-        calls, mine = self._calls, ("Decoder.decode_batch", object())  # as `alone` does it
+        calls, mine = self._calls, ("Decoder.decode_batch", object())  # `alone`, written out
         try:
             calls.append(mine)
             if calls[0] is not mine:
@@ -517,14 +519,8 @@ class Decoder(Closeable):
         where a step has no graph: then it is launched operation by operation, one a token.
         Raises as `decode`, InputError for options that make no sense.
         """
-        self._require_open()
-        options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
-        ready = self._sequences.ready((sequence,))
-        self._begin("run")
-        self._agree(f"run of {sequence}: {options}")
-        run = TokenRun(self._stepper, ready, options, self._calls, device_state=self.device_state)
-        self._run = run
-        return run
+        options = RunOptions(count, tokens_per_launch, ahead)
+        return self._begun(TokenRun, "run", (sequence,), options)
 
     @alone
     def run_batch(
@@ -537,12 +533,18 @@ class Decoder(Closeable):
     ) -> BatchRun:
         """As `run` for several sequences in step: each item is {sequence: token} of those that had
         not stopped before, so the last ones have fewer sequences.  Ends where all have stopped."""
+        options = RunOptions(count, tokens_per_launch, ahead)
+        return self._begun(BatchRun, "run_batch", sequences, options)
+
+    def _begun(
+        self, kind: type[AnyRun], what: str, sequences: Iterable[int], options: RunOptions
+    ) -> AnyRun:
         self._require_open()
-        options = RunOptions(count, tokens_per_launch, ahead).checked(self._stepper.ring.size)
+        options = options.checked(self._stepper.ring.size)
         ready = self._sequences.ready(sequences)
-        self._begin("run_batch")
-        self._agree(f"run_batch of {[one.index for one in ready]}: {options}")
-        run = BatchRun(self._stepper, ready, options, self._calls, device_state=self.device_state)
+        self._begin(what)
+        self._agree(f"{what} of {[one.index for one in ready]}: {options}")
+        run = kind(self._stepper, ready, options, self._calls, device_state=self.device_state)
         self._run = run
         return run
 
@@ -564,7 +566,7 @@ class Decoder(Closeable):
                 "run with ahead=0"
             )
         if self._ranks is not None:
-            self._ranks.group.check()  # a step that failed with its group left none
+            self._ranks.group.check()  # if it failed, that is why there are no logits
         if not one.has_logits:
             raise InputError(
                 f"sequence {sequence} has no logits: no token was chosen as the last of the "
@@ -580,10 +582,7 @@ class Decoder(Closeable):
             return logits.to_numpy(self.stream)
 
     def _begin(self, what: str) -> None:
-        """Before every step and setting: a run under way ends."""
-        self._change(what)
-
-    def _change(self, what: str) -> None:
+        """Before every step, and every change of a sequence or a setting: a run under way ends."""
         self.changes += 1
         self._end_run(what)
 
@@ -747,7 +746,7 @@ def formats_for(
 
 
 def _digest(tokens: list[int]) -> str:
-    """Of many tokens, in few words."""
+    """How many tokens there are, and their digest."""
     digest = hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=8).hexdigest()
     return f"{len(tokens)} tokens ({digest})"
 

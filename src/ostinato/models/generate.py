@@ -241,7 +241,7 @@ def _load_tokenizer(checkpoint: Checkpoint, loading: Future[Tokenizer]) -> None:
     source = checkpoint.tokenizer
     try:
         if read_chat_template(source) is not None:
-            prepare()  # the renderer starts meanwhile
+            prepare()  # starts the renderer's process while the tokenizer is built
         loading.set_result(load_tokenizer(source, vocabulary=checkpoint.config.vocabulary))
     except BaseException as error:
         loading.set_exception(error)

@@ -200,12 +200,12 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of the whole prompt."""
+        """How many tokens the whole prompt has."""
         return len(self._prompt)
 
     @property
     def cached_tokens(self) -> int:
-        """Those of the prompt that the KV cache had already."""
+        """Tokens of the prompt that the KV cache had already."""
         return self._cached
 
     def _run(self) -> Iterator[str]:
@@ -218,7 +218,7 @@ class Generation:
             yield piece
         if over:
             return
-        self._require_untouched()  # from here on the run sees to it
+        self._require_untouched()  # during the run, the run itself refuses other use
         # The next tokens are computed while the caller works with this piece.
         with decoder.run(tokens_per_launch=self._per_launch) as tokens:
             for token in tokens:

@@ -51,7 +51,7 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 
 def part_rows(config: LlamaConfig, name: str, rows: int) -> Iterator[tuple[str, int]]:
-    """The same, each with its rows; `rows`: of the one in device memory."""
+    """`parts_of`, each with its rows.  `rows`: those of the tensor in device memory."""
     layer, _, last = name.rpartition(".")
     sizes = {
         **dict.fromkeys(("wq", "bq"), config.query_size),

@@ -72,7 +72,7 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Of head and parts."""
+        """Bytes of the head and the parts together."""
         last = self.parts[-1]
         return self._offsets()[-1] + last.rows * self._row_bytes(last)
 

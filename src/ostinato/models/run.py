@@ -97,7 +97,7 @@ class Run(Closeable, Generic[T]):
         device_state: bool,
     ) -> None:
         self._stepper = stepper
-        self._calls = calls  # of the decoder
+        self._calls = calls  # the decoder's list of calls under way
         self._live = sequences
         self._left = options.count
         self._per_launch = options.tokens_per_launch
@@ -124,7 +124,7 @@ class Run(Closeable, Generic[T]):
                 f"the run was ended by {self._ended_by}, and what was computed ahead is dropped; "
                 "begin another"
             )
-        calls, mine = self._calls, ("Run.__next__", object())  # as `alone` does it
+        calls, mine = self._calls, ("Run.__next__", object())  # `alone`, written out
         try:
             calls.append(mine)
             if calls[0] is not mine:
@@ -198,7 +198,7 @@ class Run(Closeable, Generic[T]):
                 return _Launches(partial(steps, rows, tokens=tokens), tokens, most=1)
             if tokens > 1:
                 self._note(held.reason.value)
-                self._per_launch = 1  # and not asked again in this run
+                self._per_launch = 1  # for the rest of this run
         return None
 
     def _note(self, reason: str) -> None:

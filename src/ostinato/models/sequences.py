@@ -118,7 +118,7 @@ class Sequences:
                 raise InputError(f"sequence {one.index} is at the end of its context")
             if one.stopped:
                 raise InputError(f"sequence {one.index} has stopped; reset or truncate it")
-            _ = one.next_token  # there must be one
+            _ = one.next_token  # raises if there is none
         return found
 
     def prompt(self, tokens: Iterable[int], sequence: Sequence) -> list[int]:

@@ -71,7 +71,7 @@ class Cut:
     stop: int = 0
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the part of a tensor of this shape."""
+        """The shape of the part of a tensor of this shape."""
         count = self.stop - self.first
         return tuple(count if axis == self.axis else n for axis, n in enumerate(shape))
 

@@ -206,7 +206,7 @@ class Stepper:
         steps = [len(piece) for piece in pieces] or [1] * len(sequences)
         self._settle()
         for sequence, step in zip(sequences, steps, strict=True):
-            # Until the step is known to have ended well.
+            # Set again once the step has ended without an error.
             sequence.on_device = sequence.has_logits = False
             self.ring.forget(sequence, step)
         self._settled = False
@@ -249,7 +249,7 @@ class Stepper:
         self._settle()
         self._set_rows(decode_rows(self._rows, sequences, device_state=True))
         for sequence in sequences:
-            sequence.on_device = False  # it is further
+            sequence.on_device = False  # the device's state is ahead of the host's
             self.ring.forget_all(sequence)
 
     def take_next(self, sequences: list[Sequence]) -> list[int]:

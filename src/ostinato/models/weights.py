@@ -146,7 +146,9 @@ def load_weights(
             checkpoint.load(values, threads=workers)
         elif convert is None or not convert(checkpoint, _targets(weights)):
             if weights.formats:
-                raise InputError(f"{checkpoint.path}: nothing puts its packed weights in order")
+                raise InputError(
+                    f"{checkpoint.path}: its packed weights cannot be converted for {device.name}"
+                )
             _upload(device, checkpoint, weights, workers)
     except BaseException:
         weights.close()
@@ -202,7 +204,7 @@ def adopt_weights(
 
 
 def _kind(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Of a tensor that is not packed."""
+    """The type on the device of a tensor that is not packed."""
     return dtype if len(shape) == 2 else np.dtype(np.float32)
 
 
@@ -297,7 +299,7 @@ def _all_parts(weights: Weights) -> Iterator[tuple[str, Buffer]]:
 
 
 def _targets(weights: Weights) -> Iterator[tuple[str, Target]]:
-    """The same, also of packed matrices."""
+    """Every canonical tensor with its place on the device, also of packed matrices."""
     c = weights.config
     for name, buffer in weights.tensors.items():
         how = weights.formats.get(name)

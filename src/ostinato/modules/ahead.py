@@ -91,7 +91,7 @@ class CompilerPool(Closeable):
             ).exists():
                 wanted.put((source, options))
                 count += 1
-        if count > 1 and self.processes > 1 and not self._closed:  # else nothing is gained
+        if count > 1 and self.processes > 1 and not self._closed:  # one source is as fast here
             try:
                 self._start()
                 threads = [

@@ -214,12 +214,12 @@ class ModuleCache(Closeable):
         Keep the result as long as captures may use it: a kernel that nothing holds may be evicted.
         Raises what `get_or_compile` raises, for the first item that fails.
         """
-        wanted: list[tuple[AnySource, str]] = []
-        ready: dict[int, Kernel] = {}
+        wanted: list[Kernel | tuple[AnySource, str]] = []
+        sources: set[int] = set()
         for item in items:
             if isinstance(item, Kernel):
                 self.context.driver.function_load(item.function)
-                ready[len(ready) + len(wanted)] = item
+                wanted.append(item)
                 continue
             if not (isinstance(item, tuple | list) and len(item) == 2):
                 raise InputError(
@@ -227,22 +227,20 @@ class ModuleCache(Closeable):
                     f"{item!r} is none of these"
                 )
             source, names = item
+            sources.add(id(source))
             wanted += [(source, n) for n in ([names] if isinstance(names, str) else names)]
-        if len({id(source) for source, _ in wanted}) < 2:
-            loaded = [self.get_or_compile(s, n, options=options) for s, n in wanted]
-        else:
-            with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-                try:
-                    loaded = list(
-                        pool.map(lambda w: self.get_or_compile(w[0], w[1], options=options), wanted)
-                    )
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)  # those that have not begun
-                    raise
-        rest = iter(loaded)
-        return tuple(
-            ready[i] if i in ready else next(rest) for i in range(len(ready) + len(loaded))
-        )
+
+        def loaded(one: Kernel | tuple[AnySource, str]) -> Kernel:
+            return one if isinstance(one, Kernel) else self.get_or_compile(*one, options=options)
+
+        if len(sources) < 2:
+            return tuple(map(loaded, wanted))
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            try:
+                return tuple(pool.map(loaded, wanted))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # those that have not begun
+                raise
 
     def statistics(self) -> CacheStatistics:
         """Counts of this cache and of its disk store."""
@@ -482,7 +480,8 @@ class MemoryStore:
 
     @property
     def nbytes(self) -> int:
-        # Added up each time: after an interrupt, a sum that is kept could be wrong for ever.
+        # Added up each time: a running total would stay wrong after an interrupt between its change
+        # and that of the entries.
         return sum(entry.nbytes for entry in self._entries.values())
 
     def get(self, key: bytes) -> Stored | None:

@@ -96,7 +96,8 @@ def bundled_headers(library: Nvrtc, *, unpack: bool = False) -> Toolkit | None:
 
 def _name(file: CompilerFile) -> str:
     user = os.getuid() if hasattr(os, "getuid") else 0
-    # Copies of one library share their headers; a note makes a library unlike all others.
+    # Copies of one library have the same size, time and headers: they share a folder.  A file with
+    # a note has one of its own.
     note = "".join(c for c in file.note if c.isdecimal())
     return f"ostinato-nvrtc-{file.nbytes:x}-{file.mtime_ns:x}{note and '-' + note}-{user}"
 
@@ -142,7 +143,7 @@ def _unpack(library: Nvrtc, folder: Path) -> Toolkit | None:
         (made / _DIGESTS).chmod(0o600)
         try:
             made.rename(folder)
-        except OSError:  # something is there: another process was first, or it is damaged
+        except OSError:  # the folder exists: from another process, or damaged
             found = _unpacked(folder)
             if found is None or found.damaged():
                 folder.rename(Path(temporary, "old"))
@@ -410,7 +411,7 @@ def _names(
         match = (_CALL if trusted else _PROBE).match(rest)
         if match is not None:
             name = os.fsdecode(match["angle"] or match["quote"])
-            if name not in memory:  # that is found before any file
+            if name not in memory:  # texts in memory are found before any file
                 names.add(_Name(name, _parent(at.file) if at.file in on_disk else None))
         elif not (rest.startswith(b"__has_include") and _NO_PROBE.search(before)):
             return None
@@ -475,7 +476,7 @@ def _is_there(path: str) -> bool:
 
 
 def _absolute(path: str) -> str:
-    # Not normalised: ".." after a link is not what it looks like.
+    # Not normalised: ".." after a symbolic link leads to the parent of the link's target.
     return path if _is_absolute(path) else f"{os.getcwd()}/{path}"  # noqa: PTH109
 
 

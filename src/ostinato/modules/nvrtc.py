@@ -195,7 +195,7 @@ class Nvrtc:
             opened = _opened(read, headers, whole=not answer.status)
             if opened is not None or not answer.status:
                 return replace(answer, opened=opened)
-        # No folder for the listing, or the flags are refused, perhaps for those of the listing.
+        # There is no folder for the listing, or NVRTC refuses flags, perhaps those of the listing.
         return self._compile(*program, tuple(flags), expressions, ptx)
 
     def references(
@@ -215,7 +215,7 @@ class Nvrtc:
             uses = Path(folder, "uses")
             made = ("--dependencies", f"--output={folder}/made")  # so that no code is made
             tracing = _to_front_end(*made, f"--xref={uses}")
-            # The last question of all: a list without it is not whole.
+            # The compiler looks for this file last: a list of files without it is cut off.
             last = f'{text}\n#if __has_include("{_NOWHERE}/last")\n#endif\n'
             self._compile(last, name, headers, (*flags, *tracing), (), False)
             *found, end = (
@@ -369,7 +369,7 @@ class CompilerFile:
 
     @property
     def identity(self) -> str:
-        """In words, for keys and messages."""
+        """The library in words, for keys and messages."""
         words = f"nvrtc {self.path} ({self.nbytes} bytes, written at {self.mtime_ns} ns"
         return f"{words}, {self.note})" if self.note else f"{words})"
 
@@ -458,7 +458,7 @@ def _remembered() -> str | None:
             return str(record["path"])
     except (OSError, UntrustedError, SettingsError):
         return None
-    except (ValueError, TypeError, KeyError, RecursionError):  # it is damaged
+    except (ValueError, TypeError, KeyError, RecursionError):  # the record is damaged
         return None
     return None
 

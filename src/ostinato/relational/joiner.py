@@ -112,7 +112,7 @@ class PendingJoin:
             turn = self._turn
             self._joiner._ring.wait(turn)
             with self._joiner._lock:
-                if self._result is None and self._turn is turn:  # and no other thread came first
+                if self._result is None and self._turn is turn:  # no other thread has done it
                     self._settle(turn)
         return self._result
 
@@ -244,7 +244,7 @@ class Joiner(Closeable):
         one, other = self._sides(left, right, on)
         if capacity is None:
             room = one.rows
-        elif type(capacity) is int and 0 <= capacity <= LARGEST:  # as below, in less time
+        elif type(capacity) is int and 0 <= capacity <= LARGEST:  # the common case, faster
             room = capacity
         else:
             room = whole_number(capacity, "capacity", 0, LARGEST)

@@ -94,7 +94,7 @@ def build_class(rows: int) -> int:
 
 def table_slots(rows: int) -> int:
     """Slots of the hash table of so many rows: a power of two, at least twice as many."""
-    return max(2, 1 << (2 * rows - 1).bit_length()) if rows else 2
+    return 1 << max(1, (2 * rows - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class JoinKey:
             raise InputError(f"scan={self.scan}: probe class {self.probe} has another topology")
 
     def __hash__(self) -> int:
-        """Of some fields only: each join looks its graph up."""
+        """The hash of some fields only: each join looks its graph up."""
         return hash((self.build, self.arity, self.key_bytes, self.probe, self.output))
 
     @classmethod

@@ -88,7 +88,7 @@ class Workspace:
 
     def _reserve_probe(self, probe: int, scan: ScanTopology) -> None:
         require_no_capture(self._stream)
-        # All at once: a smaller class needs no more sums, so one comparison stands for them too.
+        # All three at once: a smaller class needs fewer sums, too, so `probe` alone is compared.
         sums = self._device.empty(max(1, sum(scan.scratch)), np.uint64)
         found = self._device.empty(probe, np.uint32)
         offsets = self._device.empty(probe, np.uint32)

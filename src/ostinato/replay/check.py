@@ -19,15 +19,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.stream import Operation, Stream
-from ostinato.errors import ContextPoisonedError, DriverError, StateLostError
+from ostinato.errors import DriverError
 from ostinato.graph import GraphExec
 from ostinato.graph.races import unordered
+from ostinato.memory.restoring import put_back
 from ostinato.replay.drift import first_drift
 from ostinato.replay.slots import Role, Slot, Values
 from ostinato.replay.undeclared import Undeclared
@@ -314,22 +316,16 @@ class _Check:
 
         Raises StateLostError if the driver refuses it twice.
         """
-        try:
-            self._write_back(before)
-        except ContextPoisonedError:
-            raise
-        except BaseException as error:
-            try:
-                self._write_back(before)
-            except DriverError as refused:
-                names = ", ".join(repr(slot.name) for slot in self.slots)
-                raise StateLostError(
-                    f"a check could not put back what it had changed ({refused}), so the content "
-                    f"of the slots {names} is not valid: write them again, then call "
-                    "step.release(); until then the step does not run"
-                ) from refused
-            if not isinstance(error, DriverError):
-                raise
+
+        def lost(refused: DriverError) -> str:
+            names = ", ".join(repr(slot.name) for slot in self.slots)
+            return (
+                f"a check could not put back what it had changed ({refused}), so the content of "
+                f"the slots {names} is not valid: write them again, then call step.release(); "
+                "until then the step does not run"
+            )
+
+        put_back(partial(self._write_back, before), lost)
 
     def _write_back(self, before: _Snapshot) -> None:
         for slot in self.slots:

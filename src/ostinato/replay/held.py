@@ -41,7 +41,7 @@ class HeldReplay(Closeable):
         self._replay = replay
         self._lease = lease
         self._counts = counts
-        # For one that was dropped and not closed: the lease ends outside of captures.
+        # If this is dropped without `close`, the context ends the lease, outside of captures.
         self._finalizer = weakref.finalize(self, context.retire, lease.close)
         self._finalizer.atexit = False
 

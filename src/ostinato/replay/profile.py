@@ -47,7 +47,7 @@ class ReplayEvent:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of durations in microseconds, by nearest rank; zeros if there are none."""
+    """Percentiles of durations in microseconds, by nearest rank; zeros if there are none."""
 
     count: int
     p50: float
@@ -57,7 +57,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, durations: Iterable[float]) -> Percentiles:
-        """Of these, in any order."""
+        """The percentiles of durations, which come in any order."""
         values = sorted(durations)
         if not values:
             return cls(0, 0.0, 0.0, 0.0, 0.0)
@@ -88,7 +88,7 @@ class ReplayProfile:
         sinks: tuple[Callable[[ReplayEvent], object], ...] = (),
     ) -> None:
         if keep < 0 or print_every < 1:
-            raise InputError(f"keep={keep}, print_every={print_every}: 0 and 1 or more are needed")
+            raise InputError(f"keep={keep} must be 0 or more, print_every={print_every} 1 or more")
         self._events: deque[ReplayEvent] = deque(maxlen=keep)
         self._print_every = print_every
         self._printer = printer

@@ -130,7 +130,7 @@ class Slot:
             if low == high:
                 high = 0 if low else 1
             padding[...] = (low, high)[(which + turn) % 2]
-        elif len(used):  # structs: whole rows that are legal by themselves
+        elif len(used):  # structs: copies of used rows, which are valid as a whole
             padding[...] = used[0] if (which + turn) % 2 == 0 else used[-1]
         return padded
 
@@ -144,8 +144,7 @@ def check_slots(slots: Sequence[Slot]) -> None:
         for other in slots[:index]:
             if slot.name == other.name:
                 raise InputError(f"two slots are called {slot.name!r}")
-            a, b = slot.buffer.range, other.buffer.range
-            if a.address < b.end and b.address < a.end:
+            if slot.buffer.range.overlaps(other.buffer.range):
                 raise InputError(
                     f"slots {other.name!r} and {slot.name!r} overlap in memory; declare the whole "
                     "buffer once, with the role of what the step does with it"
@@ -159,7 +158,7 @@ def check_verify(verify: object, slots: Sequence[Slot]) -> None:
     number = isinstance(verify, int) and not isinstance(verify, bool) and verify >= 1
     if verify != "first" and not number:
         raise InputError(
-            f'verify={verify!r}: "off", "first", or every how many replays (1 or more)'
+            f'verify={verify!r}: "off", "first", or N (1 or more) to check every Nth replay'
         )
     if not slots:
         raise InputError("verify needs the slots that the step reads and writes")

@@ -177,7 +177,7 @@ class GraphedStep(Closeable):
         if warmups < 0:
             raise InputError(f"warmups={warmups}: 0 or more")
         if not isinstance(share, str | None):  # numbers are the steps' own
-            raise InputError(f"share={share!r}: the graphs that steps share have a name, a text")
+            raise InputError(f"share={share!r}: a text is needed, the name of the graphs to share")
         if stream.context is not cache.context:
             raise InputError("the step's stream is of another device than its cache")
         if store is not None and store.context is not cache.context:
@@ -267,7 +267,7 @@ class GraphedStep(Closeable):
         given = tuple(sizes.items())
         try:
             known = self._calls.get(given)
-        except TypeError:  # something that cannot be hashed is no size either
+        except TypeError:  # not hashable, so not a size: refused below
             known = None
         if known is None:
             # By whole numbers, and not as given: an array that is a size may change.

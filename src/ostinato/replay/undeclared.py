@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ostinato.driver.api import AllocNodeParams, MemoryRange
-from ostinato.driver.context import Entry
-from ostinato.driver.stream import Event, Operation, Stream
-from ostinato.errors import DriverError, InputError
+from ostinato.driver.context import Entry, Tap
+from ostinato.driver.stream import Operation, Stream
+from ostinato.errors import InputError
 from ostinato.graph import GraphExec
 from ostinato.memory import Buffer
-from ostinato.memory.ranges import range_of
+from ostinato.memory.ranges import merged, range_of
 from ostinato.replay.slots import Values
 
 __all__ = ["Undeclared"]
@@ -127,7 +127,7 @@ class Undeclared:
                     saved.memory[start:stop].copy_from(saved.before[start:stop], self._stream)
 
 
-class _Saver:
+class _Saver(Tap):
     """The tap that gets each operation before it is submitted."""
 
     needs_access = True
@@ -141,21 +141,6 @@ class _Saver:
     ) -> None:
         if operation is not None and threading.get_ident() == self._thread:
             self._undeclared.save(operation, stream)
-
-    def submitted(self, stream: Stream, operation: Operation) -> None:
-        """Saved in `entering`."""
-
-    def recorded(self, stream: Stream, event: Event) -> None:
-        """Events write nothing."""
-
-    def waited(self, stream: Stream, event: Event) -> None:
-        """Events write nothing."""
-
-    def awaited(self, event: Event | None) -> None:
-        """Waits write nothing."""
-
-    def failed(self, stream: Stream | None, error: DriverError) -> None:
-        """A refused call has written nothing."""
 
 
 def _holds(owner: object, memory: MemoryRange) -> bool:
@@ -177,14 +162,7 @@ def _written(executable: GraphExec) -> list[MemoryRange]:
         live = driver.memory_range(address)
         if live is not None:
             found.append(MemoryRange(address, min(touch.range.end, live.end) - address))
-    merged: list[MemoryRange] = []
-    for memory in sorted(found, key=lambda m: m.address):
-        if merged and memory.address < merged[-1].end:
-            end = max(merged[-1].end, memory.end)
-            merged[-1] = MemoryRange(merged[-1].address, end - merged[-1].address)
-        else:
-            merged.append(memory)
-    return merged
+    return merged(found)
 
 
 def _without(ranges: Sequence[MemoryRange], taken: Sequence[MemoryRange]) -> list[MemoryRange]:

@@ -40,7 +40,7 @@ def _words(value: object, depth: int) -> Iterator[str]:
     inner: tuple[object, ...] = ()
     match value:
         case _ if callable(value) and isinstance(type(value).__call__, FunctionType):
-            inner = (type(value).__call__,)  # also of a record, whose text is that of its fields
+            inner = (type(value).__call__,)  # a dataclass's text has its fields, but not its code
         case _ if text is not None:
             return
         case functools.partial():
@@ -73,5 +73,5 @@ def _words(value: object, depth: int) -> Iterator[str]:
 def _content(cell: object) -> object:
     try:
         return cell.cell_contents  # type: ignore[attr-defined]
-    except ValueError:  # nothing is in it yet
+    except ValueError:  # the cell is empty
         return None

@@ -240,7 +240,7 @@ class Service:
         return JSONResponse({"status": "ready"})
 
     async def show_metrics(self, request: Request) -> Response:
-        with suppress(TimeoutError, OstinatoError):  # of an engine that is busy with its start
+        with suppress(TimeoutError, OstinatoError):  # the engine may be busy with its start
             async with asyncio.timeout(_STATISTICS_SECONDS):
                 statistics = await asyncio.wrap_future(self.engine.statistics())
                 self.metrics.layers_are(statistics)
@@ -443,7 +443,7 @@ class _Answering(Response):
         try:
             await (self._stream(send) if self._wanted.stream else self._whole(send))
         except (_ClientGoneError, TimeoutError, OSError):
-            pass  # there is nobody to tell
+            pass  # the client is gone or does not read: nothing can be sent
         finally:
             watcher.cancel()
             self._service.engine.cancel(self._numbers)
@@ -506,7 +506,7 @@ class _Answering(Response):
                 await self._events(send, [{**usage, "usage": self._usage()}])
             await self._send(send, b"data: [DONE]\n\n", more=False)
         except ApiError as error:
-            if not begun:  # there may still be a status
+            if not begun:  # the status was not sent yet, so it can still tell of the error
                 await self._json(send, error.status, error.body(), error.headers)
                 return
             self._status = error.status

@@ -140,7 +140,7 @@ class EngineStatistics:
 
     @property
     def graph_cache(self) -> CacheStatistics:
-        """Of the decoder's graphs."""
+        """Statistics of the cache of the decoder's graphs."""
         return self.decoder.graph_cache
 
 
@@ -327,7 +327,7 @@ class Engine:
 
     # --- the thread
     def _work(self) -> None:
-        spun, self._decoder.spins = self._decoder.spins, False  # other threads have work, too
+        spun, self._decoder.spins = self._decoder.spins, False  # leaves the CPU to other threads
         try:
             self._warm_up()
             self.ready = not self._ending
@@ -431,7 +431,7 @@ class Engine:
             limit = len(job.tokens) + job.max_tokens - 1
             decoder.set_sampling(job.sampling, action.slot, limit=limit)
         except BaseException as error:
-            with self._lock:  # it is in no slot yet, where the caller would look for it
+            with self._lock:  # ended here: the caller ends only the requests that have a slot
                 self._end(action.request, End.FAILED, str(error))
             raise
         with self._lock:
@@ -507,7 +507,7 @@ class Engine:
         for slot, token in chosen.items():
             number = scheduler.request_in(slot)
             if number is None:
-                continue  # it is over, and this was launched before
+                continue  # the request ended after this step was launched
             scheduler.chosen(slot, token)
             entry = self._entries[number]
             entry.tokens += 1
@@ -612,7 +612,7 @@ class Engine:
             for listener, update in gathered:
                 try:
                     listener(update)
-                except Exception:  # of one: the others are not to lose theirs
+                except Exception:  # an error of one listener must not keep updates from the others
                     _log.exception("an update of an answer was not taken")
 
         self._post(deliver)

@@ -7,7 +7,7 @@ count by reason has the label `reason`.  What is no number is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -24,7 +24,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _TOKEN_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
-class Metrics:
+class Metrics(Collector):
     """The numbers of one server, in a registry of their own."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Metrics:
             "token", "Between two tokens of an answer, its mean.", buckets=_TOKEN_SECONDS
         )
         self._statistics: EngineStatistics | None = None
-        self._registry.register(_Layers(self))
+        self._registry.register(self)
 
     def request(self, path: str, status: int) -> None:
         """An HTTP request was answered.  `path` is a route's, so that there are few."""
@@ -72,8 +72,8 @@ class Metrics:
         """All of it, in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def layers(self) -> Iterator[Metric]:
-        """The numbers of the layers."""
+    def collect(self) -> Iterator[Metric]:
+        """The numbers of the layers: the registry calls this for each `text`."""
         found = self._statistics
         if found is not None:
             gauges = _Gauges()
@@ -85,14 +85,6 @@ class Metrics:
                 gauges.record("step", step, {"step": name}, skipped=("last_check", "keys"))
             gauges.record("modules", found.modules)
             yield from gauges.families()
-
-
-class _Layers(Collector):
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics.layers()
 
 
 class _Gauges:

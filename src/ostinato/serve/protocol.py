@@ -95,7 +95,7 @@ class ApiError(Exception):
         self.param, self.code, self.headers = param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
+        """The answer's body, as OpenAI's clients read it."""
         fields = {"type": self.kind, "param": self.param, "code": self.code}
         return {"error": {"message": self.message, **fields}}
 
@@ -241,7 +241,7 @@ class _Fields:
 
 
 def _same(value: object, known: object) -> bool:
-    """As JSON has it: 0 is 0.0 and not false."""
+    """Whether two values are equal in JSON: 0 is 0.0 and not false."""
     number = isinstance(value, float) and type(known) is int
     return (number or type(value) is type(known)) and value == known
 

@@ -174,7 +174,7 @@ class Server:
             yield
         finally:
             watcher.cancel()
-            # No connection is left: what is under way now is for nobody.
+            # No connection is left that could take the answers under way.
             self.engine.end_all()
             await asyncio.to_thread(self.engine.close)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, Watcher, context_of
-from ostinato.driver.signature import exact_array, exact_bytes, refuse_masked
+from ostinato.driver.signature import exact_array, exact_bytes
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
 from ostinato.memory import Buffer, allocate
@@ -151,46 +151,33 @@ def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt
     Raises InputError if the shape differs, a field is missing or unknown, or a number does not
     survive the conversion (out of bounds, fraction lost); floats may be rounded to narrower ones.
     """
-    if dtype.fields is not None:
-        refuse_masked(value)
-        out = np.zeros(shape, dtype)
-        _fill_structs(out, value, dtype)
-        return out
     if shape == () and type(value) is {"i": int, "u": int, "f": float}.get(dtype.kind):
         return np.frombuffer(exact_bytes(dtype, value, "the value"), dtype).reshape(())
-    given = exact_array(dtype, value)  # type: ignore[arg-type]  # what is no array is refused
+    # `exact_array` raises for a value that is not an array.
+    given = exact_array(dtype, _with_tuples(value, dtype, shape))  # type: ignore[arg-type]
     if given.shape != shape:
         raise InputError(f"shape {given.shape} was given, and {shape} is needed")
     return given
 
 
-def _fill_structs(out: npt.NDArray[Any], value: object, dtype: np.dtype[Any]) -> None:
-    if isinstance(value, np.ndarray | np.void) and value.dtype == dtype:
-        if value.shape != out.shape:
-            raise InputError(f"shape {value.shape} was given, and {out.shape} is needed")
-        out[...] = value
-        return
-    if out.shape == ():
-        _fill_struct(out, (), value, dtype)
-        return
-    if not isinstance(value, list | tuple) or len(value) != len(out) or out.ndim != 1:
-        raise InputError(f"a sequence of {out.shape} structs is needed")
-    for index, item in enumerate(value):
-        _fill_struct(out, (index,), item, dtype)
-
-
-def _fill_struct(
-    out: npt.NDArray[Any], index: tuple[int, ...], value: object, dtype: np.dtype[Any]
-) -> None:
-    names = dtype.names or ()
+def _with_tuples(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> object:
+    """`value` with structs as `exact_array` takes them: a list for each axis, a tuple for each
+    struct.  Here a struct may be a list or a mapping too, since the shape tells them apart."""
+    if dtype.names is None or isinstance(value, np.ndarray | np.generic):
+        return value
+    if shape:
+        if not isinstance(value, list | tuple):
+            raise InputError(f"a sequence of {shape} structs is needed, not {type(value).__name__}")
+        return [_with_tuples(item, dtype, shape[1:]) for item in value]
+    names = dtype.names
     if isinstance(value, Mapping):
         if set(value) != set(names):
-            raise InputError(f"fields {sorted(value)} were given, and {sorted(names)} are needed")
-        values = [value[name] for name in names]
-    elif isinstance(value, tuple | list) and len(value) == len(names):
-        values = list(value)
-    else:
+            given = ", ".join(map(str, value))
+            raise InputError(f"fields {given} were given, and {', '.join(names)} are needed")
+        value = [value[name] for name in names]
+    elif not (isinstance(value, tuple | list) and len(value) == len(names)):
         raise InputError(f"a mapping or tuple of the fields {', '.join(names)} is needed")
-    for name, item in zip(names, values, strict=True):
-        kind = dtype[name]
-        out[name][index] = as_exact(item, kind.base, kind.shape)
+    kinds = [dtype[name] for name in names]
+    return tuple(
+        [_with_tuples(item, kind.base, kind.shape) for item, kind in zip(value, kinds, strict=True)]
+    )

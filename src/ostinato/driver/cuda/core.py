@@ -263,9 +263,9 @@ class CudaCalls:
 
 
 def _check_size(seam: str, size: int) -> None:
-    if size < 0:  # ctypes would make it a huge one
+    if size < 0:  # as a C size_t it would be huge
         raise driver_error(Status.INVALID_VALUE, seam, f"a size of {size}")
-    if size >= 1 << 63:  # and a small one of this
+    if size >= 1 << 63:  # ctypes cuts a size of 2**64 or more to its lower 64 bits
         raise driver_error(Status.OUT_OF_MEMORY, seam, f"{size} bytes are wanted")
 
 

@@ -107,7 +107,7 @@ class CudaDriver(ExecCalls):
         """Ends this object's use of the primary context, which other libraries may still use."""
         if isinstance(self._off, str):  # closed already
             return
-        with suppress(OstinatoError):  # poisoned, say: there is nothing left to give back
+        with suppress(OstinatoError):  # the context may be poisoned, and its streams gone with it
             self._call("close", "cuStreamDestroy_v2", self._upload_stream)
         self._upload_stream = StreamHandle(0)
         self._off = f"{self.name} was closed"

@@ -136,7 +136,7 @@ class ExecCalls(GraphCalls):
             verdict = UpdateVerdict(info.result)
         except ValueError:  # a reason that a newer driver has
             verdict = UpdateVerdict.ERROR
-        if verdict is UpdateVerdict.SUCCESS:  # refused, and no reason was written
+        if verdict is UpdateVerdict.SUCCESS:  # the call failed, but the driver wrote no reason
             verdict = UpdateVerdict.ERROR
         return UpdateOutcome(verdict, _node(info.errorNode), _node(info.errorFromNode))
 

@@ -44,7 +44,7 @@ def _run(function: Callable[[], object] | None, number: int | None) -> None:
         return
     try:
         run_host_function(function)
-    except BaseException:  # the driver alone is above us
+    except BaseException:  # the caller is the driver, in C: nothing could catch it
         _log.exception("a host function in a stream or graph raised")
 
 
@@ -100,7 +100,7 @@ class HostFunctions:
         status = self._lib["cuUserObjectCreate"](
             ctypes.byref(user_object), semaphore, post, 1, _NO_DESTRUCTOR_SYNC
         )
-        if status:  # then it is kept for ever, which is safe
+        if status:  # the function is kept as long as the process, which is safe
             self._libc.free(semaphore)
             return number
         with self._lock:
@@ -129,7 +129,7 @@ class HostFunctions:
 
     def take_given_up(self) -> list[int]:
         """The functions of destroyed executables: release them once the device has finished."""
-        with self._lock:  # else one given up meanwhile could join those that are taken
+        with self._lock:  # `give_up` must not append to the list that is returned
             taken, self._given_up = self._given_up, []
             return taken
 

@@ -245,10 +245,10 @@ _HANDLES = frozenset(
 )
 
 
-def parse_prototypes(text: str = PROTOTYPES) -> dict[str, tuple[str, ...]]:
-    """Symbol to the C types of its parameters, as written."""
+def parse_prototypes() -> dict[str, tuple[str, ...]]:
+    """`PROTOTYPES` as a table: symbol to the C types of its parameters, as written."""
     table: dict[str, tuple[str, ...]] = {}
-    for line in text.strip().splitlines():
+    for line in PROTOTYPES.strip().splitlines():
         symbol, _, rest = line.rstrip(")").partition("(")
         table[symbol] = tuple(p.strip() for p in rest.split(",")) if rest else ()
     return table

@@ -235,7 +235,7 @@ class ModuleCalls(CudaCalls):
             out = byref(address), byref(size)
             symbol = variable.name.encode()
             if self._status(seam, "cuModuleGetGlobal_v2", *out, module, symbol):
-                continue  # the driver knows it by no name, as those of the compiler's own
+                continue  # the driver does not export it, as the compiler's own variables
             content = bytearray(min(size.value, len(variable.content)))
             if content:
                 self.memcpy_to_host(memoryview(content), address.value, StreamHandle(0))

@@ -357,7 +357,7 @@ class HostDriver:
             try:
                 compiler.check(call, params)
             except DriverError:
-                capture.broken = True  # the graph would lack what was refused
+                capture.broken = True  # its graph would lack the refused operation
                 raise
             capture.add(call, stream, params)
 

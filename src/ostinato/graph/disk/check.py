@@ -112,9 +112,11 @@ class Trial:
                 graph = loader.load(values)
                 if not loader.overlaps(avoid):
                     break
-                before.append(graph)  # its memory is in the way of the next one
+                before.append(graph)  # kept: its memory makes the next one get other addresses
             else:
-                raise GraphFileError("no other addresses are to be had here: memory is short")
+                raise GraphFileError(
+                    "too little memory is free to load it at other addresses than before"
+                )
             names = contents.manifest.names("constant")
             constants = {name: values[name] for name in names if name in values}
             trial = cls(loader, graph, constants, contents, stream)
@@ -196,7 +198,7 @@ class Trial:
             restore()
             self._fill(block, _POISONS[-1])
             self._outcome()
-            restore(but=block)  # it has what the launch left there
+            restore(but=block)  # the block keeps what the launch wrote
             if self._outcome():
                 return block
         return None
@@ -262,7 +264,7 @@ class Trial:
                 self._run = graph.instantiate()
                 with self._run:
                     for block in self.blocks:
-                        self._fill(block, _POISONS[0])  # else what is there is the last run's
+                        self._fill(block, _POISONS[0])  # clears the results of the last run
                     return self._outcome()
         except OstinatoError as error:
             return f"{type(error).__name__}: {error}"

@@ -400,7 +400,7 @@ def _tensor(name: str, entry: object) -> _Tensor:
         start, end = entry["data_offsets"]
         numbers = (*shape, start, end)
         if not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers) or len(shape) > 32:
-            raise ValueError("its sizes are no sizes")
+            raise ValueError("its shape and offsets must be whole numbers of 0 or more")
         if start > end:
             raise ValueError("it ends before it begins")
         if kind not in _NAMES and not kind.startswith("F8_"):

@@ -157,7 +157,7 @@ def _text(signature: Signature) -> str:
 
 
 def _look_json(buffer: NamedBuffer) -> list[object] | bool | None:
-    """True for one that type and shape say already."""
+    """A buffer's look as plain data; True if its type and shape say it already."""
     look = buffer.look
     if look is None:
         return None
@@ -222,7 +222,7 @@ _PACKED, _LAID = 1, 2  # bits of a kernel's form
 
 
 def _node_json(node: NodeRecord, launches: Mapping[LaunchConfig, int]) -> dict[str, Any]:
-    """One that is no kernel."""
+    """A node that is no kernel, as plain data."""
     params = node.params
     made: dict[str, Any] = {"name": node.name}
     inner = [_graph_json(graph, launches) for graph in node.inner]
@@ -366,7 +366,7 @@ def _function(item: Plain) -> FunctionRecord:
 
 @lru_cache(maxsize=1024)
 def _signature(text: str) -> Signature | None:
-    """Most files of a store have the same ones.  Raises InputError."""
+    """Cached, as most files of a store have the same signatures.  Raises InputError."""
     return Signature.parse(text) if text else None
 
 
@@ -383,7 +383,7 @@ def _size_of(parameters: Sequence[ParameterSlot]) -> int:
 
 
 def _texts(item: Plain, key: str, count: int, most: int) -> dict[int, tuple[str, ...]]:
-    """Texts of kernels."""
+    """A list of pairs of a kernel and a text, as the texts of each kernel."""
     found: dict[int, tuple[str, ...]] = {}
     for row in item.items(key):
         if not isinstance(row, list) or len(row) != 2:
@@ -443,9 +443,9 @@ def _buffers(item: Plain, blocks: Sequence[Block]) -> tuple[NamedBuffer, ...]:
     columns = item.columns(role=len(_ROLES) - 1, block=len(blocks) - 1, into=_MOST_BYTES, stored=1)
     lists = [item.items(key) for key in ("shape", "dtype", "look")]
     if len(columns[0]) != count or any(len(one) != count for one in lists):
-        raise item.wrong("name", f"{count} names, and more or fewer of what they are")
+        raise item.wrong("name", f"{count} names, but other columns have more or fewer entries")
     if not all(isinstance(name, str) and len(name) <= MOST_TEXT for name in names):
-        raise item.wrong("name", "they are no texts")
+        raise item.wrong("name", f"all must be texts of at most {MOST_TEXT} characters")
     if len(set(names)) != count:
         raise item.wrong("name", "two have one name")
     item.done()
@@ -601,7 +601,7 @@ class _GraphReader:
         places = [word.place for word in pointers]
         if len(set(places)) != len(places) or set(places) != set(wanted):
             there = ", ".join(wanted) or "nothing"
-            raise item.wrong("pointers", f"addresses for {there} belong here")
+            raise item.wrong("pointers", f"addresses for {there} are needed")
         for word in pointers:
             self._require_reach(item, params, word, wanted[str(word.place)])
         return NodeRecord(name, params, pointers)
@@ -725,11 +725,7 @@ class _GraphReader:
         found = self._words.get(function)
         if found is None:
             found = self._words[function] = frozenset(
-                at
-                for slot in self._functions[function].parameters
-                for at in range(
-                    -(-slot.offset // WORD) * WORD, slot.offset + slot.size - WORD + 1, WORD
-                )
+                at for slot in self._functions[function].parameters for at in slot.words
             )
         return found
 

@@ -370,7 +370,8 @@ class Loader:
         for buffer in self.manifest.buffers:
             of.setdefault(buffer.block, []).append(buffer)
         blocks = self.manifest.blocks
-        given = {  # before anything is allocated, perhaps where such memory was
+        # Before anything is allocated: new memory may lie where closed memory of the caller was.
+        given = {
             index: self._bound(named, blocks[index].nbytes, blocks[index].phase)
             for index, named in of.items()
             if any(map(self._is_given, named))

@@ -64,7 +64,7 @@ class Plain:
     def done(self) -> None:
         if len(self._read) != len(self._data):
             left = set(map(str, self._data)) - set(self._read)
-            raise self.wrong(short(min(left)), "nothing is known of this")
+            raise self.wrong(short(min(left)), "this release knows no such entry")
 
     def text(self, key: str) -> str:
         value = self.get(key)

@@ -47,13 +47,7 @@ from ostinato.driver.api import (
 from ostinato.driver.context import Context
 from ostinato.driver.signature import Access
 from ostinato.driver.stream import Stream
-from ostinato.errors import (
-    ContextPoisonedError,
-    DriverError,
-    GraphFileError,
-    InputError,
-    StateLostError,
-)
+from ostinato.errors import DriverError, GraphFileError, InputError
 from ostinato.files import temporary_beside
 from ostinato.graph.disk.container import write_file
 from ostinato.graph.disk.looks import Look, look_of
@@ -80,7 +74,8 @@ from ostinato.graph.disk.survey import (
     Twin,
     survey,
 )
-from ostinato.memory.ranges import KnownRanges, Target, range_of
+from ostinato.memory.ranges import KnownRanges, Target, merged, range_of
+from ostinato.memory.restoring import put_back
 
 __all__ = ["Keeping", "save"]
 
@@ -298,14 +293,7 @@ def _pieces(
                 gap = _gap(address, taken, live)
                 if gap is not None:
                     ranges.append(gap)
-    merged: list[MemoryRange] = []
-    for memory in sorted(ranges, key=lambda m: m.address):
-        if merged and memory.address < merged[-1].end:
-            end = max(merged[-1].end, memory.end)
-            merged[-1] = MemoryRange(merged[-1].address, end - merged[-1].address)
-        else:
-            merged.append(memory)
-    pieces = [_piece(memory, None, found, named, context) for memory in merged]
+    pieces = [_piece(memory, None, found, named, context) for memory in merged(ranges)]
     for index, memory in found.allocated.items():
         pieces.append(_piece(memory, index, found, {}, context))
     return pieces
@@ -607,22 +595,16 @@ class _Content:
 
         Raises StateLostError if the driver refuses it twice.
         """
-        try:
-            self._write_back()
-        except ContextPoisonedError:
-            raise
-        except BaseException as error:
-            try:
-                self._write_back()
-            except DriverError as refused:
-                names = ", ".join(repr(name) for piece in self._pieces for name in piece.names)
-                raise StateLostError(
-                    "saving launched the graph, and could not put back what that changed "
-                    f"({refused}), so the content of {names or 'its memory'} is not valid: write "
-                    "it again"
-                ) from refused
-            if not isinstance(error, DriverError):
-                raise
+
+        def lost(refused: DriverError) -> str:
+            names = ", ".join(repr(name) for piece in self._pieces for name in piece.names)
+            return (
+                "saving launched the graph, and could not put back what that changed "
+                f"({refused}), so the content of {names or 'its memory'} is not valid: write it "
+                "again"
+            )
+
+        put_back(self._write_back, lost)
 
     def _write_back(self) -> None:
         for piece, host in zip(self._pieces, self.first, strict=True):

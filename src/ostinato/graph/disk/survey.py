@@ -367,7 +367,7 @@ class _Surveyor:
         """How it is known that a word is an address, None if it is none; and what speaks against
         it.  A struct's gaps may hold what was an address of something else."""
         if word.sort is Sort.SCALAR:
-            return None, ""  # if it differs, `_loose` says so
+            return None, ""  # one that differs is found by `_loose`
         if word.sort is Sort.POINTER:
             if not value and not twin:
                 return None, ""
@@ -389,7 +389,7 @@ class _Surveyor:
             doubt = self._elsewhere(word, value, twin, path)
             return "allocation" if doubt else "moved", doubt
         if word.sort is Sort.POINTER or (first is None and second is None):
-            return known, ""  # if it is no pointer, `_loose` takes it up
+            return known, ""  # one that is no address after all is found by `_loose`
         return known, (
             f"{path}, {word.label}: {value:#x} in one capture and {twin:#x} in the other, and "
             "only one of them is in live memory; keep the memory of both captures allocated "

@@ -234,10 +234,8 @@ def line_text(location: str | None) -> str:
     return "" if match is None else f"{PurePath(match['file']).name}:{match['line']}"
 
 
-def function_text(function: Callable[[], object] | None, pointer: int = 0) -> str:
-    """A host function's name in Python, or its address."""
-    if function is None:
-        return f"{pointer:#x}"
+def function_text(function: Callable[..., object]) -> str:
+    """A host function's name in Python."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 

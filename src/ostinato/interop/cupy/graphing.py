@@ -29,7 +29,6 @@ from ostinato.interop.cupy.adopting import external_stream
 from ostinato.interop.graphing.capturing import captured, no_collection
 from ostinato.interop.graphing.errors import explained
 from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.guards import Watch
 from ostinato.interop.graphing.library import (
     LIMITS,
     Devices,
@@ -39,6 +38,7 @@ from ostinato.interop.graphing.library import (
     name_of,
 )
 from ostinato.interop.graphing.moves import dense
+from ostinato.interop.graphing.objects import Watch
 from ostinato.interop.graphing.trees import Join
 
 __all__ = ["graphed"]
@@ -269,7 +269,7 @@ class CuPy:
         return int(array.nbytes) if whole else None
 
     def recipe(self, array: Any, /) -> tuple[Any, ...]:
-        axes = sorted(range(array.ndim), key=lambda i: -array.strides[i])  # of equal ones as before
+        axes = sorted(range(array.ndim), key=lambda i: -array.strides[i])  # equal strides: in order
         shape = tuple([array.shape[i] for i in axes])
         places = None if axes == [*range(array.ndim)] else tuple(map(axes.index, range(array.ndim)))
         return shape, array.dtype, places

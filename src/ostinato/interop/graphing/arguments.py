@@ -63,7 +63,7 @@ class Arguments:
             tokens = [signature(v) if type(v) is array else None for v in args]
             if None not in tokens:
                 work.leaves += args
-                return self._whole(tokens, work), work
+                return self._with_repeats(tokens, work), work
         tokens = []
         if self._special:
             given = self.named(args, {})
@@ -76,11 +76,11 @@ class Arguments:
             self._add(name, value, tokens, work)
         if work.sizes:  # sizes that are equal are one size, whatever array they come from
             tokens.append(tuple(map(work.sizes.index, work.sizes)))
-        return self._whole(tokens, work), work
+        return self._with_repeats(tokens, work), work
 
     @staticmethod
-    def _whole(tokens: list[Hashable], work: Work) -> list[Hashable]:
-        """With which arrays are the same one: the function may ask (`key is value`)."""
+    def _with_repeats(tokens: list[Hashable], work: Work) -> list[Hashable]:
+        """Adds which of the arrays are one object: the function may ask (`key is value`)."""
         leaves = [*map(id, work.leaves)]
         if len({*leaves}) < len(leaves):
             tokens.append(("the same", *map(leaves.index, leaves)))

@@ -29,7 +29,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import median
 from typing import Any, Self
 
-from ostinato import GraphCache, MemoryRange, new_lock
+from ostinato import GraphCache, new_lock
 from ostinato.errors import (
     CaptureLimitError,
     ClosedError,
@@ -178,12 +178,13 @@ class Graphed(Guarded):
         return self._function(*args, **kwargs)  # without the lock: it may take as long as it likes
 
     def _keyed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call by its key."""
+        """Makes a call by its key; EAGER if the caller is to run it."""
         self._calls += 1
         began = 0 if self._calls % TIMED else time.perf_counter_ns()
         try:
             key, work = self._key(args, kwargs)
-        except (Unknown, NotGraphable, RecursionError) as error:  # the last: a list in itself
+        # RecursionError: an argument contains itself.
+        except (Unknown, NotGraphable, RecursionError) as error:
             work = Work(args, kwargs)
             key = type(error), str(error)
             self._line(key, work).reason = self._subject.at(str(error))
@@ -200,13 +201,13 @@ class Graphed(Guarded):
                     self._heat(line, captured, work, key)
                 return result
         result = self._slowly(line, work, key)
-        self._go_by()  # of calls that the function made of itself meanwhile
+        self._set_hot()  # drops what recursive calls of the function have set meanwhile
         return result
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Work]:
         """What must be equal for a graph to stand for a call.  Raises Unknown, NotGraphable."""
         library, guards = self._library, self._guards
-        modes = library.modes()  # first: in some of them arrays cannot even be looked at
+        modes = library.modes()  # first: it raises in modes in which arrays cannot be inspected
         tokens, work = self._subject.arguments.key(args, kwargs)
         work.tokens = tokens
         used: tuple[Hashable, ...] = ()
@@ -219,7 +220,7 @@ class Graphed(Guarded):
                 shape = tuple([(type(a), library.signature(a), library.offset(a)) for a in arrays])
                 self._shape = self._shapes.setdefault(shape, len(self._shapes))
                 self._epoch += 1
-                self._go_by()
+                self._set_hot()
             live = library.live()
             used = seen.tokens, self._shape, live and tuple(map(live, arrays))
         work.epoch = self._epoch
@@ -292,53 +293,45 @@ class Graphed(Guarded):
             if dynamic is not None:
                 changed = library.narrow(changed, dynamic.axis, dynamic.size)
             library.copy(work.leaves[index], changed)
-        tree = captured.tree
-        if not (tree.given or work.sizes):
-            return captured.give(made)
+        given: Sequence[Any] = ()
+        if captured.tree.given:
+            given = self._subject.arguments.static_objects(work)
+        if not work.sizes:
+            return captured.give(made, given)
         outputs = [*captured.outputs]
-        for (index, axis), cut in line.cuts.items() if work.sizes else ():
+        for (index, axis), cut in line.cuts.items():
             outputs[index] = library.narrow(outputs[index], axis, work.sizes[cut.size])
-        if self._options.results == "clone":
-            hows = zip(outputs, self._hows(captured), strict=True)
-            outputs = [
-                how(out) if not (made and how is library.clone) else out for out, how in hows
-            ]
-        if made:
-            for index, copy in zip(captured.moves.outputs, made, strict=True):  # type: ignore[union-attr]
-                outputs[index] = copy
-        given = self._subject.arguments.static_objects(work) if tree.given else ()
-        return tree.build(outputs, given)
+        return captured.give(made, given, outputs)
 
-    def _hows(self, captured: Captured) -> list[Callable[[Any], Any]]:
-        """What is given of each output: a copy, or an array over static memory, which is another
-        one each time, since its shape may be changed in place.  Static arrays stay themselves."""
-        library, kept = self._library, {id(array) for _, array in captured.bound.storages}
-        outputs = zip(captured.outputs, captured.clones, strict=True)
-        return [
-            library.clone if copied else _itself if id(out) in kept else library.alias
-            for out, copied in outputs
-        ]
-
-    def _giver(self, captured: Captured) -> Callable[[Sequence[Any]], Any]:
+    def _giver(self, captured: Captured) -> Callable[..., Any]:
         """See `Captured.give`."""
-        outputs, build, clone = captured.outputs, captured.tree.build, self._library.clone
+        library, build = self._library, captured.tree.build
+        if self._options.results == "static":
+            return lambda made, given=(), outputs=captured.outputs: build(outputs, given)
         moved = () if captured.moves is None else captured.moves.outputs
-        hows, copies = self._hows(captured), self._options.results == "clone"
-        others = [(i, how) for i, how in enumerate(hows) if how is not clone]
+        if moved and len(moved) == len(captured.outputs):
+            return build
+        # What is given of each output: a copy, by the graph (None) or by the library; or an array
+        # over static memory, which is another one each time, since its shape may be changed in
+        # place.  Static arrays stay themselves.
+        kept = {id(array) for _, array in captured.bound.storages}
+        hows: list[Callable[[Any], Any] | None] = []
+        for index, (output, copied) in enumerate(
+            zip(captured.outputs, captured.clones, strict=True)
+        ):
+            copy = None if index in moved else library.clone
+            hows.append(copy if copied else _itself if id(output) in kept else library.alias)
 
-        def give(made: Sequence[Any]) -> Any:
-            if not copies:
-                return build(outputs)
-            if not made:
-                return build([how(out) for out, how in zip(outputs, hows, strict=True)])
-            given = [*outputs]
-            for index, copy in zip(moved, made, strict=True):
-                given[index] = copy
-            for index, how in others:
-                given[index] = how(given[index])
-            return build(given)
+        def give(
+            made: Sequence[Any],
+            given: Sequence[Any] = (),
+            outputs: Sequence[Any] = captured.outputs,
+        ) -> Any:
+            copies = iter(made)
+            pairs = zip(outputs, hows, strict=True)
+            return build([next(copies) if how is None else how(out) for out, how in pairs], given)
 
-        return build if moved and moved == (*range(len(outputs)),) else give
+        return give
 
     # --- the short way
     def _heat(self, line: Line, captured: Captured, work: Work, key: Any) -> None:
@@ -349,10 +342,10 @@ class Graphed(Guarded):
         hot = recheck(self._subject, work, line, captured, stream, seen, self._note)
         if hot is not None:
             kept = [one for one in self._hot if one.line is not line][: MOST_HOT - 1]
-            self._go_by(hot, *kept)
+            self._set_hot(hot, *kept)
 
-    def _go_by(self, *hot: Hot) -> None:
-        """These short ways from here on, and no others."""
+    def _set_hot(self, *hot: Hot) -> None:
+        """Replaces the short ways by these."""
         for one in self._hot:
             if one not in hot:
                 one.end()
@@ -365,7 +358,7 @@ class Graphed(Guarded):
     # ------------------------------------------------------------------------------ the rest
     def _slowly(self, line: Line, work: Work, key: Any) -> Any:
         """Every call that is not a plain replay."""
-        self._go_by()  # what it changes is looked at again
+        self._set_hot()  # no plain replay until this call is over: it may change what they rely on
         if not self._enabled:  # no error of a strict one: it was asked for
             line.reason = _OFF
             line.eager += 1
@@ -405,7 +398,7 @@ class Graphed(Guarded):
             return self._eager(line, work, line.reason)
         if captured is None:
             return self._warm_up(line, work)
-        if self._overlaps(line, work):  # a capture told what is written
+        if self._overlaps(line, work):  # known since the capture, which showed what is written
             return self._eager(line, work, _OVERLAPS)
         if work.sizes and not _fits(line, work):
             return self._learn(line, captured, work)
@@ -524,14 +517,14 @@ class Graphed(Guarded):
             return False
         memory = self._library.storage
         copied = [*map(memory, work.leaves)]
-        if line.written and any(_meet(a, b) for a, b in itertools.combinations(copied, 2)):
+        if line.written and any(a.overlaps(b) for a, b in itertools.combinations(copied, 2)):
             return True
         if not copied:
             return False
         state = work.state
         # If an argument is written, whatever else the function reads may be in its memory.
         others = state if line.written else [state[i] for i in line.state if i < len(state)]
-        return any(_meet(a, b) for b in map(memory, others) for a in copied)
+        return any(a.overlaps(b) for b in map(memory, others) for a in copied)
 
     # --- graphs
     def _restore(self, line: Line, work: Work) -> bool:
@@ -539,7 +532,7 @@ class Graphed(Guarded):
         captured = None if self._saving is None else self._saving.restore(line, work)
         if captured is None:
             return False
-        self._belongs(captured, line)
+        self._attach(captured, line)
         line.restored += 1
         return True
 
@@ -577,7 +570,7 @@ class Graphed(Guarded):
         line.captures += 1
         line.broken_again = 0
         line.capture_reasons[why] += 1
-        self._belongs(made[0], line)
+        self._attach(made[0], line)
         return made[0]
 
     def _disturbed(self, line: Line, error: str) -> None:
@@ -594,8 +587,8 @@ class Graphed(Guarded):
                 "that the function itself catches; call invalidate() to capture again"
             )
 
-    def _belongs(self, captured: Captured, line: Line) -> None:
-        """Makes a graph that of a key."""
+    def _attach(self, captured: Captured, line: Line) -> None:
+        """Makes a captured or restored graph the one of a key."""
         captured.give = self._giver(captured)
         line.captured = weakref.ref(captured)
 
@@ -708,7 +701,7 @@ class Graphed(Guarded):
         """
         with self._lock:
             names = [line.name for line in self._lines.values()]
-            self._go_by()
+            self._set_hot()
             self._lines.clear()
             self._stateful, self._state_reason = 0, ""
             return sum(self.cache.evict(name) for name in names)
@@ -739,11 +732,6 @@ class Graphed(Guarded):
 
 def _itself(array: Any) -> Any:
     return array
-
-
-def _meet(one: MemoryRange, other: MemoryRange) -> bool:
-    """Whether they have a byte in common; another library may have given a part of one."""
-    return one.address < other.end and other.address < one.end
 
 
 def _fits(line: Line, work: Work) -> bool:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from ostinato.interop.graphing.objects import attributes_of, items_in, same
+from ostinato.interop.graphing.objects import Watch, Watcher, attributes_of, items_in, same
 from ostinato.interop.graphing.places import (
     Place,
     data_in,
@@ -42,7 +42,6 @@ from ostinato.interop.graphing.places import (
 )
 from ostinato.interop.graphing.trees import (
     ATOMS,
-    Arrays,
     Leaf,
     bound_to,
     children_of,
@@ -56,7 +55,6 @@ __all__ = [
     "Seen",
     "Trail",
     "Walker",
-    "Watch",
     "contents_of",
     "same",
     "size_of",
@@ -71,30 +69,6 @@ _MOST = 4096
 
 Trail: TypeAlias = tuple[Any, ...]
 """Where a value is: the name of its place, then what it is an item or an attribute of."""
-
-
-class Watch(Protocol):
-    """Something with a state of its own (a module), read at each call."""
-
-    def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
-        """Adds its plain values to `tokens` and its arrays to `arrays`."""
-        ...
-
-    def others(self) -> Iterable[tuple[str, Any]]:
-        """What else it holds, by names; asked for after `read`."""
-        ...
-
-    def methods(self) -> Iterable[tuple[type, str]]:
-        """Classes and the names of their methods that run when it is called."""
-        ...
-
-
-class Watcher(Arrays, Protocol):
-    """A library that knows objects with a state of their own."""
-
-    def watch(self, value: object, /) -> Watch | None:
-        """How to read such an object; None for all others."""
-        ...
 
 
 class Walker(Protocol):
@@ -230,7 +204,8 @@ class _Drops:
 
     def __call__(self, reference: object) -> None:
         known = self._known.get(self._key)
-        if known is not None and known.itself is reference:  # else another one has its address
+        # Another object may have the same address, and so the same key, by now.
+        if known is not None and known.itself is reference:
             del self._known[self._key]
 
 
@@ -260,12 +235,13 @@ class Guards:
     def read(self) -> Seen:
         """What the function uses now."""
         known = -1
-        while known != len(self._named):  # once, but where methods were met that name others
+        while known != len(self._named):  # again where methods were met that name other attributes
             known = len(self._named)
             reading = _Reading(self.serial)
             met = self.walk(reading)
         if len(self._known) > 2 * len(met) + 64:  # most of them are not used any more
-            for key in {*self._known} - met:  # at once: objects that end are dropped any time
+            # Over a set made at once: `_Drops` may remove entries while this runs.
+            for key in {*self._known} - met:
                 self._known.pop(key, None)
         return Seen(tuple(reading.tokens), reading.arrays, reading.starts)
 
@@ -324,7 +300,7 @@ class Guards:
         known = depth >= _DEEPEST and (id(value) in met or len(met) >= _MOST)
         found = None if known else children_of(value, library)
         if found is not None:
-            if depth >= _DEEPEST:  # it may be a ring
+            if depth >= _DEEPEST:  # containers may hold each other in a cycle
                 met.add(id(value))
             walker.container(path, value, *found)
             self._visit_all(walker, path, enumerate(found[1]), depth, met, inner)
@@ -401,7 +377,7 @@ class Guards:
                 for name, child in found.items()
                 if name in named or library.is_array(child) or is_plain(child, library.plain)
             }
-        for name in ("data", "maps"):  # of UserDict, UserList, ChainMap
+        for name in ("data", "maps"):  # attributes of UserDict, UserList, ChainMap
             if name in found and not _WRAPPERS.isdisjoint(kind.__mro__):
                 inside[name] = found[name]
         return inside | {name: shared[name] for name in sorted(shared)} if shared else inside
@@ -416,7 +392,7 @@ class Guards:
         inner: bool,
     ) -> None:
         for name, child in items:
-            if type(child) in ATOMS:  # most are, and need no other question
+            if type(child) in ATOMS:  # most are: tested first
                 walker.plain((path, name), child)
             else:
                 self._visit(walker, (path, name), child, depth + 1, met, inner)
@@ -442,7 +418,7 @@ class Guards:
             known = self._known[id(value)] = _Known(itself, next(self._serials), watch)
             for kind, name in () if watch is None else watch.methods():
                 self._named |= names_in_method(kind, name)
-                self._named.add(name)  # one may have another in its place
+                self._named.add(name)  # an instance may have an attribute of this name
         return known
 
     def explain(self, before: Seen, after: Seen) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ostinato import Device, Graph, MemoryRange, PowersOfTwo, Stream, new_lock, open_device
 from ostinato.cache import Buckets, CaptureLimits
 from ostinato.errors import InputError
-from ostinato.interop.graphing.guards import Watcher
+from ostinato.interop.graphing.objects import Watcher
 from ostinato.interop.graphing.padding import Padding
 
 __all__ = [
@@ -254,7 +254,9 @@ class Options:
             raise InputError(f'gradients={self.gradients!r}: "refuse" or "eager"')
         whole = isinstance(self.verify, int) and not isinstance(self.verify, bool)
         if not (self.verify in (None, "first") or (whole and int(self.verify) >= 1)):
-            raise InputError(f'verify={self.verify!r}: None, "first", or each how many replays')
+            raise InputError(
+                f'verify={self.verify!r}: None, "first", or N to check each Nth replay'
+            )
         if not isinstance(self.static, tuple):
             raise InputError("static: a tuple of parameter names")
 

@@ -115,7 +115,7 @@ class Mover:
         self._first, self._last = [
             device.modules.get_or_compile(code, name) for name in (_FIRST, _LAST)
         ]
-        fill_kernel(device)  # now: a capture may forbid it later
+        fill_kernel(device)  # compiled now: during a capture a driver may refuse to load code
         self.table = device.zeros(MOST, "u8")
 
     @classmethod

@@ -14,9 +14,41 @@ from typing import Any, Protocol
 
 from ostinato.interop.graphing.trees import Arrays, is_plain
 
-__all__ = ["Missing", "ObjectWatch", "Watching", "attributes_of", "items_in", "same"]
+__all__ = [
+    "Missing",
+    "ObjectWatch",
+    "Watch",
+    "Watcher",
+    "attributes_of",
+    "items_in",
+    "same",
+]
 
 _DEEPEST = 4
+
+
+class Watch(Protocol):
+    """Something with a state of its own (a module), read at each call."""
+
+    def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
+        """Adds its plain values to `tokens` and its arrays to `arrays`."""
+        ...
+
+    def others(self) -> Iterable[tuple[str, Any]]:
+        """What else it holds, by names; asked for after `read`."""
+        ...
+
+    def methods(self) -> Iterable[tuple[type, str]]:
+        """Classes and the names of their methods that run when it is called."""
+        ...
+
+
+class Watcher(Arrays, Protocol):
+    """A library that knows objects with a state of their own."""
+
+    def watch(self, value: object, /) -> Watch | None:
+        """How to read such an object; None for all others."""
+        ...
 
 
 class Missing:
@@ -63,7 +95,7 @@ class ObjectWatch:
     watched, but those of the library's modules: the object was declared static.
     The object itself is not kept."""
 
-    def __init__(self, value: object, library: Watching) -> None:
+    def __init__(self, value: object, library: Watcher) -> None:
         self._library = library
         self._find(value)
 
@@ -74,7 +106,7 @@ class ObjectWatch:
         """The same of each object that was looked into."""
         self.holders: list[Any] = []
         """All that was looked into: dicts, lists, deques, tuples, and `_Slots`."""
-        self.watches: list[Any] = []
+        self.watches: list[Watch] = []
         """Of the library's modules."""
         self._search(value, 0, set())
         self._kinds, self._objects = self._kinds_now(), self._objects_now()
@@ -143,12 +175,6 @@ class ObjectWatch:
         except (LookupError, AttributeError):  # something has another name
             pass
         return None
-
-
-class Watching(Arrays, Protocol):
-    """A library that knows objects with a state of their own (`guards.Watcher`)."""
-
-    def watch(self, value: object, /) -> Any: ...
 
 
 class _Slots:

@@ -154,7 +154,7 @@ def names_in_method(kind: type, name: str) -> frozenset[str]:
     left, met = [name], set()
     while left:
         each = left.pop()
-        for base in kind.__mro__:  # all of them: `super()` calls others than the first
+        for base in kind.__mro__:  # all, since a method may call those it overrides by `super()`
             method = vars(base).get(each)
             for inner in ("fget", "func", "__func__"):
                 method = getattr(method, inner, method)

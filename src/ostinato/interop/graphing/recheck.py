@@ -23,13 +23,12 @@ from ostinato.driver.extension import load_extension
 from ostinato.interop.graphing.guards import (
     Guards,
     Trail,
-    Watch,
     contents_of,
     same,
     size_of,
 )
 from ostinato.interop.graphing.library import Library, Options
-from ostinato.interop.graphing.objects import ObjectWatch, items_in
+from ostinato.interop.graphing.objects import ObjectWatch, Watch, items_in
 from ostinato.interop.graphing.places import Place
 from ostinato.interop.graphing.records import Captured, Line, Work
 from ostinato.interop.graphing.subject import Subject
@@ -239,7 +238,7 @@ class Checks:
             for each in watch.watches:
                 if next(iter(each.others()), None) is not None:
                     raise Inexpressible
-                each.note(self, [], arrays)
+                _note(each, self, [], arrays)
         for array in arrays:
             self.statics.append(array)
             self.array(array)
@@ -286,14 +285,11 @@ class _Noting:
         self.tokens.append(Leaf)
         self.arrays.append(array)
 
-    def plain(self, path: Trail, value: Any) -> None:  # the same object, so the same value
+    def plain(self, path: Trail, value: Any) -> None:  # no check: same object, same value
         self.tokens.append(plain_token(value))
 
     def watched(self, path: Trail, watch: Watch) -> None:
-        note = getattr(type(watch), "note", None)  # not of the module that a watch stands for
-        if note is None:
-            raise Inexpressible
-        note(watch, self._checks, self.tokens, self.arrays)
+        _note(watch, self._checks, self.tokens, self.arrays)
 
     def container(self, path: Trail, value: Any, head: Hashable, children: list[Any]) -> None:
         self.tokens.append(head)
@@ -347,6 +343,15 @@ class _Noting:
             self._checks.sequence(value, [*list.__iter__(value)])
         else:
             self._checks.reads(value, _SameItems(value))
+
+
+def _note(watch: Watch, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
+    """Notes where what a watch reads is; adds that to `tokens` and `arrays`."""
+    # Looked up on the type: a watch may pass attributes that it lacks on to the module it watches.
+    note = getattr(type(watch), "note", None)
+    if note is None:
+        raise Inexpressible
+    note(watch, checks, tokens, arrays)
 
 
 class _SameItems:

@@ -49,9 +49,10 @@ class Captured:
     """How the graph itself copies the arrays of a call; None if that is done around it."""
     recipes: tuple[tuple[Any, ...], ...] = ()
     """Of new arrays for the outputs that it copies itself (`Library.recipe`)."""
-    give: Callable[[Sequence[Any]], Any] = lambda made: None
-    """The result of a call that writes no arguments and has no dynamic sizes, from the outputs
-    that were copied by the graph, or none if it copies none."""
+    give: Callable[..., Any] = lambda made: None
+    """The result of a call, from the outputs that were copied by the graph (none if it copies
+    none), the objects that it was given if it holds any, and for the call's dynamic sizes what its
+    outputs are cut to."""
     call: Work | None = None
     """The call that was captured, with the graph's own inputs as its arrays, and"""
     result: Any = None

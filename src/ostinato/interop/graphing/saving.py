@@ -113,7 +113,7 @@ class Saving:
             other, twin = self._maker.make(line, call)
             moved = self._memory(twin, pieces)
             if moved[2] != results:
-                raise InputError("a second capture lays its results out otherwise")
+                raise InputError("a second capture gave results of another layout")
             named = Twin(other, moved[0] | moved[1])
             self._stored.save(
                 line.text,
@@ -218,13 +218,13 @@ class Saving:
                 raise ValueError(f"the file names no {name!r}")
         tree = self._subject.arguments.tree(rebuilt(facts["result"], outputs), work)
         if not same(tree.leaves, outputs):
-            raise ValueError("the results of the file are put together otherwise")
+            raise ValueError("its results are not the arrays that the file lists")
         clones, moved = self._maker.clones(outputs, bound), facts["moved"]
         moves = None if moved is None else Mover.find(loaded, len(inputs), tuple(moved))
         if (moved is not None and moves is None) or (
             moved and moved != [i for i, copied in enumerate(clones) if copied]
         ):
-            raise ValueError("the graph of the file does not copy what it says")
+            raise ValueError("its graph does not copy the arrays that the file lists")
         line.written |= {int(i) for i in facts["written"]}
         line.state |= {int(i) for i in facts["state"]}
         return Captured(

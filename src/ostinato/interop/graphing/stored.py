@@ -32,8 +32,9 @@ import numpy as np
 
 from ostinato import Buffer, Graph, GraphStore, LoadedGraph, MemoryRange, Stream, Twin
 from ostinato.errors import InputError
-from ostinato.interop.graphing.guards import Guarded, Guards, Trail, Watch
+from ostinato.interop.graphing.guards import Guarded, Guards, Trail
 from ostinato.interop.graphing.library import Library
+from ostinato.interop.graphing.objects import Watch
 from ostinato.interop.graphing.places import Place
 from ostinato.interop.graphing.trees import (
     children_of,
@@ -218,7 +219,7 @@ def _collect(value: Any, found: _Found, seen: set[int], *, inner: bool = True) -
     if not isinstance(value, types.FunctionType | type):
         call = inspect.getattr_static(type(value), "__call__", None)
         if not isinstance(call, types.FunctionType):
-            found.add((_name(value), ""))  # in C: the version of its library
+            found.add((_name(value), ""))  # written in C: only its library's version can tell
             return
         value = type(value)
     if id(value) in seen:
@@ -291,7 +292,7 @@ def _collect_values(
 
 
 def _digest(code: types.CodeType, names: set[str]) -> str:
-    """Of code without the places of its lines; adds what it names."""
+    """The digest of code without its line numbers; adds what it names to `names`."""
     names.update(code.co_names)
     parts = [code.co_code, repr(code.co_names).encode(), repr(code.co_varnames).encode()]
     for constant in code.co_consts:

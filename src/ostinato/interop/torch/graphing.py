@@ -149,7 +149,7 @@ class GraphedModule(Graphed):
         self._made = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for way in self._ways:  # they look at the hooks too
+        for way in self._ways:  # each compares the module's hooks, too
             result = way(args, kwargs)
             if result is not MISSED:
                 return result
@@ -244,7 +244,7 @@ class _Forward(Current):
         """In the block the module's own calls replay, between its hooks."""
         held = vars(self._module)
         before = held.get("forward")
-        if before is not None and before is self._replayed:  # a hook makes a call of its own
+        if before is not None and before is self._replayed:  # a hook called the module again
             yield
             return
         self._own, self._replayed = before, replay

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ostinato import Buffer, Device, Graph, MemoryRange, Stream
-from ostinato.interop.graphing.guards import Watch
 from ostinato.interop.graphing.library import NotGraphable
 from ostinato.interop.graphing.moves import dense
+from ostinato.interop.graphing.objects import Watch
 from ostinato.interop.torch.adopting import as_tensor
 from ostinato.interop.torch.capturing import Captures
 from ostinato.interop.torch.trees import PLAIN, joiner, parts

@@ -183,7 +183,7 @@ class ModuleWatch:
         """All that it holds but for `others`, by names."""
         root: Any = self._module()
         for path, module in root.named_modules(prefix=name):
-            forward = module.forward  # it may be one of its own
+            forward = module.forward  # may be set on the module itself, not on its class
             description.add(path, type(module), code_text(type(module)), code_text(forward))
             for held in (module._parameters, module._buffers):
                 for key, tensor in held.items():

@@ -254,7 +254,7 @@ class _Found:
             one = next(iter(parts.values()))
             if canonical in made:
                 raise ModelFormatError(
-                    f"{one.file}: {quoted(one.name)} stands beside a plain weight"
+                    f"{one.file}: {quoted(one.name)}: the weight is there quantised and plain"
                 )
             made[canonical] = matrix = self.quantisation.made(parts)
             self.parts[matrix.name] = parts

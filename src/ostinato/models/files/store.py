@@ -100,7 +100,6 @@ def resolve(
     model: str,
     *,
     download: bool = True,
-    progress: Progress | None = None,
     known: Mapping[str, KnownModel] = KNOWN_MODELS,
 ) -> Path:
     """The file or folder that `model` names, for `open_checkpoint`.
@@ -117,7 +116,7 @@ def resolve(
             return model_path(model, known=known)
         if not download:
             raise ModelError(f"{model} is not on this machine; get it: ostinato model pull {model}")
-        return pull(model, progress=progress, known=known)
+        return pull(model, known=known)
     name = hub_name(model)
     if name is not None:
         return from_hub(name, download=download)

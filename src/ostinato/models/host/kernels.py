@@ -550,7 +550,7 @@ def advance(
         limit = min(int(settings[sequence]["limit"]), context)
         stopped = int(token < 0 or token in ends or position + 1 >= limit)
         state[4 * sequence : 4 * sequence + 4] = (token, position + 1, position + 2, stopped)
-        # One store of 8 bytes: the host may be looking for it.
+        # One store of 8 bytes: another thread may be polling this entry.
         entry = (2 * (position + 1) + stopped) << 32 | token & 0xFFFFFFFF
         ring.view(np.int64)[sequence * ring_size + (position + 1) % ring_size] = entry
 

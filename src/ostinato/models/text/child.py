@@ -189,7 +189,7 @@ class Child:
         _send(self._socket, request, deadline)
         answer = _receive(self._socket, longest, deadline)
         if not answer or answer[0] >= len(_KINDS):
-            raise ValueError("its answer makes no sense")
+            raise ValueError("its answer has no known kind")
         return answer[0], str(memoryview(answer)[1:], "utf-8", "replace")
 
     def _last_words(self, error: Exception) -> str:

@@ -97,7 +97,7 @@ def _vectors(product: Product, multiprocessors: int) -> Iterator[VectorShape]:
         yield one
         if small or warps < 4:
             continue
-        # So many turns that one, two or three blocks stand on a multiprocessor.
+        # As many turns as leave one, two or three blocks resident on each multiprocessor.
         for resident in (1, 2, 3):
             turns = -(-blocks // (resident * multiprocessors))
             if turns > 1 and lanes > 8:
@@ -111,7 +111,7 @@ def _vector_cost(shape: VectorShape, product: Product, multiprocessors: int) -> 
     chunks = product.inputs // 8
     waste = vector_steps(shape, product) * shape.lanes * shape.split / chunks
     blocks = -(-product.pairs // shape.block_pairs)
-    # That fit a multiprocessor, by registers.
+    # How many warps fit on a multiprocessor, by registers.
     warps = min(48.0, REGISTERS / 32 / (48 + 8 * vector_steps(shape, product) * shape.pairs))
     resident = max(1.0, warps // shape.warps)
     waves = blocks / (multiprocessors * resident)
@@ -132,7 +132,8 @@ def _matrices(product: Product, multiprocessors: int, clusters: bool) -> Iterato
         slabs = -(-product.inputs // slab)
         if not 4 <= tiles * split <= 16 or blocks < multiprocessors // 4:
             continue
-        # Steps over what is there; more where a block has one slab, which nothing waits for.
+        # Limits the padding past the inputs; more is allowed where a block has one slab, which no
+        # other slab waits for.
         each = -(-slabs // blocks_k)
         if each * blocks_k * slab > (1.35 if each > 1 else 1.8) * product.inputs:
             continue
@@ -147,14 +148,14 @@ def _matrices(product: Product, multiprocessors: int, clusters: bool) -> Iterato
 
 
 def _warpgroups(product: Product, multiprocessors: int) -> Iterator[MatrixShape]:
-    """Of compute capability 9.0, which has clusters too."""
+    """Shapes for compute capability 9.0, which has clusters too."""
     for tiles, split, blocks_k, (slab, ring) in itertools.product(
         (4, 8), (1, 2), (1, 2, 4, 8), ((64, 4), (64, 5), (64, 6), (64, 8), (128, 3), (128, 4))
     ):
         blocks = -(-product.pairs // (8 * tiles)) * blocks_k
         if blocks < multiprocessors // 4 or slab * blocks_k > product.inputs:
             continue
-        # Two slabs more than a block has are never filled.
+        # A ring with two slabs more than a block reads is never full.
         if ring > 4 and slab * blocks_k * (ring - 2) >= product.inputs:
             continue
         yield MatrixShape(tiles, split, blocks_k, slab, 1, blocks_k, ring, warpgroup=1)

@@ -229,7 +229,7 @@ class StepMeter(Closeable):
         return None
 
     def logits(self, tuning: Tuning, context: int) -> npt.NDArray[np.float32]:
-        """Of one eager step at a position: float32, [rows, vocabulary]."""
+        """The logits of one eager step at a position: float32, [rows, vocabulary]."""
         self._reset(context)
         for operation in self.operations(tuning):
             self.stream.submit(operation)

@@ -256,7 +256,7 @@ def sweep(
     for index, name in enumerate(order):
         left = order[index:]
         heavy = sum(2.0 if one in gains else 0.5 for one in left)
-        share = (2.0 if name in gains else 0.5) / (heavy + 1.0)  # the rest: a second pass
+        share = (2.0 if name in gains else 0.5) / (heavy + 1.0)  # 1.0: time for a second pass
         complete = run.stage(name, run.candidates(name), share) and complete
     for _ in _passes(run):
         for name in gains:
@@ -267,7 +267,7 @@ def sweep(
 
 
 def _passes(run: _Sweep) -> Iterator[None]:
-    """As long as there is time and a pass changes something."""
+    """Yields for each pass, as long as there is time and the last one changed something."""
     known = None
     while run.clock() < run.deadline and run.best != known:
         known = run.best
