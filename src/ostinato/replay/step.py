@@ -479,12 +479,16 @@ class GraphedStep(Closeable):
             has_graph = self._usable(call, executable) is not None
         return call, state, decide(self._situation(call, state, has_graph))
 
+    def _set_sizes(self, call: Call) -> None:
+        if self._sizes.complete is not call.sizes or self.stream.context.taps:
+            self._sizes.set(call.sizes, self.stream)
+
     def _replay_held(self, call: Call, executable: GraphExec) -> None:
         with self.stream.turn.lock:  # another thread's call may have other sizes
             if self._sizes.running:
                 with self._sizes.nested(self.stream):
                     return self._replay_held(call, executable)
-            self._sizes.set(call.sizes, self.stream)
+            self._set_sizes(call)
             try:
                 run_replay(call.key, executable, self.stream, self.settings, self.profile)
             except NotLaunched as refused:
@@ -562,8 +566,7 @@ class GraphedStep(Closeable):
         self, call: Call, state: KeyState, executable: GraphExec, decision: Decision
     ) -> Decision:
         state.replays += 1
-        if self._sizes.complete is not call.sizes or self.stream.context.taps:
-            self._sizes.set(call.sizes, self.stream)
+        self._set_sizes(call)
         if self.verify != "off" and self._is_due(call, state, executable):
             return self._checked(call, state, executable, decision)
         try:
