@@ -56,6 +56,7 @@ def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaC
 SMALL = config_of(3, 1, 64, inner=136, vocabulary=257, tied_embeddings=True, layers=1)
 CONFIGS = {
     "135M": config_of(9, 3, 64, inner=1536, vocabulary=49152, layers=30, tied_embeddings=True),
+    "1B": config_of(32, 8, 64, inner=8192, vocabulary=128256, layers=16, tied_embeddings=True),
     "8B": config_of(32, 8, 128, inner=14336, vocabulary=128256, layers=32),
     "70B": config_of(64, 8, 128, inner=28672, vocabulary=128256, layers=80),
     "odd": config_of(5, 1, 80, hidden=328, inner=264, vocabulary=301),
@@ -152,10 +153,9 @@ def test_the_attention_of_a_few_rows_fills_the_device_twice(rows: int, splits: i
 
 
 def test_no_more_clusters_than_a_long_context_needs() -> None:
-    small = config_of(32, 8, 64, inner=8192, vocabulary=128256)
     shapes_of = [
         shapes.default_tuning(config, context=context, clusters=True).attention
-        for config in (small, CONFIGS["8B"])
+        for config in (CONFIGS["1B"], CONFIGS["8B"])
         for context in (4096, 4097, 16384, 100_000)
     ]
     assert {(one.queries, one.cluster) for one in shapes_of} == {(2, 8)}
@@ -211,6 +211,19 @@ def test_there_is_something_to_try(name: str, rows: int) -> None:
     )
     for stage in STAGES:
         assert len(candidates(CONFIGS[name], rows, stage)) >= 8, stage
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", ["135M", "1B", "8B"])
+def test_what_the_rule_takes_for_few_rows_is_tried_for_other_models_too(
+    name: str, rows: int
+) -> None:
+    config = CONFIGS[name]
+    tuning = shapes.default_tuning(config, rows=rows, clusters=True)
+    for stage in shapes.PRODUCTS.values():
+        made = product_shapes(config, stage, rows, 132, clusters=True)
+        assert getattr(tuning, stage) in made, stage
+    assert tuning.attention in attention_shapes(config, rows, clusters=True)
 
 
 @pytest.mark.parametrize(
