@@ -328,15 +328,23 @@ def test_rows_in_clusters_agree_with_numpy_on_the_emulator(rows: int) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize(("rows", "splits"), [(2, 4), (3, 2), (5, 1)])
-def test_pairs_of_heads_agree_with_numpy_on_the_emulator(rows: int, splits: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "splits", "context"), [(2, 4, 300), (3, 2, 300), (5, 1, 300), (2, 4, 2300)]
+)
+def test_pairs_of_heads_agree_with_numpy_on_the_emulator(
+    rows: int, splits: int, context: int
+) -> None:
     config = config_of(4, 1, 64, hidden=136, inner=88, vocabulary=67, layers=1)
-    given: Any = {"rows": rows, "context": 300, "clusters": True, "multiprocessors": 8}
+    given: Any = {"rows": rows, "context": context, "clusters": True, "multiprocessors": 8}
     tuning = shapes.default_tuning(config, **given)
     attention = tuning.attention
     assert attention == shapes.AttentionShape(2, 8, 4, splits, min(2, splits))
-    bench = emulated_bench(config, rows, context=300, tunings={rows: tuning})
-    for case in list(checks.cases(bench, rows))[::3]:
+    bench = emulated_bench(config, rows, context=context, tunings={rows: tuning})
+    wanted = list(checks.cases(bench, rows))[::3]
+    active = [row for case in wanted for row in case.rows if row["flags"] & ACTIVE]
+    # From 1,024 positions on a second cluster of the head has work, and the two merge.
+    assert (max(row["position"] for row in active) > 1024) == (context > 1024)
+    for case in wanted:
         bench.check(case)
 
 
