@@ -290,6 +290,9 @@ def test_stages_come_by_expected_gain() -> None:
         ({"start_next": {"head": "SOON"}}, "'head' at 'SOON'"),
         ({"start_next": {"tail": "NEVER"}}, "'tail' at 'NEVER'"),
         ({"programmatic": 1}, "programmatic is 1"),
+        ({"prefetch": {"down": ("head", 4096)}}, "prefetch: 'down' of 'head'"),
+        ({"prefetch": {"head": ("qkv", 4096)}}, "prefetch: 'head' of 'qkv'"),
+        ({"prefetch": {"down": ("wqkv", 4096)}}, "prefetch: 'down' of 'wqkv'"),
     ],
 )
 def test_what_cannot_be_launched_is_said(changes: dict[str, Any], said: str) -> None:

@@ -12,6 +12,7 @@ from ostinato.models.cuda.shapes import (
     HELD_STEPS,
     MAX_SHARED,
     MAX_WARPGROUP_SHARED,
+    PRODUCTS,
     REGISTERS,
     START_NEXT,
     STARTING,
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 _MAX_STATIC = 46 * 1024
+_OF_LAYERS = {*PRODUCTS.values()} - {"head"}
 VECTOR_LOADS = (4, 30)
 """16-byte loads that a thread of matvec.cu has under way: fewer do not fill the memory's latency,
 more do not fit its registers."""
@@ -89,6 +91,9 @@ def problems_of(
     for kernel, where in tuning.start_next.items():
         if kernel not in STARTING or where not in START_NEXT:
             found.append(f"start_next: {kernel!r} at {where!r}")
+    for name, (target, _) in tuning.prefetch.items():
+        if not {name, target} <= _OF_LAYERS:
+            found.append(f"prefetch: {name!r} of {target!r}")
     programmatic: object = tuning.programmatic
     if not isinstance(programmatic, bool):
         found.append(f"programmatic is {programmatic!r}")
