@@ -65,8 +65,9 @@ CONFIGS = {
 
 @st.composite
 def configs(draw: st.DrawFn) -> LlamaConfig:
-    kv_heads, group = draw(st.integers(1, 8)), draw(st.integers(1, 8))
-    head_size = 8 * draw(st.integers(1, 16))
+    kv_heads, group = draw(st.integers(1, 8)), draw(st.integers(1, 16))
+    # One row has registers for so many inputs of a product, 28,672.
+    head_size = 8 * draw(st.integers(1, min(32, 3584 // (kv_heads * group))))
     return config_of(
         kv_heads * group,
         kv_heads,
@@ -166,7 +167,7 @@ def test_no_more_clusters_than_a_long_context_needs() -> None:
 @given(
     config=configs(),
     rows=st.integers(1, 64),
-    context=st.integers(1, 100_000),
+    context=st.integers(1, 1_000_000),
     clusters=st.booleans(),
     warpgroups=st.booleans(),
     multiprocessors=st.integers(1, 200),
@@ -189,6 +190,19 @@ def test_the_default_rule_is_legal(
     assert problems_of(config, rows, longer, **has) == ()
     assert longer.attention.splits >= tuning.attention.splits
     assert clusters or tuning.attention.cluster == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "multiprocessors"),
+    [
+        (config_of(49, 7, 256, hidden=1536, inner=6144, vocabulary=2843), 78),
+        (config_of(16, 1, 8, hidden=6440, inner=9216, vocabulary=179796), 1),
+    ],
+    ids=["seven wide heads in a block", "one multiprocessor"],
+)
+def test_the_default_rule_is_legal_at_its_limits(config: LlamaConfig, multiprocessors: int) -> None:
+    given: Any = {"context": 100_000, "multiprocessors": multiprocessors, "clusters": True}
+    assert problems_of(config, 1, shapes.default_tuning(config, **given)) == ()
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])

@@ -16,6 +16,7 @@ __all__ = [
     "HELD_STEPS",
     "MAX_ROWS",
     "MAX_SHARED",
+    "MAX_TURNS",
     "MAX_WARPGROUP_SHARED",
     "PIECE_HEAD_SIZE",
     "PRODUCTS",
@@ -84,6 +85,8 @@ REGISTERS = 1 << 16
 """Of a multiprocessor, 32 bits each."""
 MAX_SHARED = 160 * 1024
 """Bytes of shared memory of a block; an H100 has 227 KiB, an A100 163."""
+MAX_TURNS = 1 << 14
+"""Of a block of matvec.cu."""
 MAX_WARPGROUP_SHARED = 216 * 1024
 """The same where warpgroups multiply."""
 _MORE_THAN_HALF = 116 * 1024
@@ -513,7 +516,8 @@ def _vector_shape(name: str, product: Product, multiprocessors: int) -> VectorSh
     shape = VectorShape(lanes, split, 1, warps)
     blocks = -(-product.pairs // shape.block_pairs)
     if blocks > 2 * multiprocessors:
-        shape = replace(shape, turns=-(-blocks // (2 * multiprocessors)))
+        turns = min(MAX_TURNS, -(-blocks // (2 * multiprocessors)))
+        shape = replace(shape, turns=turns)
     if not product.normed and product.inputs >= 8192 and (shape.split, warps) == (4, 8):
         shape = replace(shape, split=8, pairs=2)
     return shape
