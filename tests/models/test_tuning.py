@@ -519,6 +519,24 @@ def test_clusters_are_not_used_where_the_device_has_none(
     assert "clusters of 8" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("context", "multiprocessors", "splits"),
+    [(300, 132, 16), (8192, 132, 16), (8193, 132, 24), (100_000, 132, 128), (100_000, 10, 16)],
+)
+def test_a_stored_tuning_gets_clusters_for_a_longer_context(
+    store: TuningStore, context: int, multiprocessors: int, splits: int
+) -> None:
+    """But no more than a multiprocessor has room for, and never fewer than were stored."""
+    clustered = replace(tuned(), attention=shapes.AttentionShape(1, 2, 2, 16, 8))
+    key = TuningKey.of(SMALL, 1, GPU)
+    store.save(key, clustered, before={20: 100.0}, after={20: 90.0}, seconds=1.0)
+    sizes = {"context": context, "multiprocessors": multiprocessors}
+    found = chosen(store, clusters=True, **sizes).tuning.attention
+    assert found == replace(clustered.attention, splits=splits)
+    save(store)
+    assert chosen(store, clusters=True, **sizes).tuning.attention == tuned().attention
+
+
 def test_other_kernel_code_has_no_stored_tuning(
     store: TuningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
