@@ -152,7 +152,8 @@ def library_checks() -> Iterator[KernelCheck]:
 
 def _launches(config: LlamaConfig) -> Iterator[CudaLaunch]:
     """For one row and for several; with clusters and without; with a library's products."""
-    for rows, clusters in ((1, False), (1, True), (8, False), (16, False), (32, True)):
+    ways = ((1, False), (8, False), (16, False), (1, True), (8, True), (16, True), (32, True))
+    for rows, clusters in ways:
         tuning = default_tuning(config, rows=rows, context=2048, clusters=clusters)
         program = (*decode_program(config), loop_call())
         yield from lower(program, config, rows=rows, context=2048, tuning=tuning)

@@ -375,9 +375,17 @@ inline void store_for_host(int2* p, int2 v) {
     __atomic_store_n(reinterpret_cast<long long*>(p), whole, __ATOMIC_RELEASE);
 }
 
-// Reads both ends, so that a range beyond the weights is not passed over.
+namespace emulated {
+static PER_THREAD unsigned long long prefetched_bytes;  // of a launch
+}
+
+// Reads both ends, so that a range beyond the weights is not passed over.  cp.async.bulk takes no address and
+// no size that is not a multiple of 16.
 inline void prefetch_weights(const void* p, unsigned bytes) {
+    emulated::prefetched_bytes += bytes;
     const volatile char* const at = static_cast<const char*>(p);
+    check_aligned(p, 16);
+    check_aligned(static_cast<const char*>(p) + bytes, 16);
     at[0], at[bytes - 1];
 }
 

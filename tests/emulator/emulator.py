@@ -37,9 +37,11 @@ _FLAGS = (
 _HEADER, _RUNTIME = ((HERE / f"emulate.{ending}").read_text() for ending in ("h", "cpp"))
 
 _ENTRY = """
-extern "C" __attribute__((visibility("default"))) void emulate_KERNEL_NAME(
+extern "C" __attribute__((visibility("default"))) unsigned long long emulate_KERNEL_NAME(
     void** arguments, const int* grid, const int* block, int shared, int together) {
+    emulated::prefetched_bytes = 0;
     emulated::launch_kernel(KERNEL_NAME, arguments, grid, block, shared, together);
+    return emulated::prefetched_bytes;
 }
 """
 
@@ -57,6 +59,7 @@ class Emulator:
 
     def __init__(self, *, threads: bool = False) -> None:
         """`threads`: launches of several threads run side by side, and may wait for each other."""
+        self.prefetched = 0  # bytes, by the last launch
         self._flags = ("-DEMULATED_THREADS",) if threads else ()
         self._one_at_a_time: AbstractContextManager[object]
         self._one_at_a_time = nullcontext() if threads else _ONE_AT_A_TIME
@@ -123,8 +126,10 @@ class Emulator:
                 holders.append(ctypes.c_uint32(value))
         pointers = (ctypes.c_void_p * len(holders))(*[ctypes.addressof(h) for h in holders])
         config = launch.config
+        run = getattr(library, f"emulate_{launch.kernel}")
+        run.restype = ctypes.c_ulonglong
         with self._one_at_a_time:
-            getattr(library, f"emulate_{launch.kernel}")(
+            self.prefetched = run(
                 pointers,
                 (ctypes.c_int * 3)(*config.grid),
                 (ctypes.c_int * 3)(*config.block),

@@ -66,11 +66,13 @@ CASES: dict[str, tuple[LlamaConfig, dict[str, str], tuple[int, ...] | None]] = {
     "some are not packed": (WHOLE, {"wq": "Q4_K", "wk": "Q4_K", "wo": "Q8_0"}, (1, 1, 3, 2)),
 }
 """Model, types of tensors, and a cut that is not the rule's."""
+PREFETCH = {"qkv": ("gate_up", 1 << 30), "output": ("down", 1 << 30), "gate_up": ("down", 4096)}
+"""All of matrices whose parts may be of several types; the rule has it for large models alone."""
 
 
 def bench_of(machine: Any, name: str, rows: int) -> checks.Bench:
     config, types, cut = CASES[name]
-    tuning = default_tuning(config, rows=rows, context=70)
+    tuning = replace(default_tuning(config, rows=rows, context=70), prefetch=PREFETCH)
     if cut is not None and rows == 1:
         tuning = replace(tuning, packed=dict.fromkeys(PRODUCTS.values(), PackedShape(*cut)))
     return checks.Bench(

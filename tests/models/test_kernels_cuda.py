@@ -316,6 +316,28 @@ def test_prefetching_products_agree_with_numpy_on_the_emulator(rows: int) -> Non
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_every_piece_is_prefetched_once_on_the_emulator(rows: int) -> None:
+    config = config_of(4, 1, 64, inner=2048, vocabulary=67, layers=2)
+    # Few blocks, so that a lane has more than one piece.
+    given: Any = {"rows": rows, "context": 70, "multiprocessors": 2}
+    wanted = {name: (target, 1 << 30) for name, (target, _) in PREFETCH.items()}
+    tuning = replace(shapes.default_tuning(config, **given), prefetch=wanted)
+    bench = emulated_bench(config, rows, context=70, tunings={rows: tuning})
+    bench.set_case(next(checks.cases(bench, rows)))
+    found = {}
+    for one in bench.launches(rows):
+        bench.launch(one, rows)
+        with_later = bench.machine.prefetched
+        if dict(one.arguments).get("later", ABSENT) != ABSENT:
+            without = dict(one.arguments) | {"later": ABSENT}
+            bench.launch(replace(one, arguments=tuple(without.items())), rows)
+            found[kc.PRODUCTS_OF[one.kernel]] = with_later - bench.machine.prefetched
+            assert found[kc.PRODUCTS_OF[one.kernel]] == prefetched_bytes(one) > 0, one.kernel
+    assert set(found) == set(PREFETCH)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 @pytest.mark.parametrize("rows", [3, 8, 16])
 def test_rows_in_clusters_agree_with_numpy_on_the_emulator(rows: int) -> None:
     config = config_of(3, 1, 64, hidden=192, inner=2064, vocabulary=257, layers=1)
@@ -328,15 +350,23 @@ def test_rows_in_clusters_agree_with_numpy_on_the_emulator(rows: int) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize(("rows", "splits"), [(2, 4), (3, 2), (5, 1)])
-def test_pairs_of_heads_agree_with_numpy_on_the_emulator(rows: int, splits: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "splits", "context"), [(2, 4, 300), (3, 2, 300), (5, 1, 300), (2, 4, 2300)]
+)
+def test_pairs_of_heads_agree_with_numpy_on_the_emulator(
+    rows: int, splits: int, context: int
+) -> None:
     config = config_of(4, 1, 64, hidden=136, inner=88, vocabulary=67, layers=1)
-    given: Any = {"rows": rows, "context": 300, "clusters": True, "multiprocessors": 8}
+    given: Any = {"rows": rows, "context": context, "clusters": True, "multiprocessors": 8}
     tuning = shapes.default_tuning(config, **given)
     attention = tuning.attention
     assert attention == shapes.AttentionShape(2, 8, 4, splits, min(2, splits))
-    bench = emulated_bench(config, rows, context=300, tunings={rows: tuning})
-    for case in list(checks.cases(bench, rows))[::3]:
+    bench = emulated_bench(config, rows, context=context, tunings={rows: tuning})
+    wanted = list(checks.cases(bench, rows))[::3]
+    active = [row for case in wanted for row in case.rows if row["flags"] & ACTIVE]
+    # From 1,024 positions on a second cluster of the head has work, and the two merge.
+    assert (max(row["position"] for row in active) > 1024) == (context > 1024)
+    for case in wanted:
         bench.check(case)
 
 

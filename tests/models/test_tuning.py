@@ -56,6 +56,7 @@ def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaC
 SMALL = config_of(3, 1, 64, inner=136, vocabulary=257, tied_embeddings=True, layers=1)
 CONFIGS = {
     "135M": config_of(9, 3, 64, inner=1536, vocabulary=49152, layers=30, tied_embeddings=True),
+    "1B": config_of(32, 8, 64, inner=8192, vocabulary=128256, layers=16, tied_embeddings=True),
     "8B": config_of(32, 8, 128, inner=14336, vocabulary=128256, layers=32),
     "70B": config_of(64, 8, 128, inner=28672, vocabulary=128256, layers=80),
     "odd": config_of(5, 1, 80, hidden=328, inner=264, vocabulary=301),
@@ -64,8 +65,9 @@ CONFIGS = {
 
 @st.composite
 def configs(draw: st.DrawFn) -> LlamaConfig:
-    kv_heads, group = draw(st.integers(1, 8)), draw(st.integers(1, 8))
-    head_size = 8 * draw(st.integers(1, 16))
+    kv_heads, group = draw(st.integers(1, 8)), draw(st.integers(1, 16))
+    # One row has registers for so many inputs of a product, 28,672.
+    head_size = 8 * draw(st.integers(1, min(32, 3584 // (kv_heads * group))))
     return config_of(
         kv_heads * group,
         kv_heads,
@@ -152,10 +154,9 @@ def test_the_attention_of_a_few_rows_fills_the_device_twice(rows: int, splits: i
 
 
 def test_no_more_clusters_than_a_long_context_needs() -> None:
-    small = config_of(32, 8, 64, inner=8192, vocabulary=128256)
     shapes_of = [
         shapes.default_tuning(config, context=context, clusters=True).attention
-        for config in (small, CONFIGS["8B"])
+        for config in (CONFIGS["1B"], CONFIGS["8B"])
         for context in (4096, 4097, 16384, 100_000)
     ]
     assert {(one.queries, one.cluster) for one in shapes_of} == {(2, 8)}
@@ -166,7 +167,7 @@ def test_no_more_clusters_than_a_long_context_needs() -> None:
 @given(
     config=configs(),
     rows=st.integers(1, 64),
-    context=st.integers(1, 100_000),
+    context=st.integers(1, 1_000_000),
     clusters=st.booleans(),
     warpgroups=st.booleans(),
     multiprocessors=st.integers(1, 200),
@@ -191,6 +192,19 @@ def test_the_default_rule_is_legal(
     assert clusters or tuning.attention.cluster == 1
 
 
+@pytest.mark.parametrize(
+    ("config", "multiprocessors"),
+    [
+        (config_of(49, 7, 256, hidden=1536, inner=6144, vocabulary=2843), 78),
+        (config_of(16, 1, 8, hidden=6440, inner=9216, vocabulary=179796), 1),
+    ],
+    ids=["seven wide heads in a block", "one multiprocessor"],
+)
+def test_the_default_rule_is_legal_at_its_limits(config: LlamaConfig, multiprocessors: int) -> None:
+    given: Any = {"context": 100_000, "multiprocessors": multiprocessors, "clusters": True}
+    assert problems_of(config, 1, shapes.default_tuning(config, **given)) == ()
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("name", ["135M", "8B", "odd"])
 def test_the_attention_in_clusters_compiles_without_local_memory(name: str, arch: str) -> None:
@@ -211,6 +225,19 @@ def test_there_is_something_to_try(name: str, rows: int) -> None:
     )
     for stage in STAGES:
         assert len(candidates(CONFIGS[name], rows, stage)) >= 8, stage
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", ["135M", "1B", "8B"])
+def test_what_the_rule_takes_for_few_rows_is_tried_for_other_models_too(
+    name: str, rows: int
+) -> None:
+    config = CONFIGS[name]
+    tuning = shapes.default_tuning(config, rows=rows, clusters=True)
+    for stage in shapes.PRODUCTS.values():
+        made = product_shapes(config, stage, rows, 132, clusters=True)
+        assert getattr(tuning, stage) in made, stage
+    assert tuning.attention in attention_shapes(config, rows, clusters=True)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +304,9 @@ def test_stages_come_by_expected_gain() -> None:
         ({"start_next": {"head": "SOON"}}, "'head' at 'SOON'"),
         ({"start_next": {"tail": "NEVER"}}, "'tail' at 'NEVER'"),
         ({"programmatic": 1}, "programmatic is 1"),
+        ({"prefetch": {"down": ("head", 4096)}}, "prefetch: 'down' of 'head'"),
+        ({"prefetch": {"head": ("qkv", 4096)}}, "prefetch: 'head' of 'qkv'"),
+        ({"prefetch": {"down": ("wqkv", 4096)}}, "prefetch: 'down' of 'wqkv'"),
     ],
 )
 def test_what_cannot_be_launched_is_said(changes: dict[str, Any], said: str) -> None:
@@ -487,6 +517,24 @@ def test_clusters_are_not_used_where_the_device_has_none(
     with caplog.at_level(logging.WARNING):
         assert chosen(store).origin is choosing.Origin.DEFAULT
     assert "clusters of 8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("context", "multiprocessors", "splits"),
+    [(300, 132, 16), (8192, 132, 16), (8193, 132, 24), (100_000, 132, 128), (100_000, 10, 16)],
+)
+def test_a_stored_tuning_gets_clusters_for_a_longer_context(
+    store: TuningStore, context: int, multiprocessors: int, splits: int
+) -> None:
+    """But no more than a multiprocessor has room for, and never fewer than were stored."""
+    clustered = replace(tuned(), attention=shapes.AttentionShape(1, 2, 2, 16, 8))
+    key = TuningKey.of(SMALL, 1, GPU)
+    store.save(key, clustered, before={20: 100.0}, after={20: 90.0}, seconds=1.0)
+    sizes = {"context": context, "multiprocessors": multiprocessors}
+    found = chosen(store, clusters=True, **sizes).tuning.attention
+    assert found == replace(clustered.attention, splits=splits)
+    save(store)
+    assert chosen(store, clusters=True, **sizes).tuning.attention == tuned().attention
 
 
 def test_other_kernel_code_has_no_stored_tuning(

@@ -11,7 +11,9 @@ from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
     HELD_STEPS,
     MAX_SHARED,
+    MAX_TURNS,
     MAX_WARPGROUP_SHARED,
+    PRODUCTS,
     REGISTERS,
     START_NEXT,
     STARTING,
@@ -37,7 +39,7 @@ __all__ = [
     "vector_steps",
 ]
 
-_MAX_STATIC = 46 * 1024
+_OF_LAYERS = {*PRODUCTS.values()} - {"head"}
 VECTOR_LOADS = (4, 30)
 """16-byte loads that a thread of matvec.cu has under way: fewer do not fill the memory's latency,
 more do not fit its registers."""
@@ -89,6 +91,9 @@ def problems_of(
     for kernel, where in tuning.start_next.items():
         if kernel not in STARTING or where not in START_NEXT:
             found.append(f"start_next: {kernel!r} at {where!r}")
+    for name, (target, _) in tuning.prefetch.items():
+        if not {name, target} <= _OF_LAYERS:
+            found.append(f"prefetch: {name!r} of {target!r}")
     programmatic: object = tuning.programmatic
     if not isinstance(programmatic, bool):
         found.append(f"programmatic is {programmatic!r}")
@@ -112,7 +117,7 @@ def vector_problem(shape: VectorShape, product: Product) -> str | None:
         return f"{s.pairs} pairs for {s.lanes} lanes"
     if s.warps > 32 or s.warps % s.split:
         return f"{s.warps} warps in teams of {s.split}"
-    if s.turns > 1 << 14 or s.ahead >= s.turns:
+    if s.turns > MAX_TURNS or s.ahead >= s.turns:
         return f"{s.ahead} turns ahead of {s.turns}"
     loads = vector_steps(s, product) * s.pairs * 2
     fixed = 48 if s.turns == 1 else 72  # with turns, some of two turns' weights are there
@@ -197,6 +202,6 @@ def attention_problem(shape: AttentionShape, config: LlamaConfig) -> str | None:
     registers = 34 + 22 * s.queries + 7 * s.steps + 2 * s.queries * s.steps
     if registers > 255 or s.queries * s.steps > 24 or registers * 32 * s.warps > REGISTERS:
         return f"{s.queries} queries and {s.steps} steps in {s.warps} warps do not fit"
-    if (s.warps + 1) * s.queries * (config.head_size + 2) * 4 > _MAX_STATIC:
+    if (s.warps + 1) * s.queries * (config.head_size + 2) * 4 > MAX_SHARED:
         return f"{s.queries} queries in {s.warps} warps do not fit shared memory"
     return None

@@ -3,7 +3,8 @@
     launches = lower(program, config, rows=1, context=2048, tuning=…)
 
 gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  The kernels
-(`kernels/*.cu`) have the names and parameters of `host.kernels`, and are compiled for one shape:
+(`kernels/*.cu`) have the names of `host.kernels` and their parameters, a few of them more
+(`SIGNATURES`), and are compiled for one shape:
 
     rows == 1      matvec.cu    float32 activations, weights straight into registers
                    attention_block.cu  a layer's first three calls in one launch, by the tuning
@@ -153,8 +154,9 @@ _OF_RANKS = (
     "ranks: u32"
 )
 SIGNATURES |= {"best_of_ranks": _OF_RANKS, "sample_of_ranks": _OF_RANKS}
-"""Parameters of the CUDA kernels.  Those of the host's, and `workspace` for `sample`, which reads
-there what `head` found; `attention_block` has those of the calls that it stands for."""
+"""Parameters of the CUDA kernels.  Those of the host's; `later` for the products of layers, the
+weights that they prefetch; and `workspace` for `sample`, which reads there what `head` found.
+`attention_block` has those of the calls that it stands for."""
 
 
 PIECE_SIGNATURES = {

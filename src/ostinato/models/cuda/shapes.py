@@ -16,6 +16,7 @@ __all__ = [
     "HELD_STEPS",
     "MAX_ROWS",
     "MAX_SHARED",
+    "MAX_TURNS",
     "MAX_WARPGROUP_SHARED",
     "PIECE_HEAD_SIZE",
     "PRODUCTS",
@@ -84,6 +85,8 @@ REGISTERS = 1 << 16
 """Of a multiprocessor, 32 bits each."""
 MAX_SHARED = 160 * 1024
 """Bytes of shared memory of a block; an H100 has 227 KiB, an A100 163."""
+MAX_TURNS = 1 << 14
+"""Of a block of matvec.cu."""
 MAX_WARPGROUP_SHARED = 216 * 1024
 """The same where warpgroups multiply."""
 _MORE_THAN_HALF = 116 * 1024
@@ -93,7 +96,7 @@ _MORE_THAN_QUARTER = 57 * 1024
 _SOON_OVER = (8 << 20, 64 << 20)
 """Bytes of matrices whose products for few rows have as many warps as there are registers for."""
 _FEW_ROWS = 16
-"""Most rows of a step for which `_early_starts` and `_prefetch` have rules."""
+"""Most rows of a step that prefetches weights, starts kernels early and has blocks of 16 warps."""
 _PREFETCH_FROM = 32 << 20
 """Bytes of gate and up from which on products prefetch the weights of later ones."""
 _BLOCK_WEIGHTS = 128 * 1024
@@ -284,8 +287,8 @@ class Tuning:
     clusters: bool = False
     """Whether the device has clusters, which the rule's shapes of packed products use then."""
     prefetch: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Whose weights a product prefetches into L2, a later one's, and how many bytes of them; by
-    "qkv", "output", ….  Only devices of compute capability 9.0 and up do."""
+    """By "qkv", "output", "gate_up", "down": the product, one of these, of whose next matrix in the
+    step it prefetches weights into L2, and how many bytes.  Compute capability 9.0 and up."""
 
     def with_start(self, where: str) -> Tuning:
         """The same, with one place for all kernels."""
@@ -302,7 +305,7 @@ class Product:
 
     @property
     def nbytes(self) -> int:
-        """Of its matrix in bfloat16."""
+        """Of its matrix in bfloat16; of an odd vocabulary one row more."""
         return 4 * self.pairs * self.inputs
 
 
@@ -513,7 +516,8 @@ def _vector_shape(name: str, product: Product, multiprocessors: int) -> VectorSh
     shape = VectorShape(lanes, split, 1, warps)
     blocks = -(-product.pairs // shape.block_pairs)
     if blocks > 2 * multiprocessors:
-        shape = replace(shape, turns=-(-blocks // (2 * multiprocessors)))
+        turns = min(MAX_TURNS, -(-blocks // (2 * multiprocessors)))
+        shape = replace(shape, turns=turns)
     if not product.normed and product.inputs >= 8192 and (shape.split, warps) == (4, 8):
         shape = replace(shape, split=8, pairs=2)
     return shape
@@ -606,7 +610,7 @@ def _matrix_shape(
 
     A product for few rows that is soon over has 16 warps a block if each has 8 steps then: most of
     its weights are asked for before the wait (us a step of 8 rows, 1B: H100 1,022 -> 957, H200 813
-    -> 750).  Its blocks may share a multiprocessor.
+    -> 750).  Blocks of 16 warps mostly fill a multiprocessor's registers; those of 8 may share it.
 
     Where there are no more blocks than multiprocessors, none may share one: the others wait for it
     (1B shape, 24 rows: 1,440 us without, 1,200 with).  A multiprocessor that the kernel before has

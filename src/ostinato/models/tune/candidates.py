@@ -125,7 +125,7 @@ def _vector_cost(shape: VectorShape, product: Product, multiprocessors: int) -> 
 
 def _matrices(product: Product, multiprocessors: int, clusters: bool) -> Iterator[MatrixShape]:
     for tiles, split, blocks_k, steps in itertools.product(
-        (1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4, 8), (2, 3, 4, 5, 6, 8, 10, 12)
+        (1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 4, 8), (2, 3, 4, 5, 6, 8, 10, 12)
     ):
         blocks = -(-product.pairs // (8 * tiles)) * blocks_k
         slab = math.lcm(32 * split * steps, slab_granule(split))
@@ -186,13 +186,16 @@ def attention_shapes(
     `clusters`: whether the device has them.
     """
     group, groups = config.heads // config.kv_heads, 32 // power_of_two_from(config.head_size // 8)
-    merging = ((8, 8), (4, 4), (16, 8), (32, 8)) if clusters else ()
+    ways = [(8, 1), (16, 1), (32, 1)] + [(1, 1)] * (rows > 1)
+    if clusters:
+        ways = [(8, 8), (4, 4), (16, 8), (32, 8), *ways]
+        ways += [(2, 2), (4, 2), (8, 2)] * (rows > 1)
     made = (
         AttentionShape(queries, warps, steps, splits, cluster)
         for queries in (q for q in range(1, 9) if group % q == 0)
         for warps in (2, 4, 8, 16)
         for steps in (1, 2, 4, 8)
-        for splits, cluster in (*merging, (8, 1), (16, 1), (32, 1))
+        for splits, cluster in ways
     )
     blocks = rows * config.heads
     legal = [

@@ -404,8 +404,8 @@ DEVICE constexpr int power_of_two_above(int n) {
 }
 
 // The weights of a product that comes later in the step; null if there is none.  A product prefetches the
-// first BYTES of them into L2 once it has asked for all that it reads itself, each block a share: the memory
-// would have little to do until the kernels in between are over.
+// first BYTES of them into L2, each block a share, once its own first loads are under way: the memory has
+// little to do while this kernel ends and those in between run.
 template <u32 BYTES> struct Later {
     const u8* weights = nullptr;
 

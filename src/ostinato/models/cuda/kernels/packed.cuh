@@ -306,19 +306,19 @@ DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, in
         for (int d = 0; d < S::DEPTH; d++) {
             const int n = start + d, i = n % SPAN;
             if (S::DEPTH > 1 && n >= count) break;
-            const int then = n + S::DEPTH, units = units_of(i), later = units_of(then % SPAN);
+            const int then = n + S::DEPTH, units = units_of(i), then_units = units_of(then % SPAN);
             const bool more = then < count && there(then % SPAN);
             const u8* const at = brick_at(then / SPAN, then % SPAN);
             if (there(i)) {
                 multiply_brick(low, high, held[d], digits + i * DIGIT_BYTES, lane, units, [&](int load) {
                     if (!more) return;
                     if (load >= 0)
-                        held[d].load_codes(at, lane, load, later);
+                        held[d].load_codes(at, lane, load, then_units);
                     else
-                        held[d].load_rest(at, lane, later);
+                        held[d].load_rest(at, lane, then_units);
                 });
             } else if (more) {
-                held[d].load(at, lane, later);
+                held[d].load(at, lane, then_units);
             }
             if (i == SPAN - 1) {
                 low = sum_lanes<4>(low), high = sum_lanes<4>(high);
