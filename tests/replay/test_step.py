@@ -16,6 +16,7 @@ from ostinato.errors import (
     CaptureError,
     ClosedError,
     DriverError,
+    EagerRunError,
     InputError,
     StateLostError,
     VerificationError,
@@ -97,6 +98,25 @@ def test_statistics_print_as_tables(device: Device) -> None:
     there, gone = (line.split() for line in lines)
     assert there[0] == first and there[-3] == "1"
     assert gone == [second, "0", "-", "0", "0.0", "0"]  # no graph yet
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_call_with_a_closed_buffer_is_an_error_of_that_call(
+    device: Device, build: str, strict: bool
+) -> None:
+    rows = Rows(device, warmups=0, build=build, strict=strict, slots=())
+    x = rows.x.to_numpy(rows.stream)
+    rows.step(rows=8)
+    rows.x.close()
+    for _ in range(2):  # the first one had a graph, which cannot be replayed any more
+        with pytest.raises((ClosedError, EagerRunError), match=r"the buffer at .* is closed"):
+            rows.step(rows=8)
+    rows.x = device.array(x)
+    assert rows.step(rows=8).action is Action.BUILD
+    assert rows.step(rows=8).action is Action.REPLAY
+    assert rows.step.statistics().quarantined == {}
+    np.testing.assert_array_equal(rows.totals(), 3 * x)
 
 
 def test_sizes_of_one_bucket_share_a_graph(device: Device) -> None:

@@ -123,7 +123,7 @@ class GraphedStep(Closeable):
     launches (`lambda: device.modules.preload(kernels)`).  `builder(stream, **sizes)`, if given,
     makes the executable in place of a capture of `run`, for graphs that a capture cannot make, such
     as a loop.  Its graph must do the same as `run`, which is still called for eager runs.  An
-    exception of either quarantines the key.
+    exception of either quarantines the key, except a ClosedError: then the next call tries again.
 
     `store`: a key's graph is restored from it when the key is first called, bound to the slots'
     buffers, without a warm-up; one that does not fit is captured as usual (`store.statistics()`
@@ -638,7 +638,8 @@ class GraphedStep(Closeable):
     def _install(
         self, call: Call, state: KeyState, make: Callable[[], GraphExec]
     ) -> Decision | None:
-        """Puts the executable of `make` into the cache; quarantines the key if `make` raises."""
+        """Puts the executable of `make` into the cache; an error of `make` other than a
+        ClosedError quarantines the key."""
         try:
             self._keys.add(call.key)
             self.cache.get_or_capture(call.key, make)
@@ -647,6 +648,8 @@ class GraphedStep(Closeable):
         except CaptureLimitError as limit:  # another thread's capture, or one that `make` made
             reason, detail = self._capped(call.key) or (Reason.CAPTURE_TIME, str(limit))
             return Decision(Action.EAGER, reason, detail)
+        except ClosedError as error:  # a mistake of this call, which an eager run finds too
+            return Decision(Action.EAGER, Reason.BUILD_FAILED, str(error))
         except Exception as error:
             return self._quarantine(call.key, state, Reason.BUILD_FAILED, str(error))
         state.counts.built += 1
@@ -667,7 +670,7 @@ class GraphedStep(Closeable):
                 self._run(call.buckets)
             self._sizes.end()
             state.counts.ran_eagerly(self.stream.submitted - before, decision.reason)
-        except ContextPoisonedError:
+        except (ContextPoisonedError, ClosedError):
             raise
         except Exception as error:
             self._quarantine(call.key, state, Reason.BUILD_FAILED, str(error))
