@@ -21,6 +21,7 @@ from ostinato.errors import (
     StateLostError,
     VerificationError,
 )
+from ostinato.interop.graphing.library import Options
 from ostinato.replay import Action, Decision, HeldReplay, Reason, ReplayProfile
 from ostinato.settings import ReplaySettings
 from ostinato.testing import FaultyDriver
@@ -720,6 +721,35 @@ def test_a_check_now_and_then_keeps_replays_from_being_held(device: Device) -> N
     first = Rows(device, warmups=0, verify="first")
     first.step(rows=2)
     assert isinstance(first.step.hold(rows=2), HeldReplay)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"warmups": 1}, "warming up before the capture"),
+        ({"warmups": 0, "verify": "first"}, "the graph of this key is made now"),
+        ({"warmups": 0, "verify": 2, "called": True}, "verify=2"),
+    ],
+)
+def test_a_with_block_of_what_was_not_held_says_why(
+    device: Device, options: dict[str, object], said: str
+) -> None:
+    called = options.pop("called", False)
+    rows = Rows(device, **options)
+    if called:
+        rows.step(rows=2)
+    with (
+        pytest.raises(InputError, match=f"no replay is held.*{said}.*call the step"),
+        rows.step.hold(rows=2),
+    ):
+        raise AssertionError("the block runs")
+
+
+def test_checks_are_off_by_either_word(device: Device) -> None:
+    for word in ("off", None):
+        assert Rows(device, verify=word, slots=()).step.verify == "off"
+        given = {"static": (), "dynamic": None, "buckets": None, "padding": None}
+        assert Options.given(verify=word, **given).verify is None
 
 
 def test_held_replays_are_profiled_too(device: Device) -> None:

@@ -159,7 +159,7 @@ def check_verify(verify: object, slots: Sequence[Slot]) -> None:
     number = isinstance(verify, int) and not isinstance(verify, bool) and verify >= 1
     if verify != "first" and not number:
         raise InputError(
-            f'verify={verify!r}: "off", "first", or every how many replays (1 or more)'
+            f'verify={verify!r}: "off" (or None), "first", or every how many replays (1 or more)'
         )
     if not slots:
         raise InputError("verify needs the slots that the step reads and writes")

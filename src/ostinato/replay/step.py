@@ -104,12 +104,13 @@ class GraphedStep(Closeable):
 
     `slots` are the buffers that the step reads and writes; `verify` needs them.  "first" checks
     each graph at its first replay, and again at its first replay with padding; a number n also
-    checks every n-th replay; "off" never checks.  A check that fails quarantines the key, puts back
-    what it changed and runs the call eagerly, or raises VerificationError if `strict`.  If the step
-    keeps state on the host, this and all later calls raise VerificationError (unless graphs are
-    switched off): captures and checks call `run` too, so no run is known to be right until the
-    caller has corrected that state and calls `release`.  Memory that the step writes and that no
-    slot declares is checked up to `check_limit`.  `replay.check` describes what a check finds.
+    checks every n-th replay; "off" or None never checks.  A check that fails quarantines the key,
+    puts back what it changed and runs the call eagerly, or raises VerificationError if `strict`.
+    If the step keeps state on the host, this and all later calls raise VerificationError (unless
+    graphs are switched off): captures and checks call `run` too, so no run is known to be right
+    until the caller has corrected that state and calls `release`.  Memory that the step writes and
+    that no slot declares is checked up to `check_limit`.  `replay.check` describes what a check
+    finds.
 
     `strict`: a call that would run eagerly although graphs are on raises EagerRunError, and nothing
     of it runs; later calls of a key whose check failed raise VerificationError.  Warm-ups, recorded
@@ -155,7 +156,7 @@ class GraphedStep(Closeable):
         build: Literal["capture", "record"] = "capture",
         warmups: int = 1,
         enabled: bool | None = None,
-        verify: Literal["off", "first"] | int = "off",
+        verify: Literal["off", "first"] | int | None = "off",
         strict: bool = False,
         check_limit: int | str = "64 MiB",
         preconditions: Mapping[str, Callable[[], bool]] | None = None,
@@ -182,6 +183,7 @@ class GraphedStep(Closeable):
             raise InputError("the step's stream is of another device than its cache")
         if store is not None and store.context is not cache.context:
             raise InputError("the step's store is of another device than its cache")
+        verify = "off" if verify is None else verify
         check_verify(verify, slots)
         check_slots(slots)
         self.run = run
@@ -441,13 +443,16 @@ class GraphedStep(Closeable):
 
         Makes the graph first if the next call would capture it.  Returns a Decision, and holds
         nothing, if a call would do more than replay (run eagerly, record, check) or would raise:
-        call the step then.  `enabled`, `preconditions` and the other conditions are not looked at
-        again while the graph is held.  Raises ContextPoisonedError and InputError as a call does.
+        call the step then.  A `with` block of a Decision raises InputError.  `enabled`,
+        `preconditions` and the other conditions are not looked at again while the graph is held.
+        Raises ContextPoisonedError and InputError as a call does.
         """
         with self._lock, self.stream.turn.lock:
             call, state, decision = self._next(sizes)
-            if decision.action in (Action.EAGER, Action.REFUSE) or isinstance(self.verify, int):
+            if decision.action in (Action.EAGER, Action.REFUSE):
                 return decision
+            if isinstance(self.verify, int):
+                return replace(decision, detail=f"verify={self.verify} checks some replays")
             if decision.action is Action.BUILD:
                 if self.build == "record" or self.verify != "off":
                     return decision
@@ -460,7 +465,7 @@ class GraphedStep(Closeable):
                 return Decision(Action.BUILD, Reason.FIRST_USE)
             if self.verify != "off" and not state.is_checked(executable, call.padded):
                 lease.close()
-                return decision
+                return replace(decision, detail="its check is due")
             self._sizes.set(call.sizes, self.stream)
             replay: Callable[[], None] = partial(executable.launch, self.stream)
             if not self._plain or self._sizes.asked:
