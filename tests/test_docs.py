@@ -222,6 +222,53 @@ def test_links_in_the_docs_lead_somewhere() -> None:
             assert not link.startswith(PROJECT["urls"]["Repository"]), f"{link} can be relative"
 
 
+def test_the_limits_are_those_of_the_code() -> None:
+    from ostinato.driver.cuda import libcuda
+    from ostinato.models import config, program
+    from ostinato.models.cuda import backend, products, shapes
+    from ostinato.serve import protocol
+
+    def rows(heading: str) -> dict[str, list[str]]:
+        part = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+        cells = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
+        return {first.strip(): [cell.strip() for cell in rest] for first, *rest in cells}
+
+    page = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+    machine, graphs = rows("Where it runs"), rows("Graphs")
+    decoder, server = rows("Decoder"), rows("Server")
+
+    def words(version: tuple[int, int]) -> str:
+        return "{}.{}".format(*version)
+
+    assert f"CUDA {words(libcuda.REQUIRED)} or" in machine["CUDA driver"][0]
+    assert words(backend.CudaBackend._LEAST) in machine["GPU, for the decoder"][0]
+    read, branches = libcuda.READ_CONDITIONAL.since, libcuda.BRANCHES.since
+    assert f"CUDA {words(read)}" in graphs["IF and WHILE nodes"][2]
+    assert f"CUDA {words(branches)}" in graphs["IF with an else, SWITCH"][1]
+    assert decoder["rows of a step"][0].startswith(f"{shapes.MAX_ROWS}; {products.PIECE_ROWS:,} ")
+    assert program.SAMPLED_ROWS == shapes.MAX_ROWS
+    assert decoder["sequences at once"][0] == f"{shapes.MAX_ROWS}"
+    assert f"up to {shapes._MAX_HEAD_SIZE};" in decoder["head size"][0]
+    assert decoder["head size"][1] == f"up to {config._LIMITS['head_size']:,}"
+    counters = shapes.COUNTER_BYTES // 4
+    assert decoder["heads"][0] == (
+        f"{counters // shapes.MAX_ROWS} with {shapes.MAX_ROWS} rows; where they are over "
+        f"{shapes.PIECE_HEAD_SIZE} wide, rows times heads up to {counters:,}"
+    )
+    assert decoder["heads"][1] == f"up to {config._LIMITS['heads']:,}"
+    assert decoder["stop tokens"] == [f"{program.STOP_TOKENS}"] * 2
+    stops = f"{protocol._MOST_STOPS}, of up to {protocol._LONGEST_STOP:,} characters"
+    assert server["stop texts of a request"][0] == stops
+    command = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    served = command.split("### `ostinato serve`")[1].split("\n### ")[0]
+    for option, default in (
+        *(("--slots", 8), ("--queue", 64), ("--max-choices", 16), ("--max-body", 4 << 20)),
+        ("--timeout", 600.0),
+    ):
+        about = re.search(rf"(?s){option} .*?default:\s+([\d.]+)", served)
+        assert about is not None and float(about[1]) == default
+
+
 def test_generated_pages_are_fresh() -> None:
     result = run("-m", "tools.make_docs", "--check")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -2141,7 +2141,7 @@ def test_what_is_no_size_is_an_error_and_not_over_a_bucket(device: Device, size:
             call(n=size)
 
 
-@pytest.mark.parametrize("verify", [0, -1, True, False, 2.5, "always", None])
+@pytest.mark.parametrize("verify", [0, -1, True, False, 2.5, "always"])
 def test_what_asks_for_no_checks_or_some_is_said(device: Device, verify: object) -> None:
     x = device.zeros(1, np.int32)
     slots = [ost.Slot("x", x, ost.Role.STATE)]

@@ -53,7 +53,7 @@ def test_answers_alone_are_on_standard_output(options: tuple[str, ...], tmp_path
     assert [role for role, _ in turns] == ["user", "assistant"] * 2
     assert asked(file) == ["one", "two"]
     assert answer.out == f"{turns[1][1]}\n{turns[3][1]}\n"
-    assert "2 turns, " in answer.err and "were in the cache" in answer.err
+    assert "2 turns, " in answer.err and "in the cache before" in answer.err
     assert f"(4 messages saved to {file})" in answer.err
     # The same again from the file: the third answer is that of a conversation without a stop.
     more = piped(f"/load {file}\nthree\n", *options)

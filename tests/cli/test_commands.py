@@ -67,7 +67,7 @@ def test_doctor_says_what_there_is(tmp_path: Path) -> None:
     assert "OSTINATO_DEVICE" in found["settings"]
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "one").write_bytes(bytes(200_000))
-    assert "1 files, 0.2 MB" in here("doctor", OSTINATO_CACHE_DIR=str(tmp_path)).out
+    assert "1 file, 0.2 MB" in here("doctor", OSTINATO_CACHE_DIR=str(tmp_path)).out
 
 
 def test_doctor_says_which_compiler_there_is(tmp_path: Path) -> None:

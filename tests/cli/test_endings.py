@@ -77,13 +77,17 @@ def test_a_defect_of_ours_shows_where_it_is(capsys: pytest.CaptureFixture[str]) 
 # --------------------------------------------------------------------------------- what is given
 
 
-@pytest.mark.parametrize(
-    "model", [LONG, f"{LONG}/{LONG}", "~nosuchuser/x.gguf", "", " ", "a\0b", "\udce9.gguf"]
-)
+@pytest.mark.parametrize("model", [LONG, "~nosuchuser/x.gguf", "", " ", "a\0b", "\udce9.gguf"])
 def test_a_model_of_no_name(model: str) -> None:
     answer = here("inspect", "--model", model)
+    refused(answer, repr(model))  # as `model pull` refuses it
+    assert answer.err.startswith("error: ") and answer.err.count("\n") == 1
+
+
+def test_a_model_that_looks_like_an_id_of_the_hub() -> None:
+    answer = here("inspect", "--model", f"{LONG}/{LONG}")
     assert answer.status == 1 and answer.err.startswith("error: ") and not answer.out
-    assert answer.err.count("\n") == 1 and repr(model) in answer.err
+    assert answer.err.count("\n") == 1 and repr(f"{LONG}/{LONG}") in answer.err
 
 
 @pytest.mark.parametrize("command", ["pull", "remove"])
@@ -244,7 +248,7 @@ def test_the_reader_may_leave() -> None:
 def test_an_output_of_few_letters(environ: dict[str, str], tmp_path: Path) -> None:
     folder = tmp_path / "modèles"
     answer = shell(f"$O doctor && $O inspect --model {folder}/é.gguf", **environ)
-    assert answer.status == 1
+    assert answer.status == 2
     assert "cuda:0" in answer.out and "error: " in answer.err and "gguf" in answer.err
     assert (answer.out + answer.err).isascii()
 

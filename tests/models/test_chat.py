@@ -289,10 +289,27 @@ def test_messages_that_hold_themselves() -> None:
         render_chat(TEMPLATE, [message])
 
 
-@pytest.mark.parametrize("messages", [["hi"], [{"content": "x"}], [{"role": 1, "content": "x"}]])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        ["hi"],
+        [{"content": "x"}],
+        [{"role": 1, "content": "x"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "assistant", "tool_calls": []}],
+    ],
+)
 def test_messages_of_another_form(messages: list[object]) -> None:
     with pytest.raises(InputError, match="message 0"):
         render_chat(TEMPLATE, messages)  # type: ignore[arg-type]
+
+
+def test_a_call_of_a_tool_needs_no_content() -> None:
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    text = "{{ messages[0].tool_calls[0].function.name }}"
+    assert render_chat(text, [message]) == "f"
+    assert render_chat(text, [{**message, "content": None}]) == "f"
 
 
 def test_messages_are_not_changed() -> None:

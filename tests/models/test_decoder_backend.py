@@ -144,6 +144,13 @@ def test_the_workspace_serves_every_bucket(gpu: FakeDevice) -> None:
     assert most == max(each) > min(each)
 
 
+def test_gpus_with_little_shared_memory_are_refused(gpu: FakeDevice) -> None:
+    """Compute capability 8.6, 8.9 and 12.0: shapes of several rows have larger blocks."""
+    gpu.properties = replace(gpu.properties, max_shared_per_block=99 * 1024)
+    with pytest.raises(NotAvailableError, match=r"99 KiB of shared memory.* need 160"):
+        backend_for(gpu)  # type: ignore[arg-type]
+
+
 def test_old_gpus_are_refused(gpu: FakeDevice) -> None:
     gpu.properties = replace(gpu.properties, compute_capability=(7, 5))
     with pytest.raises(NotAvailableError, match=r"compute capability 7\.5"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,12 @@ def test_pieces_make_the_text_and_the_summary(generator: TextGenerator) -> None:
     assert sum(summary.eager_reasons.values()) == 2
     assert json.loads(json.dumps(summary.as_dict()))["token_ids"] == list(summary.token_ids)
     text = str(summary)
-    assert "graphs captured; device host" in text
+    assert f"; {summary.graphs_captured} graph" in text and " captured; device host" in text
+    one = str(replace(summary, graphs_captured=1, token_ids=(7,), prompt_tokens=1))
+    assert "; 1 graph captured; " in one and one.startswith("1 token (")
+    assert "; prompt 1 token at " in one
+    two = str(replace(summary, graphs_captured=2, token_ids=(7, 8), prompt_tokens=2))
+    assert "; 2 graphs captured; " in two and two.startswith("2 tokens (")
     assert "eager: 2 x warming up before the capture" in text
 
 

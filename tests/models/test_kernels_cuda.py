@@ -775,10 +775,12 @@ def test_small_prefetching_products_agree_with_numpy(cuda_device: Device) -> Non
 @pytest.mark.parametrize("rows", [1, 2, 8, 16])
 def test_the_rule_for_few_rows_agrees_with_numpy(cuda_device: Device, rows: int) -> None:
     config, machine = replace(LLAMA_1B, vocabulary=1001), OnDevice(cuda_device)
-    given: Any = {"rows": rows, "context": 300, "clusters": cuda_device.capabilities.clusters}
+    context = 2300 if rows == 2 else 300  # two clusters of a head merge
+    given: Any = {"rows": rows, "context": context, "clusters": cuda_device.capabilities.clusters}
     tuning = shapes.default_tuning(config, **given)
     assert tuning.prefetch and (rows == 1 or tuning.down.split == 16)  # type: ignore[union-attr]
-    checks.run_checks(machine, config, (rows,), sequences=16, context=300, tunings={rows: tuning})
+    sizes: Any = {"sequences": 16, "context": context}
+    checks.run_checks(machine, config, (rows,), tunings={rows: tuning}, **sizes)
 
 
 @pytest.mark.gpu

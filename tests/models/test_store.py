@@ -372,7 +372,7 @@ def test_resolve(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert store.resolve("tiny", download=False, known=shop.known) == path
     nothings = ("", " ", "absent.gguf", "a/b/c", "./x/y", "org/file.gguf", "~nobody/x/y", "a\0b")
     for nothing in (*nothings, "x" * 300, f"{file}/below"):
-        with pytest.raises(ModelError, match="no file or folder"):
+        with pytest.raises(InputError, match="no file or folder"):
             store.resolve(nothing)
     loop = tmp_path / "loop"
     loop.symlink_to(loop)

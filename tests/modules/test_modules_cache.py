@@ -129,6 +129,22 @@ def test_a_source_whose_name_is_no_text_compiles() -> None:
     assert cache.get_or_compile(source, "k").name == "k"
 
 
+@nvrtc
+def test_a_signature_of_no_entry_is_said_when_its_kernel_is_asked_for() -> None:
+    text = kernel_text(1) + "__global__ void plain(int* x) { x[0] = 1; }\n"
+    text += "template <class T> __global__ void each(T* x) { x[0] = 1; }\n"
+    right = {"plain": "x: *i32", "each<int>": "x: *i32", "each<float>": "x: *f32"}
+    cache, _ = make_cache()
+    for name in ("k", "each<int>"):
+        assert cache.get_or_compile(Source(text, signatures=right), name).name == name
+    wrong = Source(text, signatures={**right, "kk": "x: *i32, p: i32"}, name="text.cu")
+    with pytest.raises(InputError, match=r"'text.cu': signatures has 'kk', .*: .*\bk\b"):
+        cache.get_or_compile(wrong, "k")
+    kernel = cache.get_or_compile(wrong, "k", signature="x: *i32, p: i32")
+    assert [p.name for p in kernel.signature.parameters] == ["x", "p"]
+    assert cache.get_or_compile(wrong, "plain").signature is not None
+
+
 def test_the_wrong_language_is_said(modules: ModuleCache) -> None:
     with pytest.raises(NotAvailableError, match="runs host functions"):
         modules.get_or_compile("__global__ void k() {}", "k")

@@ -86,6 +86,7 @@ def test_a_source_cannot_be_changed() -> None:
         ({"data": ["x"], "kind": "ptx"}, "data is list"),
         ({"cuda": "x", "signatures": {"k": 3}}, "'k'.* int"),
         ({"cuda": "x", "signatures": {"k": "nonsense"}}, "cannot read"),
+        ({"host": [scale], "signatures": {"scal": "x: *f32"}}, "'scal', .*no entry.*: scale$"),
     ],
 )
 def test_what_is_no_source_is_refused(arguments: dict[str, object], said: str) -> None:

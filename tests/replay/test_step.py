@@ -16,10 +16,12 @@ from ostinato.errors import (
     CaptureError,
     ClosedError,
     DriverError,
+    EagerRunError,
     InputError,
     StateLostError,
     VerificationError,
 )
+from ostinato.interop.graphing.library import Options
 from ostinato.replay import Action, Decision, HeldReplay, Reason, ReplayProfile
 from ostinato.settings import ReplaySettings
 from ostinato.testing import FaultyDriver
@@ -97,6 +99,25 @@ def test_statistics_print_as_tables(device: Device) -> None:
     there, gone = (line.split() for line in lines)
     assert there[0] == first and there[-3] == "1"
     assert gone == [second, "0", "-", "0", "0.0", "0"]  # no graph yet
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_call_with_a_closed_buffer_is_an_error_of_that_call(
+    device: Device, build: str, strict: bool
+) -> None:
+    rows = Rows(device, warmups=0, build=build, strict=strict, slots=())
+    x = rows.x.to_numpy(rows.stream)
+    rows.step(rows=8)
+    rows.x.close()
+    for _ in range(2):  # the first one had a graph, which cannot be replayed any more
+        with pytest.raises((ClosedError, EagerRunError), match=r"the buffer at .* is closed"):
+            rows.step(rows=8)
+    rows.x = device.array(x)
+    assert rows.step(rows=8).action is Action.BUILD
+    assert rows.step(rows=8).action is Action.REPLAY
+    assert rows.step.statistics().quarantined == {}
+    np.testing.assert_array_equal(rows.totals(), 3 * x)
 
 
 def test_sizes_of_one_bucket_share_a_graph(device: Device) -> None:
@@ -700,6 +721,35 @@ def test_a_check_now_and_then_keeps_replays_from_being_held(device: Device) -> N
     first = Rows(device, warmups=0, verify="first")
     first.step(rows=2)
     assert isinstance(first.step.hold(rows=2), HeldReplay)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"warmups": 1}, "warming up before the capture"),
+        ({"warmups": 0, "verify": "first"}, "the graph of this key is made now"),
+        ({"warmups": 0, "verify": 2, "called": True}, "verify=2"),
+    ],
+)
+def test_a_with_block_of_what_was_not_held_says_why(
+    device: Device, options: dict[str, object], said: str
+) -> None:
+    called = options.pop("called", False)
+    rows = Rows(device, **options)
+    if called:
+        rows.step(rows=2)
+    with (
+        pytest.raises(InputError, match=f"no replay is held.*{said}.*call the step"),
+        rows.step.hold(rows=2),
+    ):
+        raise AssertionError("the block runs")
+
+
+def test_checks_are_off_by_either_word(device: Device) -> None:
+    for word in ("off", None):
+        assert Rows(device, verify=word, slots=()).step.verify == "off"
+        given = {"static": (), "dynamic": None, "buckets": None, "padding": None}
+        assert Options.given(verify=word, **given).verify is None
 
 
 def test_held_replays_are_profiled_too(device: Device) -> None:

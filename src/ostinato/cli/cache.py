@@ -13,6 +13,7 @@ import typer
 from ostinato.cli.arguments import expanded, finite, require_readable
 from ostinato.cli.plain import plain, say
 from ostinato.errors import NotAvailableError
+from ostinato.models.arguments import counted
 
 if TYPE_CHECKING:
     from ostinato.modules import DiskStore, StoredKernel
@@ -51,7 +52,7 @@ def list_kernels(folder: Folder = None, as_json: AsJson = False) -> None:
     if entries:
         _print_table(entries)
     say(
-        f"{len(entries)} files, {total / 1024:.1f} KiB of at most "
+        f"{counted(len(entries), 'file')}, {total / 1024:.1f} KiB of at most "
         f"{store.max_bytes / 2**20:.0f} MiB, in {store.folder}"
     )
 
@@ -94,7 +95,7 @@ def _remove(store: DiskStore, most: int, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"folder": str(store.folder), "removed": removed, "left": len(left)}))
     else:
-        say(f"{removed} files removed, {len(left)} left in {store.folder}")
+        say(f"{counted(removed, 'file')} removed, {len(left)} left in {store.folder}")
     if left and sum(entry.nbytes for entry in left) > most:
         raise NotAvailableError(
             f"not all could be removed from {store.folder}: another process removes or writes "

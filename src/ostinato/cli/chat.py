@@ -38,6 +38,7 @@ from ostinato.cli.plain import say
 from ostinato.cli.progress import prompt_progress
 from ostinato.cli.speaker import sampling_options, show, speaker
 from ostinato.errors import InputError, ModelError
+from ostinato.models.arguments import counted
 
 if TYPE_CHECKING:
     from ostinato.models import Conversation, Generation
@@ -323,7 +324,7 @@ class _Session:
             if not self.interactive:
                 raise KeyboardInterrupt
         elif answer.finish_reason == "length":
-            _note(f"(ended after {len(answer.token_ids)} tokens, see --max-tokens)")
+            _note(f"(ended after {counted(len(answer.token_ids), 'token')}, see --max-tokens)")
         elif answer.finish_reason == "context":
             _note("(the context is full: /save keeps the conversation, /reset begins a new one, "
                   "--max-context makes room)")  # fmt: skip

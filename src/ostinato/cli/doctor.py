@@ -14,6 +14,7 @@ import typer
 from ostinato import __version__, settings
 from ostinato.cli.plain import say
 from ostinato.errors import OstinatoError, SettingsError
+from ostinato.models.arguments import counted
 
 __all__ = ["doctor", "findings"]
 
@@ -245,4 +246,4 @@ def _size(folder: Path) -> str:
             return "none yet"
     except OSError as error:
         return f"cannot be read: {error}"
-    return f"{count} files, {size / 1e6:.1f} MB"
+    return f"{counted(count, 'file')}, {size / 1e6:.1f} MB"

@@ -15,6 +15,7 @@ from ostinato.cli.arguments import expanded, ready_file
 from ostinato.cli.plain import say
 from ostinato.cli.progress import fetched
 from ostinato.errors import InputError
+from ostinato.models.arguments import counted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -72,7 +73,7 @@ def save(
         graph = decoder.graph(rows)
         state, weights = _memory(graph)
         graph.save(path, inputs=state, outputs=state, constants=weights)
-        say(f"{len(graph)} nodes saved to {path}")
+        say(f"{counted(len(graph), 'node')} saved to {path}")
 
 
 def _memory(graph: Graph) -> tuple[dict[str, object], dict[str, object]]:
@@ -148,7 +149,7 @@ def run(
         found = {name: buffer.to_numpy(stream) for name, buffer in loaded.outputs.items()}
         if outputs is not None:
             _write(outputs, found)
-        say(f"{times} launches, {each * 1e6:.1f} us each")
+        say(f"{counted(times, 'launch', 'es')}, {each * 1e6:.1f} us each")
         for name, array in found.items():
             say(f"{name}: {np.array2string(array, threshold=8, edgeitems=3)}")
 

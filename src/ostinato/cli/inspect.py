@@ -12,6 +12,7 @@ import typer
 from ostinato.cli.arguments import expanded, ready_file
 from ostinato.cli.plain import say
 from ostinato.cli.progress import fetched
+from ostinato.models.arguments import counted
 from ostinato.models.files.reading import write_file
 
 __all__ = ["inspect"]
@@ -64,7 +65,7 @@ def inspect(
         if svg is not None:
             write_file(svg, graph.to_svg())
             if not (as_json or dot):  # these are for other programs to read
-                say(f"{len(graph)} nodes drawn to {svg}")
+                say(f"{counted(len(graph), 'node')} drawn to {svg}")
         if as_json:
             print(json.dumps(graph.to_json()))
         elif dot:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ostinato.errors import InputError
 
-__all__ = ["number", "quoted", "require_function", "shown", "token_ids", "whole"]
+__all__ = ["counted", "number", "quoted", "require_function", "shown", "token_ids", "whole"]
 
 _LONGEST = 160
 _quote = reprlib.Repr()
@@ -25,6 +25,11 @@ def quoted(value: object) -> str:
     except ValueError:  # Python does not write out whole numbers of more than 4,300 digits
         text = f"a {type(value).__name__} that is too long to be shown"
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def counted(count: int, what: str, more: str = "s") -> str:
+    """A count with its noun, in the plural unless it is one: "1 token", "2 tokens"."""
+    return f"{count} {what}{'' if count == 1 else more}"
 
 
 def shown(text: str, limit: int = 1000) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ostinato.errors import InputError, ModelFormatError
-from ostinato.models.arguments import quoted
+from ostinato.models.arguments import counted, quoted
 from ostinato.models.files.reading import read_json, write_file
 from ostinato.models.generation import Generation, Generator
 from ostinato.models.sampling import GREEDY, SamplingOptions
@@ -74,9 +74,10 @@ class ConversationStatistics:
 
     def __str__(self) -> str:
         return (
-            f"{self.turns} turns, {self.tokens} of {self.context} tokens of the context in use; "
-            f"read {self.prompt_tokens_read} tokens of prompts, {self.prompt_tokens_cached} were "
-            f"in the cache; answered {self.answer_tokens} tokens"
+            f"{counted(self.turns, 'turn')}, {self.tokens} of {counted(self.context, 'token')} of "
+            f"the context in use; of prompts {counted(self.prompt_tokens_read, 'token')} read, "
+            f"{self.prompt_tokens_cached} in the cache before; of answers "
+            f"{counted(self.answer_tokens, 'token')}"
         )
 
 

@@ -43,7 +43,7 @@ class TextGenerator(Closeable):
 
     `model`: a GGUF file or a folder; as text also a known name ("smollm2-135m") or a Hugging Face
     id, which are fetched on first use; or an open checkpoint.  Other options are the decoder's.
-    Raises what `Decoder` raises, and DownloadError.
+    Raises what `Decoder` raises, InputError for a name of nothing, and DownloadError.
     """
 
     def __init__(self, device: Device, model: str | Path | Checkpoint, **options: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from ostinato import Device
 from ostinato.errors import ClosedError
+from ostinato.models.arguments import counted
 from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import SamplingOptions
 from ostinato.models.stop_strings import StopMatcher, checked_stops
@@ -81,14 +82,14 @@ class Summary:
     def __str__(self) -> str:
         cached = f" ({self.cached_tokens} in the cache)" if self.cached_tokens else ""
         lines = [
-            f"{len(self.token_ids)} tokens ({self.finish_reason}) at "
+            f"{counted(len(self.token_ids), 'token')} ({self.finish_reason}) at "
             f"{self.tokens_per_second:.1f} tokens/s, first after {self.time_to_first_token:.2f} s; "
-            f"prompt {self.prompt_tokens} tokens{cached} at "
+            f"prompt {counted(self.prompt_tokens, 'token')}{cached} at "
             f"{self.prompt_tokens_per_second:.0f} tokens/s; "
             f"model loaded in {self.load_seconds:.2f} s",
             f"launches: {self.launches_eager} eager, {self.launches_replayed} of graphs "
             f"(each in place of up to {self.launches_per_token * self.tokens_per_launch}); "
-            f"{self.graphs_captured} graphs captured; device {self.device}; "
+            f"{counted(self.graphs_captured, 'graph')} captured; device {self.device}; "
             f"weights {self.weights}, {self.weight_bytes / 1e6:.0f} MB",
         ]
         if self.ranks > 1:

@@ -64,7 +64,13 @@ from ostinato.modules.compiler import (
 from ostinato.modules.disk import DiskStatistics, DiskStore
 from ostinato.modules.headers import Inputs
 from ostinato.modules.kernel import Kernel, LoadedModule
-from ostinato.modules.source import CompileOptions, Source, as_options, as_source
+from ostinato.modules.source import (
+    CompileOptions,
+    Source,
+    as_options,
+    as_source,
+    require_entries,
+)
 
 if TYPE_CHECKING:
     from ostinato.driver.host.kernel import HostKernel
@@ -192,7 +198,8 @@ class ModuleCache(Closeable):
         precedence over the source's own.  Each call checks headers on disk, except the toolkit's.
 
         Raises CompileError with the compiler's log, InputError for an unknown name (lists those
-        there are), NotAvailableError for a source without this device's language, NoCudaError
+        there are), also one in the source's signatures if this kernel has none there,
+        NotAvailableError for a source without this device's language, NoCudaError
         without a compiler, CaptureBrokenError if a capture under way forbids to load it now.
         """
         try:
@@ -296,6 +303,9 @@ class ModuleCache(Closeable):
             asked = ask(self.context.driver, known, name, chosen)
             stored = self._stored(asked, name)
         module = stored.module
+        unsigned = signature is None and name not in known.signatures
+        if unsigned and known.signatures and asked.plan is not None:
+            require_entries(f"source {known.name!r}", known.signatures, module.names)
         with self._lock:
             kernel = self._store.kernel(asked.key, name, parsed)
         if kernel is None or kernel.module is not module:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
@@ -44,6 +44,7 @@ __all__ = [
     "include_dirs",
     "pre_includes",
     "reads_files",
+    "require_entries",
 ]
 
 DIGEST_BYTES = 32
@@ -100,11 +101,13 @@ class Source(_Content):
     `cuda` is CUDA C++ text.  `data` with `kind` "ptx" (text or bytes), "cubin" or "fatbin" is
     compiled code instead.  `host` are the functions for the host driver, by entry name.
     `signatures` gives the parameters of entries (text as in `driver.signature`); those of host
-    kernels are known.  `headers` are texts that `#include` finds by name, before any folder.
-    `name` is shown in the compiler's messages.
+    kernels are known.  The names of CUDA entries are known once the code is compiled: then a kernel
+    that has no signature here is refused if one of these is for no entry.  `headers` are texts that
+    `#include` finds by name, before any folder.  `name` is shown in the compiler's messages.
 
     Raises InputError for an unknown kind, for text and data together, for an empty source, for two
-    host kernels of one name, and for text with a zero byte, which C would cut there.
+    host kernels of one name, for text with a zero byte, which C would cut there, and for a
+    signature of no entry if there are host kernels alone.
     """
 
     __slots__ = ()
@@ -151,6 +154,8 @@ class Source(_Content):
                     f"source {name!r}: the signature of {entry!r} is {type(given).__name__}; "
                     "give text or a Signature"
                 )
+        if not raw and cuda is None:
+            require_entries(f"source {name!r}", parsed, functions)
         super().__init__(
             cuda,
             raw,
@@ -211,6 +216,24 @@ class Source(_Content):
         if self.host:
             languages.append(f"host[{', '.join(self.host)}]")
         return f"<Source {self.name!r}: {' + '.join(languages)}>"
+
+
+def require_entries(
+    what: str, signatures: Mapping[str, Signature], entries: Collection[str]
+) -> None:
+    """Raises InputError for a signature of an entry that is not among `entries`.
+
+    A plain name also stands for a C++ entry's symbol.  Names of template instances are not looked
+    at: code has only those that were asked for.
+    """
+    for name in signatures:
+        mangled = f"_Z{len(name)}{name}"
+        if not name.isidentifier() or any(e == name or e.startswith(mangled) for e in entries):
+            continue
+        raise InputError(
+            f"{what}: signatures has {name!r}, which is no entry; there are: "
+            f"{', '.join(entries) or 'none'}"
+        )
 
 
 def _require_text(what: str, value: object) -> None:

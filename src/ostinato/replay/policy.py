@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NoReturn
 
 from ostinato.cache import Refusal
+from ostinato.errors import InputError
 
 __all__ = ["Action", "Decision", "Reason", "Situation", "decide", "fall_back"]
 
@@ -102,6 +104,15 @@ class Decision:
     def __str__(self) -> str:
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.action.value}: {self.reason.value}{detail}"
+
+    def __enter__(self) -> NoReturn:
+        """For `with step.hold(...)` where nothing is held.  Raises InputError, which says why."""
+        raise InputError(
+            f"no replay is held, because a call would do more than replay: {self}. Look whether "
+            "hold returned a HeldReplay, and call the step if not"
+        )
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 _REPLAY = Decision(Action.REPLAY, Reason.REPLAYED)

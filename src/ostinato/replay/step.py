@@ -104,12 +104,13 @@ class GraphedStep(Closeable):
 
     `slots` are the buffers that the step reads and writes; `verify` needs them.  "first" checks
     each graph at its first replay, and again at its first replay with padding; a number n also
-    checks every n-th replay; "off" never checks.  A check that fails quarantines the key, puts back
-    what it changed and runs the call eagerly, or raises VerificationError if `strict`.  If the step
-    keeps state on the host, this and all later calls raise VerificationError (unless graphs are
-    switched off): captures and checks call `run` too, so no run is known to be right until the
-    caller has corrected that state and calls `release`.  Memory that the step writes and that no
-    slot declares is checked up to `check_limit`.  `replay.check` describes what a check finds.
+    checks every n-th replay; "off" or None never checks.  A check that fails quarantines the key,
+    puts back what it changed and runs the call eagerly, or raises VerificationError if `strict`.
+    If the step keeps state on the host, this and all later calls raise VerificationError (unless
+    graphs are switched off): captures and checks call `run` too, so no run is known to be right
+    until the caller has corrected that state and calls `release`.  Memory that the step writes and
+    that no slot declares is checked up to `check_limit`.  `replay.check` describes what a check
+    finds.
 
     `strict`: a call that would run eagerly although graphs are on raises EagerRunError, and nothing
     of it runs; later calls of a key whose check failed raise VerificationError.  Warm-ups, recorded
@@ -123,7 +124,7 @@ class GraphedStep(Closeable):
     launches (`lambda: device.modules.preload(kernels)`).  `builder(stream, **sizes)`, if given,
     makes the executable in place of a capture of `run`, for graphs that a capture cannot make, such
     as a loop.  Its graph must do the same as `run`, which is still called for eager runs.  An
-    exception of either quarantines the key.
+    exception of either quarantines the key, except a ClosedError: then the next call tries again.
 
     `store`: a key's graph is restored from it when the key is first called, bound to the slots'
     buffers, without a warm-up; one that does not fit is captured as usual (`store.statistics()`
@@ -155,7 +156,7 @@ class GraphedStep(Closeable):
         build: Literal["capture", "record"] = "capture",
         warmups: int = 1,
         enabled: bool | None = None,
-        verify: Literal["off", "first"] | int = "off",
+        verify: Literal["off", "first"] | int | None = "off",
         strict: bool = False,
         check_limit: int | str = "64 MiB",
         preconditions: Mapping[str, Callable[[], bool]] | None = None,
@@ -182,6 +183,7 @@ class GraphedStep(Closeable):
             raise InputError("the step's stream is of another device than its cache")
         if store is not None and store.context is not cache.context:
             raise InputError("the step's store is of another device than its cache")
+        verify = "off" if verify is None else verify
         check_verify(verify, slots)
         check_slots(slots)
         self.run = run
@@ -437,16 +439,19 @@ class GraphedStep(Closeable):
 
         Makes the graph first if the next call would capture it.  Returns a Decision, and holds
         nothing, if a call would do more than replay (run eagerly, record, check) or would raise:
-        call the step then.  `enabled`, `preconditions` and the other conditions are not looked at
-        again while the graph is held.  Raises ContextPoisonedError and InputError as a call does.
+        call the step then.  A `with` block of a Decision raises InputError.  `enabled`,
+        `preconditions` and the other conditions are not looked at again while the graph is held.
+        Raises ContextPoisonedError and InputError as a call does.
         """
         with self._lock, self.stream.turn.lock:
             if self._sizes.running:
                 with self._sizes.nested(self.stream):
                     return self.hold(**sizes)
             call, state, decision = self._next(sizes)
-            if decision.action in (Action.EAGER, Action.REFUSE) or isinstance(self.verify, int):
+            if decision.action in (Action.EAGER, Action.REFUSE):
                 return decision
+            if isinstance(self.verify, int):
+                return replace(decision, detail=f"verify={self.verify} checks some replays")
             if decision.action is Action.BUILD:
                 if self.build == "record" or self.verify != "off":
                     return decision
@@ -459,7 +464,7 @@ class GraphedStep(Closeable):
                 return Decision(Action.BUILD, Reason.FIRST_USE)
             if self.verify != "off" and not state.is_checked(executable, call.padded):
                 lease.close()
-                return decision
+                return replace(decision, detail="its check is due")
             self._sizes.set(call.sizes, self.stream)
             replay: Callable[[], None] = partial(executable.launch, self.stream)
             if not self._plain or self._sizes.asked:
@@ -644,7 +649,8 @@ class GraphedStep(Closeable):
     def _install(
         self, call: Call, state: KeyState, make: Callable[[], GraphExec]
     ) -> Decision | None:
-        """Puts the executable of `make` into the cache; quarantines the key if `make` raises."""
+        """Puts the executable of `make` into the cache; an error of `make` other than a
+        ClosedError quarantines the key."""
         try:
             self._keys.add(call.key)
             self.cache.get_or_capture(call.key, make)
@@ -653,6 +659,8 @@ class GraphedStep(Closeable):
         except CaptureLimitError as limit:  # another thread's capture, or one that `make` made
             reason, detail = self._capped(call.key) or (Reason.CAPTURE_TIME, str(limit))
             return Decision(Action.EAGER, reason, detail)
+        except ClosedError as error:  # a mistake of this call, which an eager run finds too
+            return Decision(Action.EAGER, Reason.BUILD_FAILED, str(error))
         except Exception as error:
             return self._quarantine(call.key, state, Reason.BUILD_FAILED, str(error))
         state.counts.built += 1
@@ -673,7 +681,7 @@ class GraphedStep(Closeable):
                 self._run(call.buckets)
             self._sizes.end()
             state.counts.ran_eagerly(self.stream.submitted - before, decision.reason)
-        except ContextPoisonedError:
+        except (ContextPoisonedError, ClosedError):
             raise
         except Exception as error:
             self._quarantine(call.key, state, Reason.BUILD_FAILED, str(error))

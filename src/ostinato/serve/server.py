@@ -153,8 +153,9 @@ class Server:
         numbers = self.engine.statistics().result()
         ends = ", ".join(f"{count} {end}" for end, count in numbers.ended.items() if count)
         refused = sum(numbers.refused.values())
+        answers = "answer" if numbers.submitted == 1 else "answers"
         return (
-            f"{numbers.submitted} answers begun ({ends or 'none'}), {refused} refused; "
+            f"{numbers.submitted} {answers} begun ({ends or 'none'}), {refused} refused; "
             f"{numbers.answer_tokens} tokens given, {numbers.prompt_tokens} read, "
             f"{numbers.cached_tokens} of prompts were there"
         )

@@ -73,8 +73,9 @@ def graphed(
       the answer.  Without it no answer may depend on it, which a check tests.
     * `results`: "clone", or "static": tensors that the next call overwrites, without a copy.
     * `gradients`: "refuse" raises InputError for a call that needs them, "eager" runs it eagerly.
-    * `verify`: None, "first" (each graph once), or each how many replays: the call runs eagerly
-      too, and the answers are compared bit by bit, or within `tolerance` (relative, absolute).
+    * `verify`: None or "off", "first" (each graph once), or each how many replays: the call runs
+      eagerly too, and the answers are compared bit by bit, or within `tolerance` (relative,
+      absolute).
     * `strict`: an eager run that nobody asked for raises EagerRunError.
     * `guard`: False if nothing that the function uses besides its arguments ever changes or moves:
       then that is not looked at in each call.

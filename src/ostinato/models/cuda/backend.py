@@ -130,6 +130,13 @@ class CudaBackend:
                 f"{capability[0]}.{capability[1]}; the decoder's kernels need 8.0 or newer. "
                 'open_device("host") runs it on the CPU'
             )
+        shared, needed = self._properties.max_shared_per_block, shapes.MAX_SHARED
+        if shared < needed:
+            raise NotAvailableError(
+                f"{device.name} ({self._properties.name}) has {shared // 1024} KiB of shared "
+                f"memory for a block; the decoder's kernels need {needed // 1024}, which compute "
+                'capability 8.0, 9.0 and 10.0 have. open_device("host") runs it on the CPU'
+            )
         self._library_rows = library_rows
         self._products: Products | None
         self._products, self.library = open_products(device, library_rows)

@@ -610,7 +610,8 @@ def _matrix_shape(
 
     A product for few rows that is soon over has 16 warps a block if each has 8 steps then: most of
     its weights are asked for before the wait (us a step of 8 rows, 1B: H100 1,022 -> 957, H200 813
-    -> 750).  Blocks of 16 warps mostly fill a multiprocessor's registers; those of 8 may share it.
+    -> 750).  Blocks of 16 warps mostly fill a multiprocessor's registers, so there are either no
+    more of them than multiprocessors, or whole waves; those of 8 may share one.
 
     Where there are no more blocks than multiprocessors, none may share one: the others wait for it
     (1B shape, 24 rows: 1,440 us without, 1,200 with).  A multiprocessor that the kernel before has
@@ -631,7 +632,9 @@ def _matrix_shape(
     split = 8 // tiles
     short = _SOON_OVER[0] <= product.nbytes <= _SOON_OVER[1] and padded <= _FEW_ROWS
     short = short and not packed and name != "head"
-    if short and (padded <= 8 or tile_count <= tiles * multiprocessors):
+    waves = -(-tile_count // (tiles * multiprocessors))
+    filled = tile_count / (tiles * multiprocessors * waves)
+    if short and (waves == 1 or (padded <= 8 and filled >= 0.9)):
         while tiles * split < 16 and product.inputs >= 512 * split:
             split *= 2
     while tile_count / tiles * blocks_k < enough and blocks_k < most_k and name != "head":

@@ -105,9 +105,9 @@ def resolve(
     """The file or folder that `model` names, for `open_checkpoint`.
 
     `model`: a path, a known name, or a Hugging Face id (`hub.hub_name`), tried in that order.  What
-    is not on this machine yet is fetched first if `download`.  Raises ModelError if it names
-    nothing, or is not here and may not be fetched; DownloadError; NotAvailableError without the
-    `hub` extra.
+    is not on this machine yet is fetched first if `download`.  Raises InputError if it names
+    nothing; ModelError if it is not here and may not be fetched; DownloadError; NotAvailableError
+    without the `hub` extra.
     """
     if (path := _existing(model)) is not None:
         return path
@@ -120,7 +120,7 @@ def resolve(
     name = hub_name(model)
     if name is not None:
         return from_hub(name, download=download)
-    raise ModelError(
+    raise InputError(
         f"{model!r} is no file or folder, no known model ({', '.join(known)}) and no hub id "
         "(org/name, or org/name:Q4_K_M)"
     )

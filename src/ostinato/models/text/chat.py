@@ -50,14 +50,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: object,
     ) -> str:
-        """The prompt for `messages`: mappings with the strings `role` and `content`.
+        """The prompt for `messages`: mappings with the strings `role` and `content`; one that has
+        `tool_calls` needs no content.
 
         `add_generation_prompt`: end with the head of the assistant's turn.  `variables` are what
         else a template may use: `bos_token`, `eos_token`, `tools`, ….
 
-        Raises InputError for messages or variables that JSON cannot hold, ModelFormatError if this
-        is no template, ModelError if it refuses the messages (`raise_exception`), fails, or needs
-        too much time, memory or text; NotAvailableError where no process can be started for it.
+        Raises InputError for messages of another form, and for what JSON cannot hold;
+        ModelFormatError if this is no template, ModelError if it refuses the messages
+        (`raise_exception`), fails, or needs too much time, memory or text; NotAvailableError where
+        no process can be started for it.
         """
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
             raise InputError(f"messages is {quoted(messages)}, must be a list of mappings")
@@ -68,6 +70,8 @@ class ChatTemplate:
                     f"message {index} is {quoted(message)}, must be a mapping with a role and a "
                     "content"
                 )
+            if message.get("content") is None and not message.get("tool_calls"):
+                raise InputError(f"message {index} is {quoted(message)}, which has no content")
         standard = {"bos_token": "", "eos_token": "", "tools": None, "documents": None}
         values = {
             **standard,
