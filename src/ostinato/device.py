@@ -132,8 +132,8 @@ class Device(Closeable):
                 array = np.asarray(values)
             except ValueError as error:  # rows of several lengths
                 raise InputError(f"the values are no array: {error}") from None
-        if dtype is None and not is_native(array.dtype):
-            array = array.astype(array.dtype.newbyteorder("="))
+            if not is_native(array.dtype):
+                array = array.astype(array.dtype.newbyteorder("="))
         buffer = allocate(self.context, array.shape, array.dtype, name=name)
         stream = self._copy_stream()
         buffer.copy_from(array, stream)

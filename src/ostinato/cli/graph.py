@@ -186,9 +186,8 @@ def _arrays(path: Path) -> dict[str, object]:
 
     try:
         with path.open("rb") as file:
-            if not file.read(6).startswith(
-                (b"PK", b"\x93NUMPY")
-            ):  # NumPy would offer to unpickle it
+            # Of other files NumPy's error advises to unpickle them.
+            if not file.read(6).startswith((b"PK", b"\x93NUMPY")):
                 raise ValueError("it is no .npz file")
             file.seek(0)
             loaded = np.load(file, allow_pickle=False)

@@ -326,8 +326,9 @@ class GraphedStep(Closeable):
         ClosedError.
         """
         with self._lock, self.stream.turn.lock:
-            if self._sizes.running:
-                return self._call_inside(sizes)
+            if self._sizes.running:  # called by `run`, or by that of a step with the same sizes
+                with self._sizes.nested(self.stream):
+                    return self(**sizes)
             call = self._call(sizes)
             state = self._state(call.key)
             counts = state.counts
@@ -352,11 +353,6 @@ class GraphedStep(Closeable):
             self.run(self.stream, **sizes)
         finally:
             self._sizes.running = False
-
-    def _call_inside(self, sizes: Mapping[str, int]) -> Decision:
-        """A call by `run` itself, or by that of a step with the same sizes."""
-        with self._sizes.nested(self.stream):
-            return self(**sizes)
 
     def save(self, *, check: bool = True) -> dict[StepKey, str]:
         """Writes the graphs that the step has now to its store; returns why some were not written.

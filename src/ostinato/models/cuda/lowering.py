@@ -256,10 +256,7 @@ def lower(
         del rest[: len(calls)]
         before, following = launches[-1] if launches else None, rest[0] if rest else None
         launches.extend(cut.launches(calls, getattr(before, "kernel", None), following))
-    return tuple(
-        cut.prefetching(one, launches[i + 1 :]) if isinstance(one, CudaLaunch) else one
-        for i, one in enumerate(launches)
-    )
+    return tuple(cut.prefetching(launches))
 
 
 def rounded_buffers(
@@ -456,10 +453,8 @@ class Cut:
             name = PRODUCT_CALLS[_OF_ONE[kernel]]
             from ostinato.distributed.exchange import SUMS_MACROS
 
-            cut = self.shape(name, packing)
             template = "Shape" if packing is None else "PackedShape"
-            found = shape | {shape_macro(name): _shape_type(template, cut, packing or ())}
-            found[prefetch_macro(name)] = self.prefetched(name)
+            found = shape | self._product_macros(template, name, packing)
             found |= SUMS_MACROS | {"RANKS": given["ranks"]}
             found["RESIDENT_BLOCKS"] = self.resident(kernel, packing)
             if packing is not None:
@@ -469,13 +464,10 @@ class Cut:
             calls = PRODUCT_CALLS if kernel in PRODUCT_CALLS else _OF_ROUNDED
             for call, name in calls.items():
                 if packing is None and (block is None or call not in self.blocked):
-                    found[shape_macro(name)] = _shape_type("Shape", self.shape(name))
-                    found[prefetch_macro(name)] = self.prefetched(name)
+                    found |= self._product_macros("Shape", name)
                 elif packing is not None and call == kernel:
-                    cut = self.shape(name, packing)
-                    found[prefetch_macro(name)] = self.prefetched(name)
                     template = "PackedShape" if self.rows == 1 else "PackedMatrixShape"
-                    found[shape_macro(name)] = _shape_type(template, cut, packing)
+                    found |= self._product_macros(template, name, packing)
                     found["PACKED"] = 1
             if block is not None:
                 found["RESIDUAL_PARTS"] = block.units(c)
@@ -520,6 +512,13 @@ class Cut:
         found["START_NEXT"] = self.starts(kernel)
         return {name: str(value) for name, value in found.items()}
 
+    def _product_macros(
+        self, template: str, name: str, packing: _Packing = None
+    ) -> dict[str, object]:
+        """How a product is cut, and how many bytes it prefetches."""
+        cut = _shape_type(template, self.shape(name, packing), packing or ())
+        return {shape_macro(name): cut, prefetch_macro(name): self.prefetched(name)}
+
     def arch(self, kernel: str, packing: _Packing) -> str | None:
         """What a kernel is compiled for; None for the device's own architecture.  The products of a
         step are compiled together: all alike if warpgroups make one of them."""
@@ -551,18 +550,22 @@ class Cut:
         product = self.products[name]
         return product.nbytes if packing is None else matrix_bytes(packing, product.inputs)
 
-    def prefetching(self, launch: CudaLaunch, rest: Sequence[object]) -> CudaLaunch:
-        """The same with the weights that it prefetches: those of the next such product in the
-        `rest` of the step, if it prefetches any and there is one."""
-        name = _product_of(launch.kernel)
-        if name is None or name not in self.tuning.prefetch:
-            return launch
-        target, _ = self.tuning.prefetch[name]
-        for one in rest:
-            if isinstance(one, CudaLaunch) and _product_of(one.kernel) == target:
-                given = dict(launch.arguments) | {"later": dict(one.arguments)["weight"]}
-                return replace(launch, arguments=tuple(given.items()))
-        return launch
+    def prefetching(self, launches: Sequence[CudaLaunch | Kept]) -> list[CudaLaunch | Kept]:
+        """The launches of a step, each with the weights that it prefetches: those of the next such
+        product, if it prefetches any and there is one."""
+        made: list[CudaLaunch | Kept] = []
+        later: dict[str, Argument] = {}  # the weights of the next product of each name
+        for one in reversed(launches):
+            if isinstance(one, CudaLaunch) and (name := _product_of(one.kernel)) is not None:
+                given = dict(one.arguments)
+                target, _ = self.tuning.prefetch.get(name, ("", 0))
+                if target in later:
+                    given["later"] = later[target]
+                later[name] = given["weight"]
+                made.append(replace(one, arguments=tuple(given.items())))
+            else:
+                made.append(one)
+        return made[::-1]
 
     def starts(self, kernel: str) -> str:
         return self.tuning.start_next.get(_OF_ONE.get(kernel, kernel), "AFTER_WAIT")
@@ -748,12 +751,9 @@ class Cut:
         """Of all products of a step, in each of the ways that it is cut."""
         for name, product in self.products.items():
             yield product, self.shape(name)
-        known: set[tuple[str, Packing]] = set()
-        for call in decode_program(self.config):
-            packing, named = self.packing(call), PRODUCT_CALLS.get(call.kernel)
-            if packing is not None and named is not None and (named, packing) not in known:
-                known.add((named, packing))
-                yield self.products[named], self.shape(named, packing)
+        for name, packings in self._packings.items():
+            for packing in packings - {None}:
+                yield self.products[name], self.shape(name, packing)
 
     def exchanges_sums(self) -> bool:
         """Whether products of one row can add their sums over ranks themselves: every one of their

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ostinato.errors import UnsupportedModelError
 from ostinato.models.config import LlamaConfig
@@ -400,19 +401,18 @@ def default_tuning(
         return _matrix_shape(name, product, few, multiprocessors, clusters=clusters)
 
     qkv, output, gate_up, down, head = map(cut, PRODUCTS.values())
+    more: dict[str, Any] = {"clusters": clusters, "prefetch": _prefetch(products, rows)}
     if rows > 1:
-        group, few = config.heads // config.kv_heads, rows <= _CLUSTER_ROWS and clusters
-        if few and group <= 3:
+        group, in_clusters = config.heads // config.kv_heads, rows <= _CLUSTER_ROWS and clusters
+        if in_clusters and group <= 3:
             # A cluster for each query head, though keys are then read again for each (H200).
             attention = _in_clusters(config, rows, context, multiprocessors, 1, 4)
-        elif few and group % 2 == 0:
+        elif in_clusters and group % 2 == 0:
             attention = _pairs_of_heads(config, rows, multiprocessors)
         else:
             attention = _attention_shape(config, rows, context, multiprocessors)
-        return Tuning(
-            qkv, output, gate_up, down, head, attention,
-            _early_starts(products, rows), clusters=clusters, prefetch=_prefetch(products, rows),
-        )  # fmt: skip
+        early = _early_starts(products, rows)
+        return Tuning(qkv, output, gate_up, down, head, attention, early, **more)
     block = None
     if clusters:
         attention = _cluster_shape(config, context, multiprocessors)
@@ -427,9 +427,7 @@ def default_tuning(
     if block is not None:
         gate_up, down = _few_blocks(products, gate_up, down, multiprocessors)
         starts["norm_gate_up"] = "AFTER_WAIT"
-    shapes = (qkv, output, gate_up, down, head)
-    prefetch = _prefetch(products, rows)
-    return Tuning(*shapes, attention, starts, block=block, clusters=clusters, prefetch=prefetch)
+    return Tuning(qkv, output, gate_up, down, head, attention, starts, block=block, **more)
 
 
 def _early_starts(products: Mapping[str, Product], rows: int) -> dict[str, str]:
