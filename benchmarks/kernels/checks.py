@@ -263,7 +263,7 @@ class Bench:
             rounded = ROUNDED_CALLS.get(calls[0].kernel) == launch.kernel
             assert launch.calls > 1 or rounded or calls[0].kernel == launch.kernel
             before = {name: self.read(name) for call in calls for name in self._written(call)}
-            places = self._rounded_places(launch)
+            places = self._rounded_places(launch, rows)
             for name in places.keys() & before.keys():  # where rows are padding, zeros
                 before[name] = places[name]()
                 if name == "attended" or (self.host["live"][:rows, 3] & ACTIVE).any():
@@ -299,14 +299,17 @@ class Bench:
         assert not program
         return errors
 
-    def _rounded_places(self, launch: CudaLaunch) -> dict[str, Callable[[], np.ndarray]]:
+    def _rounded_places(self, launch: CudaLaunch, rows: int) -> dict[str, Callable[[], np.ndarray]]:
         """Where a launch leaves what the program's call leaves in a buffer of its own."""
         names = {value.name for _, value in launch.arguments if isinstance(value, Bound)}
+        panels = dict(launch.options.defines).get("PANELS") == "1"
 
         def read(name: str, width: int) -> np.ndarray:
             whole = self.read(name)
-            rows = len(whole)
-            return whole.reshape(-1)[: rows * width].reshape(rows, width)
+            found = whole.reshape(-1)[: len(whole) * width].reshape(-1, width)
+            if panels:
+                found[:rows] = from_panels(found[:rows])
+            return found
 
         found: dict[str, Callable[[], np.ndarray]] = {}
         if launch.kernel == "attention" and "product_in" in names:
@@ -390,6 +393,14 @@ class Bench:
         assert error <= limit, f"{where}: relative error {error:.2e} is above {limit:.0e}"
         host[...] = new
         return error
+
+
+def from_panels(values: np.ndarray) -> np.ndarray:
+    """Rows that lie in panels of 64 columns, whose chunks of 8 are swapped (common.cuh), in order."""
+    rows, width = values.shape
+    chunks = values.reshape(width // 64, rows, 8, 8)
+    row, chunk = np.ogrid[:rows, :8]
+    return chunks[:, row, chunk ^ row % 8].transpose(1, 0, 2, 3).reshape(rows, width)
 
 
 # ------------------------------------------------------------------------------------------- cases

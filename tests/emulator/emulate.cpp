@@ -91,6 +91,7 @@ void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shar
             one.warp_live.assign((threads + 31) / 32, 0);
             one.slots.assign(threads * 2, 0);
             one.operands.assign(threads * 12, 0);
+            one.bulk_copies.clear();
             one.live = threads;
             const int index = start + b;
             for (int t = 0; t < threads; t++) {
@@ -127,6 +128,11 @@ void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shar
                         current->closed = nullptr;
                         emulated_switch(&scheduler_stack, current->stack_pointer);
                         left -= fibers[f].done;
+                        const Block& its = *fibers[f].block;
+                        if (fibers[f].done && !its.live && !its.bulk_copies.empty()) {
+                            std::fprintf(stderr, "emulated: a block ends before its copies\n");
+                            abort();
+                        }
                     }
                 }
             }

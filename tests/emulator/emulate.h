@@ -61,6 +61,14 @@ struct Copy {
     bool there;
 };
 
+// A copy of many bytes, which are counted.
+struct BulkCopy {
+    void* to;
+    const void* from;
+    unsigned bytes;
+    unsigned long long* arrivals;
+};
+
 struct Fiber {
     void* stack_pointer = nullptr;
     char* stack = nullptr;
@@ -86,6 +94,7 @@ struct Block {
     std::vector<int> warp_live;
     std::vector<uint64_t> slots;     // two a thread, for exchanges in turns
     std::vector<uint32_t> operands;  // twelve a thread, for products in turns
+    std::vector<BulkCopy> bulk_copies;  // under way
     int live = 0;
     int counted = 0;  // by __syncthreads_count
 };
@@ -417,25 +426,60 @@ template <int BLOCKS, class T> inline T load_of_block(const T* own, int rank) {
     check_aligned(own, sizeof(T));
     return *at_block<BLOCKS>(own, rank);
 }
-// Bytes that are still to come.
-inline void expect_bytes(unsigned long long* arrivals, unsigned bytes) {
+// Phases that are over, above the bytes that are still to come in this one.
+inline void begin_arrivals(unsigned long long* arrivals) {
     check_aligned(arrivals, 8);
-    *arrivals = bytes;
+    *arrivals = 0;
 }
+inline void expect_bytes(unsigned long long* arrivals, unsigned bytes) {
+    if (static_cast<unsigned>(*arrivals)) {
+        std::fprintf(stderr, "emulated: bytes are expected twice: %llx, %u\n", *arrivals, bytes);
+        abort();
+    }
+    *arrivals += bytes;
+}
+namespace emulated {
+inline void count_bytes(unsigned long long* arrivals, unsigned bytes) {
+    if (static_cast<unsigned>(*arrivals) < bytes) {
+        std::fprintf(stderr, "emulated: more bytes than were expected\n");
+        abort();
+    }
+    *arrivals -= bytes;
+    if (!static_cast<unsigned>(*arrivals)) *arrivals += 1ull << 32;
+    progress++;
+}
+}  // namespace emulated
 template <int BLOCKS>
 inline void send_to_block(float* own, unsigned long long* arrivals, int rank, float v) {
     *at_block<BLOCKS>(own, rank) = v;
     auto* const counted = reinterpret_cast<unsigned long long*>(
         at_block<BLOCKS>(reinterpret_cast<const float*>(arrivals), rank));
-    if (*counted < sizeof v) {
-        std::fprintf(stderr, "emulated: more bytes than were expected\n");
+    emulated::count_bytes(counted, sizeof v);
+}
+// They come when one waits for them, and not before.
+inline void copy_bytes(void* to, const void* from, unsigned bytes, unsigned long long* arrivals) {
+    for (const void* p : {static_cast<const void*>(to), from}) check_aligned(p, 16);
+    if (bytes % 16 || !bytes) {
+        std::fprintf(stderr, "emulated: %u bytes are copied\n", bytes);
         abort();
     }
-    *counted -= sizeof v;
-    emulated::progress++;
+    std::memset(to, 0xff, bytes);
+    emulated::current->block->bulk_copies.push_back({to, from, bytes, arrivals});
 }
-inline void wait_for_bytes(unsigned long long* arrivals) {
-    while (*arrivals) emulated::yield();
+inline void wait_for_bytes(unsigned long long* arrivals, bool odd = false) {
+    auto& copies = emulated::current->block->bulk_copies;
+    while ((*arrivals >> 32 & 1) == odd) {
+        bool found = false;
+        for (size_t i = 0; i < copies.size() && !found; i++) {
+            if (copies[i].arrivals != arrivals) continue;
+            const emulated::BulkCopy copy = copies[i];
+            copies.erase(copies.begin() + i);
+            std::memcpy(copy.to, copy.from, copy.bytes);
+            emulated::count_bytes(arrivals, copy.bytes);
+            found = true;
+        }
+        if (!found) emulated::yield();
+    }
 }
 
 // What loop.cu needs: the handle is the address where the value goes.

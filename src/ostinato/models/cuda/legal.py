@@ -73,6 +73,9 @@ def problems_of(
             said = f"{type(shape).__name__} is not for {rows} rows"
         if said:
             found.append(f"{name}: {said}")
+    shapes = [getattr(tuning, name) for name in PRODUCTS.values()]
+    if rows > 1 and not found and len({one.warpgroup for one in shapes}) > 1:
+        found.append("warpgroups make some products; they make all of a step or none")
     for name, packed in tuning.packed.items():
         said = packed_problem(name, packed, products_of(config)[name], rows)
         if said:
@@ -133,13 +136,13 @@ def packed_problem(
 ) -> str | None:
     """As the others, of a product with a packed matrix."""
     if isinstance(shape, MatrixShape):
+        if shape.warpgroup == 1:
+            return "a warpgroup, which multiplies bfloat16 alone"
         wrong = matrix_problem(name, shape, product, rows)
         if wrong:
             return wrong
         if rows == 1 or shape.slab % (BRICK * shape.split):
             return f"a slab of {shape.slab} for {rows} rows; {shape.split} warps take whole bricks"
-        if shape.warpgroup:
-            return "a warpgroup, which multiplies bfloat16 alone"
         if shape.depth % 8:
             return f"{shape.depth} steps, of which a brick has 8"
         return None
@@ -179,6 +182,8 @@ def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -
         return f"a cluster of {s.cluster} blocks, where {s.blocks_k} share the inputs"
     if s.shared_bytes(rows) > (MAX_WARPGROUP_SHARED if s.warpgroup else MAX_SHARED):
         return f"a slab of {s.slab} does not fit shared memory with {rows} rows"
+    if s.warpgroup and product.inputs % s.slab:
+        return f"{product.inputs} inputs are not whole slabs of {s.slab}, as a warpgroup needs"
     if s.ring == 1 or s.ring > 8 or s.alone > 1:
         return f"a ring of {s.ring} slabs, alone {s.alone}"
     if s.blocks_k > 64 or -(-product.pairs // s.block_pairs) > COUNTER_BYTES // 4:
@@ -202,6 +207,6 @@ def attention_problem(shape: AttentionShape, config: LlamaConfig) -> str | None:
     registers = 34 + 22 * s.queries + 7 * s.steps + 2 * s.queries * s.steps
     if registers > 255 or s.queries * s.steps > 24 or registers * 32 * s.warps > REGISTERS:
         return f"{s.queries} queries and {s.steps} steps in {s.warps} warps do not fit"
-    if (s.warps + 1) * s.queries * (config.head_size + 2) * 4 > MAX_SHARED:
+    if s.shared_bytes(config) > MAX_SHARED:
         return f"{s.queries} queries in {s.warps} warps do not fit shared memory"
     return None

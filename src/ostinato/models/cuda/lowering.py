@@ -61,6 +61,7 @@ from ostinato.models.cuda.shapes import (
     products_of,
     require_supported,
     without_block,
+    without_warpgroups,
 )
 from ostinato.models.program import ABSENT, OF_RANKS, Argument, Bound, KernelCall, decode_program
 from ostinato.modules import CompileOptions
@@ -386,6 +387,14 @@ class Cut:
         """The calls of the program that attention_block.cu does in one launch."""
         return blocked_calls(self.config)
 
+    @functools.cached_property
+    def panels(self) -> bool:
+        """Whether warpgroups make all products: kernels leave rounded inputs in panels then."""
+        shapes = [getattr(self.tuning, name) for name in self.products]
+        plain = all(packings == {None} for packings in self._packings.values())
+        groups = all(isinstance(one, MatrixShape) and one.warpgroup for one in shapes)
+        return groups and plain and not self.library
+
     @property
     def padded_rows(self) -> int:
         return -(-self.rows // 8) * 8
@@ -405,7 +414,12 @@ class Cut:
     def shape(self, name: str, packing: _Packing = None) -> Shape | PackedShape:
         """How a product is cut."""
         if packing is None:
-            return getattr(self.tuning, name)  # type: ignore[no-any-return]
+            shape: Shape = getattr(self.tuning, name)
+            if isinstance(shape, MatrixShape) and shape.warpgroup and not self.panels:
+                few = min(self.rows, MAX_ROWS)
+                of = self.products[name]
+                return without_warpgroups(name, self.tuning, of, few, self.multiprocessors)
+            return shape
         if (known := self.tuning.packed.get(name)) is not None:
             return known
         return packed_shape(
@@ -471,6 +485,8 @@ class Cut:
                     found["PACKED"] = 1
             if block is not None:
                 found["RESIDUAL_PARTS"] = block.units(c)
+            if self.panels:
+                found["PANELS"] = 1
         elif kernel == "attention":
             names = ("HEADS", "KV_HEADS", "HEAD_SIZE", "ROWS", "WINDOWED")
             found = {k: shape[k] for k in names if k in shape}
@@ -480,6 +496,8 @@ class Cut:
             if self.rounds:
                 before = ROUNDED_CALLS.get(before, before)
                 found["ROUND_ATTENDED"] = 1
+                if self.panels:
+                    found["PANELS"] = 1
             found["PREVIOUS_STARTS"] = self.starts(before)
         elif kernel == "norm_rope":
             names = ("HEADS", "KV_HEADS", "HEAD_SIZE", "QKV_BIAS", "QK_NORM")
@@ -520,12 +538,9 @@ class Cut:
         return {shape_macro(name): cut, prefetch_macro(name): self.prefetched(name)}
 
     def arch(self, kernel: str, packing: _Packing) -> str | None:
-        """What a kernel is compiled for; None for the device's own architecture.  The products of a
-        step are compiled together: all alike if warpgroups make one of them."""
+        """What a kernel is compiled for; None for the device's own architecture."""
         if kernel in _OF_ROUNDED and packing is None:
-            shapes = map(self.shape, self.products)
-            if any(isinstance(one, MatrixShape) and one.warpgroup for one in shapes):
-                return "sm_90a"
+            return "sm_90a" if self.panels else None
         return None
 
     def prefetched(self, name: str) -> int:
@@ -644,6 +659,8 @@ class Cut:
         names = parameter_names(PIECE_SIGNATURES[kernel])
         # Those of linear.cuh, and no number of rows: all steps share the kernels.
         macros: dict[str, object] = {k: v for k, v in self.shape_macros.items() if k != "ROWS"}
+        if self.panels:
+            macros["PANELS"] = 1
         macros |= {"NORM_THREADS": self._norm_threads, "ROW_THREADS": ROW_THREADS}
         return CudaLaunch(
             kernel,
@@ -719,7 +736,7 @@ class Cut:
             split = self.tuning.attention
             parts = c.heads // c.kv_heads // split.queries
             grid = (split.splits, c.kv_heads * parts, self.rows)
-            shared = (split.warps + 1) * split.queries * (c.head_size + 2) * 4
+            shared = split.shared_bytes(c)
             cluster = (split.cluster, 1, 1) if split.cluster > 1 else None
             return LaunchConfig(
                 grid, 32 * split.warps, shared, cluster=cluster, programmatic=programmatic

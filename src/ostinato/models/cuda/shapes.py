@@ -50,6 +50,7 @@ __all__ = [
     "shape_key",
     "slab_granule",
     "without_block",
+    "without_warpgroups",
 ]
 
 MAX_ROWS = 64
@@ -92,6 +93,8 @@ MAX_WARPGROUP_SHARED = 216 * 1024
 """The same where warpgroups multiply."""
 _MORE_THAN_HALF = 116 * 1024
 """Bytes of shared memory that a multiprocessor does not have twice."""
+_HALF = 108 * 1024
+"""What it has twice, of kernels that have some KiB besides."""
 _MORE_THAN_QUARTER = 57 * 1024
 """Nor these four times."""
 _SOON_OVER = (8 << 20, 64 << 20)
@@ -152,7 +155,9 @@ class MatrixShape:
     share inputs add their sums in a cluster of so many (`cluster`; compute capability 9.0 and up),
     or through the workspace.  `alone`: 1 where a multiprocessor is to have no second block of the
     kernel, 0 otherwise.  `warpgroup`: 1 where four warps multiply together (compute capability 9.0
-    alone), with the weights of the slabs in shared memory too; `depth` is 1 then."""
+    alone), with the weights of the slabs in shared memory too; `depth` is 1 then, and the inputs
+    are whole slabs.  All products of a step do that or none, since they leave each other's inputs
+    as warpgroups read them; with packed matrices none does."""
 
     tiles: int
     split: int
@@ -176,11 +181,11 @@ class MatrixShape:
     def shared_bytes(self, rows: int) -> int:
         """Dynamic shared memory of a block: inputs, and sums in their place."""
         padded = -(-rows // 8) * 8
-        sums = 0 if self.whole_sums else self.tiles * self.split * 20 * padded * 4
+        sums = 0 if self.whole_sums else self.split * padded * (self.block_pairs + 2) * 8
         least = _MORE_THAN_HALF if self.alone else 0
         slab = padded * (self.slab + 32) * 2
-        if self.warpgroup:
-            slab = (self.tiles * 16 + (32 if rows <= 32 else 64)) * self.slab * 2
+        if self.warpgroup:  # and a count of 8 bytes
+            slab = (self.tiles * 16 + (32 if rows <= 32 else 64)) * self.slab * 2 + 8
         return max(self.ring * slab, sums, least)
 
 
@@ -223,6 +228,11 @@ class AttentionShape:
     steps: int
     splits: int
     cluster: int = 1
+
+    def shared_bytes(self, config: LlamaConfig) -> int:
+        """Dynamic shared memory of a block: what its warps found, and the blocks of the cluster."""
+        partial = self.queries * (config.head_size + 2) * 4
+        return (self.warps + self.cluster) * partial + 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +406,7 @@ def default_tuning(
             return _vector_shape(name, product, multiprocessors)
         # Of more than MAX_ROWS, a library makes all but the head of the last.
         few = min(rows, MAX_ROWS)
-        if warpgroups and _warpgroups_pay(config, few):
+        if warpgroups and _warpgroups_pay(config, products, few):
             return _warpgroup_shape(name, product, few, multiprocessors)
         return _matrix_shape(name, product, few, multiprocessors, clusters=clusters)
 
@@ -673,34 +683,38 @@ def has_warpgroups(capability: tuple[int, int]) -> bool:
     return capability == (9, 0)
 
 
-def _warpgroups_pay(config: LlamaConfig, rows: int) -> bool:
+def _warpgroups_pay(config: LlamaConfig, products: Mapping[str, Product], rows: int) -> bool:
     """Measured on an H100, us a step with and without: 1B 64 rows 1,360 and 1,490, 32 rows 1,140
     and 1,220, 24 rows 1,135 and 1,165; nothing at 16 and 48.  8B 64 rows 7,090 and 7,630, where
     cuBLASLt is faster, 32 rows 6,080 and 6,170, for one of its products alone; 135M nothing."""
+    if any(product.inputs % 64 for product in products.values()):
+        return False
     return 1024 < config.hidden < 3072 and (16 < rows <= 32 or rows > 48)
 
 
 def _warpgroup_shape(name: str, product: Product, rows: int, multiprocessors: int) -> MatrixShape:
-    """By rule (found on an H100 with the 1B shape).
+    """By rule (found on an H200 with the 1B shape).
 
-    Where there are too few blocks, clusters of them share inputs, down to 512 in each.  A ring of
-    4 slabs of 128 inputs is all of these; where a block has more, or there is more than one for
-    each multiprocessor, slabs of 64 leave room for another block, but not for three others.
+    64 rows of the matrix in a block, so that a multiprocessor has room for two of them, or for one
+    and one of the next kernel, which asks for its weights meanwhile.  Where there are too few
+    blocks, clusters of them share inputs, down to 512 in each.
     """
-    tiles, blocks_k, few = 4 if rows <= 32 else 8, 1, rows <= 32
+    tiles, blocks_k = 8 if name == "head" and rows > 32 else 4, 1
     if product.pairs / (8 * tiles) < 0.7 * multiprocessors and name != "head":
         while product.inputs > 512 * blocks_k and blocks_k < 8:
             blocks_k *= 2
-    long = blocks_k > 1 and product.inputs > 512 * blocks_k
-    if long:
-        tiles = 4
-    blocks = -(-product.pairs // (8 * tiles)) * blocks_k
-    slab = 64 if long or (blocks > multiprocessors and not few) else 128
-    split = 2 if few and blocks_k == 1 else 1
-    shape = MatrixShape(tiles, split, blocks_k, slab, 1, blocks_k, 4, warpgroup=1)
-    while shape.shared_bytes(rows) < _MORE_THAN_QUARTER:
-        shape = replace(shape, ring=shape.ring + 1)
-    return shape
+    each = -(-product.inputs // blocks_k)
+    whole = blocks_k > 1 and each <= 512
+    slab = 128 if whole and rows <= 32 and product.inputs % 128 == 0 else 64
+    split = 2 if blocks_k == 1 and tiles == 4 else 1
+    shape = MatrixShape(tiles, split, blocks_k, slab, 1, blocks_k, 3, warpgroup=1)
+    # As much as two blocks have room for; where there are more than two, what four have not.
+    wide = whole or (blocks_k == 1 and name != "head")
+    rings = [replace(shape, ring=n) for n in range(3 if wide else 4, 9)]
+    if wide:
+        slabs = max(3, -(-each // slab))
+        return [one for one in rings if one.shared_bytes(rows) <= _HALF and one.ring <= slabs][-1]
+    return next(one for one in rings if one.shared_bytes(rows) > _MORE_THAN_QUARTER)
 
 
 def _attention_shape(
@@ -769,6 +783,13 @@ def _in_clusters(
     warps = max(1, 64 // (steps * groups))
     shape = AttentionShape(queries, min(warps, 8), steps, cluster, cluster)
     return _with_clusters(shape, config, rows, context, multiprocessors)
+
+
+def without_warpgroups(
+    name: str, tuning: Tuning, product: Product, rows: int, multiprocessors: int
+) -> MatrixShape:
+    """How a product is cut in a step that does not multiply with warpgroups, by rule."""
+    return _matrix_shape(name, product, rows, multiprocessors, clusters=tuning.clusters)
 
 
 def _least_tiles(name: str) -> int:

@@ -11,10 +11,11 @@
 //
 // The grid is (SPLITS, kv heads * parts of their queries, rows), fixed by the longest context.  The
 // live length is cut evenly into tiles over as many blocks as it needs; the others leave at once.
-// One block alone writes the result itself.  The CLUSTER blocks of a cluster merge through each
-// other's shared memory; where more than one cluster (or block, without clusters) worked, the last of
-// them merges what all left in the workspace, in their order, and sets the counter back.  That costs
-// a fence, an atomic and two ways to L2: 2.1 us a layer on an H100, more than all the rest.
+// One block alone writes the result itself.  The CLUSTER blocks of a cluster send what they found to the
+// shared memory of the first of them, which merges it; where more than one cluster (or block, without
+// clusters) worked, the last of them merges what all left in the workspace, in their order, and sets the
+// counter back.  That costs a fence, an atomic and two ways to L2: 2.1 us a layer on an H100, more than
+// all the rest.
 //
 // With ROUND_ATTENDED the result is bfloat16, for a product that reads it so; padding rows get zeros then.
 #include "softmax.cuh"
@@ -46,8 +47,9 @@ KERNEL __launch_bounds__(32 * WARPS)
               u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context,
               u32 window, float scale) {
     DYNAMIC_SHARED(dynamic);
-    auto shared = reinterpret_cast<float(*)[QUERIES][PARTIAL]>(dynamic);  // [WARPS + 1]
-    float(*const own)[PARTIAL] = shared[WARPS];                           // the block's, merged
+    auto shared = reinterpret_cast<float(*)[QUERIES][PARTIAL]>(dynamic);  // of warps
+    auto sent = shared + WARPS;                                           // of blocks, and their bytes
+    auto arrivals = reinterpret_cast<u64*>(sent + CLUSTER);
     __shared__ bool last;
     start_next_at<AT_START>();
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -69,17 +71,30 @@ KERNEL __launch_bounds__(32 * WARPS)
     const int unit = split / CLUSTER;
     const int begin = first + split * span, end = smaller(begin + span, length);
     // One block needs no others.  Else all blocks of a cluster stay for its barriers.
-    Attended* const out = attended + (index * HEADS + first_head) * HEAD_SIZE;
+    auto out = [&](int item) -> Attended& {
+        const int at = first_head * HEAD_SIZE + item;
+        return attended[rounded_at(ROWS, HEADS * HEAD_SIZE, index, at / 8) * 8 + at % 8];
+    };
     if (blocks == 1 ? split > 0 : unit >= units) {
         if constexpr (EARLY) wait_for_previous();
         start_next_at<AFTER_WAIT>();
 #if ROUND_ATTENDED
         if (length == 0 && split == 0)
-            for (int item = thread; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) out[item] = 0;
+            for (int item = thread; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) out(item) = 0;
 #endif
         return;
     }
 
+    const int rank = split % CLUSTER, workers = smaller(CLUSTER, blocks - unit * CLUSTER);
+    if constexpr (CLUSTER > 1) {
+        if (blocks > 1) {
+            if (thread == 0 && rank == 0) {
+                begin_arrivals(arrivals);
+                expect_bytes(arrivals, workers * static_cast<u32>(sizeof sent[0]));
+            }
+            arrive_at_cluster<CLUSTER>();
+        }
+    }
     const long long line = static_cast<long long>(row.sequence) * KV_HEADS + kv_head;
     const bf16* const keys = cache + line * context * HEAD_SIZE + sub * 8;
     const bf16* const values =
@@ -107,11 +122,12 @@ KERNEL __launch_bounds__(32 * WARPS)
         load_tile(begin, end);
     } else {
         // The newest position of each row is being written.  Rows of one piece of a prompt read each
-        // other's: with more than one row nothing is read early.
-        if constexpr (ROWS == 1) load_tile(begin, smaller(end, length - 1));
+        // other's, and nothing is read early; rows of states are of different sequences.
+        const bool early = ROWS == 1 || row.flags & FROM_STATE;
+        if (early) load_tile(begin, smaller(end, length - 1));
         wait_for_previous();
         start_next_at<AFTER_WAIT>();
-        if constexpr (ROWS > 1) {
+        if (!early) {
             load_tile(begin, end);
         } else if (end == length) {
 #pragma unroll
@@ -169,7 +185,7 @@ KERNEL __launch_bounds__(32 * WARPS)
     // What a unit found: the result if it is the only one.
     auto deliver = [&](int item, float maximum, float sum, float value) {
         if (units == 1) {
-            out[item] = to_attended(value / sum);
+            out(item) = to_attended(value / sum);
             return;
         }
         float* const to = partial_at(unit, item / HEAD_SIZE);
@@ -179,49 +195,44 @@ KERNEL __launch_bounds__(32 * WARPS)
             to[1] = sum;
         }
     };
+    if constexpr (CLUSTER > 1) {
+        if (blocks > 1) wait_for_cluster<CLUSTER>();  // until all blocks have begun
+    }
     for (int item = thread; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) {
         const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
         const Merged all = merge_partials<WARPS>(d, [&](int i) { return shared[i][j]; });
         if (CLUSTER == 1 || blocks == 1) {
             deliver(item, all.maximum, all.sum, all.value);
-            continue;
-        }
-        own[j][2 + d] = all.value;
-        if (d == 0) {
-            own[j][0] = all.maximum;
-            own[j][1] = all.sum;
+        } else if (rank < workers) {
+            float* const to = sent[rank][j];
+            send_to_block<CLUSTER>(to + 2 + d, arrivals, 0, all.value);
+            if (d > 0) continue;
+            send_to_block<CLUSTER>(to, arrivals, 0, all.maximum);
+            send_to_block<CLUSTER>(to + 1, arrivals, 0, all.sum);
         }
     }
     if (blocks == 1) return;
 
-    // Over the blocks of the cluster; a thread a value, all blocks' threads share them.
+    // Over the blocks of the cluster, in the first of them; a thread a value.
     if constexpr (CLUSTER > 1) {
-        sync_cluster<CLUSTER>();
-        for (int item = split % CLUSTER * 32 * WARPS + thread; item < QUERIES * HEAD_SIZE;
-             item += CLUSTER * 32 * WARPS) {
+        if (rank) return;
+        wait_for_bytes(arrivals);
+        for (int item = thread; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) {
             const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
-            float ones[CLUSTER], sums[CLUSTER], values[CLUSTER];
+            float maximum = MINUS_INFINITY, sum = 0.0f, value = 0.0f;
+#pragma unroll
+            for (int i = 0; i < CLUSTER; i++)
+                if (i < workers) maximum = fmaxf(maximum, sent[i][j][0]);
 #pragma unroll
             for (int i = 0; i < CLUSTER; i++) {
-                ones[i] = load_of_block<CLUSTER>(&own[j][0], i);
-                sums[i] = load_of_block<CLUSTER>(&own[j][1], i);
-                values[i] = load_of_block<CLUSTER>(&own[j][2 + d], i);
-            }
-            float maximum = ones[0];
-#pragma unroll
-            for (int i = 1; i < CLUSTER; i++) maximum = fmaxf(maximum, ones[i]);
-            float sum = 0.0f, value = 0.0f;
-#pragma unroll
-            for (int i = 0; i < CLUSTER; i++) {
-                const float factor_of = rescale(ones[i], maximum);
-                sum = fmaf(factor_of, sums[i], sum);
-                value = fmaf(factor_of, values[i], value);
+                if (i >= workers) continue;
+                const float factor_of = rescale(sent[i][j][0], maximum);
+                sum = fmaf(factor_of, sent[i][j][1], sum);
+                value = fmaf(factor_of, sent[i][j][2 + d], value);
             }
             deliver(item, maximum, sum, value);
         }
-        if (units > 1) __threadfence();
-        sync_cluster<CLUSTER>();  // a block must not end while others read its memory
-        if (units == 1 || split % CLUSTER) return;
+        if (units == 1) return;
     }
 
     // Over the units: the last one to come here merges.
@@ -262,6 +273,6 @@ KERNEL __launch_bounds__(32 * WARPS)
                 value = fmaf(own, values[i], value);
             }
         }
-        out[item] = to_attended(value / sum);
+        out(item) = to_attended(value / sum);
     }
 }

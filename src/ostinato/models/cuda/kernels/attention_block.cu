@@ -120,6 +120,8 @@ KERNEL __launch_bounds__(THREADS)
     const int blocks = ceil_div(length - first, span);
     const int begin = first + rank * span, end = smaller(begin + span, length);
     if (thread == 0) {
+        begin_arrivals(&shared.arrivals[0]);
+        begin_arrivals(&shared.arrivals[1]);
         if (rank < blocks) expect_bytes(&shared.arrivals[0], sizeof shared.fresh);
         expect_bytes(&shared.arrivals[1],
                      blocks == 1 ? WIDTH * 4 : blocks * static_cast<u32>(sizeof shared.partials[0]));

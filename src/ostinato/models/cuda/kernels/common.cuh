@@ -174,8 +174,8 @@ template <int BLOCKS> DEVICE void sync_cluster() {
 #endif
 }
 // The same in two halves, to know that all blocks have begun: what a thread does between them does
-// not wait for the others.  Of what was written before it only `expect_bytes` is sure to be seen: a
-// release would wait for every load that is under way.
+// not wait for the others.  Of what was written before it only `begin_arrivals` and `expect_bytes` are sure to be
+// seen: a release would wait for every load that is under way.
 template <int BLOCKS> DEVICE void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -218,17 +218,23 @@ template <int BLOCKS> DEVICE float load_of_block(const float* own, int rank) {
 // that has waited for so many bytes sees the values, after one transfer between multiprocessors.  A
 // cluster barrier takes two, since it first waits until all stores have arrived.
 //
-// One thread sets how many bytes a block expects, before it arrives at the cluster's barrier.  A block
-// sends only after it has waited for that barrier, and must not end while bytes are sent to it.
-DEVICE void expect_bytes(u64* arrivals, u32 bytes) {
+// One thread begins a block's count and sets how many bytes are expected, before it arrives at the cluster's
+// barrier.  A block sends only after it has waited for that barrier, and must not end while bytes are sent to it.
+// Once all bytes are there, more can be expected: that is the count's next phase.
+DEVICE void begin_arrivals(u64* arrivals) {
 #if __CUDA_ARCH__ >= 900
-    const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
     asm volatile(
         "mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
-        "fence.mbarrier_init.release.cluster;\n\t"
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at),
-        "r"(bytes)
+        "fence.mbarrier_init.release.cluster;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(arrivals)))
         : "memory");
+#endif
+}
+DEVICE void expect_bytes(u64* arrivals, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     static_cast<u32>(__cvta_generic_to_shared(arrivals))),
+                 "r"(bytes)
+                 : "memory");
 #endif
 }
 template <int BLOCKS> DEVICE void send_to_block(float* own, u64* arrivals, int rank, float v) {
@@ -244,19 +250,30 @@ template <int BLOCKS> DEVICE void send_to_block(float* own, u64* arrivals, int r
         : "memory");
 #endif
 }
-DEVICE void wait_for_bytes(u64* arrivals) {
+// `odd`: whether the phase that is waited for is the second, fourth, … one.
+DEVICE void wait_for_bytes(u64* arrivals, bool odd = false) {
 #if __CUDA_ARCH__ >= 900
     const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
     u32 there = 0;
     while (!there) {
         asm volatile(
             "{\n\t.reg .pred p;\n\t"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n\t"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
             "selp.u32 %0, 1, 0, p;\n\t}"
             : "=r"(there)
-            : "r"(at)
+            : "r"(at), "r"(static_cast<u32>(odd))
             : "memory");
     }
+#endif
+}
+// Copies what another kernel of this step wrote to this block's shared memory, where its bytes (a multiple of 16)
+// are counted.  A block must not end before they are there.
+DEVICE void copy_bytes(void* to, const void* from, u32 bytes, u64* arrivals) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     static_cast<u32>(__cvta_generic_to_shared(to))),
+                 "l"(from), "r"(bytes), "r"(static_cast<u32>(__cvta_generic_to_shared(arrivals)))
+                 : "memory");
 #endif
 }
 
@@ -424,9 +441,19 @@ template <u32 BYTES> struct Later {
 };
 
 // A panel: rows of 64 bfloat16, 128 bytes, whose 16-byte chunks are swapped so that 8 rows of a column lie in
-// different banks.  It begins at a multiple of 1,024 bytes.
+// different banks.  In shared memory it begins at a multiple of 1,024 bytes.
 constexpr int PANEL_WIDTH = 128;
 DEVICE constexpr int panel_at(int row, int chunk) { return row * PANEL_WIDTH + (chunk ^ row % 8) * 16; }
+
+// Where 8 rounded values of a row stand that a kernel leaves for a product, in units of 16 bytes: rows of `width`
+// values, or with PANELS, panels one after the other, as warpgroups read them.
+#ifndef PANELS
+#define PANELS 0
+#endif
+DEVICE int rounded_at(int rows, int width, int row, int chunk) {
+    if constexpr (PANELS) return (chunk / 8 * rows * PANEL_WIDTH + panel_at(row, chunk % 8)) / 16;
+    return row * (width / 8) + chunk;
+}
 
 template <int WHERE> DEVICE void start_next_at() {
     if constexpr (WHERE == START_NEXT) start_next();

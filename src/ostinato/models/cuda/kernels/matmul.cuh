@@ -42,7 +42,7 @@ constexpr int ROW_TILES = ceil_div(ROWS, 8), PADDED_ROWS = ROW_TILES * 8;
 // Registers of weights and sums that leave a thread enough of 128 for all else.
 constexpr int MOST_HELD = 84;
 
-// A product whose inputs are `rounded`, [ROWS, INPUTS] in bfloat16.  Where they are to be normed, they
+// A product whose inputs are `rounded`, [ROWS, INPUTS] in bfloat16, as `rounded_at` says.  Where they are to be normed, they
 // are the residual times the norm's weights, and sums are scaled by what `squares` say (linear.cuh):
 // those of its HALF; it clears the others.  FILLS: `fill` writes zeros to rows that are not wanted.
 template <class PRODUCT, bool FILLS = false, int HALF_ = 0> struct OfRounded : PRODUCT {
@@ -55,8 +55,12 @@ template <class PRODUCT, bool FILLS = false, int HALF_ = 0> struct OfRounded : P
 // Nothing of that if `next` is null.  `finish` gives the bits of a pair's squares.
 template <int WIDTH, int HALF> struct CarriedResidual : ResidualProduct<WIDTH> {
     const float* next_norm;
-    bf16* next;  // [ROWS, HIDDEN]
+    bf16* next;  // [ROWS, HIDDEN], as `rounded_at` says
     u64* next_squares;
+
+    DEVICE u32* next_pair(int index, int pair) const {
+        return reinterpret_cast<u32*>(next) + rounded_at(ROWS, HIDDEN, index, pair / 4) * 4 + pair % 4;
+    }
 
     // Brings the norm's weights near before the wait: of what `prepare` reads they alone come from memory.
     DEVICE void ask_for_norm() const {
@@ -73,12 +77,11 @@ template <int WIDTH, int HALF> struct CarriedResidual : ResidualProduct<WIDTH> {
     DEVICE u64 finish(const Row& row, int index, int pair, float a, float b, float4 old) const {
         ResidualProduct<WIDTH>::finish(row, index, pair, a, b, make_float2(old.x, old.y));
         const float u = old.x + a, v = old.y + b;
-        if (next != nullptr)
-            reinterpret_cast<u32*>(next + index * HIDDEN)[pair] = pack_bf16(u * old.z, v * old.w);
+        if (next != nullptr) *next_pair(index, pair) = pack_bf16(u * old.z, v * old.w);
         return __float_as_uint(u * u + v * v);
     }
     DEVICE void fill(int index, int pair) const {
-        if (next != nullptr) reinterpret_cast<u32*>(next + index * HIDDEN)[pair] = 0;
+        if (next != nullptr) *next_pair(index, pair) = 0;
     }
     DEVICE void add(int index, float square) const {
         if (next != nullptr) add_square(squares_of(next_squares, HALF, ROWS, index), square);
@@ -164,55 +167,59 @@ template <class S, class P> struct PlainWeights {
 };
 
 // Weights that a warpgroup multiplies out of shared memory, 64 rows of the matrix and all rows of the step in
-// one instruction (`multiply_group`).  They are copied there as the inputs are, slab by slab into the same
-// ring, in panels (common.cuh).  GROUP_ROWS: of inputs, of which those that the step does not have are zeros.
+// one instruction (`multiply_group`).  Both operands are in panels (common.cuh), slab by slab in one ring.  Weights
+// are copied by all threads, which swap the chunks; inputs, which the kernel before left in panels, by one thread.
+// GROUP_ROWS: of inputs; those that the step does not have are whatever was there, and so are their sums.
 constexpr int GROUP_ROWS = ROWS <= 32 ? 32 : 64;
 
 template <class S, class P> struct WarpgroupWeights {
-    static_assert(S::RING > 2, "a slab is copied while two are multiplied");
     static constexpr int FIRST = 0, PAIRS = P::PAIRS, K = P::INPUTS;
     static constexpr bool REORDERED = false;
-    static constexpr int MATRIX_ROWS = S::TILES * 16, PANELS = S::SLAB / 64, CHUNKS = S::SLAB / 8;
+    static constexpr int MATRIX_ROWS = S::TILES * 16, PANELS_OF_SLAB = S::SLAB / 64, CHUNKS = S::SLAB / 8;
     static constexpr int WEIGHT_PANEL = MATRIX_ROWS * PANEL_WIDTH, INPUT_PANEL = GROUP_ROWS * PANEL_WIDTH;
-    static constexpr int SLAB_BYTES = PANELS * (WEIGHT_PANEL + INPUT_PANEL);
-    // Some warps copy weights and some inputs: a thread's copies are waited for in their order, and
-    // weights are asked for before there are inputs.
-    static constexpr int INPUT_WARPS = S::WARPS / (MATRIX_ROWS < 2 * GROUP_ROWS ? 2 : 4);
-    static constexpr int WEIGHT_THREADS = S::THREADS - 32 * INPUT_WARPS;
+    static constexpr int SLAB_BYTES = PANELS_OF_SLAB * (WEIGHT_PANEL + INPUT_PANEL);
+    static_assert(S::RING > 2, "a slab is copied while two are multiplied");
+    static_assert(PANELS && K % S::SLAB == 0, "whole panels");
     const bf16* weight;
     int first_pair, first_slab, part;
     u8* ring;
+    u64* arrivals;  // of the inputs of each slab in the ring
 
-    DEVICE WarpgroupWeights(const bf16* weight, int first_pair, int first_slab, int part, u8* ring)
-        : weight(weight), first_pair(first_pair), first_slab(first_slab), part(part), ring(ring) {}
+    DEVICE WarpgroupWeights(const bf16* weight, int first_pair, int first_slab, int part, u8* shared)
+        : weight(weight), first_pair(first_pair), first_slab(first_slab), part(part), ring(shared),
+          arrivals(reinterpret_cast<u64*>(shared + S::RING * SLAB_BYTES)) {}
     DEVICE u8* slab_at(int slab) const { return ring + slab % S::RING * SLAB_BYTES; }
-    DEVICE static bool copies_inputs() { return threadIdx.x >= WEIGHT_THREADS; }
+    DEVICE static bool copies_inputs() { return threadIdx.x == S::THREADS - 1; }
+    DEVICE void begin() const {
+        if (copies_inputs())
+            for (int i = 0; i < S::RING; i++) begin_arrivals(arrivals + i);
+    }
     DEVICE void copy_weights(int slab) const {
         u8* const to = slab_at(slab);
 #pragma unroll 4
-        for (int i = threadIdx.x; i < MATRIX_ROWS * CHUNKS; i += WEIGHT_THREADS) {
+        for (int i = threadIdx.x; i < MATRIX_ROWS * CHUNKS; i += S::THREADS) {
             const int r = i / CHUNKS, chunk = i % CHUNKS, k = (first_slab + slab) * S::SLAB + chunk * 8;
             const int pair = smaller(first_pair + r / 16 * 8 + r % 8, PAIRS - 1);
-            const bool there = K % S::SLAB == 0 || k < K;
             const bf16* const from = weight + static_cast<long long>(P::weight_row(pair, r / 8 % 2)) * K;
-            copy_async(to + chunk / 8 * WEIGHT_PANEL + panel_at(r, chunk % 8), from + (there ? k : 0), there);
+            copy_async(to + chunk / 8 * WEIGHT_PANEL + panel_at(r, chunk % 8), from + k, true);
         }
     }
     DEVICE void copy_inputs(const bf16* rounded, int slab) const {
-        u8* const to = slab_at(slab) + PANELS * WEIGHT_PANEL;
-#pragma unroll 4
-        for (int i = threadIdx.x - WEIGHT_THREADS; i < GROUP_ROWS * CHUNKS; i += S::THREADS - WEIGHT_THREADS) {
-            const int n = i / CHUNKS, chunk = i % CHUNKS, k = (first_slab + slab) * S::SLAB + chunk * 8;
-            const bool there = n < ROWS && (K % S::SLAB == 0 || k < K);
-            copy_async(to + chunk / 8 * INPUT_PANEL + panel_at(n, chunk % 8), rounded + (there ? n * K + k : 0), there);
-        }
+        if (!copies_inputs()) return;
+        constexpr int BYTES = ROWS * PANEL_WIDTH;
+        u64* const arrived = arrivals + slab % S::RING;
+        const u8* const from = reinterpret_cast<const u8*>(rounded) + (first_slab + slab) * (PANELS_OF_SLAB * BYTES);
+        expect_bytes(arrived, PANELS_OF_SLAB * BYTES);
+        for (int i = 0; i < PANELS_OF_SLAB; i++)
+            copy_bytes(slab_at(slab) + PANELS_OF_SLAB * WEIGHT_PANEL + i * INPUT_PANEL, from + i * BYTES, BYTES, arrived);
     }
+    DEVICE void wait_for_inputs(int slab) const { wait_for_bytes(arrivals + slab % S::RING, slab / S::RING % 2); }
     DEVICE void multiply(float (&c)[GROUP_ROWS / 8][4], int slab) const {
         const u8* const weights = slab_at(slab) + threadIdx.x / 32 % S::TILES / 4 * (64 * PANEL_WIDTH);
-        const u8* const inputs = slab_at(slab) + PANELS * WEIGHT_PANEL;
+        const u8* const inputs = slab_at(slab) + PANELS_OF_SLAB * WEIGHT_PANEL;
         start_group();
 #pragma unroll
-        for (int i = 0; i < PANELS * 4 / S::SPLIT; i++) {
+        for (int i = 0; i < PANELS_OF_SLAB * 4 / S::SPLIT; i++) {
             const int step = i * S::SPLIT + part, panel = step / 4, at = step % 4 * 32;
             multiply_group<GROUP_ROWS>(c, weights + panel * WEIGHT_PANEL + at, inputs + panel * INPUT_PANEL + at);
         }
@@ -333,17 +340,9 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         else
             return W(matrix, block * S::TILES + tile, part, first_slab);
     }();
-    // Copies a slab of inputs into the ring, or of what the thread copies for a warpgroup; `wait_copies` counts
-    // the slabs.
+    // Copies a slab of inputs into the ring; `wait_copies` counts the slabs.
     auto copy_slab = [&](int slab) {
-        if constexpr (S::WARPGROUP) {
-            if (slab < slabs) {
-                if (weights.copies_inputs())
-                    weights.copy_inputs(product.rounded, slab);
-                else
-                    weights.copy_weights(slab);
-            }
-        } else if (slab < slabs) {
+        if (slab < slabs) {
             constexpr int CHUNKS = S::SLAB / 8;
             bf16* const to = inputs + slab % S::RING * (PADDED_ROWS * STRIDE);
 #pragma unroll 1
@@ -355,20 +354,26 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         }
         end_copies();
     };
-    auto fill_ring = [&] {
+    if constexpr (S::WARPGROUP) {
+        weights.begin();
 #pragma unroll 1
-        for (int slab = 0; slab < (S::WARPGROUP ? S::RING : S::RING - 1); slab++) copy_slab(slab);
-    };
-    bool copies_weights = false;
-    if constexpr (S::WARPGROUP)
-        copies_weights = !weights.copies_inputs();
-    else if (slabs > 0)
+        for (int slab = 0; slab < S::RING; slab++) {
+            if (slab < slabs) weights.copy_weights(slab);
+            end_copies();
+        }
+    } else if (slabs > 0) {
         weights.load_all();
-    if (copies_weights) fill_ring();
+    }
 
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
-    if (!copies_weights) fill_ring();
+#pragma unroll 1
+    for (int slab = 0; slab < (S::WARPGROUP ? smaller(S::RING, slabs) : S::RING - 1); slab++) {
+        if constexpr (S::WARPGROUP)
+            weights.copy_inputs(product.rounded, slab);
+        else
+            copy_slab(slab);
+    }
     later.prefetch();
     if constexpr (Rounded<P>::SCALED) {  // beside the first warp, which finds the rows
         constexpr int FIRST = S::WARPS > 1 ? 32 : 0, MANY = S::THREADS - FIRST;
@@ -382,6 +387,8 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     find_rows(rows, live, P::WANTED);
     if (rows.wanted == 0) {
         wait_copies<0>();
+        if constexpr (S::WARPGROUP)
+            for (int slab = 0; slab < smaller(S::RING, slabs); slab++) weights.wait_for_inputs(slab);
         return;
     }
     auto is_wanted = [&](int n) { return n < ROWS && (rows.row[n].flags & P::WANTED) == P::WANTED; };
@@ -406,11 +413,19 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                 wait_copies<S::RING - 2>();
             else
                 wait_copies<S::RING - 3>();
+            weights.wait_for_inputs(slab);
             publish_copies();
             __syncthreads();  // and before the slab before the last is overwritten, which all have multiplied
             if (slab == 0) start_next_at<AFTER_INPUT>();
             weights.multiply(c, slab);
-            if (slab > 1) copy_slab(slab + S::RING - 2);
+            if (slab > 1) {
+                const int next = slab + S::RING - 2;
+                if (next < slabs) {
+                    weights.copy_inputs(product.rounded, next);
+                    weights.copy_weights(next);
+                }
+                end_copies();
+            }
             wait_group<1>(c);
         }
         wait_group<0>(c);
@@ -497,23 +512,23 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         }
         return;
     }
-    // Every warp's sums, [warp][row][pair][2], so that a thread can finish whole pairs; rows are apart as
+    // Every warp's sums, [part][row][pair][2], so that a thread can finish whole pairs; rows are apart as
     // far as lets a warp store without bank conflicts.
-    auto sum_at = [&](int from_warp, int n, int p) {
-        return reinterpret_cast<float2*>(sums) + (from_warp * PADDED_ROWS + n) * 10 + p;
+    auto sum_at = [&](int of_part, int n, int p) {
+        return reinterpret_cast<float2*>(sums) + (of_part * PADDED_ROWS + n) * (BLOCK_PAIRS + 2) + p;
     };
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) {
-        *sum_at(warp, n * 8 + t * 2, g) = make_float2(c[n][0], c[n][2]);
-        *sum_at(warp, n * 8 + t * 2 + 1, g) = make_float2(c[n][1], c[n][3]);
+        *sum_at(part, n * 8 + t * 2, tile * 8 + g) = make_float2(c[n][0], c[n][2]);
+        *sum_at(part, n * 8 + t * 2 + 1, tile * 8 + g) = make_float2(c[n][1], c[n][3]);
     }
     __syncthreads();
 
     auto total_of = [&](int n, int p) {
-        float2 total = *sum_at(p / 8, n, p % 8);
+        float2 total = *sum_at(0, n, p);
 #pragma unroll
         for (int i = 1; i < S::SPLIT; i++) {
-            const float2 more = *sum_at(i * S::TILES + p / 8, n, p % 8);
+            const float2 more = *sum_at(i, n, p);
             total = make_float2(total.x + more.x, total.y + more.y);
         }
         return total;
@@ -523,10 +538,10 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         return partials + (static_cast<long long>(block) * PADDED_ROWS + n) * (TILE_COUNT * 8) + p;
     };
     if constexpr (S::CLUSTER > 1) {
-        if constexpr (S::SPLIT > 1) {  // into the first warp's place
+        if constexpr (S::SPLIT > 1) {  // into the first part's place
             for (int item = thread; item < ITEMS; item += S::THREADS) {
                 const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS;
-                *sum_at(p / 8, n, p % 8) = total_of(n, p);
+                *sum_at(0, n, p) = total_of(n, p);
             }
         }
         sync_cluster<S::CLUSTER>();
@@ -559,7 +574,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
             const auto prepared = item == first_item ? early : product.prepare(row, n, W::FIRST + mine);
             float2 total = make_float2(0.0f, 0.0f);
             if constexpr (S::CLUSTER > 1) {
-                const float2* const own = sum_at(p / 8, n, p % 8);
+                const float2* const own = sum_at(0, n, p);
 #pragma unroll
                 for (int i = 0; i < S::CLUSTER; i++) {
                     const float2 more = load_of_block<S::CLUSTER>(own, i);

@@ -37,7 +37,6 @@ KERNEL __launch_bounds__(NORM_THREADS)
     start_next_at<AFTER_WAIT>();
     const bool active = load_row(live, index).flags & ACTIVE;
     const float4* const from = reinterpret_cast<const float4*>(x + index * HIDDEN);
-    uint4* const to = reinterpret_cast<uint4*>(out + index * HIDDEN);
     float4 u[EACH], v[EACH];
     float square = 0.0f;
 #pragma unroll
@@ -70,10 +69,11 @@ KERNEL __launch_bounds__(NORM_THREADS)
         if (chunk >= CHUNKS) break;
         const float4* const weights = reinterpret_cast<const float4*>(norm) + 2 * chunk;
         const float4 p = load_norm(weights), q = load_norm(weights + 1);
-        to[chunk] = pack_eight(make_float4(u[i].x * scale * p.x, u[i].y * scale * p.y,
-                                           u[i].z * scale * p.z, u[i].w * scale * p.w),
-                               make_float4(v[i].x * scale * q.x, v[i].y * scale * q.y,
-                                           v[i].z * scale * q.z, v[i].w * scale * q.w));
+        reinterpret_cast<uint4*>(out)[rounded_at(row_count, HIDDEN, index, chunk)] =
+            pack_eight(make_float4(u[i].x * scale * p.x, u[i].y * scale * p.y, u[i].z * scale * p.z,
+                                   u[i].w * scale * p.w),
+                       make_float4(v[i].x * scale * q.x, v[i].y * scale * q.y, v[i].z * scale * q.z,
+                                   v[i].w * scale * q.w));
     }
 }
 

@@ -9,13 +9,16 @@
 
 // Gate and up, whose result is rounded, with zeros in rows that are padding.
 struct RoundedGateUpProduct : GateUpProduct {
-    bf16* out;  // [ROWS, INNER]
+    bf16* out;  // [ROWS, INNER], as `rounded_at` says
 
+    DEVICE bf16& at(int index, int pair) const {
+        return out[rounded_at(ROWS, INNER, index, pair / 8) * 8 + pair % 8];
+    }
     DEVICE u64 finish(const Row&, int index, int pair, float a, float b, float2) const {
-        out[index * INNER + pair] = to_bf16(silu(a) * b);
+        at(index, pair) = to_bf16(silu(a) * b);
         return 0;
     }
-    DEVICE void fill(int index, int pair) const { out[index * INNER + pair] = 0; }
+    DEVICE void fill(int index, int pair) const { at(index, pair) = 0; }
 };
 
 // A kernel is compiled if its shape is given.
