@@ -179,14 +179,19 @@ class MatrixShape:
         return self.split == 1 and self.blocks_k == 1
 
     def shared_bytes(self, rows: int) -> int:
-        """Dynamic shared memory of a block: inputs, and sums in their place."""
+        """Dynamic shared memory of a block: inputs, and sums in their place, later."""
         padded = -(-rows // 8) * 8
-        sums = 0 if self.whole_sums else self.split * padded * (self.block_pairs + 2) * 8
+        later, threads = 0, 32 * self.tiles * self.split
+        if not self.whole_sums and (self.split > 1 or self.cluster == 1):
+            later += self.split * padded * (self.block_pairs + 2) * 8
+        if self.cluster > 1:  # what its blocks send
+            each = -(-self.block_pairs * rows // (self.cluster * threads)) * threads
+            later += self.cluster * each * 8
         least = _MORE_THAN_HALF if self.alone else 0
         slab = padded * (self.slab + 32) * 2
         if self.warpgroup:  # and a count of 8 bytes
             slab = (self.tiles * 16 + (32 if rows <= 32 else 64)) * self.slab * 2 + 8
-        return max(self.ring * slab, sums, least)
+        return max(self.ring * slab, later, least) + (8 if self.cluster > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True)

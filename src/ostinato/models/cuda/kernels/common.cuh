@@ -166,16 +166,9 @@ DEVICE void start_next() {
 
 // ------------------------------------------------------------------------------------- clusters
 
-// A barrier of all threads of the BLOCKS blocks of a cluster; what they wrote before it is seen.
-template <int BLOCKS> DEVICE void sync_cluster() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::
-                     : "memory");
-#endif
-}
-// The same in two halves, to know that all blocks have begun: what a thread does between them does
-// not wait for the others.  Of what was written before it only `begin_arrivals` and `expect_bytes` are sure to be
-// seen: a release would wait for every load that is under way.
+// A barrier of all threads of the BLOCKS blocks of a cluster, in two halves.  Of what was written before it only
+// `begin_arrivals` and `expect_bytes` are sure to be seen: a release would wait for every load and store that is
+// under way (MEMBAR.ALL.GPU, a microsecond).
 template <int BLOCKS> DEVICE void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -186,37 +179,9 @@ template <int BLOCKS> DEVICE void wait_for_cluster() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-// What stands at the same place as `own` in the shared memory of a block of the cluster.
-template <int BLOCKS> DEVICE float2 load_of_block(const float2* own, int rank) {
-    float2 v{};
-#if __CUDA_ARCH__ >= 900
-    const u32 local = static_cast<u32>(__cvta_generic_to_shared(own));
-    asm volatile(
-        "{\n\t.reg .u32 there;\n\tmapa.shared::cluster.u32 there, %2, %3;\n\t"
-        "ld.shared::cluster.v2.f32 {%0, %1}, [there];\n\t}"
-        : "=f"(v.x), "=f"(v.y)
-        : "r"(local), "r"(rank)
-        : "memory");
-#endif
-    return v;
-}
-template <int BLOCKS> DEVICE float load_of_block(const float* own, int rank) {
-    float v = 0.0f;
-#if __CUDA_ARCH__ >= 900
-    const u32 local = static_cast<u32>(__cvta_generic_to_shared(own));
-    asm volatile(
-        "{\n\t.reg .u32 there;\n\tmapa.shared::cluster.u32 there, %1, %2;\n\t"
-        "ld.shared::cluster.f32 %0, [there];\n\t}"
-        : "=f"(v)
-        : "r"(local), "r"(rank)
-        : "memory");
-#endif
-    return v;
-}
 
 // Values are stored in another block's shared memory, and their bytes are counted there.  A thread
-// that has waited for so many bytes sees the values, after one transfer between multiprocessors.  A
-// cluster barrier takes two, since it first waits until all stores have arrived.
+// that has waited for so many bytes sees the values, after one transfer between multiprocessors.
 //
 // One thread begins a block's count and sets how many bytes are expected, before it arrives at the cluster's
 // barrier.  A block sends only after it has waited for that barrier, and must not end while bytes are sent to it.
@@ -247,6 +212,19 @@ template <int BLOCKS> DEVICE void send_to_block(float* own, u64* arrivals, int r
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [counted];"
         "\n\t}" ::"r"(to),
         "r"(at), "r"(rank), "f"(v)
+        : "memory");
+#endif
+}
+template <int BLOCKS> DEVICE void send_to_block(float2* own, u64* arrivals, int rank, float2 v) {
+#if __CUDA_ARCH__ >= 900
+    const u32 to = static_cast<u32>(__cvta_generic_to_shared(own));
+    const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
+    asm volatile(
+        "{\n\t.reg .u32 there, counted;\n\tmapa.shared::cluster.u32 there, %0, %2;\n\t"
+        "mapa.shared::cluster.u32 counted, %1, %2;\n\t"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3, %4}, [counted];"
+        "\n\t}" ::"r"(to),
+        "r"(at), "r"(rank), "f"(v.x), "f"(v.y)
         : "memory");
 #endif
 }
@@ -397,6 +375,9 @@ DEVICE float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// What is the same in all lanes, so that the compiler knows it.
+DEVICE int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 template <class T> DEVICE T exchange(T value, int mask) {
     return __shfl_xor_sync(0xffffffffu, value, mask);

@@ -110,6 +110,7 @@ struct Shape {
     static constexpr int STEPS = SLAB / (32 * SPLIT);     // of a warp in a slab
     static constexpr int DEPTH = DEPTH_ ? DEPTH_ : STEPS;
     static constexpr bool WHOLE_SUMS = SPLIT == 1 && BLOCKS_K == 1;  // a warp's
+    static constexpr bool STAGED = !WHOLE_SUMS && (SPLIT > 1 || CLUSTER == 1);  // through the block's memory
     // Blocks that a multiprocessor must have registers for: 16 warps of 128 registers each, so that the
     // next kernel's are asked for their weights while these still work.
     static constexpr int RESIDENT = WARPGROUP || 8 * DEPTH + 4 * ROW_TILES <= MOST_HELD ? larger(1, 16 / WARPS) : 1;
@@ -140,6 +141,7 @@ template <class S, class P> struct PlainWeights {
     int first;  // the first of these
     uint4 w[S::DEPTH][2];
 
+    DEVICE static constexpr int ring_bytes() { return S::RING * PADDED_ROWS * (S::SLAB + 32) * 2; }
     DEVICE PlainWeights(const bf16* weight, int tile, int part, int first_slab)
         : part(part), first(first_slab * S::SLAB + part * 32 + threadIdx.x % 4 * 8) {
         const int pair = smaller(tile * 8 + static_cast<int>(threadIdx.x % 32 / 4), PAIRS - 1);
@@ -181,13 +183,14 @@ template <class S, class P> struct WarpgroupWeights {
     static_assert(S::RING > 2, "a slab is copied while two are multiplied");
     static_assert(PANELS && K % S::SLAB == 0, "whole panels");
     const bf16* weight;
-    int first_pair, first_slab, part;
+    int first_pair, first_slab, group, part;
     u8* ring;
     u64* arrivals;  // of the inputs of each slab in the ring
 
-    DEVICE WarpgroupWeights(const bf16* weight, int first_pair, int first_slab, int part, u8* shared)
-        : weight(weight), first_pair(first_pair), first_slab(first_slab), part(part), ring(shared),
+    DEVICE WarpgroupWeights(const bf16* weight, int first_pair, int first_slab, int tile, int part, u8* shared)
+        : weight(weight), first_pair(first_pair), first_slab(first_slab), group(tile / 4), part(part), ring(shared),
           arrivals(reinterpret_cast<u64*>(shared + S::RING * SLAB_BYTES)) {}
+    DEVICE static constexpr int ring_bytes() { return S::RING * (SLAB_BYTES + 8); }
     DEVICE u8* slab_at(int slab) const { return ring + slab % S::RING * SLAB_BYTES; }
     DEVICE static bool copies_inputs() { return threadIdx.x == S::THREADS - 1; }
     DEVICE void begin() const {
@@ -215,7 +218,7 @@ template <class S, class P> struct WarpgroupWeights {
     }
     DEVICE void wait_for_inputs(int slab) const { wait_for_bytes(arrivals + slab % S::RING, slab / S::RING % 2); }
     DEVICE void multiply(float (&c)[GROUP_ROWS / 8][4], int slab) const {
-        const u8* const weights = slab_at(slab) + threadIdx.x / 32 % S::TILES / 4 * (64 * PANEL_WIDTH);
+        const u8* const weights = slab_at(slab) + group * (64 * PANEL_WIDTH);
         const u8* const inputs = slab_at(slab) + PANELS_OF_SLAB * WEIGHT_PANEL;
         start_group();
 #pragma unroll
@@ -238,6 +241,7 @@ template <class S, class P, class R, int FIRST_> struct BrickWeights {
     int first;  // brick of what is loaded next
     Held<F> held[S::DEPTH / 8];
 
+    DEVICE static constexpr int ring_bytes() { return S::RING * PADDED_ROWS * (S::SLAB + 16) * 2; }
     DEVICE BrickWeights(const u8* bricks, int tile, int part, int first_slab)
         : part(part), first(first_slab * (S::SLAB / BRICK) + part) {
         tile = smaller(tile, ceil_div(PAIRS, 8) - 1);
@@ -323,20 +327,29 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     constexpr int SLABS = ceil_div(K, S::SLAB), BLOCK_SLABS = ceil_div(SLABS, S::BLOCKS_K);
     static_assert(S::BLOCKS_K == 1 || S::CLUSTER > 1 || W::PAIRS == P::PAIRS, "partial sums are of whole matrices");
     static_assert(!Rounded<P>::SCALED || K == HIDDEN, "a norm is of the residual");
+    // What a thread finishes: pairs of rows, one after the other.  The blocks of a cluster share them.
+    constexpr int ITEMS = BLOCK_PAIRS * ROWS, NEXT_ITEM = S::CLUSTER * S::THREADS;
+    constexpr int BLOCK_ITEMS = ceil_div(ITEMS, NEXT_ITEM) * S::THREADS;  // at most
     ALIGNED_SHARED(shared, 1024);  // panels
     bf16* const inputs = reinterpret_cast<bf16*>(shared);
-    float* const sums = reinterpret_cast<float*>(inputs);  // later, in the same place
+    // Later, in the same place: sums of the blocks of the cluster, [CLUSTER][BLOCK_ITEMS]; and the block's own.
+    float2* const received = reinterpret_cast<float2*>(shared);
+    float2* const sums = received + (S::CLUSTER > 1 ? S::CLUSTER * BLOCK_ITEMS : 0);
+    constexpr int LATER_BYTES = ((S::CLUSTER > 1 ? S::CLUSTER * BLOCK_ITEMS : 0) +
+                                 (S::STAGED ? S::SPLIT * PADDED_ROWS * (BLOCK_PAIRS + 2) : 0)) * 8;
+    u64* const arrivals = reinterpret_cast<u64*>(shared + larger(W::ring_bytes(), LATER_BYTES));
 
     start_next_at<AT_START>();
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int tile = warp % S::TILES, part = warp / S::TILES, g = lane / 4, t = lane % 4;
+    const int thread = threadIdx.x, lane = thread % 32;
+    const int warp = S::WARPGROUP ? uniform(thread / 32) : thread / 32;
+    const int tile = warp % S::TILES, part = S::SPLIT > 1 ? warp / S::TILES : 0, g = lane / 4, t = lane % 4;
     const int first_pair = block * BLOCK_PAIRS;
     const int first_slab = S::input_block() * BLOCK_SLABS;
     const int slabs = smaller(BLOCK_SLABS, SLABS - first_slab);  // at most 0: nothing to do
 
     auto weights = [&] {
         if constexpr (S::WARPGROUP)
-            return W(matrix, first_pair, first_slab, part, shared);
+            return W(matrix, first_pair, first_slab, tile, part, shared);
         else
             return W(matrix, block * S::TILES + tile, part, first_slab);
     }();
@@ -354,6 +367,14 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         }
         end_copies();
     };
+    if constexpr (S::CLUSTER > 1) {
+        if (thread == 0) {  // of the bytes that the blocks send to this one
+            constexpr int REST = ITEMS % NEXT_ITEM;
+            const int last = larger(0, smaller(S::THREADS, REST - S::input_block() * S::THREADS));
+            begin_arrivals(arrivals);
+            expect_bytes(arrivals, S::CLUSTER * (ITEMS / NEXT_ITEM * S::THREADS + last) * 8);
+        }
+    }
     if constexpr (S::WARPGROUP) {
         weights.begin();
 #pragma unroll 1
@@ -394,8 +415,6 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     auto is_wanted = [&](int n) { return n < ROWS && (rows.row[n].flags & P::WANTED) == P::WANTED; };
     auto scale_of = [&](int n) { return Rounded<P>::SCALED ? rows.scale[n] : 1.0f; };
 
-    // What a thread finishes: pairs of rows, one after the other.  The blocks of a cluster share them.
-    constexpr int ITEMS = BLOCK_PAIRS * ROWS;
     const int first_item = S::CLUSTER > 1 ? S::input_block() * S::THREADS + thread : thread;
     decltype(product.prepare(rows.row[0], 0, 0)) early{};  // for the first
     if (!S::WHOLE_SUMS && first_item < ITEMS) {
@@ -429,7 +448,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
             wait_group<1>(c);
         }
         wait_group<0>(c);
-        if (!S::WHOLE_SUMS) __syncthreads();  // before the sums take their place
+        if (S::STAGED) __syncthreads();  // before the sums take their place
     } else {
         // A lane's inputs of 32 and 8 rows, at `from`: 16 neighbouring bytes, or twice 8 for a brick's order.
         auto load_inputs = [&](const bf16* from) {
@@ -474,7 +493,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                     multiply_steps(slab_inputs, step, false);
                 }
             }
-            if (!S::WHOLE_SUMS && slab + 1 == slabs) __syncthreads();  // before the sums take their place
+            if (S::STAGED && slab + 1 == slabs) __syncthreads();  // before the sums take their place
         }
     }
     start_next_at<BEFORE_OUTPUT>();
@@ -512,17 +531,20 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         }
         return;
     }
+    if constexpr (S::CLUSTER > 1) arrive_at_cluster<S::CLUSTER>();  // this thread needs the ring no more
     // Every warp's sums, [part][row][pair][2], so that a thread can finish whole pairs; rows are apart as
     // far as lets a warp store without bank conflicts.
     auto sum_at = [&](int of_part, int n, int p) {
-        return reinterpret_cast<float2*>(sums) + (of_part * PADDED_ROWS + n) * (BLOCK_PAIRS + 2) + p;
+        return sums + (of_part * PADDED_ROWS + n) * (BLOCK_PAIRS + 2) + p;
     };
+    if constexpr (S::STAGED) {
 #pragma unroll
-    for (int n = 0; n < ROW_TILES; n++) {
-        *sum_at(part, n * 8 + t * 2, tile * 8 + g) = make_float2(c[n][0], c[n][2]);
-        *sum_at(part, n * 8 + t * 2 + 1, tile * 8 + g) = make_float2(c[n][1], c[n][3]);
+        for (int n = 0; n < ROW_TILES; n++) {
+            *sum_at(part, n * 8 + t * 2, tile * 8 + g) = make_float2(c[n][0], c[n][2]);
+            *sum_at(part, n * 8 + t * 2 + 1, tile * 8 + g) = make_float2(c[n][1], c[n][3]);
+        }
+        __syncthreads();
     }
-    __syncthreads();
 
     auto total_of = [&](int n, int p) {
         float2 total = *sum_at(0, n, p);
@@ -538,13 +560,27 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         return partials + (static_cast<long long>(block) * PADDED_ROWS + n) * (TILE_COUNT * 8) + p;
     };
     if constexpr (S::CLUSTER > 1) {
-        if constexpr (S::SPLIT > 1) {  // into the first part's place
-            for (int item = thread; item < ITEMS; item += S::THREADS) {
-                const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS;
-                *sum_at(0, n, p) = total_of(n, p);
+        auto send = [&](int item, float2 sum) {  // to the block that finishes it
+            float2* const to = received + S::input_block() * BLOCK_ITEMS;
+            send_to_block<S::CLUSTER>(to + item / NEXT_ITEM * S::THREADS + item % S::THREADS, arrivals,
+                                      item / S::THREADS % S::CLUSTER, sum);
+        };
+        wait_for_cluster<S::CLUSTER>();
+        if constexpr (S::STAGED) {
+            for (int item = thread; item < ITEMS; item += S::THREADS)
+                send(item, total_of(item / BLOCK_PAIRS, item % BLOCK_PAIRS));
+        } else {
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; n++) {
+#pragma unroll
+                for (int which = 0; which < 2; which++) {
+                    const int index = n * 8 + t * 2 + which;
+                    if (index < ROWS)
+                        send(index * BLOCK_PAIRS + tile * 8 + g, make_float2(c[n][which], c[n][2 + which]));
+                }
             }
         }
-        sync_cluster<S::CLUSTER>();
+        wait_for_bytes(arrivals);
     } else if constexpr (S::BLOCKS_K > 1) {
         __shared__ bool last;
         for (int item = thread; item < ITEMS; item += S::THREADS) {
@@ -563,7 +599,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         if (!last) return;
     }
     constexpr int WHOLE = Rounded<P>::CARRIES ? round_up(ITEMS, 32) : ITEMS;  // of warps
-    for (int item = first_item; item < WHOLE; item += S::CLUSTER * S::THREADS) {
+    for (int item = first_item; item < WHOLE; item += NEXT_ITEM) {
         const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS, mine = first_pair + p;
         u64 key = 0;
         if (!is_wanted(n)) {
@@ -574,10 +610,9 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
             const auto prepared = item == first_item ? early : product.prepare(row, n, W::FIRST + mine);
             float2 total = make_float2(0.0f, 0.0f);
             if constexpr (S::CLUSTER > 1) {
-                const float2* const own = sum_at(0, n, p);
 #pragma unroll
                 for (int i = 0; i < S::CLUSTER; i++) {
-                    const float2 more = load_of_block<S::CLUSTER>(own, i);
+                    const float2 more = received[i * BLOCK_ITEMS + item / NEXT_ITEM * S::THREADS + thread];
                     total = make_float2(total.x + more.x, total.y + more.y);
                 }
             } else if constexpr (S::BLOCKS_K > 1) {
@@ -603,7 +638,6 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
             if (lane % LANES == 0 && is_wanted(n)) product.add(n, square);
         }
     }
-    if constexpr (S::CLUSTER > 1) sync_cluster<S::CLUSTER>();  // others read this block's sums
 }
 
 // `bests`: of the head, the largest key of each wanted row in this block, in shared memory.
