@@ -689,12 +689,16 @@ def has_warpgroups(capability: tuple[int, int]) -> bool:
 
 
 def _warpgroups_pay(config: LlamaConfig, products: Mapping[str, Product], rows: int) -> bool:
-    """Measured on an H100, us a step with and without: 1B 64 rows 1,360 and 1,490, 32 rows 1,140
-    and 1,220, 24 rows 1,135 and 1,165; nothing at 16 and 48.  8B 64 rows 7,090 and 7,630, where
-    cuBLASLt is faster, 32 rows 6,080 and 6,170, for one of its products alone; 135M nothing."""
+    """Measured, us a step without and with, H200 and H100: 1B 17 rows 1,107 and 1,055 (H100), 32
+    rows 983 and 892, 1,192 and 1,098, 64 rows 1,337 and 1,086, 1,444 and 1,268, nothing at 16;
+    360M 48 rows 969 and 932 (H100), 64 rows 1,070 and 987, 1,114 and 988, 32 rows 671 and 807;
+    8B 32 rows 5,122 and 5,061, 6,159 and 5,992, 24 rows nothing, 48 rows 6,805 and 7,420 (H100);
+    135M 64 rows 643 and 736."""
     if any(product.inputs % 64 for product in products.values()):
         return False
-    return 1024 < config.hidden < 3072 and (16 < rows <= 32 or rows > 48)
+    if config.hidden >= 3072:
+        return 24 < rows <= 32 or rows > 48
+    return rows > (16 if config.hidden > 1024 else 40) and config.hidden >= 768
 
 
 def _warpgroup_shape(name: str, product: Product, rows: int, multiprocessors: int) -> MatrixShape:
@@ -702,24 +706,26 @@ def _warpgroup_shape(name: str, product: Product, rows: int, multiprocessors: in
 
     64 rows of the matrix in a block, so that a multiprocessor has room for two of them, or for one
     and one of the next kernel, which asks for its weights meanwhile.  Where there are too few
-    blocks, clusters of them share inputs, down to 512 in each.
+    blocks, clusters of them share inputs, down to 256 in each.  With many rows two warps share the
+    inputs, since they finish twice as many sums; of the head with few rows.
     """
-    tiles, blocks_k = 8 if name == "head" and rows > 32 else 4, 1
-    if product.pairs / (8 * tiles) < 0.7 * multiprocessors and name != "head":
-        while product.inputs > 512 * blocks_k and blocks_k < 8:
-            blocks_k *= 2
+    head, few = name == "head", rows <= 32
+    tiles, split = 8 if head and not few else 4, 2 if head == few else 1
+    blocks, blocks_k = -(-product.pairs // (8 * tiles)), 1
+    while not head and blocks_k < 8 and product.inputs >= 512 * blocks_k:
+        if blocks * blocks_k >= 1.4 * multiprocessors:
+            break
+        blocks_k *= 2
     each = -(-product.inputs // blocks_k)
-    whole = blocks_k > 1 and each <= 512
-    slab = 128 if whole and rows <= 32 and product.inputs % 128 == 0 else 64
-    split = 2 if blocks_k == 1 and tiles == 4 else 1
-    shape = MatrixShape(tiles, split, blocks_k, slab, 1, blocks_k, 3, warpgroup=1)
-    # As much as two blocks have room for; where there are more than two, what four have not.
-    wide = whole or (blocks_k == 1 and name != "head")
-    rings = [replace(shape, ring=n) for n in range(3 if wide else 4, 9)]
+    # As large a ring as two blocks have room for; a smaller one where there are more than two.
+    wide = not head and (blocks_k == 1 or 256 < each <= 512)
+    slab = 128 if wide and few and product.inputs % 128 == 0 else 64
+    cut = MatrixShape(tiles, split, blocks_k, slab, 1, blocks_k, 4, warpgroup=1)
+    rings = [replace(cut, ring=n) for n in range(3, max(4, min(8, each // slab)) + 1)]
     if wide:
-        slabs = max(3, -(-each // slab))
-        return [one for one in rings if one.shared_bytes(rows) <= _HALF and one.ring <= slabs][-1]
-    return next(one for one in rings if one.shared_bytes(rows) > _MORE_THAN_QUARTER)
+        return [one for one in rings if one.shared_bytes(rows) <= _HALF][-1]
+    full = (one for one in rings[1:] if one.shared_bytes(rows) > _MORE_THAN_QUARTER)
+    return cut if head else next(full, rings[-1])
 
 
 def _attention_shape(

@@ -277,11 +277,15 @@ struct HeadProduct {
     }
     DEVICE float2 prepare(const Row&, int, int) const { return make_float2(0.0f, 0.0f); }
     DEVICE u64 finish(const Row& row, int, int pair, float a, float b, float2) const {
-        float* to = logits + static_cast<long long>(row.sequence) * VOCAB + 2 * pair;
-        to[0] = a;
+        float* const to = logits + static_cast<long long>(row.sequence) * VOCAB + 2 * pair;
         const u64 key = logit_key(a, 2 * pair);
-        if (2 * pair + 1 >= VOCAB) return key;
-        to[1] = b;
+        if constexpr (VOCAB % 2 == 0) {
+            *reinterpret_cast<float2*>(to) = make_float2(a, b);
+        } else {
+            to[0] = a;
+            if (2 * pair + 1 >= VOCAB) return key;
+            to[1] = b;
+        }
         return largest(key, logit_key(b, 2 * pair + 1));
     }
 };

@@ -416,11 +416,17 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     auto scale_of = [&](int n) { return Rounded<P>::SCALED ? rows.scale[n] : 1.0f; };
 
     const int first_item = S::CLUSTER > 1 ? S::input_block() * S::THREADS + thread : thread;
-    decltype(product.prepare(rows.row[0], 0, 0)) early{};  // for the first
-    if (!S::WHOLE_SUMS && first_item < ITEMS) {
-        const int n = first_item / BLOCK_PAIRS, mine = first_pair + first_item % BLOCK_PAIRS;
-        if (mine < W::PAIRS && is_wanted(n))
-            early = product.prepare(rows.row[n], n, W::FIRST + mine);
+    typedef decltype(product.prepare(rows.row[0], 0, 0)) Prepared;
+    auto prepare_item = [&](int item) {
+        const int n = item / BLOCK_PAIRS, mine = first_pair + item % BLOCK_PAIRS;
+        return item < ITEMS && mine < W::PAIRS && is_wanted(n) ? product.prepare(rows.row[n], n, W::FIRST + mine)
+                                                              : Prepared{};
+    };
+    constexpr int EARLY = S::WARPGROUP && !P::KEYS ? smaller(4, ceil_div(ITEMS, NEXT_ITEM)) : 1;
+    Prepared early[EARLY]{};  // for the first
+    if constexpr (!S::WHOLE_SUMS) {
+#pragma unroll
+        for (int i = 0; i < EARLY; i++) early[i] = prepare_item(first_item + i * NEXT_ITEM);
     }
     float c[S::WARPGROUP ? GROUP_ROWS / 8 : ROW_TILES][4] = {};
     if constexpr (S::WARPGROUP) {
@@ -599,15 +605,13 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         if (!last) return;
     }
     constexpr int WHOLE = Rounded<P>::CARRIES ? round_up(ITEMS, 32) : ITEMS;  // of warps
-    for (int item = first_item; item < WHOLE; item += NEXT_ITEM) {
+    auto finish = [&](int item, const Prepared& prepared) {
         const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS, mine = first_pair + p;
         u64 key = 0;
         if (!is_wanted(n)) {
             if constexpr (Rounded<P>::FILLS)
                 if (n < ROWS && mine < W::PAIRS) product.fill(n, W::FIRST + mine);
         } else if (mine < W::PAIRS) {
-            const Row row = rows.row[n];
-            const auto prepared = item == first_item ? early : product.prepare(row, n, W::FIRST + mine);
             float2 total = make_float2(0.0f, 0.0f);
             if constexpr (S::CLUSTER > 1) {
 #pragma unroll
@@ -625,7 +629,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                 total = total_of(n, p);
             }
             const float scale = scale_of(n);
-            key = product.finish(row, n, W::FIRST + mine, total.x * scale, total.y * scale, prepared);
+            key = product.finish(rows.row[n], n, W::FIRST + mine, total.x * scale, total.y * scale, prepared);
         }
         if constexpr (P::KEYS) {
             static_assert(BLOCK_PAIRS % 32 == 0, "a warp's pairs are of one row");
@@ -637,7 +641,13 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
             const float square = sum_lanes<LANES>(__uint_as_float(static_cast<u32>(key)));
             if (lane % LANES == 0 && is_wanted(n)) product.add(n, square);
         }
+    };
+#pragma unroll
+    for (int i = 0; i < EARLY; i++) {
+        const int item = first_item + i * NEXT_ITEM;
+        if (item < WHOLE) finish(item, early[i]);  // all lanes of a warp
     }
+    for (int item = first_item + EARLY * NEXT_ITEM; item < WHOLE; item += NEXT_ITEM) finish(item, prepare_item(item));
 }
 
 // `bests`: of the head, the largest key of each wanted row in this block, in shared memory.
