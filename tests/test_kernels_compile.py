@@ -13,9 +13,11 @@ from tests.kernel_checks import (
     ARCHITECTURES,
     MODELS,
     OF_WARPGROUPS,
+    SMALL_ARCHITECTURES,
     KernelCheck,
     check,
     library_checks,
+    small_checks,
 )
 from tests.modules.cubin_loader import needs_nvrtc
 
@@ -24,6 +26,8 @@ pytestmark = needs_nvrtc()
 
 def quick(wanted: KernelCheck, arch: str) -> bool:
     """Each file once: of the models, the one whose sizes are odd."""
+    if arch in SMALL_ARCHITECTURES:
+        return arch != "sm_89" and wanted.name.startswith("small odd-bf16")
     return arch == "sm_90" and not wanted.name.startswith(REAL_MODELS)
 
 
@@ -40,8 +44,12 @@ CHECKS = [*library_checks(), KernelCheck("sources.py", sources.SOURCE)]
             marks=() if quick(wanted, arch) else pytest.mark.slow,
             id=f"{wanted.name}-{arch}",
         )
-        for wanted in CHECKS
-        for arch in ARCHITECTURES
+        for checks, architectures in (
+            (CHECKS, ARCHITECTURES),
+            (small_checks(), SMALL_ARCHITECTURES),
+        )
+        for wanted in checks
+        for arch in architectures
         if wanted.options.arch is None or wanted.options.arch.rstrip("a") == arch
     ],
 )

@@ -40,15 +40,18 @@ class EmulatedModules:
 
 
 class EmulatedGpu:
-    """Of a device, what the CUDA backend asks for.  `threads`: see `Emulator`."""
+    """Of a device, what the CUDA backend asks for.  `threads`: see `Emulator`; `shared`: bytes of
+    shared memory that a block may have, the host's if None."""
 
-    def __init__(self, device: Device, *, threads: bool = False) -> None:
+    def __init__(self, device: Device, *, threads: bool = False, shared: int | None = None) -> None:
         self.name = "emulated"
         self.driver = device.driver  # which has no CUDA context
         self.modules = EmulatedModules(device, threads)
         self.properties = replace(
             device.properties, compute_capability=(9, 0), multiprocessors=132, name="emulated"
         )
+        if shared is not None:
+            self.properties = replace(self.properties, max_shared_per_block=shared)
         self.capabilities = replace(device.capabilities, source_language="cuda", clusters=False)
         self.empty, self.create_stream = device.empty, device.create_stream
 

@@ -144,10 +144,30 @@ def test_the_workspace_serves_every_bucket(gpu: FakeDevice) -> None:
     assert most == max(each) > min(each)
 
 
-def test_gpus_with_little_shared_memory_are_refused(gpu: FakeDevice) -> None:
-    """Compute capability 8.6, 8.9 and 12.0: shapes of several rows have larger blocks."""
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("inner", [11008, 27648])
+def test_blocks_fit_gpus_with_99_kib_of_shared_memory(
+    gpu: FakeDevice, rows: int, inner: int
+) -> None:
+    """Compute capability 8.6, 8.9 and 12.0."""
+    model = replace(MODEL, hidden=4096, heads=32, kv_heads=8, head_size=128, inner=inner)
+    program = decode_program(model)
+    large = backend_for(gpu, library_rows=None)  # type: ignore[arg-type]
+    most = max(one.config.shared for one in large.bind(program, model, rows, 512))
     gpu.properties = replace(gpu.properties, max_shared_per_block=99 * 1024)
-    with pytest.raises(NotAvailableError, match=r"99 KiB of shared memory.* need 160"):
+    backend = backend_for(gpu, library_rows=None)  # type: ignore[arg-type]
+    bound = backend.bind(program, model, rows, 512)
+    assert max(one.config.shared for one in bound) <= (99 - 3) * 1024
+    assert (most > (99 - 3) * 1024) == (rows > 1 or inner == 27648)
+    # What the launches are given is there, also that of one row with too many inputs.
+    bounds = {v.name for one in bound for _, v in one.arguments if isinstance(v, Bound)}
+    buffers = backend.buffers(model, rows)
+    assert ("product_in" in bounds) == ("product_in" in buffers) == (rows > 1 or inner == 27648)
+
+
+def test_gpus_with_less_shared_memory_are_refused(gpu: FakeDevice) -> None:
+    gpu.properties = replace(gpu.properties, max_shared_per_block=64 * 1024)
+    with pytest.raises(NotAvailableError, match=r"64 KiB of shared memory.* need 99"):
         backend_for(gpu)  # type: ignore[arg-type]
 
 

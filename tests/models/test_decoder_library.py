@@ -202,6 +202,34 @@ def test_every_way_gives_the_same_bits(
         assert numbers.graphs_captured == 3
 
 
+@pytest.mark.parametrize("options", [{}, {"max_rows": 1, "library_rows": None}])
+def test_a_small_gpu_multiplies_a_row_of_too_many_inputs_as_several(
+    host_device: Device, library: NumpyProducts, monkeypatch: pytest.MonkeyPatch, options: Any
+) -> None:
+    """Neither its float32 nor its digits fit 99 KiB; the row of a piece that samples too."""
+    config = replace(CONFIG, inner=25600)
+    tokens = prompt(3 if options else 70)
+
+    def open_small(device: Device, *, library_rows: Any, **_: object) -> CudaBackend:
+        gpu: Any = EmulatedGpu(device, shared=99 * 1024)
+        return CudaBackend(gpu, library_rows=library_rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ostinato.models.decoder.backend_for", lambda d, **_: HostBackend(d))
+        with open_decoder(host_device, config, max_context=100) as host:
+            host.prefill(tokens)
+            first = host.logits()
+            token = host.decode()
+            wanted = [first, host.logits()]
+    monkeypatch.setattr("ostinato.models.decoder.backend_for", open_small)
+    with open_decoder(host_device, config, max_context=100, **options) as decoder:
+        decoder.prefill(tokens)
+        assert difference(decoder.logits(), wanted[0]) < RELATIVE
+        assert decoder.decode() == token
+        assert difference(decoder.logits(), wanted[1]) < RELATIVE
+        assert not decoder.statistics().quarantined
+
+
 # ------------------------------------------------------------------------------------------ batches
 
 

@@ -104,6 +104,23 @@ def test_packed_products_of_rows_agree_with_numpy_on_the_emulator(name: str, row
         bench.check(case)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize(("rows", "shared"), [(1, 10 << 10), (9, 96 << 10), (64, 96 << 10)])
+def test_packed_products_for_small_gpus_agree_with_numpy_on_the_emulator(
+    rows: int, shared: int
+) -> None:
+    """One row as several: its digits are said not to fit."""
+    config = replace(WHOLE, inner=2304)
+    tuning = default_tuning(config, rows=rows, context=70, shared=shared)
+    bench = checks.Bench(
+        Emulator(), config, max_rows=rows, sequences=2, context=70, tunings={rows: tuning},
+        types=types_of("Q4_K"),
+    )  # fmt: skip
+    assert max(one.config.shared for one in bench.launches(rows)) <= shared
+    for case in list(checks.cases(bench, rows))[1:4:2]:
+        bench.check(case)
+
+
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", CASES)

@@ -46,6 +46,8 @@ SHAPES = {
 }
 
 
+SMALL_SHARED = shapes.dynamic_shared(99 * 1024)
+"""Of compute capability 8.6, 8.9 and 12.0."""
 LLAMA_1B = config_of(32, 8, 64, inner=8192, vocabulary=128256, layers=2)
 
 # What other families add to Llama's layers, at sizes for the emulator; heads of odd widths too, and
@@ -190,6 +192,30 @@ def test_products_prefetch_weights_of_the_next_such_product(rows: int, packed: b
         if one.kernel in kc.PRODUCTS_OF:
             assert prefetched_bytes(one) == 0
             assert dict(one.arguments).get("later", ABSENT) == ABSENT
+
+
+@pytest.mark.parametrize(("multiprocessors", "exchanges"), [(2, True), (1, False)])
+def test_products_exchange_sums_only_where_all_blocks_are_resident(
+    multiprocessors: int, exchanges: bool
+) -> None:
+    """12 or 24 small blocks on a multiprocessor: compute capability 8.6 has room for 16."""
+    given: Any = {"multiprocessors": multiprocessors}
+    tuning = shapes.default_tuning(SMALL, shared=SMALL_SHARED, **given)
+    narrow = shapes.VectorShape(8, 1, 1, 1)
+    tuning = replace(tuning, output=narrow, down=narrow)
+    assert not problems_of(SMALL, 1, tuning, shared=SMALL_SHARED)
+    assert kc.Cut(SMALL, 1, tuning, **given).exchanges_sums() == exchanges
+
+
+def test_products_exchange_sums_only_where_their_shared_memory_fits_together() -> None:
+    """Two blocks of 56 KiB: an H100 has room for them, a GPU with 100 KiB has not."""
+    config = config_of(2, 1, 64, inner=14336, vocabulary=257)
+    wide = shapes.VectorShape(32, 8, 1, 8)
+    for shared, exchanges in ((shapes.MAX_SHARED, True), (SMALL_SHARED, False)):
+        tuning = shapes.default_tuning(config, shared=shared, multiprocessors=32)
+        tuning = replace(tuning, down=wide)
+        assert not problems_of(config, 1, tuning, shared=shared)
+        assert kc.Cut(config, 1, tuning, multiprocessors=32).exchanges_sums() == exchanges
 
 
 def test_a_large_model_keeps_three_launches() -> None:
@@ -381,6 +407,43 @@ def test_rounded_inputs_agree_with_numpy_on_the_emulator(family: str | None, row
     assert family or tuning.qkv.cluster > 1  # type: ignore[union-attr]
     bench = emulated_bench(config, rows, context=70, tunings={rows: tuning})
     for case in list(checks.cases(bench, rows))[:: 1 if family is None else 2]:
+        bench.check(case)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("rows", [24, pytest.param(64, marks=pytest.mark.slow)])
+def test_shapes_for_small_gpus_agree_with_numpy_on_the_emulator(rows: int) -> None:
+    config = config_of(6, 2, 64, hidden=1032, inner=2064, vocabulary=1001, layers=1)
+    given: Any = {"rows": rows, "context": 70}
+    tuning = shapes.default_tuning(config, shared=SMALL_SHARED, **given)
+    assert tuning != replace(shapes.default_tuning(config, **given), shared=SMALL_SHARED)
+    bench = emulated_bench(config, rows, context=70, tunings={rows: tuning})
+    for case in list(checks.cases(bench, rows))[::2]:
+        bench.check(case)
+
+
+# A row whose inputs are said not to fit: plain, and with all that families add.
+TOO_WIDE = {
+    "plain": config_of(3, 1, 64, hidden=192, inner=2064, vocabulary=257),
+    "all": config_of(
+        4, 1, 64, inner=2304, vocabulary=257, qkv_bias=True, qk_norm=True, windows=(0, 20)
+    ),
+}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("clusters", [False, True])
+@pytest.mark.parametrize("name", TOO_WIDE)
+def test_a_row_of_too_many_inputs_agrees_with_numpy_on_the_emulator(
+    name: str, clusters: bool
+) -> None:
+    given: Any = {"clusters": clusters, "shared": 10 << 10}
+    tuning = shapes.default_tuning(TOO_WIDE[name], context=70, **given)
+    assert isinstance(tuning.down, shapes.MatrixShape)
+    assert not problems_of(TOO_WIDE[name], 1, tuning, **given)
+    bench = emulated_bench(TOO_WIDE[name], 1, context=70, tunings={1: tuning})
+    assert max(one.config.shared for one in bench.launches(1)) <= 10 << 10
+    for case in list(checks.cases(bench, 1))[::2]:
         bench.check(case)
 
 
@@ -782,6 +845,18 @@ def test_the_rule_for_few_rows_agrees_with_numpy(cuda_device: Device, rows: int)
     assert tuning.prefetch and (rows == 1 or tuning.down.split == 16)  # type: ignore[union-attr]
     sizes: Any = {"sequences": 16, "context": context}
     checks.run_checks(machine, config, (rows,), tunings={rows: tuning}, **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_the_rule_for_small_gpus_agrees_with_numpy(cuda_device: Device, rows: int) -> None:
+    """On any GPU.  One row has more inputs than fit."""
+    config = replace(LLAMA_1B, inner=25600, vocabulary=1001)
+    given: Any = {"rows": rows, "context": 300, "shared": SMALL_SHARED}
+    tuning = shapes.default_tuning(config, clusters=cuda_device.capabilities.clusters, **given)
+    assert isinstance(tuning.down, shapes.MatrixShape)
+    sizes: Any = {"sequences": min(rows, 16), "context": 300}
+    checks.run_checks(OnDevice(cuda_device), config, (rows,), tunings={rows: tuning}, **sizes)
 
 
 @pytest.mark.gpu

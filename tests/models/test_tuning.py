@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda import shapes
 from ostinato.models.cuda import tunings as choosing
+from ostinato.models.cuda.bricks import formats_of, packing
 from ostinato.models.cuda.legal import problems_of
 from ostinato.models.cuda.tunings import TuningKey, TuningStore, decode_tuning, encode_tuning
 from ostinato.models.program import decode_program
@@ -35,8 +38,10 @@ from ostinato.models.tune.candidates import (
     attention_shapes,
     block_variants,
     expected_gains,
+    multiplies_by_warpgroups,
     product_shapes,
     start_variants,
+    warpgroup_variants,
 )
 from ostinato.models.tune.meter import StepMeter
 from ostinato.models.tune.sweep import Progress, sweep
@@ -46,6 +51,8 @@ from tests.kernel_checks import KernelCheck, check
 from tests.models.emulated import emulated_bench
 
 GPU = "Test GPU 80GB"
+SMALL_SHARED = shapes.dynamic_shared(99 * 1024)
+"""Of compute capability 8.6, 8.9 and 12.0."""
 
 
 def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
@@ -78,15 +85,16 @@ def configs(draw: st.DrawFn) -> LlamaConfig:
     )
 
 
-def candidates(config: LlamaConfig, rows: int, name: str) -> list[shapes.Tuning]:
-    base = shapes.default_tuning(config, rows=rows)
+def candidates(
+    config: LlamaConfig, rows: int, name: str, shared: int = shapes.MAX_SHARED
+) -> list[shapes.Tuning]:
+    base = shapes.default_tuning(config, rows=rows, shared=shared)
     if name == "attention":
-        return [
-            replace(base, attention=one) for one in attention_shapes(config, rows, clusters=True)
-        ]
+        has: Any = {"clusters": True, "shared": shared}
+        return [replace(base, attention=one) for one in attention_shapes(config, rows, **has)]
     if name == "block":
         return list(block_variants(base, config, 132))
-    made: list[Any] = list(product_shapes(config, name, rows, 132))
+    made: list[Any] = list(product_shapes(config, name, rows, 132, shared=shared))
     return [replace(base, **{name: one}) for one in made]
 
 
@@ -101,20 +109,21 @@ STAGES = (*shapes.PRODUCTS.values(), "attention")
     config=configs(),
     rows=st.sampled_from([1, 2, 7, 8, 33, 64]),
     name=st.sampled_from([*STAGES, "block"]),
+    shared=st.sampled_from([shapes.MAX_SHARED, SMALL_SHARED]),
 )
 def test_every_candidate_is_a_legal_launch_that_covers_all(
-    config: LlamaConfig, rows: int, name: str
+    config: LlamaConfig, rows: int, name: str, shared: int
 ) -> None:
     rows = 1 if name == "block" else rows
     products = shapes.products_of(config)
-    for tuning in candidates(config, rows, name):
-        assert problems_of(config, rows, tuning) == ()
+    for tuning in candidates(config, rows, name, shared):
+        assert problems_of(config, rows, tuning, shared=shared) == ()
         launches = kc.lower(decode_program(config), config, rows=rows, context=4096, tuning=tuning)
         for one in {launch.kernel: launch for launch in launches}.values():
             grid, block = one.config.grid, one.config.block
             assert 1 <= math.prod(block) <= 1024
             assert 1 <= grid[0] < 1 << 31 and 1 <= max(grid[1:]) <= 65535
-            assert one.config.shared <= 160 * 1024
+            assert one.config.shared <= shared
             product = kc.PRODUCTS_OF.get(one.kernel)
             if product is not None:
                 shape = getattr(tuning, product)
@@ -170,7 +179,9 @@ def test_no_more_clusters_than_a_long_context_needs() -> None:
     context=st.integers(1, 1_000_000),
     clusters=st.booleans(),
     warpgroups=st.booleans(),
+    small=st.booleans(),
     multiprocessors=st.integers(1, 200),
+    kind=st.sampled_from([None, "Q8_0", "Q6_K"]),
 )
 def test_the_default_rule_is_legal(
     config: LlamaConfig,
@@ -178,9 +189,16 @@ def test_the_default_rule_is_legal(
     context: int,
     clusters: bool,
     warpgroups: bool,
+    small: bool,
     multiprocessors: int,
+    kind: str | None,
 ) -> None:
-    has = {"clusters": clusters, "warpgroups": clusters and warpgroups}
+    has: dict[str, Any] = {"clusters": clusters, "warpgroups": clusters and warpgroups}
+    if small:
+        has |= {"warpgroups": False, "shared": SMALL_SHARED}
+        formats = {} if kind is None else formats_of(config, lambda _: kind)
+        for one in launches_of(config, rows, multiprocessors, formats, **has):
+            assert one.config.shared <= SMALL_SHARED, one.kernel
     tuning = shapes.default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors, **has
     )
@@ -190,6 +208,35 @@ def test_the_default_rule_is_legal(
     assert problems_of(config, rows, longer, **has) == ()
     assert longer.attention.splits >= tuning.attention.splits
     assert clusters or tuning.attention.cluster == 1
+
+
+def launches_of(
+    config: LlamaConfig, rows: int, multiprocessors: int, formats: Any, **has: Any
+) -> tuple[kc.CudaLaunch, ...]:
+    given: Any = {"rows": rows, "context": 2048, "multiprocessors": multiprocessors}
+    tuning = shapes.default_tuning(config, **given, **has)
+    return kc.lower(decode_program(config), config, tuning=tuning, formats=formats, **given)
+
+
+# Whose one row leaves few bytes for sums.
+FULL = config_of(28, 4, 128, inner=18944, vocabulary=152064, qkv_bias=True)
+
+
+@pytest.mark.parametrize("kind", [None, "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("name", [*CONFIGS, "Qwen2.5 7B"])
+def test_the_rule_for_small_gpus_fits_them(name: str, kind: str | None) -> None:
+    """With what kernels have beside it (`STATIC_SHARED`), 99 KiB."""
+    config = CONFIGS.get(name, FULL)
+    formats = {} if kind is None else formats_of(config, lambda _: kind)
+    most = dict.fromkeys((shapes.MAX_SHARED, SMALL_SHARED), 0)
+    for shared, rows, (clusters, multiprocessors) in itertools.product(
+        most, (1, 2, 8, 9, 16, 24, 32, 48, 64), ((False, 8), (False, 84), (True, 170))
+    ):
+        has: Any = {"clusters": clusters, "shared": shared}
+        for one in launches_of(config, rows, multiprocessors, formats, **has):
+            most[shared] = max(most[shared], one.config.shared)
+    assert most[SMALL_SHARED] <= 96 * 1024
+    assert most[shapes.MAX_SHARED] > 96 * 1024 or name == "odd", "shapes that fit anyway"
 
 
 @pytest.mark.parametrize(
@@ -214,6 +261,16 @@ def test_the_attention_in_clusters_compiles_without_local_memory(name: str, arch
     one = next(launch for launch in launches if launch.kernel == "attention")
     assert one.config.cluster == (8, 1, 1)
     assert check(KernelCheck(name, one.source, one.options), arch).problems == ()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_there_is_something_to_try_on_small_gpus(rows: int) -> None:
+    """Of one row of 70B too, which is multiplied as several are."""
+    for stage in STAGES:
+        made = candidates(CONFIGS["70B"], rows, stage, SMALL_SHARED)
+        assert len(made) >= 8, stage
+        assert all(isinstance(one.down, shapes.MatrixShape) for one in made)
+    assert not candidates(CONFIGS["70B"], 1, "block", SMALL_SHARED)
 
 
 @pytest.mark.parametrize("name", ["135M", "8B"])
@@ -359,6 +416,50 @@ def test_what_cannot_be_launched_packed_is_said(
     tuning = replace(shapes.default_tuning(SMALL, rows=8), packed={name: shape})
     (problem,) = problems_of(SMALL, 8, tuning)
     assert said in problem
+
+
+def test_warpgroups_make_all_products_of_a_step_or_none() -> None:
+    config = CONFIGS["1B"]
+    given: Any = {"rows": 32, "clusters": True}
+    tuning = shapes.default_tuning(config, warpgroups=True, **given)
+    without = shapes.default_tuning(config, **given)
+    (problem,) = problems_of(config, 32, replace(tuning, down=without.down))
+    assert "all of a step or none" in problem
+    wrong = replace(tuning, qkv=replace(tuning.qkv, slab=192))
+    (problem,) = problems_of(config, 32, wrong)
+    assert "not whole slabs of 192" in problem
+
+
+def test_a_step_with_packed_matrices_has_no_warpgroups() -> None:
+    config = CONFIGS["1B"]
+    tuning = shapes.default_tuning(config, rows=32, clusters=True, warpgroups=True)
+    formats = {"layers.3.w_down": packing("w_down", ("Q8_0",), (config.hidden,), config.inner)}
+    for packed, wanted in (({}, True), (formats, False)):
+        cut = kc.Cut(config, 32, tuning, packed)
+        assert {one.warpgroup for one in map(cut.shape, cut.products)} == {int(wanted)}
+        launches = kc.lower(
+            decode_program(config), config, rows=32, context=2048, tuning=tuning, formats=packed
+        )
+        panels = {one.kernel for one in launches if ("PANELS", "1") in one.options.defines}
+        made = {"attention", "norm_rows", *shapes.ROUNDED_CALLS.values()} - {"rounded_qkv"}
+        assert panels == (made if wanted else set())
+
+
+@pytest.mark.parametrize("rows", [24, 64])
+def test_a_sweep_tries_both_ways_to_multiply(rows: int) -> None:
+    config = CONFIGS["1B"]
+    tuning = shapes.default_tuning(config, rows=rows, clusters=True, warpgroups=True)
+    (other,) = warpgroup_variants(tuning, config, rows, 132)
+    (back,) = warpgroup_variants(other, config, rows, 132)
+    assert not multiplies_by_warpgroups(other) and back == tuning
+    for one in (tuning, other, back):
+        assert not problems_of(config, rows, one)
+        for name in shapes.PRODUCTS.values():
+            of_kind = product_shapes(
+                config, name, rows, 132, clusters=True, warpgroups=multiplies_by_warpgroups(one)
+            )
+            assert of_kind
+            assert not problems_of(config, rows, replace(one, **{name: of_kind[0]}))
 
 
 # ------------------------------------------------------------------------------------------ sweeps
@@ -517,6 +618,31 @@ def test_clusters_are_not_used_where_the_device_has_none(
     with caplog.at_level(logging.WARNING):
         assert chosen(store).origin is choosing.Origin.DEFAULT
     assert "clusters of 8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("most", "shared"), [(99, 96), (163, 160), (227, 160)], ids=["8.9", "8.0", "9.0"]
+)
+def test_what_a_block_may_have_is_known_of_a_device(
+    host_device: Device, most: int, shared: int
+) -> None:
+    """But for what kernels have beside it."""
+    properties = replace(host_device.properties, max_shared_per_block=most * 1024)
+    device: Any = SimpleNamespace(properties=properties, capabilities=host_device.capabilities)
+    assert choosing.known_of(device)["shared"] == shared * 1024
+
+
+def test_blocks_that_a_small_gpu_has_no_room_for_are_not_used_there(
+    store: TuningStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = replace(tuned(16), down=shapes.MatrixShape(8, 1, 1, 1984, 2))
+    key = TuningKey.of(SMALL, 16, GPU)
+    store.save(key, large, before={20: 100.0}, after={20: 90.0}, seconds=1.0)
+    assert chosen(store, rows=16).tuning == large
+    with caplog.at_level(logging.WARNING):
+        found = chosen(store, rows=16, shared=SMALL_SHARED)
+    assert found.origin is choosing.Origin.DEFAULT
+    assert "a slab of 1984 does not fit shared memory" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -130,13 +130,14 @@ class CudaBackend:
                 f"{capability[0]}.{capability[1]}; the decoder's kernels need 8.0 or newer. "
                 'open_device("host") runs it on the CPU'
             )
-        shared, needed = self._properties.max_shared_per_block, shapes.MAX_SHARED
+        shared, needed = self._properties.max_shared_per_block, shapes.LEAST_SHARED
         if shared < needed:
             raise NotAvailableError(
                 f"{device.name} ({self._properties.name}) has {shared // 1024} KiB of shared "
-                f"memory for a block; the decoder's kernels need {needed // 1024}, which compute "
-                'capability 8.0, 9.0 and 10.0 have. open_device("host") runs it on the CPU'
+                f"memory for a block; the decoder's kernels need {needed // 1024}. "
+                'open_device("host") runs it on the CPU'
             )
+        self._known = known_of(device)
         self._library_rows = library_rows
         self._products: Products | None
         self._products, self.library = open_products(device, library_rows)
@@ -169,10 +170,10 @@ class CudaBackend:
         return self._tunings[key]
 
     def _find_tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
-        gpu, count = self._properties.name, self._properties.multiprocessors
+        gpu, known = self._properties.name, self._known
         if rows > SAMPLED_ROWS:
+            count = known["multiprocessors"]
             return library_tuning(config, rows=rows, context=context, multiprocessors=count)
-        known = known_of(self._device)
         return choose_tuning(config, rows=rows, context=context, gpu=gpu, **known).tuning
 
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
@@ -225,8 +226,9 @@ class CudaBackend:
         if self._products is not None and self._multiplies(config, rows, formats):
             more = library_buffers(config, rows, self._products.workspace_bytes, formats)
             return rounded_buffers(config, rows) | more
-        # Ours do not go further, and those of one row read float32.
-        return rounded_buffers(config, min(rows, SAMPLED_ROWS)) if rows > 1 else {}
+        # Ours do not go further, and those of one row mostly read float32.
+        tiles = shapes.in_tiles(config, rows, self._known["shared"])
+        return rounded_buffers(config, min(rows, SAMPLED_ROWS)) if tiles else {}
 
     def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]) -> bool:
         """The file's bytes go to the device as they are (`cuda.dequantise`)."""

@@ -17,6 +17,7 @@ from ostinato.models.cuda.shapes import (
     REGISTERS,
     START_NEXT,
     STARTING,
+    STATIC_SHARED,
     AttentionShape,
     MatrixShape,
     PackedShape,
@@ -25,6 +26,7 @@ from ostinato.models.cuda.shapes import (
     Tuning,
     VectorShape,
     block_problem,
+    in_tiles,
     products_of,
     slab_granule,
 )
@@ -52,19 +54,21 @@ def problems_of(
     *,
     clusters: bool = True,
     warpgroups: bool = True,
+    shared: int = MAX_SHARED,
 ) -> tuple[str, ...]:
     """Why the kernels cannot be compiled or launched so, in words; empty if they can.
 
     Values may be of any type, as a file may hold them; a wrong type is a reason too.  `clusters`,
-    `warpgroups`: whether the device has them.
+    `warpgroups`: whether the device has them.  `shared`: bytes that a block may have
+    (`dynamic_shared`).
     """
-    found = []
+    found, tiles = [], in_tiles(config, rows, shared)
     for name, product in products_of(config).items():
         shape = getattr(tuning, name)
-        if rows == 1 and isinstance(shape, VectorShape):
-            said = vector_problem(shape, product)
-        elif rows > 1 and isinstance(shape, MatrixShape):
-            said = matrix_problem(name, shape, product, rows)
+        if not tiles and isinstance(shape, VectorShape):
+            said = vector_problem(shape, product, shared)
+        elif tiles and isinstance(shape, MatrixShape):
+            said = matrix_problem(name, shape, product, rows, shared)
             if not said and shape.cluster > 1 and not clusters:
                 said = f"a cluster of {shape.cluster} blocks, which this device does not have"
             if not said and shape.warpgroup and not warpgroups:
@@ -77,17 +81,17 @@ def problems_of(
     if rows > 1 and not found and len({one.warpgroup for one in shapes}) > 1:
         found.append("warpgroups make some products; they make all of a step or none")
     for name, packed in tuning.packed.items():
-        said = packed_problem(name, packed, products_of(config)[name], rows)
+        said = packed_problem(name, packed, products_of(config)[name], rows, shared)
         if said:
             found.append(f"packed {name}: {said}")
-    said = attention_problem(tuning.attention, config)
+    said = attention_problem(tuning.attention, config, shared)
     if not said and tuning.attention.cluster > 1 and not clusters:
         said = f"clusters of {tuning.attention.cluster}, which this device does not have"
     if said:
         found.append(f"attention: {said}")
     if tuning.block is not None:
-        said = block_problem(tuning.block, config)
-        if rows > 1 or not clusters:
+        said = block_problem(tuning.block, config, shared)
+        if tiles or not clusters:
             said = f"for one row and a device with clusters, not {rows} rows"
         if said:
             found.append(f"block: {said}")
@@ -111,7 +115,7 @@ def _not_whole(shape: Shape | PackedShape | AttentionShape, least: dict[str, int
     return None
 
 
-def vector_problem(shape: VectorShape, product: Product) -> str | None:
+def vector_problem(shape: VectorShape, product: Product, shared: int = MAX_SHARED) -> str | None:
     s = shape
     wrong = _not_whole(s, {"ahead": 0})
     if wrong:
@@ -126,19 +130,23 @@ def vector_problem(shape: VectorShape, product: Product) -> str | None:
     fixed = 48 if s.turns == 1 else 72  # with turns, some of two turns' weights are there
     if loads > VECTOR_LOADS[1] or (fixed + 4 * loads) * 32 * s.warps > REGISTERS:
         return f"{loads} loads a thread in {s.warps} warps do not fit the registers"
-    if 2 * (product.inputs // 8 + 12) * 16 > MAX_SHARED:
+    if s.shared_bytes(product.inputs) + s.static_bytes > shared + STATIC_SHARED:
         return f"{product.inputs} inputs do not fit shared memory"
     return None
 
 
 def packed_problem(
-    name: str, shape: PackedShape | MatrixShape, product: Product, rows: int
+    name: str,
+    shape: PackedShape | MatrixShape,
+    product: Product,
+    rows: int,
+    shared: int = MAX_SHARED,
 ) -> str | None:
     """As the others, of a product with a packed matrix."""
     if isinstance(shape, MatrixShape):
         if shape.warpgroup == 1:
             return "a warpgroup, which multiplies bfloat16 alone"
-        wrong = matrix_problem(name, shape, product, rows)
+        wrong = matrix_problem(name, shape, product, rows, shared)
         if wrong:
             return wrong
         if rows == 1 or shape.slab % (BRICK * shape.split):
@@ -151,7 +159,7 @@ def packed_problem(
         return wrong
     if rows > 1 or shape.warps > 32 or shape.split > -(-product.inputs // BRICK):
         return f"{shape.split} warps for {product.inputs} inputs, {shape.warps} in all"
-    if shape.shared_bytes(product.inputs) > MAX_SHARED:
+    if shape.shared_bytes(product.inputs) > shared:
         return f"{shape.turns} turns of {shape.warps} warps do not fit shared memory"
     return None
 
@@ -160,7 +168,9 @@ def vector_steps(shape: VectorShape, product: Product) -> int:
     return -(-(product.inputs // 8) // (shape.lanes * shape.split))
 
 
-def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -> str | None:
+def matrix_problem(
+    name: str, shape: MatrixShape, product: Product, rows: int, shared: int = MAX_SHARED
+) -> str | None:
     s = shape
     wrong = _not_whole(s, {"depth": 0, "alone": 0, "warpgroup": 0})
     if wrong:
@@ -180,7 +190,7 @@ def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -
         return f"{steps} steps of a slab are not whole times {depth}"
     if s.cluster not in (1, s.blocks_k) or s.cluster > 8:
         return f"a cluster of {s.cluster} blocks, where {s.blocks_k} share the inputs"
-    if s.shared_bytes(rows) > (MAX_WARPGROUP_SHARED if s.warpgroup else MAX_SHARED):
+    if s.shared_bytes(rows, shared) > (MAX_WARPGROUP_SHARED if s.warpgroup else shared):
         return f"a slab of {s.slab} does not fit shared memory with {rows} rows"
     if s.warpgroup and product.inputs % s.slab:
         return f"{product.inputs} inputs are not whole slabs of {s.slab}, as a warpgroup needs"
@@ -193,7 +203,9 @@ def matrix_problem(name: str, shape: MatrixShape, product: Product, rows: int) -
     return None
 
 
-def attention_problem(shape: AttentionShape, config: LlamaConfig) -> str | None:
+def attention_problem(
+    shape: AttentionShape, config: LlamaConfig, shared: int = MAX_SHARED
+) -> str | None:
     s = shape
     wrong = _not_whole(s, {})
     if wrong:
@@ -207,6 +219,6 @@ def attention_problem(shape: AttentionShape, config: LlamaConfig) -> str | None:
     registers = 34 + 22 * s.queries + 7 * s.steps + 2 * s.queries * s.steps
     if registers > 255 or s.queries * s.steps > 24 or registers * 32 * s.warps > REGISTERS:
         return f"{s.queries} queries and {s.steps} steps in {s.warps} warps do not fit"
-    if s.shared_bytes(config) > MAX_SHARED:
+    if s.shared_bytes(config) > shared:
         return f"{s.queries} queries in {s.warps} warps do not fit shared memory"
     return None

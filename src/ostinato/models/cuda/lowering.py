@@ -6,7 +6,8 @@ gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  
 (`kernels/*.cu`) have the names of `host.kernels` and their parameters, a few of them more
 (`SIGNATURES`), and are compiled for one shape:
 
-    rows == 1      matvec.cu    float32 activations, weights straight into registers
+    rows == 1      matvec.cu    float32 activations, weights straight into registers; rounded.cu
+                                where shared memory does not hold them (`in_tiles`)
                    attention_block.cu  a layer's first three calls in one launch, by the tuning
     rows 2 to 64   rounded.cu   tensor cores, inputs rounded to bfloat16 by the kernel before, or in
                                 pieces.cu
@@ -45,7 +46,6 @@ from ostinato.models.cuda.bricks import FORMATS, Formats, Packing, matrix_bytes
 from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
     MAX_ROWS,
-    MAX_SHARED,
     PRODUCT_CALLS,
     ROUNDED_CALLS,
     MatrixShape,
@@ -95,6 +95,7 @@ _PACKED = re.compile(rf"\b({'|'.join(_MATRICES)}): \*const bf16")
 _Packing: TypeAlias = Packing | None
 """None for bfloat16."""
 _RESIDENT_THREADS = 1024  # which leave 64 registers each
+_RESIDENT_BLOCKS = 16  # of a multiprocessor of compute capability 8.6, which has the fewest
 _OF_ONE = {call: product for product, call in OF_RANKS.items()}
 _OF_ROUNDED = {ROUNDED_CALLS[call]: name for call, name in PRODUCT_CALLS.items()}
 PRODUCTS_OF = PRODUCT_CALLS | _OF_ROUNDED
@@ -374,9 +375,14 @@ class Cut:
     """Whether a library makes the products of layers."""
 
     @property
+    def tiles(self) -> bool:
+        """Whether our products are those of rounded.cu."""
+        return isinstance(self.tuning.down, MatrixShape)
+
+    @property
     def rounds(self) -> bool:
         """Whether products of layers read bfloat16, which the attention writes then."""
-        return self.library or self.rows > 1
+        return self.library or self.tiles
 
     @functools.cached_property
     def products(self) -> dict[str, Product]:
@@ -425,10 +431,11 @@ class Cut:
         return packed_shape(
             name,
             self.products[name],
-            self.rows,
+            max(2, self.rows) if self.tiles else self.rows,
             bits=max(FORMATS[part.kind].unit for part in packing) // 128,
             multiprocessors=self.multiprocessors,
             clusters=self.tuning.clusters,
+            shared=self.tuning.shared,
         )
 
     def blocks(self, name: str, packing: _Packing = None) -> int:
@@ -480,7 +487,7 @@ class Cut:
                 if packing is None and (block is None or call not in self.blocked):
                     found |= self._product_macros("Shape", name)
                 elif packing is not None and call == kernel:
-                    template = "PackedShape" if self.rows == 1 else "PackedMatrixShape"
+                    template = "PackedMatrixShape" if self.tiles else "PackedShape"
                     found |= self._product_macros(template, name, packing)
                     found["PACKED"] = 1
             if block is not None:
@@ -619,7 +626,7 @@ class Cut:
             given["attended"] = ROUNDED_IN
             return [self.launch([replace(call, arguments=tuple(given.items()))], after=after)]
         kernel = ROUNDED_CALLS.get(call.kernel)
-        if kernel is None or self.rows == 1:
+        if kernel is None or not self.tiles:
             return [self.launch(calls, after=after)]
         made: list[CudaLaunch] = []
         given["later"] = ABSENT
@@ -722,13 +729,13 @@ class Cut:
                     shape.shared_bytes(product.inputs),
                 )
             elif isinstance(shape, VectorShape):
-                half = -(-(product.inputs // 8) // 8) * 8 + 4
-                grid, warps, shared = (blocks, 1, 1), shape.warps, 2 * half * 16
+                grid, warps = (blocks, 1, 1), shape.warps
+                shared = shape.shared_bytes(product.inputs)
             else:
                 grid, warps = (blocks, shape.blocks_k, 1), shape.tiles * shape.split
                 if shape.cluster > 1:  # along x
                     grid, cluster = (shape.blocks_k, blocks, 1), (shape.cluster, 1, 1)
-                shared = shape.shared_bytes(self.rows)
+                shared = shape.shared_bytes(self.rows, self.tuning.shared)
             return LaunchConfig(
                 grid, 32 * warps, shared, cluster=cluster, programmatic=programmatic
             )
@@ -775,15 +782,17 @@ class Cut:
     def exchanges_sums(self) -> bool:
         """Whether products of one row can add their sums over ranks themselves: every one of their
         blocks must be resident at once, since it waits for the same block of other ranks."""
-        if self.rows > 1:
+        if self.tiles:
             return False
+        most = self.tuning.shared
         for call in decode_program(self.config):
             if call.kernel in OF_RANKS:
                 packing = self.packing(call)
                 config = self.launch_config(call.kernel, packing, programmatic=False)
                 held = self.resident(OF_RANKS[call.kernel], packing)
-                threads = held * config.block[0]
-                if threads > _RESIDENT_THREADS or held * (config.shared + 1024) > MAX_SHARED:
+                if held > _RESIDENT_BLOCKS or held * config.block[0] > _RESIDENT_THREADS:
+                    return False
+                if held * (config.shared + 1024) > most:
                     return False
         return True
 

@@ -15,6 +15,7 @@ from ostinato.models.cuda.bricks import BRICK
 __all__ = [
     "COUNTER_BYTES",
     "HELD_STEPS",
+    "LEAST_SHARED",
     "MAX_ROWS",
     "MAX_SHARED",
     "MAX_TURNS",
@@ -26,6 +27,7 @@ __all__ = [
     "ROUNDED_CALLS",
     "STARTING",
     "START_NEXT",
+    "STATIC_SHARED",
     "AttentionShape",
     "BlockShape",
     "MatrixShape",
@@ -40,8 +42,10 @@ __all__ = [
     "blocked_calls",
     "counted_rows",
     "default_tuning",
+    "dynamic_shared",
     "for_context",
     "has_warpgroups",
+    "in_tiles",
     "largest_divisor",
     "packed_shape",
     "power_of_two_from",
@@ -49,6 +53,7 @@ __all__ = [
     "require_supported",
     "shape_key",
     "slab_granule",
+    "warpgroup_shape",
     "without_block",
     "without_warpgroups",
 ]
@@ -86,13 +91,18 @@ _MAX_HEAD_SIZE = 256
 REGISTERS = 1 << 16
 """Of a multiprocessor, 32 bits each."""
 MAX_SHARED = 160 * 1024
-"""Bytes of shared memory of a block; an H100 has 227 KiB, an A100 163."""
+"""Most bytes of dynamic shared memory of a block."""
+STATIC_SHARED = 3 * 1024
+"""Most bytes of static shared memory of a kernel that has dynamic shared memory too."""
+LEAST_SHARED = 99 * 1024
+"""Bytes that a block may have of both on compute capability 8.6, 8.9 and 12.0.  No other from 8.0
+on has less; an A100 has 163 KiB, an H100 227."""
 MAX_TURNS = 1 << 14
 """Of a block of matvec.cu."""
 MAX_WARPGROUP_SHARED = 216 * 1024
 """The same where warpgroups multiply."""
 _MORE_THAN_HALF = 116 * 1024
-"""Bytes of shared memory that a multiprocessor does not have twice."""
+"""Bytes of shared memory that a multiprocessor does not have twice, if it has them at all."""
 _HALF = 108 * 1024
 """What it has twice, of kernels that have some KiB besides."""
 _MORE_THAN_QUARTER = 57 * 1024
@@ -142,6 +152,16 @@ class VectorShape:
         return self.warps // self.split * (32 // self.lanes) * self.pairs
 
     @property
+    def static_bytes(self) -> int:
+        """Static shared memory of a block: sums of one turn or two, squares, keys."""
+        sums = self.warps if self.split > 1 else 1
+        return 8 * min(2, self.turns) * sums * (32 // self.lanes) * self.pairs + 12 * self.warps
+
+    def shared_bytes(self, inputs: int) -> int:
+        """Dynamic shared memory of a block: the inputs."""
+        return 2 * (-(-(inputs // 8) // 8) * 8 + 4) * 16
+
+    @property
     def block_pairs(self) -> int:
         return self.turn_pairs * self.turns
 
@@ -178,20 +198,22 @@ class MatrixShape:
         """Whether a warp has whole sums, so that they need no shared memory."""
         return self.split == 1 and self.blocks_k == 1
 
-    def shared_bytes(self, rows: int) -> int:
-        """Dynamic shared memory of a block: inputs, and sums in their place, later."""
+    def shared_bytes(self, rows: int, shared: int = MAX_SHARED) -> int:
+        """Dynamic shared memory of a block, which may have `shared` bytes: inputs, and sums in
+        their place, later."""
         padded = -(-rows // 8) * 8
         later, threads = 0, 32 * self.tiles * self.split
         if not self.whole_sums and (self.split > 1 or self.cluster == 1):
             later += self.split * padded * (self.block_pairs + 2) * 8
         if self.cluster > 1:  # what its blocks send
-            each = -(-self.block_pairs * rows // (self.cluster * threads)) * threads
-            later += self.cluster * each * 8
-        least = _MORE_THAN_HALF if self.alone else 0
+            items = self.block_pairs * rows
+            later += self.cluster * min(items, -(-items // (self.cluster * threads)) * threads) * 8
+        counted = 8 if self.cluster > 1 else 0
+        least = min(_MORE_THAN_HALF, shared) - counted if self.alone else 0
         slab = padded * (self.slab + 32) * 2
         if self.warpgroup:  # and a count of 8 bytes
             slab = (self.tiles * 16 + (32 if rows <= 32 else 64)) * self.slab * 2 + 8
-        return max(self.ring * slab, later, least) + (8 if self.cluster > 1 else 0)
+        return max(self.ring * slab, later, least) + counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +324,8 @@ class Tuning:
     One row, and a device with clusters."""
     clusters: bool = False
     """Whether the device has clusters, which the rule's shapes of packed products use then."""
+    shared: int = MAX_SHARED
+    """Bytes of dynamic shared memory that a block may have, also of packed products."""
     prefetch: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """By "qkv", "output", "gate_up", "down": the product, one of these, of whose next matrix in the
     step it prefetches weights into L2, and how many bytes.  Compute capability 9.0 and up."""
@@ -394,30 +418,33 @@ def default_tuning(
     multiprocessors: int = 132,
     clusters: bool = False,
     warpgroups: bool = False,
+    shared: int = MAX_SHARED,
     most: int = MAX_ROWS,
 ) -> Tuning:
     """Shapes by rule, for a GPU without a stored tuning.  The rule was found on an H100 and an H200
     (docs/performance.md).
 
     `context`: positions of a sequence.  `clusters`, `warpgroups`: whether the device has them.
-    Raises UnsupportedModelError, also for over `most` rows.
+    `shared`: bytes that a block may have (`dynamic_shared`).  Raises UnsupportedModelError, also
+    for over `most` rows.
     """
     require_supported(config, rows, most=most)
-    products = products_of(config)
+    products, tiles = products_of(config), in_tiles(config, rows, shared)
 
     def cut(name: str) -> Shape:
         product = products[name]
-        if rows == 1:
+        if not tiles:
             return _vector_shape(name, product, multiprocessors)
         # Of more than MAX_ROWS, a library makes all but the head of the last.
         few = min(rows, MAX_ROWS)
-        if warpgroups and _warpgroups_pay(config, products, few):
-            return _warpgroup_shape(name, product, few, multiprocessors)
-        return _matrix_shape(name, product, few, multiprocessors, clusters=clusters)
+        if warpgroups and shared == MAX_SHARED and _warpgroups_pay(config, products, few):
+            return warpgroup_shape(name, product, few, multiprocessors)
+        return _matrix_shape(name, product, few, multiprocessors, shared, clusters=clusters)
 
     qkv, output, gate_up, down, head = map(cut, PRODUCTS.values())
-    more: dict[str, Any] = {"clusters": clusters, "prefetch": _prefetch(products, rows)}
-    if rows > 1:
+    more: dict[str, Any] = {"clusters": clusters, "shared": shared}
+    more["prefetch"] = _prefetch(products, rows)
+    if tiles:
         group, in_clusters = config.heads // config.kv_heads, rows <= _CLUSTER_ROWS and clusters
         if in_clusters and group <= 3:
             # A cluster for each query head, though keys are then read again for each (H200).
@@ -431,7 +458,7 @@ def default_tuning(
     block = None
     if clusters:
         attention = _cluster_shape(config, context, multiprocessors)
-        block = block_rule(config, multiprocessors)
+        block = block_rule(config, multiprocessors, shared)
     else:
         attention = _attention_shape(config, rows, context, multiprocessors)
     # As early as can be, so that weights come while two kernels before still run; but the attention
@@ -576,9 +603,10 @@ def packed_shape(
     bits: int = 8,
     multiprocessors: int = 132,
     clusters: bool = False,
+    shared: int = MAX_SHARED,
 ) -> PackedShape | MatrixShape:
     """How a product with a packed matrix is cut, by rule (found on an H200).  `bits`: of a code;
-    `clusters`: whether the device has them.
+    `clusters`: whether the device has them; `shared`: bytes that a block may have.
 
     One row: a warp for each 256 inputs, up to 16, which asks for all that it reads before the wait
     for the previous kernel, and blocks that take turns where there would be more than a
@@ -588,13 +616,12 @@ def packed_shape(
     """
     if rows > 1:
         given: dict[str, bool] = {"clusters": clusters, "packed": True}
-        return _matrix_shape(name, product, rows, multiprocessors, **given)
-    bricks = -(-product.inputs // BRICK)
-    span = -(-bricks // 16)
-    split = -(-bricks // span)
+        return _matrix_shape(name, product, rows, multiprocessors, shared, **given)
+    span, split = _packed_split(product.inputs)
     tiles = -(-product.pairs // 8)
     resident = max(1, 16 // split)
-    turns = min(64, -(-tiles // (min(resident, 2) * multiprocessors)))
+    room = (shared - PackedShape(split, 1).shared_bytes(product.inputs)) // (split * 64)
+    turns = min(64, 1 + max(0, room), -(-tiles // (min(resident, 2) * multiprocessors)))
     depth = span if span <= 2 else 1  # more do not fit the registers
     if name == "head" and product.inputs % BRICK == 0 and resident > 1:
         most = min(turns, 8 if bits == 8 else 16)
@@ -604,11 +631,33 @@ def packed_shape(
     return PackedShape(split, 1, turns, depth, resident)
 
 
+def _packed_split(inputs: int) -> tuple[int, int]:
+    """How many bricks a warp has, and how many warps a row."""
+    bricks = -(-inputs // BRICK)
+    span = -(-bricks // 16)
+    return span, -(-bricks // span)
+
+
+def in_tiles(config: LlamaConfig, rows: int, shared: int) -> bool:
+    """Whether the products of a step have a MatrixShape: those of several rows, and of one whose
+    inputs, in digits (packed.cuh), are more than the `shared` bytes of a small device's block."""
+    if rows > 1 or shared >= MAX_SHARED:
+        return rows > 1
+    inputs = {product.inputs for product in products_of(config).values()}
+    return any(PackedShape(_packed_split(n)[1], 1).shared_bytes(n) > shared for n in inputs)
+
+
+def dynamic_shared(most: int) -> int:
+    """Bytes of dynamic shared memory for blocks of our kernels that may have `most` in all."""
+    return min(MAX_SHARED, most - STATIC_SHARED)
+
+
 def _matrix_shape(
     name: str,
     product: Product,
     rows: int,
     multiprocessors: int,
+    shared: int,
     *,
     clusters: bool = False,
     packed: bool = False,
@@ -637,6 +686,8 @@ def _matrix_shape(
     enough_of_one = 2 * enough if packed else enough if many else multiprocessors
     granule = BRICK if packed else slab_granule(1)
     tiles, blocks_k = 8, 1
+    while least < 8 and 4 * padded * (granule * 8 // least + 32) > shared:  # the least ring
+        least *= 2
     while tiles > least and product.inputs >= 2 * granule * (8 // tiles):
         if tile_count / tiles >= (enough_of_one if tiles == 8 and name != "head" else enough):
             break
@@ -671,14 +722,14 @@ def _matrix_shape(
         return MatrixShape(tiles, split, blocks_k, slab, depth, cluster, 2, alone)
 
     made = [shape(granule * n) for n in range(1, 1 + max(1, 3 * wanted // (2 * granule)))]
-    fitting = [one for one in made if one.shared_bytes(rows) <= MAX_SHARED]
+    fitting = [one for one in made if one.shared_bytes(rows, shared) <= shared]
     far = [one for one in fitting if 2 * one.depth >= most]
     found = min(
         far or fitting or made[:1],
         key=lambda one: (-(-inputs // one.slab) * one.slab, abs(one.slab - wanted)),
     )
     longer = replace(found, ring=3)
-    if tiles * split > 8 and inputs > found.slab and longer.shared_bytes(rows) <= MAX_SHARED:
+    if tiles * split > 8 and inputs > found.slab and longer.shared_bytes(rows, shared) <= shared:
         return longer
     return found
 
@@ -701,7 +752,7 @@ def _warpgroups_pay(config: LlamaConfig, products: Mapping[str, Product], rows: 
     return rows > (16 if config.hidden > 1024 else 40) and config.hidden >= 768
 
 
-def _warpgroup_shape(name: str, product: Product, rows: int, multiprocessors: int) -> MatrixShape:
+def warpgroup_shape(name: str, product: Product, rows: int, multiprocessors: int) -> MatrixShape:
     """By rule (found on an H200 with the 1B shape).
 
     64 rows of the matrix in a block, so that a multiprocessor has room for two of them, or for one
@@ -799,8 +850,10 @@ def _in_clusters(
 def without_warpgroups(
     name: str, tuning: Tuning, product: Product, rows: int, multiprocessors: int
 ) -> MatrixShape:
-    """How a product is cut in a step that does not multiply with warpgroups, by rule."""
-    return _matrix_shape(name, product, rows, multiprocessors, clusters=tuning.clusters)
+    """How a product is cut in a step of several rows that does not multiply with warpgroups, by
+    rule."""
+    shared, clusters = tuning.shared, tuning.clusters
+    return _matrix_shape(name, product, rows, multiprocessors, shared, clusters=clusters)
 
 
 def _least_tiles(name: str) -> int:
@@ -826,10 +879,11 @@ def power_of_two_from(n: int) -> int:
 # ------------------------------------------------- norm, QKV, attention and output in one launch
 
 
-def block_problem(shape: BlockShape, config: LlamaConfig) -> str | None:
+def block_problem(shape: BlockShape, config: LlamaConfig, shared: int = MAX_SHARED) -> str | None:
     """Why the kernel cannot be compiled or launched so, in words; None if it can.
 
-    Values may be of any type, as a file may hold them; a wrong type is a reason too.
+    `shared`: bytes that a block may have.  Values may be of any type, as a file may hold them; a
+    wrong type is a reason too.
     """
     s, c = shape, config
     for name in type(s).__dataclass_fields__:
@@ -847,12 +901,14 @@ def block_problem(shape: BlockShape, config: LlamaConfig) -> str | None:
     most = 36 + max(held + 4 * first + 8 * -(-c.hidden // (128 * s.warps)), held + 18 * s.queries)
     if most > min(255, REGISTERS // (32 * s.warps)):
         return f"{first} and {second} loads a thread in {s.warps} warps do not fit the registers"
-    if s.shared_bytes(c) > MAX_SHARED:
+    if s.shared_bytes(c) > shared:
         return f"{s.queries} queries in {s.warps} warps do not fit shared memory"
     return None
 
 
-def block_shapes(config: LlamaConfig, multiprocessors: int) -> tuple[BlockShape, ...]:
+def block_shapes(
+    config: LlamaConfig, multiprocessors: int, shared: int = MAX_SHARED
+) -> tuple[BlockShape, ...]:
     """Shapes worth a try, by a rough cost, the least first; none for a model that is too large."""
     c = config
     lanes = 32 // (1 << max(0, c.head_size // 8 - 1).bit_length())  # positions of a warp at once
@@ -869,7 +925,7 @@ def block_shapes(config: LlamaConfig, multiprocessors: int) -> tuple[BlockShape,
             (4, 5, 6, 8, 10, 12, 16), (8, 16, 32), (4, 8, 16), (1, 2, 4)
         ):
             shape = BlockShape(queries, warps, pair_lanes, output_lanes, steps, cluster)
-            if block_problem(shape, c) is None:
+            if block_problem(shape, c, shared) is None:
                 # What a thread does one after the other, warps that wait for each other, parts that
                 # the next kernel adds up; idle positions, or a second tile soon.
                 cost = sum(shape.loads(c)) + 2 * warps + 1.25 * shape.units(c)
@@ -879,8 +935,10 @@ def block_shapes(config: LlamaConfig, multiprocessors: int) -> tuple[BlockShape,
     return tuple(shape for _, shape in sorted(made, key=lambda pair: pair[0]))
 
 
-def block_rule(config: LlamaConfig, multiprocessors: int) -> BlockShape | None:
+def block_rule(
+    config: LlamaConfig, multiprocessors: int, shared: int = MAX_SHARED
+) -> BlockShape | None:
     """The shape by rule, for a GPU without a stored tuning; None where three launches are
     better."""
-    shapes = block_shapes(config, multiprocessors)
+    shapes = block_shapes(config, multiprocessors, shared)
     return shapes[0] if shapes else None

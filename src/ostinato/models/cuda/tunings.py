@@ -34,6 +34,7 @@ from ostinato.files import replace_file
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.legal import problems_of
 from ostinato.models.cuda.shapes import (
+    MAX_SHARED,
     PRODUCTS,
     AttentionShape,
     BlockShape,
@@ -41,6 +42,7 @@ from ostinato.models.cuda.shapes import (
     Tuning,
     VectorShape,
     default_tuning,
+    dynamic_shared,
     for_context,
     has_warpgroups,
     shape_key,
@@ -92,15 +94,16 @@ def choose_tuning(
     multiprocessors: int,
     clusters: bool = False,
     warpgroups: bool = False,
+    shared: int = MAX_SHARED,
     store: TuningStore | None = None,
 ) -> ChosenTuning:
     """The tuning for steps of `rows` rows on a GPU by name, and its origin.
 
-    `context`: positions of a sequence.  `clusters`, `warpgroups`: whether the device has them.  A
-    stored tuning that is damaged or does not fit is not used, and a warning says why.
-    Raises UnsupportedModelError.
+    `context`: positions of a sequence.  `clusters`, `warpgroups`: whether the device has them;
+    `shared`: bytes that a block may have.  A stored tuning that is damaged or does not fit is not
+    used, and a warning says why.  Raises UnsupportedModelError.
     """
-    has = {"clusters": clusters, "warpgroups": warpgroups}
+    has: dict[str, Any] = {"clusters": clusters, "warpgroups": warpgroups, "shared": shared}
     default = default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors, **has
     )
@@ -119,6 +122,7 @@ def known_of(device: Device) -> dict[str, Any]:
         "multiprocessors": properties.multiprocessors,
         "clusters": device.capabilities.clusters,
         "warpgroups": has_warpgroups(properties.compute_capability),
+        "shared": dynamic_shared(properties.max_shared_per_block),
     }
 
 
@@ -238,10 +242,12 @@ class TuningStore:
         *,
         clusters: bool = True,
         warpgroups: bool = True,
+        shared: int = MAX_SHARED,
     ) -> Tuning | None:
         """The tuning of a key, or None; with a warning where there is a file that is not used.
 
-        `clusters`, `warpgroups`: whether the device has them.
+        `clusters`, `warpgroups`: whether the device has them; `shared`: bytes that a block may
+        have.
         """
         path = self.folder / key.name
         stored = _read(path)
@@ -254,8 +260,14 @@ class TuningStore:
             assert stored.record is not None
             try:
                 tuning = decode_tuning(stored.record["tuning"], base)
-                has = {"clusters": clusters, "warpgroups": warpgroups}
-                problems = problems_of(config, key.rows, tuning, **has)
+                problems = problems_of(
+                    config,
+                    key.rows,
+                    tuning,
+                    clusters=clusters,
+                    warpgroups=warpgroups,
+                    shared=shared,
+                )
                 problem = "; ".join(problems) or None
                 if problem is None:
                     return tuning

@@ -19,6 +19,7 @@ from ostinato.models.cuda.legal import (
     vector_steps,
 )
 from ostinato.models.cuda.shapes import (
+    MAX_SHARED,
     PRODUCTS,
     REGISTERS,
     START_NEXT,
@@ -29,18 +30,23 @@ from ostinato.models.cuda.shapes import (
     Tuning,
     VectorShape,
     block_shapes,
+    in_tiles,
     largest_divisor,
     power_of_two_from,
     products_of,
     slab_granule,
+    warpgroup_shape,
+    without_warpgroups,
 )
 
 __all__ = [
     "attention_shapes",
     "block_variants",
     "expected_gains",
+    "multiplies_by_warpgroups",
     "product_shapes",
     "start_variants",
+    "warpgroup_variants",
 ]
 
 _BEFORE_THREE = 8
@@ -58,23 +64,23 @@ def product_shapes(
     *,
     clusters: bool = False,
     warpgroups: bool = False,
+    shared: int = MAX_SHARED,
 ) -> tuple[Shape, ...]:
     """Shapes of a product ("qkv", "output", …) worth a try, by a rough cost, the least first.
 
-    `clusters`, `warpgroups`: whether the device has them.
+    `clusters`: whether the device has them; `warpgroups`: whether they multiply; `shared`: bytes
+    that a block may have.
     """
     product = products_of(config)[name]
     made: list[tuple[float, Shape]] = []
-    if rows == 1:
+    if not in_tiles(config, rows, shared):
         for shape in _vectors(product, multiprocessors):
-            if vector_problem(shape, product) is None:
+            if vector_problem(shape, product, shared) is None:
                 made.append((_vector_cost(shape, product, multiprocessors), shape))
     else:
         several = _matrices(product, multiprocessors, clusters)
-        if warpgroups and rows > 8:
-            several = itertools.chain(_warpgroups(product, multiprocessors), several)
-        for matrix in several:
-            if matrix_problem(name, matrix, product, rows) is None:
+        for matrix in _warpgroups(product, multiprocessors) if warpgroups else several:
+            if matrix_problem(name, matrix, product, rows, shared) is None:
                 made.append((_matrix_cost(matrix, product, rows, multiprocessors), matrix))
     return tuple(shape for _, shape in sorted(made, key=lambda pair: pair[0]))
 
@@ -179,11 +185,11 @@ def _matrix_cost(shape: MatrixShape, product: Product, rows: int, multiprocessor
 
 
 def attention_shapes(
-    config: LlamaConfig, rows: int, *, clusters: bool = False
+    config: LlamaConfig, rows: int, *, clusters: bool = False, shared: int = MAX_SHARED
 ) -> tuple[AttentionShape, ...]:
     """Shapes of the attention worth a try, those that read some 64 positions at once first.
 
-    `clusters`: whether the device has them.
+    `clusters`: whether the device has them; `shared`: bytes that a block may have.
     """
     group, groups = config.heads // config.kv_heads, 32 // power_of_two_from(config.head_size // 8)
     ways = [(8, 1), (16, 1), (32, 1)] + [(1, 1)] * (rows > 1)
@@ -201,7 +207,7 @@ def attention_shapes(
     legal = [
         shape
         for shape in made
-        if attention_problem(shape, config) is None
+        if attention_problem(shape, config, shared) is None
         and 16 <= shape.warps * shape.steps * groups <= 512
         and blocks // shape.queries * shape.splits <= 4096
     ]
@@ -210,12 +216,36 @@ def attention_shapes(
 
 def block_variants(tuning: Tuning, config: LlamaConfig, multiprocessors: int) -> tuple[Tuning, ...]:
     """The same tuning with a layer's attention as one launch, and as three."""
+    if isinstance(tuning.down, MatrixShape):
+        return ()
     made: list[Tuning] = [
-        replace(tuning, block=shape) for shape in block_shapes(config, multiprocessors)
+        replace(tuning, block=shape)
+        for shape in block_shapes(config, multiprocessors, tuning.shared)
     ]
     if made:
         made.insert(_BEFORE_THREE, replace(tuning, block=None))
     return tuple(made)
+
+
+def warpgroup_variants(
+    tuning: Tuning, config: LlamaConfig, rows: int, multiprocessors: int
+) -> tuple[Tuning, ...]:
+    """The same with warpgroups for all products in place of none, or the other way round; for a
+    device that has them."""
+    products = products_of(config)
+    if rows <= 8 or any(product.inputs % 64 for product in products.values()):
+        return ()
+    if multiplies_by_warpgroups(tuning):
+        made = {
+            n: without_warpgroups(n, tuning, p, rows, multiprocessors) for n, p in products.items()
+        }
+    else:
+        made = {n: warpgroup_shape(n, p, rows, multiprocessors) for n, p in products.items()}
+    return (replace(tuning, **made),)
+
+
+def multiplies_by_warpgroups(tuning: Tuning) -> bool:
+    return isinstance(tuning.down, MatrixShape) and bool(tuning.down.warpgroup)
 
 
 def start_variants(tuning: Tuning, kernel: str | None = None) -> tuple[Tuning, ...]:

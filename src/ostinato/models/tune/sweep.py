@@ -15,9 +15,11 @@ from typing import Any, Protocol
 from ostinato.errors import InputError
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.shapes import (
+    MAX_SHARED,
     PRODUCT_CALLS,
     PRODUCTS,
     ROUNDED_CALLS,
+    MatrixShape,
     Tuning,
     blocked_calls,
 )
@@ -25,8 +27,10 @@ from ostinato.models.tune.candidates import (
     attention_shapes,
     block_variants,
     expected_gains,
+    multiplies_by_warpgroups,
     product_shapes,
     start_variants,
+    warpgroup_variants,
 )
 
 __all__ = ["Meter", "Progress", "SweepResult", "Trial", "sweep"]
@@ -98,6 +102,7 @@ class _Sweep:
     multiprocessors: int
     clusters: bool
     warpgroups: bool
+    shared: int
     contexts: tuple[int, ...]
     meter: Meter
     clock: Callable[[], float]
@@ -168,12 +173,17 @@ class _Sweep:
             return start_variants(self.best, name.removeprefix("start "))
         if name == "block":
             return block_variants(self.best, self.config, self.multiprocessors)
+        if name == "warpgroups":
+            return warpgroup_variants(self.best, self.config, self.rows, self.multiprocessors)
         if name == "attention":
-            shapes = attention_shapes(self.config, self.rows, clusters=self.clusters)
+            shapes = attention_shapes(
+                self.config, self.rows, clusters=self.clusters, shared=self.shared
+            )
             return [replace(self.best, attention=shape) for shape in shapes]
         made = product_shapes(
             self.config, name, self.rows, self.multiprocessors,
-            clusters=self.clusters, warpgroups=self.warpgroups,
+            clusters=self.clusters, warpgroups=multiplies_by_warpgroups(self.best),
+            shared=self.shared,
         )  # fmt: skip
         return [_with(self.best, name, shape) for shape in made]
 
@@ -221,6 +231,7 @@ def sweep(
     multiprocessors: int,
     clusters: bool = False,
     warpgroups: bool = False,
+    shared: int = MAX_SHARED,
     contexts: Sequence[int],
     seconds: float,
     tell: Callable[[Progress], None] = lambda progress: None,
@@ -228,9 +239,10 @@ def sweep(
 ) -> SweepResult:
     """The best tuning found from `start` on, in about so many seconds.
 
-    `clusters`, `warpgroups`: whether the device has them.  `contexts`: positions at which the step
-    is timed; the first one decides about products.  `tell` is called after each candidate.  Raises
-    InputError for no contexts or no time, and what the meter raises.
+    `clusters`, `warpgroups`: whether the device has them; `shared`: bytes that a block may have.
+    `contexts`: positions at which the step is timed; the first one decides about products.  `tell`
+    is called after each candidate.  Raises InputError for no contexts or no time, and what the
+    meter raises.
     """
     if not contexts or not seconds > 0:
         raise InputError(f"contexts {list(contexts)} and {seconds} seconds: both are needed")
@@ -238,7 +250,7 @@ def sweep(
     meter.prepare([start])
     before = {c: meter.microseconds(start, c, careful=True) for c in contexts}
     run = _Sweep(
-        config, rows, multiprocessors, clusters, warpgroups, tuple(contexts), meter, clock,
+        config, rows, multiprocessors, clusters, warpgroups, shared, tuple(contexts), meter, clock,
         began + seconds, tell, start, began, first=before[contexts[0]], now=before[contexts[0]],
     )  # fmt: skip
     gains = expected_gains(config)
@@ -249,9 +261,15 @@ def sweep(
     others = (call for call in PRODUCTS if PRODUCTS[call] not in ("qkv", "output"))
     qkv = (call for call in blocked if call not in ("attention", "output_residual"))
     starts = (*qkv, "output_residual", *others, "attention", "attention_block")
-    if rows > 1:
+    if isinstance(start.down, MatrixShape):
         starts = (*(ROUNDED_CALLS.get(one, one) for one in starts), "norm_rows")
-    order = ["start", *gains, "start", *(f"start {kernel}" for kernel in starts)]
+    order = [
+        *(["warpgroups"] if warpgroups else []),
+        "start",
+        *gains,
+        "start",
+        *(f"start {kernel}" for kernel in starts),
+    ]
     complete = True
     for index, name in enumerate(order):
         left = order[index:]

@@ -329,7 +329,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     static_assert(!Rounded<P>::SCALED || K == HIDDEN, "a norm is of the residual");
     // What a thread finishes: pairs of rows, one after the other.  The blocks of a cluster share them.
     constexpr int ITEMS = BLOCK_PAIRS * ROWS, NEXT_ITEM = S::CLUSTER * S::THREADS;
-    constexpr int BLOCK_ITEMS = ceil_div(ITEMS, NEXT_ITEM) * S::THREADS;  // at most
+    constexpr int BLOCK_ITEMS = smaller(ITEMS, ceil_div(ITEMS, NEXT_ITEM) * S::THREADS);  // at most
     ALIGNED_SHARED(shared, 1024);  // panels
     bf16* const inputs = reinterpret_cast<bf16*>(shared);
     // Later, in the same place: sums of the blocks of the cluster, [CLUSTER][BLOCK_ITEMS]; and the block's own.
