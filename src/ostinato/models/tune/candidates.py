@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.legal import (
@@ -235,12 +236,13 @@ def warpgroup_variants(
     products = products_of(config)
     if rows <= 8 or any(product.inputs % 64 for product in products.values()):
         return ()
-    if multiplies_by_warpgroups(tuning):
-        made = {
-            n: without_warpgroups(n, tuning, p, rows, multiprocessors) for n, p in products.items()
-        }
-    else:
-        made = {n: warpgroup_shape(n, p, rows, multiprocessors) for n, p in products.items()}
+    groups = multiplies_by_warpgroups(tuning)
+    made: dict[str, Any] = {}
+    for name, product in products.items():
+        if groups:
+            made[name] = without_warpgroups(name, tuning, product, rows, multiprocessors)
+        else:
+            made[name] = warpgroup_shape(name, product, rows, multiprocessors)
     return (replace(tuning, **made),)
 
 
