@@ -431,6 +431,7 @@ inline void expect_bytes(unsigned long long* arrivals, unsigned bytes) {
     *arrivals += bytes ? bytes : 1ull << 32;
 }
 inline int uniform(int value) { return value; }
+inline float divide_fast(float a, float b) { return a / b; }
 namespace emulated {
 inline void count_bytes(unsigned long long* arrivals, unsigned bytes) {
     if (static_cast<unsigned>(*arrivals) < bytes) {

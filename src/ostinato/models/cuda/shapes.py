@@ -615,6 +615,10 @@ def packed_shape(
     are whole bricks.
     """
     if rows > 1:
+        if 16 < rows <= 32 and clusters and shared == MAX_SHARED:
+            few = _packed_in_clusters(name, product, bits, multiprocessors)
+            if few is not None:
+                return few
         given: dict[str, bool] = {"clusters": clusters, "packed": True}
         return _matrix_shape(name, product, rows, multiprocessors, shared, **given)
     span, split = _packed_split(product.inputs)
@@ -629,6 +633,21 @@ def packed_shape(
         if even:
             turns, depth = even[-1], 2
     return PackedShape(split, 1, turns, depth, resident)
+
+
+def _packed_in_clusters(
+    name: str, product: Product, bits: int, multiprocessors: int
+) -> MatrixShape | None:
+    """Of 17 to 32 rows: the normed products of layers of the 1B shape's size (H200, us a step:
+    Q4_K_M 927 -> 864, Q8_0 837 -> 810)."""
+    tiles = -(-product.pairs // 8)
+    if name == "head" or not product.normed or product.nbytes > _SOON_OVER[1]:
+        return None
+    if 0.9 <= tiles / (8 * multiprocessors) <= 1:
+        return MatrixShape(8, 2, 1, 1024 if bits == 4 else 512, 8)
+    if 1.4 <= tiles / multiprocessors <= 2 and product.inputs >= 2048:
+        return MatrixShape(4, 2, 4, 512, 8, 4)
+    return None
 
 
 def _packed_split(inputs: int) -> tuple[int, int]:
@@ -745,7 +764,7 @@ def _warpgroups_pay(config: LlamaConfig, products: Mapping[str, Product], rows: 
     360M 48 rows 969 and 932 (H100), 64 rows 1,070 and 987, 1,114 and 988, 32 rows 671 and 807;
     8B 32 rows 5,122 and 5,061, 6,159 and 5,992, 24 rows nothing, 48 rows 6,805 and 7,420 (H100);
     135M 64 rows 643 and 736."""
-    if any(product.inputs % 64 for product in products.values()):
+    if any(one.inputs % 64 or one.nbytes >= 1 << 33 for one in products.values()):
         return False
     if config.hidden >= 3072:
         return 24 < rows <= 32 or rows > 48
@@ -758,25 +777,31 @@ def warpgroup_shape(name: str, product: Product, rows: int, multiprocessors: int
     64 rows of the matrix in a block, so that a multiprocessor has room for two of them, or for one
     and one of the next kernel, which asks for its weights meanwhile.  Where there are too few
     blocks, clusters of them share inputs, down to 256 in each.  With many rows two warps share the
-    inputs, since they finish twice as many sums; of the head with few rows.
+    inputs, since they finish twice as many sums; or a block has 128 rows, if there is one for each
+    multiprocessor.
     """
     head, few = name == "head", rows <= 32
-    tiles, split = 8 if head and not few else 4, 2 if head == few else 1
+    alone = 0.9 * multiprocessors <= product.pairs / 64 <= multiprocessors
+    tiles = 8 if not few and (head or alone) else 4
+    split = 1 if few or tiles == 8 else 2
     blocks, blocks_k = -(-product.pairs // (8 * tiles)), 1
-    while not head and blocks_k < 8 and product.inputs >= 512 * blocks_k:
+    while not head and tiles == 4 and blocks_k < 8 and product.inputs >= 512 * blocks_k:
         if blocks * blocks_k >= 1.4 * multiprocessors:
             break
         blocks_k *= 2
     each = -(-product.inputs // blocks_k)
-    # As large a ring as two blocks have room for; a smaller one where there are more than two.
+    # As large a ring as two blocks have room for, or the one; a smaller one where there are more.
     wide = not head and (blocks_k == 1 or 256 < each <= 512)
     slab = 128 if wide and few and product.inputs % 128 == 0 else 64
     cut = MatrixShape(tiles, split, blocks_k, slab, 1, blocks_k, 4, warpgroup=1)
+    if head:
+        return cut
     rings = [replace(cut, ring=n) for n in range(3, max(4, min(8, each // slab)) + 1)]
     if wide:
-        return [one for one in rings if one.shared_bytes(rows) <= _HALF][-1]
+        most = MAX_SHARED if tiles == 8 else _HALF
+        return [one for one in rings if one.shared_bytes(rows) <= most][-1]
     full = (one for one in rings[1:] if one.shared_bytes(rows) > _MORE_THAN_QUARTER)
-    return cut if head else next(full, rings[-1])
+    return next(full, rings[-1])
 
 
 def _attention_shape(

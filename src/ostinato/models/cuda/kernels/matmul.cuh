@@ -182,14 +182,25 @@ template <class S, class P> struct WarpgroupWeights {
     static constexpr int SLAB_BYTES = PANELS_OF_SLAB * (WEIGHT_PANEL + INPUT_PANEL);
     static_assert(S::RING > 2, "a slab is copied while two are multiplied");
     static_assert(PANELS && K % S::SLAB == 0, "whole panels");
+    static_assert(static_cast<long long>(PAIRS) * 2 * K < 1ll << 32, "places of 32 bits");
+    static constexpr int COPIES = ceil_div(MATRIX_ROWS * CHUNKS, S::THREADS);  // of a thread, in a slab
+    static constexpr bool EVEN = MATRIX_ROWS * CHUNKS % S::THREADS == 0;
     const bf16* weight;
-    int first_pair, first_slab, group, part;
+    int first_slab, group, part;
     u8* ring;
-    u64* arrivals;  // of the inputs of each slab in the ring
+    u64* arrivals;     // of the inputs of each slab in the ring
+    u32 from[COPIES];  // in the first slab of the matrix
 
     DEVICE WarpgroupWeights(const bf16* weight, int first_pair, int first_slab, int tile, int part, u8* shared)
-        : weight(weight), first_pair(first_pair), first_slab(first_slab), group(tile / 4), part(part), ring(shared),
-          arrivals(reinterpret_cast<u64*>(shared + S::RING * SLAB_BYTES)) {}
+        : weight(weight), first_slab(first_slab), group(tile / 4), part(part), ring(shared),
+          arrivals(reinterpret_cast<u64*>(shared + S::RING * SLAB_BYTES)) {
+#pragma unroll
+        for (int j = 0; j < COPIES; j++) {
+            const int i = j * S::THREADS + threadIdx.x, r = i / CHUNKS;
+            const int pair = smaller(first_pair + r / 16 * 8 + r % 8, PAIRS - 1);
+            from[j] = static_cast<u32>(P::weight_row(pair, r / 8 % 2)) * K + i % CHUNKS * 8;
+        }
+    }
     DEVICE static constexpr int ring_bytes() { return S::RING * (SLAB_BYTES + 8); }
     DEVICE u8* slab_at(int slab) const { return ring + slab % S::RING * SLAB_BYTES; }
     DEVICE static bool copies_inputs() { return threadIdx.x == S::THREADS - 1; }
@@ -199,12 +210,12 @@ template <class S, class P> struct WarpgroupWeights {
     }
     DEVICE void copy_weights(int slab) const {
         u8* const to = slab_at(slab);
-#pragma unroll 4
-        for (int i = threadIdx.x; i < MATRIX_ROWS * CHUNKS; i += S::THREADS) {
-            const int r = i / CHUNKS, chunk = i % CHUNKS, k = (first_slab + slab) * S::SLAB + chunk * 8;
-            const int pair = smaller(first_pair + r / 16 * 8 + r % 8, PAIRS - 1);
-            const bf16* const from = weight + static_cast<long long>(P::weight_row(pair, r / 8 % 2)) * K;
-            copy_async(to + chunk / 8 * WEIGHT_PANEL + panel_at(r, chunk % 8), from + k, true);
+        const bf16* const of_slab = weight + (first_slab + slab) * S::SLAB;
+#pragma unroll
+        for (int j = 0; j < COPIES; j++) {
+            const int i = j * S::THREADS + threadIdx.x, r = i / CHUNKS, chunk = i % CHUNKS;
+            if (EVEN || i < MATRIX_ROWS * CHUNKS)
+                copy_async(to + chunk / 8 * WEIGHT_PANEL + panel_at(r, chunk % 8), of_slab + from[j], true);
         }
     }
     DEVICE void copy_inputs(const bf16* rounded, int slab) const {
