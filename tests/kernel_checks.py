@@ -7,7 +7,7 @@ the joins.  `check` compiles one for an architecture; it needs NVRTC and no GPU.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,7 +112,9 @@ OF_WARPGROUPS = {
     "llama-3.2-1b": MODELS["llama-3.2-1b"],
     "qwen2.5-1.5b": _config(12, 2, 128, inner=8960, vocabulary=151936, qkv_bias=True),
     "qwen3-1.7b": _config(16, 8, 128, inner=6144, vocabulary=151936, qk_norm=True),
-    "odd": _config(17, 1, 64, inner=1096, vocabulary=301),
+    "smollm2-360m": _config(15, 5, 64, inner=2560, vocabulary=49152, tied_embeddings=True),
+    "llama-3.1-8b": MODELS["llama-3.1-8b"],
+    "odd": _config(17, 1, 64, inner=1088, vocabulary=301),
 }
 """Whose steps of several rows multiply with warpgroups."""
 
@@ -204,15 +206,16 @@ def _launches(config: LlamaConfig) -> Iterator[CudaLaunch]:
         yield from (one for one in step if isinstance(one, CudaLaunch))
 
 
-def _of_warpgroups(config: LlamaConfig) -> Iterator[CudaLaunch]:
+def _of_warpgroups(config: LlamaConfig) -> Iterable[CudaLaunch]:
     """What multiplies with warpgroups."""
+    made = []
     for rows in (32, 64):
         given: Any = {"clusters": True, "warpgroups": True}
         tuning = default_tuning(config, rows=rows, context=2048, **given)
         step = lower(decode_program(config), config, rows=rows, context=2048, tuning=tuning)
-        made = [one for one in step if one.options.arch is not None]
-        assert made, "no warpgroups by the rule"
-        yield from made
+        made += [one for one in step if one.options.arch is not None]
+    assert made, "no warpgroups by the rule"
+    return made
 
 
 def _packed(config: LlamaConfig, kind: str) -> Iterator[tuple[int, CudaLaunch]]:

@@ -822,7 +822,7 @@ def test_small_streamed_products_agree_with_numpy(cuda_device: Device, rows: int
 @pytest.mark.parametrize("rows", [3, 17, 40])
 def test_small_products_of_warpgroups_agree_with_numpy(cuda_device: Device, rows: int) -> None:
     require_warpgroups(cuda_device)
-    config = config_of(6, 2, 64, hidden=200, inner=520, vocabulary=301, layers=1)
+    config = config_of(6, 2, 64, hidden=192, inner=640, vocabulary=301, layers=1)
     tuning, machine = of_warpgroups(config, rows, 70), OnDevice(cuda_device)
     checks.run_checks(machine, config, (rows,), sequences=3, context=70, tunings={rows: tuning})
 
