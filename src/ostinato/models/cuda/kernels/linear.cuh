@@ -30,7 +30,7 @@ DEVICE void dot8(float& even, float& odd, const uint4& w, const float4& a, const
     odd = fmaf(high_half(w.w), b.w, odd);
 }
 
-DEVICE float silu(float x) { return divide_fast(x, 1.0f + exp2_fast(-1.44269504f * x)); }
+DEVICE float silu(float x) { return x / (1.0f + exp2_fast(-1.44269504f * x)); }
 
 DEVICE bf16 to_bf16(float x) { return static_cast<bf16>(pack_bf16(x, 0.0f)); }
 
