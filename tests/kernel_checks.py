@@ -74,8 +74,8 @@ it 128 registers."""
 SPILLS_OF_SMALL = SPILLS | {
     "sample": 40,  # of odd sizes
     **dict.fromkeys(("rounded_output", "rounded_down"), 128),
-    "rounded_qkv_rope": 88,
-    "rounded_qkv": 36,
+    "rounded_qkv_rope": 120,
+    "rounded_qkv": 44,
     "rounded_gate_up": 56,
     "rounded_head": 36,
 }
