@@ -63,7 +63,7 @@ class KernelCheck:
 
 SPILLS = {
     "head": 12,  # Q5_K of Qwen3 0.6B, Q8_0 of Qwen2.5 7B on sm_80
-    "rounded_qkv_rope": 20,  # sm_100 4; Llama 3.2 1B on sm_80 and sm_90
+    "rounded_qkv_rope": 24,  # sm_100 4; Llama 3.2 1B on sm_80, on sm_90 20
     "rounded_gate_up": 4,  # Q5_K; Qwen2.5 0.5B on sm_100
     "rounded_head": 32,  # Q5_K 4; odd sizes on sm_100 32
     "rounded_down": 76,  # Qwen2.5 0.5B on sm_100
