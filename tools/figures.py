@@ -656,7 +656,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     table.__name__: table
     for table in (
         replay_cost, launch_cost, change_cost, modules, decode, batches, batches_h200, contexts,
-        shapes, floor, profile, profile_batches, profile_batches_h200, prompts, prompt_attention, attention, startup,
-        load, host, join, torch_graphed, generate, weights, weights_h100,
+        shapes, floor, profile, profile_batches, profile_batches_h200, prompts, prompt_attention,
+        attention, startup, load, host, join, torch_graphed, generate, weights, weights_h100,
     )
 }  # fmt: skip
