@@ -781,8 +781,8 @@ def warpgroup_shape(name: str, product: Product, rows: int, multiprocessors: int
     multiprocessor.
     """
     head, few = name == "head", rows <= 32
-    alone = 0.9 * multiprocessors <= product.pairs / 64 <= multiprocessors
-    tiles = 8 if not few and (head or alone) else 4
+    one_each = 0.9 * multiprocessors <= product.pairs / 64 <= multiprocessors
+    tiles = 8 if not few and (head or one_each) else 4
     split = 1 if few or tiles == 8 else 2
     blocks, blocks_k = -(-product.pairs // (8 * tiles)), 1
     while not head and tiles == 4 and blocks_k < 8 and product.inputs >= 512 * blocks_k:

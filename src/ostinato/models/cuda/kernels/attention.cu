@@ -70,11 +70,11 @@ KERNEL __launch_bounds__(32 * WARPS)
     const int units = blocks == 1 ? 1 : ceil_div(blocks, CLUSTER);
     const int unit = split / CLUSTER;
     const int begin = first + split * span, end = smaller(begin + span, length);
-    // One block needs no others.  Else all blocks of a cluster stay for its barriers.
     auto out = [&](int item) -> Attended& {
         const int at = first_head * HEAD_SIZE + item;
         return attended[rounded_at(ROWS, HEADS * HEAD_SIZE, index, at / 8) * 8 + at % 8];
     };
+    // One block needs no others.  Else all blocks of a cluster stay for its barrier.
     if (blocks == 1 ? split > 0 : unit >= units) {
         if constexpr (EARLY) wait_for_previous();
         start_next_at<AFTER_WAIT>();
