@@ -38,7 +38,6 @@ from ostinato.models.tune.candidates import (
     attention_shapes,
     block_variants,
     expected_gains,
-    multiplies_by_warpgroups,
     product_shapes,
     start_variants,
     warpgroup_variants,
@@ -451,12 +450,12 @@ def test_a_sweep_tries_both_ways_to_multiply(rows: int) -> None:
     tuning = shapes.default_tuning(config, rows=rows, clusters=True, warpgroups=True)
     (other,) = warpgroup_variants(tuning, config, rows, 132)
     (back,) = warpgroup_variants(other, config, rows, 132)
-    assert not multiplies_by_warpgroups(other) and back == tuning
+    assert not other.warpgroups and back == tuning
     for one in (tuning, other, back):
         assert not problems_of(config, rows, one)
         for name in shapes.PRODUCTS.values():
             of_kind = product_shapes(
-                config, name, rows, 132, clusters=True, warpgroups=multiplies_by_warpgroups(one)
+                config, name, rows, 132, clusters=True, warpgroups=one.warpgroups
             )
             assert of_kind
             assert not problems_of(config, rows, replace(one, **{name: of_kind[0]}))

@@ -192,10 +192,10 @@ def matrix_problem(
         return f"a cluster of {s.cluster} blocks, where {s.blocks_k} share the inputs"
     if s.shared_bytes(rows, shared) > (MAX_WARPGROUP_SHARED if s.warpgroup else shared):
         return f"a slab of {s.slab} does not fit shared memory with {rows} rows"
-    if s.warpgroup and product.nbytes >= 1 << 33:
-        return f"a matrix of {product.nbytes} bytes, and a warpgroup takes less than {1 << 33}"
     if s.warpgroup and product.inputs % s.slab:
         return f"{product.inputs} inputs are not whole slabs of {s.slab}, as a warpgroup needs"
+    if s.warpgroup and not product.fits_warpgroups:
+        return f"a matrix of {product.nbytes} bytes, which is too large for a warpgroup"
     if s.ring == 1 or s.ring > 8 or s.alone > 1:
         return f"a ring of {s.ring} slabs, alone {s.alone}"
     if s.blocks_k > 64 or -(-product.pairs // s.block_pairs) > COUNTER_BYTES // 4:

@@ -375,14 +375,9 @@ class Cut:
     """Whether a library makes the products of layers."""
 
     @property
-    def tiles(self) -> bool:
-        """Whether our products are those of rounded.cu."""
-        return isinstance(self.tuning.down, MatrixShape)
-
-    @property
     def rounds(self) -> bool:
         """Whether products of layers read bfloat16, which the attention writes then."""
-        return self.library or self.tiles
+        return self.library or self.tuning.tiles
 
     @functools.cached_property
     def products(self) -> dict[str, Product]:
@@ -396,10 +391,8 @@ class Cut:
     @functools.cached_property
     def panels(self) -> bool:
         """Whether warpgroups make all products: kernels leave rounded inputs in panels then."""
-        shapes = [getattr(self.tuning, name) for name in self.products]
         plain = all(packings == {None} for packings in self._packings.values())
-        groups = all(isinstance(one, MatrixShape) and one.warpgroup for one in shapes)
-        return groups and plain and not self.library
+        return self.tuning.warpgroups and plain and not self.library
 
     @property
     def padded_rows(self) -> int:
@@ -431,7 +424,7 @@ class Cut:
         return packed_shape(
             name,
             self.products[name],
-            max(2, self.rows) if self.tiles else self.rows,
+            max(2, self.rows) if self.tuning.tiles else self.rows,
             bits=max(FORMATS[part.kind].unit for part in packing) // 128,
             multiprocessors=self.multiprocessors,
             clusters=self.tuning.clusters,
@@ -456,6 +449,7 @@ class Cut:
             "HEAD_SIZE": c.head_size,
             "VOCAB": c.vocabulary,
             "ROWS": self.rows,
+            **({"PANELS": 1} if self.panels else {}),
             **family_macros(c),
         }
 
@@ -470,6 +464,7 @@ class Cut:
         shape, c, block = self.shape_macros, self.config, self.tuning.block
         vocabulary = given.get("vocabulary", c.vocabulary)
         found: dict[str, object]
+        names: tuple[str, ...]
         if kernel in _OF_ONE:
             name = PRODUCT_CALLS[_OF_ONE[kernel]]
             from ostinato.distributed.exchange import SUMS_MACROS
@@ -487,15 +482,13 @@ class Cut:
                 if packing is None and (block is None or call not in self.blocked):
                     found |= self._product_macros("Shape", name)
                 elif packing is not None and call == kernel:
-                    template = "PackedMatrixShape" if self.tiles else "PackedShape"
+                    template = "PackedMatrixShape" if self.tuning.tiles else "PackedShape"
                     found |= self._product_macros(template, name, packing)
                     found["PACKED"] = 1
             if block is not None:
                 found["RESIDUAL_PARTS"] = block.units(c)
-            if self.panels:
-                found["PANELS"] = 1
         elif kernel == "attention":
-            names = ("HEADS", "KV_HEADS", "HEAD_SIZE", "ROWS", "WINDOWED")
+            names = ("HEADS", "KV_HEADS", "HEAD_SIZE", "ROWS", "WINDOWED", "PANELS")
             found = {k: shape[k] for k in names if k in shape}
             for name, value in asdict(self.tuning.attention).items():
                 found[f"ATTENTION_{name.upper()}"] = value
@@ -503,8 +496,6 @@ class Cut:
             if self.rounds:
                 before = ROUNDED_CALLS.get(before, before)
                 found["ROUND_ATTENDED"] = 1
-                if self.panels:
-                    found["PANELS"] = 1
             found["PREVIOUS_STARTS"] = self.starts(before)
         elif kernel == "norm_rope":
             names = ("HEADS", "KV_HEADS", "HEAD_SIZE", "QKV_BIAS", "QK_NORM")
@@ -626,7 +617,7 @@ class Cut:
             given["attended"] = ROUNDED_IN
             return [self.launch([replace(call, arguments=tuple(given.items()))], after=after)]
         kernel = ROUNDED_CALLS.get(call.kernel)
-        if kernel is None or not self.tiles:
+        if kernel is None or not self.tuning.tiles:
             return [self.launch(calls, after=after)]
         made: list[CudaLaunch] = []
         given["later"] = ABSENT
@@ -666,8 +657,6 @@ class Cut:
         names = parameter_names(PIECE_SIGNATURES[kernel])
         # Those of linear.cuh, and no number of rows: all steps share the kernels.
         macros: dict[str, object] = {k: v for k, v in self.shape_macros.items() if k != "ROWS"}
-        if self.panels:
-            macros["PANELS"] = 1
         macros |= {"NORM_THREADS": self._norm_threads, "ROW_THREADS": ROW_THREADS}
         return CudaLaunch(
             kernel,
@@ -782,7 +771,7 @@ class Cut:
     def exchanges_sums(self) -> bool:
         """Whether products of one row can add their sums over ranks themselves: every one of their
         blocks must be resident at once, since it waits for the same block of other ranks."""
-        if self.tiles:
+        if self.tuning.tiles:
             return False
         most = self.tuning.shared
         for call in decode_program(self.config):

@@ -330,6 +330,17 @@ class Tuning:
     """By "qkv", "output", "gate_up", "down": the product, one of these, of whose next matrix in the
     step it prefetches weights into L2, and how many bytes.  Compute capability 9.0 and up."""
 
+    @property
+    def tiles(self) -> bool:
+        """Whether the products are those of rounded.cu (`in_tiles`)."""
+        return isinstance(self.down, MatrixShape)
+
+    @property
+    def warpgroups(self) -> bool:
+        """Whether warpgroups make all products."""
+        shapes = (self.qkv, self.output, self.gate_up, self.down, self.head)
+        return all(isinstance(one, MatrixShape) and bool(one.warpgroup) for one in shapes)
+
     def with_start(self, where: str) -> Tuning:
         """The same, with one place for all kernels."""
         return replace(self, start_next=dict.fromkeys(STARTING, where))
@@ -347,6 +358,12 @@ class Product:
     def nbytes(self) -> int:
         """Of its matrix in bfloat16; of an odd vocabulary one row more."""
         return 4 * self.pairs * self.inputs
+
+    @property
+    def fits_warpgroups(self) -> bool:
+        """Whether warpgroups can make it: its inputs are whole panels, and places in its matrix
+        have 32 bits."""
+        return self.inputs % 64 == 0 and self.nbytes < 1 << 33
 
 
 def products_of(config: LlamaConfig) -> dict[str, Product]:
@@ -764,7 +781,7 @@ def _warpgroups_pay(config: LlamaConfig, products: Mapping[str, Product], rows: 
     360M 48 rows 969 and 932 (H100), 64 rows 1,070 and 987, 1,114 and 988, 32 rows 671 and 807;
     8B 32 rows 5,122 and 5,061, 6,159 and 5,992, 24 rows nothing, 48 rows 6,805 and 7,420 (H100);
     135M 64 rows 643 and 736."""
-    if any(one.inputs % 64 or one.nbytes >= 1 << 33 for one in products.values()):
+    if not all(product.fits_warpgroups for product in products.values()):
         return False
     if config.hidden >= 3072:
         return 24 < rows <= 32 or rows > 48

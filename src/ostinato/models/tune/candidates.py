@@ -44,7 +44,6 @@ __all__ = [
     "attention_shapes",
     "block_variants",
     "expected_gains",
-    "multiplies_by_warpgroups",
     "product_shapes",
     "start_variants",
     "warpgroup_variants",
@@ -217,7 +216,7 @@ def attention_shapes(
 
 def block_variants(tuning: Tuning, config: LlamaConfig, multiprocessors: int) -> tuple[Tuning, ...]:
     """The same tuning with a layer's attention as one launch, and as three."""
-    if isinstance(tuning.down, MatrixShape):
+    if tuning.tiles:
         return ()
     made: list[Tuning] = [
         replace(tuning, block=shape)
@@ -234,20 +233,15 @@ def warpgroup_variants(
     """The same with warpgroups for all products in place of none, or the other way round; for a
     device that has them."""
     products = products_of(config)
-    if rows <= 8 or any(product.inputs % 64 for product in products.values()):
+    if rows <= 8 or not all(product.fits_warpgroups for product in products.values()):
         return ()
-    groups = multiplies_by_warpgroups(tuning)
     made: dict[str, Any] = {}
     for name, product in products.items():
-        if groups:
+        if tuning.warpgroups:
             made[name] = without_warpgroups(name, tuning, product, rows, multiprocessors)
         else:
             made[name] = warpgroup_shape(name, product, rows, multiprocessors)
     return (replace(tuning, **made),)
-
-
-def multiplies_by_warpgroups(tuning: Tuning) -> bool:
-    return isinstance(tuning.down, MatrixShape) and bool(tuning.down.warpgroup)
 
 
 def start_variants(tuning: Tuning, kernel: str | None = None) -> tuple[Tuning, ...]:

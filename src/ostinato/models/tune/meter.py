@@ -30,7 +30,7 @@ from ostinato.models.cuda.lowering import (
     shape_macro,
     workspace_bytes,
 )
-from ostinato.models.cuda.shapes import PRODUCTS, MatrixShape, Tuning
+from ostinato.models.cuda.shapes import PRODUCTS, Tuning
 from ostinato.models.plan import BufferPlan, PlanSizes
 from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, ROW, SAMPLE, STATE, decode_program
 from ostinato.models.weights import Weights
@@ -222,7 +222,7 @@ class StepMeter(Closeable):
             return "the same step gave different bits"
         error = float(np.linalg.norm(seen[0] - wanted) / max(float(np.linalg.norm(wanted)), 1e-30))
         most = TOLERANCE
-        if isinstance(tuning.down, MatrixShape):
+        if tuning.tiles:
             most *= max(1.0, math.sqrt(self.config.layers / _ROUNDED_LAYERS))
         if not error <= most:
             return f"its logits are {error:.2e} away from the default's, above {most:.2g}"

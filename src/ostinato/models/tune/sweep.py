@@ -19,7 +19,6 @@ from ostinato.models.cuda.shapes import (
     PRODUCT_CALLS,
     PRODUCTS,
     ROUNDED_CALLS,
-    MatrixShape,
     Tuning,
     blocked_calls,
 )
@@ -27,7 +26,6 @@ from ostinato.models.tune.candidates import (
     attention_shapes,
     block_variants,
     expected_gains,
-    multiplies_by_warpgroups,
     product_shapes,
     start_variants,
     warpgroup_variants,
@@ -101,7 +99,6 @@ class _Sweep:
     rows: int
     multiprocessors: int
     clusters: bool
-    warpgroups: bool
     shared: int
     contexts: tuple[int, ...]
     meter: Meter
@@ -182,7 +179,7 @@ class _Sweep:
             return [replace(self.best, attention=shape) for shape in shapes]
         made = product_shapes(
             self.config, name, self.rows, self.multiprocessors,
-            clusters=self.clusters, warpgroups=multiplies_by_warpgroups(self.best),
+            clusters=self.clusters, warpgroups=self.best.warpgroups,
             shared=self.shared,
         )  # fmt: skip
         return [_with(self.best, name, shape) for shape in made]
@@ -250,7 +247,7 @@ def sweep(
     meter.prepare([start])
     before = {c: meter.microseconds(start, c, careful=True) for c in contexts}
     run = _Sweep(
-        config, rows, multiprocessors, clusters, warpgroups, shared, tuple(contexts), meter, clock,
+        config, rows, multiprocessors, clusters, shared, tuple(contexts), meter, clock,
         began + seconds, tell, start, began, first=before[contexts[0]], now=before[contexts[0]],
     )  # fmt: skip
     gains = expected_gains(config)
@@ -261,7 +258,7 @@ def sweep(
     others = (call for call in PRODUCTS if PRODUCTS[call] not in ("qkv", "output"))
     qkv = (call for call in blocked if call not in ("attention", "output_residual"))
     starts = (*qkv, "output_residual", *others, "attention", "attention_block")
-    if isinstance(start.down, MatrixShape):
+    if start.tiles:
         starts = (*(ROUNDED_CALLS.get(one, one) for one in starts), "norm_rows")
     order = [
         *(["warpgroups"] if warpgroups else []),
