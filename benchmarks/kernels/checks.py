@@ -119,11 +119,12 @@ class Bench:
         seed: int = 0,
         tunings: dict[int, Tuning] | None = None,
         types: Mapping[str, str] | None = None,
+        multiprocessors: int = 132,
     ) -> None:
         """`types`: of tensors that are packed, by their names in a layer ("wq", "embed", …)."""
         self.machine, self.config = machine, config
         self.sequences, self.context, self.ring = sequences, context, 16
-        self.tunings = tunings or {}
+        self.tunings, self.multiprocessors = tunings or {}, multiprocessors
         self.random = random = np.random.default_rng(seed)
         c = config
         host: dict[str, np.ndarray] = {}
@@ -209,6 +210,7 @@ class Bench:
             rows=rows,
             context=self.context,
             tuning=self.tunings.get(rows),
+            multiprocessors=self.multiprocessors,
             formats=self.formats,
         )
 

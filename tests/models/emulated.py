@@ -59,7 +59,7 @@ class EmulatedGpu:
 def emulated_bench(config: LlamaConfig, rows: int, **options: Any) -> checks.Bench:
     """The kernels' checks on the emulator, which builds those of a step together."""
     emulator = Emulator()
-    bench = checks.Bench(emulator, config, max_rows=rows, sequences=2, **options)
+    bench = checks.Bench(emulator, config, max_rows=rows, **{"sequences": 2, **options})
     emulator.expect(*bench.launches(rows))
     return bench
 

@@ -10,6 +10,7 @@ from ostinato.models.cuda.bricks import BRICK
 from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
     HELD_STEPS,
+    MAX_ROWS,
     MAX_SHARED,
     MAX_TURNS,
     MAX_WARPGROUP_SHARED,
@@ -25,6 +26,7 @@ from ostinato.models.cuda.shapes import (
     Shape,
     Tuning,
     VectorShape,
+    attends_in_tiles,
     block_problem,
     in_tiles,
     products_of,
@@ -84,7 +86,7 @@ def problems_of(
         said = packed_problem(name, packed, products_of(config)[name], rows, shared)
         if said:
             found.append(f"packed {name}: {said}")
-    said = attention_problem(tuning.attention, config, shared)
+    said = attention_problem(tuning.attention, config, rows, shared)
     if not said and tuning.attention.cluster > 1 and not clusters:
         said = f"clusters of {tuning.attention.cluster}, which this device does not have"
     if said:
@@ -206,21 +208,36 @@ def matrix_problem(
 
 
 def attention_problem(
-    shape: AttentionShape, config: LlamaConfig, shared: int = MAX_SHARED
+    shape: AttentionShape, config: LlamaConfig, rows: int, shared: int = MAX_SHARED
 ) -> str | None:
-    s = shape
-    wrong = _not_whole(s, {})
+    s, tiled = shape, attends_in_tiles(config, rows, shared)
+    wrong = _not_whole(s, {"resident": 0})
     if wrong:
         return wrong
     if config.heads // config.kv_heads % s.queries or s.queries > 8:
         return f"{s.queries} queries of {config.heads // config.kv_heads} in a block"
-    if s.warps > 16 or s.steps > 8 or s.splits > 128:
-        return f"{s.warps} warps, {s.steps} steps, {s.splits} splits"
+    if s.warps > 16 or s.steps > 8 or s.splits > 128 or s.passes > 128:
+        return f"{s.warps} warps, {s.steps} steps, {s.splits} splits, {s.passes} passes"
     if s.cluster > 8 or s.splits % s.cluster:
         return f"{s.splits} splits in clusters of {s.cluster}"
-    registers = 34 + 22 * s.queries + 7 * s.steps + 2 * s.queries * s.steps
-    if registers > 255 or s.queries * s.steps > 24 or registers * 32 * s.warps > REGISTERS:
+    registers = _attention_registers(s, config, tiled)
+    if registers > 255 or registers * 32 * s.warps * max(1, s.resident) > REGISTERS:
         return f"{s.queries} queries and {s.steps} steps in {s.warps} warps do not fit"
     if s.shared_bytes(config) > shared:
         return f"{s.queries} queries in {s.warps} warps do not fit shared memory"
+    if s.resident and (not tiled or rows > MAX_ROWS or s.cluster > 1):
+        return f"blocks that share the work of {rows} rows, in clusters of {s.cluster}"
+    if s.resident and rows * config.heads // s.queries >= COUNTER_BYTES // 4:
+        return f"{rows} rows of {config.heads} heads, which are more than there are counters"
     return None
+
+
+def _attention_registers(shape: AttentionShape, config: LlamaConfig, tiled: bool) -> int:
+    """Of a thread, at most: what is held of keys, values, queries and sums, and all else."""
+    queries, steps = shape.queries, shape.steps
+    if not tiled:
+        held = 22 * queries + 7 * steps + 2 * queries * steps
+        return 34 + held if queries * steps <= 24 else 256
+    keys, values = -(-config.head_size // 32), -(-config.head_size // 64)
+    held = steps * (8 * keys + 16 * values + 8) + 8 * keys + 32 * values
+    return held + (36 if values == 1 else 68)

@@ -732,6 +732,9 @@ class Cut:
             split = self.tuning.attention
             parts = c.heads // c.kv_heads // split.queries
             grid = (split.splits, c.kv_heads * parts, self.rows)
+            if split.resident:
+                own = self.rows * c.kv_heads * parts
+                grid = (max(own, split.resident * self.multiprocessors), 1, 1)
             shared = split.shared_bytes(c)
             cluster = (split.cluster, 1, 1) if split.cluster > 1 else None
             return LaunchConfig(

@@ -13,6 +13,7 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import BRICK
 
 __all__ = [
+    "CLUSTER_ROWS",
     "COUNTER_BYTES",
     "HELD_STEPS",
     "LEAST_SHARED",
@@ -28,6 +29,7 @@ __all__ = [
     "STARTING",
     "START_NEXT",
     "STATIC_SHARED",
+    "TILE_POSITIONS",
     "AttentionShape",
     "BlockShape",
     "MatrixShape",
@@ -36,6 +38,7 @@ __all__ = [
     "Shape",
     "Tuning",
     "VectorShape",
+    "attends_in_tiles",
     "block_problem",
     "block_rule",
     "block_shapes",
@@ -119,10 +122,13 @@ the kernels beside it, and a multiprocessor takes longer to read them than the l
 saved."""
 _DIGIT_BYTES = 4 * BRICK + 64 + 80
 """Of the digits of 256 inputs (packed.cuh)."""
-_WAVE_ROWS = 16
-"""From so many rows on, the attention is cut so that its blocks fill the device at once."""
-_CLUSTER_ROWS = 16
+CLUSTER_ROWS = 16
 """Most rows of a step whose attention has clusters."""
+_EVEN_CONTEXT = 8192
+"""Positions of a sequence up to which a few rows have clusters, though their lengths may differ."""
+_MOST_SHARES = 64
+TILE_POSITIONS = 16
+"""Of a step of tile_softmax.cuh."""
 HELD_STEPS = 128
 """Steps whose weights, 1 KB each, all warps of a multiprocessor can hold in registers."""
 _BLOCK_LANES = (4, 8, 16, 32)
@@ -246,15 +252,24 @@ class PackedShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """How attention.cu cuts a head: `queries` query heads of a KV head in a block, `warps` warps,
-    `steps` positions a lane asks for at once, `splits` blocks for the KV length.  `cluster` of
-    these blocks merge through shared memory (compute capability 9.0 and up)."""
+    """How attention.cu cuts a head: `queries` query heads of a KV head in a block of `warps` warps.
+    A warp asks for `steps` groups of positions at once: of 16 each where it multiplies on the
+    tensor cores (`attends_in_tiles`), else of as many as its lanes hold.
+
+    `splits`: blocks for the positions of a row, at most.  `cluster` of these merge through shared
+    memory (compute capability 9.0 and up).  `passes`: what each block of a cluster takes, in what
+    its warps ask for at once, before the row gets another cluster.  `resident`: blocks of a
+    multiprocessor, which share the work of all rows; 0 where each part of a row has a block of
+    its own.
+    """
 
     queries: int
     warps: int
     steps: int
     splits: int
     cluster: int = 1
+    passes: int = 1
+    resident: int = 0
 
     def shared_bytes(self, config: LlamaConfig) -> int:
         """Dynamic shared memory of a block: what its warps found, and the blocks of the cluster."""
@@ -462,12 +477,8 @@ def default_tuning(
     more: dict[str, Any] = {"clusters": clusters, "shared": shared}
     more["prefetch"] = _prefetch(products, rows)
     if tiles:
-        group, in_clusters = config.heads // config.kv_heads, rows <= _CLUSTER_ROWS and clusters
-        if in_clusters and group <= 3:
-            # A cluster for each query head, though keys are then read again for each (H200).
-            attention = _in_clusters(config, rows, context, multiprocessors, 1, 4)
-        elif in_clusters and group % 2 == 0:
-            attention = _pairs_of_heads(config, rows, multiprocessors)
+        if attends_in_tiles(config, rows, shared):
+            attention = _tiled_attention(config, rows, context, multiprocessors, clusters)
         else:
             attention = _attention_shape(config, rows, context, multiprocessors)
         early = _early_starts(products, rows)
@@ -518,12 +529,21 @@ def _prefetch(products: Mapping[str, Product], rows: int) -> dict[str, tuple[str
 def for_context(
     tuning: Tuning, config: LlamaConfig, *, rows: int, context: int, multiprocessors: int
 ) -> Tuning:
-    """A tuning that was made for shorter contexts, with clusters enough for this one."""
+    """A tuning that was made for shorter contexts, with blocks enough for this one."""
     shape = tuning.attention
-    if shape.cluster == 1:
+    if shape.resident:
+        longer = _in_list(shape, context)
+    elif shape.cluster > 1:
+        longer = _with_clusters(shape, config, rows, context, multiprocessors)
+    else:
         return tuning
-    longer = _with_clusters(shape, config, rows, context, multiprocessors)
     return tuning if longer.splits <= shape.splits else replace(tuning, attention=longer)
+
+
+def _in_list(shape: AttentionShape, context: int) -> AttentionShape:
+    """With as many blocks for the longest row as its shares."""
+    share = shape.passes * shape.warps * shape.steps * TILE_POSITIONS
+    return replace(shape, splits=max(2, min(_MOST_SHARES, -(-context // share))))
 
 
 def _with_clusters(
@@ -683,6 +703,12 @@ def in_tiles(config: LlamaConfig, rows: int, shared: int) -> bool:
     return any(PackedShape(_packed_split(n)[1], 1).shared_bytes(n) > shared for n in inputs)
 
 
+def attends_in_tiles(config: LlamaConfig, rows: int, shared: int) -> bool:
+    """Whether the attention of a step multiplies on the tensor cores (tile_softmax.cuh): where its
+    result is rounded to bfloat16 anyway, and a head fits the registers."""
+    return in_tiles(config, rows, shared) and config.head_size <= PIECE_HEAD_SIZE
+
+
 def dynamic_shared(most: int) -> int:
     """Bytes of dynamic shared memory for blocks of our kernels that may have `most` in all."""
     return min(MAX_SHARED, most - STATIC_SHARED)
@@ -824,29 +850,52 @@ def warpgroup_shape(name: str, product: Product, rows: int, multiprocessors: int
 def _attention_shape(
     config: LlamaConfig, rows: int, context: int, multiprocessors: int
 ) -> AttentionShape:
-    """As many query heads in a block as fit its registers.  With many rows, fewer of them or fewer
-    positions at once, where more blocks fill the device then, or all of them have room at once
-    (H100, 1B shape, us a step at position 560: 64 rows 1,873 -> 1,758, 32 rows 1,394 -> 1,345)."""
+    """Without tensor cores and clusters: as many query heads in a block as fit its registers."""
     group = config.heads // config.kv_heads
     divisors = [n for n in range(1, 9) if group % n == 0]
     small = [n for n in divisors if n <= 5]
     queries = small[-1] if small[-1] > 1 or len(divisors) == 1 else divisors[-1]
     warps, steps = 4, 4 if queries <= 5 else 2
-
-    def filled(shape: tuple[int, int]) -> float:  # of what the device has room for; 0 if it is full
-        queries, steps = shape
-        registers = 24 + 8 * queries + 8 * steps + 5 * queries * steps
-        room = multiprocessors * (REGISTERS // (32 * warps * registers))
-        share = rows * config.kv_heads * (group // queries) / room
-        return share if share <= 1 else 0.0
-
-    if rows >= _WAVE_ROWS and queries <= 5:
-        fewer = [(queries // 2, steps)] if queries % 2 == 0 else []
-        queries, steps = max([(queries, steps), (queries, steps // 2), *fewer], key=filled)
     tile = warps * steps * (32 // power_of_two_from(config.head_size // 8))
     wanted = 2 * multiprocessors / (rows * config.kv_heads * (group // queries))
     splits = max(1, min(-(-context // tile), 64, int(wanted)))
     return AttentionShape(queries, warps, steps, splits)
+
+
+def _tiled_attention(
+    config: LlamaConfig, rows: int, context: int, multiprocessors: int, clusters: bool
+) -> AttentionShape:
+    """On the tensor cores: all query heads of a KV head in a block, up to 8, since another one
+    costs nothing; and as many warps as still leave all blocks room at once.
+
+    A few rows of short contexts: two blocks of a cluster for a row's part, or four.  More rows, or
+    long contexts, whose lengths may be far apart: as many blocks as the device holds, which share
+    what all rows have to do.  H200, 1B shape, us a step at positions 20, 1,000 and 4,000, and with
+    one row of 64 at 4,000 and the others at 100: see the log, "The attention of many rows".
+    """
+    queries = largest_divisor(config.heads // config.kv_heads, 8)
+    blocks = rows * config.heads // queries  # with one for each part of a row
+    wide = config.head_size > 64
+    if clusters and rows <= CLUSTER_ROWS and context <= _EVEN_CONTEXT:
+        cluster = 4 if 8 * blocks <= multiprocessors else 2
+        steps = 1 if wide or cluster * blocks > multiprocessors else 2
+        if cluster * blocks <= multiprocessors * (1 if wide or steps == 2 else 2):
+            shape = AttentionShape(queries, 8, steps, cluster, cluster, 4)
+            return _with_clusters(shape, config, rows, context, multiprocessors)
+    held = 8 if wide else 16  # warps of a multiprocessor, of one step
+    warps, steps = 2, 1
+    if blocks * 8 <= held * multiprocessors:
+        warps = 8
+    elif blocks * 4 <= held * multiprocessors:
+        warps = 4
+        if not wide and blocks * 4 <= 12 * multiprocessors:
+            held, steps = 12, 2
+    share = 512 if rows <= CLUSTER_ROWS else 1024
+    passes = share // (warps * steps * TILE_POSITIONS)
+    shape = AttentionShape(queries, warps, steps, 1, 1, passes, held // warps)
+    if rows > MAX_ROWS or context <= share:
+        return replace(shape, resident=0)
+    return _in_list(shape, context)
 
 
 def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> AttentionShape:
@@ -863,30 +912,11 @@ def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> A
     queries = fitting[0] if fitting else divisors[-1]
     if queries == 1 and group % 2 == 0 and 4 * config.heads >= 0.9 * multiprocessors:
         queries = 2
-    return _in_clusters(config, 1, context, multiprocessors, queries, 8)
-
-
-def _pairs_of_heads(config: LlamaConfig, rows: int, multiprocessors: int) -> AttentionShape:
-    """A few rows: two query heads in a block of 8 warps, and as many blocks as fill the device
-    twice, whatever the context, two of them in a cluster.
-
-    H200, us a step at positions 300, 1,000 and 4,000 with fewer, smaller blocks, and so: 1B 8 rows
-    819, 893, 1,199 -> 808, 860, 1,113; 8B 8 rows 4,662, 4,975 -> 4,600, 4,804 (not measured at
-    4,000).  Larger clusters: 1B 2 rows 802, 819, 938 -> 759, 802, 867."""
-    room = 2 * multiprocessors // (rows * config.heads // 2)
-    splits = min(8, 1 << max(0, room.bit_length() - 1))
-    return AttentionShape(2, 8, 4, splits, min(2, splits))
-
-
-def _in_clusters(
-    config: LlamaConfig, rows: int, context: int, multiprocessors: int, queries: int, cluster: int
-) -> AttentionShape:
-    """Blocks of so many query heads, 64 positions each at once."""
     steps = 8 if queries == 1 else 4 if queries <= 4 else 2
     groups = 32 // power_of_two_from(config.head_size // 8)
     warps = max(1, 64 // (steps * groups))
-    shape = AttentionShape(queries, min(warps, 8), steps, cluster, cluster)
-    return _with_clusters(shape, config, rows, context, multiprocessors)
+    shape = AttentionShape(queries, min(warps, 8), steps, 8, 8, 4)
+    return _with_clusters(shape, config, 1, context, multiprocessors)
 
 
 def without_warpgroups(

@@ -20,16 +20,19 @@ from ostinato.models.cuda.legal import (
     vector_steps,
 )
 from ostinato.models.cuda.shapes import (
+    CLUSTER_ROWS,
     MAX_SHARED,
     PRODUCTS,
     REGISTERS,
     START_NEXT,
+    TILE_POSITIONS,
     AttentionShape,
     MatrixShape,
     Product,
     Shape,
     Tuning,
     VectorShape,
+    attends_in_tiles,
     block_shapes,
     in_tiles,
     largest_divisor,
@@ -187,31 +190,44 @@ def _matrix_cost(shape: MatrixShape, product: Product, rows: int, multiprocessor
 def attention_shapes(
     config: LlamaConfig, rows: int, *, clusters: bool = False, shared: int = MAX_SHARED
 ) -> tuple[AttentionShape, ...]:
-    """Shapes of the attention worth a try, those that read some 64 positions at once first.
+    """Shapes of the attention worth a try, those that read some 64 or 128 positions at once first.
 
-    `clusters`: whether the device has them; `shared`: bytes that a block may have.
+    `clusters`: whether the device has them; `shared`: bytes that a block may have.  Where blocks
+    can share the work of all rows they do, or a row has a cluster: a sweep times rows of one
+    length, and is not to choose what is slow for lengths that are far apart.  Such blocks have 2
+    splits here; `for_context` gives them more.
     """
-    group, groups = config.heads // config.kv_heads, 32 // power_of_two_from(config.head_size // 8)
-    ways = [(8, 1), (16, 1), (32, 1)] + [(1, 1)] * (rows > 1)
-    if clusters:
+    group, blocks = config.heads // config.kv_heads, rows * config.heads
+    tiled = attends_in_tiles(config, rows, shared)
+    each = TILE_POSITIONS if tiled else 32 // power_of_two_from(config.head_size // 8)
+    usual = 128 if tiled else 64
+    ways = [] if tiled else [(8, 1), (16, 1), (32, 1)] + [(1, 1)] * (rows > 1)
+    if clusters and (rows <= CLUSTER_ROWS or not tiled):
         ways = [(8, 8), (4, 4), (16, 8), (32, 8), *ways]
         ways += [(2, 2), (4, 2), (8, 2)] * (rows > 1)
-    made = (
-        AttentionShape(queries, warps, steps, splits, cluster)
-        for queries in (q for q in range(1, 9) if group % q == 0)
-        for warps in (2, 4, 8, 16)
-        for steps in (1, 2, 4, 8)
-        for splits, cluster in ways
-    )
-    blocks = rows * config.heads
-    legal = [
+    made: list[AttentionShape] = []
+    for queries in (q for q in range(1, 9) if group % q == 0):
+        for warps, steps in itertools.product((2, 4, 8, 16), (1, 2, 4, 8)):
+            for splits, cluster in ways:
+                passes = 4 if cluster > 1 else 1
+                made.append(AttentionShape(queries, warps, steps, splits, cluster, passes))
+            for share in (512, 1024, 2048) if tiled else ():
+                passes = max(1, share // (warps * steps * each))
+                shape = AttentionShape(queries, warps, steps, 2, 1, passes)
+                all_of_it = (replace(shape, resident=n) for n in (8, 6, 4, 3, 2, 1))
+                legal = (
+                    one for one in all_of_it if not attention_problem(one, config, rows, shared)
+                )
+                made.extend(itertools.islice(legal, 1))
+    promising = [
         shape
-        for shape in made
-        if attention_problem(shape, config, shared) is None
-        and 16 <= shape.warps * shape.steps * groups <= 512
+        for shape in dict.fromkeys(made)
+        if attention_problem(shape, config, rows, shared) is None
+        and 16 <= shape.warps * shape.steps * each <= 512
         and blocks // shape.queries * shape.splits <= 4096
     ]
-    return tuple(sorted(legal, key=lambda s: abs(math.log2(s.warps * s.steps * groups / 64))))
+    far = lambda s: abs(math.log2(s.warps * s.steps * each / usual))  # noqa: E731
+    return tuple(sorted(promising, key=far))
 
 
 def block_variants(tuning: Tuning, config: LlamaConfig, multiprocessors: int) -> tuple[Tuning, ...]:

@@ -129,8 +129,10 @@ class StepMeter(Closeable):
 
     def _launches(self, tuning: Tuning) -> tuple[CudaLaunch, ...]:
         """Each product compiled by itself: a candidate changes one, and the others are there."""
-        context = self.plan.sizes.context
-        made = lower(self._program, self.config, rows=self.rows, context=context, tuning=tuning)
+        made = lower(
+            self._program, self.config, rows=self.rows, context=self.plan.sizes.context,
+            tuning=tuning, multiprocessors=self.device.properties.multiprocessors,
+        )  # fmt: skip
         narrow: dict[str, CompileOptions] = {}
         for one in made:
             if one.kernel not in narrow:

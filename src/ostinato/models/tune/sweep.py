@@ -21,6 +21,7 @@ from ostinato.models.cuda.shapes import (
     ROUNDED_CALLS,
     Tuning,
     blocked_calls,
+    for_context,
 )
 from ostinato.models.tune.candidates import (
     attention_shapes,
@@ -176,7 +177,14 @@ class _Sweep:
             shapes = attention_shapes(
                 self.config, self.rows, clusters=self.clusters, shared=self.shared
             )
-            return [replace(self.best, attention=shape) for shape in shapes]
+            sizes = {"rows": self.rows, "context": max(self.contexts) + 1}
+            return [
+                for_context(
+                    replace(self.best, attention=shape), self.config,
+                    multiprocessors=self.multiprocessors, **sizes,
+                )
+                for shape in shapes
+            ]  # fmt: skip
         made = product_shapes(
             self.config, name, self.rows, self.multiprocessors,
             clusters=self.clusters, warpgroups=self.best.warpgroups,

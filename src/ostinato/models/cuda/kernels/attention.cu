@@ -1,16 +1,20 @@
 // Attention of each row over positions 0 to its own, of its sequence, split over blocks; with a window
 // only over the last ones of these.
 //
-// Physics.  Keys and values of a head are read once for all query heads that share it: 4 * HEAD_SIZE
-// bytes a position and KV head, which at short contexts is nothing; what counts is the chain
-// q -> scores -> exponentials -> mix -> merge.  So a position is asked for by HEAD_SIZE / 8 lanes
-// with 16 bytes each, all of a tile's keys and values at once and (but for the newest position,
-// which the previous kernel writes) before the wait; every group of lanes keeps its own running
-// maximum, sum and mix, and these are merged once at the end: over the lanes of a warp, over the
-// warps of the block, over the blocks of a head.
+// Physics.  Keys and values of a head are read once for all query heads that a block has: 4 * HEAD_SIZE
+// bytes a position and KV head.  At short contexts that is nothing, and what counts is the chain
+// q -> scores -> exponentials -> mix -> merge; at long ones of many rows it is all.  So a warp asks for all
+// keys and values of a tile at once and (but for the newest position, which the previous kernel writes)
+// before the wait, and keeps its own partial softmax; these are merged once at the end: over the warps of
+// the block, over the blocks of a head.  A warp multiplies on the tensor cores (tile_softmax.cuh), or, with
+// TILED 0, as lanes that hold a part of a position each (softmax.cuh).
 //
-// The grid is (SPLITS, kv heads * parts of their queries, rows), fixed by the longest context.  The
-// live length is cut evenly into tiles over as many blocks as it needs; the others leave at once.
+// A row's positions are cut evenly over as many blocks as they need: one for each PASSES tiles, up to
+// SPLITS.  How a row is cut, and with it every bit of its result, depends on its own length alone.  The
+// grid is (SPLITS, kv heads * parts of their queries, rows), fixed by the longest context, and blocks that
+// a row does not need leave at once; or, with RESIDENT, it is as many blocks as the device holds, which
+// share what all rows have to do, so that one long row is not left to one block.
+//
 // One block alone writes the result itself.  The CLUSTER blocks of a cluster send what they found to the
 // shared memory of the first of them, which merges it; where more than one cluster (or block, without
 // clusters) worked, the last of them merges what all left in the workspace, in their order, and sets the
@@ -18,7 +22,13 @@
 // all the rest.
 //
 // With ROUND_ATTENDED the result is bfloat16, for a product that reads it so; padding rows get zeros then.
-#include "softmax.cuh"
+#include "tile_softmax.cuh"
+
+#ifndef ROUND_ATTENDED
+#define ROUND_ATTENDED 0
+#endif
+// Whether a warp multiplies on the tensor cores: where the result is rounded anyway.
+#define TILED (ROUND_ATTENDED && HEAD_SIZE <= 128)
 
 #if ROUND_ATTENDED
 typedef bf16 Attended;
@@ -32,60 +42,394 @@ constexpr int QUERIES = ATTENTION_QUERIES;              // query heads of a bloc
 constexpr int PARTS = HEADS / KV_HEADS / QUERIES;       // blocks that share a KV head
 constexpr int WARPS = ATTENTION_WARPS, STEPS = ATTENTION_STEPS, SPLITS = ATTENTION_SPLITS;
 constexpr int CLUSTER = ATTENTION_CLUSTER;              // blocks that merge by themselves
-constexpr int TILE = WARPS * GROUPS * STEPS;            // positions of a block at once
 constexpr int UNITS = SPLITS / CLUSTER;                 // clusters that share a head
-constexpr int PASSES = 4;                               // tiles of a block before a second cluster
-constexpr int BATCH = smaller(8, UNITS);                // partials that a merge asks for at once
+constexpr int PASSES = ATTENTION_PASSES;                // tiles of a block before there is another unit
+constexpr int RESIDENT = ATTENTION_RESIDENT;            // blocks of a multiprocessor that share all work, or 0
+constexpr int BATCH = smaller(RESIDENT ? 4 : 8, UNITS);  // partials that a merge asks for at once
 // Whether `live`, and what earlier steps left in the cache, may be read before the wait: not if the
 // previous kernel (norm_qkv_rope) lets this one start before its own wait.
 constexpr bool EARLY = PREVIOUS_STARTS != AT_START;
 static_assert(HEADS % KV_HEADS == 0 && HEADS / KV_HEADS % QUERIES == 0, "query heads");
-static_assert(SPLITS % CLUSTER == 0, "clusters");
+static_assert(SPLITS % CLUSTER == 0 && (CLUSTER == 1 || RESIDENT == 0), "clusters");
+static_assert(RESIDENT == 0 || (TILED && ROWS <= 64), "a list of shares");
 
-KERNEL __launch_bounds__(32 * WARPS)
+// As TileMix, without tensor cores.
+template <int STRIDE> struct LaneMix {
+    static constexpr int POSITIONS = GROUPS * STEPS;
+
+    const bf16 *keys, *values;
+    int group, sub, lane;
+    uint4 k[STEPS], v[STEPS];
+    float query[QUERIES][8];
+    Mix mix[QUERIES];
+
+    DEVICE explicit LaneMix(int lane) : group(lane / LANES), sub(lane % LANES), lane(lane) {}
+
+    DEVICE void turn_to(const bf16* of_keys, const bf16* of_values) {
+        keys = of_keys + sub * 8;
+        values = of_values + sub * 8;
+    }
+    DEVICE void clear() {
+#pragma unroll
+        for (int j = 0; j < QUERIES; j++) ::clear(mix[j]);
+    }
+    DEVICE int position_of(int start, int step) const { return start + step * GROUPS + group; }
+    DEVICE void ask(int start, int end) {
+        const long long at = static_cast<long long>(start + group) * HEAD_SIZE;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            k[step] = v[step] = make_uint4(0, 0, 0, 0);
+            if (position_of(start, step) < end && sub < CHUNKS) {
+                k[step] = load_fresh(reinterpret_cast<const uint4*>(keys + at + step * GROUPS * HEAD_SIZE));
+                v[step] = load_fresh(reinterpret_cast<const uint4*>(values + at + step * GROUPS * HEAD_SIZE));
+            }
+        }
+    }
+    DEVICE void ask_for(int start, int position) {
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            if (position_of(start, step) == position && sub < CHUNKS) {
+                const long long at = static_cast<long long>(position) * HEAD_SIZE;
+                k[step] = load_fresh(reinterpret_cast<const uint4*>(keys + at));
+                v[step] = load_fresh(reinterpret_cast<const uint4*>(values + at));
+            }
+        }
+    }
+    DEVICE void set_queries(const float* q, float factor) {
+#pragma unroll
+        for (int j = 0; j < QUERIES; j++) {
+            float4 a = make_float4(0, 0, 0, 0), b = a;
+            if (sub < CHUNKS) {
+                const float4* from = reinterpret_cast<const float4*>(q + j * HEAD_SIZE + sub * 8);
+                a = load_fresh(from);
+                b = load_fresh(from + 1);
+            }
+            set_query(query[j], a, b, factor);
+        }
+    }
+    DEVICE void over(int start, int end) {
+        for (int at = start; at < end; at += STRIDE) {
+            if (at != start) ask(at, end);
+#pragma unroll
+            for (int j = 0; j < QUERIES; j++)
+                mix_tile<STEPS>(mix[j], query[j], k, v,
+                                [&](int step) { return position_of(at, step) < end; });
+        }
+    }
+    DEVICE void leave(float (*partials)[PARTIAL]) const {
+#pragma unroll
+        for (int j = 0; j < QUERIES; j++) leave_partial(mix[j], lane, partials[j]);
+    }
+};
+
+#if TILED
+typedef TileMix<QUERIES, STEPS, WARPS * 16 * STEPS> WarpMix;
+#else
+typedef LaneMix<WARPS * GROUPS * STEPS> WarpMix;
+#endif
+constexpr int TILE = WARPS * WarpMix::POSITIONS;  // positions of a block at once
+
+// How the positions of a row are cut.
+struct Spans {
+    int first, length;  // from `first` on, before `length`
+    int span, blocks;   // of a block, and how many have any
+
+    DEVICE Spans(const Row& row, u32 window) {
+        length = row.flags & ACTIVE ? row.position + 1 : 0;
+        first = first_position(length, window);
+        const int tiles = ceil_div(length - first, TILE);
+        // Another unit costs more than some more tiles in the first.
+        const int most = CLUSTER * smaller(UNITS, ceil_div(tiles, CLUSTER * PASSES));
+        span = ceil_div(tiles, larger(most, 1)) * TILE;
+        blocks = length ? ceil_div(length - first, span) : 0;
+    }
+    DEVICE int units() const { return blocks == 1 ? 1 : ceil_div(blocks, CLUSTER); }
+};
+
+// What a block does at a time: positions from `begin` to `end` of row `index`, for a part of its query heads.
+struct Share {
+    int index, part, split, sequence, length, blocks, units, begin, end;
+
+    DEVICE static Share of(const Row& row, u32 window, int index, int part, int split) {
+        const Spans spans(row, window);
+        const int begin = spans.first + split * spans.span;
+        return {index, part, split, row.sequence, spans.length, spans.blocks, spans.units(), begin,
+                smaller(begin + spans.span, spans.length)};
+    }
+    DEVICE int kv_head() const { return part / PARTS; }
+    DEVICE int first_head() const { return kv_head() * (HEADS / KV_HEADS) + part % PARTS * QUERIES; }
+    DEVICE int unit() const { return split / CLUSTER; }
+    // One block needs no others.  Else all blocks of a cluster stay for its barrier.
+    DEVICE bool idle() const { return blocks == 1 ? split > 0 : unit() >= units; }
+    // Whether the first warp has all positions of the row.
+    DEVICE bool of_one_warp() const { return TILED && blocks == 1 && end - begin <= WarpMix::POSITIONS; }
+};
+
+struct Attention {
+    const float* q;
+    const bf16* cache;
+    Attended* attended;
+    float* workspace;
+    int sequences, context;
+    float scale;
+
+    // Where a value of the result goes; those of eight neighbours lie side by side.
+    DEVICE Attended* out(const Share& share, int item) const {
+        const int at = share.first_head() * HEAD_SIZE + item;
+        return attended + rounded_at(ROWS, HEADS * HEAD_SIZE, share.index, at / 8) * 8 + at % 8;
+    }
+    DEVICE float* partial_at(const Share& share, int unit, int query) const {
+        float* const partials = workspace + COUNTER_BYTES / sizeof(float);  // partials_of: more code
+        const long long head = static_cast<long long>(share.index) * HEADS + share.first_head() + query;
+        return partials + (head * UNITS + unit) * PARTIAL;
+    }
+
+    DEVICE void fill(const Share& share) const {
+#if ROUND_ATTENDED
+        if (share.length == 0 && share.split == 0)
+            for (int item = threadIdx.x; item < QUERIES * HEAD_SIZE; item += 32 * WARPS)
+                *out(share, item) = 0;
+#endif
+    }
+
+    DEVICE void turn_to(WarpMix& mix, const Share& share) const {
+        const long long line = static_cast<long long>(share.sequence) * KV_HEADS + share.kv_head();
+        const long long values_after = static_cast<long long>(sequences) * KV_HEADS;  // lines
+        mix.turn_to(cache + line * context * HEAD_SIZE, cache + (values_after + line) * context * HEAD_SIZE);
+    }
+    // Before the wait for the kernel before, which writes the newest position of each row: asks for what the
+    // warp needs first but for that.  Rows of one piece of a prompt read each other's, and nothing is asked
+    // for then; rows of states are of different sequences.  Returns whether it asked.
+    DEVICE bool begin_early(WarpMix& mix, const Share& share, u32 flags) const {
+        if (!EARLY || !(ROWS == 1 || flags & FROM_STATE)) return false;
+        turn_to(mix, share);
+        mix.ask(own_of(share), smaller(share.end, share.length - 1));
+        return true;
+    }
+    // After the wait: what `begin_early` did not ask for.
+    DEVICE void begin(WarpMix& mix, const Share& share, bool early = false) const {
+        if (!early) {
+            turn_to(mix, share);
+            mix.ask(own_of(share), share.end);
+        } else if (share.end == share.length) {
+            mix.ask_for(own_of(share), share.length - 1);
+        }
+    }
+    // Mixes all that the warp has of the share.
+    DEVICE void over(WarpMix& mix, const Share& share) const {
+        // The scale and log2(e), so that the exponentials are powers of two.
+        mix.set_queries(q + (share.index * HEADS + share.first_head()) * HEAD_SIZE, scale * 1.44269504f);
+        start_next_at<AFTER_INPUT>();
+        mix.clear();
+        mix.over(own_of(share), share.end);
+    }
+    DEVICE static int own_of(const Share& share) {
+        return share.begin + uniform(threadIdx.x / 32) * WarpMix::POSITIONS;
+    }
+
+    // What a unit found: the result if it is the only one.
+    DEVICE void deliver(const Share& share, int item, float maximum, float sum, float value) const {
+        if (share.units == 1) {
+            *out(share, item) = to_attended(value / sum);
+            return;
+        }
+        float* const to = partial_at(share, share.unit(), item / HEAD_SIZE);
+        to[2 + item % HEAD_SIZE] = value;
+        if (item % HEAD_SIZE == 0) {
+            to[0] = maximum;
+            to[1] = sum;
+        }
+    }
+    // One thread, after all of the block have delivered: how many other units had before it, and whether
+    // these were all.
+    DEVICE u32 arrive(const Share& share) const {
+        __threadfence();
+        return atomicAdd(counter_of(share), 1u);
+    }
+    DEVICE bool is_last(const Share& share, u32 arrived) const {
+        const bool last = arrived == static_cast<u32>(share.units - 1);
+        if (last) *counter_of(share) = 0;  // for the next layer
+        __threadfence();
+        return last;
+    }
+    DEVICE u32* counter_of(const Share& share) const {
+        return counters_of(workspace) + share.index * (KV_HEADS * PARTS) + share.part;
+    }
+    // All threads of the block that came last, after a barrier.
+    DEVICE void merge_units(const Share& share) const {
+        const int units = share.units;
+        for (int item = threadIdx.x; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) {
+            const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
+            float maximum = MINUS_INFINITY, sum = 0.0f, value = 0.0f;
+            // Asked for in batches: one by one each would cost a way to L2 and back.
+            for (int start = 0; start < units; start += BATCH) {
+                float ones[BATCH], sums[BATCH], values[BATCH];
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) {
+                    const float* from = partial_at(share, smaller(start + i, units - 1), j);
+                    ones[i] = load_fresh(from);
+                    sums[i] = load_fresh(from + 1);
+                    values[i] = load_fresh(from + 2 + d);
+                }
+                float next = maximum;
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) next = fmaxf(next, ones[i]);
+                const float before = rescale(maximum, next);
+                sum *= before;
+                value *= before;
+                maximum = next;
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) {
+                    const float own = start + i < units ? rescale(ones[i], next) : 0.0f;
+                    sum = fmaf(own, sums[i], sum);
+                    value = fmaf(own, values[i], value);
+                }
+            }
+            *out(share, item) = to_attended(value / sum);
+        }
+    }
+};
+
+#if ATTENTION_RESIDENT
+#define BOUNDS __launch_bounds__(32 * WARPS, RESIDENT)
+#else
+#define BOUNDS __launch_bounds__(32 * WARPS)  // 1 is not the same: it lets the compiler take more registers
+#endif
+KERNEL BOUNDS
     attention(const int* live, const float* q, const bf16* cache, Attended* attended, float* workspace,
               u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context,
               u32 window, float scale) {
     DYNAMIC_SHARED(dynamic);
     auto shared = reinterpret_cast<float(*)[QUERIES][PARTIAL]>(dynamic);  // of warps
-    auto sent = shared + WARPS;                                           // of blocks, and their bytes
+    start_next_at<AT_START>();
+    const Attention all{q, cache, attended, workspace, static_cast<int>(sequences),
+                        static_cast<int>(context), scale};
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    WarpMix mix(lane);
+    if constexpr (!EARLY) wait_for_previous();
+
+#if ATTENTION_RESIDENT
+    // The first share of each row and head has a block of its own, which needs to know nothing of other rows.
+    // All others are in a list, row by row: the blocks before those take the first of them, and then every
+    // block that has done its share takes the next that nobody has taken.
+    constexpr int EACH = KV_HEADS * PARTS, OWN = ROWS * EACH, HALVES = ceil_div(ROWS, 32);
+    __shared__ Row rows[ROWS];
+    __shared__ int ends[ROWS];   // where the other shares of a row end in the list
+    __shared__ Share shares[3];  // the one before, the one that is done, and the next
+    __shared__ bool more, last;
+    const int extra = gridDim.x - OWN;  // blocks without a share of their own
+    const int block = static_cast<int>(blockIdx.x) - extra;
+    bool early = false;
+    if (block >= 0) {
+        const Row row = load_row(live, block / EACH);
+        const Share first = Share::of(row, window, block / EACH, block % EACH, 0);
+        if (thread == 0) shares[0] = first;
+        early = all.begin_early(mix, first, row.flags);
+    }
+    // Of all lanes of the first warp together: writes down a share of the list.
+    auto note = [&](Share& share, int item) {
+        const int at = item / EACH;
+        int index = 0;  // rows whose shares all lie before it
+#pragma unroll
+        for (int half = 0; half < HALVES; half++)
+            index += __popc(__ballot_sync(0xffffffffu, half * 32 + lane < ROWS && ends[half * 32 + lane] <= at));
+        const int first = index > 0 ? ends[index - 1] : 0;
+        if (lane == 0) share = Share::of(rows[index], window, index, item % EACH, 1 + at - first);
+    };
+    if (warp == 0) {
+        int before = 0;
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            const int index = half * 32 + lane;
+            const Row row = load_row(live, smaller(index, ROWS - 1));
+            int end = index < ROWS ? larger(0, Spans(row, window).blocks - 1) : 0;
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int of_others = __shfl_up_sync(0xffffffffu, end, distance);
+                if (lane >= distance) end += of_others;
+            }
+            end += before;
+            before = __shfl_sync(0xffffffffu, end, 31);
+            if (index < ROWS) rows[index] = row, ends[index] = end;
+        }
+        __syncwarp();
+        if (block < 0 && extra + block < before * EACH) note(shares[0], extra + block);
+    }
+    __syncthreads();
+    if constexpr (EARLY) wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+    if (block < 0 && extra + block >= ends[ROWS - 1] * EACH) return;
+    all.begin(mix, shares[0], early);
+    // Those that ask for a share are all blocks that have one; whoever asks last sets the count back.
+    auto taken = [&]() { return counters_of(workspace) + COUNTER_BYTES / sizeof(u32) - 1; };
+    auto left = [&]() { return ends[ROWS - 1] * EACH - extra; };  // when each has its first
+    bool waiting = false;  // for the other units of the share before
+    int turn = 0, earlier = 2;
+    while (true) {
+        const Share& share = shares[turn];
+        const int following = 3 - turn - earlier;
+        // Their answers are read when the tiles have been mixed.
+        u32 arrived = 0, have = 0;
+        if (thread == 0) {
+            if (waiting) arrived = all.arrive(shares[earlier]);
+            if (left() > 0) have = atomicAdd(taken(), 1u);
+        }
+        const bool alone = share.blocks == 0 || share.of_one_warp();
+        if (share.blocks) all.over(mix, share);
+        if (!alone) {
+            mix.leave(shared[warp]);
+        } else if (share.blocks == 0) {
+            all.fill(share);
+        } else if (warp == 0) {
+            mix.deliver([&](int j, int chunk) { return all.out(share, j * HEAD_SIZE + chunk * 8); });
+        }
+        if (waiting && thread == 0) last = all.is_last(shares[earlier], arrived);
+        if (warp == 0 && left() > 0) {
+            const int next = static_cast<int>(__shfl_sync(0xffffffffu, have, 0));
+            if (next < left()) note(shares[following], extra + next);
+            if (thread == 0) {
+                more = next < left();
+                if (next == left() + OWN + extra - 1) *taken() = 0;
+            }
+        }
+        __syncthreads();
+        if (waiting && last) all.merge_units(shares[earlier]);
+        const bool again = left() > 0 && more;
+        if (again) all.begin(mix, shares[following]);
+        if (!alone) {
+            for (int i = thread; i < QUERIES * HEAD_SIZE; i += 32 * WARPS) {
+                const int j = i / HEAD_SIZE, d = i % HEAD_SIZE;
+                const Merged found = merge_partials<WARPS>(d, [&](int w) { return shared[w][j]; });
+                all.deliver(share, i, found.maximum, found.sum, found.value);
+            }
+        }
+        waiting = share.units > 1;
+        if (!again && !waiting) break;
+        __syncthreads();
+        earlier = turn;
+        turn = following;
+        if (!again) break;
+    }
+    start_next_at<BEFORE_OUTPUT>();
+    if (waiting) {
+        if (thread == 0) last = all.is_last(shares[earlier], all.arrive(shares[earlier]));
+        __syncthreads();
+        if (last) all.merge_units(shares[earlier]);
+    }
+#else
+    auto sent = shared + WARPS;  // of blocks, and their bytes
     auto arrivals = reinterpret_cast<u64*>(sent + CLUSTER);
     __shared__ bool last;
-    start_next_at<AT_START>();
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int group = lane / LANES, sub = lane % LANES;
-    const int split = blockIdx.x, kv_head = blockIdx.y / PARTS, index = blockIdx.z;
-    const int first_head = kv_head * (HEADS / KV_HEADS) + blockIdx.y % PARTS * QUERIES;
-
-    if constexpr (!EARLY) wait_for_previous();
-    const Row row = load_row(live, index);
-    const int length = row.flags & ACTIVE ? row.position + 1 : 0;
-    const int first = first_position(length, window);
-    const int tiles = ceil_div(length - first, TILE);
-    // A second cluster costs more than some more tiles in the first.
-    const int most =
-        CLUSTER == 1 ? SPLITS : CLUSTER * smaller(UNITS, ceil_div(tiles, CLUSTER * PASSES));
-    const int span = ceil_div(tiles, larger(most, 1)) * TILE;
-    const int blocks = length ? ceil_div(length - first, span) : 0;  // with work
-    const int units = blocks == 1 ? 1 : ceil_div(blocks, CLUSTER);
-    const int unit = split / CLUSTER;
-    const int begin = first + split * span, end = smaller(begin + span, length);
-    auto out = [&](int item) -> Attended& {
-        const int at = first_head * HEAD_SIZE + item;
-        return attended[rounded_at(ROWS, HEADS * HEAD_SIZE, index, at / 8) * 8 + at % 8];
-    };
-    // One block needs no others.  Else all blocks of a cluster stay for its barrier.
-    if (blocks == 1 ? split > 0 : unit >= units) {
-        if constexpr (EARLY) wait_for_previous();
+    const Row row = load_row(live, blockIdx.z);
+    const Share share = Share::of(row, window, blockIdx.z, blockIdx.y, blockIdx.x);
+    const int blocks = share.blocks, rank = share.split % CLUSTER;
+    const int workers = smaller(CLUSTER, blocks - share.unit() * CLUSTER);
+    if (share.idle()) {
+        if (EARLY) wait_for_previous();
         start_next_at<AFTER_WAIT>();
-#if ROUND_ATTENDED
-        if (length == 0 && split == 0)
-            for (int item = thread; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) out(item) = 0;
-#endif
+        all.fill(share);
         return;
     }
-
-    const int rank = split % CLUSTER, workers = smaller(CLUSTER, blocks - unit * CLUSTER);
     if constexpr (CLUSTER > 1) {
         if (blocks > 1) {
             if (thread == 0 && rank == 0) {
@@ -95,120 +439,36 @@ KERNEL __launch_bounds__(32 * WARPS)
             arrive_at_cluster<CLUSTER>();
         }
     }
-    const long long line = static_cast<long long>(row.sequence) * KV_HEADS + kv_head;
-    const bf16* const keys = cache + line * context * HEAD_SIZE + sub * 8;
-    const bf16* const values =
-        cache + (static_cast<long long>(sequences) * KV_HEADS + line) * context * HEAD_SIZE + sub * 8;
-    const bool reads = sub < CHUNKS;
-    uint4 k[STEPS], v[STEPS];
-    // Positions of a tile go around: step, warp, group.  `newest`: only the row's own position.
-    auto position_of = [&](int start, int step) {
-        return start + (step * WARPS + warp) * GROUPS + group;
-    };
-    auto load_tile = [&](int start, int stop) {
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            const int position = position_of(start, step);
-            k[step] = v[step] = make_uint4(0, 0, 0, 0);
-            if (position < stop && reads) {
-                const long long at = static_cast<long long>(position) * HEAD_SIZE;
-                k[step] = load_fresh(reinterpret_cast<const uint4*>(keys + at));
-                v[step] = load_fresh(reinterpret_cast<const uint4*>(values + at));
-            }
-        }
-    };
-    if constexpr (!EARLY) {
-        start_next_at<AFTER_WAIT>();
-        load_tile(begin, end);
-    } else {
-        // The newest position of each row is being written.  Rows of one piece of a prompt read each
-        // other's, and nothing is read early; rows of states are of different sequences.
-        const bool early = ROWS == 1 || row.flags & FROM_STATE;
-        if (early) load_tile(begin, smaller(end, length - 1));
-        wait_for_previous();
-        start_next_at<AFTER_WAIT>();
-        if (!early) {
-            load_tile(begin, end);
-        } else if (end == length) {
-#pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                const int p = position_of(begin, step);
-                if (p == length - 1 && reads) {
-                    const long long at = static_cast<long long>(p) * HEAD_SIZE;
-                    k[step] = load_fresh(reinterpret_cast<const uint4*>(keys + at));
-                    v[step] = load_fresh(reinterpret_cast<const uint4*>(values + at));
-                }
-            }
-        }
+    const bool early = all.begin_early(mix, share, row.flags);
+    if constexpr (EARLY) wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+    all.begin(mix, share, early);
+    all.over(mix, share);
+#if TILED
+    if (share.of_one_warp()) {
+        start_next_at<BEFORE_OUTPUT>();
+        if (warp == 0) mix.deliver([&](int j, int chunk) { return all.out(share, j * HEAD_SIZE + chunk * 8); });
+        return;
     }
-
-    // Queries, times the scale and log2(e), so that the exponentials are powers of two.
-    float query[QUERIES][8];
-    const float factor = scale * 1.44269504f;
-#pragma unroll
-    for (int j = 0; j < QUERIES; j++) {
-        float4 a = make_float4(0, 0, 0, 0), b = a;
-        if (reads) {
-            const float4* from = reinterpret_cast<const float4*>(
-                q + (index * HEADS + first_head + j) * HEAD_SIZE + sub * 8);
-            a = load_fresh(from);
-            b = load_fresh(from + 1);
-        }
-        set_query(query[j], a, b, factor);
-    }
-    start_next_at<AFTER_INPUT>();
-
-    Mix mix[QUERIES];
-#pragma unroll
-    for (int j = 0; j < QUERIES; j++) clear(mix[j]);
-    for (int start = begin; start < end; start += TILE) {
-        if (start != begin) load_tile(start, end);
-#pragma unroll
-        for (int j = 0; j < QUERIES; j++) {
-            mix_tile<STEPS>(mix[j], query[j], k, v,
-                            [&](int step) { return position_of(start, step) < end; });
-        }
-    }
-
-    // Over the groups of the warp, and one partial a warp into shared memory.
-#pragma unroll
-    for (int j = 0; j < QUERIES; j++) leave_partial(mix[j], lane, shared[warp][j]);
+#endif
+    mix.leave(shared[warp]);
     __syncthreads();
     start_next_at<BEFORE_OUTPUT>();
-
-    // Over the warps; a thread a value.
-    float* const partials = workspace + COUNTER_BYTES / sizeof(float);  // partials_of: more code
-    auto partial_at = [&](int of_unit, int j) {
-        const long long head = static_cast<long long>(index) * HEADS + first_head + j;
-        return partials + (head * UNITS + of_unit) * PARTIAL;
-    };
-    // What a unit found: the result if it is the only one.
-    auto deliver = [&](int item, float maximum, float sum, float value) {
-        if (units == 1) {
-            out(item) = to_attended(value / sum);
-            return;
-        }
-        float* const to = partial_at(unit, item / HEAD_SIZE);
-        to[2 + item % HEAD_SIZE] = value;
-        if (item % HEAD_SIZE == 0) {
-            to[0] = maximum;
-            to[1] = sum;
-        }
-    };
     if constexpr (CLUSTER > 1) {
         if (blocks > 1) wait_for_cluster<CLUSTER>();  // until all blocks have begun
     }
+    // Over the warps; a thread a value.
     for (int item = thread; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) {
         const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
-        const Merged all = merge_partials<WARPS>(d, [&](int i) { return shared[i][j]; });
+        const Merged found = merge_partials<WARPS>(d, [&](int i) { return shared[i][j]; });
         if (CLUSTER == 1 || blocks == 1) {
-            deliver(item, all.maximum, all.sum, all.value);
+            all.deliver(share, item, found.maximum, found.sum, found.value);
         } else if (rank < workers) {
             float* const to = sent[rank][j];
-            send_to_block<CLUSTER>(to + 2 + d, arrivals, 0, all.value);
+            send_to_block<CLUSTER>(to + 2 + d, arrivals, 0, found.value);
             if (d > 0) continue;
-            send_to_block<CLUSTER>(to, arrivals, 0, all.maximum);
-            send_to_block<CLUSTER>(to + 1, arrivals, 0, all.sum);
+            send_to_block<CLUSTER>(to, arrivals, 0, found.maximum);
+            send_to_block<CLUSTER>(to + 1, arrivals, 0, found.sum);
         }
     }
     if (blocks == 1) return;
@@ -230,49 +490,15 @@ KERNEL __launch_bounds__(32 * WARPS)
                 sum = fmaf(factor_of, sent[i][j][1], sum);
                 value = fmaf(factor_of, sent[i][j][2 + d], value);
             }
-            deliver(item, maximum, sum, value);
+            all.deliver(share, item, maximum, sum, value);
         }
-        if (units == 1) return;
+        if (share.units == 1) return;
     }
 
     // Over the units: the last one to come here merges.
-    __threadfence();
     __syncthreads();
-    if (thread == 0) {
-        u32* counter = counters_of(workspace) + index * gridDim.y + blockIdx.y;
-        last = atomicAdd(counter, 1u) == static_cast<u32>(units - 1);
-        if (last) *counter = 0;  // for the next layer
-        __threadfence();
-    }
+    if (thread == 0) last = all.is_last(share, all.arrive(share));
     __syncthreads();
-    if (!last) return;
-    for (int item = thread; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) {
-        const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
-        float maximum = MINUS_INFINITY, sum = 0.0f, value = 0.0f;
-        // Asked for in batches: one by one each would cost a way to L2 and back.
-        for (int start = 0; start < units; start += BATCH) {
-            float ones[BATCH], sums[BATCH], values[BATCH];
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const float* from = partial_at(smaller(start + i, units - 1), j);
-                ones[i] = load_fresh(from);
-                sums[i] = load_fresh(from + 1);
-                values[i] = load_fresh(from + 2 + d);
-            }
-            float next = maximum;
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) next = fmaxf(next, ones[i]);
-            const float before = rescale(maximum, next);
-            sum *= before;
-            value *= before;
-            maximum = next;
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const float own = start + i < units ? rescale(ones[i], next) : 0.0f;
-                sum = fmaf(own, sums[i], sum);
-                value = fmaf(own, values[i], value);
-            }
-        }
-        out(item) = to_attended(value / sum);
-    }
+    if (last) all.merge_units(share);
+#endif
 }

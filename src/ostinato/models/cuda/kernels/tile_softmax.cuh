@@ -1,0 +1,258 @@
+// The attention of a warp on the tensor cores: all query heads that a block has of a KV head, over 16
+// positions times STEPS at once, as a partial softmax.
+//
+// Physics.  A warp multiplies 16 rows of queries at least, and here a position's keys have QUERIES of them
+// alone (8 at most).  So each query takes two rows: its rounding to bfloat16, and what that left.  So do
+// the shares that go into the product with the values.  The result is exact to some 17 bits, more than the
+// bfloat16 that it is rounded to, and a position takes a fraction of the instructions that it takes
+// without tensor cores.
+//
+// Keys and values go from memory straight into registers, as operands.  Which dimension stands where in a
+// fragment is free as long as both operands agree, and so is which one a column of the result is:
+//
+//     lane 4 g + t:  of keys, of positions g and g + 8, 16 bytes: dimensions 32 c + 8 t and on;
+//                    of values, of positions 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: dimensions 64 e + 8 g and on
+//
+// Scores leave the first product where the second one wants them, and a lane ends up with 16 neighbouring
+// dimensions of the mix of query g.  What is asked for next comes while the rest of the tile is used:
+// keys as soon as there are scores, values as soon as they are mixed.
+//
+// Exponentials are relative to a base of the query that follows its largest score only once that is far
+// above it, so that sums are rarely rescaled; any base gives the same shares.
+#pragma once
+
+#include "softmax.cuh"
+
+template <int QUERIES, int STEPS, int STRIDE> struct TileMix {
+    static constexpr int POSITIONS = 16 * STEPS;           // of the warp at once; its next are STRIDE on
+    static constexpr int PARTS = ceil_div(HEAD_SIZE, 32);  // of a key; dimensions that are missing are zero
+    static constexpr int SETS = ceil_div(HEAD_SIZE, 64);   // of a value
+    static constexpr float FAR = 8.0f;                     // a score above the base: 2^8 times its share
+    static_assert(QUERIES <= 8 && HEAD_SIZE % 8 == 0, "two rows a query");
+
+    const bf16 *keys, *values;  // of the head, at the lane's dimensions
+    int g, t;
+    uint4 k[STEPS][2][PARTS], v[STEPS][4][SETS];
+    uint4 query[PARTS][2];  // rounded, and the rest
+    float base, sum, mixed[8 * SETS][4];
+
+    DEVICE explicit TileMix(int lane) : g(lane / 4), t(lane % 4) {}
+
+    // Keys and values are those of another head from here on.
+    DEVICE void turn_to(const bf16* of_keys, const bf16* of_values) {
+        keys = of_keys + 8 * t;
+        values = of_values + 8 * g;
+    }
+    DEVICE void clear() {
+        base = MINUS_INFINITY;
+        sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 8 * SETS; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) mixed[j][i] = 0.0f;
+        }
+    }
+
+    DEVICE static int value_at(int step, int i) { return 16 * step + i / 2 * 8 + i % 2; }
+    DEVICE bool has_key(int part) const { return HEAD_SIZE % 32 == 0 || part * 4 + t < CHUNKS; }
+    DEVICE bool has_value(int set) const { return HEAD_SIZE % 64 == 0 || set * 8 + g < CHUNKS; }
+
+    // Asks for the keys, or the values, of the positions from `start` on that lie before `end`.
+    DEVICE void ask_keys(int start, int end) {
+        const bf16* const from = keys + static_cast<long long>(start + g) * HEAD_SIZE;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                const int at = 16 * step + 8 * n;
+#pragma unroll
+                for (int c = 0; c < PARTS; c++) {
+                    k[step][n][c] = make_uint4(0, 0, 0, 0);
+                    if (start + at + g < end && has_key(c))
+                        k[step][n][c] = load_fresh(reinterpret_cast<const uint4*>(from + at * HEAD_SIZE + 32 * c));
+                }
+            }
+        }
+    }
+    DEVICE void ask_values(int start, int end) {
+        const bf16* const from = values + static_cast<long long>(start + 2 * t) * HEAD_SIZE;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int at = value_at(step, i);
+#pragma unroll
+                for (int e = 0; e < SETS; e++) {
+                    v[step][i][e] = make_uint4(0, 0, 0, 0);
+                    if (start + at + 2 * t < end && has_value(e))
+                        v[step][i][e] = load_fresh(reinterpret_cast<const uint4*>(from + at * HEAD_SIZE + 64 * e));
+                }
+            }
+        }
+    }
+    DEVICE void ask(int start, int end) {
+        ask_keys(start, end);
+        ask_values(start, end);
+    }
+    // Asks for one position's, which was left out.
+    DEVICE void ask_for(int start, int position) {
+        const long long at = static_cast<long long>(position) * HEAD_SIZE;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+#pragma unroll
+                for (int c = 0; c < PARTS; c++) {
+                    if (start + 16 * step + 8 * n + g == position && has_key(c))
+                        k[step][n][c] = load_fresh(reinterpret_cast<const uint4*>(keys + at + 32 * c));
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+#pragma unroll
+                for (int e = 0; e < SETS; e++) {
+                    if (start + value_at(step, i) + 2 * t == position && has_value(e))
+                        v[step][i][e] = load_fresh(reinterpret_cast<const uint4*>(values + at + 64 * e));
+                }
+            }
+        }
+    }
+
+    DEVICE static uint4 rounded(const float (&x)[8]) {
+        return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
+                          pack_bf16(x[6], x[7]));
+    }
+    DEVICE static u32 rest_of(u32 pair, float a, float b) {
+        return pack_bf16(a - low_half(pair), b - high_half(pair));
+    }
+
+    // `q`: [QUERIES, HEAD_SIZE].  Times the scale and log2(e), so that the exponentials are powers of two.
+    DEVICE void set_queries(const float* q, float factor) {
+#pragma unroll
+        for (int c = 0; c < PARTS; c++) {
+            float4 a = make_float4(0, 0, 0, 0), b = a;
+            if (g < QUERIES && has_key(c)) {
+                const float4* from = reinterpret_cast<const float4*>(q + g * HEAD_SIZE + 32 * c + 8 * t);
+                a = load_fresh(from);
+                b = load_fresh(from + 1);
+            }
+            float x[8];
+            set_query(x, a, b, factor);
+            const uint4 near = rounded(x);
+            query[c][0] = near;
+            query[c][1] = make_uint4(rest_of(near.x, x[0], x[1]), rest_of(near.y, x[2], x[3]),
+                                     rest_of(near.z, x[4], x[5]), rest_of(near.w, x[6], x[7]));
+        }
+    }
+
+    // Mixes all positions from `start` on, whose first have been asked for, up to `end`.
+    DEVICE void over(int start, int end) {
+        for (; start < end; start += STRIDE) {
+            const int next = start + STRIDE;
+            float score[2 * STEPS][4] = {};
+#pragma unroll
+            for (int c = 0; c < PARTS; c++) {
+                const uint4 a = query[c][0], b = query[c][1];
+#pragma unroll
+                for (int n = 0; n < 2 * STEPS; n++)
+                    multiply_tile(score[n], a.x, b.x, a.y, b.y, k[n / 2][n % 2][c].x, k[n / 2][n % 2][c].y);
+#pragma unroll
+                for (int n = 0; n < 2 * STEPS; n++)
+                    multiply_tile(score[n], a.z, b.z, a.w, b.w, k[n / 2][n % 2][c].z, k[n / 2][n % 2][c].w);
+            }
+            if (next < end) ask_keys(next, end);
+
+            float share[2 * STEPS][2], most = MINUS_INFINITY;
+#pragma unroll
+            for (int n = 0; n < 2 * STEPS; n++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int position = start + 8 * n + 2 * t + i;
+                    share[n][i] = position < end ? score[n][i] + score[n][2 + i] : MINUS_INFINITY;
+                    most = fmaxf(most, share[n][i]);
+                }
+            }
+            most = fmaxf(most, exchange(most, 1));
+            most = fmaxf(most, exchange(most, 2));
+            if (__ballot_sync(0xffffffffu, most > base + FAR)) {
+                const float now = most > base + FAR ? most : base, shrinks = rescale(base, now);
+                base = now;
+                sum *= shrinks;
+#pragma unroll
+                for (int j = 0; j < 8 * SETS; j++) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) mixed[j][i] *= shrinks;
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < 2 * STEPS; n++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) sum += share[n][i] = exp2_fast(share[n][i] - base);
+            }
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                const float(&early)[2] = share[2 * step], (&late)[2] = share[2 * step + 1];
+                const u32 a0 = pack_bf16(early[0], early[1]), a1 = rest_of(a0, early[0], early[1]);
+                const u32 a2 = pack_bf16(late[0], late[1]), a3 = rest_of(a2, late[0], late[1]);
+#pragma unroll
+                for (int e = 0; e < SETS; e++) {
+#pragma unroll
+                    for (int j = 0; j < 8; j++) {
+                        const u32 which = j % 2 ? 0x7632 : 0x5410;
+                        const u32 b0 = __byte_perm(word(v[step][0][e], j / 2), word(v[step][1][e], j / 2), which);
+                        const u32 b1 = __byte_perm(word(v[step][2][e], j / 2), word(v[step][3][e], j / 2), which);
+                        multiply_tile(mixed[8 * e + j], a0, a1, a2, a3, b0, b1);
+                    }
+                }
+            }
+            if (next < end) ask_values(next, end);
+        }
+    }
+    DEVICE static u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+    // Calls f(query, chunk of 8 dimensions, their mix), which together name all that this lane has.
+    template <class F> DEVICE void each(const F& f) const {
+        if (g >= QUERIES) return;
+#pragma unroll
+        for (int e = 0; e < SETS; e++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int chunk = 8 * e + 2 * t + i;
+                float x[8];
+#pragma unroll
+                for (int j = 0; j < 8; j++) x[j] = mixed[8 * e + j][i] + mixed[8 * e + j][2 + i];
+                if (HEAD_SIZE % 64 == 0 || chunk < CHUNKS) f(g, chunk, x);
+            }
+        }
+    }
+    // The sum of a query's shares, in all of its lanes.
+    DEVICE float whole_sum() const { return sum_lanes<4>(sum); }
+
+    // Stores the result, if this warp had all positions; `to(query, chunk)` is where.
+    template <class F> DEVICE void deliver(const F& to) const {
+        const float whole = whole_sum();
+        each([&](int query, int chunk, const float(&x)[8]) {
+            float y[8];
+#pragma unroll
+            for (int d = 0; d < 8; d++) y[d] = x[d] / whole;
+            store(to(query, chunk), y);
+        });
+    }
+    DEVICE static void store(bf16* to, const float (&x)[8]) { *reinterpret_cast<uint4*>(to) = rounded(x); }
+    DEVICE static void store(float* to, const float (&x)[8]) {
+        *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+        *reinterpret_cast<float4*>(to + 4) = make_float4(x[4], x[5], x[6], x[7]);
+    }
+    // Leaves the partial softmax: the base, the sum, the mix of each query.
+    DEVICE void leave(float (*partials)[PARTIAL]) const {
+        const float whole = whole_sum();
+        each([&](int query, int chunk, const float(&x)[8]) {
+#pragma unroll
+            for (int d = 0; d < 8; d++) partials[query][2 + chunk * 8 + d] = x[d];
+        });
+        if (g < QUERIES && t == 0) {
+            partials[g][0] = base;
+            partials[g][1] = whole;
+        }
+    }
+};
