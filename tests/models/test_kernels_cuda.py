@@ -951,26 +951,25 @@ def test_the_attention_in_tiles_agrees_with_numpy(cuda_device: Device, name: str
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["1B", "8B"])
-@pytest.mark.parametrize("rows", [8, 32, 64])
-def test_rows_do_not_change_each_other(cuda_device: Device, name: str, rows: int) -> None:
-    """By the rule, with more shares than blocks; the same bits every time, whoever takes which."""
-    config = replace(
-        LLAMA_1B if name == "1B" else SHAPES["llama-3.1-8b"], vocabulary=1001, layers=1
-    )
-    count = cuda_device.properties.multiprocessors
-    given: Any = {"rows": rows, "context": 9000, "multiprocessors": count}
-    has: Any = {"clusters": cuda_device.capabilities.clusters}
-    tuning = shapes.default_tuning(config, **given, **has)
+@pytest.mark.parametrize(
+    ("size", "rows", "context", "multiprocessors"),
+    [(64, 8, 9000, 1), (64, 64, 3000, 1), (64, 64, 3000, 132), (128, 32, 3000, 132)],
+)
+def test_rows_do_not_change_each_other(
+    cuda_device: Device, size: int, rows: int, context: int, multiprocessors: int
+) -> None:
+    """By the rule; the same bits every time, whichever block does what."""
+    config = config_of(8, 2, size, hidden=136, inner=88, vocabulary=67, layers=1)
+    given: Any = {"rows": rows, "context": context, "multiprocessors": multiprocessors}
+    tuning = shapes.default_tuning(config, clusters=True, **given)
     assert tuning.attention.resident
-    options: Any = {"sequences": rows, "context": 9000, "tunings": {rows: tuning}}
+    options: Any = {"sequences": rows, "context": context, "multiprocessors": multiprocessors}
     bench = checks.Bench(
-        OnDevice(cuda_device), config, max_rows=rows, multiprocessors=count, **options
+        OnDevice(cuda_device), config, max_rows=rows, tunings={rows: tuning}, **options
     )
     middle = rows - 2
-    mixed = list(np.random.default_rng(3).integers(0, 9000, middle))
-    lengths = [[0] * middle, [8999] * middle, mixed]
-    check_rows_apart(bench, rows, lengths)
+    mixed = list(np.random.default_rng(3).integers(0, context, middle))
+    check_rows_apart(bench, rows, [[0] * middle, [context - 1] * middle, mixed])
     seen = {attended(bench, rows, mixed).tobytes() for _ in range(100)}
     assert len(seen) == 1
 

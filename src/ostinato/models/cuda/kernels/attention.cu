@@ -107,7 +107,7 @@ template <int STRIDE> struct LaneMix {
             set_query(query[j], a, b, factor);
         }
     }
-    DEVICE void over(int start, int end) {
+    DEVICE void over(int start, int, int end) {
         for (int at = start; at < end; at += STRIDE) {
             if (at != start) ask(at, end);
 #pragma unroll
@@ -215,13 +215,12 @@ struct Attention {
             mix.ask_for(own_of(share), share.length - 1);
         }
     }
-    // Mixes all that the warp has of the share.
-    DEVICE void over(WarpMix& mix, const Share& share) const {
+    // Before the warp mixes what it has of a share.
+    DEVICE void set_out(WarpMix& mix, const Share& share) const {
         // The scale and log2(e), so that the exponentials are powers of two.
         mix.set_queries(q + (share.index * HEADS + share.first_head()) * HEAD_SIZE, scale * 1.44269504f);
         start_next_at<AFTER_INPUT>();
         mix.clear();
-        mix.over(own_of(share), share.end);
     }
     DEVICE static int own_of(const Share& share) {
         return share.begin + uniform(threadIdx.x / 32) * WarpMix::POSITIONS;
@@ -368,14 +367,18 @@ KERNEL BOUNDS
     while (true) {
         const Share& share = shares[turn];
         const int following = 3 - turn - earlier;
-        // Their answers are read when the tiles have been mixed.
+        // Their answers are read when the tiles have been mixed.  A block asks for its next share when it has
+        // little left to do, or one that works on a long share would keep another one waiting.
         u32 arrived = 0, have = 0;
-        if (thread == 0) {
-            if (waiting) arrived = all.arrive(shares[earlier]);
-            if (left() > 0) have = atomicAdd(taken(), 1u);
+        if (waiting && thread == 0) arrived = all.arrive(shares[earlier]);
+        if (share.blocks) all.set_out(mix, share);
+        int at = Attention::own_of(share);
+#pragma unroll 1
+        for (int rest = 2 * TILE; rest >= 0; rest -= 2 * TILE) {
+            at = mix.over(at, share.end - rest, share.end);
+            if (rest && thread == 0 && left() > 0) have = atomicAdd(taken(), 1u);
         }
         const bool alone = share.blocks == 0 || share.of_one_warp();
-        if (share.blocks) all.over(mix, share);
         if (!alone) {
             mix.leave(shared[warp]);
         } else if (share.blocks == 0) {
@@ -443,7 +446,8 @@ KERNEL BOUNDS
     if constexpr (EARLY) wait_for_previous();
     start_next_at<AFTER_WAIT>();
     all.begin(mix, share, early);
-    all.over(mix, share);
+    all.set_out(mix, share);
+    mix.over(Attention::own_of(share), share.end, share.end);
 #if TILED
     if (share.of_one_warp()) {
         start_next_at<BEFORE_OUTPUT>();

@@ -145,9 +145,10 @@ template <int QUERIES, int STEPS, int STRIDE> struct TileMix {
         }
     }
 
-    // Mixes all positions from `start` on, whose first have been asked for, up to `end`.
-    DEVICE void over(int start, int end) {
-        for (; start < end; start += STRIDE) {
+    // Mixes positions from `start` on, whose first have been asked for, in steps that begin before `stop`;
+    // there is nothing from `end` on.  Returns where it goes on.
+    DEVICE int over(int start, int stop, int end) {
+        for (; start < stop; start += STRIDE) {
             const int next = start + STRIDE;
             float score[2 * STEPS][4] = {};
 #pragma unroll
@@ -207,6 +208,7 @@ template <int QUERIES, int STEPS, int STRIDE> struct TileMix {
             }
             if (next < end) ask_values(next, end);
         }
+        return start;
     }
     DEVICE static u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
