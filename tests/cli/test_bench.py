@@ -21,7 +21,7 @@ from ostinato.bench import floor, random_weights, replays
 from ostinato.bench.contest import Timed, Times
 from ostinato.bench.decode import Row, measure
 from ostinato.bench.llama_peer import LLAMA_CPP, open_llama_cpp
-from ostinato.bench.options import DecodeOptions, points_of
+from ostinato.bench.options import DecodeOptions, points_of, positions_of
 from ostinato.bench.peers import PEERS, Peer, Peers
 from ostinato.bench.plot import decode_svg, profile_svg
 from ostinato.bench.profile import Attribution, Profile, ProfileRow
@@ -33,6 +33,7 @@ from ostinato.bench.shapes import SHAPES, traffic
 from ostinato.bench.ways import DecoderWay, Way
 from ostinato.cli.bench import _finish, bench
 from ostinato.device import Device
+from ostinato.errors import InputError
 from ostinato.models import Decoder, decode_program
 from ostinato.models.config import tensor_shapes
 from ostinato.models.host import packed_kernels
@@ -460,6 +461,23 @@ def test_points_fall_in_context_and_end_with_the_model() -> None:
     assert [(p.batch, p.context, p.first) for p in contexts] == [(1, 255, 240), (1, 0, 0)]
     (single,) = points_of(replace(options, batches=(2,)), TINY)
     assert [(p.batch, p.context) for p in single] == [(2, 255), (2, 20), (2, 0)]
+
+
+def test_sequences_of_a_batch_stand_at_different_positions(host_device: Device) -> None:
+    assert positions_of(3, 20, False) == (20, 20, 20)
+    assert positions_of(4, 20, True) == (20, 15, 10, 5)
+    assert positions_of(4, 0, True) == (0,) * 4
+    options = DecodeOptions(
+        batches=(3,), contexts=(40,), uneven=True, tokens=4, rounds=1, seconds=20
+    )
+    found = measure(host_device, lambda: random_checkpoint(TINY), options)
+    even = measure(host_device, lambda: random_checkpoint(TINY), replace(options, uneven=False))
+    assert not found.unequal and found.bandwidth and even.bandwidth
+    assert len(found.rows) == len(even.rows) == 3
+    us = found.rows[0].floor_us * found.bandwidth.best / 1e6
+    assert us == pytest.approx(traffic(TINY, 4).step(3, (40 + 26 + 13) / 3 + 2.5) + HEADERS)
+    with pytest.raises(InputError, match="stand at one position"):
+        replace(options, peers=("transformers",)).require(TINY)
 
 
 def test_random_weights_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import ostinato as ost
 from ostinato.bench.contest import Contestant, Timed, Times, record
 from ostinato.bench.floor import Bandwidth, measure_bandwidth
-from ostinato.bench.options import DecodeOptions, Point, points_of
+from ostinato.bench.options import DecodeOptions, Point, points_of, positions_of
 from ostinato.bench.peers import Peers, first_line
 from ostinato.bench.prompts import PromptRow, first_tokens_differ, prompt_tokens
 from ostinato.bench.shapes import Traffic, traffic
@@ -167,6 +167,7 @@ class _Contest:
             skipped=result.skipped,
             library_rows=options.library_rows,
             weights=options.weights,
+            uneven=options.uneven,
             group=self.group,
         )
         peers = None
@@ -366,7 +367,9 @@ class _Contest:
 
     def _floor(self, point: Point, tokens: int) -> float:
         """Microseconds a step, in the middle of a run."""
-        return self._us(self._traffic().step(point.batch, point.first + (tokens + 1) / 2))
+        positions = positions_of(point.batch, point.first, self.options.uneven)
+        mean = sum(positions) / len(positions)
+        return self._us(self._traffic().step(point.batch, mean + (tokens + 1) / 2))
 
     def _traffic(self) -> Traffic:
         return self.result.traffic or traffic(self.config, 2)

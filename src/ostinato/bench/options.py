@@ -9,7 +9,7 @@ from ostinato.errors import InputError
 from ostinato.models import LlamaConfig
 from ostinato.models.backend import LibraryRows, WeightsKind
 
-__all__ = ["DecodeOptions", "Point", "points_of"]
+__all__ = ["DecodeOptions", "Point", "points_of", "positions_of"]
 
 MOST_ROWS = 64
 """Sequences that a decoder steps at once, at most."""
@@ -22,6 +22,8 @@ class DecodeOptions:
     `batches`, `contexts`: see `ostinato.bench.decode`.  `tokens`: of each sequence in a run.
     `tokens_per_launch`: each number above 1 is a way with a WHILE node, whose runs have the next
     lower multiple.
+    `uneven`: whether the sequences of a batch stand at different positions (`positions_of`), which
+    our ways alone do.
     `prompts`: lengths of prompts to measure as well; our decoders then have room for the longest.
     `library_rows`, `weights`: as for `Decoder`.  `peers`: names from `peers.PEERS`.  `rounds`: at
     most; fewer when the time runs short, but one at least.  `seconds`: a point is given its share
@@ -30,6 +32,7 @@ class DecodeOptions:
 
     batches: tuple[int, ...] = (1,)
     contexts: tuple[int, ...] = (20,)
+    uneven: bool = False
     tokens: int = 100
     tokens_per_launch: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
@@ -75,6 +78,11 @@ class DecodeOptions:
                 raise InputError(f"{name} is {value}, must be 1 or more")
         if self.tokens > longest:
             raise InputError(f"{self.tokens} tokens: this model has {longest} positions")
+        if self.uneven and self.peers:
+            raise InputError(
+                f"{', '.join(self.peers)}: the sequences of a peer's batch stand at one position; "
+                "compare with none where they are uneven"
+            )
         for name in self.peers:
             if name not in PEERS:
                 raise InputError(f"there is no peer {name!r}; there are: {', '.join(PEERS)}")
@@ -94,6 +102,14 @@ class Point:
     batch: int
     context: int
     first: int
+
+
+def positions_of(batch: int, context: int, uneven: bool) -> tuple[int, ...]:
+    """Where each sequence of a batch stands: at `context`, or evenly from there down to a part of
+    1 / `batch` of it."""
+    if not uneven:
+        return (context,) * batch
+    return tuple(context * (batch - i) // batch for i in range(batch))
 
 
 def points_of(options: DecodeOptions, config: LlamaConfig) -> list[list[Point]]:

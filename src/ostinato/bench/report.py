@@ -121,6 +121,7 @@ def decode_result(
             "model": subject,
             "batches": list(options.batches),
             "contexts": list(options.contexts),
+            "uneven": options.uneven,
             "tokens": options.tokens,
             "tokens_per_launch": list(options.tokens_per_launch),
             "prompts": list(options.prompts),
@@ -151,6 +152,8 @@ def _name(kind: str, subject: str, options: DecodeOptions, ranks: int = 1) -> st
         parts.append("contexts")
     elif options.contexts != plain.contexts:
         parts.append(str(options.contexts[0]))
+    if options.uneven:
+        parts.append("uneven")
     if options.prompts:
         parts.append("prompt")
     if options.library_rows is None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import ostinato as ost
 from ostinato.bench.contest import Timed, random_tokens
+from ostinato.bench.options import positions_of
 from ostinato.bench.shapes import Traffic, traffic
 from ostinato.distributed import Group
 from ostinato.models import Checkpoint, Decoder, LlamaConfig
@@ -53,13 +54,21 @@ class DecoderWay:
 
     ours = True
 
-    def __init__(self, way: Way, decoder: Decoder, seed: int = 5, *, owns: bool = True) -> None:
+    def __init__(
+        self,
+        way: Way,
+        decoder: Decoder,
+        seed: int = 5,
+        *,
+        owns: bool = True,
+        uneven: bool = False,
+    ) -> None:
         self.name = way.name
         self.way = way
         self.decoder = decoder
         self._owns = owns
         self._sequences: tuple[int, ...] = ()
-        self._seed = seed
+        self._seed, self._uneven = seed, uneven
         self.multiple = way.tokens_per_launch
         self.no_prompts = "" if owns else "takes prompts as the way whose decoder it shares"
         self._last: dict[str, object] = {}  # what was counted in the last run
@@ -68,11 +77,13 @@ class DecoderWay:
         """The decoder was made with room for all points."""
 
     def place(self, batch: int, context: int) -> None:
-        """Sets each sequence to position `context` in the state on the device, or on the host at
-        context 0.  What the cache holds is kept, so a smaller context costs one step."""
-        decoder, first = self.decoder, max(1, context)
+        """Sets the sequences to their positions (`positions_of`) in the state on the device, or on
+        the host at context 0.  What the cache holds is kept, so a smaller context costs one
+        step."""
+        decoder = self.decoder
         self._sequences = tuple(range(batch))
-        for sequence in self._sequences:
+        for sequence, position in enumerate(positions_of(batch, context, self._uneven)):
+            first = max(1, position)
             if len(decoder.tokens(sequence)) < first:
                 decoder.reset(sequence)
                 decoder.prefill(self._prompt(sequence, first), sequence)
@@ -168,6 +179,7 @@ def open_ways(
     skipped: dict[str, str],
     library_rows: LibraryRows = "auto",
     weights: WeightsKind = "auto",
+    uneven: bool = False,
     group: Group | None = None,
 ) -> list[DecoderWay]:
     """A decoder for each way that needs one of its own, all loaded at once, for taking turns.
@@ -202,7 +214,7 @@ def open_ways(
                         stop_tokens=(),
                         group=group,
                     )
-            found.append(DecoderWay(way, made[key], owns=first))
+            found.append(DecoderWay(way, made[key], owns=first, uneven=uneven))
     except BaseException:
         for contestant in found:
             contestant.close()

@@ -57,6 +57,14 @@ def bench(
             "Batches are measured at the first one, the others with the first batch."
         ),
     ] = "20",
+    uneven: Annotated[
+        bool,
+        typer.Option(
+            "--uneven",
+            help="The sequences of a batch stand at different positions, evenly from the context "
+            "down to a part of it.  Without peers.",
+        ),
+    ] = False,
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -154,12 +162,21 @@ def bench(
             "shows their times",
             param_hint="--profile",
         )
+    if uneven and profile:
+        raise typer.BadParameter(
+            "a profile is of a step whose sequences stand at one position", param_hint="--profile"
+        )
+    if uneven and peers not in (None, "none"):
+        raise typer.BadParameter(
+            "the sequences of a peer's batch stand at one position; with --uneven leave them out",
+            param_hint="--peers",
+        )
     if parallel and peers not in (None, "none"):
         raise typer.BadParameter(
             "peers run on one device; with --tensor-parallel leave them out", param_hint="--peers"
         )
     if peers is None:
-        peers = "none" if parallel else "all"
+        peers = "none" if parallel or uneven else "all"
     devices = rank_devices(tensor_parallel, device)
     with open_device(devices[0]) as used:  # a wrong name is found before a model is fetched
         kind = weights if weights in get_args(WeightsKind) else None
@@ -177,6 +194,7 @@ def bench(
         options = DecodeOptions(
             batches=_numbers(batch, "--batch"),
             contexts=_numbers(context, "--context"),
+            uneven=uneven,
             tokens=count,
             tokens_per_launch=_numbers(looped, "--tokens-per-launch"),
             prompts=() if prompt is None else _numbers(prompt, "--prompt"),
