@@ -21,6 +21,7 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.backend import CudaBackend
 from ostinato.models.cuda.shapes import default_tuning
+from ostinato.models.cuda.tunings import known_of
 from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.plan import PlanSizes
 from ostinato.models.program import ABSENT, Bound, decode_program, loop_call
@@ -140,7 +141,12 @@ def test_the_workspace_serves_every_bucket(gpu: FakeDevice) -> None:
     buckets = PlanSizes(rows=48).buckets
     assert list(buckets) == [1, 2, 4, 8, 16, 32, 48]
     most = backend.workspace_bytes(MODEL, buckets, 512)
-    each = [kc.workspace_bytes(MODEL, rows=rows, context=512) for rows in buckets]
+    sizes = [{"rows": rows, "context": 512} for rows in buckets]
+    known = known_of(gpu)  # type: ignore[arg-type]
+    each = [
+        kc.workspace_bytes(MODEL, **size, tuning=default_tuning(MODEL, **size, **known))
+        for size in sizes
+    ]
     assert most == max(each) > min(each)
 
 
