@@ -309,12 +309,29 @@ def batches() -> Iterable[str]:
 
 
 def batches_h200() -> Iterable[str]:
-    numbers = (8, 32, 64)  # its one row is that of a kernel which was mended after it
+    numbers = (1, 8, 32, 64)
     ours = [_decoded("decode-1B-batches-nvidia-h200.json", "capture", batch=n) for n in numbers]
     return _columns(
         ("sequences", *map(str, numbers)),
         ("tokens a second", ours, _speed),
         ("of the floor", ours, _share),
+    )
+
+
+def lengths_h200() -> Iterable[str]:
+    places = (300, 1000, 4000)
+
+    def of(batch: int) -> list[dict[str, Any]]:
+        name = f"decode-1B-batch-{batch}"
+        even = [_decoded(f"{name}-contexts-nvidia-h200.json", "capture", context=p) for p in places]
+        return [*even, _decoded(f"{name}-4000-uneven-nvidia-h200.json", "capture")]
+
+    return _columns(
+        ("positions", *map(_count, places), "spread up to 4,000"),
+        ("32 sequences, tokens a second", of(32), _speed),
+        ("of the floor", of(32), _share),
+        ("64 sequences, tokens a second", of(64), _speed),
+        ("of the floor", of(64), _share),
     )
 
 
@@ -655,8 +672,8 @@ def _size(count: float) -> str:
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     table.__name__: table
     for table in (
-        replay_cost, launch_cost, change_cost, modules, decode, batches, batches_h200, contexts,
-        shapes, floor, profile, profile_batches, profile_batches_h200, prompts, prompt_attention,
-        attention, startup, load, host, join, torch_graphed, generate, weights, weights_h100,
+        replay_cost, launch_cost, change_cost, modules, decode, batches, batches_h200,
+        lengths_h200, contexts, shapes, floor, profile, profile_batches, profile_batches_h200,
+        prompts, prompt_attention, attention, startup, load, host, join, torch_graphed, generate, weights, weights_h100,
     )
 }  # fmt: skip

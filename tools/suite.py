@@ -3,9 +3,9 @@
     PYTHONPATH=src python3 -m tools.suite JUNIT ... [--out DIR] [--device cuda:0]
 
 JUNIT: files of `pytest --junitxml`, of one commit and one kind of device.  The result is
-DIR/suite-{device}.json: how many tests passed, failed and were skipped, each that did not pass with
-its reason, and the slowest.  Exit status: 0 if tests passed and none failed, else 1; 2 if a file
-cannot be read.
+DIR/suite-{device}.json: how many tests passed, failed and were skipped, each that failed with its
+reason, how many were skipped for which reason, and the slowest.  Exit status: 0 if tests passed and
+none failed, else 1; 2 if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tools.suite: {error}", file=sys.stderr)
         return 2
     counts = Counter(str(test["outcome"]) for test in tests)
+    skipped = Counter(str(test["why"]) for test in tests if test["outcome"] == "skipped")
     slowest = sorted(tests, key=lambda test: -float(str(test["seconds"])))[:_SLOWEST]
     with ost.open_device(options.device) as device:
         result = Result(
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             machine=machine(device),
             settings={"files": len(options.junit)},
             rows=[test for test in tests if test["outcome"] == "failed"] + slowest,
-            skipped={str(t["name"]): str(t["why"]) for t in tests if t["outcome"] == "skipped"},
+            skipped={why: f"{count} tests" for why, count in skipped.most_common()},
         )
     print(result.write(options.out))
     print(result.line())

@@ -277,6 +277,21 @@ def test_the_attention_in_clusters_compiles_without_local_memory(name: str, arch
     assert check(KernelCheck(name, one.source, one.options), arch).problems == ()
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", ["1B", "8B"])
+@pytest.mark.parametrize("rows", [8, 24, 48, 64])
+def test_blocks_that_share_all_rows_compile_without_local_memory(
+    name: str, rows: int, arch: str
+) -> None:
+    """Their registers are bounded, so that all of them have room at once."""
+    config, given = CONFIGS[name], {"rows": rows, "context": 100_000}
+    tuning = shapes.default_tuning(config, clusters=arch > "sm_80", **given)
+    assert tuning.attention.resident
+    launches = kc.lower(decode_program(config), config, tuning=tuning, **given)
+    one = next(launch for launch in launches if launch.kernel == "attention")
+    assert check(KernelCheck(name, one.source, one.options), arch).problems == ()
+
+
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_there_is_something_to_try_on_small_gpus(rows: int) -> None:
     """Of one row of 70B too, which is multiplied as several are."""

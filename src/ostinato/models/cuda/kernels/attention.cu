@@ -95,11 +95,11 @@ template <int STRIDE> struct LaneMix {
             }
         }
     }
-    DEVICE void set_queries(const float* q, float factor) {
+    DEVICE void set_queries(const float* q, float factor, bool there) {
 #pragma unroll
         for (int j = 0; j < QUERIES; j++) {
             float4 a = make_float4(0, 0, 0, 0), b = a;
-            if (sub < CHUNKS) {
+            if (there && sub < CHUNKS) {
                 const float4* from = reinterpret_cast<const float4*>(q + j * HEAD_SIZE + sub * 8);
                 a = load_fresh(from);
                 b = load_fresh(from + 1);
@@ -216,9 +216,9 @@ struct Attention {
         }
     }
     // Before the warp mixes what it has of a share.
-    DEVICE void set_out(WarpMix& mix, const Share& share) const {
+    DEVICE void set_out(WarpMix& mix, const Share& share, bool there = true) const {
         // The scale and log2(e), so that the exponentials are powers of two.
-        mix.set_queries(q + (share.index * HEADS + share.first_head()) * HEAD_SIZE, scale * 1.44269504f);
+        mix.set_queries(q + (share.index * HEADS + share.first_head()) * HEAD_SIZE, scale * 1.44269504f, there);
         start_next_at<AFTER_INPUT>();
         mix.clear();
     }
@@ -371,7 +371,7 @@ KERNEL BOUNDS
         // little left to do, or one that works on a long share would keep another one waiting.
         u32 arrived = 0, have = 0;
         if (waiting && thread == 0) arrived = all.arrive(shares[earlier]);
-        if (share.blocks) all.set_out(mix, share);
+        all.set_out(mix, share, share.blocks > 0);
         int at = Attention::own_of(share);
 #pragma unroll 1
         for (int rest = 2 * TILE; rest >= 0; rest -= 2 * TILE) {

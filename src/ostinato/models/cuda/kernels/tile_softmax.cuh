@@ -127,11 +127,11 @@ template <int QUERIES, int STEPS, int STRIDE> struct TileMix {
     }
 
     // `q`: [QUERIES, HEAD_SIZE].  Times the scale and log2(e), so that the exponentials are powers of two.
-    DEVICE void set_queries(const float* q, float factor) {
+    DEVICE void set_queries(const float* q, float factor, bool there) {
 #pragma unroll
         for (int c = 0; c < PARTS; c++) {
             float4 a = make_float4(0, 0, 0, 0), b = a;
-            if (g < QUERIES && has_key(c)) {
+            if (there && g < QUERIES && has_key(c)) {
                 const float4* from = reinterpret_cast<const float4*>(q + g * HEAD_SIZE + 32 * c + 8 * t);
                 a = load_fresh(from);
                 b = load_fresh(from + 1);
