@@ -674,6 +674,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     for table in (
         replay_cost, launch_cost, change_cost, modules, decode, batches, batches_h200,
         lengths_h200, contexts, shapes, floor, profile, profile_batches, profile_batches_h200,
-        prompts, prompt_attention, attention, startup, load, host, join, torch_graphed, generate, weights, weights_h100,
+        prompts, prompt_attention, attention, startup, load, host, join, torch_graphed, generate,
+        weights, weights_h100,
     )
 }  # fmt: skip
