@@ -1,6 +1,10 @@
 // What all emulated kernels share, compiled once: fibers, barriers, and how blocks take turns.
 #include "emulate.h"
 
+#include <cstdlib>
+#include <numeric>
+#include <random>
+
 namespace emulated {
 
 PER_THREAD Fiber* current = nullptr;
@@ -115,25 +119,34 @@ void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shar
         }
         size_t left = fibers.size();
         long idle = 0;
+        auto run = [&](Fiber& fiber) {  // as far as it comes
+            if (fiber.done || must_wait(fiber)) return;
+            current = &fiber;
+            current->closed = nullptr;
+            emulated_switch(&scheduler_stack, current->stack_pointer);
+            left -= fiber.done;
+            if (fiber.done && !fiber.block->live && !fiber.block->bulk_copies.empty()) {
+                std::fprintf(stderr, "emulated: a block ends before its copies\n");
+                abort();
+            }
+        };
+        const char* const order = std::getenv("EMULATED_ORDER");
+        std::minstd_rand random(order ? std::atoi(order) : 0);
+        std::vector<size_t> shuffled(order ? fibers.size() : 0);
+        std::iota(shuffled.begin(), shuffled.end(), size_t{0});
         while (left) {
             const long before = progress;
+            if (order) {
+                std::shuffle(shuffled.begin(), shuffled.end(), random);
+                for (size_t f : shuffled)
+                    if (random() >> 16 & 1) run(fibers[f]);  // so that some fall behind
+            }
             // A warp as far as it comes, while its stacks are in the cache, then the next.
-            for (size_t warp = 0; warp < fibers.size(); warp += 32) {
+            for (size_t warp = 0; !order && warp < fibers.size(); warp += 32) {
                 const size_t end = std::min(warp + 32, fibers.size());
                 for (long so_far = -1; so_far != progress;) {
                     so_far = progress;
-                    for (size_t f = warp; f < end; f++) {
-                        if (fibers[f].done || must_wait(fibers[f])) continue;
-                        current = &fibers[f];
-                        current->closed = nullptr;
-                        emulated_switch(&scheduler_stack, current->stack_pointer);
-                        left -= fibers[f].done;
-                        const Block& its = *fibers[f].block;
-                        if (fibers[f].done && !its.live && !its.bulk_copies.empty()) {
-                            std::fprintf(stderr, "emulated: a block ends before its copies\n");
-                            abort();
-                        }
-                    }
+                    for (size_t f = warp; f < end; f++) run(fibers[f]);
                 }
             }
             idle = progress == before ? idle + 1 : 0;

@@ -1,5 +1,7 @@
 // CUDA on one CPU thread, enough of it to run the decoder's kernels: a block's threads are fibers
-// that switch at barriers and warp exchanges, blocks run one after the other.
+// that switch at barriers and warp exchanges, blocks run one after the other.  With EMULATED_ORDER in
+// the environment, a number, fibers take turns in a random order: an access to shared memory that no
+// barrier separates from another thread's comes before it at times, and at times behind it.
 //
 // Not for speed, and no proof of anything that depends on timing or on memory ordering; it finds
 // wrong indices, wrong sums, reads of shared memory that nobody wrote, and barriers that not all

@@ -29,6 +29,7 @@ from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.host.shard_kernels import SHARD_KERNELS, _key
 from ostinato.models.program import ABSENT, ACTIVE, OF_RANKS, OPTIONS, SAMPLE, Bound, decode_program
 from ostinato.models.sharding import Sharding, shard_program
+from ostinato.modules import CompileOptions
 from tests.emulator.emulator import Emulator
 from tests.kernel_checks import KernelCheck, check
 from tests.models.emulated import emulated_bench, to_bf16
@@ -417,6 +418,19 @@ def test_the_attention_in_tiles_agrees_with_numpy_on_the_emulator(name: str) -> 
     chosen = [case for case in checks.cases(bench, rows) if "gaps" not in case.name]
     for case in chosen if rows < 24 else chosen[:2]:
         bench.check(case)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("name", ["clusters", "shares", "group 8, head 128"])
+def test_the_attention_in_tiles_takes_any_order_of_its_threads(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, rows, options = tiled(name)
+    bench = emulated_bench(config, rows, **options)
+    for order in "123":
+        monkeypatch.setenv("EMULATED_ORDER", order)
+        for case in list(checks.cases(bench, rows))[:2]:
+            bench.check(case)
 
 
 def attended(bench: checks.Bench, rows: int, positions: Sequence[int]) -> np.ndarray:
@@ -863,6 +877,48 @@ SMALL_CASES = {
         windows=(33,),
     ),
 }
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("rows", [1, 8, 33])
+@pytest.mark.parametrize(
+    "name",
+    [name if "64" in name else pytest.param(name, marks=pytest.mark.slow) for name in SMALL_CASES],
+)
+def test_small_kernels_take_any_order_of_their_threads(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As racecheck does on a GPU, but for what depends on memory ordering."""
+    bench = emulated_bench(SMALL_CASES[name], rows, context=70, sequences=3)
+    for order in "12":
+        monkeypatch.setenv("EMULATED_ORDER", order)
+        for case in list(checks.cases(bench, rows))[:3]:
+            bench.check(case)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("barrier", [True, False])
+def test_a_missing_barrier_is_found_by_the_order_of_threads(
+    barrier: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """KERNEL turned(int* out) {
+        __shared__ int values[64];
+        values[threadIdx.x] = threadIdx.x;
+        __syncthreads();
+        out[threadIdx.x] = values[63 - threadIdx.x];
+        BARRIER;
+        values[threadIdx.x] = -1;
+    }"""
+    source = ost.Source(text, signatures={"turned": "out: *out i32"}, name="turned.cu")
+    options = CompileOptions(defines=(("BARRIER", "__syncthreads()" if barrier else "(void)0"),))
+    launch = kc.CudaLaunch("turned", source, options, ost.LaunchConfig(1, 64), ())
+    emulator, seen = Emulator(), set()
+    for order in range(1, 6):
+        monkeypatch.setenv("EMULATED_ORDER", str(order))
+        out = emulator.array(np.zeros(64, np.int32))
+        emulator.launch(launch, {"out": out})
+        seen.add(emulator.read(out).tobytes())
+    assert (seen == {np.arange(63, -1, -1, dtype=np.int32).tobytes()}) == barrier
 
 
 @pytest.mark.gpu
