@@ -1018,7 +1018,7 @@ def test_rows_do_not_change_each_other(
     config = config_of(8, 2, size, hidden=136, inner=88, vocabulary=67, layers=1)
     given: Any = {"rows": rows, "context": context, "multiprocessors": multiprocessors}
     tuning = shapes.default_tuning(config, clusters=True, **given)
-    assert tuning.attention.resident
+    assert tuning.attention.shares_rows
     options: Any = {"sequences": rows, "context": context, "multiprocessors": multiprocessors}
     bench = checks.Bench(
         OnDevice(cuda_device), config, max_rows=rows, tunings={rows: tuning}, **options

@@ -225,9 +225,9 @@ def attention_problem(
         return f"{s.queries} queries and {s.steps} steps in {s.warps} warps do not fit"
     if s.shared_bytes(config) > shared:
         return f"{s.queries} queries in {s.warps} warps do not fit shared memory"
-    if s.resident and (not tiled or rows > MAX_ROWS or s.cluster > 1):
+    if s.shares_rows and (not tiled or rows > MAX_ROWS or s.cluster > 1):
         return f"blocks that share the work of {rows} rows, in clusters of {s.cluster}"
-    if s.resident and rows * config.heads // s.queries >= COUNTER_BYTES // 4:
+    if s.shares_rows and rows * config.heads // s.queries >= COUNTER_BYTES // 4:
         return f"{rows} rows of {config.heads} heads, which are more than there are counters"
     return None
 

@@ -732,7 +732,7 @@ class Cut:
             split = self.tuning.attention
             parts = c.heads // c.kv_heads // split.queries
             grid = (split.splits, c.kv_heads * parts, self.rows)
-            if split.resident:
+            if split.shares_rows:
                 own = self.rows * c.kv_heads * parts
                 grid = (max(own, split.resident * self.multiprocessors), 1, 1)
             shared = split.shared_bytes(c)

@@ -259,8 +259,8 @@ class AttentionShape:
     `splits`: blocks for the positions of a row, at most.  `cluster` of these merge through shared
     memory (compute capability 9.0 and up).  `passes`: what each block of a cluster takes, in what
     its warps ask for at once, before the row gets another cluster.  `resident`: blocks of a
-    multiprocessor, which share the work of all rows; 0 where each part of a row has a block of
-    its own.
+    multiprocessor, which share the work of all rows (`shares_rows`); 0 where each part of a row has
+    a block of its own.
     """
 
     queries: int
@@ -270,6 +270,11 @@ class AttentionShape:
     cluster: int = 1
     passes: int = 1
     resident: int = 0
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether blocks take parts of any row; there is nothing to share where no row is cut."""
+        return self.resident > 0 and self.splits > 1
 
     def shared_bytes(self, config: LlamaConfig) -> int:
         """Dynamic shared memory of a block: what its warps found, and the blocks of the cluster."""
@@ -541,9 +546,9 @@ def for_context(
 
 
 def _in_list(shape: AttentionShape, context: int) -> AttentionShape:
-    """With as many blocks for the longest row as its shares."""
+    """With as many blocks for the longest row as it has shares."""
     share = shape.passes * shape.warps * shape.steps * TILE_POSITIONS
-    return replace(shape, splits=max(2, min(_MOST_SHARES, -(-context // share))))
+    return replace(shape, splits=min(_MOST_SHARES, -(-context // share)))
 
 
 def _with_clusters(
@@ -870,8 +875,7 @@ def _tiled_attention(
 
     A few rows of short contexts: two blocks of a cluster for a row's part, or four.  More rows, or
     long contexts, whose lengths may be far apart: as many blocks as the device holds, which share
-    what all rows have to do.  H200, 1B shape, us a step at positions 20, 1,000 and 4,000, and with
-    one row of 64 at 4,000 and the others at 100: see the log, "The attention of many rows".
+    what all rows have to do.  The figures are in docs/log.md, "The attention of many rows".
     """
     queries = largest_divisor(config.heads // config.kv_heads, 8)
     blocks = rows * config.heads // queries  # with one for each part of a row
@@ -893,9 +897,7 @@ def _tiled_attention(
     share = 512 if rows <= CLUSTER_ROWS else 1024
     passes = share // (warps * steps * TILE_POSITIONS)
     shape = AttentionShape(queries, warps, steps, 1, 1, passes, held // warps)
-    if rows > MAX_ROWS or context <= share:
-        return replace(shape, resident=0)
-    return _in_list(shape, context)
+    return shape if rows > MAX_ROWS else _in_list(shape, context)
 
 
 def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> AttentionShape:

@@ -194,8 +194,8 @@ def attention_shapes(
 
     `clusters`: whether the device has them; `shared`: bytes that a block may have.  Where blocks
     can share the work of all rows they do, or a row has a cluster: a sweep times rows of one
-    length, and is not to choose what is slow for lengths that are far apart.  Such blocks have 2
-    splits here; `for_context` gives them more.
+    length, and is not to choose what is slow for lengths that are far apart.  How many blocks a
+    row then has `for_context` says.
     """
     group, blocks = config.heads // config.kv_heads, rows * config.heads
     tiled = attends_in_tiles(config, rows, shared)
@@ -213,7 +213,7 @@ def attention_shapes(
                 made.append(AttentionShape(queries, warps, steps, splits, cluster, passes))
             for share in (512, 1024, 2048) if tiled else ():
                 passes = max(1, share // (warps * steps * each))
-                shape = AttentionShape(queries, warps, steps, 2, 1, passes)
+                shape = AttentionShape(queries, warps, steps, 1, 1, passes)
                 all_of_it = (replace(shape, resident=n) for n in (8, 6, 4, 3, 2, 1))
                 legal = (
                     one for one in all_of_it if not attention_problem(one, config, rows, shared)
@@ -226,8 +226,11 @@ def attention_shapes(
         and 16 <= shape.warps * shape.steps * each <= 512
         and blocks // shape.queries * shape.splits <= 4096
     ]
-    far = lambda s: abs(math.log2(s.warps * s.steps * each / usual))  # noqa: E731
-    return tuple(sorted(promising, key=far))
+
+    def distance(shape: AttentionShape) -> float:
+        return abs(math.log2(shape.warps * shape.steps * each / usual))
+
+    return tuple(sorted(promising, key=distance))
 
 
 def block_variants(tuning: Tuning, config: LlamaConfig, multiprocessors: int) -> tuple[Tuning, ...]:

@@ -178,13 +178,9 @@ class _Sweep:
                 self.config, self.rows, clusters=self.clusters, shared=self.shared
             )
             sizes = {"rows": self.rows, "context": max(self.contexts) + 1}
-            return [
-                for_context(
-                    replace(self.best, attention=shape), self.config,
-                    multiprocessors=self.multiprocessors, **sizes,
-                )
-                for shape in shapes
-            ]  # fmt: skip
+            sizes["multiprocessors"] = self.multiprocessors
+            tunings = (replace(self.best, attention=shape) for shape in shapes)
+            return [for_context(tuning, self.config, **sizes) for tuning in tunings]
         made = product_shapes(
             self.config, name, self.rows, self.multiprocessors,
             clusters=self.clusters, warpgroups=self.best.warpgroups,

@@ -12,7 +12,7 @@
 // A row's positions are cut evenly over as many blocks as they need: one for each PASSES tiles, up to
 // SPLITS.  How a row is cut, and with it every bit of its result, depends on its own length alone.  The
 // grid is (SPLITS, kv heads * parts of their queries, rows), fixed by the longest context, and blocks that
-// a row does not need leave at once; or, with RESIDENT, it is as many blocks as the device holds, which
+// a row does not need leave at once; or, with SHARES_ROWS, it is as many blocks as the device holds, which
 // share what all rows have to do, so that one long row is not left to one block.
 //
 // One block alone writes the result itself.  The CLUSTER blocks of a cluster send what they found to the
@@ -44,14 +44,16 @@ constexpr int WARPS = ATTENTION_WARPS, STEPS = ATTENTION_STEPS, SPLITS = ATTENTI
 constexpr int CLUSTER = ATTENTION_CLUSTER;              // blocks that merge by themselves
 constexpr int UNITS = SPLITS / CLUSTER;                 // clusters that share a head
 constexpr int PASSES = ATTENTION_PASSES;                // tiles of a block before there is another unit
-constexpr int RESIDENT = ATTENTION_RESIDENT;            // blocks of a multiprocessor that share all work, or 0
-constexpr int BATCH = smaller(RESIDENT ? 4 : 8, UNITS);  // partials that a merge asks for at once
+constexpr int RESIDENT = ATTENTION_RESIDENT;            // blocks of a multiprocessor that share all rows
+// Whether blocks take parts of any row.
+#define SHARES_ROWS (ATTENTION_RESIDENT && ATTENTION_SPLITS > 1)
+constexpr int BATCH = smaller(SHARES_ROWS ? 4 : 8, UNITS);  // partials that a merge asks for at once
 // Whether `live`, and what earlier steps left in the cache, may be read before the wait: not if the
 // previous kernel (norm_qkv_rope) lets this one start before its own wait.
 constexpr bool EARLY = PREVIOUS_STARTS != AT_START;
 static_assert(HEADS % KV_HEADS == 0 && HEADS / KV_HEADS % QUERIES == 0, "query heads");
-static_assert(SPLITS % CLUSTER == 0 && (CLUSTER == 1 || RESIDENT == 0), "clusters");
-static_assert(RESIDENT == 0 || (TILED && ROWS <= 64), "a list of shares");
+static_assert(SPLITS % CLUSTER == 0 && (CLUSTER == 1 || !SHARES_ROWS), "clusters");
+static_assert(!SHARES_ROWS || (TILED && ROWS <= 64), "a list of shares");
 
 // As TileMix, without tensor cores.
 template <int STRIDE> struct LaneMix {
@@ -289,7 +291,7 @@ struct Attention {
     }
 };
 
-#if ATTENTION_RESIDENT
+#if SHARES_ROWS
 #define BOUNDS __launch_bounds__(32 * WARPS, RESIDENT)
 #else
 #define BOUNDS __launch_bounds__(32 * WARPS)  // 1 is not the same: it lets the compiler take more registers
@@ -307,7 +309,7 @@ KERNEL BOUNDS
     WarpMix mix(lane);
     if constexpr (!EARLY) wait_for_previous();
 
-#if ATTENTION_RESIDENT
+#if SHARES_ROWS
     // The first share of each row and head has a block of its own, which needs to know nothing of other rows.
     // All others are in a list, row by row: the blocks before those take the first of them, and then every
     // block that has done its share takes the next that nobody has taken.
