@@ -277,7 +277,7 @@ def test_the_attention_in_clusters_compiles_without_local_memory(name: str, arch
     assert check(KernelCheck(name, one.source, one.options), arch).problems == ()
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 @pytest.mark.parametrize("name", ["1B", "8B"])
 @pytest.mark.parametrize("rows", [8, 24, 48, 64])
 def test_blocks_that_share_all_rows_compile_without_local_memory(
