@@ -1,7 +1,8 @@
 // CUDA on one CPU thread, enough of it to run the decoder's kernels: a block's threads are fibers
-// that switch at barriers and warp exchanges, blocks run one after the other.  With EMULATED_ORDER in
-// the environment, a number, fibers take turns in a random order: an access to shared memory that no
-// barrier separates from another thread's comes before it at times, and at times behind it.
+// that switch at barriers and warp exchanges, blocks run one after the other, but for those of clusters.
+// With EMULATED_ORDER in the environment, a number, fibers take turns in a random order, but for those of
+// clusters: an access to shared memory that no barrier separates from another thread's comes before it at
+// times, and at times behind it.
 //
 // Not for speed, and no proof of anything that depends on timing or on memory ordering; it finds
 // wrong indices, wrong sums, reads of shared memory that nobody wrote, and barriers that not all

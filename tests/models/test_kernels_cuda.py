@@ -429,7 +429,7 @@ def test_the_attention_in_tiles_agrees_with_numpy_on_the_emulator(name: str) -> 
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize("name", ["clusters", "shares", "group 8, head 128"])
+@pytest.mark.parametrize("name", ["a window", "shares", "group 8, head 128"])
 def test_the_attention_in_tiles_takes_any_order_of_its_threads(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
