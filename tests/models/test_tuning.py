@@ -168,12 +168,58 @@ def test_blocks_of_the_attention_have_room_at_once(name: str, rows: int, context
         assert blocks * shape.cluster <= 132 * (2 if held <= 8 else 1)
     elif context > 1024:
         share = 16 * shape.warps * shape.steps * shape.passes
-        assert shape.splits == min(64, -(-context // share)) and share in (512, 1024)
+        assert shape.splits == min(64, -(-context // share)) and share <= 1024
+        assert shape.passes == 1 or blocks * (1024 // share) >= 0.9 * 132
         assert shape.resident * held in (16, 24)
         assert blocks <= shape.resident * 132 or shape.warps == 2
     else:
         assert shape.splits == 1
     assert shapes.default_tuning(config, **given).attention.cluster == 1
+
+
+def test_heads_that_are_few_are_cut_in_more_parts() -> None:
+    """A shard of 70B has one KV head."""
+    config, given = config_of(8, 1, 128, hidden=8192, inner=3584, vocabulary=1003), {"rows": 17}
+    shape = shapes.default_tuning(config, clusters=True, context=2048, **given).attention
+    assert (shape.warps * 16 * shape.passes, shape.splits, shape.cluster) == (128, 16, 1)
+    few = shapes.default_tuning(config, clusters=True, context=2048, rows=8).attention
+    assert few.cluster == 8
+
+
+def test_a_stored_tuning_with_clusters_shares_rows_of_long_contexts() -> None:
+    config, sizes = CONFIGS["1B"], {"rows": 8, "multiprocessors": 132}
+    tuning = shapes.default_tuning(config, clusters=True, context=2048, **sizes)
+    assert tuning.attention.cluster == 2
+    assert shapes.for_context(tuning, config, context=8192, **sizes) == tuning
+    longer = shapes.for_context(tuning, config, context=100_000, **sizes)
+    wanted = shapes.default_tuning(config, clusters=True, context=100_000, **sizes)
+    assert longer == replace(tuning, attention=wanted.attention)
+    assert longer.attention.shares_rows and problems_of(config, 8, longer) == ()
+
+
+def test_rows_with_as_many_heads_as_counters_share_nothing() -> None:
+    """The last counter is the list's."""
+    config = config_of(256, 256, 64, hidden=64, inner=64, vocabulary=67)
+    given: Any = {"rows": 64, "context": 5000, "clusters": True}
+    tuning = shapes.default_tuning(config, **given)
+    assert not tuning.attention.shares_rows and problems_of(config, 64, tuning) == ()
+    shared = replace(tuning, attention=replace(tuning.attention, splits=5))
+    assert "counters" in problems_of(config, 64, shared)[0]
+
+
+def test_the_attention_beside_a_library_is_that_of_the_shape() -> None:
+    """One row has float32's lanes, whoever multiplies."""
+    config = CONFIGS["8B"]
+    for rows in (1, 2):
+        given: Any = {"rows": rows, "context": 500}
+        tuning = shapes.default_tuning(config, clusters=True, **given)
+        cut = kc.Cut(config, rows, tuning, library=True)
+        assert cut.macros("attention", {})["ATTENTION_TILED"] == str(int(rows > 1))
+        assert cut.macros("attention", {})["ROUND_ATTENDED"] == "1"
+    wide = config_of(8, 4, 256, hidden=136, inner=88, vocabulary=67)
+    tuning = shapes.default_tuning(wide, rows=8, context=70)
+    shared = replace(tuning, attention=replace(tuning.attention, splits=1, resident=1))
+    assert "share the work" in problems_of(wide, 8, shared)[0]
 
 
 def test_no_more_clusters_than_a_long_context_needs() -> None:

@@ -225,7 +225,7 @@ def attention_problem(
         return f"{s.queries} queries and {s.steps} steps in {s.warps} warps do not fit"
     if s.shared_bytes(config) > shared:
         return f"{s.queries} queries in {s.warps} warps do not fit shared memory"
-    if s.shares_rows and (not tiled or rows > MAX_ROWS or s.cluster > 1):
+    if s.resident and (not tiled or s.cluster > 1 or (s.splits > 1 and rows > MAX_ROWS)):
         return f"blocks that share the work of {rows} rows, in clusters of {s.cluster}"
     if s.shares_rows and rows * config.heads // s.queries >= COUNTER_BYTES // 4:
         return f"{rows} rows of {config.heads} heads, which are more than there are counters"

@@ -54,6 +54,7 @@ from ostinato.models.cuda.shapes import (
     Shape,
     Tuning,
     VectorShape,
+    attends_in_tiles,
     blocked_calls,
     default_tuning,
     packed_shape,
@@ -492,6 +493,8 @@ class Cut:
             found = {k: shape[k] for k in names if k in shape}
             for name, value in asdict(self.tuning.attention).items():
                 found[f"ATTENTION_{name.upper()}"] = value
+            tiled = attends_in_tiles(c, self.rows, self.tuning.shared)
+            found["ATTENTION_TILED"] = int(tiled)
             before = self.blocked[self.blocked.index(kernel) - 1]
             if self.rounds:
                 before = ROUNDED_CALLS.get(before, before)

@@ -536,6 +536,10 @@ def for_context(
 ) -> Tuning:
     """A tuning that was made for shorter contexts, with blocks enough for this one."""
     shape = tuning.attention
+    tiled = attends_in_tiles(config, rows, tuning.shared)
+    if tiled and shape.cluster > 1 and context > _EVEN_CONTEXT:
+        longer = _tiled_attention(config, rows, context, multiprocessors, clusters=True)
+        return replace(tuning, attention=longer)
     if shape.resident:
         longer = _in_list(shape, context)
     elif shape.cluster > 1:
@@ -881,7 +885,8 @@ def _tiled_attention(
     blocks = rows * config.heads // queries  # with one for each part of a row
     wide = config.head_size > 64
     if clusters and rows <= CLUSTER_ROWS and context <= _EVEN_CONTEXT:
-        cluster = 4 if 8 * blocks <= multiprocessors else 2
+        fitting = (n for n in (8, 4) if 2 * n * blocks <= multiprocessors)
+        cluster = next(fitting, 2)
         steps = 1 if wide or cluster * blocks > multiprocessors else 2
         if cluster * blocks <= multiprocessors * (1 if wide or steps == 2 else 2):
             shape = AttentionShape(queries, 8, steps, cluster, cluster, 4)
@@ -894,10 +899,15 @@ def _tiled_attention(
         warps = 4
         if not wide and blocks * 4 <= 12 * multiprocessors:
             held, steps = 12, 2
-    share = 512 if rows <= CLUSTER_ROWS else 1024
-    passes = share // (warps * steps * TILE_POSITIONS)
-    shape = AttentionShape(queries, warps, steps, 1, 1, passes, held // warps)
-    return shape if rows > MAX_ROWS else _in_list(shape, context)
+    # A share is a tile at least, and no longer than leaves a block for each multiprocessor where
+    # all rows have 1,024 positions.
+    share, tile = 512 if rows <= CLUSTER_ROWS else 1024, warps * steps * TILE_POSITIONS
+    while share > tile and blocks * (1024 // share) < 0.9 * multiprocessors:
+        share //= 2
+    shape = AttentionShape(queries, warps, steps, 1, 1, share // tile, held // warps)
+    if rows > MAX_ROWS or blocks >= COUNTER_BYTES // 4:  # a counter is the list's
+        return shape
+    return _in_list(shape, context)
 
 
 def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> AttentionShape:

@@ -12,8 +12,9 @@
 // A row's positions are cut evenly over as many blocks as they need: one for each PASSES tiles, up to
 // SPLITS.  How a row is cut, and with it every bit of its result, depends on its own length alone.  The
 // grid is (SPLITS, kv heads * parts of their queries, rows), fixed by the longest context, and blocks that
-// a row does not need leave at once; or, with SHARES_ROWS, it is as many blocks as the device holds, which
-// share what all rows have to do, so that one long row is not left to one block.
+// a row does not need leave at once; or, with SHARES_ROWS, it is as many blocks as the device holds (or one
+// for each row and head, if that is more), which share what all rows have to do, so that one long row is not
+// left to one block.
 //
 // One block alone writes the result itself.  The CLUSTER blocks of a cluster send what they found to the
 // shared memory of the first of them, which merges it; where more than one cluster (or block, without
@@ -27,8 +28,7 @@
 #ifndef ROUND_ATTENDED
 #define ROUND_ATTENDED 0
 #endif
-// Whether a warp multiplies on the tensor cores: where the result is rounded anyway.
-#define TILED (ROUND_ATTENDED && HEAD_SIZE <= 128)
+#define TILED ATTENTION_TILED  // whether a warp multiplies on the tensor cores
 
 #if ROUND_ATTENDED
 typedef bf16 Attended;
