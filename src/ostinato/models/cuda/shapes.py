@@ -885,8 +885,7 @@ def _tiled_attention(
     blocks = rows * config.heads // queries  # with one for each part of a row
     wide = config.head_size > 64
     if clusters and rows <= CLUSTER_ROWS and context <= _EVEN_CONTEXT:
-        fitting = (n for n in (8, 4) if 2 * n * blocks <= multiprocessors)
-        cluster = next(fitting, 2)
+        cluster = 4 if 8 * blocks <= multiprocessors else 2
         steps = 1 if wide or cluster * blocks > multiprocessors else 2
         if cluster * blocks <= multiprocessors * (1 if wide or steps == 2 else 2):
             shape = AttentionShape(queries, 8, steps, cluster, cluster, 4)
