@@ -141,13 +141,14 @@ void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shar
                 std::shuffle(shuffled.begin(), shuffled.end(), random);
                 for (size_t f : shuffled)
                     if (random() >> 16 & 1) run(fibers[f]);  // so that some fall behind
-            }
-            // A warp as far as it comes, while its stacks are in the cache, then the next.
-            for (size_t warp = 0; !order && warp < fibers.size(); warp += 32) {
-                const size_t end = std::min(warp + 32, fibers.size());
-                for (long so_far = -1; so_far != progress;) {
-                    so_far = progress;
-                    for (size_t f = warp; f < end; f++) run(fibers[f]);
+            } else {
+                // A warp as far as it comes, while its stacks are in the cache, then the next.
+                for (size_t warp = 0; warp < fibers.size(); warp += 32) {
+                    const size_t end = std::min(warp + 32, fibers.size());
+                    for (long so_far = -1; so_far != progress;) {
+                        so_far = progress;
+                        for (size_t f = warp; f < end; f++) run(fibers[f]);
+                    }
                 }
             }
             idle = progress == before ? idle + 1 : 0;

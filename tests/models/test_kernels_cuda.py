@@ -393,7 +393,7 @@ TILED = {
 }
 
 
-def tiled(name: str, **more: Any) -> tuple[LlamaConfig, int, dict[str, Any]]:
+def tiled(name: str) -> tuple[LlamaConfig, int, dict[str, Any]]:
     """The config, the rows, and how the bench is made: sequences of different lengths, on a device
     of one multiprocessor, so that blocks take several shares one after the other."""
     heads, rows, context, shape = TILED[name]
@@ -406,7 +406,7 @@ def tiled(name: str, **more: Any) -> tuple[LlamaConfig, int, dict[str, Any]]:
         shapes.default_tuning(config, **given), attention=shapes.AttentionShape(*shape)
     )
     assert problems_of(config, rows, tuning) == ()
-    options = {"tunings": {rows: tuning}, "context": context, "multiprocessors": 1, **more}
+    options = {"tunings": {rows: tuning}, "context": context, "multiprocessors": 1}
     return config, rows, {"sequences": rows, **options}
 
 

@@ -13,6 +13,7 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import BRICK
 
 __all__ = [
+    "CLUSTER_PASSES",
     "CLUSTER_ROWS",
     "COUNTER_BYTES",
     "HELD_STEPS",
@@ -127,6 +128,9 @@ CLUSTER_ROWS = 16
 _EVEN_CONTEXT = 8192
 """Positions of a sequence up to which a few rows have clusters, though their lengths may differ."""
 _MOST_SHARES = 64
+"""Parts of a row of a step whose blocks share all rows."""
+CLUSTER_PASSES = 4
+"""What a block of a cluster takes before its row gets another cluster, which costs more."""
 TILE_POSITIONS = 16
 """Of a step of tile_softmax.cuh."""
 HELD_STEPS = 128
@@ -888,7 +892,7 @@ def _tiled_attention(
         cluster = 4 if 8 * blocks <= multiprocessors else 2
         steps = 1 if wide or cluster * blocks > multiprocessors else 2
         if cluster * blocks <= multiprocessors * (1 if wide or steps == 2 else 2):
-            shape = AttentionShape(queries, 8, steps, cluster, cluster, 4)
+            shape = AttentionShape(queries, 8, steps, cluster, cluster, CLUSTER_PASSES)
             return _with_clusters(shape, config, rows, context, multiprocessors)
     held = 8 if wide else 16  # warps of a multiprocessor, of one step
     warps, steps = 2, 1
@@ -926,7 +930,7 @@ def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> A
     steps = 8 if queries == 1 else 4 if queries <= 4 else 2
     groups = 32 // power_of_two_from(config.head_size // 8)
     warps = max(1, 64 // (steps * groups))
-    shape = AttentionShape(queries, min(warps, 8), steps, 8, 8, 4)
+    shape = AttentionShape(queries, min(warps, 8), steps, 8, 8, CLUSTER_PASSES)
     return _with_clusters(shape, config, 1, context, multiprocessors)
 
 

@@ -20,6 +20,7 @@ from ostinato.models.cuda.legal import (
     vector_steps,
 )
 from ostinato.models.cuda.shapes import (
+    CLUSTER_PASSES,
     CLUSTER_ROWS,
     MAX_SHARED,
     PRODUCTS,
@@ -209,7 +210,7 @@ def attention_shapes(
     for queries in (q for q in range(1, 9) if group % q == 0):
         for warps, steps in itertools.product((2, 4, 8, 16), (1, 2, 4, 8)):
             for splits, cluster in ways:
-                passes = 4 if cluster > 1 else 1
+                passes = CLUSTER_PASSES if cluster > 1 else 1
                 made.append(AttentionShape(queries, warps, steps, splits, cluster, passes))
             for share in (512, 1024, 2048) if tiled else ():
                 passes = max(1, share // (warps * steps * each))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from ostinato.errors import InputError
@@ -177,10 +178,14 @@ class _Sweep:
             shapes = attention_shapes(
                 self.config, self.rows, clusters=self.clusters, shared=self.shared
             )
-            sizes = {"rows": self.rows, "context": max(self.contexts) + 1}
-            sizes["multiprocessors"] = self.multiprocessors
-            tunings = (replace(self.best, attention=shape) for shape in shapes)
-            return [for_context(tuning, self.config, **sizes) for tuning in tunings]
+            longest = partial(
+                for_context,
+                config=self.config,
+                rows=self.rows,
+                context=max(self.contexts) + 1,
+                multiprocessors=self.multiprocessors,
+            )
+            return [longest(replace(self.best, attention=shape)) for shape in shapes]
         made = product_shapes(
             self.config, name, self.rows, self.multiprocessors,
             clusters=self.clusters, warpgroups=self.best.warpgroups,

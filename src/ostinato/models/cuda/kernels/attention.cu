@@ -7,7 +7,7 @@
 // keys and values of a tile at once and (but for the newest position, which the previous kernel writes)
 // before the wait, and keeps its own partial softmax; these are merged once at the end: over the warps of
 // the block, over the blocks of a head.  A warp multiplies on the tensor cores (tile_softmax.cuh), or, with
-// TILED 0, as lanes that hold a part of a position each (softmax.cuh).
+// ATTENTION_TILED 0, as lanes that hold a part of a position each (softmax.cuh).
 //
 // A row's positions are cut evenly over as many blocks as they need: one for each PASSES tiles, up to
 // SPLITS.  How a row is cut, and with it every bit of its result, depends on its own length alone.  The
@@ -28,7 +28,6 @@
 #ifndef ROUND_ATTENDED
 #define ROUND_ATTENDED 0
 #endif
-#define TILED ATTENTION_TILED  // whether a warp multiplies on the tensor cores
 
 #if ROUND_ATTENDED
 typedef bf16 Attended;
@@ -53,11 +52,12 @@ constexpr int BATCH = smaller(SHARES_ROWS ? 4 : 8, UNITS);  // partials that a m
 constexpr bool EARLY = PREVIOUS_STARTS != AT_START;
 static_assert(HEADS % KV_HEADS == 0 && HEADS / KV_HEADS % QUERIES == 0, "query heads");
 static_assert(SPLITS % CLUSTER == 0 && (CLUSTER == 1 || !SHARES_ROWS), "clusters");
-static_assert(!SHARES_ROWS || (TILED && ROWS <= 64), "a list of shares");
+static_assert(!SHARES_ROWS || (ATTENTION_TILED && ROWS <= 64), "a list of shares");
+static_assert(!ATTENTION_TILED || ROUND_ATTENDED, "tiles are for results that are rounded");
 
 // As TileMix, without tensor cores.
-template <int STRIDE> struct LaneMix {
-    static constexpr int POSITIONS = GROUPS * STEPS;
+struct LaneMix {
+    static constexpr int POSITIONS = GROUPS * STEPS, STRIDE = WARPS * POSITIONS;
 
     const bf16 *keys, *values;
     int group, sub, lane;
@@ -124,12 +124,12 @@ template <int STRIDE> struct LaneMix {
     }
 };
 
-#if TILED
-typedef TileMix<QUERIES, STEPS, WARPS * 16 * STEPS> WarpMix;
+#if ATTENTION_TILED
+typedef TileMix<QUERIES, STEPS, WARPS> WarpMix;
 #else
-typedef LaneMix<WARPS * GROUPS * STEPS> WarpMix;
+typedef LaneMix WarpMix;
 #endif
-constexpr int TILE = WARPS * WarpMix::POSITIONS;  // positions of a block at once
+constexpr int TILE = WarpMix::STRIDE;  // positions of a block at once
 
 // How the positions of a row are cut.
 struct Spans {
@@ -164,7 +164,7 @@ struct Share {
     // One block needs no others.  Else all blocks of a cluster stay for its barrier.
     DEVICE bool idle() const { return blocks == 1 ? split > 0 : unit() >= units; }
     // Whether the first warp has all positions of the row.
-    DEVICE bool of_one_warp() const { return TILED && blocks == 1 && end - begin <= WarpMix::POSITIONS; }
+    DEVICE bool of_one_warp() const { return ATTENTION_TILED && blocks == 1 && end - begin <= WarpMix::POSITIONS; }
 };
 
 struct Attention {
@@ -218,7 +218,7 @@ struct Attention {
         }
     }
     // Before the warp mixes what it has of a share.
-    DEVICE void set_out(WarpMix& mix, const Share& share, bool there = true) const {
+    DEVICE void prepare(WarpMix& mix, const Share& share, bool there = true) const {
         // The scale and log2(e), so that the exponentials are powers of two.
         mix.set_queries(q + (share.index * HEADS + share.first_head()) * HEAD_SIZE, scale * 1.44269504f, there);
         start_next_at<AFTER_INPUT>();
@@ -241,6 +241,11 @@ struct Attention {
             to[1] = sum;
         }
     }
+    // Stores the result of a warp that had all positions.
+    template <class MIX> DEVICE void deliver_whole(const Share& share, const MIX& mix) const {
+        mix.deliver([&](int query, int chunk) { return out(share, query * HEAD_SIZE + chunk * 8); });
+    }
+
     // One thread, after all of the block have delivered: how many other units had before it, and whether
     // these were all.
     DEVICE u32 arrive(const Share& share) const {
@@ -288,6 +293,13 @@ struct Attention {
             }
             *out(share, item) = to_attended(value / sum);
         }
+    }
+    // All threads, after a barrier behind what they delivered: merges the units if this one is the last.
+    // `last`: in shared memory.
+    DEVICE void finish(const Share& share, bool& last) const {
+        if (threadIdx.x == 0) last = is_last(share, arrive(share));
+        __syncthreads();
+        if (last) merge_units(share);
     }
 };
 
@@ -373,7 +385,7 @@ KERNEL BOUNDS
         // little left to do, or one that works on a long share would keep another one waiting.
         u32 arrived = 0, have = 0;
         if (waiting && thread == 0) arrived = all.arrive(shares[earlier]);
-        all.set_out(mix, share, share.blocks > 0);
+        all.prepare(mix, share, share.blocks > 0);
         int at = Attention::own_of(share);
 #pragma unroll 1
         for (int rest = 2 * TILE; rest >= 0; rest -= 2 * TILE) {
@@ -386,7 +398,7 @@ KERNEL BOUNDS
         } else if (share.blocks == 0) {
             all.fill(share);
         } else if (warp == 0) {
-            mix.deliver([&](int j, int chunk) { return all.out(share, j * HEAD_SIZE + chunk * 8); });
+            all.deliver_whole(share, mix);
         }
         if (waiting && thread == 0) last = all.is_last(shares[earlier], arrived);
         if (warp == 0 && left() > 0) {
@@ -416,11 +428,7 @@ KERNEL BOUNDS
         if (!again) break;
     }
     start_next_at<BEFORE_OUTPUT>();
-    if (waiting) {
-        if (thread == 0) last = all.is_last(shares[earlier], all.arrive(shares[earlier]));
-        __syncthreads();
-        if (last) all.merge_units(shares[earlier]);
-    }
+    if (waiting) all.finish(shares[earlier], last);
 #else
     auto sent = shared + WARPS;  // of blocks, and their bytes
     auto arrivals = reinterpret_cast<u64*>(sent + CLUSTER);
@@ -448,12 +456,12 @@ KERNEL BOUNDS
     if constexpr (EARLY) wait_for_previous();
     start_next_at<AFTER_WAIT>();
     all.begin(mix, share, early);
-    all.set_out(mix, share);
+    all.prepare(mix, share);
     mix.over(Attention::own_of(share), share.end, share.end);
-#if TILED
+#if ATTENTION_TILED
     if (share.of_one_warp()) {
         start_next_at<BEFORE_OUTPUT>();
-        if (warp == 0) mix.deliver([&](int j, int chunk) { return all.out(share, j * HEAD_SIZE + chunk * 8); });
+        if (warp == 0) all.deliver_whole(share, mix);
         return;
     }
 #endif
@@ -501,10 +509,7 @@ KERNEL BOUNDS
         if (share.units == 1) return;
     }
 
-    // Over the units: the last one to come here merges.
     __syncthreads();
-    if (thread == 0) last = all.is_last(share, all.arrive(share));
-    __syncthreads();
-    if (last) all.merge_units(share);
+    all.finish(share, last);
 #endif
 }

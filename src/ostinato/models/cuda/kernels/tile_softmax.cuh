@@ -23,8 +23,9 @@
 
 #include "softmax.cuh"
 
-template <int QUERIES, int STEPS, int STRIDE> struct TileMix {
-    static constexpr int POSITIONS = 16 * STEPS;           // of the warp at once; its next are STRIDE on
+template <int QUERIES, int STEPS, int WARPS> struct TileMix {
+    static constexpr int POSITIONS = 16 * STEPS;           // of a warp at once
+    static constexpr int STRIDE = WARPS * POSITIONS;       // and of the block: a warp's next are so far on
     static constexpr int PARTS = ceil_div(HEAD_SIZE, 32);  // of a key; dimensions that are missing are zero
     static constexpr int SETS = ceil_div(HEAD_SIZE, 64);   // of a value
     static constexpr float FAR = 8.0f;                     // a score above the base: 2^8 times its share
@@ -230,20 +231,15 @@ template <int QUERIES, int STEPS, int STRIDE> struct TileMix {
     // The sum of a query's shares, in all of its lanes.
     DEVICE float whole_sum() const { return sum_lanes<4>(sum); }
 
-    // Stores the result, if this warp had all positions; `to(query, chunk)` is where.
+    // Stores the result in bfloat16, if this warp had all positions; `to(query, chunk)` is where.
     template <class F> DEVICE void deliver(const F& to) const {
         const float whole = whole_sum();
         each([&](int query, int chunk, const float(&x)[8]) {
             float y[8];
 #pragma unroll
             for (int d = 0; d < 8; d++) y[d] = x[d] / whole;
-            store(to(query, chunk), y);
+            *reinterpret_cast<uint4*>(to(query, chunk)) = rounded(y);
         });
-    }
-    DEVICE static void store(bf16* to, const float (&x)[8]) { *reinterpret_cast<uint4*>(to) = rounded(x); }
-    DEVICE static void store(float* to, const float (&x)[8]) {
-        *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
-        *reinterpret_cast<float4*>(to + 4) = make_float4(x[4], x[5], x[6], x[7]);
     }
     // Leaves the partial softmax: the base, the sum, the mix of each query.
     DEVICE void leave(float (*partials)[PARTIAL]) const {
