@@ -28,6 +28,7 @@ NAMES = (
     "weights",
     "prompt_attention",
     "serve",
+    "tuning",
 )
 
 

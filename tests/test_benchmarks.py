@@ -25,6 +25,7 @@ from benchmarks import (
     replay_cost,
     soak,
     startup,
+    tuning,
     weights,
 )
 from ostinato.device import Device
@@ -85,6 +86,16 @@ def test_each_prints_a_table_and_writes_its_results(
     for row in rows:  # each one is a line of the table
         first = next(value for value in row.values() if isinstance(value, str))
         assert first in printed
+
+
+def test_the_host_has_no_default_shapes_to_measure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tuning.main(["--device", "host", "--quick", "--out", str(tmp_path)]) == 0
+    result = last_line(capsys.readouterr().out)
+    assert result["rows"] == [] and result["skipped"] == {
+        "all": "host has no launch shapes to choose"
+    }
 
 
 def test_replay_cost_measures_both_of_our_ways(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tuning
 from ostinato.bench.floor import measure_bandwidth
 from ostinato.bench.shapes import SHAPES, traffic
 from ostinato.cli.bench import bench
@@ -42,6 +43,18 @@ def test_all_our_ways_agree(
     assert not any(row["quarantined"] or row["one_by_one"] for row in result["rows"])
     assert all(0 < row["of_floor"] < 1 for row in result["rows"])
     assert picture.stat().st_size > 2000
+
+
+def test_the_default_shapes_are_measured_beside_a_search(
+    cuda_device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tuning.main(["--quick", "--device", cuda_device.name, "--out", str(tmp_path)]) == 0
+    (row,) = json.loads(capsys.readouterr().out.rstrip().splitlines()[-1])["rows"]
+    assert (row["shape"], row["rows"]) == ("135M", 8) and row["candidates"] > 0
+    for context in (20, 500):
+        ratio = row[f"default_us_{context}"] / row[f"found_us_{context}"]
+        assert row[f"of_found_{context}"] == pytest.approx(ratio, abs=2e-3)
+        assert row[f"found_us_{context}"] > row["floor_us"]
 
 
 def test_a_profile_adds_up_to_the_step(

@@ -902,11 +902,9 @@ def _tiled_attention(
         warps = 4
         if not wide and blocks * 4 <= 12 * multiprocessors:
             held, steps = 12, 2
-    # A share is a tile at least, and no longer than leaves a block for each multiprocessor where
-    # all rows have 1,024 positions.
-    share, tile = 512 if rows <= CLUSTER_ROWS else 1024, warps * steps * TILE_POSITIONS
-    while share > tile and blocks * (1024 // share) < 0.9 * multiprocessors:
-        share //= 2
+    # Shares are shorter where those of 1,024 positions leave multiprocessors without any.
+    few = rows <= CLUSTER_ROWS or blocks < 0.9 * multiprocessors
+    share, tile = 512 if few else 1024, warps * steps * TILE_POSITIONS
     shape = AttentionShape(queries, warps, steps, 1, 1, share // tile, held // warps)
     if rows > MAX_ROWS or blocks >= COUNTER_BYTES // 4:  # a counter is the list's
         return shape

@@ -136,8 +136,14 @@ struct Spans {
     int first, length;  // from `first` on, before `length`
     int span, blocks;   // of a block, and how many have any
 
+    DEVICE static int length_of(const Row& row) { return row.flags & ACTIVE ? row.position + 1 : 0; }
+    // Whether more than one block has positions of the row (without clusters).
+    DEVICE static bool are_several(const Row& row, u32 window) {
+        const int length = length_of(row);
+        return length - first_position(length, window) > PASSES * TILE;
+    }
     DEVICE Spans(const Row& row, u32 window) {
-        length = row.flags & ACTIVE ? row.position + 1 : 0;
+        length = length_of(row);
         first = first_position(length, window);
         const int tiles = ceil_div(length - first, TILE);
         // Another unit costs more than some more tiles in the first.
@@ -350,28 +356,39 @@ KERNEL BOUNDS
         if (lane == 0) share = Share::of(rows[index], window, index, item % EACH, 1 + at - first);
     };
     if (warp == 0) {
-        int before = 0;
+        Row each[HALVES];
+        bool cut = false;  // the lane's rows
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
-            const int index = half * 32 + lane;
-            const Row row = load_row(live, smaller(index, ROWS - 1));
-            int end = index < ROWS ? larger(0, Spans(row, window).blocks - 1) : 0;
+            each[half] = load_row(live, smaller(half * 32 + lane, ROWS - 1));
+            cut |= Spans::are_several(each[half], window);
+        }
+        int before = 0;
+        if (__ballot_sync(0xffffffffu, cut) == 0) {  // short contexts, often: the list is empty
+            if (lane == 0) ends[ROWS - 1] = 0;
+        } else {
 #pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const int of_others = __shfl_up_sync(0xffffffffu, end, distance);
-                if (lane >= distance) end += of_others;
+            for (int half = 0; half < HALVES; half++) {
+                const int index = half * 32 + lane;
+                int end = index < ROWS ? larger(0, Spans(each[half], window).blocks - 1) : 0;
+#pragma unroll
+                for (int distance = 1; distance < 32; distance *= 2) {
+                    const int of_others = __shfl_up_sync(0xffffffffu, end, distance);
+                    if (lane >= distance) end += of_others;
+                }
+                end += before;
+                before = __shfl_sync(0xffffffffu, end, 31);
+                if (index < ROWS) rows[index] = each[half], ends[index] = end;
             }
-            end += before;
-            before = __shfl_sync(0xffffffffu, end, 31);
-            if (index < ROWS) rows[index] = row, ends[index] = end;
         }
         __syncwarp();
         if (block < 0 && extra + block < before * EACH) note(shares[0], extra + block);
     }
     __syncthreads();
+    // A block that leaves makes room for others of this kernel, which can begin before the wait.
+    if (block < 0 && extra + block >= ends[ROWS - 1] * EACH) return;
     if constexpr (EARLY) wait_for_previous();
     start_next_at<AFTER_WAIT>();
-    if (block < 0 && extra + block >= ends[ROWS - 1] * EACH) return;
     all.begin(mix, shares[0], early);
     // Those that ask for a share are all blocks that have one; whoever asks last sets the count back.
     auto taken = [&]() { return counters_of(workspace) + COUNTER_BYTES / sizeof(u32) - 1; };
