@@ -306,13 +306,13 @@ class Bench:
     def _rounded_places(self, launch: CudaLaunch, rows: int) -> dict[str, Callable[[], np.ndarray]]:
         """Where a launch leaves what the program's call leaves in a buffer of its own."""
         names = {value.name for _, value in launch.arguments if isinstance(value, Bound)}
-        panels = dict(launch.options.defines).get("PANELS") == "1"
+        panels = dict(launch.options.defines).get("PANELS")
 
         def read(name: str, width: int) -> np.ndarray:
             whole = self.read(name)
             found = whole.reshape(-1)[: len(whole) * width].reshape(-1, width)
             if panels:
-                found[:rows] = from_panels(found[:rows])
+                found[:rows] = from_panels(found[:rows], bricks=panels == "2")
             return found
 
         found: dict[str, Callable[[], np.ndarray]] = {}
@@ -399,12 +399,17 @@ class Bench:
         return error
 
 
-def from_panels(values: np.ndarray) -> np.ndarray:
-    """Rows that lie in panels of 64 columns, whose chunks of 8 are swapped (common.cuh)."""
+def from_panels(values: np.ndarray, *, bricks: bool) -> np.ndarray:
+    """Rows that lie in panels of 64 columns, whose chunks of 8 are swapped: for warpgroups, or for
+    bricks (common.cuh)."""
     rows, width = values.shape
     chunks = values.reshape(width // 64, rows, 8, 8)
     row, chunk = np.ogrid[:rows, :8]
-    return chunks[:, row, chunk ^ row % 8].transpose(1, 0, 2, 3).reshape(rows, width)
+    return (
+        chunks[:, row, chunk ^ (row % 4 * 2 if bricks else row % 8)]
+        .transpose(1, 0, 2, 3)
+        .reshape(rows, width)
+    )
 
 
 # ------------------------------------------------------------------------------------------- cases

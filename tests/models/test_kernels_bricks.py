@@ -16,10 +16,20 @@ import pytest
 from benchmarks.kernels import checks
 from ostinato.device import Device
 from ostinato.models.config import LlamaConfig
-from ostinato.models.cuda.bricks import FORMATS, Part, matrix_bytes, packing, places
+from ostinato.models.cuda.bricks import (
+    FORMATS,
+    Part,
+    formats_of,
+    matrix_bytes,
+    packing,
+    places,
+)
 from ostinato.models.cuda.legal import packed_problem
+from ostinato.models.cuda.lowering import Cut
 from ostinato.models.cuda.shapes import (
     PRODUCTS,
+    ROUNDED_CALLS,
+    MatrixShape,
     PackedShape,
     default_tuning,
     packed_shape,
@@ -66,6 +76,15 @@ CASES: dict[str, tuple[LlamaConfig, dict[str, str], tuple[int, ...] | None]] = {
     "some are not packed": (WHOLE, {"wq": "Q4_K", "wk": "Q4_K", "wo": "Q8_0"}, (1, 1, 3, 2)),
 }
 """Model, types of tensors, and a cut that is not the rule's."""
+PANELLED = config_of(8, 1, 64, inner=1024, vocabulary=131)
+"""Several slabs of 256 inputs."""
+PANEL_CUTS = {
+    "ring of 2": MatrixShape(4, 1, 1, 256, 8),
+    "ring of 3": MatrixShape(4, 1, 1, 256, 8, ring=3),
+    "two warps": MatrixShape(4, 2, 1, 512, 8),
+    "clusters": MatrixShape(4, 1, 2, 256, 8, cluster=2),
+    "workspace": MatrixShape(4, 2, 2, 512, 8),
+}
 PREFETCH = {"qkv": ("gate_up", 1 << 30), "output": ("down", 1 << 30), "gate_up": ("down", 4096)}
 """All of matrices whose parts may be of several types; the rule has it for large models alone."""
 
@@ -102,6 +121,59 @@ def test_packed_products_of_rows_agree_with_numpy_on_the_emulator(name: str, row
     bench = bench_of(Emulator(), name, rows)
     for case in list(checks.cases(bench, rows))[1:4:2]:
         bench.check(case)
+
+
+def panelled(machine: Any, cut: str, rows: int, **options: Any) -> checks.Bench:
+    """Products with packed matrices, whose inputs one thread copies.  Blocks share inputs where
+    they may: not those of the head, and through the workspace not of matrices in parts."""
+    shape = PANEL_CUTS[cut]
+    alone = replace(shape, blocks_k=1, cluster=1)
+    packed = dict.fromkeys(PRODUCTS.values(), shape)
+    packed |= {"head": alone} if shape.cluster > 1 else {"head": alone, "qkv": alone}
+    tuning = default_tuning(PANELLED, rows=rows, context=70, clusters=True)
+    bench = checks.Bench(
+        machine, PANELLED, max_rows=rows, sequences=2, context=70,
+        tunings={rows: replace(tuning, packed=packed)},
+        types=types_of("Q4_K", wv="Q6_K", w_down="Q6_K", head="Q6_K"), **options,
+    )  # fmt: skip
+    for one in bench.launches(rows):
+        if one.kernel in (*ROUNDED_CALLS.values(), "attention", "norm_rows"):
+            assert ("PANELS", "2") in one.options.defines
+    return bench
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize(
+    ("cut", "rows"),
+    [(cut, rows) for cut, rows in zip(PANEL_CUTS, (9, 32, 2, 17, 64), strict=True)],
+)
+def test_inputs_in_panels_agree_with_numpy_on_the_emulator(cut: str, rows: int) -> None:
+    bench = panelled(Emulator(), cut, rows)
+    for case in list(checks.cases(bench, rows))[1:4:2]:
+        bench.check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("cut", PANEL_CUTS)
+@pytest.mark.parametrize("rows", [2, 9, 32, pytest.param(64, marks=pytest.mark.slow)])
+def test_inputs_in_panels_agree_with_numpy(cuda_device: Device, cut: str, rows: int) -> None:
+    bench = panelled(OnDevice(cuda_device), cut, rows)
+    for case in checks.cases(bench, rows):
+        bench.check(case)
+
+
+def test_inputs_lie_in_panels_where_all_products_read_whole_slabs() -> None:
+    def panels(config: LlamaConfig, types: dict[str, str], *, clusters: bool = True) -> int:
+        tuning = default_tuning(config, rows=32, context=70, clusters=clusters)
+        formats = formats_of(config, lambda name: types.get(name.rpartition(".")[2], "BF16"))
+        return Cut(config, 32, tuning, formats).panels
+
+    assert panels(WHOLE, types_of("Q4_K")) == 2
+    assert panels(WHOLE, types_of("Q4_K"), clusters=False) == 0
+    assert panels(WHOLE, {}) == 0
+    assert panels(WHOLE, types_of("Q4_K", w_up="Q8_0")) == 0  # gate and up are bfloat16
+    assert panels(replace(WHOLE, inner=704), types_of("Q8_0")) == 0  # two bricks and three quarters
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")

@@ -390,10 +390,27 @@ class Cut:
         return blocked_calls(self.config)
 
     @functools.cached_property
-    def panels(self) -> bool:
-        """Whether warpgroups make all products: kernels leave rounded inputs in panels then."""
-        plain = all(packings == {None} for packings in self._packings.values())
-        return self.tuning.warpgroups and plain and not self.library
+    def panels(self) -> int:
+        """How kernels leave rounded inputs: 0, in rows; where all products read them so, in panels
+        for warpgroups, 1, or for packed matrices, 2 (common.cuh)."""
+        found = {packing for packings in self._packings.values() for packing in packings}
+        if self.library or not self.tuning.tiles:
+            return 0
+        if found == {None}:
+            return int(self.tuning.warpgroups)
+        return 2 if None not in found and self._whole_slabs() else 0
+
+    def _whole_slabs(self) -> bool:
+        """Whether packed products read whole slabs, which the device can copy at once."""
+        shapes = [
+            (self.products[name], self.shape(name, packing))
+            for name, packings in self._packings.items()
+            for packing in packings
+        ]
+        return self.tuning.clusters and all(
+            isinstance(shape, MatrixShape) and product.inputs % shape.slab == 0
+            for product, shape in shapes
+        )
 
     @property
     def padded_rows(self) -> int:
@@ -415,7 +432,7 @@ class Cut:
         """How a product is cut."""
         if packing is None:
             shape: Shape = getattr(self.tuning, name)
-            if isinstance(shape, MatrixShape) and shape.warpgroup and not self.panels:
+            if isinstance(shape, MatrixShape) and shape.warpgroup and self.panels != 1:
                 few = min(self.rows, MAX_ROWS)
                 of = self.products[name]
                 return without_warpgroups(name, self.tuning, of, few, self.multiprocessors)
@@ -450,7 +467,7 @@ class Cut:
             "HEAD_SIZE": c.head_size,
             "VOCAB": c.vocabulary,
             "ROWS": self.rows,
-            **({"PANELS": 1} if self.panels else {}),
+            **({"PANELS": self.panels} if self.panels else {}),
             **family_macros(c),
         }
 
@@ -541,7 +558,7 @@ class Cut:
     def arch(self, kernel: str, packing: _Packing) -> str | None:
         """What a kernel is compiled for; None for the device's own architecture."""
         if kernel in _OF_ROUNDED and packing is None:
-            return "sm_90a" if self.panels else None
+            return "sm_90a" if self.panels == 1 else None
         return None
 
     def prefetched(self, name: str) -> int:

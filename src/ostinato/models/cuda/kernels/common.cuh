@@ -424,18 +424,27 @@ template <u32 BYTES> struct Later {
     }
 };
 
-// A panel: rows of 64 bfloat16, 128 bytes, whose 16-byte chunks are swapped so that 8 rows of a column lie in
-// different banks.  In shared memory it begins at a multiple of 1,024 bytes.
+// How kernels leave rounded inputs for products: ROWS_OF_INPUTS, or in panels for warpgroups or for bricks.
+#define ROWS_OF_INPUTS 0
+#define WARPGROUP_PANELS 1
+#define BRICK_PANELS 2
+#ifndef PANELS
+#define PANELS ROWS_OF_INPUTS
+#endif
+constexpr bool IN_PANELS = PANELS != ROWS_OF_INPUTS;
+
+// A panel: rows of 64 bfloat16, 128 bytes, whose 16-byte chunks are swapped so that what is read at once lies in
+// different banks: a chunk of 8 rows by warpgroups, two of 4 rows by a warp with bricks.  For warpgroups it begins at
+// a multiple of 1,024 bytes in shared memory.
 constexpr int PANEL_WIDTH = 128;
-DEVICE constexpr int panel_at(int row, int chunk) { return row * PANEL_WIDTH + (chunk ^ row % 8) * 16; }
+DEVICE constexpr int panel_at(int row, int chunk) {
+    return row * PANEL_WIDTH + (chunk ^ (PANELS == BRICK_PANELS ? row % 4 * 2 : row % 8)) * 16;
+}
 
 // Where 8 rounded values of a row stand that a kernel leaves for a product, in units of 16 bytes: rows of `width`
-// values, or with PANELS, panels one after the other, as warpgroups read them.
-#ifndef PANELS
-#define PANELS 0
-#endif
+// values, or panels one after the other.
 DEVICE int rounded_at(int rows, int width, int row, int chunk) {
-    if constexpr (PANELS) return (chunk / 8 * rows * PANEL_WIDTH + panel_at(row, chunk % 8)) / 16;
+    if constexpr (IN_PANELS) return (chunk / 8 * rows * PANEL_WIDTH + panel_at(row, chunk % 8)) / 16;
     return row * (width / 8) + chunk;
 }
 

@@ -30,6 +30,9 @@
 // Of a packed matrix (bricks.cuh) a warp takes whole bricks, whose lanes hold just such rows; its weights
 // become bfloat16 in registers, the same bits as those of a matrix that is kept in bfloat16.
 //
+// With PANELS the kernel before left the inputs in panels (common.cuh), of which one thread copies a slab at once;
+// else all threads copy them, 16 bytes each.
+//
 // All rows of the step are multiplied, and those that are not wanted (padding; for the head all that do
 // not sample) are left out at the end.
 #pragma once
@@ -168,9 +171,39 @@ template <class S, class P> struct PlainWeights {
     DEVICE void refill(int i) { load(i); }
 };
 
+// Inputs in panels of PANEL bytes, slab by slab in a ring, which one thread copies.  A slab has SLAB_BYTES, and its
+// inputs begin after FIRST of them; behind the ring are the counts of what has arrived.
+template <class S, int SLAB_BYTES, int FIRST, int PANEL> struct InputPanels {
+    static constexpr int EACH = S::SLAB / 64;
+    u8* ring;
+    int first_slab;  // of the matrix
+
+    DEVICE u64* arrivals(int slab) const {
+        return reinterpret_cast<u64*>(ring + S::RING * SLAB_BYTES) + slab % S::RING;
+    }
+    DEVICE static bool copies() { return threadIdx.x == S::THREADS - 1; }
+    DEVICE void begin() const {
+        if (copies())
+            for (int i = 0; i < S::RING; i++) begin_arrivals(arrivals(i));
+    }
+    DEVICE u8* at(int slab) const { return ring + slab % S::RING * SLAB_BYTES + FIRST; }
+    DEVICE void copy(const bf16* rounded, int slab) const {
+        if (!copies()) return;
+        constexpr int BYTES = ROWS * PANEL_WIDTH;
+        u64* const arrived = arrivals(slab);
+        const u8* const from = reinterpret_cast<const u8*>(rounded) + (first_slab + slab) * (EACH * BYTES);
+        expect_bytes(arrived, EACH * BYTES);
+        if constexpr (PANEL == BYTES)
+            copy_bytes(at(slab), from, EACH * BYTES, arrived);
+        else
+            for (int i = 0; i < EACH; i++) copy_bytes(at(slab) + i * PANEL, from + i * BYTES, BYTES, arrived);
+    }
+    DEVICE void wait_for(int slab) const { wait_for_bytes(arrivals(slab), slab / S::RING % 2); }
+};
+
 // Weights that a warpgroup multiplies out of shared memory, 64 rows of the matrix and all rows of the step in
 // one instruction (`multiply_group`).  Both operands are in panels (common.cuh), slab by slab in one ring.  Weights
-// are copied by all threads, which swap the chunks; inputs, which the kernel before left in panels, by one thread.
+// are copied by all threads, which swap the chunks.
 // GROUP_ROWS: of inputs; those that the step does not have are whatever was there, and so are their sums.
 constexpr int GROUP_ROWS = ROWS <= 32 ? 32 : 64;
 
@@ -181,19 +214,17 @@ template <class S, class P> struct WarpgroupWeights {
     static constexpr int WEIGHT_PANEL = MATRIX_ROWS * PANEL_WIDTH, INPUT_PANEL = GROUP_ROWS * PANEL_WIDTH;
     static constexpr int SLAB_BYTES = PANELS_OF_SLAB * (WEIGHT_PANEL + INPUT_PANEL);
     static_assert(S::RING > 2, "a slab is copied while two are multiplied");
-    static_assert(PANELS && K % S::SLAB == 0, "whole panels");
+    static_assert(PANELS == WARPGROUP_PANELS && K % S::SLAB == 0, "whole panels");
     static_assert(static_cast<long long>(PAIRS) * 2 * K < 1ll << 32, "places of 32 bits");
     static constexpr int COPIES = ceil_div(MATRIX_ROWS * CHUNKS, S::THREADS);  // of a thread, in a slab
     static constexpr bool EVEN = MATRIX_ROWS * CHUNKS % S::THREADS == 0;
     const bf16* weight;
-    int first_slab, group, part;
-    u8* ring;
-    u64* arrivals;     // of the inputs of each slab in the ring
+    int group, part;
+    InputPanels<S, SLAB_BYTES, PANELS_OF_SLAB * WEIGHT_PANEL, INPUT_PANEL> inputs;
     u32 from[COPIES];  // in the first slab of the matrix
 
     DEVICE WarpgroupWeights(const bf16* weight, int first_pair, int first_slab, int tile, int part, u8* shared)
-        : weight(weight), first_slab(first_slab), group(tile / 4), part(part), ring(shared),
-          arrivals(reinterpret_cast<u64*>(shared + S::RING * SLAB_BYTES)) {
+        : weight(weight), group(tile / 4), part(part), inputs{shared, first_slab} {
 #pragma unroll
         for (int j = 0; j < COPIES; j++) {
             const int i = j * S::THREADS + threadIdx.x, r = i / CHUNKS;
@@ -202,15 +233,10 @@ template <class S, class P> struct WarpgroupWeights {
         }
     }
     DEVICE static constexpr int ring_bytes() { return S::RING * (SLAB_BYTES + 8); }
-    DEVICE u8* slab_at(int slab) const { return ring + slab % S::RING * SLAB_BYTES; }
-    DEVICE static bool copies_inputs() { return threadIdx.x == S::THREADS - 1; }
-    DEVICE void begin() const {
-        if (copies_inputs())
-            for (int i = 0; i < S::RING; i++) begin_arrivals(arrivals + i);
-    }
+    DEVICE u8* slab_at(int slab) const { return inputs.ring + slab % S::RING * SLAB_BYTES; }
     DEVICE void copy_weights(int slab) const {
         u8* const to = slab_at(slab);
-        const bf16* const of_slab = weight + (first_slab + slab) * S::SLAB;
+        const bf16* const of_slab = weight + (inputs.first_slab + slab) * S::SLAB;
 #pragma unroll
         for (int j = 0; j < COPIES; j++) {
             const int i = j * S::THREADS + threadIdx.x, r = i / CHUNKS, chunk = i % CHUNKS;
@@ -218,24 +244,14 @@ template <class S, class P> struct WarpgroupWeights {
                 copy_async(to + chunk / 8 * WEIGHT_PANEL + panel_at(r, chunk % 8), of_slab + from[j], true);
         }
     }
-    DEVICE void copy_inputs(const bf16* rounded, int slab) const {
-        if (!copies_inputs()) return;
-        constexpr int BYTES = ROWS * PANEL_WIDTH;
-        u64* const arrived = arrivals + slab % S::RING;
-        const u8* const from = reinterpret_cast<const u8*>(rounded) + (first_slab + slab) * (PANELS_OF_SLAB * BYTES);
-        expect_bytes(arrived, PANELS_OF_SLAB * BYTES);
-        for (int i = 0; i < PANELS_OF_SLAB; i++)
-            copy_bytes(slab_at(slab) + PANELS_OF_SLAB * WEIGHT_PANEL + i * INPUT_PANEL, from + i * BYTES, BYTES, arrived);
-    }
-    DEVICE void wait_for_inputs(int slab) const { wait_for_bytes(arrivals + slab % S::RING, slab / S::RING % 2); }
     DEVICE void multiply(float (&c)[GROUP_ROWS / 8][4], int slab) const {
         const u8* const weights = slab_at(slab) + group * (64 * PANEL_WIDTH);
-        const u8* const inputs = slab_at(slab) + PANELS_OF_SLAB * WEIGHT_PANEL;
+        const u8* const of_slab = inputs.at(slab);
         start_group();
 #pragma unroll
         for (int i = 0; i < PANELS_OF_SLAB * 4 / S::SPLIT; i++) {
             const int step = i * S::SPLIT + part, panel = step / 4, at = step % 4 * 32;
-            multiply_group<GROUP_ROWS>(c, weights + panel * WEIGHT_PANEL + at, inputs + panel * INPUT_PANEL + at);
+            multiply_group<GROUP_ROWS>(c, weights + panel * WEIGHT_PANEL + at, of_slab + panel * INPUT_PANEL + at);
         }
         end_group();
     }
@@ -252,7 +268,12 @@ template <class S, class P, class R, int FIRST_> struct BrickWeights {
     int first;  // brick of what is loaded next
     Held<F> held[S::DEPTH / 8];
 
-    DEVICE static constexpr int ring_bytes() { return S::RING * PADDED_ROWS * (S::SLAB + 16) * 2; }
+    static constexpr int INPUT_PANEL = PADDED_ROWS * PANEL_WIDTH, SLAB_BYTES = S::SLAB / 64 * INPUT_PANEL;
+    static_assert(!IN_PANELS || (PANELS == BRICK_PANELS && K % S::SLAB == 0), "whole panels");
+
+    DEVICE static constexpr int ring_bytes() {
+        return IN_PANELS ? S::RING * (SLAB_BYTES + 8) : S::RING * PADDED_ROWS * (S::SLAB + 16) * 2;
+    }
     DEVICE BrickWeights(const u8* bricks, int tile, int part, int first_slab)
         : part(part), first(first_slab * (S::SLAB / BRICK) + part) {
         tile = smaller(tile, ceil_div(PAIRS, 8) - 1);
@@ -334,7 +355,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                         float* workspace, StepRows& rows, L later, u64* bests) {
     constexpr int K = P::INPUTS, TILE_COUNT = ceil_div(W::PAIRS, 8), BLOCK_PAIRS = S::TILES * 8;
     // Of an input row in shared memory, so that a warp's reads have no bank conflicts.
-    constexpr int STRIDE = S::SLAB + (W::REORDERED ? 16 : 32);
+    constexpr int STRIDE = S::SLAB + (W::REORDERED ? 16 : 32), SLAB_VALUES = PADDED_ROWS * (IN_PANELS ? S::SLAB : STRIDE);
     constexpr int SLABS = ceil_div(K, S::SLAB), BLOCK_SLABS = ceil_div(SLABS, S::BLOCKS_K);
     static_assert(S::BLOCKS_K == 1 || S::CLUSTER > 1 || W::PAIRS == P::PAIRS, "partial sums are of whole matrices");
     static_assert(!Rounded<P>::SCALED || K == HIDDEN, "a norm is of the residual");
@@ -357,6 +378,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     const int first_pair = block * BLOCK_PAIRS;
     const int first_slab = S::input_block() * BLOCK_SLABS;
     const int slabs = smaller(BLOCK_SLABS, SLABS - first_slab);  // at most 0: nothing to do
+    constexpr int AHEAD = S::RING - !S::WARPGROUP;               // slabs of inputs that are asked for at first
 
     auto weights = [&] {
         if constexpr (S::WARPGROUP)
@@ -364,11 +386,23 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         else
             return W(matrix, block * S::TILES + tile, part, first_slab);
     }();
-    // Copies a slab of inputs into the ring; `wait_copies` counts the slabs.
+    auto panels = [&] {
+        if constexpr (S::WARPGROUP)
+            return weights.inputs;
+        else if constexpr (IN_PANELS)
+            return InputPanels<S, W::SLAB_BYTES, 0, W::INPUT_PANEL>{shared, first_slab};
+        else
+            return 0;
+    }();
+    // Copies a slab of inputs into the ring; without PANELS `wait_copies` counts the slabs.
     auto copy_slab = [&](int slab) {
+        if constexpr (IN_PANELS) {
+            if (slab < slabs) panels.copy(product.rounded, slab);
+            return;
+        }
         if (slab < slabs) {
             constexpr int CHUNKS = S::SLAB / 8;
-            bf16* const to = inputs + slab % S::RING * (PADDED_ROWS * STRIDE);
+            bf16* const to = inputs + slab % S::RING * SLAB_VALUES;
 #pragma unroll 1
             for (int i = thread; i < PADDED_ROWS * CHUNKS; i += S::THREADS) {
                 const int n = i / CHUNKS, at = i % CHUNKS * 8, k = (first_slab + slab) * S::SLAB + at;
@@ -386,8 +420,8 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
             expect_bytes(arrivals, S::CLUSTER * (ITEMS / NEXT_ITEM * S::THREADS + last) * 8);
         }
     }
+    if constexpr (IN_PANELS) panels.begin();
     if constexpr (S::WARPGROUP) {
-        weights.begin();
 #pragma unroll 1
         for (int slab = 0; slab < S::RING; slab++) {
             if (slab < slabs) weights.copy_weights(slab);
@@ -400,9 +434,9 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
 #pragma unroll 1
-    for (int slab = 0; slab < (S::WARPGROUP ? smaller(S::RING, slabs) : S::RING - 1); slab++) {
-        if constexpr (S::WARPGROUP)
-            weights.copy_inputs(product.rounded, slab);
+    for (int slab = 0; slab < (IN_PANELS ? smaller(AHEAD, slabs) : AHEAD); slab++) {
+        if constexpr (IN_PANELS)
+            panels.copy(product.rounded, slab);
         else
             copy_slab(slab);
     }
@@ -419,8 +453,8 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     find_rows(rows, live, P::WANTED);
     if (rows.wanted == 0) {
         wait_copies<0>();
-        if constexpr (S::WARPGROUP)
-            for (int slab = 0; slab < smaller(S::RING, slabs); slab++) weights.wait_for_inputs(slab);
+        if constexpr (IN_PANELS)
+            for (int slab = 0; slab < smaller(AHEAD, slabs); slab++) panels.wait_for(slab);
         return;
     }
     auto is_wanted = [&](int n) { return n < ROWS && (rows.row[n].flags & P::WANTED) == P::WANTED; };
@@ -449,7 +483,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                 wait_copies<S::RING - 2>();
             else
                 wait_copies<S::RING - 3>();
-            weights.wait_for_inputs(slab);
+            panels.wait_for(slab);
             publish_copies();
             __syncthreads();  // and before the slab before the last is overwritten, which all have multiplied
             if (slab == 0) start_next_at<AFTER_INPUT>();
@@ -457,7 +491,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
             if (slab > 1) {
                 const int next = slab + S::RING - 2;
                 if (next < slabs) {
-                    weights.copy_inputs(product.rounded, next);
+                    panels.copy(product.rounded, next);
                     weights.copy_weights(next);
                 }
                 end_copies();
@@ -467,8 +501,16 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         wait_group<0>(c);
         if (S::STAGED) __syncthreads();  // before the sums take their place
     } else {
-        // A lane's inputs of 32 and 8 rows, at `from`: 16 neighbouring bytes, or twice 8 for a brick's order.
-        auto load_inputs = [&](const bf16* from) {
+        // A lane's inputs of step `i` and of row n * 8 + g: 16 neighbouring bytes, or twice 8 for a brick's order.
+        auto load_inputs = [&](const bf16* slab_inputs, int group, int i, int n) {
+            if constexpr (IN_PANELS) {
+                const u8* const panel = reinterpret_cast<const u8*>(slab_inputs) + group / 2 * W::INPUT_PANEL + t % 2 * 8;
+                const int chunk = i % 2 * 4 + t / 2;  // steps begin with whole bricks
+                const uint2 low = *reinterpret_cast<const uint2*>(panel + panel_at(n * 8 + g, chunk));
+                const uint2 high = *reinterpret_cast<const uint2*>(panel + panel_at(n * 8 + g, chunk + 2));
+                return make_uint4(low.x, low.y, high.x, high.y);
+            }
+            const bf16* const from = slab_inputs + (n * 8 + g) * STRIDE + group * 32 + t * (W::REORDERED ? 4 : 8);
             if constexpr (W::REORDERED) {
                 const uint2 low = *reinterpret_cast<const uint2*>(from);
                 const uint2 high = *reinterpret_cast<const uint2*>(from + 16);
@@ -479,15 +521,14 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         };
         // `more`: a constant at each call.
         auto multiply_steps = [&](const bf16* slab_inputs, int step, bool more) {
-            constexpr int EACH = W::REORDERED ? 4 : 8;
 #pragma unroll
             for (int i = 0; i < S::DEPTH; i++) {
-                const bf16* from = slab_inputs + g * STRIDE + weights.group(step + i) * 32 + t * EACH;
+                const int group = weights.group(step + i);
                 uint4 a0, a1;
                 weights.take(a0, a1, i);
 #pragma unroll
                 for (int n = 0; n < ROW_TILES; n++) {
-                    const uint4 b = load_inputs(from + n * 8 * STRIDE);
+                    const uint4 b = load_inputs(slab_inputs, group, i, n);
                     multiply_tile(c[n], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
                     multiply_tile(c[n], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
                 }
@@ -496,11 +537,14 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         };
 #pragma unroll 1
         for (int slab = 0; slab < slabs; slab++) {
-            wait_copies<S::RING - 2>();
+            if constexpr (IN_PANELS)
+                panels.wait_for(slab);
+            else
+                wait_copies<S::RING - 2>();
             __syncthreads();  // and before the slab that was used last is overwritten
             copy_slab(slab + S::RING - 1);
             if (slab == 0) start_next_at<AFTER_INPUT>();
-            const bf16* const slab_inputs = inputs + slab % S::RING * (PADDED_ROWS * STRIDE);
+            const bf16* const slab_inputs = inputs + slab % S::RING * SLAB_VALUES;
 #pragma unroll 1
             for (int step = 0; step < S::STEPS; step += S::DEPTH) {
                 if (step + S::DEPTH < S::STEPS || slab + 1 < slabs) {
