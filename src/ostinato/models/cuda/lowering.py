@@ -392,25 +392,15 @@ class Cut:
     @functools.cached_property
     def panels(self) -> int:
         """How kernels leave rounded inputs: 0, in rows; where all products read them so, in panels
-        for warpgroups, 1, or for packed matrices, 2 (common.cuh)."""
+        for warpgroups, 1, or for packed matrices, 2 (common.cuh).  The device copies panels by
+        itself, which those with clusters can."""
         found = {packing for packings in self._packings.values() for packing in packings}
         if self.library or not self.tuning.tiles:
             return 0
         if found == {None}:
             return int(self.tuning.warpgroups)
-        return 2 if None not in found and self._whole_slabs() else 0
-
-    def _whole_slabs(self) -> bool:
-        """Whether packed products read whole slabs, which the device can copy at once."""
-        shapes = [
-            (self.products[name], self.shape(name, packing))
-            for name, packings in self._packings.items()
-            for packing in packings
-        ]
-        return self.tuning.clusters and all(
-            isinstance(shape, MatrixShape) and product.inputs % shape.slab == 0
-            for product, shape in shapes
-        )
+        whole = all(product.inputs % 64 == 0 for product in self.products.values())
+        return 2 if whole and self.tuning.clusters and None not in found else 0
 
     @property
     def padded_rows(self) -> int:

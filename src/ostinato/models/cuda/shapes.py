@@ -665,8 +665,8 @@ def packed_shape(
     are whole bricks.
     """
     if rows > 1:
-        if 16 < rows <= 32 and clusters and shared == MAX_SHARED:
-            few = _packed_in_clusters(name, product, bits, multiprocessors)
+        if rows <= 32 and clusters and shared == MAX_SHARED:
+            few = _packed_in_clusters(name, product, rows, multiprocessors)
             if few is not None:
                 return few
         given: dict[str, bool] = {"clusters": clusters, "packed": True}
@@ -686,15 +686,24 @@ def packed_shape(
 
 
 def _packed_in_clusters(
-    name: str, product: Product, bits: int, multiprocessors: int
+    name: str, product: Product, rows: int, multiprocessors: int
 ) -> MatrixShape | None:
-    """Of 17 to 32 rows: the normed products of layers of the 1B shape's size (H200, us a step:
-    Q4_K_M 927 -> 864, Q8_0 837 -> 810)."""
+    """Of 2 to 32 rows, products of large models that are faster so than by the rule for others: up
+    to 8 or 16 rows 4 to 10 % of a step, above it 3 to 7 % (docs/log.md, "Packed inputs in
+    panels")."""
     tiles = -(-product.pairs // 8)
+    if rows <= 16:
+        if name == "qkv" and product.inputs >= 2048:
+            return MatrixShape(2, 4, 2, 1024, 8, 2)
+        if name == "output" and product.inputs >= 2048 and tiles <= multiprocessors:
+            return MatrixShape(2, 4, 2, 1024, 8, 2, alone=1)
+        if name == "down" and product.inputs >= 4096 and rows <= 8:
+            return MatrixShape(1, 8, 2, 2048, 8, 2)
+        return None
     if name == "head" or not product.normed or product.nbytes > _SOON_OVER[1]:
         return None
     if 0.9 <= tiles / (8 * multiprocessors) <= 1:
-        return MatrixShape(8, 2, 1, 1024 if bits == 4 else 512, 8)
+        return MatrixShape(8, 2, 1, 512, 8)
     if 1.4 <= tiles / multiprocessors <= 2 and product.inputs >= 2048:
         return MatrixShape(4, 2, 4, 512, 8, 4)
     return None

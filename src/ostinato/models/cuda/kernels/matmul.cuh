@@ -171,10 +171,11 @@ template <class S, class P> struct PlainWeights {
     DEVICE void refill(int i) { load(i); }
 };
 
-// Inputs in panels of PANEL bytes, slab by slab in a ring, which one thread copies.  A slab has SLAB_BYTES, and its
+// K inputs in panels of PANEL bytes, slab by slab in a ring, which one thread copies.  A slab has SLAB_BYTES, and its
 // inputs begin after FIRST of them; behind the ring are the counts of what has arrived.
-template <class S, int SLAB_BYTES, int FIRST, int PANEL> struct InputPanels {
+template <class S, int K, int SLAB_BYTES, int FIRST, int PANEL> struct InputPanels {
     static constexpr int EACH = S::SLAB / 64;
+    static_assert(K % 64 == 0, "whole panels");
     u8* ring;
     int first_slab;  // of the matrix
 
@@ -192,11 +193,12 @@ template <class S, int SLAB_BYTES, int FIRST, int PANEL> struct InputPanels {
         constexpr int BYTES = ROWS * PANEL_WIDTH;
         u64* const arrived = arrivals(slab);
         const u8* const from = reinterpret_cast<const u8*>(rounded) + (first_slab + slab) * (EACH * BYTES);
-        expect_bytes(arrived, EACH * BYTES);
+        const int there = K % S::SLAB == 0 ? EACH : smaller(EACH, K / 64 - (first_slab + slab) * EACH);
+        expect_bytes(arrived, there * BYTES);
         if constexpr (PANEL == BYTES)
-            copy_bytes(at(slab), from, EACH * BYTES, arrived);
+            copy_bytes(at(slab), from, there * BYTES, arrived);
         else
-            for (int i = 0; i < EACH; i++) copy_bytes(at(slab) + i * PANEL, from + i * BYTES, BYTES, arrived);
+            for (int i = 0; i < there; i++) copy_bytes(at(slab) + i * PANEL, from + i * BYTES, BYTES, arrived);
     }
     DEVICE void wait_for(int slab) const { wait_for_bytes(arrivals(slab), slab / S::RING % 2); }
 };
@@ -220,7 +222,7 @@ template <class S, class P> struct WarpgroupWeights {
     static constexpr bool EVEN = MATRIX_ROWS * CHUNKS % S::THREADS == 0;
     const bf16* weight;
     int group, part;
-    InputPanels<S, SLAB_BYTES, PANELS_OF_SLAB * WEIGHT_PANEL, INPUT_PANEL> inputs;
+    InputPanels<S, K, SLAB_BYTES, PANELS_OF_SLAB * WEIGHT_PANEL, INPUT_PANEL> inputs;
     u32 from[COPIES];  // in the first slab of the matrix
 
     DEVICE WarpgroupWeights(const bf16* weight, int first_pair, int first_slab, int tile, int part, u8* shared)
@@ -269,7 +271,7 @@ template <class S, class P, class R, int FIRST_> struct BrickWeights {
     Held<F> held[S::DEPTH / 8];
 
     static constexpr int INPUT_PANEL = PADDED_ROWS * PANEL_WIDTH, SLAB_BYTES = S::SLAB / 64 * INPUT_PANEL;
-    static_assert(!IN_PANELS || (PANELS == BRICK_PANELS && K % S::SLAB == 0), "whole panels");
+    static_assert(!IN_PANELS || PANELS == BRICK_PANELS, "panels for bricks");
 
     DEVICE static constexpr int ring_bytes() {
         return IN_PANELS ? S::RING * (SLAB_BYTES + 8) : S::RING * PADDED_ROWS * (S::SLAB + 16) * 2;
@@ -390,7 +392,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         if constexpr (S::WARPGROUP)
             return weights.inputs;
         else if constexpr (IN_PANELS)
-            return InputPanels<S, W::SLAB_BYTES, 0, W::INPUT_PANEL>{shared, first_slab};
+            return InputPanels<S, K, W::SLAB_BYTES, 0, W::INPUT_PANEL>{shared, first_slab};
         else
             return 0;
     }();
@@ -519,15 +521,17 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                 return *reinterpret_cast<const uint4*>(from);
             }
         };
-        // `more`: a constant at each call.
-        auto multiply_steps = [&](const bf16* slab_inputs, int step, bool more) {
+        // `left`: inputs from the slab's first one on.  `more`: a constant at each call.
+        auto multiply_steps = [&](const bf16* slab_inputs, int left, int step, bool more) {
 #pragma unroll
             for (int i = 0; i < S::DEPTH; i++) {
                 const int group = weights.group(step + i);
+                // In rows, inputs that there are not are zeros; in panels they are whatever was there.
+                const bool there = !IN_PANELS || K % S::SLAB == 0 || group * 32 < left;
                 uint4 a0, a1;
                 weights.take(a0, a1, i);
 #pragma unroll
-                for (int n = 0; n < ROW_TILES; n++) {
+                for (int n = 0; n < ROW_TILES && there; n++) {
                     const uint4 b = load_inputs(slab_inputs, group, i, n);
                     multiply_tile(c[n], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
                     multiply_tile(c[n], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
@@ -545,13 +549,14 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
             copy_slab(slab + S::RING - 1);
             if (slab == 0) start_next_at<AFTER_INPUT>();
             const bf16* const slab_inputs = inputs + slab % S::RING * SLAB_VALUES;
+            const int left = K - (first_slab + slab) * S::SLAB;
 #pragma unroll 1
             for (int step = 0; step < S::STEPS; step += S::DEPTH) {
                 if (step + S::DEPTH < S::STEPS || slab + 1 < slabs) {
                     weights.advance();
-                    multiply_steps(slab_inputs, step, true);
+                    multiply_steps(slab_inputs, left, step, true);
                 } else {
-                    multiply_steps(slab_inputs, step, false);
+                    multiply_steps(slab_inputs, left, step, false);
                 }
             }
             if (S::STAGED && slab + 1 == slabs) __syncthreads();  // before the sums take their place
