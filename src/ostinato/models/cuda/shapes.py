@@ -700,12 +700,11 @@ def _packed_in_clusters(
         if name == "down" and product.inputs >= 4096 and rows <= 8:
             return MatrixShape(1, 8, 2, 2048, 8, 2)
         return None
-    if name == "head" or not product.normed or product.nbytes > _SOON_OVER[1]:
-        return None
-    if 0.9 <= tiles / (8 * multiprocessors) <= 1:
-        return MatrixShape(8, 2, 1, 512, 8)
-    if 1.4 <= tiles / multiprocessors <= 2 and product.inputs >= 2048:
+    if name == "qkv" and product.inputs >= 2048:
         return MatrixShape(4, 2, 4, 512, 8, 4)
+    small = product.nbytes <= _SOON_OVER[1]
+    if name == "gate_up" and small and 0.9 <= tiles / (8 * multiprocessors) <= 1:
+        return MatrixShape(8, 2, 1, 512, 8)
     return None
 
 

@@ -270,7 +270,7 @@ template <class S, class P, class R, int FIRST_> struct BrickWeights {
     int first;  // brick of what is loaded next
     Held<F> held[S::DEPTH / 8];
 
-    static constexpr int INPUT_PANEL = PADDED_ROWS * PANEL_WIDTH, SLAB_BYTES = S::SLAB / 64 * INPUT_PANEL;
+    static constexpr int INPUT_PANEL = ROWS * PANEL_WIDTH, SLAB_BYTES = S::SLAB / 64 * INPUT_PANEL;
     static_assert(!IN_PANELS || PANELS == BRICK_PANELS, "panels for bricks");
 
     DEVICE static constexpr int ring_bytes() {
@@ -357,7 +357,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                         float* workspace, StepRows& rows, L later, u64* bests) {
     constexpr int K = P::INPUTS, TILE_COUNT = ceil_div(W::PAIRS, 8), BLOCK_PAIRS = S::TILES * 8;
     // Of an input row in shared memory, so that a warp's reads have no bank conflicts.
-    constexpr int STRIDE = S::SLAB + (W::REORDERED ? 16 : 32), SLAB_VALUES = PADDED_ROWS * (IN_PANELS ? S::SLAB : STRIDE);
+    constexpr int STRIDE = S::SLAB + (W::REORDERED ? 16 : 32), SLAB_VALUES = IN_PANELS ? ROWS * S::SLAB : PADDED_ROWS * STRIDE;
     constexpr int SLABS = ceil_div(K, S::SLAB), BLOCK_SLABS = ceil_div(SLABS, S::BLOCKS_K);
     static_assert(S::BLOCKS_K == 1 || S::CLUSTER > 1 || W::PAIRS == P::PAIRS, "partial sums are of whole matrices");
     static_assert(!Rounded<P>::SCALED || K == HIDDEN, "a norm is of the residual");
@@ -504,12 +504,14 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         if (S::STAGED) __syncthreads();  // before the sums take their place
     } else {
         // A lane's inputs of step `i` and of row n * 8 + g: 16 neighbouring bytes, or twice 8 for a brick's order.
+        // Panels have no rows but those of the step: in their place are other inputs, whose sums nobody wants.
         auto load_inputs = [&](const bf16* slab_inputs, int group, int i, int n) {
             if constexpr (IN_PANELS) {
                 const u8* const panel = reinterpret_cast<const u8*>(slab_inputs) + group / 2 * W::INPUT_PANEL + t % 2 * 8;
                 const int chunk = i % 2 * 4 + t / 2;  // steps begin with whole bricks
-                const uint2 low = *reinterpret_cast<const uint2*>(panel + panel_at(n * 8 + g, chunk));
-                const uint2 high = *reinterpret_cast<const uint2*>(panel + panel_at(n * 8 + g, chunk + 2));
+                const int row = ROWS % 8 ? smaller(n * 8 + g, ROWS - 1) : n * 8 + g;
+                const uint2 low = *reinterpret_cast<const uint2*>(panel + panel_at(row, chunk));
+                const uint2 high = *reinterpret_cast<const uint2*>(panel + panel_at(row, chunk + 2));
                 return make_uint4(low.x, low.y, high.x, high.y);
             }
             const bf16* const from = slab_inputs + (n * 8 + g) * STRIDE + group * 32 + t * (W::REORDERED ? 4 : 8);
