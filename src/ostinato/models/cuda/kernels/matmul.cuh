@@ -216,7 +216,7 @@ template <class S, class P> struct WarpgroupWeights {
     static constexpr int WEIGHT_PANEL = MATRIX_ROWS * PANEL_WIDTH, INPUT_PANEL = GROUP_ROWS * PANEL_WIDTH;
     static constexpr int SLAB_BYTES = PANELS_OF_SLAB * (WEIGHT_PANEL + INPUT_PANEL);
     static_assert(S::RING > 2, "a slab is copied while two are multiplied");
-    static_assert(PANELS == WARPGROUP_PANELS && K % S::SLAB == 0, "whole panels");
+    static_assert(K % S::SLAB == 0, "whole panels");
     static_assert(static_cast<long long>(PAIRS) * 2 * K < 1ll << 32, "places of 32 bits");
     static constexpr int COPIES = ceil_div(MATRIX_ROWS * CHUNKS, S::THREADS);  // of a thread, in a slab
     static constexpr bool EVEN = MATRIX_ROWS * CHUNKS % S::THREADS == 0;
@@ -271,7 +271,6 @@ template <class S, class P, class R, int FIRST_> struct BrickWeights {
     Held<F> held[S::DEPTH / 8];
 
     static constexpr int INPUT_PANEL = ROWS * PANEL_WIDTH, SLAB_BYTES = S::SLAB / 64 * INPUT_PANEL;
-    static_assert(!IN_PANELS || PANELS == BRICK_PANELS, "panels for bricks");
 
     DEVICE static constexpr int ring_bytes() {
         return IN_PANELS ? S::RING * (SLAB_BYTES + 8) : S::RING * PADDED_ROWS * (S::SLAB + 16) * 2;
@@ -361,6 +360,8 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     constexpr int SLABS = ceil_div(K, S::SLAB), BLOCK_SLABS = ceil_div(SLABS, S::BLOCKS_K);
     static_assert(S::BLOCKS_K == 1 || S::CLUSTER > 1 || W::PAIRS == P::PAIRS, "partial sums are of whole matrices");
     static_assert(!Rounded<P>::SCALED || K == HIDDEN, "a norm is of the residual");
+    constexpr int OWN_PANELS = S::WARPGROUP ? WARPGROUP_PANELS : W::REORDERED ? BRICK_PANELS : ROWS_OF_INPUTS;
+    static_assert(PANELS == OWN_PANELS || (!IN_PANELS && !S::WARPGROUP), "inputs lie as these weights need them");
     // What a thread finishes: pairs of rows, one after the other.  The blocks of a cluster share them.
     constexpr int ITEMS = BLOCK_PAIRS * ROWS, NEXT_ITEM = S::CLUSTER * S::THREADS;
     constexpr int BLOCK_ITEMS = smaller(ITEMS, ceil_div(ITEMS, NEXT_ITEM) * S::THREADS);  // at most
