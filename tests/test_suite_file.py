@@ -38,6 +38,17 @@ def test_what_the_suite_said_is_written(
     assert [row["why"] for row in failed[:1]] == (["3 is 4"] if kind else [])
 
 
+def test_what_was_under_way_when_a_run_was_cut_off_is_unfinished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pytest writes such a test down without a name, and with no outcome."""
+    (tmp_path / "1.xml").write_text(JUNIT.format(more='<testcase time="0.007"/>'))
+    assert main([str(tmp_path / "1.xml"), "--out", str(tmp_path), "--device", "host"]) == 1
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["summary"] == {"tests": 3, "passed": 1, "skipped": 1, "unfinished": 1}
+    assert told["rows"][0]["why"] == "the run was cut off"
+
+
 @pytest.mark.parametrize("text", ["", "<testsuites/>", "{}"])
 def test_a_file_that_holds_no_test_is_refused(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]

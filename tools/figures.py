@@ -611,6 +611,22 @@ def weights_h100() -> Iterable[str]:
     return _weights(results(f"weights-1B-{H100}")["rows"], (1, 2, 4, 8, 32, 64))
 
 
+def tuning() -> Iterable[str]:
+    """The rule beside what a search found: microseconds a step, and one over the other."""
+    found = results(f"tuning-{H100}")["rows"]
+    columns = (20, 500)
+
+    def cells(row: dict[str, Any]) -> Iterator[str]:
+        yield f"{row['shape']}, {row['rows']}"
+        for at in columns:
+            yield _count(row[f"default_us_{at}"])
+            yield _count(row[f"found_us_{at}"])
+            yield f"{row[f'of_found_{at}']:.3f}"
+
+    head = [title for at in columns for title in (f"rule at {at}", "found", "ratio")]
+    return _table(("shape, rows", *head), (cells(row) for row in found))
+
+
 def _weights(rows: list[dict[str, Any]], batches: Sequence[int]) -> Iterable[str]:
     kinds = ("bf16", "q8_0", "q4_1", "q4_0", "q4_k_m")
     names = {kind: kind.upper() for kind in kinds} | {"bf16": "bfloat16"}
@@ -675,6 +691,6 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
         replay_cost, launch_cost, change_cost, modules, decode, batches, batches_h200,
         lengths_h200, contexts, shapes, floor, profile, profile_batches, profile_batches_h200,
         prompts, prompt_attention, attention, startup, load, host, join, torch_graphed, generate,
-        weights, weights_h100,
+        weights, weights_h100, tuning,
     )
 }  # fmt: skip

@@ -3,9 +3,10 @@
     PYTHONPATH=src python3 -m tools.suite JUNIT ... [--out DIR] [--device cuda:0]
 
 JUNIT: files of `pytest --junitxml`, of one commit and one kind of device.  The result is
-DIR/suite-{device}.json: how many tests passed, failed and were skipped, each that failed with its
-reason, how many were skipped for which reason, and the slowest.  Exit status: 0 if tests passed and
-none failed, else 1; 2 if a file cannot be read.
+DIR/suite-{device}.json: how many tests passed, failed, were skipped, and were unfinished when a
+run was cut off; each that failed with its reason, how many were skipped for which reason, and the
+slowest.  Tests that a run did not begin are in no file.  Exit status: 0 if tests passed and none
+failed or was unfinished, else 1; 2 if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _SLOWEST = 10
 
 
 def read(path: Path) -> list[dict[str, object]]:
-    """The tests of a file: `name`, `outcome` ("passed", "failed", "skipped"), `why`, `seconds`.
-    Raises OSError, and ValueError for what is no such file."""
+    """The tests of a file: `name`, `outcome` ("passed", "failed", "skipped", "unfinished"), `why`,
+    `seconds`.  Raises OSError, and ValueError for what is no such file."""
     try:
         root = ElementTree.parse(path).getroot()
     except ElementTree.ParseError as error:
@@ -40,6 +41,8 @@ def read(path: Path) -> list[dict[str, object]]:
             if (said := case.find(kind)) is not None:
                 outcome = "skipped" if kind == "skipped" else "failed"
                 why = (said.get("message") or "").split("\n")[0]
+        if case.get("name") is None:  # pytest was interrupted in the middle of it
+            outcome, why = "unfinished", "the run was cut off"
         name = f"{case.get('classname')}::{case.get('name')}"
         seconds = round(float(case.get("time", 0)), 2)
         found.append({"name": name, "outcome": outcome, "why": why, "seconds": seconds})
@@ -59,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"tools.suite: {error}", file=sys.stderr)
         return 2
+    bad = ("failed", "unfinished")
     counts = Counter(str(test["outcome"]) for test in tests)
     skipped = Counter(str(test["why"]) for test in tests if test["outcome"] == "skipped")
     slowest = sorted(tests, key=lambda test: -float(str(test["seconds"])))[:_SLOWEST]
@@ -69,12 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             summary={"tests": len(tests), **counts},
             machine=machine(device),
             settings={"files": len(options.junit)},
-            rows=[test for test in tests if test["outcome"] == "failed"] + slowest,
+            rows=[test for test in tests if test["outcome"] in bad] + slowest,
             skipped={why: f"{count} tests" for why, count in skipped.most_common()},
         )
     print(result.write(options.out))
     print(result.line())
-    return 0 if counts["passed"] and not counts["failed"] else 1
+    return 0 if counts["passed"] and not any(counts[outcome] for outcome in bad) else 1
 
 
 if __name__ == "__main__":
