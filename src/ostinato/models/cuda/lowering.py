@@ -103,6 +103,7 @@ PRODUCTS_OF = PRODUCT_CALLS | _OF_ROUNDED
 """The products that kernels make."""
 _SAMPLE_THREADS = 1024
 _PREFETCH_PIECE = 2048
+_WARPGROUP_PANELS, _BRICK_PANELS = 1, 2  # PANELS in common.cuh
 _ROPE_THREADS = 128
 
 _LIVE = "live: *const i32, "
@@ -391,16 +392,16 @@ class Cut:
 
     @functools.cached_property
     def panels(self) -> int:
-        """How kernels leave rounded inputs: 0, in rows; where all products read them so, in panels
-        for warpgroups, 1, or for packed matrices, 2 (common.cuh).  The device copies panels by
-        itself, which those with clusters can."""
+        """How kernels leave rounded inputs: 0 in rows; where all products read them so, in panels
+        for warpgroups or for packed matrices.  The device copies panels by itself, which those with
+        clusters can."""
         found = {packing for packings in self._packings.values() for packing in packings}
         if self.library or not self.tuning.tiles:
             return 0
         if found == {None}:
-            return int(self.tuning.warpgroups)
+            return _WARPGROUP_PANELS if self.tuning.warpgroups else 0
         whole = all(product.inputs % 64 == 0 for product in self.products.values())
-        return 2 if whole and self.tuning.clusters and None not in found else 0
+        return _BRICK_PANELS if whole and self.tuning.clusters and None not in found else 0
 
     @property
     def padded_rows(self) -> int:
@@ -422,7 +423,11 @@ class Cut:
         """How a product is cut."""
         if packing is None:
             shape: Shape = getattr(self.tuning, name)
-            if isinstance(shape, MatrixShape) and shape.warpgroup and self.panels != 1:
+            if (
+                isinstance(shape, MatrixShape)
+                and shape.warpgroup
+                and self.panels != _WARPGROUP_PANELS
+            ):
                 few = min(self.rows, MAX_ROWS)
                 of = self.products[name]
                 return without_warpgroups(name, self.tuning, of, few, self.multiprocessors)
@@ -548,7 +553,7 @@ class Cut:
     def arch(self, kernel: str, packing: _Packing) -> str | None:
         """What a kernel is compiled for; None for the device's own architecture."""
         if kernel in _OF_ROUNDED and packing is None:
-            return "sm_90a" if self.panels == 1 else None
+            return "sm_90a" if self.panels == _WARPGROUP_PANELS else None
         return None
 
     def prefetched(self, name: str) -> int:

@@ -138,7 +138,7 @@ struct Spans {
 
     DEVICE static int length_of(const Row& row) { return row.flags & ACTIVE ? row.position + 1 : 0; }
     // Whether more than one block has positions of the row (without clusters).
-    DEVICE static bool are_several(const Row& row, u32 window) {
+    DEVICE static bool is_cut(const Row& row, u32 window) {
         const int length = length_of(row);
         return length - first_position(length, window) > PASSES * TILE;
     }
@@ -361,7 +361,7 @@ KERNEL BOUNDS
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
             each[half] = load_row(live, smaller(half * 32 + lane, ROWS - 1));
-            cut |= Spans::are_several(each[half], window);
+            cut |= Spans::is_cut(each[half], window);
         }
         int before = 0;
         if (__ballot_sync(0xffffffffu, cut) == 0) {  // short contexts, often: the list is empty
