@@ -2,8 +2,8 @@
 the best that `ostinato tune` finds.
 
 A search for each shape and number of rows begins with the default, times whole steps in loops of
-replays, and takes only what agrees with the default.  `of found` is the default's time over the
-best one's, both measured with care at the end.  Ends with one line of JSON, which is also in
+replays, and takes only what agrees with the default.  `of_found_20` is the default's time over the
+best one's at position 20, each measured with care.  Ends with one line of JSON, which is also in
 `DIR/tuning-{device}.json`.
 
 The physics: a step reads each weight once, so it takes no less than their bytes over the memory's
@@ -27,8 +27,7 @@ from ostinato.bench.shapes import shape_named, traffic
 from ostinato.models.cuda.dequantise import convert_on_device
 from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.cuda.tunings import encode_tuning, known_of
-from ostinato.models.tune.meter import StepMeter
-from ostinato.models.tune.sweep import sweep
+from ostinato.models.tune.meter import search
 from ostinato.models.weights import load_weights
 
 PLANS = ("135M:1,8,32,64", "1B:1,8,32,64", "8B:1,8,32,64")
@@ -36,14 +35,12 @@ QUICK = ("135M:8",)
 _SECONDS = 40.0
 """Of each search."""
 _CONTEXTS = (20, 500)
-_SIZED_FOR = 2048
-"""Positions that the default is chosen for, as `ostinato tune` does."""
 
 
 def rows_of(
     device: ost.Device, shape: str, batches: Sequence[int], seconds: float, bandwidth: float
 ) -> Iterator[dict[str, object]]:
-    config, known = shape_named(shape), known_of(device)
+    config = shape_named(shape)
     with random_checkpoint(config) as checkpoint:
         weights = load_weights(
             device, checkpoint, np.uint16, convert=partial(convert_on_device, device)
@@ -51,12 +48,8 @@ def rows_of(
     read = traffic(config, weights.dtype.itemsize)
     with closing(weights):
         for rows in batches:
-            default = default_tuning(config, rows=rows, context=_SIZED_FOR, **known)
-            with StepMeter(device, weights, rows=rows, positions=max(_CONTEXTS)) as meter:
-                meter.trust(default)
-                found = sweep(
-                    config, default, meter, rows=rows, **known, contexts=_CONTEXTS, seconds=seconds
-                )
+            default = default_tuning(config, rows=rows, **known_of(device))
+            found = search(device, weights, default, rows=rows, contexts=_CONTEXTS, seconds=seconds)
             before, after = encode_tuning(default), encode_tuning(found.tuning)
             row: dict[str, object] = {"shape": shape, "rows": rows}
             for context in _CONTEXTS:

@@ -405,11 +405,8 @@ def from_panels(values: np.ndarray, *, bricks: bool) -> np.ndarray:
     rows, width = values.shape
     chunks = values.reshape(width // 64, rows, 8, 8)
     row, chunk = np.ogrid[:rows, :8]
-    return (
-        chunks[:, row, chunk ^ (row % 4 * 2 if bricks else row % 8)]
-        .transpose(1, 0, 2, 3)
-        .reshape(rows, width)
-    )
+    swapped = chunk ^ (row % 4 * 2 if bricks else row % 8)
+    return chunks[:, row, swapped].transpose(1, 0, 2, 3).reshape(rows, width)
 
 
 # ------------------------------------------------------------------------------------------- cases

@@ -16,7 +16,6 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import shapes
 from ostinato.models.cuda.tunings import TuningKey, TuningStore
 from ostinato.models.tune import meter as tuning_bench
-from ostinato.models.tune import sweep as tuning_sweep
 from ostinato.models.tune.sweep import SweepResult
 from tests.cli.commands import Answer, here, process, refused
 
@@ -152,7 +151,7 @@ def test_a_search_begins_with_what_is_stored(
         begun.append(start)
         return SweepResult(start, {20: 99.6}, {20: 99.6}, (), (), True)
 
-    monkeypatch.setattr(tuning_sweep, "sweep", sweep)
+    monkeypatch.setattr(tuning_bench, "sweep", sweep)
     monkeypatch.setattr(tuning_bench, "StepMeter", _Meter)
     settings = command._Settings(rows=1, contexts=(20,), seconds=1.0, as_json=False)
     command._tune(host_device, lambda: random_checkpoint(CONFIG), "a shape", settings, store)

@@ -146,10 +146,9 @@ def _tune(
     import numpy as np
 
     from ostinato.models.cuda.dequantise import convert_on_device
-    from ostinato.models.cuda.shapes import default_tuning, require_supported
+    from ostinato.models.cuda.shapes import require_supported
     from ostinato.models.cuda.tunings import TuningKey, choose_tuning, known_of
-    from ostinato.models.tune.meter import StepMeter
-    from ostinato.models.tune.sweep import sweep
+    from ostinato.models.tune.meter import search
     from ostinato.models.weights import load_weights
 
     gpu = device.properties.name
@@ -160,21 +159,16 @@ def _tune(
         weights = load_weights(
             device, checkpoint, np.uint16, convert=partial(convert_on_device, device)
         )
-    known = known_of(device)
     # What an earlier search stored is only to be replaced by something faster.
-    start = choose_tuning(config, rows=rows, context=_CONTEXT, gpu=gpu, store=store, **known)
-    with (
-        closing(weights),
-        StepMeter(device, weights, rows=rows, positions=max(contexts)) as meter,
-        _progress(f"{title} on {gpu}", settings.seconds) as tell,
-    ):
-        meter.trust(default_tuning(config, rows=rows, **known))
-        result = sweep(
-            config,
+    start = choose_tuning(
+        config, rows=rows, context=_CONTEXT, gpu=gpu, store=store, **known_of(device)
+    )
+    with closing(weights), _progress(f"{title} on {gpu}", settings.seconds) as tell:
+        result = search(
+            device,
+            weights,
             start.tuning,
-            meter,
             rows=rows,
-            **known,
             contexts=contexts,
             seconds=settings.seconds,
             tell=tell,

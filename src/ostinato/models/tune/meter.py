@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -30,13 +30,15 @@ from ostinato.models.cuda.lowering import (
     shape_macro,
     workspace_bytes,
 )
-from ostinato.models.cuda.shapes import PRODUCTS, Tuning
+from ostinato.models.cuda.shapes import PRODUCTS, Tuning, default_tuning
+from ostinato.models.cuda.tunings import known_of
 from ostinato.models.plan import BufferPlan, PlanSizes
 from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, ROW, SAMPLE, STATE, decode_program
+from ostinato.models.tune.sweep import Progress, SweepResult, sweep
 from ostinato.models.weights import Weights
 from ostinato.modules import CompileOptions, CompilerPool
 
-__all__ = ["StepMeter"]
+__all__ = ["StepMeter", "search"]
 
 _WORKSPACE = 1 << 25
 _WARM = 3
@@ -248,3 +250,27 @@ class StepMeter(Closeable):
             mark.close()
         self.plan.close()
         self.stream.close()
+
+
+def search(
+    device: Device,
+    weights: Weights,
+    start: Tuning,
+    *,
+    rows: int,
+    contexts: Sequence[int],
+    seconds: float,
+    tell: Callable[[Progress], None] = lambda progress: None,
+) -> SweepResult:
+    """The best tuning for steps of `rows` rows that is found from `start` on, in about so many
+    seconds (`sweep`), whose results agree with the default's.
+
+    `weights`: on the device, bfloat16; the caller closes them.  Raises what StepMeter and `sweep`
+    raise.
+    """
+    config, known = weights.config, known_of(device)
+    with StepMeter(device, weights, rows=rows, positions=max(contexts)) as meter:
+        meter.trust(default_tuning(config, rows=rows, **known))
+        return sweep(
+            config, start, meter, rows=rows, **known, contexts=contexts, seconds=seconds, tell=tell
+        )
