@@ -88,7 +88,7 @@ HERE := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH}
 GPU_TESTS = $(HERE) $(GPU_PYTHON) -m pytest -v --require-gpu -p no:cacheprovider -p no:benchmark
 
 gpu:                            ## the GPU and contract tests; a missing GPU is a failure
-	$(GPU_TESTS) -m "gpu and not alone" -n $(GPU_JOBS) $(ARGS)
+	$(GPU_TESTS) -m "gpu and not alone" -n $(GPU_JOBS) --dist loadgroup $(ARGS)
 	$(GPU_TESTS) -m "gpu and alone" $(ARGS)
 
 sanitize:                       ## compute-sanitizer over the GPU tests, in parts side by side

@@ -35,7 +35,12 @@ RAGGED = LlamaConfig(
 """Rows end within a brick."""
 CASES = [(CONFIG, recipe) for recipe in RECIPES]
 CASES += [(RAGGED, recipe) for recipe in ("Q8_0", "Q4_0", "Q4_1")]
-ids = [f"{recipe}, hidden {config.hidden}" for config, recipe in CASES]
+IDS = [f"{recipe}, hidden {config.hidden}" for config, recipe in CASES]
+# One process has all tests of a case, whose NumPy logits take long.
+GROUPED = [
+    pytest.param(*case, id=name, marks=pytest.mark.xdist_group(name))
+    for case, name in zip(CASES, IDS, strict=True)
+]
 
 
 def tokens_of(config: LlamaConfig, count: int, seed: int = 3) -> list[int]:
@@ -72,7 +77,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
         yield device
 
 
-@pytest.mark.parametrize(("config", "recipe"), CASES, ids=ids)
+@pytest.mark.parametrize(("config", "recipe"), GROUPED)
 def test_logits_agree_with_numpy_token_by_token(
     gpu: Device, config: LlamaConfig, recipe: str
 ) -> None:
@@ -87,7 +92,7 @@ def test_logits_agree_with_numpy_token_by_token(
 
 
 @pytest.mark.parametrize("library_rows", ["auto", None])
-@pytest.mark.parametrize(("config", "recipe"), CASES, ids=ids)
+@pytest.mark.parametrize(("config", "recipe"), GROUPED)
 def test_logits_agree_with_numpy_in_pieces(
     gpu: Device, config: LlamaConfig, recipe: str, library_rows: Any
 ) -> None:

@@ -144,12 +144,30 @@ def test_the_rule_for_few_rows_is_legal_for_every_width(rows: int) -> None:
 def test_few_rows_of_a_large_model_hold_more_weights_and_prefetch_more() -> None:
     wide, small = CONFIGS["8B"], CONFIGS["135M"]
     few, many = (shapes.default_tuning(wide, rows=n, clusters=True) for n in (8, 24))
-    assert [one.qkv.tiles * one.qkv.split for one in (few, many)] == [16, 8]  # type: ignore[union-attr]
+    held = [one.output.tiles * one.output.split for one in (few, many)]  # type: ignore[union-attr]
+    assert held == [16, 8]
+    assert [one.qkv.cluster for one in (few, many)] == [4, 1]  # type: ignore[union-attr]
     assert set(few.prefetch) == {"qkv", "output", "gate_up", "down"} and not many.prefetch
     assert few.start_next == {"rounded_output": "AT_START"} and not many.start_next
     assert shapes.default_tuning(wide, clusters=True).prefetch == few.prefetch
     for rows in (1, 8):
         assert not shapes.default_tuning(small, rows=rows, clusters=True).prefetch
+
+
+@pytest.mark.parametrize("rows", [2, 8, 16, 32, 40, 64])
+def test_products_of_a_small_model_ask_for_all_weights_before_the_wait(rows: int) -> None:
+    config = CONFIGS["135M"]
+    tuning = shapes.default_tuning(config, rows=rows, clusters=True)
+    for name, product in shapes.products_of(config).items():
+        shape: Any = getattr(tuning, name)
+        if name == "head":
+            assert shape.blocks_k == 1
+            continue
+        assert shape.slab * shape.blocks_k >= product.inputs
+        assert shape.depth * shape.split * 32 == shape.slab
+        blocks = -(-product.pairs // shape.block_pairs) * shape.blocks_k
+        assert 36 <= blocks <= 132 and shape.cluster == shape.blocks_k and shape.alone
+    assert shapes.default_tuning(config, rows=rows).qkv.cluster == 1  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["1B", "8B", "70B"])
