@@ -301,7 +301,7 @@ class Bench:
                     where = f"{case.name}: {launch.kernel}: {call}: {name}"
                     error = self._compare(name, before[name], new, rows, most, where)
                     errors[launch.kernel] = max(errors.get(launch.kernel, 0.0), error)
-            counters = self.machine.read(self.device["workspace"])[: 1 << 14]
+            counters = self.machine.read(self.device["workspace"][: 1 << 14])
             assert not counters.view(np.uint32).any(), (
                 f"{case.name}: {launch.kernel}: counters left"
             )
@@ -329,8 +329,9 @@ class Bench:
 
     def _parts(self, count: int) -> np.ndarray:
         """The sum of the parts of the one row's residual."""
-        workspace = self.machine.read(self.device["workspace"])[1 << 14 :]
-        return workspace[: count * self.config.hidden].reshape(count, -1).sum(axis=0)
+        end = (1 << 14) + count * self.config.hidden
+        workspace = self.machine.read(self.device["workspace"][1 << 14 : end])
+        return workspace.reshape(count, -1).sum(axis=0)
 
     def _run_host(self, call: Any, rows: int) -> None:
         kernel = HOST_KERNELS[call.kernel]

@@ -56,8 +56,8 @@ class Memory:
         rest = self.shape[1:]
         size = int(np.prod(rest, dtype=np.int64)) * self.dtype.itemsize
         if isinstance(index, slice):
-            start = index.start or 0
-            return Memory(self.address + start * size, (self.shape[0] - start, *rest), self.dtype)
+            start, stop, _ = index.indices(self.shape[0])
+            return Memory(self.address + start * size, (max(0, stop - start), *rest), self.dtype)
         return Memory(self.address + index * size, rest, self.dtype)
 
 

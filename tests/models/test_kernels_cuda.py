@@ -974,7 +974,8 @@ def test_the_rule_for_few_rows_agrees_with_numpy(cuda_device: Device, rows: int)
     context = 1100 if rows == 2 else 300  # two clusters of a head merge from 1,025 positions on
     given: Any = {"rows": rows, "context": context, "clusters": cuda_device.capabilities.clusters}
     tuning = shapes.default_tuning(config, **given)
-    assert tuning.prefetch and (rows == 1 or tuning.down.split == 16)  # type: ignore[union-attr]
+    down: Any = tuning.down
+    assert tuning.prefetch and (rows == 1 or down.tiles * down.split == 16)
     sizes: Any = {"sequences": 16, "context": context}
     checks.run_checks(machine, config, (rows,), tunings={rows: tuning}, **sizes)
 

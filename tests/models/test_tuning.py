@@ -141,6 +141,16 @@ def test_the_rule_for_few_rows_is_legal_for_every_width(rows: int) -> None:
             assert problems_of(config, rows, tuning, **has) == (), hidden
 
 
+@pytest.mark.parametrize("multiprocessors", [16, 78, 132, 160])
+def test_the_rule_for_one_row_is_legal_for_every_width(multiprocessors: int) -> None:
+    for hidden in range(64, 8192 + 64, 64):
+        for inner, clusters in ((hidden, True), (min(4 * hidden, 28672), False)):
+            config = config_of(hidden // 64, 1, 64, inner=inner, vocabulary=16 * hidden)
+            given: Any = {"clusters": clusters, "multiprocessors": multiprocessors}
+            tuning = shapes.default_tuning(config, **given)
+            assert problems_of(config, 1, tuning, clusters=clusters) == (), hidden
+
+
 def test_few_rows_of_a_large_model_hold_more_weights_and_prefetch_more() -> None:
     wide, small = CONFIGS["8B"], CONFIGS["135M"]
     few, many = (shapes.default_tuning(wide, rows=n, clusters=True) for n in (8, 24))

@@ -618,7 +618,7 @@ def _vector_shape(name: str, product: Product, multiprocessors: int) -> VectorSh
     if split == 4 and product.inputs >= 8192:
         return replace(shape, split=8, pairs=2)
     half = replace(shape, lanes=16, split=16, warps=16)
-    return half if split == 8 and chunks <= 2048 else shape  # more do not fit the registers
+    return half if split == 8 and chunks <= 7 * 256 else shape  # more do not fit the registers
 
 
 def without_block(tuning: Tuning, config: LlamaConfig, *, multiprocessors: int = 132) -> Tuning:
