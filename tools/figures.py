@@ -280,7 +280,6 @@ def modules() -> Iterable[str]:
     )  # fmt: skip
 
 
-_WEIGHTS_OF_32 = "weights-1B-batches-nvidia-h200.json"
 _BATCHES = f"decode-1B-batches-prompt-{H100}"
 _PEERS = ("transformers", "torch.cuda.graph", "torch.compile")
 
@@ -315,6 +314,21 @@ def batches_h200() -> Iterable[str]:
         ("sequences", *map(str, numbers)),
         ("tokens a second", ours, _speed),
         ("of the floor", ours, _share),
+    )
+
+
+def rule_h200() -> Iterable[str]:
+    numbers = (1, 8, 32, 64)
+
+    def cells(shape: str) -> Iterator[str]:
+        rows = results(f"decode-{shape}-batches-nvidia-h200.json")["rows"]
+        for n in numbers:
+            found = [r for r in rows if r.get("way") == "capture" and r.get("batch") == n]
+            yield f"{_speed(found[0])} ({_share(found[0])})" if found else ""
+
+    shapes = ("135M", "360M", "8B")
+    return _table(
+        ("shape, so many sequences", *map(str, numbers)), ([one, *cells(one)] for one in shapes)
     )
 
 
@@ -601,8 +615,7 @@ def generate() -> Iterable[str]:
 
 
 def weights() -> Iterable[str]:
-    rows = [r for r in results("weights-1B-nvidia-h200.json")["rows"] if r.get("batch") != 32]
-    rows += (r for r in results(_WEIGHTS_OF_32)["rows"] if r.get("batch") == 32)
+    rows = list(results("weights-1B-nvidia-h200.json")["rows"])
     rows += (r for r in results("weights-nvidia-h200.json")["rows"] if r["shape"] != "1B")
     return _weights(rows, (1, 8, 32))
 
@@ -613,7 +626,7 @@ def weights_h100() -> Iterable[str]:
 
 def tuning() -> Iterable[str]:
     """The rule beside what a search found: microseconds a step, and one over the other."""
-    found = results(f"tuning-{H100}")["rows"]
+    found = results("tuning-nvidia-h200.json")["rows"]
     columns = (20, 500)
 
     def cells(row: dict[str, Any]) -> Iterator[str]:
@@ -689,7 +702,8 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     table.__name__: table
     for table in (
         replay_cost, launch_cost, change_cost, modules, decode, batches, batches_h200,
-        lengths_h200, contexts, shapes, floor, profile, profile_batches, profile_batches_h200,
+        rule_h200, lengths_h200, contexts, shapes, floor, profile, profile_batches,
+        profile_batches_h200,
         prompts, prompt_attention, attention, startup, load, host, join, torch_graphed, generate,
         weights, weights_h100, tuning,
     )
