@@ -578,8 +578,10 @@ def _vector_shape(name: str, product: Product, multiprocessors: int) -> VectorSh
 
     A small product is over before the memory is busy: there more lanes and warps share a pair, so
     that each has less to do one after the other.  Where blocks would more than fill the chip twice
-    they take turns instead.  Where a warp could have a long row of the head for itself, two share
-    two, and a multiprocessor has one block; eight warps share two rows of a long way down (H200).
+    they take turns instead, and twice as many warps share a pair, or two (8B, us a step: H100 4,938
+    -> 4,827, H200 3,665 -> 3,455 with shapes close to these).  Where a warp could have a long row
+    of the head for itself, two share two, and a multiprocessor has one block; eight warps share two
+    rows of a long way down, or 16 half warps one of a longer (H200).
     """
     chunks = product.inputs // 8
     lanes = 32 if chunks >= 128 else 16 if chunks >= 64 else 8
@@ -611,14 +613,15 @@ def _vector_shape(name: str, product: Product, multiprocessors: int) -> VectorSh
         shape = replace(shape, turns=turns)
     if shape.turns == 1 or name == "head" or (lanes, warps) != (32, 8):
         return shape
-    # A thread reads its inputs from shared memory for one pair after the other, or for two at once.
     if split <= 2:
+        # A thread reads its inputs from shared memory for one pair after the other, or for two.
         pairs = 2 if product.nbytes <= _SOON_OVER[1] else 1
         return replace(shape, split=2 * split, pairs=pairs)
-    if split == 4 and product.inputs >= 8192:
+    if not product.normed and split == 4 and product.inputs >= 8192:
         return replace(shape, split=8, pairs=2)
-    half = replace(shape, lanes=16, split=16, warps=16)
-    return half if split == 8 and chunks <= 7 * 256 else shape  # more do not fit the registers
+    if not product.normed and split == 8 and chunks <= 7 * 256:  # more do not fit the registers
+        return replace(shape, lanes=16, split=16, warps=16)
+    return shape
 
 
 def without_block(tuning: Tuning, config: LlamaConfig, *, multiprocessors: int = 132) -> Tuning:
