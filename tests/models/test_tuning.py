@@ -180,6 +180,18 @@ def test_products_of_a_small_model_ask_for_all_weights_before_the_wait(rows: int
     assert shapes.default_tuning(config, rows=rows).qkv.cluster == 1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+@pytest.mark.parametrize("name", ["qkv", "output", "gate_up", "down"])
+def test_a_search_of_a_small_model_begins_near_the_rule(name: str, rows: int) -> None:
+    """Whose cuts were the fastest or nearly so on an H100 and an H200."""
+    config = CONFIGS["135M"]
+    rule: Any = getattr(shapes.default_tuning(config, rows=rows, clusters=True), name)
+    first: Any = product_shapes(config, name, rows, 132, clusters=True)[:24]
+    cuts = [(one.tiles, one.split, one.blocks_k) for one in first]
+    assert (rule.tiles, rule.split, rule.blocks_k) in cuts
+    assert len(set(cuts)) > 12
+
+
 @pytest.mark.parametrize("name", ["1B", "8B", "70B"])
 @pytest.mark.parametrize("rows", [2, 8, 16, 17, 48, 64])
 @pytest.mark.parametrize("context", [300, 5000, 100_000])

@@ -47,6 +47,7 @@ __all__ = [
     "counted_rows",
     "default_tuning",
     "dynamic_shared",
+    "fits_registers",
     "for_context",
     "has_warpgroups",
     "in_tiles",
@@ -847,7 +848,7 @@ def _in_clusters(product: Product, rows: int, multiprocessors: int) -> MatrixSha
     tile_count, steps = -(-product.pairs // 8), -(-product.inputs // 32)
     padded = -(-rows // 8) * 8
     many = padded > 32
-    if tile_count * steps > 0.75 * multiprocessors * HELD_STEPS:
+    if not fits_registers(product, multiprocessors):
         return None if padded > _FEW_ROWS else _long_in_clusters(product, multiprocessors)
     for blocks_k in (1, 2, 4, 8) if many else (1, 2, 4):
         tiles = 4
@@ -862,6 +863,12 @@ def _in_clusters(product: Product, rows: int, multiprocessors: int) -> MatrixSha
         if enough and tiles * split <= 16 and shape.shared_bytes(rows) <= MAX_SHARED:
             return shape
     return None
+
+
+def fits_registers(product: Product, multiprocessors: int) -> bool:
+    """Whether warps can hold a product's whole matrix, with room for the next kernel's."""
+    steps = -(-product.pairs // 8) * -(-product.inputs // 32)
+    return steps <= 0.75 * multiprocessors * HELD_STEPS
 
 
 def _long_in_clusters(product: Product, multiprocessors: int) -> MatrixShape | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from ostinato.models.cuda.shapes import (
     VectorShape,
     attends_in_tiles,
     block_shapes,
+    fits_registers,
     in_tiles,
     largest_divisor,
     power_of_two_from,
@@ -70,7 +72,8 @@ def product_shapes(
     warpgroups: bool = False,
     shared: int = MAX_SHARED,
 ) -> tuple[Shape, ...]:
-    """Shapes of a product ("qkv", "output", …) worth a try, by a rough cost, the least first.
+    """Shapes of a product ("qkv", "output", …) worth a try, by a rough cost, the least first; but
+    one of each cut before the second of any, since shapes of a cut are mostly as fast.
 
     `clusters`: whether the device has them; `warpgroups`: whether they multiply; `shared`: bytes
     that a block may have.
@@ -86,7 +89,19 @@ def product_shapes(
         for matrix in _warpgroups(product, multiprocessors) if warpgroups else several:
             if matrix_problem(name, matrix, product, rows, shared) is None:
                 made.append((_matrix_cost(matrix, product, rows, multiprocessors), matrix))
-    return tuple(shape for _, shape in sorted(made, key=lambda pair: pair[0]))
+    seen: Counter[tuple[int, ...]] = Counter()
+    ranked: list[tuple[int, Shape]] = []
+    for _, one in sorted(made, key=lambda pair: pair[0]):
+        ranked.append((seen[_cut(one)], one))
+        seen[_cut(one)] += 1
+    return tuple(one for _, one in sorted(ranked, key=lambda pair: pair[0]))
+
+
+def _cut(shape: Shape) -> tuple[int, ...]:
+    """How a product is shared out, whatever is asked for at once and in turns."""
+    if isinstance(shape, VectorShape):
+        return shape.lanes, shape.split, shape.pairs, shape.warps
+    return shape.tiles, shape.split, shape.blocks_k
 
 
 def _vectors(product: Product, multiprocessors: int) -> Iterator[VectorShape]:
@@ -173,13 +188,23 @@ def _warpgroups(product: Product, multiprocessors: int) -> Iterator[MatrixShape]
 
 def _matrix_cost(shape: MatrixShape, product: Product, rows: int, multiprocessors: int) -> float:
     """Of no unit: idle multiprocessors, inputs read again by every block, waits for inputs, and how
-    many bytes are under way."""
-    blocks = -(-product.pairs // shape.block_pairs) * shape.blocks_k
+    many bytes are under way.  Of products that fit the registers, microseconds: warps that copy
+    inputs or are in the next kernel's way, slabs and weights that are waited for, what a warp
+    multiplies and a thread adds up (from 950 shapes on an H100; docs/log.md, "What searches
+    found")."""
+    groups = -(-product.pairs // shape.block_pairs)
+    blocks = groups * shape.blocks_k
+    slabs = -(-product.inputs // (shape.blocks_k * shape.slab))
+    if fits_registers(product, multiprocessors) and not shape.warpgroup:
+        steps = -(-product.inputs // (32 * shape.split * shape.blocks_k))
+        cost = 0.6 * blocks * shape.tiles * shape.split / (16 * multiprocessors)
+        cost += slabs - 1 + 0.02 * steps + 0.05 * max(0, steps - shape.depth)
+        cost += 0.15 * -(-rows // 8) / (4 * shape.split) + 0.15 * (shape.blocks_k > 1)
+        return cost + 0.2 * (not shape.alone and blocks <= multiprocessors)
     fill = max(1.0, multiprocessors / blocks)
     waves = -(-blocks // multiprocessors) * multiprocessors / blocks if blocks > 64 else 1.0
-    inputs = rows * -(-product.pairs // shape.block_pairs) / (product.pairs * 2)
+    inputs = rows * groups / (product.pairs * 2)
     partial = 0.1 * (shape.blocks_k > 1) - 0.05 * (shape.cluster > 1)
-    slabs = -(-product.inputs // (shape.blocks_k * shape.slab))
     held = shape.tiles * shape.split * shape.depth * 1024
     if shape.warpgroup:
         held = shape.tiles * 32 * shape.slab * (shape.ring - 2)
