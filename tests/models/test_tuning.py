@@ -594,7 +594,14 @@ class Landscape:
     def prepare(self, tunings: Sequence[shapes.Tuning]) -> None:
         self.prepared += tunings
 
-    def microseconds(self, tuning: shapes.Tuning, context: int, *, careful: bool = False) -> float:
+    def microseconds(
+        self,
+        tuning: shapes.Tuning,
+        context: int,
+        *,
+        careful: bool = False,
+        enough: float = math.inf,
+    ) -> float:
         assert tuning in self.prepared, "measured before it was compiled"
         self.now += self.seconds_each
         us = 100.0 + 0.01 * context
@@ -645,6 +652,29 @@ def test_a_sweep_ends_in_time_and_says_that_it_did_not_see_all() -> None:
     assert sum(result.after.values()) <= sum(result.before.values())
 
 
+def test_a_sweep_spends_little_time_on_what_is_slow() -> None:
+    class InRounds(Landscape):
+        """Three rounds, or one where that is enough."""
+
+        stops = True
+
+        def microseconds(self, tuning: shapes.Tuning, context: int, **how: Any) -> float:
+            us = super().microseconds(tuning, context, **how)
+            us += sum(abs(getattr(tuning, name).warps - 8) for name in ("qkv", "output", "gate_up"))
+            if us <= how.get("enough", math.inf) or not self.stops:
+                self.now += 2 * self.seconds_each
+            return us
+
+    class Patient(InRounds):
+        stops = False
+
+    quick, patient = (
+        run_sweep(meter(seconds_each=0.1), seconds=60.0)[1] for meter in (InRounds, Patient)
+    )
+    assert len(quick.trials) > 1.2 * len(patient.trials)
+    assert sum(quick.after.values()) <= sum(patient.after.values())
+
+
 def test_what_gives_wrong_logits_is_not_taken() -> None:
     _, result, _ = run_sweep(Landscape(wrong=["AFTER_INPUT"]))
     assert result.tuning.start_next.get("head") != "AFTER_INPUT"
@@ -653,10 +683,8 @@ def test_what_gives_wrong_logits_is_not_taken() -> None:
 
 def test_what_the_device_refuses_is_passed_over() -> None:
     class Refusing(Landscape):
-        def microseconds(
-            self, tuning: shapes.Tuning, context: int, *, careful: bool = False
-        ) -> float:
-            us = super().microseconds(tuning, context, careful=careful)
+        def microseconds(self, tuning: shapes.Tuning, context: int, **how: Any) -> float:
+            us = super().microseconds(tuning, context, **how)
             return math.inf if tuning.down.warps == 12 else us  # type: ignore[union-attr]
 
     _, result, _ = run_sweep(Refusing())
@@ -666,10 +694,8 @@ def test_what_the_device_refuses_is_passed_over() -> None:
 
 def test_no_better_than_the_start_is_the_start() -> None:
     class Flat(Landscape):
-        def microseconds(
-            self, tuning: shapes.Tuning, context: int, *, careful: bool = False
-        ) -> float:
-            super().microseconds(tuning, context, careful=careful)
+        def microseconds(self, tuning: shapes.Tuning, context: int, **how: Any) -> float:
+            super().microseconds(tuning, context, **how)
             return 100.0
 
     start, result, _ = run_sweep(Flat())

@@ -174,9 +174,12 @@ class StepMeter(Closeable):
         buffer.copy_from(state.view(np.int32).reshape(buffer.shape), self.stream)
 
     # --- the meter
-    def microseconds(self, tuning: Tuning, context: int, *, careful: bool = False) -> float:
+    def microseconds(
+        self, tuning: Tuning, context: int, *, careful: bool = False, enough: float = math.inf
+    ) -> float:
         """The median over some rounds of one replay's time, back to back; infinite for a tuning
-        that the compiler or the driver refuses.  Raises ContextPoisonedError."""
+        that the compiler or the driver refuses.  One round alone where it shows more than `enough`.
+        Raises ContextPoisonedError."""
         try:
             executable = self._graph(tuning)
         except ContextPoisonedError:
@@ -184,7 +187,7 @@ class StepMeter(Closeable):
         except (CompileError, DriverError, InputError):
             return math.inf
         try:
-            return self._time(executable, context, careful)
+            return self._time(executable, context, careful, enough)
         finally:
             executable.close()
 
@@ -195,9 +198,9 @@ class StepMeter(Closeable):
                 self.stream.submit(operation)
         return under_way.graph.instantiate(upload=self.stream)
 
-    def _time(self, executable: GraphExec, context: int, careful: bool) -> float:
+    def _time(self, executable: GraphExec, context: int, careful: bool, enough: float) -> float:
         start, stop = self._marks
-        found = []
+        found: list[float] = []
         for _ in range(_CAREFUL_ROUNDS if careful else _ROUNDS):
             self._reset(context)
             for _ in range(_WARM):
@@ -208,6 +211,8 @@ class StepMeter(Closeable):
             self.stream.record(stop)
             self.stream.synchronize()
             found.append(stop.elapsed_since(start) * 1e3 / _REPEATS)
+            if found[0] > enough:
+                break
         return statistics.median(found)
 
     def trust(self, tuning: Tuning) -> None:

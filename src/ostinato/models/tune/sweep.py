@@ -7,6 +7,7 @@ a kernel that is faster alone may leave its neighbours less room.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,8 @@ __all__ = ["Meter", "Progress", "SweepResult", "Trial", "sweep"]
 _CHUNK = 48
 """Candidates that are compiled together."""
 _FINALISTS = 3
+_HOPELESS = 0.01
+"""Relative; what takes so much longer than the best of its stage is not timed again."""
 _NOISE = 0.002
 """Relative; a change that gains less is not worth a table entry."""
 _AGAIN = 10
@@ -50,8 +53,11 @@ class Meter(Protocol):
     def prepare(self, tunings: Sequence[Tuning]) -> None:
         """Compiles and loads what these need, side by side."""
 
-    def microseconds(self, tuning: Tuning, context: int, *, careful: bool = False) -> float:
-        """Of one step at this position.  Infinite for a tuning that the device refuses."""
+    def microseconds(
+        self, tuning: Tuning, context: int, *, careful: bool = False, enough: float = math.inf
+    ) -> float:
+        """Of one step at this position.  Infinite for a tuning that the device refuses.  What
+        takes longer than `enough` may be measured with less effort."""
 
     def problem(self, tuning: Tuning) -> str | None:
         """Why the tuning's results cannot be trusted; None if they agree."""
@@ -114,8 +120,8 @@ class _Sweep:
     first: float = 0.0
     now: float = 0.0
 
-    def cost(self, tuning: Tuning, contexts: Sequence[int], *, careful: bool = False) -> float:
-        return sum(self.meter.microseconds(tuning, c, careful=careful) for c in contexts)
+    def cost(self, tuning: Tuning, contexts: Sequence[int], **how: Any) -> float:
+        return sum(self.meter.microseconds(tuning, context, **how) for context in contexts)
 
     def stage(self, name: str, candidates: Sequence[Tuning], share: float) -> bool:
         """Tries candidates for `share` of the time that is left; returns whether all were tried."""
@@ -124,7 +130,7 @@ class _Sweep:
         begin = self.clock()
         until = begin + max(0.0, self.deadline - begin) * share
         found: list[Trial] = []
-        done = 0
+        done, fastest = 0, math.inf
         wanted = [one for one in dict.fromkeys(map(_Hashed, candidates)) if one.it != self.best]
         for start in range(0, len(wanted), _CHUNK):
             if self.clock() >= until:
@@ -132,7 +138,9 @@ class _Sweep:
             chunk = [one.it for one in wanted[start : start + _CHUNK]]
             self.meter.prepare(chunk)
             for tuning in chunk:
-                found.append(Trial(name, tuning, self.cost(tuning, contexts)))
+                enough = fastest * (1 + _HOPELESS) if len(contexts) == 1 else math.inf
+                found.append(Trial(name, tuning, self.cost(tuning, contexts, enough=enough)))
+                fastest = min(fastest, found[-1].microseconds)
                 done += 1
                 self._say(name, done)
                 if self.clock() >= until:
