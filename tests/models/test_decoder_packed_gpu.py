@@ -33,13 +33,12 @@ RAGGED = LlamaConfig(
     context_length=1024,
 )  # fmt: skip
 """Rows end within a brick."""
-CASES = [(CONFIG, recipe) for recipe in RECIPES]
-CASES += [(RAGGED, recipe) for recipe in ("Q8_0", "Q4_0", "Q4_1")]
-IDS = [f"{recipe}, hidden {config.hidden}" for config, recipe in CASES]
 # One process has all tests of a case, whose NumPy logits take long.
-GROUPED = [
-    pytest.param(*case, id=name, marks=pytest.mark.xdist_group(name))
-    for case, name in zip(CASES, IDS, strict=True)
+CASES = [
+    pytest.param(config, recipe, id=name, marks=pytest.mark.xdist_group(name))
+    for config, recipes in ((CONFIG, RECIPES), (RAGGED, ("Q8_0", "Q4_0", "Q4_1")))
+    for recipe in recipes
+    for name in [f"{recipe}, hidden {config.hidden}"]
 ]
 
 
@@ -77,7 +76,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
         yield device
 
 
-@pytest.mark.parametrize(("config", "recipe"), GROUPED)
+@pytest.mark.parametrize(("config", "recipe"), CASES)
 def test_logits_agree_with_numpy_token_by_token(
     gpu: Device, config: LlamaConfig, recipe: str
 ) -> None:
@@ -92,7 +91,7 @@ def test_logits_agree_with_numpy_token_by_token(
 
 
 @pytest.mark.parametrize("library_rows", ["auto", None])
-@pytest.mark.parametrize(("config", "recipe"), GROUPED)
+@pytest.mark.parametrize(("config", "recipe"), CASES)
 def test_logits_agree_with_numpy_in_pieces(
     gpu: Device, config: LlamaConfig, recipe: str, library_rows: Any
 ) -> None:

@@ -513,10 +513,12 @@ def default_tuning(
 def _early_starts(products: Mapping[str, Product], rows: int) -> dict[str, str]:
     """Of steps of several rows.  Gate and up ask for their weights before the attention has ended,
     and in small models the output projection too (us a step of 8 rows at position 300: 1B on an
-    H200 846 -> 828, 360M on an H100 669 -> 617)."""
+    H200 846 -> 828, 360M on an H100 669 -> 617), but in the smallest for few rows alone (32 rows,
+    H100: 360M 664 -> 647, 135M at position 500 618 -> 624)."""
     gate_up = products["gate_up"].nbytes
     small = gate_up < _PREFETCH_FROM
-    if rows > (2 * _FEW_ROWS if small and gate_up >= _SOON_OVER[0] else _FEW_ROWS):
+    most = 2 * _FEW_ROWS if small and gate_up >= _SOON_OVER[0] else _FEW_ROWS
+    if rows > most:
         return {}
     return dict.fromkeys(
         ("rounded_output", "attention") if small else ("rounded_output",), "AT_START"
@@ -599,7 +601,7 @@ def _vector_shape(name: str, product: Product, multiprocessors: int) -> VectorSh
     while each() <= 5 and -(-chunks // (lanes * split)) > 2 and not wasteful(2 * lanes * split):
         lanes, split = (2 * lanes, split) if lanes < 32 else (lanes, 2 * split)
     if not product.normed and (lanes, split) == (32, 1) and each() <= 8:
-        lanes, split = 16, 2
+        lanes, split = 16, 2  # 1B, us a step: H100 840 -> 837, H200 644 -> 643
     wanted = each()
     if name == "head" and (lanes, split) == (32, 1) and chunks >= 256:
         turns = -(-product.pairs // (8 * multiprocessors))
@@ -836,7 +838,7 @@ def _matrix_shape(
 def _in_clusters(product: Product, rows: int, multiprocessors: int) -> MatrixShape | None:
     """Of 2 to 64 rows on a device with clusters, products that are faster so than by the rule for
     others, which is for None (us a step, H100: 360M 8 rows 483 -> 448, 32 rows 702 -> 649; 8B 8
-    rows 5,530 -> 5,280).
+    rows 5,528 -> 5,325).
 
     Small ones, whose weights fit the registers of three quarters of the multiprocessors, eight
     steps of a warp: all weights are on their way before the wait, so the memory is not what takes
@@ -846,21 +848,19 @@ def _in_clusters(product: Product, rows: int, multiprocessors: int) -> MatrixSha
     inputs.  Large ones with many inputs: blocks share these too.
     """
     tile_count, steps = -(-product.pairs // 8), -(-product.inputs // 32)
-    padded = -(-rows // 8) * 8
-    many = padded > 32
+    many = rows > 32
     if not fits_registers(product, multiprocessors):
-        return None if padded > _FEW_ROWS else _long_in_clusters(product, multiprocessors)
-    for blocks_k in (1, 2, 4, 8) if many else (1, 2, 4):
-        tiles = 4
-        if blocks_k == 2 and not many:
-            tiles, blocks_k = 2, 1  # as many blocks, without a cluster
+        return _long_in_clusters(product, multiprocessors) if rows <= _FEW_ROWS else None
+    # Tiles of a block, and blocks that share inputs: each cut has more blocks than the one before.
+    cuts = ((4, 1), (4, 2), (4, 4), (4, 8)) if many else ((4, 1), (2, 1), (4, 4))
+    for tiles, blocks_k in cuts:
         blocks, each = -(-tile_count // tiles) * blocks_k, -(-steps // blocks_k)
+        if blocks < multiprocessors / (2 if many else 3) and (tiles, blocks_k) != cuts[-1]:
+            continue
         split = max(8 // tiles, power_of_two_from(-(-each // 8)))
-        depth = -(-each // split)
-        alone = int(blocks <= multiprocessors)
+        depth, alone = -(-each // split), int(blocks <= multiprocessors)
         shape = MatrixShape(tiles, split, blocks_k, 32 * split * depth, depth, blocks_k, 2, alone)
-        enough = blocks >= multiprocessors / (2 if many else 3) or blocks_k == (8 if many else 4)
-        if enough and tiles * split <= 16 and shape.shared_bytes(rows) <= MAX_SHARED:
+        if tiles * split <= 16 and shape.shared_bytes(rows) <= MAX_SHARED:
             return shape
     return None
 
