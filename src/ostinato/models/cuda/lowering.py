@@ -812,6 +812,6 @@ class Cut:
             most = max(most, (t.block.units(c) + 1) * c.hidden * 4)
         for product, shape in self._all_shapes():
             if isinstance(shape, MatrixShape) and shape.blocks_k > 1 and shape.cluster == 1:
-                width = -(-product.pairs // 8) * 8
+                width = product.tile_count * 8
                 most = max(most, shape.blocks_k * self.padded_rows * width * 8)
         return COUNTER_BYTES + most

@@ -47,7 +47,6 @@ __all__ = [
     "counted_rows",
     "default_tuning",
     "dynamic_shared",
-    "fits_registers",
     "for_context",
     "has_warpgroups",
     "in_tiles",
@@ -385,6 +384,16 @@ class Product:
         return 4 * self.pairs * self.inputs
 
     @property
+    def tile_count(self) -> int:
+        """Of its outputs, 8 pairs each."""
+        return -(-self.pairs // 8)
+
+    def fits_registers(self, multiprocessors: int) -> bool:
+        """Whether warps can hold its whole matrix, with room for the next kernel's."""
+        steps = self.tile_count * -(-self.inputs // 32)
+        return steps <= 0.75 * multiprocessors * HELD_STEPS
+
+    @property
     def fits_warpgroups(self) -> bool:
         """Whether warpgroups can make it: its inputs are whole panels, and places in its matrix
         have 32 bits."""
@@ -686,7 +695,7 @@ def packed_shape(
         given: dict[str, bool] = {"clusters": clusters, "packed": True}
         return _matrix_shape(name, product, rows, multiprocessors, shared, **given)
     span, split = _packed_split(product.inputs)
-    tiles = -(-product.pairs // 8)
+    tiles = product.tile_count
     resident = max(1, 16 // split)
     room = (shared - PackedShape(split, 1).shared_bytes(product.inputs)) // (split * 64)
     turns = min(64, 1 + max(0, room), -(-tiles // (min(resident, 2) * multiprocessors)))
@@ -705,7 +714,7 @@ def _packed_in_clusters(
     """Of 2 to 32 rows, products of large models that are faster so than by the rule for others: up
     to 8 or 16 rows 4 to 10 % of a step, above it 3 to 7 % (docs/log.md, "Packed inputs in
     panels")."""
-    tiles = -(-product.pairs // 8)
+    tiles = product.tile_count
     if rows <= 16:
         if name == "qkv" and product.inputs >= 2048:
             return MatrixShape(2, 4, 2, 1024, 8, 2)
@@ -780,7 +789,7 @@ def _matrix_shape(
         clustered = _in_clusters(product, rows, multiprocessors)
         if clustered is not None:
             return clustered
-    tile_count, padded = -(-product.pairs // 8), -(-rows // 8) * 8
+    tile_count, padded = product.tile_count, -(-rows // 8) * 8
     fewest = 4 if packed and padded > 32 else 2 if padded > 16 else 1  # bricks are long slabs
     enough, least = 0.7 * multiprocessors, max(_least_tiles(name), fewest)
     many = padded > 40
@@ -847,9 +856,9 @@ def _in_clusters(product: Product, rows: int, multiprocessors: int) -> MatrixSha
     multiprocessors, or half of them with many rows; and of few outputs four blocks share the
     inputs.  Large ones with many inputs: blocks share these too.
     """
-    tile_count, steps = -(-product.pairs // 8), -(-product.inputs // 32)
+    tile_count, steps = product.tile_count, -(-product.inputs // 32)
     many = rows > 32
-    if not fits_registers(product, multiprocessors):
+    if not product.fits_registers(multiprocessors):
         return _long_in_clusters(product, multiprocessors) if rows <= _FEW_ROWS else None
     # Tiles of a block, and blocks that share inputs: each cut has more blocks than the one before.
     cuts = ((4, 1), (4, 2), (4, 4), (4, 8)) if many else ((4, 1), (2, 1), (4, 4))
@@ -865,15 +874,9 @@ def _in_clusters(product: Product, rows: int, multiprocessors: int) -> MatrixSha
     return None
 
 
-def fits_registers(product: Product, multiprocessors: int) -> bool:
-    """Whether warps can hold a product's whole matrix, with room for the next kernel's."""
-    steps = -(-product.pairs // 8) * -(-product.inputs // 32)
-    return steps <= 0.75 * multiprocessors * HELD_STEPS
-
-
 def _long_in_clusters(product: Product, multiprocessors: int) -> MatrixShape | None:
     """Of a few rows, products with many inputs (`_in_clusters`)."""
-    tile_count = -(-product.pairs // 8)
+    tile_count = product.tile_count
     if product.normed and product.inputs >= 4096:
         if tile_count < 8 * multiprocessors:
             return MatrixShape(4, 2, 4, 512, 8, 4)

@@ -36,7 +36,6 @@ from ostinato.models.cuda.shapes import (
     VectorShape,
     attends_in_tiles,
     block_shapes,
-    fits_registers,
     in_tiles,
     largest_divisor,
     power_of_two_from,
@@ -195,7 +194,7 @@ def _matrix_cost(shape: MatrixShape, product: Product, rows: int, multiprocessor
     groups = -(-product.pairs // shape.block_pairs)
     blocks = groups * shape.blocks_k
     slabs = -(-product.inputs // (shape.blocks_k * shape.slab))
-    if fits_registers(product, multiprocessors) and not shape.warpgroup:
+    if product.fits_registers(multiprocessors) and not shape.warpgroup:
         steps = -(-product.inputs // (32 * shape.split * shape.blocks_k))
         cost = 0.6 * blocks * shape.tiles * shape.split / (16 * multiprocessors)
         cost += slabs - 1 + 0.02 * steps + 0.05 * max(0, steps - shape.depth)
