@@ -94,7 +94,6 @@ class StepBench:
         self.where["rope"] = gpu.array(rope_table(c, context))
         self.where["live"] = gpu.array(np.zeros((rows, 4), np.int32))
         self.where["rows"] = gpu.array(np.zeros((rows, 4), np.int32))
-        self.where["chosen"] = gpu.array(np.zeros(rows, np.int32))
         self.where["state"] = gpu.array(np.zeros((sequences, 4), np.int32))
         self.where["options"] = gpu.array(np.zeros((sequences, OPTIONS.itemsize // 8), np.uint64))
         self.where["stops"] = gpu.array(np.full(STOP_TOKENS, -1, np.int32))
@@ -167,8 +166,6 @@ class StepBench:
         if options:
             chosen["temperature"], chosen["top_p"], chosen["top_k"] = options
         self.gpu.write(self.where["rows"], table)
-        # A step without `sample` goes on with this token.
-        self.gpu.write(self.where["chosen"], np.ones(self.where["chosen"].shape, np.int32))
         self.gpu.write(self.where["state"], state.view(np.int32).reshape(-1, 4))
         self.gpu.write(self.where["options"], chosen.view(np.uint64).reshape(self.sequences, -1))
 
@@ -250,14 +247,14 @@ class StepBench:
         whole = self.time_step(rows, tuning, position)
         found: dict[str, dict[str, float]] = {}
         for kernel in dict.fromkeys(one.kernel for one in launches):
-            if kernel in ("embed", "advance"):
+            if kernel == "embed":
                 continue
             own = [one for one in launches if one.kernel == kernel]
             embed = [one for one in launches if one.kernel == "embed"]
             times = -(-60 // len(own))
             graph = self.gpu.capture(lambda own=own, times=times: self.submit(own * times, rows))
 
-            # Rows as they are in a step; no advance, so they stay.
+            # Rows as they are in a step; no other embed, so they stay.
             def before(embed: list[CudaLaunch] = embed) -> None:
                 self.set_position(rows, position)
                 self.submit(embed, rows)

@@ -181,7 +181,7 @@ def test_inspect_shows_the_decode_step(smollm2_path: Path, tmp_path: Path) -> No
     graph = json.loads(answer.out)
     names = [node["name"] for node in graph["nodes"]]
     assert names.count("attention") == 30
-    assert names[-1] == "advance"
+    assert names[-1] == "sample"
     assert picture.read_text().startswith("<svg")
     assert [path.name for path in picture.parent.iterdir()] == ["decode.svg"]
 

@@ -240,9 +240,9 @@ def test_the_program_of_a_rank(whole_logits: bool, last_row: bool) -> None:
         "norm_qkv_rope", "attention", "output_residual", "accumulate",
         "norm_gate_up", "down_residual", "accumulate",
     ]  # fmt: skip
-    ending = ["head", "best_of_part", "all_gather", "best_of_ranks", "advance"]
+    ending = ["head", "best_of_part", "all_gather", "best_of_ranks"]
     if whole_logits:
-        ending = ["head", "best_of_part", "all_gather", "all_gather", "sample_of_ranks", "advance"]
+        ending = ["head", "best_of_part", "all_gather", "all_gather", "sample_of_ranks"]
     assert kernels == ["embed", *layer * MODEL.layers, *ending]
     by_name = {call.kernel: dict(call.arguments) for call in program}
     assert by_name["embed"]["vocabulary"] == 512

@@ -27,7 +27,16 @@ from ostinato.models.cuda.bricks import formats_of, matrix_bytes
 from ostinato.models.cuda.legal import matrix_problem, problems_of
 from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.host.shard_kernels import SHARD_KERNELS, _key
-from ostinato.models.program import ABSENT, ACTIVE, OF_RANKS, OPTIONS, SAMPLE, Bound, decode_program
+from ostinato.models.program import (
+    ABSENT,
+    ACTIVE,
+    OF_RANKS,
+    OPTIONS,
+    SAMPLE,
+    STOP_TOKENS,
+    Bound,
+    decode_program,
+)
 from ostinato.models.sharding import Sharding, shard_program
 from ostinato.modules import CompileOptions
 from tests.emulator.emulator import Emulator
@@ -694,7 +703,7 @@ def check_sampling(bench: checks.Bench, every: int = 1) -> None:
     chosen = set()
     for case in done:
         bench.check(case)
-        chosen.add(int(bench.host["chosen"][0]))
+        chosen.add(int(bench.host["state"][case.rows["sequence"][0], 0]))
     assert len(chosen) > len(done) // 4, "draws that are all the same show nothing"
 
 
@@ -728,9 +737,28 @@ def test_infinite_logits_choose_no_token_on_the_emulator(
         for launch in bench.launches(1):
             bench.launch(launch, 1)
         assert np.isinf(bench.read("logits")).sum() == len(infinities)
-        chosen.append(int(bench.read("chosen")[0]))
+        chosen.append(int(bench.read("state")[case.rows["sequence"][0], 0]))
     assert chosen[0] >= 0
     assert chosen[1] == -1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_end_token_stops_its_sequence_alone_on_the_emulator(rows: int) -> None:
+    bench = emulated_bench(replace(SMALL, layers=1), rows, context=70)
+    case = next(checks.cases(bench, rows))
+    case.options["temperature"], case.rows["position"] = 0, 5
+    bench.check(case)
+    sequence = case.rows["sequence"][0]
+    token = bench.host["state"][sequence, 0]
+    others = bench.host["state"][:, 0] != token
+    for place in (0, STOP_TOKENS - 1):
+        bench.host["stops"][:] = -1
+        bench.host["stops"][place] = token
+        bench.machine.write(bench.device["stops"], bench.host["stops"])
+        bench.check(case)
+        assert bench.host["state"][sequence].tolist()[::3] == [token, 1]
+        assert not bench.host["state"][others, 3].any()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
@@ -746,21 +774,26 @@ def test_the_best_of_ranks_is_that_of_the_host_on_the_emulator() -> None:
             "live": np.array([0, 1, 0, ACTIVE | SAMPLE], np.int32),
             "logits": np.zeros(1, np.float32),
             "options": np.zeros(1, OPTIONS),
-            "chosen": np.full(1, 77, np.int32),
+            "stops": np.full(STOP_TOKENS, 10, np.int32),
+            "state": np.full(4, 77, np.int32),
+            "ring": np.full(8, 77, np.int32),
             "history": np.zeros(40, np.int32),
             "adjusted": np.zeros(1, np.float32),
             "keys": np.array(keys, np.uint64),
         }
-        values["options"]["repetition_penalty"] = 1
+        values["options"]["repetition_penalty"], values["options"]["limit"] = 1, 9
         values["options"] = values["options"].view(np.uint64)
-        sizes = {"row_count": 1, "vocabulary": 512, "context": 40, "ranks": 2}
+        sizes = {"row_count": 1, "vocabulary": 512, "stop_count": STOP_TOKENS, "context": 40}
+        sizes |= {"ring_size": 4, "ranks": 2}
         on_host = {name: array.copy() for name, array in values.items()}
         SHARD_KERNELS["best_of_ranks"].function(None, *on_host.values(), *sizes.values())
         arrays = {name: emulator.array(array) for name, array in values.items()}
         emulator.launch(launch, {**arrays, **sizes})
-        found.append(int(emulator.read(arrays["chosen"])[0]))
-        assert found[-1] == on_host["chosen"][0], pair
-    assert found == [11, 10, 11, -1, -1, -1]
+        for name in ("state", "ring"):
+            got = emulator.read(arrays[name])
+            assert np.array_equal(got, on_host[name]), pair
+        found.append(emulator.read(arrays["state"])[[0, 3]].tolist())
+    assert found == [[11, 0], [10, 1], [11, 0], [-1, 1], [-1, 1], [-1, 1]]
 
 
 # ----------------------------------------------------------------------------------------- on a GPU

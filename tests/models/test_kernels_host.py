@@ -91,13 +91,13 @@ def test_program_matches_the_kernels(sampled: bool, added: dict[str, Any]) -> No
         names = [name for name, _ in call.arguments]
         assert names == [p.name for p in HOST_KERNELS[call.kernel].signature.parameters]
     text = describe(program)
-    assert len(text.splitlines()) == len(program) == (9 if sampled else 6) + bool(added)
+    assert len(text.splitlines()) == len(program) == (8 if sampled else 6) + bool(added)
     assert "cache[0]" in text
     assert str(Bound("wo", 3)) == "wo[3]"
 
 
 def test_five_launches_a_layer() -> None:
-    assert len(decode_program(replace(config_of(4, 2, 16), layers=7))) == 1 + 5 * 7 + 3
+    assert len(decode_program(replace(config_of(4, 2, 16), layers=7))) == 1 + 5 * 7 + 2
 
 
 # -------------------------------------------------------------------------------------------- embed
@@ -326,7 +326,7 @@ def test_head_writes_each_sequences_logits_in_place(sequences_of_rows: list[int]
     "name",
     [
         *("norm_qkv_rope", "norm_qkv", "norm_rope", "attention", "output_residual"),
-        *("norm_gate_up", "down_residual", "head", "sample", "advance"),
+        *("norm_gate_up", "down_residual", "head", "sample"),
     ],
 )
 def test_a_step_of_padding_alone_does_nothing(name: str) -> None:
@@ -349,24 +349,42 @@ def options_of(*rows: tuple[float, float, int, int, int], more: Any = (0.0, 1.0)
     return np.array([(*row, *more) for row in rows], OPTIONS)
 
 
+def sampled(
+    live: np.ndarray, logits: np.ndarray, options: np.ndarray, **given: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of all sequences, 55 where none was chosen; and their rings of 6."""
+    sequences, vocabulary = logits.shape
+    values = {
+        "stops": np.full(16, -1, np.int32),
+        "state": np.full((sequences, 4), 55, np.int32),
+        "ring": np.full((sequences, 6, 2), 55, np.int32),
+        "history": np.zeros((sequences, 30), np.int32),
+        "adjusted": np.zeros((sequences, vocabulary), np.float32),
+        "context": 30,
+        **given,
+    }
+    run(
+        "sample", live=live, logits=logits, options=options, **values, row_count=len(live),
+        vocabulary=vocabulary, stop_count=16, ring_size=6,
+    )  # fmt: skip
+    return values["state"][:, 0], values["ring"]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 3.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.9), (40, 0.3)])
 def test_sample_is_the_reference(temperature: float, top_k: int, top_p: float) -> None:
-    logits, seed = random((2, 101), 3) * 4, (1 << 63) + 12345
-    options = options_of((0.0, 1.0, 0, 0, 99), (temperature, top_p, seed, top_k, 99))
+    logits, seed = random((3, 101), 3) * 4, (1 << 63) + 12345
+    options = options_of(
+        (0.0, 1.0, 0, 0, 99), (temperature, top_p, seed, top_k, 99), (0.0, 1.0, 0, 0, 99)
+    )
     for position in range(20):
-        chosen = np.full(3, 55, np.int32)
         live = live_rows(
-            (0, 4, 0, ACTIVE), (0, position, 1, ACTIVE | SAMPLE), (0, 4, 0, ACTIVE | SAMPLE)
+            (0, 4, 2, ACTIVE), (0, position, 1, ACTIVE | SAMPLE), (0, 4, 0, ACTIVE | SAMPLE)
         )
-        run(
-            "sample", live=live, logits=logits, options=options, chosen=chosen, row_count=3,
-            vocabulary=101, history=np.zeros(0, np.int32), adjusted=np.zeros(0, np.float32),
-            context=0,
-        )  # fmt: skip
-        assert chosen[0] == 55
-        assert chosen[1] == sample(logits[1], temperature, top_k, top_p, seed, position + 1)
-        assert chosen[2] == logits[0].argmax()
+        tokens, _ = sampled(live, logits, options)
+        assert tokens[2] == 55
+        assert tokens[1] == sample(logits[1], temperature, top_k, top_p, seed, position + 1)
+        assert tokens[0] == logits[0].argmax()
     assert uniform(seed, 1) != uniform(seed, 2)
 
 
@@ -377,15 +395,12 @@ def test_a_largest_logit_that_is_not_finite_chooses_no_token(
     logit: float, penalty: float, temperature: float
 ) -> None:
     """Minus infinity is the largest where all are."""
-    logits, chosen = random((1, 9)), np.zeros(1, np.int32)
+    logits = random((1, 9))
     logits[0, slice(None) if logit == -np.inf else 4] = logit
-    run(
-        "sample", live=live_rows((0, 0, 0, ACTIVE | SAMPLE)), logits=logits,
-        options=options_of((temperature, 1.0, 0, 0, 9), more=(0.5, penalty)), chosen=chosen,
-        row_count=1,
-        vocabulary=9, history=np.zeros(4, np.int32), adjusted=np.zeros(9, np.float32), context=4,
-    )  # fmt: skip
-    assert chosen[0] == -1
+    options = options_of((temperature, 1.0, 0, 0, 9), more=(0.5, penalty))
+    tokens, ring = sampled(live_rows((0, 0, 0, ACTIVE | SAMPLE)), logits, options)
+    assert tokens[0] == -1
+    assert ring[0, 1].tolist() == [-1, 3], "it stops the sequence"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
@@ -401,17 +416,13 @@ def test_penalty_and_min_p_are_the_references(
     options = options_of(*[(temperature, 0.9, 7, 40, 99)] * 2, more=(min_p, penalty))
     others = set()
     for position in range(20):
-        chosen = np.full(1, 55, np.int32)
-        run(
-            "sample", live=live_rows((0, position, 1, ACTIVE | SAMPLE)), logits=logits,
-            options=options, chosen=chosen, history=history, adjusted=adjusted, row_count=1,
-            vocabulary=101, context=context,
-        )  # fmt: skip
+        live = live_rows((0, position, 1, ACTIVE | SAMPLE))
+        tokens, _ = sampled(live, logits, options, history=history, adjusted=adjusted)
         plain = (logits[1], temperature, 40, 0.9, 7, position + 1)
         seen = history[1, : position + 1]
         given = {"min_p": min_p, "repetition_penalty": penalty}
-        assert chosen[0] == sample(*plain, **given, history=seen)
-        others.add(chosen[0] == sample(*plain))
+        assert tokens[1] == sample(*plain, **given, history=seen)
+        others.add(tokens[1] == sample(*plain))
     if temperature:
         assert False in others, "the options change something"
     assert logits.tobytes() == model.tobytes(), "the model's own stay"
@@ -420,23 +431,20 @@ def test_penalty_and_min_p_are_the_references(
 
 @pytest.mark.parametrize(
     ("token", "position", "limit", "stopped"),
-    [(5, 3, 99, 0), (2, 3, 99, 1), (5, 3, 4, 1), (5, 3, 5, 0), (5, 15, 99, 1), (5, 14, 99, 0),
-     (-1, 3, 99, 1)],
-)  # fmt: skip
-def test_advance(token: int, position: int, limit: int, stopped: int) -> None:
-    state, ring = np.full((2, 4), 77, np.int32), np.full((2, 6, 2), 77, np.int32)
-    stops = np.full(16, -1, np.int32)
-    stops[:2] = (1, 2)
+    [(5, 3, 99, 0), (2, 3, 99, 1), (5, 3, 4, 1), (5, 3, 5, 0), (5, 15, 99, 1), (5, 14, 99, 0)],
+)
+def test_what_a_token_changes(token: int, position: int, limit: int, stopped: int) -> None:
+    state, stops = np.full((2, 4), 77, np.int32), np.full(16, -1, np.int32)
+    stops[[0, 15]] = (1, 2)
     live = live_rows((9, 0, 0, ACTIVE), (9, position, 1, ACTIVE | SAMPLE), (9, 0, 0, SAMPLE))
-    run(
-        "advance", live=live, chosen=np.array([8, token, 8], np.int32),
-        options=options_of((0.0, 1.0, 0, 0, 99), (0.0, 1.0, 0, 0, limit)), stops=stops,
-        state=state, ring=ring, row_count=3, stop_count=16, context=16, ring_size=6,
-    )  # fmt: skip
+    logits = np.zeros((2, 8), np.float32)
+    logits[1, token] = 1
+    options = options_of((0.0, 1.0, 0, 0, 99), (0.0, 1.0, 0, 0, limit))
+    _, ring = sampled(live, logits, options, state=state, stops=stops, context=16)
     assert state[1].tolist() == [token, position + 1, position + 2, stopped]
     assert ring[1, (position + 1) % 6].tolist() == [token, 2 * (position + 1) + stopped]
-    ring[1, (position + 1) % 6] = 77
-    assert (ring == 77).all()
+    ring[1, (position + 1) % 6] = 55
+    assert (ring == 55).all()
     assert (state[0] == 77).all()
 
 

@@ -68,6 +68,9 @@ def measure_bandwidth(device: ost.Device, nbytes: int = _BYTES) -> Bandwidth:
     """Measures it now, by several runs.
 
     On a GPU it takes twice `nbytes` of memory for a moment (a quarter of what is free at most).
+    All work is launched as graphs: a few launches into a second stream, whatever they are, make
+    every kernel of later graphs start 0.1 to 0.2 us later, as long as the process lives (H100,
+    driver 580; docs/log.md, "A step's end, and what a second stream costs").
     """
     if device.capabilities.host_memory_is_device_memory:
         return _host_bandwidth()
@@ -77,12 +80,18 @@ def measure_bandwidth(device: ost.Device, nbytes: int = _BYTES) -> Bandwidth:
     tile = np.random.default_rng(3).integers(0, 255, 1 << 26, np.uint8)
     source, target = device.empty(nbytes), device.empty(nbytes)
     seen = device.zeros(1, np.uint32)
+    kernel = device.modules.get_or_compile(SOURCE, "read_all")
+    shape = ost.LaunchConfig(grid=device.properties.multiprocessors * 4, block=_THREADS)
+    launch = ost.prepare(kernel, shape, source, seen, nbytes // 16)
+
+    def fill() -> None:
+        for start in range(len(tile), nbytes, len(tile)):
+            ost.copy(stream, source[start : start + len(tile)], source[: len(tile)])
+
     try:
-        for start in range(0, nbytes, len(tile)):
-            source[start : start + len(tile)].copy_from(tile, stream)
-        kernel = device.modules.get_or_compile(SOURCE, "read_all")
-        shape = ost.LaunchConfig(grid=device.properties.multiprocessors * 4, block=_THREADS)
-        launch = ost.prepare(kernel, shape, source, seen, nbytes // 16)
+        source[: len(tile)].copy_from(tile, stream)
+        with _graph_of(stream, fill) as filling:
+            filling.launch(stream)
         read = _seconds(device, stream, lambda: stream.submit(launch))
         copy = _seconds(device, stream, lambda: ost.copy(stream, target, source))
     finally:
@@ -93,16 +102,23 @@ def measure_bandwidth(device: ost.Device, nbytes: int = _BYTES) -> Bandwidth:
     return Bandwidth(nbytes / read, 2 * nbytes / copy, how)
 
 
+def _graph_of(stream: ost.Stream, submit: Callable[[], None]) -> ost.GraphExec:
+    with ost.capture(stream) as under_way:
+        submit()
+    return under_way.graph.instantiate()
+
+
 def _seconds(device: ost.Device, stream: ost.Stream, submit: Callable[[], None]) -> float:
     begin, end = device.create_event(timing=True), device.create_event(timing=True)
     found = []
-    for number in range(_ROUNDS + 2):  # the first two warm up
-        stream.record(begin)
-        submit()
-        stream.record(end)
-        stream.synchronize()
-        if number > 1:
-            found.append(end.elapsed_since(begin) / 1e3)
+    with _graph_of(stream, submit) as graph:
+        for number in range(_ROUNDS + 2):  # the first two warm up
+            stream.record(begin)
+            graph.launch(stream)
+            stream.record(end)
+            stream.synchronize()
+            if number > 1:
+                found.append(end.elapsed_since(begin) / 1e3)
     begin.close()
     end.close()
     return statistics.median(found)

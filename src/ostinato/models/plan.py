@@ -155,7 +155,6 @@ class BufferPlan:
             "history": ((sizes.sequences, sizes.context), i32),
             "logits": ((sizes.sequences, c.vocabulary), f32),
             "adjusted": ((sizes.sequences, c.vocabulary), f32),
-            "chosen": ((sizes.rows,), i32),
             "state": ((sizes.sequences, STATE.itemsize // 4), i32),
             "counter": ((1,), i32),
             **({"qkv": ((sizes.rows, c.query_size + 2 * c.kv_size), f32)} if c.qk_norm else {}),

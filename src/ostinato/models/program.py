@@ -7,12 +7,12 @@ A step works on *rows*.  A row is one token of one sequence:
 `sequence` says whose sequence it is (its place in the KV cache), `position` where in it.  Rows of
 one sequence at rising positions are a piece of a prompt; rows of different sequences are a batch.
 Rows without `ACTIVE` pad a bucket: nothing that they write is read.  Only the number of rows is
-frozen in a captured step: tokens, positions and lengths are read on the device, and they are
-advanced there too.
+frozen in a captured step: tokens, positions and lengths are read on the device, and `sample`
+advances them there.
 
     embed                                                 rows and states -> live rows, residual
     layer 0..n: norm_qkv_rope  attention  output_residual  norm_gate_up  down_residual
-    head  sample  advance                                 only in a step that samples
+    head  sample                                          only in a step that samples
 
 Where heads are normed before their rope (`LlamaConfig.qk_norm`), a norm needs a whole head's sums,
 and `norm_qkv  norm_rope` stand in the place of `norm_qkv_rope`.
@@ -20,7 +20,7 @@ and `norm_qkv  norm_rope` stand in the place of `norm_qkv_rope`.
 Several steps can be one launch: a graph with a WHILE node whose body is a step and one kernel more,
 which counts down and checks whether any row of the step has not stopped.
 
-    continue_loop (starts the count)   while: embed … advance  continue_loop (counts down)
+    continue_loop (starts the count)   while: embed … sample  continue_loop (counts down)
 
 `decode_program(config)` gives that as a tuple of `KernelCall`; it is pure, and printing it is the
 documentation of a step.  The buffers that the calls name are made by `models.plan`.
@@ -70,7 +70,7 @@ ROW = np.dtype(
 STATE = np.dtype(
     [("token", np.int32), ("position", np.int32), ("length", np.int32), ("stopped", np.int32)]
 )
-"""Of one sequence, written by `advance`: the sampled token, the position it will take, the KV
+"""Of one sequence, written by `sample`: the sampled token, the position it will take, the KV
 length once it is there (position + 1), and whether the sequence is at its end."""
 OPTIONS = np.dtype(
     [
@@ -329,7 +329,7 @@ class _Sizes:
 
     def ending(self, last: bool) -> tuple[KernelCall, ...]:
         c = self.config
-        live, logits, chosen = Bound("live", last=last), Bound("logits"), Bound("chosen", last=last)
+        live, logits = Bound("live", last=last), Bound("logits")
         rows: Argument = 1 if last else "rows"
         return (
             _call(
@@ -350,22 +350,13 @@ class _Sizes:
                 live=live,
                 logits=logits,
                 options=Bound("options"),
-                chosen=chosen,
+                stops=Bound("stops"),
+                state=Bound("state"),
+                ring=Bound("ring"),
                 history=Bound("history"),
                 adjusted=Bound("adjusted"),
                 row_count=rows,
                 vocabulary=c.vocabulary,
-                context="context",
-            ),
-            _call(
-                "advance",
-                live=live,
-                chosen=chosen,
-                options=Bound("options"),
-                stops=Bound("stops"),
-                state=Bound("state"),
-                ring=Bound("ring"),
-                row_count=rows,
                 stop_count=STOP_TOKENS,
                 context="context",
                 ring_size="ring",

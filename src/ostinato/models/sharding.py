@@ -20,7 +20,7 @@ Sampling.  Greedy: each rank's best logit with its index is one key of 8 bytes, 
 keys, and the largest wins: the best logit, and of equal ones the lowest index.  For everything else
 all ranks get all logits, and each draws the same token from them by itself, as one device would.
 
-    head(logits=logits_part)  best_of_part  all_gather(keys)  [all_gather(logits)]  sample  advance
+    head(logits=logits_part)  best_of_part  all_gather(keys)  [all_gather(logits)]  sample
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ __all__ = [
 COLLECTIVES = ("accumulate", "all_gather")
 """Calls of a program that are no kernel of a backend's but the group's."""
 
+_SAMPLED_SIZES = ("vocabulary", "stop_count", "context", "ring_size")
+"""Of `sample`, behind its pointers and the number of rows."""
 _WHOLE = ("embed", "attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm")
 
 
@@ -314,18 +316,10 @@ def shard_program(
                     )
                 )
         elif call.kernel == "sample":
-            names = ("live", "logits", "options", "chosen", "history", "adjusted")
-            calls.append(
-                _call(
-                    "sample_of_ranks" if whole_logits else "best_of_ranks",
-                    **{name: given[name] for name in names},
-                    keys=keys,
-                    row_count=given["row_count"],
-                    vocabulary=vocabulary,
-                    context=given["context"],
-                    ranks=sharding.size,
-                )
-            )
+            kernel = "sample_of_ranks" if whole_logits else "best_of_ranks"
+            given["vocabulary"] = vocabulary
+            sizes = {name: given.pop(name) for name in ("row_count", *_SAMPLED_SIZES)}
+            calls.append(_call(kernel, **given, keys=keys, **sizes, ranks=sharding.size))
         else:
             calls.append(call)
     return tuple(calls)

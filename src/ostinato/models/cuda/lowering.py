@@ -13,7 +13,7 @@ gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  
                                 pieces.cu
     more, and from some rows on, where a library multiplies: see cuda.library
                    all of them also with packed matrices (`bricks`)
-    any            attention.cu (split over the KV length), step.cu (embed, advance), sample.cu,
+    any            attention.cu (split over the KV length), step.cu (embed), sample.cu,
                    loop.cu (continue_loop), norm_rope.cu (norms of heads)
 
 What a family adds to Llama's layers (biases, norms of heads, sliding windows) is compiled into the
@@ -85,7 +85,7 @@ __all__ = [
     "workspace_bytes",
 ]
 
-ENDING = ("head", "sample", "advance", "best_of_part", "best_of_ranks", "sample_of_ranks")
+ENDING = ("head", "sample", "best_of_part", "best_of_ranks", "sample_of_ranks")
 """Calls for the rows that sample."""
 _FOLDER = Path(__file__).parent / "kernels"
 _EMBED_THREADS = 128
@@ -108,6 +108,10 @@ _ROPE_THREADS = 128
 
 _LIVE = "live: *const i32, "
 _WEIGHT = "weight: *const bf16, later: *const u8, "
+_SAMPLED = (
+    _LIVE + "logits: *const f32, options: *const u64, stops: *const i32, state: *i32, ring: *i32, "
+    "history: *const i32, adjusted: *out f32, "
+)
 _HEADS = "heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
 SIGNATURES: dict[str, str] = {
     "embed": "rows: *const i32, state: *const i32, live: *out i32, table: *const bf16, "
@@ -142,20 +146,16 @@ SIGNATURES: dict[str, str] = {
     "row_count: u32, hidden: u32, width: u32, rank: u32",
     "head": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, logits: *f32, "
     "workspace: *f32, row_count: u32, hidden: u32, vocabulary: u32, epsilon: f32",
-    "sample": _LIVE + "logits: *const f32, options: *const u64, chosen: *out i32, "
-    "history: *const i32, adjusted: *out f32, workspace: *const f32, row_count: u32, "
-    "vocabulary: u32, context: u32",
-    "advance": _LIVE + "chosen: *const i32, options: *const u64, stops: *const i32, state: *i32, "
-    "ring: *i32, row_count: u32, stop_count: u32, context: u32, ring_size: u32",
+    "sample": _SAMPLED + "workspace: *const f32, row_count: u32, vocabulary: u32, "
+    "stop_count: u32, context: u32, ring_size: u32",
     "best_of_part": _LIVE + "logits: *const f32, keys: *out u64, workspace: *const f32, "
     "row_count: u32, vocabulary: u32, first: u32",
     "continue_loop": "condition: cond, counter: *i32, rows: *const i32, state: *const i32, "
     "row_count: u32, sequences: u32, start: u32",
 }
 _OF_RANKS = (
-    _LIVE + "logits: *const f32, options: *const u64, chosen: *out i32, history: *const i32, "
-    "adjusted: *out f32, keys: *const u64, row_count: u32, vocabulary: u32, context: u32, "
-    "ranks: u32"
+    _SAMPLED + "keys: *const u64, row_count: u32, vocabulary: u32, stop_count: u32, context: u32, "
+    "ring_size: u32, ranks: u32"
 )
 SIGNATURES |= {"best_of_ranks": _OF_RANKS, "sample_of_ranks": _OF_RANKS}
 """Parameters of the CUDA kernels.  Those of the host's; `later` for the products of layers, the
@@ -523,16 +523,17 @@ class Cut:
                 found[f"BLOCK_{name.upper()}"] = value
         elif kernel == "sample":
             blocks = self.blocks("head", self.head_packing)
-            found = {"VOCAB": vocabulary, "HEAD_BLOCKS": blocks}
+            found = {"VOCAB": vocabulary, "HEAD_BLOCKS": blocks, "STOPS": given["stop_count"]}
             found["SAMPLE_THREADS"] = _SAMPLE_THREADS
+            found["PREVIOUS_STARTS"] = self.starts("rounded_head" if self.tuning.tiles else "head")
         elif kernel == "sample_of_ranks":
             ranks = given["ranks"]
-            found = {"VOCAB": vocabulary, "HEAD_BLOCKS": ranks, "RANKS": ranks}
-            found["SAMPLE_THREADS"] = _SAMPLE_THREADS
+            found = {"VOCAB": vocabulary, "HEAD_BLOCKS": ranks, "STOPS": given["stop_count"]}
+            found |= {"RANKS": ranks, "SAMPLE_THREADS": _SAMPLE_THREADS}
         elif kernel == "best_of_part":
             found = {"HEAD_BLOCKS": self.blocks("head", self.head_packing)}
         elif kernel == "best_of_ranks":
-            found = {"RANKS": given["ranks"]}
+            found = {"RANKS": given["ranks"], "STOPS": given["stop_count"]}
         elif kernel == "continue_loop":
             found = {"ROWS": self.rows}
         else:
@@ -776,7 +777,7 @@ class Cut:
             return LaunchConfig(self.rows, 32, programmatic=programmatic)
         if kernel == "embed":
             return LaunchConfig(self.rows, _EMBED_THREADS, programmatic=programmatic)
-        return LaunchConfig(1, MAX_ROWS, programmatic=programmatic)
+        return LaunchConfig(1, MAX_ROWS, programmatic=programmatic)  # continue_loop
 
     def _all_shapes(self) -> Iterator[tuple[Product, Shape | PackedShape]]:
         """Of all products of a step, in each of the ways that it is cut."""

@@ -136,7 +136,7 @@ TILE_POSITIONS = 16
 HELD_STEPS = 128
 """Steps whose weights, 1 KB each, all warps of a multiprocessor can hold in registers."""
 _BLOCK_LANES = (4, 8, 16, 32)
-_OTHERS = ("norm_rope", "embed", "attention", "attention_block", "sample", "advance")
+_OTHERS = ("norm_rope", "embed", "attention", "attention_block", "sample")
 STARTING = (*PRODUCT_CALLS, *ROUNDED_CALLS.values(), "norm_rows", *_OTHERS)
 """The kernels of a step, each of which lets the next one start somewhere."""
 
@@ -509,8 +509,9 @@ def default_tuning(
     else:
         attention = _attention_shape(config, rows, context, multiprocessors)
     # As early as can be, so that weights come while two kernels before still run; but the attention
-    # reads the cache before its wait, which it may only if the kernel before it began late.
-    late = ("norm_qkv_rope", "norm_rope", "attention_block")
+    # reads the cache before its wait, and `sample` its row, which they may only if the kernel
+    # before them began late.
+    late = ("norm_qkv_rope", "norm_rope", "attention_block", "head")
     kernels = (*PRODUCT_CALLS, *_OTHERS)
     starts = dict.fromkeys(kernels, "AT_START") | dict.fromkeys(late, "AFTER_WAIT")
     if block is not None:

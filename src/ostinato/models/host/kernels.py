@@ -22,7 +22,7 @@ from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE
 from ostinato.models.sampling import penalised
 from ostinato.models.sampling import sample as sample_reference
 
-__all__ = ["HOST_KERNELS", "sampled_rows"]
+__all__ = ["HOST_KERNELS", "advance", "sampled_rows"]
 
 _CHUNK = 1 << 15  # scores of one attention product at a time, in rows * KV length
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -82,16 +82,11 @@ def _runs_of(live: Ints, used: int) -> Iterator[Run]:
         yield run
 
 
-def _sampled_rows(live: Ints, used: int) -> list[tuple[int, int, int]]:
-    """(row, position, sequence) of the rows that get logits."""
-    wanted = ACTIVE | SAMPLE
-    rows = live[: 4 * used].reshape(-1, 4).tolist()
-    return [(i, row[1], row[2]) for i, row in enumerate(rows) if row[3] & wanted == wanted]
-
-
 def sampled_rows(live: Ints, row_count: int) -> list[tuple[int, int, int]]:
     """(row, position, sequence) of the rows of a step that sample."""
-    return _sampled_rows(live, _used_rows(live, row_count))
+    wanted = ACTIVE | SAMPLE
+    rows = live[: 4 * _used_rows(live, row_count)].reshape(-1, 4).tolist()
+    return [(i, row[1], row[2]) for i, row in enumerate(rows) if row[3] & wanted == wanted]
 
 
 def _matrix(flat: npt.NDArray[Any], rows: int, columns: int) -> npt.NDArray[Any]:
@@ -466,7 +461,7 @@ def head(
     epsilon: float,
 ) -> None:
     """Logits of the rows that sample; each sequence's at its own place, [sequences, vocabulary]."""
-    sampled = _sampled_rows(live, _used_rows(live, row_count))
+    sampled = sampled_rows(live, row_count)
     if not sampled:
         return
     table = _matrix(weight, vocabulary, hidden)
@@ -482,22 +477,28 @@ def head(
 
 
 @_kernel(
-    "live: *const i32, logits: *const f32, options: *const u64, chosen: *out i32, "
-    "history: *const i32, adjusted: *out f32, row_count: u32, vocabulary: u32, context: u32"
+    "live: *const i32, logits: *const f32, options: *const u64, stops: *const i32, state: *i32, "
+    "ring: *i32, history: *const i32, adjusted: *out f32, row_count: u32, vocabulary: u32, "
+    "stop_count: u32, context: u32, ring_size: u32"
 )
 def sample(
     launch: object,
     live: Ints,
     logits: Floats,
     options: npt.NDArray[np.uint64],
-    chosen: Ints,
+    stops: Ints,
+    state: Ints,
+    ring: Ints,
     history: Ints,
     adjusted: Floats,
     row_count: int,
     vocabulary: int,
+    stop_count: int,
     context: int,
+    ring_size: int,
 ) -> None:
-    """The next token of each row that samples, drawn for the position that it will take.
+    """The next token of each row that samples, drawn for the position that it will take, and the
+    new state of its sequence (`advance`).
 
     `history`: [sequences, context], the token at each position; a repetition penalty looks at those
     up to the row's own.  `adjusted`: [sequences, vocabulary], the logits with that penalty;
@@ -505,7 +506,8 @@ def sample(
     is broken, and no token of it means anything.
     """
     settings = options.view(OPTIONS)
-    for row, position, sequence in sampled_rows(live, row_count):
+
+    def token_of(position: int, sequence: int) -> int:
         temperature, top_p, seed, top_k, _, min_p, penalty = settings[sequence].item()
         values = logits[sequence * vocabulary : (sequence + 1) * vocabulary]
         best = int(values.argmax())  # the first NaN if there is one
@@ -515,44 +517,34 @@ def sample(
             out[...] = penalised(values, seen, penalty)
             values, best = out, int(out.argmax())
         if not np.isfinite(values[best]):
-            chosen[row] = -1
-            continue
+            return -1
         if temperature == 0:
-            chosen[row] = best
-            continue
-        chosen[row] = sample_reference(
-            values, temperature, top_k, top_p, seed, position + 1, min_p=min_p
-        )
+            return best
+        return sample_reference(values, temperature, top_k, top_p, seed, position + 1, min_p=min_p)
+
+    for _, position, sequence in sampled_rows(live, row_count):
+        token = token_of(position, sequence)
+        limit = min(int(settings[sequence]["limit"]), context)
+        advance(token, position, sequence, limit, stops[:stop_count], state, ring, ring_size)
 
 
-@_kernel(
-    "live: *const i32, chosen: *const i32, options: *const u64, stops: *const i32, state: *i32, "
-    "ring: *i32, row_count: u32, stop_count: u32, context: u32, ring_size: u32"
-)
 def advance(
-    launch: object,
-    live: Ints,
-    chosen: Ints,
-    options: npt.NDArray[np.uint64],
+    token: int,
+    position: int,
+    sequence: int,
+    limit: int,
     stops: Ints,
     state: Ints,
     ring: Ints,
-    row_count: int,
-    stop_count: int,
-    context: int,
     ring_size: int,
 ) -> None:
-    """The state of each sequence that sampled, and its token into the ring that the host reads."""
-    settings = options.view(OPTIONS)
-    ends = {stop for stop in stops[:stop_count].tolist() if stop >= 0}
-    for row, position, sequence in _sampled_rows(live, _used_rows(live, row_count)):
-        token = int(chosen[row])
-        limit = min(int(settings[sequence]["limit"]), context)
-        stopped = int(token < 0 or token in ends or position + 1 >= limit)
-        state[4 * sequence : 4 * sequence + 4] = (token, position + 1, position + 2, stopped)
-        # One store of 8 bytes: another thread may be polling this entry.
-        entry = (2 * (position + 1) + stopped) << 32 | token & 0xFFFFFFFF
-        ring.view(np.int64)[sequence * ring_size + (position + 1) % ring_size] = entry
+    """The state of a sequence after the row at `position`, and its token into the ring that the
+    host reads.  It stops at a token that is none, at one of `stops`, and at the `limit`."""
+    stopped = int(token < 0 or token in stops.tolist() or position + 1 >= limit)
+    state[4 * sequence : 4 * sequence + 4] = (token, position + 1, position + 2, stopped)
+    # One store of 8 bytes: another thread may be polling this entry.
+    entry = (2 * (position + 1) + stopped) << 32 | token & 0xFFFFFFFF
+    ring.view(np.int64)[sequence * ring_size + (position + 1) % ring_size] = entry
 
 
 @_kernel(

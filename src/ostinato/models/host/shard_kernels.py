@@ -13,12 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import HostKernel, host_kernel
-from ostinato.models.host.kernels import HOST_KERNELS, Floats, Ints, sampled_rows
+from ostinato.models.host.kernels import HOST_KERNELS, Floats, Ints, advance, sampled_rows
 from ostinato.models.program import OPTIONS
 
 __all__ = ["SHARD_KERNELS"]
 
 Keys = npt.NDArray[np.uint64]
+_SAMPLED = (
+    "live: *const i32, logits: *const f32, options: *const u64, stops: *const i32, state: *i32, "
+    "ring: *i32, history: *const i32, adjusted: *out f32, keys: *const u64, row_count: u32, "
+    "vocabulary: u32, stop_count: u32, context: u32, ring_size: u32, ranks: u32"
+)
 _NAN_KEY = (1 << 64) - 1
 _LOW = 0xFFFFFFFF
 
@@ -58,47 +63,46 @@ def best_of_part(
         keys[row] = _key(values[best], first + best)
 
 
-@host_kernel(
-    "live: *const i32, logits: *const f32, options: *const u64, chosen: *out i32, "
-    "history: *const i32, adjusted: *out f32, keys: *const u64, row_count: u32, vocabulary: u32, "
-    "context: u32, ranks: u32"
-)
+@host_kernel(_SAMPLED)
 def best_of_ranks(
     launch: object,
     live: Ints,
     logits: Floats,
     options: npt.NDArray[np.uint64],
-    chosen: Ints,
+    stops: Ints,
+    state: Ints,
+    ring: Ints,
     history: Ints,
     adjusted: Floats,
     keys: Keys,
     row_count: int,
     vocabulary: int,
+    stop_count: int,
     context: int,
+    ring_size: int,
     ranks: int,
 ) -> None:
-    """The token of the largest key of each row that samples.  `keys`: [rows, ranks].
+    """As `sample`: the token of the largest key of each row that samples.  `keys`: [rows, ranks].
 
     -1 if a logit is NaN or the largest is infinite, and for a row that is not greedy, since it
     needs more than the best.
     """
     settings = options.view(OPTIONS)
-    for row, _, sequence in sampled_rows(live, row_count):
+    for row, position, sequence in sampled_rows(live, row_count):
         best = int(keys[row * ranks : (row + 1) * ranks].max())
         one = settings[sequence]
         greedy = one["temperature"] == 0 and one["repetition_penalty"] == 1
-        chosen[row] = _LOW - (best & _LOW) if greedy and _is_finite(best) else -1
+        token = _LOW - (best & _LOW) if greedy and _is_finite(best) else -1
+        limit = min(int(one["limit"]), context)
+        advance(token, position, sequence, limit, stops[:stop_count], state, ring, ring_size)
 
 
-@host_kernel(
-    "live: *const i32, logits: *const f32, options: *const u64, chosen: *out i32, "
-    "history: *const i32, adjusted: *out f32, keys: *const u64, row_count: u32, vocabulary: u32, "
-    "context: u32, ranks: u32"
-)
+@host_kernel(_SAMPLED)
 def sample_of_ranks(launch: object, *arguments: Any) -> None:
     """As `sample`, from all ranks' logits, [sequences, vocabulary]; the keys are not needed."""
-    *pointers, _, row_count, vocabulary, context, _ = arguments
-    HOST_KERNELS["sample"].function(launch, *pointers, row_count, vocabulary, context)
+    *pointers, _, row_count, vocabulary, stop_count, context, ring_size, _ = arguments
+    sizes = (row_count, vocabulary, stop_count, context, ring_size)
+    HOST_KERNELS["sample"].function(launch, *pointers, *sizes)
 
 
 SHARD_KERNELS: dict[str, HostKernel] = {

@@ -293,10 +293,10 @@ def start_variants(tuning: Tuning, kernel: str | None = None) -> tuple[Tuning, .
     all, and then also without programmatic launch."""
     if kernel is None:
         made = [replace(tuning.with_start(where), programmatic=True) for where in START_NEXT]
-        # The attention may read the cache before its wait then.
-        first = made[0]
-        late = {**first.start_next, **dict.fromkeys(("norm_qkv_rope", "norm_rope"), "AFTER_WAIT")}
-        return (*made, replace(first, start_next=late), replace(tuning, programmatic=False))
+        # The attention may read the cache before its wait then, and `sample` its row.
+        late = dict.fromkeys(("norm_qkv_rope", "norm_rope", "head", "rounded_head"), "AFTER_WAIT")
+        early = replace(made[0], start_next={**made[0].start_next, **late})
+        return (*made, early, replace(tuning, programmatic=False))
     places: Sequence[str] = [where for where in START_NEXT if where != "NEVER"]
     return tuple(
         replace(tuning, start_next={**tuning.start_next, kernel: where}) for where in places

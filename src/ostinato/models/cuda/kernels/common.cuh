@@ -488,9 +488,10 @@ template <int WIDTH> DEVICE float sum_lanes(float v) {
 DEVICE u64 largest(u64 a, u64 b) { return a > b ? a : b; }
 
 DEVICE u64 largest_of_warp(u64 v) {
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) v = largest(v, exchange(v, mask));
-    return v;
+    const u32 own = static_cast<u32>(v >> 32);
+    const u32 high = __reduce_max_sync(0xffffffffu, own);
+    const u32 low = __reduce_max_sync(0xffffffffu, own == high ? static_cast<u32>(v) : 0);
+    return static_cast<u64>(high) << 32 | low;
 }
 
 // A float32 as an integer with the same order.  -0 is 0; NaN is not meant to come here.

@@ -1,4 +1,5 @@
-// The next token of each row that samples; a block a row.  `sampling.sample` is the definition.
+// The next token of each row that samples, and its sequence's new state; a block a row.
+// `sampling.sample` is the definition.
 //
 // Greedy: the largest of the keys that the blocks of `head` left in the workspace; logits are not
 // touched.  1,000 to 8,000 keys come from L2 in one or a few rounds of 0.4 us.
@@ -220,13 +221,12 @@ DEVICE Place find_token(Workbench& bench, const Tokens& tokens, u64 target) {
 }
 
 DEVICE u64 largest_of_block(Workbench& bench, u64 key) {
+    const int lane = threadIdx.x % 32;
     key = largest_of_warp(key);
     __syncthreads();
-    if (threadIdx.x % 32 == 0) bench.warps[threadIdx.x / 32] = key;
+    if (lane == 0) bench.warps[threadIdx.x / 32] = key;
     __syncthreads();
-    key = bench.warps[0];
-    for (int i = 1; i < WARPS; i++) key = largest(key, bench.warps[i]);
-    return key;
+    return largest_of_warp(lane < WARPS ? bench.warps[lane] : 0);
 }
 
 // Puts the logits into `adjusted`, those of `count` tokens with the penalty; the largest one's key.
@@ -251,17 +251,16 @@ DEVICE u64 penalise(Workbench& bench, const float* logits, const int* tokens, in
     return largest_of_block(bench, key);
 }
 
-DEVICE int sample_row(Workbench& bench, const Row& row, const float* logits, const Options* options,
-                      const u64* keys, const int* history, float* adjusted) {
+DEVICE int sample_row(Workbench& bench, const SampledRow& sampled, const float* logits,
+                      const Options* options, const u64* keys, const int* history, float* adjusted) {
     const int thread = threadIdx.x;
-    // The options change between steps only, by the host.
-    const double temperature = options[row.sequence].temperature;
+    const Row& row = sampled.row;
+    const double temperature = sampled.temperature, penalty = sampled.repetition_penalty;
     u64 key = 0;
 #pragma unroll 4
     for (int i = thread; i < HEAD_BLOCKS; i += THREADS) key = largest(key, load_fresh(keys + i));
     key = largest_of_block(bench, key);
     if (key == NAN_KEY) return -1;
-    const double penalty = options[row.sequence].repetition_penalty;
     if (penalty != 1.0) {
         key = penalise(bench, logits, history, row.position + 1, static_cast<float>(penalty),
                        adjusted);
@@ -307,40 +306,33 @@ DEVICE int sample_row(Workbench& bench, const Row& row, const float* logits, con
 // Of several ranks: all have all logits, and a key of each rank in place of those of `head`'s blocks.
 static_assert(HEAD_BLOCKS == RANKS, "a key a rank");
 KERNEL __launch_bounds__(THREADS, 1)
-    sample_of_ranks(const int* live, const float* logits, const Options* options, int* chosen,
-                    const int* history, float* adjusted, const u64* keys, u32 row_count,
-                    u32 vocabulary, u32 context, u32 ranks) {
-    __shared__ Workbench bench;
-    start_next_at<AT_START>();
-    wait_for_previous();
-    start_next_at<AFTER_WAIT>();
-    const int index = blockIdx.x;
-    const Row row = load_row(live, index);
-    if ((row.flags & (ACTIVE | SAMPLE)) != (ACTIVE | SAMPLE)) return;
-    const long long sequence = row.sequence;
-    const int token = sample_row(bench, row, logits + sequence * VOCAB, options,
-                                 keys + static_cast<long long>(index) * RANKS,
-                                 history + sequence * context, adjusted + sequence * VOCAB);
-    if (threadIdx.x == 0) chosen[index] = token;
-    start_next_at<BEFORE_OUTPUT>();
-}
+    sample_of_ranks(const int* live, const float* logits, const Options* options, const int* stops,
+                    int* state, int2* ring, const int* history, float* adjusted, const u64* keys,
+                    u32 row_count, u32 vocabulary, u32 stop_count, u32 context, u32 ring_size,
+                    u32 ranks) {
+    constexpr bool EARLY = false;  // another rank's keys are no kernel's of this step
 #else
 KERNEL __launch_bounds__(THREADS, 1)
-    sample(const int* live, const float* logits, const Options* options, int* chosen,
-           const int* history, float* adjusted, float* workspace, u32 row_count, u32 vocabulary,
-           u32 context) {
+    sample(const int* live, const float* logits, const Options* options, const int* stops, int* state,
+           int2* ring, const int* history, float* adjusted, float* workspace, u32 row_count,
+           u32 vocabulary, u32 stop_count, u32 context, u32 ring_size) {
+    constexpr bool EARLY = PREVIOUS_STARTS != AT_START;  // then `embed` has ended
+    const u64* const keys = keys_of(workspace);
+#endif
     __shared__ Workbench bench;
+    __shared__ Ending endings[32];  // a thread's own: registers are few
     start_next_at<AT_START>();
-    wait_for_previous();
+    if constexpr (!EARLY) wait_for_previous();
+    const SampledRow sampled(live, options);
+    if (threadIdx.x < 32) endings[threadIdx.x] = ending_of(sampled, options, stops);
+    if constexpr (EARLY) wait_for_previous();
     start_next_at<AFTER_WAIT>();
-    const int index = blockIdx.x;
-    const Row row = load_row(live, index);
-    if ((row.flags & (ACTIVE | SAMPLE)) != (ACTIVE | SAMPLE)) return;
-    const u64* keys = keys_of(workspace) + static_cast<long long>(index) * HEAD_BLOCKS;
-    const long long sequence = row.sequence;
-    const int token = sample_row(bench, row, logits + sequence * VOCAB, options, keys,
+    if (!sampled.wanted) return;
+    const long long sequence = sampled.row.sequence;
+    const int token = sample_row(bench, sampled, logits + sequence * VOCAB, options,
+                                 keys + static_cast<long long>(blockIdx.x) * HEAD_BLOCKS,
                                  history + sequence * context, adjusted + sequence * VOCAB);
-    if (threadIdx.x == 0) chosen[index] = token;
+    if (threadIdx.x < 32)
+        advance(sampled.row, token, endings[threadIdx.x], state, ring, context, ring_size);
     start_next_at<BEFORE_OUTPUT>();
 }
-#endif

@@ -1,4 +1,5 @@
-// What happens to a chosen token: the state of its sequence, and the ring that the host reads.
+// A row that samples: how, and what its token changes.  The host changes options and end tokens between steps
+// only, so all of it may be read before `wait_for_previous` where `live` may be.
 #pragma once
 
 #include "common.cuh"
@@ -10,15 +11,39 @@ struct alignas(16) Options {  // program.OPTIONS
     double min_p, repetition_penalty;
 };
 
-DEVICE void advance_sequence(const Row& row, int token, const Options* options, const int* stops,
-                         int* state, int2* ring, u32 stop_count, u32 context, u32 ring_size) {
-    const int next = row.position + 1;
-    const int limit = min(load_fresh(&options[row.sequence].limit), static_cast<int>(context));
-    bool stopped = token < 0 || next >= limit;
-    for (u32 i = 0; i < stop_count; i++) {
-        const int stop = load_fresh(stops + i);
-        stopped |= stop >= 0 && stop == token;
+// The row of a block.
+struct SampledRow {
+    Row row;
+    bool wanted;
+    double temperature = 0.0, repetition_penalty = 1.0;
+
+    DEVICE SampledRow(const int* live, const Options* options)
+        : row(load_row(live, blockIdx.x)),
+          wanted((row.flags & (ACTIVE | SAMPLE)) == (ACTIVE | SAMPLE)) {
+        if (!wanted) return;
+        temperature = options[row.sequence].temperature;
+        repetition_penalty = options[row.sequence].repetition_penalty;
     }
+};
+
+// What may end a sequence, for the threads of a warp: its limit, and an end token each.
+struct Ending {
+    int limit, token;
+};
+DEVICE Ending ending_of(const SampledRow& sampled, const Options* options, const int* stops) {
+    static_assert(STOPS <= 32, "a lane each");
+    const int lane = threadIdx.x % 32;
+    return Ending{sampled.wanted ? options[sampled.row.sequence].limit : 0,
+                  lane < STOPS ? load_fresh(stops + lane) : -1};
+}
+
+// The sequence's state, and its token in the ring that the host reads.  By one whole warp.
+DEVICE void advance(const Row& row, int token, const Ending& ending, int* state, int2* ring, u32 context,
+                    u32 ring_size) {
+    const int next = row.position + 1;
+    const bool ends = __ballot_sync(0xffffffffu, ending.token == token) != 0;
+    const bool stopped = ends || token < 0 || next >= min(ending.limit, static_cast<int>(context));
+    if (threadIdx.x % 32) return;
     reinterpret_cast<Row*>(state)[row.sequence] = Row{token, next, next + 1, stopped};
     store_for_host(ring + static_cast<long long>(row.sequence) * ring_size + next % ring_size,
                    make_int2(token, 2 * next + stopped));

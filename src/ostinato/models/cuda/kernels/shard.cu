@@ -2,7 +2,7 @@
 // the best of all ranks' (`sharding`, `host/shard_kernels.py`).  A block a row, one warp.
 //
 // A key is `logit_key` of a logit and its token; the largest is the best logit with the lowest token.
-#include "sampled.cuh"
+#include "common.cuh"
 
 #ifdef HEAD_BLOCKS
 // `head` left a key of each of its blocks in the workspace, with tokens counted from 0.
@@ -26,26 +26,28 @@ KERNEL __launch_bounds__(32)
 #endif
 
 #ifdef RANKS
+#include "sampled.cuh"
+
 // A row that is not greedy needs more than the best: it gets no token (-1), as for NaN and infinity.
 KERNEL __launch_bounds__(32)
-    best_of_ranks(const int* live, const float* logits, const Options* options, int* chosen,
-                  const int* history, float* adjusted, const u64* keys, u32 row_count,
-                  u32 vocabulary, u32 context, u32 ranks) {
+    best_of_ranks(const int* live, const float* logits, const Options* options, const int* stops,
+                  int* state, int2* ring, const int* history, float* adjusted, const u64* keys,
+                  u32 row_count, u32 vocabulary, u32 stop_count, u32 context, u32 ring_size,
+                  u32 ranks) {
     start_next_at<AT_START>();
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
-    const int index = blockIdx.x;
-    const Row row = load_row(live, index);
-    if ((row.flags & (ACTIVE | SAMPLE)) != (ACTIVE | SAMPLE)) return;
+    const SampledRow sampled(live, options);
+    const Ending ending = ending_of(sampled, options, stops);
+    if (!sampled.wanted) return;
     u64 key = 0;
     for (int i = threadIdx.x; i < RANKS; i += 32)
-        key = largest(key, load_fresh(keys + static_cast<long long>(index) * RANKS + i));
+        key = largest(key, load_fresh(keys + static_cast<long long>(blockIdx.x) * RANKS + i));
     key = largest_of_warp(key);
-    const Options& own = options[row.sequence];
-    const bool greedy = own.temperature == 0.0 && own.repetition_penalty == 1.0;
+    const bool greedy = sampled.temperature == 0.0 && sampled.repetition_penalty == 1.0;
     const bool infinite = isinf(from_ordered(static_cast<u32>(key >> 32)));
     const bool usable = greedy && key != NAN_KEY && !infinite;
-    if (threadIdx.x == 0)
-        chosen[index] = usable ? static_cast<int>(0xffffffffu - static_cast<u32>(key)) : -1;
+    const int token = usable ? static_cast<int>(0xffffffffu - static_cast<u32>(key)) : -1;
+    advance(sampled.row, token, ending, state, ring, context, ring_size);
 }
 #endif

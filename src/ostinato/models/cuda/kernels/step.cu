@@ -1,8 +1,7 @@
-// The ends of a step: rows and states to embeddings, and chosen tokens to states and the host.
+// The beginning of a step: rows and states to embeddings.
 //
-// Both are chains of a few dependent loads (0.3 us each from L2, 0.7 from memory) and nothing else.
+// A chain of a few dependent loads (0.3 us each from L2, 0.7 from memory) and nothing else.
 #include "bricks.cuh"
-#include "sampled.cuh"
 
 // A block a row.  Rows that would reach outside of anything are not active afterwards.
 KERNEL __launch_bounds__(EMBED_THREADS)
@@ -49,19 +48,4 @@ KERNEL __launch_bounds__(EMBED_THREADS)
     }
 #endif
     start_next_at<BEFORE_OUTPUT>();
-}
-
-// One block; a thread a row.
-KERNEL __launch_bounds__(64)
-    advance(const int* live, const int* chosen, const Options* options, const int* stops, int* state,
-            int2* ring, u32 row_count, u32 stop_count, u32 context, u32 ring_size) {
-    start_next_at<AT_START>();
-    wait_for_previous();
-    start_next_at<AFTER_WAIT>();
-    const int index = threadIdx.x;
-    if (index >= ROWS) return;
-    const Row row = load_row(live, index);
-    if ((row.flags & (ACTIVE | SAMPLE)) != (ACTIVE | SAMPLE)) return;
-    advance_sequence(row, load_fresh(chosen + index), options, stops, state, ring, stop_count, context,
-                 ring_size);
 }
