@@ -625,7 +625,10 @@ def weights_h100() -> Iterable[str]:
 
 def tuning() -> Iterable[str]:
     """The rule beside what a search found: microseconds a step, and one over the other."""
-    found = results("tuning-nvidia-h200.json")["rows"]
+    found = [
+        row for name in ("tuning", "tuning-large") for row in results(f"{name}-{H100}")["rows"]
+    ]
+    found.sort(key=lambda row: (("135M", "1B", "8B").index(row["shape"]), row["rows"]))
     columns = (20, 500)
 
     def cells(row: dict[str, Any]) -> Iterator[str]:
@@ -634,9 +637,10 @@ def tuning() -> Iterable[str]:
             yield _count(row[f"default_us_{at}"])
             yield _count(row[f"found_us_{at}"])
             yield f"{row[f'of_found_{at}']:.3f}"
+        yield str(row["candidates"])
 
     head = [title for at in columns for title in (f"rule at {at}", "found", "ratio")]
-    return _table(("shape, rows", *head), (cells(row) for row in found))
+    return _table(("shape, rows", *head, "tried"), (cells(row) for row in found))
 
 
 def _weights(rows: list[dict[str, Any]], batches: Sequence[int]) -> Iterable[str]:

@@ -205,6 +205,22 @@ def test_products_prefetch_weights_of_the_next_such_product(rows: int, packed: b
             assert dict(one.arguments).get("later", ABSENT) == ABSENT
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_sample_knows_when_the_head_before_it_lets_it_start(rows: int) -> None:
+    """It reads its row before its wait, unless the head may still wait for `embed` itself."""
+    default = shapes.default_tuning(SMALL, rows=rows)
+    for start in (None, "AT_START", "AFTER_WAIT", "BEFORE_OUTPUT"):
+        given = dict.fromkeys(("head", "rounded_head"), start) if start else {}
+        tuning = replace(default, start_next={**default.start_next, **given})
+        *_, head, sample = kc.lower(
+            decode_program(SMALL), SMALL, rows=rows, context=200, tuning=tuning
+        )
+        assert (head.kernel.endswith("head"), sample.kernel) == (True, "sample")
+        starts = dict(head.options.defines)["START_NEXT"]
+        assert dict(sample.options.defines)["PREVIOUS_STARTS"] == starts
+        assert starts == start if start else starts != "AT_START"
+
+
 @pytest.mark.parametrize(("multiprocessors", "exchanges"), [(2, True), (1, False)])
 def test_products_exchange_sums_only_where_all_blocks_are_resident(
     multiprocessors: int, exchanges: bool

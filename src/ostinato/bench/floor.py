@@ -80,15 +80,15 @@ def measure_bandwidth(device: ost.Device, nbytes: int = _BYTES) -> Bandwidth:
     tile = np.random.default_rng(3).integers(0, 255, 1 << 26, np.uint8)
     source, target = device.empty(nbytes), device.empty(nbytes)
     seen = device.zeros(1, np.uint32)
-    kernel = device.modules.get_or_compile(SOURCE, "read_all")
-    shape = ost.LaunchConfig(grid=device.properties.multiprocessors * 4, block=_THREADS)
-    launch = ost.prepare(kernel, shape, source, seen, nbytes // 16)
 
     def fill() -> None:
         for start in range(len(tile), nbytes, len(tile)):
             ost.copy(stream, source[start : start + len(tile)], source[: len(tile)])
 
     try:
+        kernel = device.modules.get_or_compile(SOURCE, "read_all")
+        shape = ost.LaunchConfig(grid=device.properties.multiprocessors * 4, block=_THREADS)
+        launch = ost.prepare(kernel, shape, source, seen, nbytes // 16)
         source[: len(tile)].copy_from(tile, stream)
         with _graph_of(stream, fill) as filling:
             filling.launch(stream)
