@@ -85,7 +85,8 @@ site: $(VENV)/.dev              ## the documentation site, under build/site; a w
 # A tree that is not installed, before what the caller has on the path.
 HERE := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH}
 # Each by its name: a run that is cut off has said what failed.
-GPU_TESTS = $(HERE) $(GPU_PYTHON) -m pytest -v --require-gpu -p no:cacheprovider -p no:benchmark
+# What a library says on its way to abort() is to be seen: --capture=sys.
+GPU_TESTS = $(HERE) $(GPU_PYTHON) -m pytest -v --require-gpu -p no:cacheprovider -p no:benchmark --capture=sys
 
 gpu:                            ## the GPU and contract tests; a missing GPU is a failure
 	$(GPU_TESTS) -m "gpu and not alone" -n $(GPU_JOBS) --dist loadgroup $(ARGS)

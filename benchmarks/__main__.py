@@ -13,6 +13,7 @@ from benchmarks import common
 
 NAMES = (
     "replay_cost",
+    "streams",
     "launch_cost",
     "join",
     "change_cost",

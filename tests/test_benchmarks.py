@@ -25,6 +25,7 @@ from benchmarks import (
     replay_cost,
     soak,
     startup,
+    streams,
     tuning,
     weights,
 )
@@ -58,7 +59,7 @@ def last_line(text: str) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     "benchmark",
-    [replay_cost, launch_cost, change_cost, soak, join, weights],
+    [replay_cost, launch_cost, change_cost, soak, join, weights, streams],
     ids=lambda b: b.__name__,
 )
 def test_each_prints_a_table_and_writes_its_results(

@@ -1,0 +1,133 @@
+"""What a replay costs before and after a process has put work into one stream, or into two.
+
+On the H100s that were measured, launches, fills or copies on the device in a second stream make
+every kernel of a graph begin later, for as long as the process lives; so each case has a process of
+its own.  A case is a replay of a chain of tiny kernels, back to back, by the device's clock: first
+in a new process, then after some work in streams, whatever these do meanwhile (nothing).
+
+    python -m benchmarks.streams [--out DIR] [--device cuda:0|host] [--quick]
+
+The last line is one JSON object.  The physics: a kernel of a chain begins when the one before has
+ended; the fastest case shows what that takes.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import ostinato as ost
+from benchmarks import common
+from benchmarks.common import Chain
+
+_LENGTH, _REPLAYS, _ROUNDS = 100, 200, 5
+_MANY = 300
+"""Submissions to a stream: of a second one, or of the graph's own."""
+_SECONDS = 120
+
+CASES = {
+    "nothing": (),
+    "launches in the graph's stream": (("own", "launch"),),
+    "launches in another": (("other", "launch"),),
+    "launches in both": (("other", "launch"), ("own", "launch")),
+    "fills in another, launches": (("other", "fill"), ("own", "launch")),
+    "copies from the host in another, launches": (("other", "upload"), ("own", "launch")),
+    "graphs in another, launches": (("other", "graph"), ("own", "launch")),
+    "launches in another, graphs": (("other", "launch"), ("own", "graph")),
+}
+"""Kinds of work by stream, in order."""
+
+
+def child(device_name: str, case: str, many: int) -> dict[str, object]:
+    """One process: microseconds a kernel before the case's work, and after it."""
+    with ost.open_device(device_name) as device:
+        chain, one = Chain(device, _LENGTH), Chain(device, 1)
+        streams = {"own": device.create_stream(), "other": device.create_stream()}
+        graph, short = (_graph(each, streams["own"]) for each in (chain, one))
+        filled, uploaded = device.empty(1 << 20), np.zeros(1 << 20, np.uint8)
+        works: dict[str, Callable[[ost.Stream], object]] = {
+            "launch": one.submit,
+            "fill": lambda stream: ost.fill(stream, filled, 0),
+            "upload": lambda stream: filled.copy_from(uploaded, stream),
+            "graph": short.launch,
+        }
+        before = _per_kernel_us(device, streams["own"], graph)
+        for name, kind in CASES[case]:
+            for _ in range(many):
+                works[kind](streams[name])
+            streams[name].synchronize()
+        after = _per_kernel_us(device, streams["own"], graph)
+        chain.check(case, streams["own"])
+    return {"work": case, "before_us": round(before, 4), "after_us": round(after, 4)}
+
+
+def _graph(chain: Chain, stream: ost.Stream) -> ost.GraphExec:
+    with ost.capture(stream) as under_way:
+        chain.submit(stream)
+    return under_way.graph.instantiate(upload=stream)
+
+
+def _per_kernel_us(device: ost.Device, stream: ost.Stream, graph: ost.GraphExec) -> float:
+    begin, end = device.create_event(timing=True), device.create_event(timing=True)
+    found = []
+    for _ in range(_ROUNDS + 1):  # the first warms up
+        stream.record(begin)
+        for _ in range(_REPLAYS):
+            graph.launch(stream)
+        stream.record(end)
+        stream.synchronize()
+        found.append(end.elapsed_since(begin) * 1e3 / (_REPLAYS * _LENGTH))
+    return statistics.median(found[1:])
+
+
+def _of_process(device: str, case: str, many: int) -> dict[str, Any]:
+    """What a new process measures.  Raises CalledProcessError with its stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.streams", "--child", device, case, str(many)],
+        cwd=common.ROOT.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_SECONDS,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    chosen = common.options(__doc__).parse_args(arguments)
+    cases = list(CASES)[:2] if chosen.quick else list(CASES)
+    many = 3 if chosen.quick else _MANY
+    rows = [_of_process(chosen.device, case, many) for case in cases]
+    for row in rows:
+        row["times"] = round(row["after_us"] / row["before_us"], 3)
+    with ost.open_device(chosen.device) as device:
+        columns = ["work", "before_us", "after_us", "times"]
+        title = f"A kernel of a chain of {_LENGTH} in a graph, {device.properties.name}"
+        print(common.table(title, rows, columns))
+        common.emit(
+            "streams",
+            device,
+            chosen.out,
+            ceiling={
+                "what": "the least time of a kernel of the chain in any case, microseconds",
+                "us": min(row[name] for row in rows for name in ("before_us", "after_us")),
+            },
+            settings={"kernels": _LENGTH, "submissions": many, "quick": chosen.quick},
+            rows=rows,
+            skipped={},
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(child(sys.argv[2], sys.argv[3], int(sys.argv[4]))))
+    else:
+        sys.exit(main())
