@@ -58,8 +58,8 @@ __all__ = [
 COLLECTIVES = ("accumulate", "all_gather")
 """Calls of a program that are no kernel of a backend's but the group's."""
 
-_SAMPLED_SIZES = ("vocabulary", "stop_count", "context", "ring_size")
-"""Of `sample`, behind its pointers and the number of rows."""
+_SAMPLED_SIZES = ("row_count", "vocabulary", "stop_count", "context", "ring_size")
+"""Of `sample`, behind its pointers."""
 _WHOLE = ("embed", "attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm")
 
 
@@ -318,7 +318,7 @@ def shard_program(
         elif call.kernel == "sample":
             kernel = "sample_of_ranks" if whole_logits else "best_of_ranks"
             given["vocabulary"] = vocabulary
-            sizes = {name: given.pop(name) for name in ("row_count", *_SAMPLED_SIZES)}
+            sizes = {name: given.pop(name) for name in _SAMPLED_SIZES}
             calls.append(_call(kernel, **given, keys=keys, **sizes, ranks=sharding.size))
         else:
             calls.append(call)
