@@ -27,9 +27,10 @@ $(VENV)/.runtime: $(BUILD)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[llm]"
 	@touch $@
 
+# Bytecode is made of what is imported, when it is: pip would make it of 1.2 GB.
 $(VENV)/.dev: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,docs,llm,serve,cuda13]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[dev,docs,llm,serve,cuda13]"
 	@touch $@ $(VENV)/.runtime
 
 setup: $(VENV)/.dev
