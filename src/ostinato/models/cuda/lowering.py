@@ -521,15 +521,15 @@ class Cut:
             found = dict(shape)
             for name, value in asdict(block).items():
                 found[f"BLOCK_{name.upper()}"] = value
-        elif kernel == "sample":
-            blocks = self.blocks("head", self.head_packing)
-            found = {"VOCAB": vocabulary, "HEAD_BLOCKS": blocks, "STOPS": given["stop_count"]}
+        elif kernel in ("sample", "sample_of_ranks"):
+            found = {"VOCAB": vocabulary, "STOPS": given["stop_count"]}
             found["SAMPLE_THREADS"] = _SAMPLE_THREADS
-            found["PREVIOUS_STARTS"] = self.starts("rounded_head" if self.tuning.tiles else "head")
-        elif kernel == "sample_of_ranks":
-            ranks = given["ranks"]
-            found = {"VOCAB": vocabulary, "HEAD_BLOCKS": ranks, "STOPS": given["stop_count"]}
-            found |= {"RANKS": ranks, "SAMPLE_THREADS": _SAMPLE_THREADS}
+            if kernel == "sample":
+                before = "rounded_head" if self.tuning.tiles else "head"
+                found["HEAD_BLOCKS"] = self.blocks("head", self.head_packing)
+                found["PREVIOUS_STARTS"] = self.starts(before)
+            else:
+                found["HEAD_BLOCKS"] = found["RANKS"] = given["ranks"]
         elif kernel == "best_of_part":
             found = {"HEAD_BLOCKS": self.blocks("head", self.head_packing)}
         elif kernel == "best_of_ranks":
@@ -537,8 +537,7 @@ class Cut:
         elif kernel == "continue_loop":
             found = {"ROWS": self.rows}
         else:
-            found = {"HIDDEN": c.hidden, "VOCAB": vocabulary, "ROWS": self.rows}
-            found["EMBED_THREADS"] = _EMBED_THREADS
+            found = {"HIDDEN": c.hidden, "VOCAB": vocabulary, "EMBED_THREADS": _EMBED_THREADS}
             if packing is not None:
                 found |= {"PACKED": 1, "EMBED_FORMAT": packing[0].kind}
         found["START_NEXT"] = self.starts(kernel)

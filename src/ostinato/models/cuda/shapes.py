@@ -789,8 +789,9 @@ def _matrix_shape(
     if name == "head" and not packed and rows <= _FEW_ROWS and product.inputs <= 1024:
         # Two warps, whose inputs all come at once (us a step of 8 rows, H100: 360M 436 -> 432).
         each = -(-product.inputs // 64)  # steps of a warp, up to 8 of which it holds
-        held = -(-each // 2) if each > 8 else each
-        whole = MatrixShape(4, 2, 1, 64 * held * -(-each // held), held)
+        parts = -(-each // 8)
+        held = -(-each // parts)
+        whole = MatrixShape(4, 2, 1, 64 * held * parts, held)
         if whole.shared_bytes(rows, shared) <= shared:
             return whole
     if clusters and not packed and name != "head" and shared == MAX_SHARED:

@@ -523,23 +523,25 @@ def sample(
         return sample_reference(values, temperature, top_k, top_p, seed, position + 1, min_p=min_p)
 
     for _, position, sequence in sampled_rows(live, row_count):
-        token = token_of(position, sequence)
-        limit = min(int(settings[sequence]["limit"]), context)
-        advance(token, position, sequence, limit, stops[:stop_count], state, ring, ring_size)
+        token, own = token_of(position, sequence), settings[sequence]
+        advance(token, position, sequence, own, stops[:stop_count], state, ring, context, ring_size)
 
 
 def advance(
     token: int,
     position: int,
     sequence: int,
-    limit: int,
+    options: np.void,
     stops: Ints,
     state: Ints,
     ring: Ints,
+    context: int,
     ring_size: int,
 ) -> None:
     """The state of a sequence after the row at `position`, and its token into the ring that the
-    host reads.  It stops at a token that is none, at one of `stops`, and at the `limit`."""
+    host reads.  It stops at a token that is none, at one of `stops`, at the limit of its `options`
+    and at the end of the context."""
+    limit = min(int(options["limit"]), context)
     stopped = int(token < 0 or token in stops.tolist() or position + 1 >= limit)
     state[4 * sequence : 4 * sequence + 4] = (token, position + 1, position + 2, stopped)
     # One store of 8 bytes: another thread may be polling this entry.

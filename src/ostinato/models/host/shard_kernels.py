@@ -93,8 +93,7 @@ def best_of_ranks(
         one = settings[sequence]
         greedy = one["temperature"] == 0 and one["repetition_penalty"] == 1
         token = _LOW - (best & _LOW) if greedy and _is_finite(best) else -1
-        limit = min(int(one["limit"]), context)
-        advance(token, position, sequence, limit, stops[:stop_count], state, ring, ring_size)
+        advance(token, position, sequence, one, stops[:stop_count], state, ring, context, ring_size)
 
 
 @host_kernel(_SAMPLED)
