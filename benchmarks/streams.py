@@ -39,6 +39,7 @@ CASES = {
     "fills in another, launches": (("other", "fill"), ("own", "launch")),
     "copies from the host in another, launches": (("other", "upload"), ("own", "launch")),
     "graphs in another, launches": (("other", "graph"), ("own", "launch")),
+    "launches as graphs in another, launches": (("other", "alone"), ("own", "launch")),
     "launches in another, graphs": (("other", "launch"), ("own", "graph")),
 }
 """Kinds of work by stream, in order."""
@@ -50,12 +51,14 @@ def child(device_name: str, case: str, many: int) -> dict[str, object]:
         chain, one = Chain(device, _LENGTH), Chain(device, 1)
         streams = {"own": device.create_stream(), "other": device.create_stream()}
         graph, short = (_graph(each, streams["own"]) for each in (chain, one))
+        operation = ost.prepare(one.kernel, one.config, *one.operands(one.arena)[0])
         filled, uploaded = device.empty(1 << 20), np.zeros(1 << 20, np.uint8)
         works: dict[str, Callable[[ost.Stream], object]] = {
             "launch": one.submit,
             "fill": lambda stream: ost.fill(stream, filled, 0),
             "upload": lambda stream: filled.copy_from(uploaded, stream),
             "graph": short.launch,
+            "alone": lambda stream: stream.submit_as_graph(operation),
         }
         before = _per_kernel_us(device, streams["own"], graph)
         for name, kind in CASES[case]:

@@ -34,7 +34,10 @@ PLANS = ("135M:1,8,32,64", "1B:1,8,32,64", "8B:1,8,32,64")
 QUICK = ("135M:8",)
 _SECONDS = 40.0
 """Of each search."""
+_CONTEXT = 2048
+"""Positions of a sequence of the decoders that the shapes are for."""
 _CONTEXTS = (20, 500)
+"""Where steps are timed."""
 
 
 def rows_of(
@@ -48,8 +51,16 @@ def rows_of(
     read = traffic(config, weights.dtype.itemsize)
     with closing(weights):
         for rows in batches:
-            default = default_tuning(config, rows=rows, **known_of(device))
-            found = search(device, weights, default, rows=rows, contexts=_CONTEXTS, seconds=seconds)
+            default = default_tuning(config, rows=rows, context=_CONTEXT, **known_of(device))
+            found = search(
+                device,
+                weights,
+                default,
+                rows=rows,
+                context=_CONTEXT,
+                contexts=_CONTEXTS,
+                seconds=seconds,
+            )
             before, after = encode_tuning(default), encode_tuning(found.tuning)
             row: dict[str, object] = {"shape": shape, "rows": rows}
             for context in _CONTEXTS:

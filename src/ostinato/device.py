@@ -18,8 +18,8 @@ from ostinato.driver.forking import new_lock
 from ostinato.driver.signature import exact_array, is_native, refuse_masked
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError, SettingsError
-from ostinato.memory import Buffer, CapturePool, adopt_array, allocate, fill
-from ostinato.memory.buffer import device_dtype
+from ostinato.memory import Buffer, CapturePool, adopt_array, allocate
+from ostinato.memory.buffer import device_dtype, fill_operation
 from ostinato.modules import ModuleCache
 
 __all__ = ["Device", "open_device"]
@@ -147,7 +147,9 @@ class Device(Closeable):
         buffer = allocate(self.context, shape, dtype, name=name)
         if buffer.nbytes:
             stream = self._copy_stream()
-            fill(stream, buffer.view(dtype=np.uint8), 0)
+            once = self.capabilities.compiles_cuda  # the stream is one more of this process
+            submit = stream.submit_as_graph if once else stream.submit
+            submit(fill_operation(buffer.view(dtype=np.uint8), 0))
             stream.synchronize()
         return buffer
 

@@ -175,7 +175,9 @@ int cuGraphDestroy(Graph *graph) {
 
 int cuGraphAddNode_v2(Node **node, Graph *graph, Node *const *before, const void *data,
                       size_t count, const char *params) {
-    *node = add(graph, (const Kernel *)(params + 16), count ? before[0] : NULL);
+    static const Kernel nothing; /* of a node of another kind: a fill */
+    const Kernel *kernel = *(const int *)params == 0 ? (const Kernel *)(params + 16) : &nothing;
+    *node = add(graph, kernel, count ? before[0] : NULL);
     return 0;
 }
 

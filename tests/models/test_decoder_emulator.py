@@ -58,6 +58,7 @@ class EmulatedBackend:
         library_rows: int | None = None,
         threads: int | None = None,
         packed: bool | None = None,
+        stream: object = None,
     ) -> None:
         self.device, self.emulator, self.clusters = device, Emulator(), clusters
 

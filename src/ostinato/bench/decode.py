@@ -122,9 +122,10 @@ def measure(
     result.bandwidth = bandwidth
     contest = _Contest(device, config, opened, options, result, log, path, group)
     first, *more = contest.series
-    contest.run(first, options.prompts)
-    for series in more:
-        contest.run(series)
+    with contest.stream:
+        contest.run(first, options.prompts)
+        for series in more:
+            contest.run(series)
     return result
 
 
@@ -149,6 +150,7 @@ class _Contest:
         self.points_left = len(points) + len(options.prompts)
         last = max(point.first for point in points) + options.tokens
         self.positions = max(last, *options.prompts, 0)
+        self.stream = device.create_stream()
 
     def left(self) -> float:
         """Seconds until the deadline."""
@@ -169,6 +171,7 @@ class _Contest:
             weights=options.weights,
             uneven=options.uneven,
             group=self.group,
+            stream=self.stream,
         )
         peers = None
         try:

@@ -181,9 +181,12 @@ def open_ways(
     weights: WeightsKind = "auto",
     uneven: bool = False,
     group: Group | None = None,
+    stream: ost.Stream | None = None,
 ) -> list[DecoderWay]:
     """A decoder for each way that needs one of its own, all loaded at once, for taking turns.
 
+    `stream`: where all of them work, so that the driver replays as fast as with one decoder; each
+    has a stream of its own if None.
     What does not fit in the memory that is free, of any rank of the group, is noted in `skipped`
     and left out.
     """
@@ -213,6 +216,7 @@ def open_ways(
                         weights=weights,
                         stop_tokens=(),
                         group=group,
+                        stream=stream,
                     )
             found.append(DecoderWay(way, made[key], owns=first, uneven=uneven))
     except BaseException:

@@ -159,9 +159,10 @@ def _tune(
         weights = load_weights(
             device, checkpoint, np.uint16, convert=partial(convert_on_device, device)
         )
+    context = max(min(config.context_length, _CONTEXT), max(contexts) + 1)
     # What an earlier search stored is only to be replaced by something faster.
     start = choose_tuning(
-        config, rows=rows, context=_CONTEXT, gpu=gpu, store=store, **known_of(device)
+        config, rows=rows, context=context, gpu=gpu, store=store, **known_of(device)
     )
     with closing(weights), _progress(f"{title} on {gpu}", settings.seconds) as tell:
         result = search(
@@ -169,6 +170,7 @@ def _tune(
             weights,
             start.tuning,
             rows=rows,
+            context=context,
             contexts=contexts,
             seconds=settings.seconds,
             tell=tell,

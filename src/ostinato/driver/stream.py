@@ -302,6 +302,41 @@ class Stream(Closeable):
         if context.taps:
             self.announce(operation)
 
+    def submit_as_graph(self, operation: Operation) -> None:
+        """As `submit`, by launching a graph of this operation alone, which costs the host some tens
+        of microseconds.  For work on a stream beside the one that a process launches on: the driver
+        replays graphs more slowly once kernels, fills or copies on the device were put on two
+        streams (docs/performance.md, "A second stream").
+
+        Raises what `submit` does.
+        """
+        operation.require_usable(self.context)
+        if self.is_capturing:
+            self.submit(operation)
+            return
+        driver, retire = self.context.driver, self.context.retire
+        entry = Entry.ONCE if operation.once else Entry.WORK
+        handle = self.enter(operation.name, entry, operation)
+        try:
+            graph = driver.graph_create()
+            try:
+                driver.graph_add_node(graph, (), operation.params)
+                executable = driver.graph_instantiate(graph)
+            finally:
+                retire(lambda: driver.graph_destroy(graph))
+            try:
+                driver.exec_launch(executable, handle)
+            finally:
+                retire(lambda: driver.exec_destroy(executable), (self,))
+        except DriverError as error:
+            self.report(error)
+            raise
+        finally:
+            self.context.collect()
+        self.submitted += 1
+        if self.context.taps:
+            self.announce(operation)
+
     def launch(
         self, name: str, function: FunctionHandle, config: LaunchConfig, arguments: KernelArguments
     ) -> bool:

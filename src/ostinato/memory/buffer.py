@@ -24,7 +24,16 @@ from ostinato.driver.signature import exact_array, exact_bytes, is_native
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import ClosedError, InputError, NotAvailableError
 
-__all__ = ["Buffer", "allocate", "as_shape", "copy", "copy_params", "device_dtype", "fill"]
+__all__ = [
+    "Buffer",
+    "allocate",
+    "as_shape",
+    "copy",
+    "copy_params",
+    "device_dtype",
+    "fill",
+    "fill_operation",
+]
 
 
 def _nobody() -> None:
@@ -472,14 +481,20 @@ def fill(stream: Stream, dst: Buffer, value: float) -> None:
     Raises InputError if the value does not fit its type: out of bounds, a fraction for whole
     numbers, a finite number that the type would make infinite.
     """
+    operation = fill_operation(dst, value)
+    if dst.nbytes:
+        stream.submit(operation)
+
+
+def fill_operation(dst: Buffer, value: float) -> Operation:
+    """What `fill` submits, for a buffer of at least one byte."""
     pattern = exact_bytes(dst.dtype, value, "the value to fill with")
     size = len(pattern)
     if size == 8 and pattern[:4] == pattern[4:]:
         size, pattern = 4, pattern[:4]
     if size not in (1, 2, 4):
         raise InputError(f"{dst.dtype.name} with value {value!r} cannot be filled by the driver")
-    if dst.nbytes:
-        params = MemsetNodeParams(
-            dst.address, int.from_bytes(pattern, "little"), size, dst.nbytes // size
-        )
-        stream.submit(Operation(params, "memset", (), (dst.range,), (dst,)))
+    params = MemsetNodeParams(
+        dst.address, int.from_bytes(pattern, "little"), size, dst.nbytes // size
+    )
+    return Operation(params, "memset", (), (dst.range,), (dst,))

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from ostinato import Device, Graph, GraphCache, Operation, Stream
 from ostinato.driver.closeable import Closeable
+from ostinato.driver.stream import require_stream
 from ostinato.errors import ClosedError, DriverError, InputError, NotAvailableError
 from ostinato.models.arguments import quoted, require_function, token_ids, whole
 from ostinato.models.backend import UNPACKED, Backend, LibraryRows, WeightsKind
@@ -93,6 +94,9 @@ class Decoder(Closeable):
     what the ranks exchange by, "auto", "exchange" or "library" (`open_collectives`), else as
     OSTINATO_COLLECTIVES says.
 
+    `stream`: where all its work goes, which the caller closes after the decoder; one of its own if
+    None.  Calls of decoders that share a stream must not overlap.
+
     Raises ModelError (UnsupportedModelError before anything is loaded), CompileError,
     OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder must not overlap: the
     later one raises InputError.
@@ -120,8 +124,11 @@ class Decoder(Closeable):
         threads: int | None = None,
         group: Group | None = None,
         collectives: str | None = None,
+        stream: Stream | None = None,
     ) -> None:
         self.device = device
+        if stream is not None:
+            _require_usable(stream, device)
         self.device_state = device_state
         if library_rows is not None and library_rows != "auto":
             library_rows = whole(library_rows, "library_rows", 1)
@@ -143,11 +150,14 @@ class Decoder(Closeable):
                 "weights in device memory are not split over ranks; give the group's decoders a "
                 "path or a checkpoint"
             )
+        self._owns_stream = stream is None
+        self.stream = device.create_stream() if stream is None else stream
         self.backend: Backend = backend_for(
             device,
             library_rows=library_rows,
             threads=threads,
             packed=given.packed if given is not None else True if weights == "packed" else None,
+            stream=self.stream,
         )
         self._calls: list[Call] = []
         self.changes = 0
@@ -232,6 +242,7 @@ class Decoder(Closeable):
                 device,
                 self.backend,
                 self.plan,
+                self.stream,
                 graphs=graphs,
                 build=build,
                 warmups=warmups,
@@ -245,7 +256,6 @@ class Decoder(Closeable):
             self.plan.close()
             self._close_weights()
             raise
-        self.stream: Stream = self._steps.stream
         self.graph_cache: GraphCache = self._steps.graph_cache
         ring = TokenRing(self.plan.ring, self.stream, spins=self.backend.spins)
         self._stepper = Stepper(self.plan, self._steps, ring, self._phases, self._ranks)
@@ -684,6 +694,8 @@ class Decoder(Closeable):
             self._ranks.close()
         self.plan.close()
         self._close_weights()
+        if self._owns_stream:
+            self.stream.close()
 
     def _close_weights(self) -> None:
         if self._owns_weights:
@@ -696,11 +708,13 @@ def backend_for(
     library_rows: LibraryRows = "auto",
     threads: int | None = None,
     packed: bool | None = None,
+    stream: Stream | None = None,
 ) -> Backend:
     """The backend for a device, by the kernels that it can run.
 
     `library_rows`: see `LibraryRows`.  `threads`: of kernels that run on the CPU; see
     `packed_kernels`.  `packed`: whether these are for packed weights; the faster ones if None.
+    `stream`: where a library's products are tried out; one of their own if None.
     Raises NotAvailableError where there are no kernels for it, InputError, SettingsError.
     """
     can = device.capabilities
@@ -711,11 +725,24 @@ def backend_for(
     if can.compiles_cuda:
         from ostinato.models.cuda.backend import CudaBackend
 
-        return CudaBackend(device, library_rows=library_rows)
+        return CudaBackend(device, library_rows=library_rows, stream=stream)
     raise NotAvailableError(
         f"the decoder has no kernels in {can.source_language!r} yet, which {device.name} needs; "
         'open_device("host") runs it on the CPU'
     )
+
+
+def _require_usable(stream: Stream, device: Device) -> None:
+    """Raises InputError for a stream that a decoder cannot work on."""
+    require_stream(stream, "stream")
+    if stream.context is not device.context or stream.closed:
+        why = "is closed" if stream.closed else "is of another device"
+        raise InputError(f"stream: {stream!r} {why}; give one of {device.name}, or None")
+    if not stream.handle:
+        raise InputError(
+            "stream: the legacy default stream cannot be captured, so nothing on it becomes a "
+            "graph; give another stream, or None"
+        )
 
 
 def _fitting(weights: Weights, device: Device, backend: Backend) -> Weights:

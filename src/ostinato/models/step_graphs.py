@@ -70,6 +70,7 @@ class StepGraphs:
         device: Device,
         backend: Backend,
         plan: BufferPlan,
+        stream: Stream,
         *,
         graphs: bool | None,
         build: Literal["capture", "record"],
@@ -100,7 +101,7 @@ class StepGraphs:
         self.launches: int = len(self._prepared[1][_DECODE])
         """How many launches a step has that samples one row."""
         self.graph_cache = GraphCache(device, buckets=self._buckets, budget=graph_budget)
-        self.stream: Stream = device.create_stream()
+        self.stream = stream
         self._times: OperationTimes | None = None
         self.last_decision: Decision | None = None
         """How the last step was run, and why."""
@@ -404,14 +405,13 @@ class StepGraphs:
         return {step.name: step.statistics() for step in steps}
 
     def close(self) -> None:
-        """Gives graphs and stream back once their work is done.  Idempotent."""
+        """Gives graphs back once their work is done.  Idempotent."""
         for step in (*self._steps.values(), *self._loops.values()):
             step.close()
         self.graph_cache.close()
         self._ready.clear()
         self._prepared.clear()
         self._bounds.clear()
-        self.stream.close()
 
 
 def _slots_to_verify(plan: BufferPlan) -> tuple[Slot, ...]:

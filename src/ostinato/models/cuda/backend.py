@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ostinato import Buffer, Device, Kernel, Operation
+from ostinato import Buffer, Device, Kernel, Operation, Stream
 from ostinato.errors import InputError, NotAvailableError, UnsupportedModelError
 from ostinato.models.backend import (
     UNPACKED,
@@ -118,7 +118,13 @@ class CudaBackend:
 
     _LEAST: ClassVar[tuple[int, int]] = (8, 0)  # bfloat16 on the tensor cores
 
-    def __init__(self, device: Device, *, library_rows: LibraryRows = "auto") -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        library_rows: LibraryRows = "auto",
+        stream: Stream | None = None,
+    ) -> None:
         self._device = device
         self._modules = device.modules
         self._properties = device.properties
@@ -140,7 +146,7 @@ class CudaBackend:
         self._known = known_of(device)
         self._library_rows = library_rows
         self._products: Products | None
-        self._products, self.library = open_products(device, library_rows)
+        self._products, self.library = open_products(device, library_rows, stream)
 
     def piece_rows(self, config: LlamaConfig) -> int:
         """By rule where a library multiplies, else as many as our own products take."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import Buffer, Device, LaunchConfig, Source, Stream, launch
+from ostinato import Buffer, Device, LaunchConfig, Source, Stream, prepare
 from ostinato.models.cuda.bricks import FORMATS, Placed
 from ostinato.models.cuda.lowering import source_of
 from ostinato.models.files.checkpoint import Checkpoint, RawTensor, StoredCheckpoint
@@ -111,7 +111,8 @@ def dequantise_on_device(
     for start, rows, part in _staged(raw, stored, staging, stream):
         values = out.view(start * row_values, rows * raw.columns)
         shape = LaunchConfig(rows, _THREADS)
-        launch(stream, kernel, shape, part, values, raw.size // raw.rows, raw.columns, head)
+        given = (part, values, raw.size // raw.rows, raw.columns, head)
+        stream.submit_as_graph(prepare(kernel, shape, *given))
 
 
 def repack_on_device(
@@ -130,7 +131,8 @@ def repack_on_device(
     head = raw.together if raw.heads else 0
     for start, rows, part in _staged(raw, stored, staging, stream):
         given = (row_bytes, raw.columns, place.first + start, head, place.size)
-        launch(stream, kernel, LaunchConfig(rows, _THREADS), part, bricks, *given)
+        shape = LaunchConfig(rows, _THREADS)
+        stream.submit_as_graph(prepare(kernel, shape, part, bricks, *given))
 
 
 def _staged(

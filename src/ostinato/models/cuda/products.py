@@ -83,11 +83,12 @@ class Products(Protocol):
 
 
 def open_products(
-    device: Device, rows: int | Literal["auto"] | None
+    device: Device, rows: int | Literal["auto"] | None, stream: Stream | None = None
 ) -> tuple[Products | None, str]:
     """The library for a device; None with the reason where there is none.
 
     `rows`: from how many rows on it will be used, "auto" for a number by the model; None for never.
+    `stream`: where products are tried out; one of their own if None.
     """
     if rows is None:
         return None, "not used: switched off (library_rows=None)"
@@ -99,7 +100,7 @@ def open_products(
     if context is None:
         return None, f"not used: {device.name} has no CUDA context, which cuBLASLt works in"
     where = "large steps" if rows == "auto" else f"steps of {rows} rows and more"
-    return LibraryProducts(device, context, library), f"{library}, for {where}"
+    return LibraryProducts(device, context, library, stream), f"{library}, for {where}"
 
 
 class LibraryProducts:
@@ -107,12 +108,18 @@ class LibraryProducts:
 
     workspace_bytes = _WORKSPACE
 
-    def __init__(self, device: Device, context: CudaContext, library: Cublaslt) -> None:
+    def __init__(
+        self,
+        device: Device,
+        context: CudaContext,
+        library: Cublaslt,
+        stream: Stream | None = None,
+    ) -> None:
         self._device = device
         self._context = context
         self._library = library
         self._known: dict[MatrixProduct, LibraryProduct] = {}
-        self._stream: Stream | None = None
+        self._stream = stream
 
     def product(self, product: MatrixProduct) -> LibraryProduct:
         """An algorithm for it.  Raises NotAvailableError if the library has none."""

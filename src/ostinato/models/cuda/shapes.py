@@ -611,7 +611,8 @@ def _vector_shape(name: str, product: Product, multiprocessors: int) -> VectorSh
     while each() <= 5 and -(-chunks // (lanes * split)) > 2 and not wasteful(2 * lanes * split):
         lanes, split = (2 * lanes, split) if lanes < 32 else (lanes, 2 * split)
     if not product.normed and (lanes, split) == (32, 1) and each() <= 8:
-        lanes, split = 16, 2  # 1B, us a step: H100 840 -> 837, H200 644 -> 643
+        # A third of the multiprocessors is free for the next kernel (1B, us, H200: 639 -> 632).
+        return VectorShape(lanes, split, 1, -(-3 * product.pairs // (2 * multiprocessors)))
     wanted = each()
     if name == "head" and (lanes, split) == (32, 1) and chunks >= 256:
         turns = -(-product.pairs // (8 * multiprocessors))
@@ -870,18 +871,24 @@ def _in_clusters(product: Product, rows: int, multiprocessors: int) -> MatrixSha
     many = rows > 32
     if not product.fits_registers(multiprocessors):
         return _long_in_clusters(product, multiprocessors) if rows <= _FEW_ROWS else None
-    # Tiles of a block, and blocks that share inputs: each cut has more blocks than the one before.
-    cuts: tuple[tuple[int, int], ...] = ((4, 1), (2, 1), (4, 4))
+    # Tiles of a block, blocks that share inputs, the least warps of a block: each cut has no fewer
+    # blocks than the one before.
+    cuts: tuple[tuple[int, int, int], ...] = ((4, 1, 8), (2, 1, 8), (4, 4, 8))
     if many:
-        cuts = ((4, 1), (4, 2), (4, 4), (4, 8))
-    elif rows <= _FEW_ROWS and steps <= 32 and tile_count < multiprocessors / 3:
-        cuts = ((1, 1),)
-    for tiles, blocks_k in cuts:
+        cuts = ((4, 1, 8), (4, 2, 8), (4, 4, 8), (2, 4, 8) if steps <= 48 else (4, 8, 8))
+    elif rows > _FEW_ROWS:
+        cuts = (*cuts, (2, 4, 8))
+    elif steps <= 32 and tile_count < multiprocessors / 3:
+        cuts = ((1, 1, 8),)
+    elif rows <= 8 and tile_count < multiprocessors / 2:
+        cuts = ((4, 1, 8), (2, 1, 8), (2, 2, 16), (4, 4, 16))
+    for tiles, blocks_k, warps in cuts:
         blocks, each = -(-tile_count // tiles) * blocks_k, -(-steps // blocks_k)
-        if blocks < multiprocessors / (2 if many else 3) and (tiles, blocks_k) != cuts[-1]:
+        if blocks < multiprocessors / (2 if many else 3) and (tiles, blocks_k, warps) != cuts[-1]:
             continue
-        split = max(8 // tiles, power_of_two_from(-(-each // 8)))
-        depth, alone = -(-each // split), int(blocks <= multiprocessors)
+        split = max(warps // tiles, power_of_two_from(-(-each // 8)))
+        depth = -(-each // split)
+        alone = int(blocks <= multiprocessors and (blocks_k, warps) != (2, 16))
         shape = MatrixShape(tiles, split, blocks_k, 32 * split * depth, depth, blocks_k, 2, alone)
         if tiles * split <= 16 and shape.shared_bytes(rows) <= MAX_SHARED:
             return shape
@@ -892,9 +899,7 @@ def _long_in_clusters(product: Product, multiprocessors: int) -> MatrixShape | N
     """Of a few rows, products with many inputs (`_in_clusters`)."""
     tile_count = product.tile_count
     if product.normed and product.inputs >= 4096:
-        if tile_count < 8 * multiprocessors:
-            return MatrixShape(4, 2, 4, 512, 8, 4)
-        return MatrixShape(2, 4, 4, 512, 4, 4)
+        return MatrixShape(4, 2, 4, 512, 8, 4)
     if product.inputs >= 8192 and tile_count > multiprocessors:
         return MatrixShape(2, 8, 2, 1024, 4, 2)
     if product.inputs >= 4096 and 0.7 * multiprocessors <= tile_count <= multiprocessors:

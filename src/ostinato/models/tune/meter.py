@@ -111,10 +111,13 @@ class StepMeter(Closeable):
         halves = (noise.view(np.uint32) >> 16).astype(np.uint16)
         source = self.device.array(halves)
         cache = self.plan.buffers["cache"]
-        for start in range(0, cache.nbytes, source.nbytes):
-            size = min(source.nbytes, cache.nbytes - start) // 2
-            copy(self.stream, cache.view(start, size), source.view(0, size))
-        self.stream.synchronize()
+        with capture(self.stream) as under_way:
+            for start in range(0, cache.nbytes, source.nbytes):
+                size = min(source.nbytes, cache.nbytes - start) // 2
+                copy(self.stream, cache.view(start, size), source.view(0, size))
+        with under_way.graph as graph, graph.instantiate() as filling:
+            filling.launch(self.stream)
+            self.stream.synchronize()
         source.close()
 
     # --- launches
@@ -238,11 +241,11 @@ class StepMeter(Closeable):
         return None
 
     def logits(self, tuning: Tuning, context: int) -> npt.NDArray[np.float32]:
-        """The logits of one eager step at a position: float32, [rows, vocabulary]."""
+        """The logits of one step at a position: float32, [rows, vocabulary]."""
         self._reset(context)
-        for operation in self.operations(tuning):
-            self.stream.submit(operation)
-        return self.plan.buffers["logits"].to_numpy(self.stream)
+        with self._graph(tuning) as executable:
+            executable.launch(self.stream)
+            return self.plan.buffers["logits"].to_numpy(self.stream)
 
     # --- lifetime
     def close(self) -> None:
@@ -263,6 +266,7 @@ def search(
     start: Tuning,
     *,
     rows: int,
+    context: int,
     contexts: Sequence[int],
     seconds: float,
     tell: Callable[[Progress], None] = lambda progress: None,
@@ -270,12 +274,21 @@ def search(
     """The best tuning for steps of `rows` rows that is found from `start` on, in about so many
     seconds (`sweep`), whose results agree with the default's.
 
-    `weights`: on the device, bfloat16; the caller closes them.  Raises what StepMeter and `sweep`
+    `weights`: on the device, bfloat16; the caller closes them.  `context`, `contexts`: as `sweep`
+    has them.  Raises what StepMeter and `sweep`
     raise.
     """
     config, known = weights.config, known_of(device)
     with StepMeter(device, weights, rows=rows, positions=max(contexts)) as meter:
-        meter.trust(default_tuning(config, rows=rows, **known))
+        meter.trust(default_tuning(config, rows=rows, context=context, **known))
         return sweep(
-            config, start, meter, rows=rows, **known, contexts=contexts, seconds=seconds, tell=tell
+            config,
+            start,
+            meter,
+            rows=rows,
+            **known,
+            context=context,
+            contexts=contexts,
+            seconds=seconds,
+            tell=tell,
         )

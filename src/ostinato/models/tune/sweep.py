@@ -108,6 +108,7 @@ class _Sweep:
     multiprocessors: int
     clusters: bool
     shared: int
+    context: int
     contexts: tuple[int, ...]
     meter: Meter
     clock: Callable[[], float]
@@ -190,7 +191,7 @@ class _Sweep:
                 for_context,
                 config=self.config,
                 rows=self.rows,
-                context=max(self.contexts) + 1,
+                context=self.context,
                 multiprocessors=self.multiprocessors,
             )
             return [longest(replace(self.best, attention=shape)) for shape in shapes]
@@ -246,6 +247,7 @@ def sweep(
     clusters: bool = False,
     warpgroups: bool = False,
     shared: int = MAX_SHARED,
+    context: int,
     contexts: Sequence[int],
     seconds: float,
     tell: Callable[[Progress], None] = lambda progress: None,
@@ -254,8 +256,9 @@ def sweep(
     """The best tuning found from `start` on, in about so many seconds.
 
     `clusters`, `warpgroups`: whether the device has them; `shared`: bytes that a block may have.
-    `contexts`: positions at which the step is timed; the first one decides about products.  `tell`
-    is called after each candidate.  Raises InputError for no contexts or no time, and what the
+    `context`: positions of a sequence, of the decoders that it is for.  `contexts`: positions at
+    which the step is timed; the first one decides about products.  `tell` is called after each
+    candidate.  Raises InputError for no contexts or no time, and what the
     meter raises.
     """
     if not contexts or not seconds > 0:
@@ -264,7 +267,7 @@ def sweep(
     meter.prepare([start])
     before = {c: meter.microseconds(start, c, careful=True) for c in contexts}
     run = _Sweep(
-        config, rows, multiprocessors, clusters, shared, tuple(contexts), meter, clock,
+        config, rows, multiprocessors, clusters, shared, context, tuple(contexts), meter, clock,
         began + seconds, tell, start, began, first=before[contexts[0]], now=before[contexts[0]],
     )  # fmt: skip
     gains = expected_gains(config)
