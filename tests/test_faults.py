@@ -33,6 +33,7 @@ from ostinato.errors import (
     StateLostError,
     Status,
 )
+from ostinato.memory.buffer import fill_operation
 from ostinato.relational import Joiner
 from ostinato.replay import HeldReplay
 from ostinato.testing import FaultyDriver
@@ -159,6 +160,26 @@ def fill_node(world: World) -> Case:
         assert target.to_numpy(world.stream)[-1] == (1 if error else 2)
 
     return lambda: run.set_memset(0, target, 0x40000000, 4), check
+
+
+@scenario
+def launch_as_a_graph(world: World) -> Case:
+    add = kernel(world.device, "add")
+    operations = [
+        ost.prepare(add, config(N), world.b, world.b, world.outs[0], N),
+        fill_operation(world.outs[1], 7),
+    ]
+    world.clear()
+
+    def work() -> None:
+        for operation in operations:
+            world.stream.submit_as_graph(operation)
+
+    def check(error: OstinatoError | None) -> None:
+        ran = [[0.0, 0.0, 0.0], [10.0, 0.0, 0.0], [10.0, 7.0, 0.0]]
+        assert world.seen() in (ran[:2] if error else ran[2:])
+
+    return work, check
 
 
 @scenario

@@ -180,6 +180,43 @@ def test_what_a_launch_under_way_points_at_is_kept_through_a_change(
     assert alive() is None
 
 
+def test_an_operation_that_is_launched_as_a_graph_is_as_any_other(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    operation = ost.prepare(kernel(device, "add"), config(N), x, x, out, N)
+
+    def seen() -> set[float]:
+        return set(out.to_numpy(stream).tolist())
+
+    with HeldStream(stream):  # in stream order
+        ost.fill(stream, x, 2)
+        stream.submit_as_graph(operation)
+        ost.fill(stream, x, 3)
+        assert not stream.done
+    assert seen() == {4}
+    captured = ost.capture_function(stream, lambda: stream.submit_as_graph(operation))
+    assert [node.name for node in captured.nodes] == ["add"] and seen() == {4}
+    captured.instantiate().launch(stream)
+    assert seen() == {6}
+    ost.fill(stream, x, 4)
+    with ost.record(stream) as recording:
+        stream.submit_as_graph(operation)
+    assert seen() == {8}
+    ost.fill(stream, x, 5)
+    recording.build().instantiate().launch(stream)
+    assert seen() == {10}
+    with (
+        pytest.raises(CaptureError),
+        ost.capture(device.create_stream(), contained=True),
+    ):
+        stream.submit_as_graph(operation)
+    x.close()
+    with pytest.raises(ClosedError):
+        stream.submit_as_graph(operation)
+    assert seen() == {10}
+
+
 @pytest.mark.parametrize("end", ["closed", "rebound"])
 def test_a_launch_on_a_closed_stream_is_waited_for(device: Device, end: str) -> None:
     """Another stream that the executable is uploaded on later has nothing to wait for."""

@@ -266,8 +266,7 @@ def test_a_replay_under_way_is_not_disturbed(
     device: Device, destroyed: list[int], how: str
 ) -> None:
     stream, other = device.create_stream(), device.create_stream()
-    out = device.zeros(1000, np.float32)
-    seven, nine = (device.array(np.full(1000, v, np.float32)) for v in (7, 9))
+    out, seven, nine = (device.array(np.full(1000, v, np.float32)) for v in (0, 7, 9))
     cache = ost.GraphCache(device, budget=10)
     cache.install("a", copying(device, stream, out, seven).instantiate(upload=stream), nbytes=6)
     with HeldStream(stream):

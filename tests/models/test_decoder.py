@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.device import Device
+from ostinato.device import Device, open_device
+from ostinato.driver.api import StreamHandle
+from ostinato.driver.stream import Stream
 from ostinato.errors import ClosedError, InputError, ModelError, NotAvailableError
 from ostinato.models.config import LlamaConfig, RopeScaling
 from ostinato.models.decoder import Decoder, backend_for
@@ -44,6 +46,39 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decoder(host_device: Device, tiny: Path) -> Iterator[Decoder]:
     with Decoder(host_device, tiny, stop_tokens=()) as opened:
         yield opened
+
+
+def test_decoders_work_on_the_stream_that_they_are_given(host_device: Device, tiny: Path) -> None:
+    with Decoder(host_device, tiny, stop_tokens=()) as alone:
+        wanted, other = generate(alone, 8), generate(alone, 8, PROMPT[:3])
+    stream = host_device.create_stream()
+    with (
+        Decoder(host_device, tiny, stop_tokens=(), stream=stream) as one,
+        Decoder(host_device, tiny, stop_tokens=(), stream=stream, build="record") as two,
+    ):
+        assert one.stream is stream and two.stream is stream
+        tokens, others = [one.prefill(PROMPT)], [two.prefill(PROMPT[:3])]
+        for _ in range(7):
+            tokens.append(one.decode())
+            others.append(two.decode())
+    assert tokens == wanted and others == other
+    with Decoder(host_device, tiny, stop_tokens=(), stream=stream) as again:  # it is still open
+        assert generate(again, 8) == wanted
+
+
+def test_a_stream_that_a_decoder_cannot_work_on_is_refused(host_device: Device, tiny: Path) -> None:
+    closed = host_device.create_stream()
+    closed.close()
+    legacy = Stream(host_device.context, StreamHandle(0), owned=False)
+    with open_device("host") as other:
+        for stream, why in (
+            (closed, "is closed"),
+            (other.create_stream(), "of another device"),
+            (legacy, "legacy default stream"),
+            (7, "a Stream is needed, not int"),
+        ):
+            with pytest.raises(InputError, match=why):
+                Decoder(host_device, tiny, stream=stream)  # type: ignore[arg-type]
 
 
 def generate(decoder: Decoder, count: int, prompt: list[int] = PROMPT) -> list[int]:

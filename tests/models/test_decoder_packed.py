@@ -57,7 +57,7 @@ def library(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nu
     """Decoders of the test run the CUDA backend on the emulator, with this library."""
     found = NumpyProducts(host_device)
 
-    def open_products(device: Any, rows: Any) -> Any:
+    def open_products(device: Any, rows: Any, stream: Any = None) -> Any:
         return (None, "not used: switched off") if rows is None else (found, "NumPy")
 
     def backend_for(device: Device, *, library_rows: Any, **_: object) -> CudaBackend:

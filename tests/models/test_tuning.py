@@ -646,6 +646,26 @@ def test_a_sweep_finds_the_bottom() -> None:
     assert [p.seconds for p in told] == sorted(p.seconds for p in told)
 
 
+def test_a_sweep_tries_what_decoders_of_its_context_launch() -> None:
+    """Not the attention of shorter ones, which is faster and which they do not have."""
+
+    class Flat(Landscape):
+        def microseconds(self, tuning: shapes.Tuning, context: int, **_: Any) -> float:
+            self.now += self.seconds_each
+            return 100.0
+
+    config, has = CONFIGS["135M"], {"clusters": True, "multiprocessors": 132}
+    sizes: dict[str, Any] = {"rows": 32, "context": 2048, "multiprocessors": 132}
+    meter = Flat()
+    start = shapes.default_tuning(config, rows=32, **has)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"contexts": (20, 500), "seconds": 1e4, "clock": meter.clock}
+    result = sweep(config, start, meter, **sizes, clusters=True, **given)
+    tried = [trial.tuning for trial in result.trials if trial.stage == "attention"]
+    assert any(tuning.attention.splits > 1 for tuning in tried)
+    for tuning in tried:
+        assert shapes.for_context(tuning, config, **sizes) == tuning
+
+
 def test_a_sweep_ends_in_time_and_says_that_it_did_not_see_all() -> None:
     meter = Landscape(seconds_each=0.1)
     _, result, _ = run_sweep(meter, seconds=20.0)

@@ -170,7 +170,7 @@ def adopt_weights(
     weights are closed.  Matrices are `dtype`, uint16 for bfloat16 (a CUDA device's kernels read
     these) or float32 (the host's do); vectors float32.  They begin at multiples of 16 bytes.
 
-    What writes to them must be done before a decoder reads them: it works on a stream of its own.
+    What writes to them must be done before a decoder reads them, or be on the decoder's stream.
     Decoders see later changes, and their KV caches hold what was computed before.
     Raises InputError for names, shapes, types and addresses that do not fit.
     """
