@@ -1,9 +1,10 @@
 """What a replay costs before and after a process has put work into one stream, or into two.
 
-On the H100s that were measured, launches, fills or copies on the device in a second stream make
+On the GPUs that were measured, launches, fills or copies on the device in a second stream make
 every kernel of a graph begin later, for as long as the process lives; so each case has a process of
-its own.  A case is a replay of a chain of tiny kernels, back to back, by the device's clock: first
-in a new process, then after some work in streams, whatever these do meanwhile (nothing).
+its own.  So does a graph of many kernels that is uploaded, until it is launched.  A case is a
+replay of a chain of tiny kernels, back to back, by the device's clock: first in a new process, then
+after some work in streams, whatever these do meanwhile (nothing).
 
     python -m benchmarks.streams [--out DIR] [--device cuda:0|host] [--quick]
 
@@ -41,6 +42,8 @@ CASES = {
     "graphs in another, launches": (("other", "graph"), ("own", "launch")),
     "launches as graphs in another, launches": (("other", "alone"), ("own", "launch")),
     "launches in another, graphs": (("other", "launch"), ("own", "graph")),
+    "a graph uploaded": (("own", "upload a graph"),),
+    "a graph uploaded, and launched": (("own", "upload a graph"), ("own", "launch it")),
 }
 """Kinds of work by stream, in order."""
 
@@ -51,6 +54,7 @@ def child(device_name: str, case: str, many: int) -> dict[str, object]:
         chain, one = Chain(device, _LENGTH), Chain(device, 1)
         streams = {"own": device.create_stream(), "other": device.create_stream()}
         graph, short = (_graph(each, streams["own"]) for each in (chain, one))
+        waiting = _graph(chain, streams["own"], upload=False)
         operation = ost.prepare(one.kernel, one.config, *one.operands(one.arena)[0])
         filled, uploaded = device.empty(1 << 20), np.zeros(1 << 20, np.uint8)
         works: dict[str, Callable[[ost.Stream], object]] = {
@@ -58,6 +62,8 @@ def child(device_name: str, case: str, many: int) -> dict[str, object]:
             "fill": lambda stream: ost.fill(stream, filled, 0),
             "upload": lambda stream: filled.copy_from(uploaded, stream),
             "graph": short.launch,
+            "upload a graph": waiting.upload,
+            "launch it": waiting.launch,
             "alone": lambda stream: stream.submit_as_graph(operation),
         }
         before = _per_kernel_us(device, streams["own"], graph)
@@ -70,10 +76,10 @@ def child(device_name: str, case: str, many: int) -> dict[str, object]:
     return {"work": case, "before_us": round(before, 4), "after_us": round(after, 4)}
 
 
-def _graph(chain: Chain, stream: ost.Stream) -> ost.GraphExec:
+def _graph(chain: Chain, stream: ost.Stream, *, upload: bool = True) -> ost.GraphExec:
     with ost.capture(stream) as under_way:
         chain.submit(stream)
-    return under_way.graph.instantiate(upload=stream)
+    return under_way.graph.instantiate(upload=stream if upload else None)
 
 
 def _per_kernel_us(device: ost.Device, stream: ost.Stream, graph: ost.GraphExec) -> float:

@@ -346,8 +346,8 @@ class GraphExec(Launcher, Closeable):
     def upload(self, stream: Stream) -> None:
         """Puts the executable on the device before its first launch, in stream order.
 
-        Until that launch the driver replays other graphs more slowly (0.18 us a kernel; H200,
-        driver 580).
+        Until that launch the driver may replay other graphs more slowly (0.18 us a kernel; H200,
+        driver 580): upload what is about to be launched.
         Raises CaptureError on a stream that captures (the capture goes on), DriverError,
         ClosedError.
         """
