@@ -147,8 +147,8 @@ class Device(Closeable):
         buffer = allocate(self.context, shape, dtype, name=name)
         if buffer.nbytes:
             stream = self._copy_stream()
-            once = self.capabilities.compiles_cuda  # the stream is one more of this process
-            submit = stream.submit_as_graph if once else stream.submit
+            # On a GPU fills on a second stream would slow replays (`Stream.submit_as_graph`).
+            submit = stream.submit_as_graph if self.capabilities.compiles_cuda else stream.submit
             submit(fill_operation(buffer.view(dtype=np.uint8), 0))
             stream.synchronize()
         return buffer
