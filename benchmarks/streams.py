@@ -77,9 +77,8 @@ def child(device_name: str, case: str, many: int) -> dict[str, object]:
 
 
 def _graph(chain: Chain, stream: ost.Stream, *, upload: bool = True) -> ost.GraphExec:
-    with ost.capture(stream) as under_way:
-        chain.submit(stream)
-    return under_way.graph.instantiate(upload=stream if upload else None)
+    graph = ost.capture_function(stream, lambda: chain.submit(stream))
+    return graph.instantiate(upload=stream if upload else None)
 
 
 def _per_kernel_us(device: ost.Device, stream: ost.Stream, graph: ost.GraphExec) -> float:

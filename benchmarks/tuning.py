@@ -27,6 +27,7 @@ from ostinato.bench.shapes import shape_named, traffic
 from ostinato.models.cuda.dequantise import convert_on_device
 from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.cuda.tunings import encode_tuning, known_of
+from ostinato.models.decoder import DEFAULT_CONTEXT
 from ostinato.models.tune.meter import search
 from ostinato.models.weights import load_weights
 
@@ -34,8 +35,6 @@ PLANS = ("135M:1,8,32,64", "1B:1,8,32,64", "8B:1,8,32,64")
 QUICK = ("135M:8",)
 _SECONDS = 40.0
 """Of each search."""
-_CONTEXT = 2048
-"""Positions of a sequence of the decoders that the shapes are for."""
 _CONTEXTS = (20, 500)
 """Where steps are timed."""
 
@@ -51,13 +50,13 @@ def rows_of(
     read = traffic(config, weights.dtype.itemsize)
     with closing(weights):
         for rows in batches:
-            default = default_tuning(config, rows=rows, context=_CONTEXT, **known_of(device))
+            default = default_tuning(config, rows=rows, context=DEFAULT_CONTEXT, **known_of(device))
             found = search(
                 device,
                 weights,
                 default,
                 rows=rows,
-                context=_CONTEXT,
+                context=DEFAULT_CONTEXT,
                 contexts=_CONTEXTS,
                 seconds=seconds,
             )

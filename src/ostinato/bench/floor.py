@@ -90,7 +90,7 @@ def measure_bandwidth(device: ost.Device, nbytes: int = _BYTES) -> Bandwidth:
         shape = ost.LaunchConfig(grid=device.properties.multiprocessors * 4, block=_THREADS)
         launch = ost.prepare(kernel, shape, source, seen, nbytes // 16)
         source[: len(tile)].copy_from(tile, stream)
-        with _graph_of(stream, fill) as filling:
+        with ost.capture_function(stream, fill).instantiate() as filling:
             filling.launch(stream)
         read = _seconds(device, stream, lambda: stream.submit(launch))
         copy = _seconds(device, stream, lambda: ost.copy(stream, target, source))
@@ -102,16 +102,10 @@ def measure_bandwidth(device: ost.Device, nbytes: int = _BYTES) -> Bandwidth:
     return Bandwidth(nbytes / read, 2 * nbytes / copy, how)
 
 
-def _graph_of(stream: ost.Stream, submit: Callable[[], None]) -> ost.GraphExec:
-    with ost.capture(stream) as under_way:
-        submit()
-    return under_way.graph.instantiate()
-
-
 def _seconds(device: ost.Device, stream: ost.Stream, submit: Callable[[], None]) -> float:
     begin, end = device.create_event(timing=True), device.create_event(timing=True)
     found = []
-    with _graph_of(stream, submit) as graph:
+    with ost.capture_function(stream, submit).instantiate() as graph:
         for number in range(_ROUNDS + 2):  # the first two warm up
             stream.record(begin)
             graph.launch(stream)

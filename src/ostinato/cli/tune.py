@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
-_CONTEXT = 2048
-"""Positions of a sequence that shapes are chosen for; those of longer ones follow from them."""
-
 
 def tune(
     model: Annotated[
@@ -148,6 +145,7 @@ def _tune(
     from ostinato.models.cuda.dequantise import convert_on_device
     from ostinato.models.cuda.shapes import require_supported
     from ostinato.models.cuda.tunings import TuningKey, choose_tuning, known_of
+    from ostinato.models.decoder import DEFAULT_CONTEXT
     from ostinato.models.tune.meter import search
     from ostinato.models.weights import load_weights
 
@@ -159,7 +157,8 @@ def _tune(
         weights = load_weights(
             device, checkpoint, np.uint16, convert=partial(convert_on_device, device)
         )
-    context = max(min(config.context_length, _CONTEXT), max(contexts) + 1)
+    # What decoders have by default, and those of longer contexts follow from.
+    context = max(min(config.context_length, DEFAULT_CONTEXT), max(contexts) + 1)
     # What an earlier search stored is only to be replaced by something faster.
     start = choose_tuning(
         config, rows=rows, context=context, gpu=gpu, store=store, **known_of(device)
@@ -294,6 +293,7 @@ def _in_use(model: str | None, shape: str | None, rows: int, device: str | None)
     from ostinato.device import open_device
     from ostinato.models.cuda.shapes import shape_key
     from ostinato.models.cuda.tunings import choose_tuning, known_of
+    from ostinato.models.decoder import DEFAULT_CONTEXT
 
     title, open_weights = _source(model, shape)
     with closing(open_weights()) as checkpoint:
@@ -304,7 +304,7 @@ def _in_use(model: str | None, shape: str | None, rows: int, device: str | None)
             chosen = choose_tuning(
                 config,
                 rows=rows,
-                context=min(config.context_length, _CONTEXT),
+                context=min(config.context_length, DEFAULT_CONTEXT),
                 gpu=gpu,
                 **known_of(opened),
             )

@@ -315,9 +315,8 @@ class Stream(Closeable):
             self.submit(operation)
             return
         driver, retire = self.context.driver, self.context.retire
-        entry = Entry.ONCE if operation.once else Entry.WORK
-        handle = self.enter(operation.name, entry, operation)
-        try:
+
+        def launch(handle: StreamHandle) -> None:
             graph = driver.graph_create()
             try:
                 driver.graph_add_node(graph, (), operation.params)
@@ -328,9 +327,10 @@ class Stream(Closeable):
                 driver.exec_launch(executable, handle)
             finally:
                 retire(lambda: driver.exec_destroy(executable), (self,))
-        except DriverError as error:
-            self.report(error)
-            raise
+
+        entry = Entry.ONCE if operation.once else Entry.WORK
+        try:
+            self.guarded(operation.name, launch, entry, operation)
         finally:
             self.context.collect()
         self.submitted += 1
@@ -400,10 +400,16 @@ class Stream(Closeable):
         """Whether all its work is done.  Raises DriverError (status 900) while it captures."""
         return self.guarded("done", self.context.driver.stream_query, Entry.ONCE)
 
-    def guarded(self, what: str, call: Callable[[StreamHandle], T], entry: Entry) -> T:
+    def guarded(
+        self,
+        what: str,
+        call: Callable[[StreamHandle], T],
+        entry: Entry,
+        operation: Operation | None = None,
+    ) -> T:
         """Makes a driver call on this stream, with `enter` before it; taps are told if the driver
         refuses it."""
-        handle = self.enter(what, entry)
+        handle = self.enter(what, entry, operation)
         try:
             return call(handle)
         except DriverError as error:

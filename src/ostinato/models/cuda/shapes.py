@@ -787,20 +787,10 @@ def _matrix_shape(
     (1B shape, 24 rows: 1,440 us without, 1,200 with).  A multiprocessor that the kernel before has
     left free gets two, so up to 40 rows a warp has a tile of its own only in more blocks than that.
     """
-    if name == "head" and not packed and rows <= _FEW_ROWS and product.inputs <= 1024:
-        # Two warps, whose inputs all come at once (us a step of 8 rows, H100: 360M 436 -> 432).
-        each = -(-product.inputs // 64)  # steps of a warp, up to 8 of which it holds
-        parts = -(-each // 8)
-        held = -(-each // parts)
-        whole = MatrixShape(4, 2, 1, 64 * held * parts, held)
-        if whole.shared_bytes(rows, shared) <= shared:
-            return whole
-    if name == "head" and not packed and rows <= 8 and 1024 < product.inputs <= 2048:
-        # Four warps, in two slabs (us a step of 2 and 8 rows, H200: 1B 721, 736 -> 708, 729).
-        held = -(-product.inputs // 256)
-        halves = MatrixShape(4, 4, 1, 128 * held, held, ring=3)
-        if halves.shared_bytes(rows, shared) <= shared:
-            return halves
+    if name == "head" and not packed:
+        head = _head_of_few_rows(product, rows)
+        if head is not None and head.shared_bytes(rows, shared) <= shared:
+            return head
     if clusters and not packed and name != "head" and shared == MAX_SHARED:
         clustered = _in_clusters(product, rows, multiprocessors)
         if clustered is not None:
@@ -860,6 +850,20 @@ def _matrix_shape(
     return found
 
 
+def _head_of_few_rows(product: Product, rows: int) -> MatrixShape | None:
+    """Two warps for four tiles, whose inputs all come at once (us a step of 8 rows, H100: 360M 436
+    -> 432); of longer inputs four, in two slabs (2 and 8 rows, H200: 1B 721, 736 -> 708, 729)."""
+    if rows <= _FEW_ROWS and product.inputs <= 1024:
+        each = -(-product.inputs // 64)  # steps of a warp, up to 8 of which it holds
+        parts = -(-each // 8)
+        held = -(-each // parts)
+        return MatrixShape(4, 2, 1, 64 * held * parts, held)
+    if rows <= 8 and product.inputs <= 2048:
+        held = -(-product.inputs // 256)
+        return MatrixShape(4, 4, 1, 128 * held, held, ring=3)
+    return None
+
+
 def _in_clusters(product: Product, rows: int, multiprocessors: int) -> MatrixShape | None:
     """Of 2 to 64 rows on a device with clusters, products that are faster so than by the rule for
     others, which is for None (us a step, H100: 360M 8 rows 483 -> 448, 32 rows 702 -> 649; 8B 8
@@ -878,21 +882,7 @@ def _in_clusters(product: Product, rows: int, multiprocessors: int) -> MatrixSha
     many = rows > 32
     if not product.fits_registers(multiprocessors):
         return _long_in_clusters(product, multiprocessors) if rows <= _FEW_ROWS else None
-    # Tiles of a block, blocks that share inputs, the least warps of a block: each cut has no fewer
-    # blocks than the one before.
-    cuts: tuple[tuple[int, int, int], ...] = ((4, 1, 8), (2, 1, 8), (4, 4, 8))
-    if many:
-        cuts = ((4, 1, 8), (4, 2, 8), (4, 4, 8), (2, 4, 8) if steps <= 48 else (4, 8, 8))
-    elif rows > _FEW_ROWS:
-        cuts = (*cuts, (2, 4, 8))
-    elif steps <= 32 and tile_count < multiprocessors / 3:
-        cuts = ((1, 1, 8),)
-    elif (
-        rows <= 8
-        and tile_count < multiprocessors / 2
-        and (product.normed or (rows > 4 and steps >= 48))
-    ):
-        cuts = ((4, 1, 8), (2, 1, 8), (2, 2, 16), (4, 4, 16))
+    cuts = _cuts(product, rows, multiprocessors)
     for tiles, blocks_k, warps in cuts:
         blocks, each = -(-tile_count // tiles) * blocks_k, -(-steps // blocks_k)
         if blocks < multiprocessors / (2 if many else 3) and (tiles, blocks_k, warps) != cuts[-1]:
@@ -905,6 +895,22 @@ def _in_clusters(product: Product, rows: int, multiprocessors: int) -> MatrixSha
         if tiles * split <= 16 and shape.shared_bytes(rows) <= MAX_SHARED:
             return shape
     return None
+
+
+def _cuts(product: Product, rows: int, multiprocessors: int) -> tuple[tuple[int, int, int], ...]:
+    """How `_in_clusters` may cut a small product: tiles of a block, blocks that share inputs, and
+    the least warps of a block.  Each cut has no fewer blocks than the one before."""
+    tile_count, steps = product.tile_count, -(-product.inputs // 32)
+    if rows > 32:
+        return (4, 1, 8), (4, 2, 8), (4, 4, 8), (2, 4, 8) if steps <= 48 else (4, 8, 8)
+    if rows > _FEW_ROWS:
+        return (4, 1, 8), (2, 1, 8), (4, 4, 8), (2, 4, 8)
+    if steps <= 32 and tile_count < multiprocessors / 3:
+        return ((1, 1, 8),)
+    pays = product.normed or (rows > 4 and steps >= 48)
+    if rows <= 8 and tile_count < multiprocessors / 2 and pays:
+        return (4, 1, 8), (2, 1, 8), (2, 2, 16), (4, 4, 16)
+    return (4, 1, 8), (2, 1, 8), (4, 4, 8)
 
 
 def _long_in_clusters(product: Product, multiprocessors: int) -> MatrixShape | None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import Device, GraphExec, Kernel, Operation, Stream, capture, copy, prepare
+from ostinato import Device, GraphExec, Kernel, Operation, Stream, capture_function, copy, prepare
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import CompileError, ContextPoisonedError, DriverError, InputError
 from ostinato.models.cuda.backend import load_kernel
@@ -111,11 +111,13 @@ class StepMeter(Closeable):
         halves = (noise.view(np.uint32) >> 16).astype(np.uint16)
         source = self.device.array(halves)
         cache = self.plan.buffers["cache"]
-        with capture(self.stream) as under_way:
+
+        def fill() -> None:
             for start in range(0, cache.nbytes, source.nbytes):
                 size = min(source.nbytes, cache.nbytes - start) // 2
                 copy(self.stream, cache.view(start, size), source.view(0, size))
-        with under_way.graph as graph, graph.instantiate() as filling:
+
+        with capture_function(self.stream, fill).instantiate() as filling:
             filling.launch(self.stream)
             self.stream.synchronize()
         source.close()
@@ -196,10 +198,12 @@ class StepMeter(Closeable):
 
     def _graph(self, tuning: Tuning) -> GraphExec:
         operations = self.operations(tuning)
-        with capture(self.stream) as under_way:
+
+        def submit() -> None:
             for operation in operations:
                 self.stream.submit(operation)
-        return under_way.graph.instantiate(upload=self.stream)
+
+        return capture_function(self.stream, submit).instantiate(upload=self.stream)
 
     def _time(self, executable: GraphExec, context: int, careful: bool, enough: float) -> float:
         start, stop = self._marks
@@ -275,8 +279,7 @@ def search(
     seconds (`sweep`), whose results agree with the default's.
 
     `weights`: on the device, bfloat16; the caller closes them.  `context`, `contexts`: as `sweep`
-    has them.  Raises what StepMeter and `sweep`
-    raise.
+    has them.  Raises what StepMeter and `sweep` raise.
     """
     config, known = weights.config, known_of(device)
     with StepMeter(device, weights, rows=rows, positions=max(contexts)) as meter:

@@ -258,8 +258,7 @@ def sweep(
     `clusters`, `warpgroups`: whether the device has them; `shared`: bytes that a block may have.
     `context`: positions of a sequence, of the decoders that it is for.  `contexts`: positions at
     which the step is timed; the first one decides about products.  `tell` is called after each
-    candidate.  Raises InputError for no contexts or no time, and what the
-    meter raises.
+    candidate.  Raises InputError for no contexts or no time, and what the meter raises.
     """
     if not contexts or not seconds > 0:
         raise InputError(f"contexts {list(contexts)} and {seconds} seconds: both are needed")
