@@ -58,8 +58,6 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
 }
 """What may be refused, and why."""
 MUST_BE_REFUSED = ("dropout", "host_function")
-SECONDS = 100.0
-"""After these no other graph is begun."""
 
 
 # ------------------------------------------------------------------------------- the whole program
@@ -68,7 +66,7 @@ SECONDS = 100.0
 @dataclass(frozen=True)
 class Verdict:
     """`kind`: "equal", "refused", "unexplained" (refused for a reason that is not known here),
-    "wrong", or "missing" (its library, or time)."""
+    "wrong", or "missing" (its library)."""
 
     kind: str
     what: str
@@ -576,9 +574,6 @@ def saving(folder: Path, names: tuple[str, ...]) -> None:
                 note(group.__name__, f"missing: {error}")
             for name in [n for n in CASES if n not in before]:
                 if names and name not in names:
-                    continue
-                if time.perf_counter() - begun > SECONDS:
-                    note(name, f"missing: {SECONDS:.0f} s were over")
                     continue
                 try:
                     with torch.no_grad():

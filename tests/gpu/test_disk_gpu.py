@@ -249,7 +249,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     return folder, outcomes
 
 
-@pytest.mark.xdist_group("foreign")
+@pytest.mark.alone
 @pytest.mark.parametrize("name", saved_graphs.NAMES)
 def test_other_libraries_graphs_without_the_libraries(
     foreign: tuple[Path, dict[str, str]], name: str
