@@ -19,6 +19,7 @@ from ostinato.errors import (
     EagerRunError,
     InputError,
     StateLostError,
+    Status,
     VerificationError,
 )
 from ostinato.interop.graphing.library import Options
@@ -244,13 +245,13 @@ def test_a_key_that_cannot_be_captured_is_quarantined_and_served(
 
 
 @pytest.mark.parametrize("build", ["capture", "record"])
-@pytest.mark.parametrize("call", ["graph_instantiate", "exec_upload"])
+@pytest.mark.parametrize("call", ["graph_instantiate", "exec_launch"])
 def test_a_build_that_fails_costs_speed_only(host_device: Device, build: str, call: str) -> None:
     faults = FaultyDriver(host_device.driver)
     rows = Rows(preload(Device(faults)), build=build, warmups=0)
-    faults.fail(call, status=2)
+    faults.fail(call, Status.OUT_OF_MEMORY, times=3)
     x = rows.x.to_numpy(rows.stream)
-    for number in range(1, 4):
+    for number in range(1, 7):  # every other call of a recorded step makes its graph
         rows.step(rows=8)
         np.testing.assert_array_equal(rows.totals(), number * x)
     assert rows.step.statistics().replayed == 0
@@ -502,6 +503,30 @@ def test_a_refused_replay_is_run_eagerly(host_device: Device) -> None:
     assert rows.step(rows=8).reason is Reason.REFUSED
     assert fault.fired == 1
     np.testing.assert_array_equal(rows.totals(), 2 * x)
+
+
+@pytest.mark.parametrize("way", ["prepare", "record", "call"])
+def test_a_graph_that_is_held_is_on_the_device(host_device: Device, way: str) -> None:
+    """A held launch cannot fall back to an eager run, so what it needs is found out before."""
+    faults = FaultyDriver(host_device.driver)
+    rows = Rows(
+        preload(Device(faults)), warmups=0, build="record" if way == "record" else "capture"
+    )
+    rows.step.prepare(rows=8) if way == "prepare" else rows.step(rows=8)
+    ran = 0 if way == "prepare" else 1
+    fault = faults.fail("exec_upload", Status.OUT_OF_MEMORY)
+    held = rows.step.hold(rows=8)
+    assert fault.fired == (way != "call")
+    if way != "call":
+        assert isinstance(held, Decision)
+        assert (held.action, held.reason) == (Action.EAGER, Reason.REFUSED)
+        assert len(rows.cache) == 0
+        rows.step(rows=8)
+        ran += 1
+        held = rows.step.hold(rows=8)
+    assert isinstance(held, HeldReplay)
+    held.launch()
+    np.testing.assert_array_equal(rows.totals(), (ran + 1) * rows.x.to_numpy(rows.stream))
 
 
 def test_profile_as_events(device: Device, tmp_path: object) -> None:

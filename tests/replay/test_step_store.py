@@ -407,7 +407,6 @@ def test_a_step_without_a_store_saves_nothing(host_device: Device, tmp_path: Pat
         ("module_load", Status.INVALID_IMAGE),
         ("graph_instantiate", Status.INVALID_VALUE),
         ("graph_instantiate", Status.OUT_OF_MEMORY),
-        ("exec_upload", Status.OUT_OF_MEMORY),
         ("memory_range", Status.INVALID_VALUE),
     ],
 )
@@ -424,6 +423,17 @@ def test_a_restore_that_the_driver_refuses_costs_speed_alone(
         assert rig.call(3)[0] is Action.REPLAY
         found = rig.store.statistics()
         assert found.restored == 0 and list(found.reasons.values()) == [1], found
+
+
+def test_a_restored_graph_without_memory_on_the_device_costs_speed_alone(folder: Path) -> None:
+    faults = FaultyDriver(HostDriver())
+    with Device(faults) as device:
+        rig = Rig(device, folder, weight=100)
+        fault = faults.fail("exec_launch", Status.OUT_OF_MEMORY)
+        assert rig.call(3) == (Action.EAGER, [0, 100, 200], 3)
+        assert fault.fired == 1
+        assert rig.call(3)[1:] == ([0, 100, 200], 6)  # captured as usual
+        assert rig.call(3) == (Action.REPLAY, [0, 100, 200], 9)
 
 
 @pytest.mark.parametrize("call", ["graph_add_kernels", "module_load", "graph_instantiate"])

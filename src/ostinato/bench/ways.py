@@ -85,11 +85,8 @@ class DecoderWay:
         for sequence, position in enumerate(positions_of(batch, context, self._uneven)):
             first = max(1, position)
             if len(decoder.tokens(sequence)) < first:
-                # A recorded prompt's graph is uploaded and waits for the second such prompt, which
-                # slows all other graphs (`GraphExec.upload`).
-                for _ in range(2 if self.way.build == "record" else 1):
-                    decoder.reset(sequence)
-                    decoder.prefill(self._prompt(sequence, first), sequence)
+                decoder.reset(sequence)
+                decoder.prefill(self._prompt(sequence, first), sequence)
             decoder.truncate(first, sequence)
         if context:
             decoder.decode_batch(self._sequences)

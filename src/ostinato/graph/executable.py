@@ -364,6 +364,14 @@ class GraphExec(Launcher, Closeable):
 
     # --- reading
     @property
+    def uploaded(self) -> bool:
+        """Whether it was uploaded or launched; if not, its first launch uploads it.
+
+        Not guaranteed once a stream that it was uploaded or launched on is closed.
+        """
+        return bool(self._prepared)
+
+    @property
     def empty(self) -> bool:
         """Whether it has no nodes, so that a launch does nothing."""
         return self._shadow.empty

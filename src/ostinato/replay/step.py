@@ -404,7 +404,7 @@ class GraphedStep(Closeable):
         self._sizes.begin(call.sizes, self.stream)
         state.looked = True
         inputs, outputs = self._memory()
-        made = store.executable((call.key, self._work), inputs | outputs, upload=self.stream)
+        made = store.executable((call.key, self._work), inputs | outputs)
         if made is not None:
             self._sizes.note_restored()
             self._keys.add(call.key)
@@ -413,6 +413,7 @@ class GraphedStep(Closeable):
     def prepare(self, **sizes: int) -> Decision:
         """Makes the graph of these sizes now, by capture or by the `builder`; nothing runs.
 
+        Its first launch uploads it: uploaded graphs that wait slow others (`GraphExec.upload`).
         Returns the decision: BUILD if the graph was made, REPLAY if it was there, EAGER or REFUSE
         with the reason if a call would not use one.  Whatever a first run initialises must be
         initialised before (modules preloaded, libraries warmed up).  A failure quarantines the key,
@@ -461,6 +462,14 @@ class GraphedStep(Closeable):
             if self.verify != "off" and not state.is_checked(executable, call.padded):
                 lease.close()
                 return replace(decision, detail="its check is due")
+            try:
+                if not executable.uploaded:
+                    executable.upload(self.stream)
+            except OstinatoError as error:
+                lease.close()
+                if isinstance(error, ContextPoisonedError):
+                    raise
+                return self._drop(call, state, str(error))
             self._sizes.set(call.sizes, self.stream)
             replay: Callable[[], None] = partial(executable.launch, self.stream)
             if not self._plain or self._sizes.asked:
@@ -600,12 +609,16 @@ class GraphedStep(Closeable):
 
     def _refused(self, call: Call, state: KeyState, why: str) -> Decision:
         """Drops the graph, and runs the call eagerly."""
+        self._drop(call, state, why)
+        return self._fall_back(call, state, Reason.REFUSED, why)
+
+    def _drop(self, call: Call, state: KeyState, why: str) -> Decision:
+        """Drops a graph that the driver refuses; quarantines the key if that goes on."""
         state.refusals += 1
         if state.refusals >= _REFUSALS:
-            self._quarantine(call.key, state, Reason.REFUSED, why)
-        else:
-            self.cache.evict(call.key)
-        return self._fall_back(call, state, Reason.REFUSED, why)
+            return self._quarantine(call.key, state, Reason.REFUSED, why)
+        self.cache.evict(call.key)
+        return Decision(Action.EAGER, Reason.REFUSED, why)
 
     def _fall_back(self, call: Call, state: KeyState, reason: Reason, why: str) -> Decision:
         """Runs the call eagerly, where a graph was expected; raises EagerRunError if strict."""
@@ -638,7 +651,7 @@ class GraphedStep(Closeable):
                 self._run(call.buckets)
             self._sizes.end()
             _require_all(state.submitted, under_way.submissions)
-            return under_way.graph.instantiate(upload=self.stream)
+            return under_way.graph.instantiate()
 
         return self._install(call, state, make)
 
@@ -692,7 +705,7 @@ class GraphedStep(Closeable):
             return self._mismatched(call, state, finding)
 
         def make() -> GraphExec:
-            return recording.build().instantiate(upload=self.stream)
+            return recording.build().instantiate()
 
         return self._install(call, state, make) or decision
 
