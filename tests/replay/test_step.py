@@ -505,30 +505,6 @@ def test_a_refused_replay_is_run_eagerly(host_device: Device) -> None:
     np.testing.assert_array_equal(rows.totals(), 2 * x)
 
 
-@pytest.mark.parametrize("way", ["prepare", "record", "call"])
-def test_a_graph_that_is_held_is_on_the_device(host_device: Device, way: str) -> None:
-    """A held launch cannot fall back to an eager run, so what it needs is found out before."""
-    faults = FaultyDriver(host_device.driver)
-    rows = Rows(
-        preload(Device(faults)), warmups=0, build="record" if way == "record" else "capture"
-    )
-    rows.step.prepare(rows=8) if way == "prepare" else rows.step(rows=8)
-    ran = 0 if way == "prepare" else 1
-    fault = faults.fail("exec_upload", Status.OUT_OF_MEMORY)
-    held = rows.step.hold(rows=8)
-    assert fault.fired == (way != "call")
-    if way != "call":
-        assert isinstance(held, Decision)
-        assert (held.action, held.reason) == (Action.EAGER, Reason.REFUSED)
-        assert len(rows.cache) == 0
-        rows.step(rows=8)
-        ran += 1
-        held = rows.step.hold(rows=8)
-    assert isinstance(held, HeldReplay)
-    held.launch()
-    np.testing.assert_array_equal(rows.totals(), (ran + 1) * rows.x.to_numpy(rows.stream))
-
-
 def test_profile_as_events(device: Device, tmp_path: object) -> None:
     seen = []
     profile = ReplayProfile(print_every=2, sinks=(seen.append,))

@@ -234,18 +234,14 @@ class GraphStore:
         return loaded
 
     def executable(
-        self,
-        key: Hashable,
-        memory: Mapping[str, Target] | None = None,
-        *,
-        upload: Stream | None = None,
+        self, key: Hashable, memory: Mapping[str, Target] | None = None
     ) -> GraphExec | None:
         """What `restore` gives, with all memory named, and instantiated.  Raises as it does."""
 
         def make(text: str, path: Path) -> GraphExec:
             loaded = self._load(memory or {}, True, text, path)
             try:
-                return loaded.instantiate(upload=upload)
+                return loaded.instantiate()
             except BaseException:
                 loaded.close()
                 raise

@@ -346,8 +346,10 @@ class GraphExec(Launcher, Closeable):
     def upload(self, stream: Stream) -> None:
         """Puts the executable on the device before its first launch, in stream order.
 
-        Until that launch the driver may replay other graphs more slowly (0.18 us a kernel; H200,
-        driver 580): upload what is about to be launched.
+        Without it the first launch does so.  An executable of many kernels that waits (16, not 8;
+        H200, driver 580) makes every replay slower, by 0.18 us a kernel, until one that was
+        uploaded is launched for the first time; closing it does not end that.  So upload what is
+        about to be launched.
         Raises CaptureError on a stream that captures (the capture goes on), DriverError,
         ClosedError.
         """
@@ -363,14 +365,6 @@ class GraphExec(Launcher, Closeable):
         self._prepare(stream)
 
     # --- reading
-    @property
-    def uploaded(self) -> bool:
-        """Whether it was uploaded or launched; if not, its first launch uploads it.
-
-        Not guaranteed once a stream that it was uploaded or launched on is closed.
-        """
-        return bool(self._prepared)
-
     @property
     def empty(self) -> bool:
         """Whether it has no nodes, so that a launch does nothing."""

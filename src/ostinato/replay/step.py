@@ -462,14 +462,6 @@ class GraphedStep(Closeable):
             if self.verify != "off" and not state.is_checked(executable, call.padded):
                 lease.close()
                 return replace(decision, detail="its check is due")
-            try:
-                if not executable.uploaded:
-                    executable.upload(self.stream)
-            except OstinatoError as error:
-                lease.close()
-                if isinstance(error, ContextPoisonedError):
-                    raise
-                return self._drop(call, state, str(error))
             self._sizes.set(call.sizes, self.stream)
             replay: Callable[[], None] = partial(executable.launch, self.stream)
             if not self._plain or self._sizes.asked:
@@ -609,16 +601,12 @@ class GraphedStep(Closeable):
 
     def _refused(self, call: Call, state: KeyState, why: str) -> Decision:
         """Drops the graph, and runs the call eagerly."""
-        self._drop(call, state, why)
-        return self._fall_back(call, state, Reason.REFUSED, why)
-
-    def _drop(self, call: Call, state: KeyState, why: str) -> Decision:
-        """Drops a graph that the driver refuses; quarantines the key if that goes on."""
         state.refusals += 1
         if state.refusals >= _REFUSALS:
-            return self._quarantine(call.key, state, Reason.REFUSED, why)
-        self.cache.evict(call.key)
-        return Decision(Action.EAGER, Reason.REFUSED, why)
+            self._quarantine(call.key, state, Reason.REFUSED, why)
+        else:
+            self.cache.evict(call.key)
+        return self._fall_back(call, state, Reason.REFUSED, why)
 
     def _fall_back(self, call: Call, state: KeyState, reason: Reason, why: str) -> Decision:
         """Runs the call eagerly, where a graph was expected; raises EagerRunError if strict."""
