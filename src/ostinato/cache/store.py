@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, TypeVar
 from ostinato.cache.schedule import stable_text
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.forking import new_lock
-from ostinato.driver.stream import Stream
 from ostinato.errors import (
     ContextPoisonedError,
     GraphFileError,
