@@ -91,4 +91,4 @@ def _check(status: os.stat_result, private: bool) -> None:
         if status.st_uid != os.getuid():
             raise UntrustedError(f"it belongs to another user ({status.st_uid})")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise UntrustedError("other users may write to it")
+            raise UntrustedError("other users may write to it (chmod go-w takes that away)")

@@ -79,8 +79,8 @@ def test_doctor_says_which_compiler_there_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gpus", "library", "way", "words"),
     [
-        (0, "2.28.9", "auto", "by ranks on the CPU the group's channel; ranks on GPUs need two"),
-        (0, "2.28.9", "exchange", "by ranks on the CPU their memory, if they are threads"),
+        (0, "2.28.9", "auto", "CPU ranks use the group's channel; GPU ranks need two GPUs or more"),
+        (0, "2.28.9", "exchange", "CPU ranks use their memory, if they are threads"),
         (2, "not available: pip", "auto", "nothing, so that GPUs cannot be ranks: NCCL is not av"),
         (2, "2.28.9", "library", "NCCL for all messages"),
         (2, "2.28.9", "auto", "the ranks' memory for small messages, NCCL for the others; NCCL"),

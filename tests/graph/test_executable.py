@@ -85,7 +85,7 @@ def test_inventory(sums: Sum) -> None:
         _ = nodes[0].kernel
     with pytest.raises(NodeKindError, match="KERNEL"):
         _ = nodes[1].memset
-    with pytest.raises(InputError, match="4 nodes"):
+    with pytest.raises(InputError, match="an index below 4"):
         sums.graph.node(4)
 
 
@@ -109,6 +109,10 @@ def test_patch_refusals_change_nothing(sums: Sum) -> None:
         lambda: sums.run.patch(1, "n", 1.5),
         lambda: sums.run.patch(1, "a", "text"),
         lambda: sums.run.patch(9, "a", sums.a),
+        lambda: sums.run.patch("scale", "n", 1),  # type: ignore[arg-type]
+        lambda: sums.run.patch_all([(1, "b", sums.a), (2, "n")]),  # type: ignore[list-item]
+        lambda: sums.run.patch_all([1]),  # type: ignore[list-item]
+        lambda: sums.graph.instantiate(upload=True),  # type: ignore[arg-type]
     ):
         with pytest.raises(InputError):
             bad()

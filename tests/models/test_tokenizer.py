@@ -110,6 +110,12 @@ def test_both_sources_agree(tmp_path: Path) -> None:
     assert left.chat_template == right.chat_template == TEMPLATE
 
 
+@pytest.mark.parametrize("path", ["model.gguf", Path("model.gguf")])
+def test_a_path_is_no_source_of_a_tokenizer(path: Any) -> None:
+    with pytest.raises(InputError, match=r"open_checkpoint\(path\).tokenizer is needed"):
+        load_tokenizer(path)
+
+
 def test_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("<|im_start|>") == [1]
     assert tokenizer.bos_id == 1

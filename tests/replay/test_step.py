@@ -150,6 +150,28 @@ def test_a_size_that_changes_in_place_is_read_by_each_call(device: Device) -> No
     assert rows.step.key(rows=length) == rows.step.key(rows=8)
 
 
+@pytest.mark.parametrize("wrong", [3.0, True, "3", -1, None, [3]])
+def test_what_is_no_size_is_refused_whatever_was_called_before(
+    device: Device, wrong: object
+) -> None:
+    """3.0 == 3 and True == 1, so they would be found among the sizes of earlier calls."""
+    rows = Rows(device)
+    for size in (3, 1):
+        rows.step(rows=size)
+    for call in (rows.step, rows.step.hold, rows.step.prepare, rows.step.key):
+        with pytest.raises(InputError, match="rows=.*: a whole number of 0 or more is needed"):
+            call(rows=wrong)
+    assert rows.step.key(rows=np.int64(3)) == rows.step.key(rows=3)
+
+
+def test_a_slot_names_the_size_that_a_call_lacks(device: Device) -> None:
+    rows = Rows(device)
+    with pytest.raises(InputError, match=r"the size 'rows', which this call.*gives row\)"):
+        rows.step(row=3)
+    with pytest.raises(InputError, match="size=3: the name of a size argument is needed"):
+        ost.Slot("x", rows.x, ost.Role.INPUT, size=3)  # type: ignore[arg-type]
+
+
 def test_device_state_is_seen_by_replays(device: Device) -> None:
     rows = Rows(device, warmups=0)
     x = rows.x.to_numpy(rows.stream)

@@ -299,7 +299,9 @@ class GraphCache(Closeable):
     into it and closes it when it leaves; do not close what `get` returned.  Every call may come
     from any thread.
 
-    `buckets` is the scheme by which steps that use this cache pad their sizes.  `budget` limits
+    `buckets` is the scheme by which steps that use this cache pad their sizes; without it, powers
+    of two without a limit.  A bucket with more rows than a step's smallest slot runs eagerly: give
+    that slot's rows as the limit.  `budget` limits
     device bytes (4096, "512 MiB") and `max_graphs` the number of graphs: over either, the least
     recently used leave, but never the one that was just put in.  Bytes are given, measured or
     estimated: `cache.budget` says how, and how well.  Not guaranteed: that free device memory rises

@@ -133,7 +133,7 @@ def _collectives(way: str, gpus: int, library: str) -> str:
         channel = (
             "their memory, if they are threads" if way == "exchange" else "the group's channel"
         )
-        return f"by ranks on the CPU {channel}; ranks on GPUs need two GPUs"
+        return f"CPU ranks use {channel}; GPU ranks need two GPUs or more"
     if library.startswith("not available"):
         return f"nothing, so that GPUs cannot be ranks: NCCL is {library}"
     if way == "library":

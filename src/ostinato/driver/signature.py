@@ -322,8 +322,8 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
 
     Raises InputError if a value does not survive: no number, out of bounds, a fraction for whole
     numbers, another number than 0 and 1 for flags, an imaginary part for real numbers, a finite
-    number that would become infinite.  Floats are rounded to narrower ones.  Structs, which are
-    tuples or come from an array of structs, are converted field by field.
+    number that would become infinite.  Numbers are rounded to the float type, whole ones too.
+    Structs, which are tuples or come from an array of structs, are converted field by field.
     """
     if type(values) is np.ndarray and values.dtype == dtype:
         return np.ascontiguousarray(values).reshape(values.shape)

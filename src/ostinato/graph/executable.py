@@ -66,6 +66,12 @@ _HALF_DONE = (
 )
 
 
+def _patch_of(entry: object) -> tuple[Node | int, int | str, object]:
+    if not (isinstance(entry, tuple | list) and len(entry) == 3):
+        raise InputError(f"patch_all: {entry!r} is no (node, argument, value)")
+    return entry[0], entry[1], entry[2]
+
+
 def _leaving() -> int:
     """Stands for the launch on a closed stream."""
     raise AssertionError("a launch on a closed stream")
@@ -158,6 +164,8 @@ class GraphExec(Launcher, Closeable):
         context.require_open()
         context.collect()
         graph.require_launchable()
+        if upload is not None:
+            require_stream(upload, "instantiate(upload=…)")
         if upload is not None and upload.is_capturing:
             raise CaptureError(
                 f"an executable cannot be uploaded on {upload!r}, which is capturing"
@@ -474,7 +482,7 @@ class GraphExec(Launcher, Closeable):
 
             run.patch_all((node, "n", 128) for node in attention)
         """
-        given = list(patches)
+        given = [_patch_of(entry) for entry in patches]
         with self._lock:
             writes: dict[NodeHandle, dict[int, Write]] = {}
             for node, argument, value in given:

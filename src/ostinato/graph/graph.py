@@ -41,7 +41,14 @@ from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream, handle_of, require_callable
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
 from ostinato.graph.launching import prepare_node
-from ostinato.graph.node import Argument, LazyArguments, Node, NodeLabel, every_node
+from ostinato.graph.node import (
+    Argument,
+    LazyArguments,
+    Node,
+    NodeLabel,
+    every_node,
+    index_below,
+)
 from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
 from ostinato.memory.buffer import copy_params
@@ -285,9 +292,7 @@ class Graph(Closeable):
     def node(self, index: int) -> Node:
         """One node by its index in the driver's order.  Raises InputError if there is none."""
         handles = self.context.driver.graph_nodes(self.handle)
-        place = whole_number(index)
-        if place is None or not 0 <= place < len(handles):
-            raise InputError(f"node {index!r}: the graph has {len(handles)} nodes")
+        place = index_below(len(handles), index)
         return self._read_one(place, handles[place])
 
     def __len__(self) -> int:

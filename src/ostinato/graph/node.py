@@ -24,6 +24,7 @@ from ostinato.driver.api import (
     NodeKind,
     NodeParams,
     ParameterSlot,
+    whole_number,
 )
 from ostinato.driver.location import describe_line
 from ostinato.driver.signature import Parameter, Signature
@@ -225,6 +226,14 @@ class Node:
     @property
     def conditional(self) -> ConditionalNodeParams:
         return self._as(ConditionalNodeParams)
+
+
+def index_below(count: int, given: object) -> int:
+    """An index of a graph's own nodes, of which there are `count`.  Raises InputError."""
+    index = whole_number(given)
+    if index is None or not 0 <= index < count:
+        raise InputError(f"node {given!r}: a Node, or an index below {count}, is needed")
+    return index
 
 
 def every_node(nodes: Iterable[Node]) -> Iterator[Node]:

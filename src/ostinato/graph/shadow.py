@@ -24,12 +24,11 @@ from ostinato.driver.api import (
     KernelSetter,
     NodeHandle,
     NodeParams,
-    whole_number,
 )
 from ostinato.errors import InputError, UpdateRefusedError
 from ostinato.graph.changes import Change, Setting
 from ostinato.graph.graph import Graph
-from ostinato.graph.node import Node, every_node, given_reach
+from ostinato.graph.node import Node, every_node, given_reach, index_below
 from ostinato.graph.pointers import PlainMove, PointerIndex
 from ostinato.memory.ranges import KnownRanges
 
@@ -218,10 +217,7 @@ class Shadow:
         """
         handles = self._handles
         if not isinstance(node, Node):
-            index = whole_number(node)
-            if index is None or not 0 <= index < len(handles):
-                raise InputError(f"node {node!r}: the graph has {len(handles)} nodes")
-            return self._own(index)
+            return self._own(index_below(len(handles), node))
         if node.index < len(handles) and handles[node.index] == node.handle:
             return self._own(node.index)
         found = next((n for n in every_node(self.definition()) if n.handle == node.handle), None)

@@ -309,8 +309,10 @@ class Buffer(Closeable):
         From a Buffer of this dtype, or from or into one of bytes: in stream order, capturable.
         From a NumPy array or a list: the bytes are taken before this returns; not allowed during a
         capture (stage through pinned memory).
-        Raises InputError if they do not fit, and for a value that does not survive the conversion
-        to this dtype (`signature.exact_array`).
+        Numbers are rounded to the buffer's float type, whole numbers too (2**24 + 1 becomes
+        16777216 in float32).  Raises InputError if the elements do not fit, and for a value outside
+        the type's range, a fraction for whole numbers, a finite number that would become infinite,
+        and what else `signature.exact_array` refuses.
         """
         self._require_open()
         if isinstance(source, Buffer):

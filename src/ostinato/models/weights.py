@@ -83,7 +83,7 @@ class Weights:
     def description(self) -> str:
         """What the matrices are, in words."""
         if self.packed:
-            return "packed as in the file"
+            return "packed"
         if not self.formats:
             return {"uint16": "bfloat16"}.get(self.dtype.name, self.dtype.name)
         kinds = sorted({part.kind for parts in self.formats.values() for part in parts})

@@ -55,8 +55,8 @@ class Slot:
     No check finds a read of old values behind the end of a row in use (a short block table in a
     wide row): write the whole row, or let the step read its length.
 
-    Raises InputError if `buffer` is no Buffer, for a `size` of a buffer without rows, and for
-    poisons that do not differ or do not fit.
+    Raises InputError if `buffer` is no Buffer, for a `size` that is no name or is that of a buffer
+    without rows, and for poisons that do not differ or do not fit.
     """
 
     name: str
@@ -74,6 +74,11 @@ class Slot:
             )
         if not isinstance(self.role, Role):
             raise InputError(f"slot {self.name!r}: role={self.role!r} is no Role")
+        if not (self.size is None or isinstance(self.size, str)):
+            raise InputError(
+                f"slot {self.name!r}: size={self.size!r}: the name of a size argument is needed, "
+                'such as "rows"'
+            )
         if self.size is not None and not self.buffer.shape:
             raise InputError(f"slot {self.name!r} has a size, but its buffer has no rows")
         if self.poison is not None:
@@ -101,7 +106,10 @@ class Slot:
         if self.size is None:
             return None
         if self.size not in sizes:
-            raise InputError(f"slot {self.name!r} has its rows from {self.size!r}, not a size here")
+            raise InputError(
+                f"slot {self.name!r} takes its number of rows from the size {self.size!r}, which "
+                f"this call does not give (it gives {', '.join(sizes) or 'none'})"
+            )
         used = sizes[self.size]
         if used > len(self.buffer):
             raise InputError(

@@ -52,6 +52,8 @@ class StepKeyStatistics:
 class StepStatistics:
     """What a step did so far.
 
+    `built` counts graphs that were made; a call that captures one replays it too, so it is in
+    `replayed`, and a call that records one is in `eager`.
     `launches_eager` counts operations launched one by one, `launches_replayed` graph launches.
     `eager_reasons` counts eager runs by reason.  `padded` and `used` add up bucketed and real
     sizes.  `verified` counts checks; the replay of a check that failed is in `replayed` as well.  A

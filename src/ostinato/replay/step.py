@@ -266,11 +266,12 @@ class GraphedStep(Closeable):
         if self._buckets is not self.cache.buckets:
             self._buckets = self.cache.buckets
             self._calls.clear()
-        given = tuple(sizes.items())
-        try:
-            known = self._calls.get(given)
-        except TypeError:  # not hashable, so not a size: refused below
-            known = None
+        known = None
+        for size in sizes.values():
+            if type(size) is not int:  # True and 3.0 are equal to whole numbers, and no sizes
+                break
+        else:
+            known = self._calls.get(tuple(sizes.items()))
         if known is None:
             # By whole numbers, and not as given: an array that is a size may change.
             checked = checked_sizes(sizes)
@@ -435,9 +436,10 @@ class GraphedStep(Closeable):
         """The graph of these sizes, for many replays in a row that each cost only a launch.
 
         Makes the graph first if the next call would capture it.  Returns a Decision, and holds
-        nothing, if a call would do more than replay (run eagerly, record, check) or would raise:
-        call the step then.  A `with` block of a Decision raises InputError.  `enabled`,
-        `preconditions` and the other conditions are not looked at again while the graph is held.
+        nothing, if a call would do more than replay (run eagerly, record, check, count replays for
+        `verify=N`) or would raise: call the step then.  A `with` block of a Decision raises
+        InputError.  `enabled`, `preconditions` and the other conditions are not looked at again
+        while the graph is held.
         Raises ContextPoisonedError and InputError as a call does.
         """
         with self._lock, self.stream.turn.lock:
@@ -448,7 +450,11 @@ class GraphedStep(Closeable):
             if decision.action in (Action.EAGER, Action.REFUSE):
                 return decision
             if isinstance(self.verify, int):
-                return replace(decision, detail=f"verify={self.verify} checks some replays")
+                return replace(
+                    decision,
+                    detail=f"not held: verify={self.verify} counts replays, and a held graph is "
+                    'launched without that; call the step, or use verify="first"',
+                )
             if decision.action is Action.BUILD:
                 if self.build == "record" or self.verify != "off":
                     return decision

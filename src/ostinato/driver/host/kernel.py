@@ -204,7 +204,11 @@ def kernel_at(target: str) -> HostKernel:
         for name in path.split("."):
             found = getattr(found, name)
     except Exception as error:  # whatever the module raises when it is imported
-        raise InputError(f"{target} cannot be imported ({type(error).__name__}: {error})") from None
+        missing = isinstance(error, ModuleNotFoundError)
+        raise InputError(
+            f"{target} cannot be imported ({type(error).__name__}: {error})"
+            + "; its folder must be on PYTHONPATH" * missing
+        ) from None
     if not isinstance(found, HostKernel):
         raise InputError(f"{target} is no kernel of the host, but {type(found).__name__}")
     return found

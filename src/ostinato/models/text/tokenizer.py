@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -193,8 +194,11 @@ def load_tokenizer(source: TokenizerSource, *, vocabulary: int | None = None) ->
 
     `vocabulary`: rows of the embedding; a tokenizer with larger ids is refused, before it is built.
     Raises ModelFormatError if it is damaged, UnsupportedModelError for a kind that cannot be done
-    right, ModelError if there is none or if it takes too much time or memory.
+    right, ModelError if there is none or if it takes too much time or memory, InputError for a
+    path.
     """
+    if isinstance(source, str | os.PathLike):
+        raise InputError(f"load_tokenizer({source!r}): open_checkpoint(path).tokenizer is needed")
     rows = MAX_IDS if vocabulary is None else whole(vocabulary, "vocabulary", 1)
     try:
         if isinstance(source, GgufTokenizerSource):
