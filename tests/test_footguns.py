@@ -3045,3 +3045,171 @@ def test_what_is_no_handle_is_no_stream(device: Device, handle: object) -> None:
 
     with pytest.raises(InputError, match="version, handle"):
         device.adopt_stream(Foreign())
+
+
+class _Between(FaultyDriver):
+    """Runs a function in another thread when the driver has begun a capture."""
+
+    function: Callable[[], None] | None = None
+
+    def stream_begin_capture(self, *arguments: Any) -> None:
+        self.inner.stream_begin_capture(*arguments)
+        if self.function is not None:
+            thread = threading.Thread(target=self.function)
+            thread.start()
+            thread.join()
+
+
+@pytest.mark.parametrize("call", ["launch", "submit", "fill"])
+def test_nothing_joins_a_capture_that_another_thread_begins(host_device: Device, call: str) -> None:
+    """It joined between the driver's beginning and this library's: it did not run, and was
+    replayed with the others."""
+    driver = _Between(host_device.driver)
+    device = preload(Device(driver))
+    stream = device.create_stream()
+    x, y = ones(device), ones(device)
+    scale, told = kernel(device, "scale"), []
+
+    def other() -> None:
+        calls: dict[str, Callable[[], object]] = {
+            "launch": lambda: ost.launch(stream, scale, config(N), x, N),
+            "submit": lambda: stream.submit(ost.prepare(scale, config(N), x, N)),
+            "fill": lambda: ost.fill(stream, x, 0),
+        }
+        try:
+            calls[call]()
+        except CaptureError as error:
+            told.append(error)
+
+    driver.function = other
+    with ost.capture(stream) as under_way:
+        driver.function = None
+        ost.launch(stream, scale, config(N), y, N)
+    assert len(told) == 1 and len(under_way.graph) == 1
+    under_way.graph.instantiate().launch(stream)
+    assert (x.to_numpy(stream)[0], y.to_numpy(stream)[0]) == (1, 2)
+
+
+def test_a_held_replay_waits_for_a_run_of_its_step(device: Device) -> None:
+    """It went into the middle of another thread's eager run, if the step reads no size."""
+    preload(device)
+    stream, axpy = device.create_stream(), kernel(device, "add")
+    x, other, total = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    begun, launched = threading.Event(), threading.Event()
+
+    def run(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, axpy, config(N), total, x, other, N)  # other = total + 1
+        if rows == 8:
+            begun.set()
+            launched.wait(0.2)
+        ost.copy(stream, total, other)
+
+    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
+    step = ost.GraphedStep(run, stream=stream, cache=cache)
+    for _ in range(2):
+        step(rows=4)
+    held = step.hold(rows=4)
+    assert isinstance(held, HeldReplay)
+    with held:
+        thread = threading.Thread(target=lambda: step(rows=8))
+        thread.start()
+        begun.wait()
+        held.launch()
+        launched.set()
+        thread.join()
+    assert total.to_numpy(stream)[0] == 4
+
+
+def test_a_step_inside_of_a_step_and_beside_it(device: Device) -> None:
+    """One thread had the stream's turn and wanted the inner step, the other had that."""
+    preload(device)
+    stream, scale, x = device.create_stream(), kernel(device, "add"), ones(device)
+    total = device.zeros(N, np.float32)
+    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
+
+    def run(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, scale, config(N), total, x, total, N)
+
+    inner = ost.GraphedStep(run, stream=stream, cache=cache, name="inner")
+    outer = ost.GraphedStep(lambda stream, rows: inner(rows=rows), stream=stream, cache=cache)
+    outer.enabled = False
+    calls = 300
+    threads = [
+        threading.Thread(target=lambda s=step: [s(rows=4) for _ in range(calls)], daemon=True)
+        for step in (outer, inner)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "they wait for each other"
+    assert total.to_numpy(stream)[0] == 2 * calls
+
+
+def test_a_held_graph_that_is_dropped_waits_for_no_step(device: Device) -> None:
+    """What ends it may run in any thread, also in one that the step waits for."""
+    preload(device)
+    stream, other = device.create_stream(), device.create_stream()
+    scale, x = kernel(device, "scale"), ones(device)
+    inside, go_on = threading.Event(), threading.Event()
+    go_on.set()
+
+    def met() -> bool:
+        inside.set()
+        return go_on.wait(60)
+
+    step = ost.GraphedStep(
+        lambda stream, rows: ost.launch(stream, scale, config(N), x, N),
+        stream=stream,
+        cache=ost.GraphCache(device, buckets=ost.PowersOfTwo(8)),
+        preconditions={"met": met},
+    )
+    for _ in range(2):
+        step(rows=4)
+    held = step.hold(rows=4)
+    assert isinstance(held, HeldReplay)
+    held.launch()
+    inside.clear()
+    go_on.clear()
+    calls = threading.Thread(target=lambda: step(rows=4), daemon=True)
+    calls.start()
+    inside.wait()
+    del held
+    ends = threading.Thread(target=other.synchronize, daemon=True)
+    ends.start()
+    ends.join(30)
+    waits = ends.is_alive()
+    go_on.set()
+    calls.join()
+    ends.join()
+    assert not waits, "the other stream's work waited for the step"
+    assert step.statistics().calls == 4
+
+
+def test_a_slot_of_a_single_value_is_checked(device: Device) -> None:
+    preload(device)
+    stream, scale = device.create_stream(), kernel(device, "scale")
+    count = ost.DeviceScalar(device, "f4", initial=1, stream=stream)
+    step = ost.GraphedStep(
+        lambda stream, rows: ost.launch(stream, scale, config(1), count.buffer, 1),
+        stream=stream,
+        cache=ost.GraphCache(device),
+        verify="first",
+        slots=[ost.Slot("count", count.buffer, ost.Role.STATE)],
+    )
+    for _ in range(3):
+        step(rows=1)
+    assert count.read(stream) == 8
+    assert step.statistics().verified == 1
+
+
+def test_nothing_is_launched_on_a_device_that_was_closed() -> None:
+    """A graph that had been launched went to the driver without a look at the device."""
+    device = preload(ost.open_device("host"))
+    stream = device.create_stream()
+    run = doubling(device, stream, ones(device), ones(device))
+    run.launch(stream)
+    run.launch(stream)
+    device.close()
+    with pytest.raises(ClosedError, match="closed; open it again"):
+        run.launch(stream)

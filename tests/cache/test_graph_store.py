@@ -322,8 +322,8 @@ def test_keys_share_their_inputs(host_device: Device, folder: Path) -> None:
         )
     model.x.copy_from([7, 8], model.stream)
     store.save(("step", 1), model.capture(1)().graph)
-    (code / "of no file").write_bytes(b"123")
-    left = folder / "graphs" / ".tmp-of a process that was killed"
+    (code / ("0" * 64)).write_bytes(b"123")
+    left = folder / "graphs" / f".tmp-1-{'0' * 16}"  # of a process that was killed
     left.write_bytes(b"12")
     assert len(list(code.iterdir())) == 3
     assert store.prune() == 5 and not left.exists()
@@ -332,6 +332,35 @@ def test_keys_share_their_inputs(host_device: Device, folder: Path) -> None:
     assert store.prune() == 8
     assert store.prune() == 0
     assert model.store(folder).restore(("step", 1)) is not None
+
+
+def test_pruning_leaves_what_the_store_did_not_write(host_device: Device, folder: Path) -> None:
+    store = Model(host_device).store(folder)
+    for own in ("code/train.py", "code/.tmp-notes", "graphs/.tmp-notes", "graphs/notes.txt"):
+        (folder / own).write_text("mine")
+    (folder / "code" / ("0" * 64)).write_text("of none")
+    assert store.prune() == len("of none")
+    assert len(list(folder.rglob("*"))) == len({*folder.rglob("*")})
+    assert all(
+        (folder / own).read_text() == "mine"
+        for own in ("code/train.py", "code/.tmp-notes", "graphs/.tmp-notes", "graphs/notes.txt")
+    )
+
+
+def test_pruning_keeps_what_a_file_that_is_not_read_may_name(
+    host_device: Device, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be of a newer version, or another user's for now."""
+    model = Model(host_device)
+    store = model.store(folder)
+    path = store.path(("step", 1))
+    for other in (2, 3):
+        store.path(("step", other)).unlink()
+    path.chmod(0o666)
+    assert store.prune() == 0
+    assert str(path) in caplog.text and "nothing is deleted" in caplog.text
+    path.chmod(0o600)
+    assert store.prune() == 0 and store.restore(("step", 1)) is not None
 
 
 def test_what_is_no_file_is_captured_with_the_reason(host_device: Device, folder: Path) -> None:

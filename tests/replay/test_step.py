@@ -159,7 +159,7 @@ def test_what_is_no_size_is_refused_whatever_was_called_before(
     for size in (3, 1):
         rows.step(rows=size)
     for call in (rows.step, rows.step.hold, rows.step.prepare, rows.step.key):
-        with pytest.raises(InputError, match="rows=.*: a whole number of 0 or more is needed"):
+        with pytest.raises(InputError, match=r"rows=.*: a whole number of 0 or more is needed"):
             call(rows=wrong)
     assert rows.step.key(rows=np.int64(3)) == rows.step.key(rows=3)
 

@@ -10,6 +10,8 @@ weights are the model's own, and its inputs and outputs the buffers that all key
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
@@ -29,7 +31,7 @@ from ostinato.errors import (
     OstinatoError,
     StateLostError,
 )
-from ostinato.files import TEMPORARY_PREFIX
+from ostinato.files import is_temporary
 from ostinato.graph import Graph, GraphExec
 from ostinato.graph.disk.container import open_file
 from ostinato.graph.disk.load import LoadedGraph, Loader, without_collection
@@ -46,6 +48,8 @@ __all__ = ["GraphStore", "StoreStatistics"]
 
 T = TypeVar("T")
 _MISSING = "there is no such file"
+_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,15 +302,31 @@ class GraphStore:
     def prune(self) -> int:
         """Deletes from the shared folder what none of the store's files names, and what processes
         that were killed while they saved have left; returns how many bytes.  No other process may
-        save here meanwhile."""
+        save here meanwhile.
+
+        A graph file that cannot be read (damaged, of a newer version, of another user) may name
+        anything: while there is one, nothing but unfinished files is deleted, with a warning that
+        names it.  Files of other names than the store gives are left alone.
+        """
+        code, graphs = self.folder / "code", self.folder / "graphs"
         named: set[str] = set()
-        for path in (self.folder / "graphs").glob("*.graph"):
-            with suppress(GraphFileError), open_file(path) as contents:
-                named.update(f.digest for f in contents.manifest.functions)
-                named.update(contents.manifest.tensors.values())
-        old = [path for path in (self.folder / "code").glob("*") if path.name not in named]
+        unread = ""
+        for path in graphs.glob("*.graph"):
+            try:
+                with open_file(path) as contents:
+                    named.update(f.digest for f in contents.manifest.functions)
+                    named.update(contents.manifest.tensors.values())
+            except GraphFileError as error:
+                unread = str(error)
+        if unread:
+            _log.warning(
+                "nothing is deleted from %s, since a graph file is not read: %s", code, unread
+            )
         freed = 0
-        for path in (*old, *(self.folder / "graphs").glob(f"{TEMPORARY_PREFIX}*")):
+        for path in (*code.glob("*"), *graphs.glob("*")):
+            of_none = path.parent == code and _DIGEST.match(path.name) and path.name not in named
+            if not (is_temporary(path) or (of_none and not unread)):
+                continue
             with suppress(OSError):
                 nbytes = path.lstat().st_size
                 path.unlink()
@@ -331,6 +351,12 @@ class GraphStore:
         """What was restored and saved, and why keys were captured."""
         with self._lock:
             return StoreStatistics(self._restored, self._saved, dict(self._reasons))
+
+    def note_refused(self, why: str) -> None:
+        """Counts a graph of `executable` as not restored after all: it could not be kept."""
+        with self._lock:
+            self._restored -= 1
+            self._reasons[why] += 1
 
     def _note_restored(self) -> None:
         with self._lock:

@@ -545,4 +545,5 @@ class Context:
             self.closed = True
             self._incoming.clear()
             self._waiting.clear()
+        self.cool()  # launches that ask nothing must find it closed
         self.driver.close()

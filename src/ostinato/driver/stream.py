@@ -311,8 +311,8 @@ class Stream(Closeable):
         Raises what `submit` does.
         """
         operation.require_usable(self.context)
-        if self.is_capturing:
-            self.submit(operation)
+        if self.context.captures or self.is_capturing:
+            self.submit(operation)  # a capture, also of another stream, forbids to make graphs
             return
         driver, retire = self.context.driver, self.context.retire
 

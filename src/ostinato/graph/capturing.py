@@ -106,6 +106,8 @@ class _Session(Tap):
         if stream.is_capturing:
             raise CaptureError(f"a capture could not begin on {stream!r}: {_NOT_BEGUN}")
         context.capture_begun(self, exclusive=self.mode is CaptureMode.GLOBAL)
+        # Before the driver's call: what other threads submit from here on must not join it.
+        context.add_tap(self)
         self._in_driver = True  # an interruption from here on must end it
         try:
             self._begin_in_driver()
@@ -116,7 +118,6 @@ class _Session(Tap):
             reason = _NOT_BEGUN if error.status == Status.ILLEGAL_STATE else str(error)
             raise CaptureError(f"a capture could not begin on {stream!r}: {reason}") from error
         self._id = stream.capture_info.capture_id
-        context.add_tap(self)
         if self.trace is not None:
             self.trace.start()
 

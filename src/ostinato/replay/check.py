@@ -294,7 +294,9 @@ class _Check:
             if slot.role is Role.INPUT:
                 continue
             rows = self._rows[slot.name]
-            one, other = a.slots[slot.name][:rows], b.slots[slot.name][:rows]
+            one, other = a.slots[slot.name], b.slots[slot.name]
+            if rows is not None:  # else all of it, which may have no axis
+                one, other = one[:rows], other[:rows]
             index = _first_difference(one, other)
             if index is None:
                 continue

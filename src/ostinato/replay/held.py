@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
+from ostinato.driver.stream import Stream
 from ostinato.errors import ClosedError
+from ostinato.graph import GraphExec
 
-__all__ = ["HeldCounts", "HeldReplay"]
+__all__ = ["HeldCounts", "HeldReplay", "launch_in_turn"]
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +69,12 @@ class HeldReplay(Closeable):
         self._finalizer.detach()
         self._replay = _let_go
         self._lease.close()
+
+
+def launch_in_turn(stream: Stream, executable: GraphExec) -> None:
+    """A replay, not in the middle of another thread's eager run or capture on the stream."""
+    with stream.turn.lock:
+        executable.launch(stream)
 
 
 def _let_go() -> None:

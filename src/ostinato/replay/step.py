@@ -18,7 +18,7 @@ import itertools
 import logging
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -52,7 +52,7 @@ from ostinato.graph import (
     submissions,
 )
 from ostinato.memory import CapturePool
-from ostinato.replay.held import HeldCounts, HeldReplay
+from ostinato.replay.held import HeldCounts, HeldReplay, launch_in_turn
 from ostinato.replay.key_state import TIMED_EVERY, KeyState, remember
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide, fall_back
 from ostinato.replay.profile import NotLaunched, ReplayProfile, run_replay
@@ -229,7 +229,10 @@ class GraphedStep(Closeable):
         self._dropped = Counts()
         """Of keys whose records were dropped."""
         self._held: list[tuple[StepKey, HeldCounts]] = []
+        self._given_back: deque[tuple[StepKey, HeldCounts]] = deque()
+        """Of graphs that are not held any more, until they are counted."""
         self._lock = new_lock()
+        """Taken after the stream's turn: a step may be called inside of another's run."""
         self._finalizer = weakref.finalize(
             self, stream.context.retire, partial(_evict, cache, self._keys)
         )
@@ -326,7 +329,7 @@ class GraphedStep(Closeable):
         StateLostError if a check could not put back what it changed; ContextPoisonedError;
         ClosedError.
         """
-        with self._lock, self.stream.turn.lock:
+        with self.stream.turn.lock, self._lock:
             if self._sizes.running:  # called by `run`, or by that of a step with the same sizes
                 with self._sizes.nested(self.stream):
                     return self(**sizes)
@@ -363,7 +366,7 @@ class GraphedStep(Closeable):
         if self.store is None:
             raise InputError(f"the step {self.name!r} has no store; give it one (store=)")
         refused: dict[StepKey, str] = {}
-        with self._lock, self.stream.turn.lock:
+        with self.stream.turn.lock, self._lock:
             inputs, outputs = self._memory()
             for key in [key for key in self._keys if isinstance(key, StepKey)]:
                 with self.cache.hold(key) as executable:
@@ -409,7 +412,13 @@ class GraphedStep(Closeable):
         if made is not None:
             self._sizes.note_restored()
             self._keys.add(call.key)
-            self.cache.install(call.key, made)
+            try:
+                self.cache.install(call.key, made)
+            except ContextPoisonedError:
+                raise
+            except OstinatoError as error:
+                made.close()
+                store.note_refused(str(error))
 
     def prepare(self, **sizes: int) -> Decision:
         """Makes the graph of these sizes now, by capture or by the `builder`; nothing runs.
@@ -420,7 +429,7 @@ class GraphedStep(Closeable):
         initialised before (modules preloaded, libraries warmed up).  A failure quarantines the key,
         as in a call.  Raises InputError as a call does, and for a step with `build="record"`.
         """
-        with self._lock, self.stream.turn.lock:
+        with self.stream.turn.lock, self._lock:
             if self._sizes.running:
                 with self._sizes.nested(self.stream):
                     return self.prepare(**sizes)
@@ -442,7 +451,7 @@ class GraphedStep(Closeable):
         while the graph is held.
         Raises ContextPoisonedError and InputError as a call does.
         """
-        with self._lock, self.stream.turn.lock:
+        with self.stream.turn.lock, self._lock:
             if self._sizes.running:
                 with self._sizes.nested(self.stream):
                     return self.hold(**sizes)
@@ -469,11 +478,13 @@ class GraphedStep(Closeable):
                 lease.close()
                 return replace(decision, detail="its check is due")
             self._sizes.set(call.sizes, self.stream)
-            replay: Callable[[], None] = partial(executable.launch, self.stream)
+            replay = partial(launch_in_turn, self.stream, executable)
             if not self._plain or self._sizes.asked:
                 replay = partial(self._replay_held, call, executable)
             counts = HeldCounts(call.used, call.room)
-            lease.callback(self._let_go, call.key, counts)
+            self._count_given_back()
+            # Ended by a finaliser perhaps, in any thread, which must not wait for the step.
+            lease.callback(self._given_back.append, (call.key, counts))
             self._held.append((call.key, counts))
             return HeldReplay(self.stream.context, replay, lease, counts)
 
@@ -503,8 +514,10 @@ class GraphedStep(Closeable):
                 assert refused.__cause__ is not None
                 raise refused.__cause__ from None
 
-    def _let_go(self, key: StepKey, counts: HeldCounts) -> None:
-        with self._lock:
+    def _count_given_back(self) -> None:
+        """Counts the launches of graphs that are not held any more.  Under the step's lock."""
+        while self._given_back:
+            key, counts = self._given_back.popleft()
             self._held.remove((key, counts))
             state = self._states.get(key)
             (self._dropped if state is None else state.counts).replays(counts)
