@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,24 @@ import pytest
 
 from ostinato.device import Device, open_device
 from ostinato.driver.api import StreamHandle
+from ostinato.driver.host.driver import HostDriver
 from ostinato.driver.stream import Stream
-from ostinato.errors import ClosedError, InputError, ModelError, NotAvailableError
+from ostinato.errors import (
+    ClosedError,
+    DriverError,
+    InputError,
+    ModelError,
+    NotAvailableError,
+)
 from ostinato.models.config import LlamaConfig, RopeScaling
 from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import STATE
 from ostinato.models.sampling import GREEDY, SamplingOptions, sample
+from ostinato.models.sequences import Sequence
 from ostinato.models.weights import load_weights
+from ostinato.testing import FaultyDriver
 from tests.models import reference_llama as reference
 from tests.models.model_files import CONFIG, weights, write_folder, write_gguf
 
@@ -490,6 +499,78 @@ def test_truncate_takes_tokens_back(decoder: Decoder) -> None:
     decoder.truncate(0)
     with pytest.raises(InputError, match="sequence 0 has no token to decode"):
         decoder.decode()
+
+
+def test_truncating_to_all_tokens_changes_nothing(decoder: Decoder) -> None:
+    decoder.set_sampling(GREEDY, limit=len(PROMPT) + 2)
+    decoder.prefill(PROMPT)
+    while not decoder.stopped():
+        decoder.decode()
+    decoder.truncate(len(decoder.tokens()))
+    assert decoder.stopped()
+    with pytest.raises(InputError, match="has stopped"):
+        decoder.decode()
+
+
+def test_an_interrupted_truncation_leaves_no_stale_cache() -> None:
+    """Between cutting the tokens and the length, the cache held what the tokens no longer said."""
+
+    class Interrupted(list[int]):
+        def __delitem__(self, key: Any) -> None:
+            super().__delitem__(key)
+            raise KeyboardInterrupt
+
+    one = Sequence(0, tokens=Interrupted([5, 6, 7, 8]), length=4, limit=16)
+    with pytest.raises(KeyboardInterrupt):
+        one.truncate(2)
+    assert one.tokens == [5, 6] and one.length == 1
+
+
+@pytest.mark.parametrize("call", ["memcpy", "event_record"])
+def test_settings_that_the_driver_refuses_are_not_set(tmp_path: Path, call: str) -> None:
+    """Neither now, nor with the next settings, of another sequence."""
+    faults = FaultyDriver(HostDriver())
+    path = write_gguf(tmp_path / "m.gguf")
+    with (
+        Device(faults) as device,
+        Decoder(device, path, sequences=2, stop_tokens=()) as decoder,
+    ):
+        wanted = generate(decoder, 8)
+        hot = SamplingOptions(temperature=5.0, seed=3)
+        changes: list[Callable[[], object]] = [
+            lambda: decoder.set_sampling(hot, 0, limit=len(PROMPT) + 2),
+            lambda: decoder.set_stop_tokens([wanted[2]]),
+        ]
+        for change in changes:
+            fault = faults.fail(call)
+            with pytest.raises(DriverError, match="injected"):
+                change()
+            assert fault.fired == 1
+            faults.clear()
+            assert decoder.stop_tokens == () and generate(decoder, 8) == wanted
+            decoder.set_sampling(hot, 1)
+            assert generate(decoder, 8) == wanted
+
+
+def test_a_decoder_gives_its_memory_back_after_its_stream_was_closed(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    with open_device("host") as device:
+        before = device.memory_info()[0]
+        stream = device.create_stream()
+        decoder = Decoder(device, path, stream=stream)
+        decoder.prefill(PROMPT)
+        stream.close()
+        decoder.close()
+        device.synchronize()
+        assert device.memory_info()[0] >= before - (1 << 16)
+
+
+def test_a_profile_inside_of_a_profile_is_refused(decoder: Decoder) -> None:
+    with decoder.profile() as times:
+        with pytest.raises(InputError, match="a profile is under way"), decoder.profile():
+            pass
+        decoder.prefill(PROMPT)
+    assert times
 
 
 def test_an_interrupted_step_can_be_run_again(

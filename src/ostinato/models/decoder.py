@@ -16,17 +16,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import Device, Graph, GraphCache, Operation, Stream
+from ostinato import Device, DeviceArray, Graph, GraphCache, Operation, Stream
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.stream import require_stream
-from ostinato.errors import ClosedError, DriverError, InputError, NotAvailableError
+from ostinato.errors import (
+    ClosedError,
+    DriverError,
+    InputError,
+    NotAvailableError,
+    OstinatoError,
+)
 from ostinato.models.arguments import quoted, require_function, token_ids, whole
 from ostinato.models.backend import UNPACKED, Backend, LibraryRows, WeightsKind
 from ostinato.models.calls import Call, alone, overlap
@@ -257,16 +263,21 @@ class Decoder(Closeable):
             self._close_weights()
             raise
         self.graph_cache: GraphCache = self._steps.graph_cache
-        ring = TokenRing(self.plan.ring, self.stream, spins=self.backend.spins)
-        self._stepper = Stepper(self.plan, self._steps, ring, self._phases, self._ranks)
         self._run: Run[Any] | None = None
         self._sequences = Sequences(
             sizes.sequences, context=sizes.context, vocabulary=self.config.vocabulary
         )
         self._options = np.zeros(sizes.sequences, OPTIONS)
-        self.set_stop_tokens(stops)
-        for sequence in self._sequences:
-            self.set_sampling(GREEDY, sequence.index)
+        self.stop_tokens: tuple[int, ...] = ()
+        try:
+            ring = TokenRing(self.plan.ring, self.stream, spins=self.backend.spins)
+            self._stepper = Stepper(self.plan, self._steps, ring, self._phases, self._ranks)
+            self.set_stop_tokens(stops)
+            for sequence in self._sequences:
+                self.set_sampling(GREEDY, sequence.index)
+        except BaseException:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         c, sizes = self.config, self.plan.sizes
@@ -303,23 +314,23 @@ class Decoder(Closeable):
         context = self.plan.sizes.context
         last = context if limit is None else min(whole(limit, "limit", 0), context)
         self._begin("set_sampling")
-        one.limit = last
-        self._options[one.index] = (
+        wanted = self._options.copy()
+        wanted[one.index] = (
             options.temperature,
             options.top_p,
             options.seed,
             min(options.top_k, self.config.vocabulary),
-            one.limit,
+            last,
             options.min_p,
             options.repetition_penalty,
         )
-        self._note(f"set_sampling of sequence {one.index}: {self._options[one.index]}")
+        self._note(f"set_sampling of sequence {one.index}: {wanted[one.index]}")
+        self._set(self.plan.options, wanted, self._options)
+        self._options, one.limit = wanted, last
         # Greedy rows need each rank's best logit alone.
         self._steps.whole_logits = bool(
-            np.any(self._options["temperature"] != 0)
-            or np.any(self._options["repetition_penalty"] != 1)
+            np.any(wanted["temperature"] != 0) or np.any(wanted["repetition_penalty"] != 1)
         )
-        self.plan.options.set(self._options, self.stream)
         self._look_whether_stopped(one)
 
     @alone
@@ -332,12 +343,19 @@ class Decoder(Closeable):
         wanted = _stop_tokens(tokens, self.config)
         self._begin("set_stop_tokens")
         self._note(f"set_stop_tokens: {wanted}")
-        stops = np.full(STOP_TOKENS, -1, np.int32)
-        stops[: len(wanted)] = wanted
-        self.plan.stops.set(stops, self.stream)
+        self._set(self.plan.stops, _stops(wanted), _stops(self.stop_tokens))
         self.stop_tokens = wanted
         for sequence in self._sequences:
             self._look_whether_stopped(sequence)
+
+    def _set(self, settings: DeviceArray, wanted: Any, old: Any) -> None:
+        """Sets device state; what it raises leaves the old values there, if the device allows."""
+        try:
+            settings.set(wanted, self.stream)
+        except BaseException:  # some of it may be on its way
+            with suppress(OstinatoError):
+                settings.set(old, self.stream)
+            raise
 
     def _look_whether_stopped(self, sequence: Sequence) -> None:
         """After other settings a sequence that has stopped goes on if nothing stops it now."""
@@ -369,6 +387,8 @@ class Decoder(Closeable):
     def truncate(self, count: int, sequence: int = 0) -> None:
         """Keeps the first `count` tokens of a sequence; the last of them is decoded next.
 
+        A `prefill` drops that last one, as it drops a token that was chosen and not decoded: give
+        it again with what follows, or use `keep_common`, which keeps all that is in the cache.
         Raises InputError if there are not so many.
         """
         one = self._sequences[sequence]
@@ -684,7 +704,8 @@ class Decoder(Closeable):
         self._closed = True
         if not self.device.context.closed:
             try:
-                self.stream.synchronize()
+                # Of a stream that its owner has closed the work may still be under way.
+                (self.device if self.stream.closed else self.stream).synchronize()
             except DriverError:
                 if self._ranks is None or self._ranks.group.failure is None:
                     raise
@@ -784,6 +805,13 @@ def _stop_tokens(tokens: Iterable[int], config: LlamaConfig) -> tuple[int, ...]:
     if len(found) > STOP_TOKENS:
         raise InputError(f"{len(found)} stop tokens; {STOP_TOKENS} at most")
     return found
+
+
+def _stops(tokens: tuple[int, ...]) -> npt.NDArray[np.int32]:
+    """As they are on the device."""
+    stops = np.full(STOP_TOKENS, -1, np.int32)
+    stops[: len(tokens)] = tokens
+    return stops
 
 
 def _context(config: LlamaConfig, wanted: int | None) -> int:

@@ -71,10 +71,12 @@ class Sequence:
 
     def truncate(self, count: int) -> None:
         """Keeps the first `count` tokens (see `kept`); the last of them is decoded next."""
-        self.has_logits = self.has_logits and count == len(self.tokens)
-        del self.tokens[count:]
+        self.on_device = False
+        if count < len(self.tokens):
+            self.has_logits = self.stopped = False
+        # First, as in `keep_common`.
         self.length = min(self.length, max(0, count - 1))
-        self.on_device = self.stopped = False
+        del self.tokens[count:]
 
 
 class Sequences:

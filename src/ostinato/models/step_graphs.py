@@ -35,6 +35,7 @@ from ostinato.errors import (
     ContextPoisonedError,
     DriverError,
     GraphError,
+    InputError,
     NotAvailableError,
 )
 from ostinato.models.backend import Backend, BoundCall
@@ -386,7 +387,11 @@ class StepGraphs:
 
     @contextmanager
     def profile(self) -> Iterator[OperationTimes]:
-        """Times every operation by itself; steps inside the block run eagerly for it."""
+        """Times every operation by itself; steps inside the block run eagerly for it.
+
+        Raises InputError inside of another one."""
+        if self._times is not None:
+            raise InputError("a profile is under way; end it before another one begins")
         times = self._times = OperationTimes()
         self._profiling(True)
         try:

@@ -213,11 +213,16 @@ class Stepper:
         decision = self.steps(rows)
         self._wait(sequences, steps, last=True)
         self._settled = True
+        try:
+            chosen = self._take(sequences, steps, pieces)
+        except ModelError:
+            for sequence in sequences:
+                sequence.has_logits = True  # those that hold NaN
+            raise
+        # Now, so that an interruption before leaves no token with another one's logits.
         for sequence in sequences:
-            sequence.has_logits = True  # also if they hold NaN
-        chosen = self._take(sequences, steps, pieces)
-        for sequence in sequences:
-            sequence.on_device, sequence.ahead = True, False
+            sequence.has_logits = sequence.on_device = True
+            sequence.ahead = False
         self.phases.sampled(len(sequences), eagerly=self.steps.ran_eagerly(decision))
         return chosen
 
