@@ -6,21 +6,22 @@ Reading opens regular files alone and never blocks; writing puts a whole file in
 from __future__ import annotations
 
 import os
+import re
 import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 __all__ = [
-    "TEMPORARY_PREFIX",
     "UntrustedError",
+    "is_temporary",
     "open_regular",
     "replace_file",
     "temporary_beside",
 ]
 
-TEMPORARY_PREFIX = ".tmp-"
-"""The names of files that are not finished begin with this."""
+_TEMPORARY = re.compile(r"\.tmp-[0-9]+-[0-9a-f]{16}\Z")
+"""The names of files that are not finished: `temporary_beside`."""
 
 # O_NONBLOCK: if a FIFO takes the file's place after the check, the open must not block.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -77,7 +78,12 @@ def replace_file(path: Path, data: bytes | memoryview, *, private: bool) -> None
 
 def temporary_beside(path: Path) -> Path:
     """A new name in the folder of a file, for what will be put in its place."""
-    return path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}")
+    return path.with_name(f".tmp-{os.getpid()}-{os.urandom(8).hex()}")
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether the name is one that `temporary_beside` gives."""
+    return bool(_TEMPORARY.match(path.name))
 
 
 def _open_private(path: str, flags: int) -> int:

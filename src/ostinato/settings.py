@@ -249,7 +249,7 @@ def cache_dir() -> Path:
     """The folder for models and compiled kernels; it may not exist yet.  Raises SettingsError."""
     named = CACHE_DIR.read()
     if named is not None:
-        return named
+        return named.absolute()
     import platformdirs
 
     try:

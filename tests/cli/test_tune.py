@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -105,6 +106,14 @@ def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
     for option in ("--list", "--clear"):
         result = tune(file, option)
         assert result.status == 1 and "Not a directory" in result.err and not result.out
+
+
+def test_what_is_no_file_is_listed_and_cleared(tmp_path: Path) -> None:
+    """Reading a FIFO without a writer does not end."""
+    (tmp_path / "tunings").mkdir()
+    os.mkfifo(tmp_path / "tunings" / "x.json")
+    assert "not a regular file" in tune(tmp_path, "--list").out
+    assert "1 tunings removed" in tune(tmp_path, "--clear").out
 
 
 def test_clearing(tmp_path: Path) -> None:

@@ -207,6 +207,9 @@ def test_what_config_json_leaves_out_is_what_transformers_takes() -> None:
         "qwen2": (32, 2),
         "qwen3": (32, 128),
     }
+    for family in ("llama", "qwen2", "qwen3"):  # null is all heads
+        nothing = {"model_type": family, "num_key_value_heads": None, "num_attention_heads": 16}
+        assert LlamaConfig.from_hf({**given, **nothing}).kv_heads == 16
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,20 @@ def test_a_repository_with_one_gguf_file_decodes(
     assert store.resolve("org/one-GGUF") == path
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("m-Q2_K-00001-of-00001.gguf", "m-Q8_0-00001-of-00001.gguf"),
+        ("m-Q2_K-00001-of-00001.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"),
+    ],
+)
+def test_models_of_one_part_each_are_several(hub: FakeHub, files: tuple[str, ...]) -> None:
+    """The first of them was taken, whatever it was."""
+    hub.repos["org/parts"] = dict.fromkeys(files, b"x")
+    with pytest.raises(ModelError, match=f"has {len(files)} GGUF files; name one"):
+        store.resolve("org/parts")
+
+
 MANY = {"m-Q4_K_M.gguf": b"a", "m-Q4_K_S.gguf": b"b", "m-Q8_0.gguf": b"c", "sub/m-BF16.gguf": b"d"}
 
 

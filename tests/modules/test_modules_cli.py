@@ -42,6 +42,10 @@ def test_list_as_json(folder: Path) -> None:
 def test_prune_and_clear(folder: Path) -> None:
     said = json.loads(run("prune", "--max-mib", "0.0025", "--json", "--folder", str(folder)))
     assert said["left"] < 4 and said["removed"] == 4 - said["left"]
+    assert (
+        json.loads(run("prune", "--max-mib", "1e303", "--json", "--folder", str(folder)))["removed"]
+        == 0
+    )
     left = "1 file" if said["left"] == 1 else f"{said['left']} files"
     assert f"{left} removed, 0 left" in run("clear", "--folder", str(folder))
 

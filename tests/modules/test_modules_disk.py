@@ -344,12 +344,25 @@ def test_clear_removes_the_stores_files_alone(store: DiskStore) -> None:
 
 def test_left_over_temporaries_go(store: DiskStore) -> None:
     saved(store)
-    old, young = store.folder / ".tmp-1-a", store.folder / ".tmp-2-b"
-    for path in (old, young):
+    old, young = (store.folder / f".tmp-{n}-{'a' * 16}" for n in (1, 2))
+    own = store.folder / ".tmp-draft.txt"
+    for path in (old, young, own):
         path.write_text("half")
-    os.utime(old, (1, 1))
+    for path in (old, own):
+        os.utime(path, (1, 1))
+    store.entries()
+    assert old.exists(), "a list changes nothing"
     store.prune()
-    assert not old.exists() and young.exists()
+    assert not old.exists() and young.exists() and own.exists()
+
+
+def test_a_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = DiskStore("kernels")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    saved(store)
+    assert store.load(KEY) is not None and (tmp_path / "kernels").is_dir()
 
 
 @nvrtc

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 # Where these are missing there are tests of other things; `make test` installs them
 # (tests/test_packaging.py).
@@ -29,6 +30,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("ostinato.serve.server")
 
 from ostinato import open_device
+from ostinato.cli.serve import _keys
 from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve import app
 from ostinato.serve.engine import End, Job
@@ -338,6 +340,15 @@ def test_without_the_extra_it_says_what_to_install() -> None:
     )
     assert done.returncode == 1
     assert "needs uvicorn, not installed here: pip install 'ostinato[llm,serve]'" in done.stderr
+
+
+def test_a_file_of_keys_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n", encoding="utf-8-sig")
+    assert _keys(file) == ["one"]
+    file.write_text("".join(f"sk-{i:059d}\n" for i in range(20_000)))
+    with pytest.raises(typer.BadParameter, match="more than 1048576 characters"):
+        _keys(file)
 
 
 def test_keys_come_from_a_file_and_the_model_has_the_name_that_is_wanted(

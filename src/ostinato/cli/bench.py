@@ -242,10 +242,8 @@ def _compare(
     found = run(device, opened, options, log=log)
     log("")
     report.show(subject, device, found)
-    if plot is not None:
-        picture = decode_svg(subject, device.properties.name, found.rows)
-        _draw(picture, plot)
-    _finish(report.decode_result(device, subject, options, found), out)
+    picture = None if plot is None else decode_svg(subject, device.properties.name, found.rows)
+    _finish(report.decode_result(device, subject, options, found), out, picture, plot)
     return not found.unequal
 
 
@@ -265,9 +263,8 @@ def _profile(
     found = profile_subject(device, opened, options, log=log)
     log("")
     report.show_profile(subject, device, found)
-    if plot is not None:
-        _draw(profile_svg(subject, device.properties.name, found), plot)
-    _finish(report.profile_result(device, subject, found), out)
+    picture = None if plot is None else profile_svg(subject, device.properties.name, found)
+    _finish(report.profile_result(device, subject, found), out, picture, plot)
     return True
 
 
@@ -300,21 +297,19 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
         ) from None
 
 
-def _draw(picture: str, path: Path) -> None:
-    from ostinato.models.files.reading import write_file
-
-    write_file(path, picture)
-    say(f"drawn to {path}")
-
-
-def _finish(result: object, out: Path | None) -> None:
+def _finish(result: object, out: Path | None, picture: str | None, plot: Path | None) -> None:
+    """Writes, draws and prints a result; one that cannot be written is still printed."""
     from ostinato.bench.report import Result
+    from ostinato.models.files.reading import write_file
 
     assert isinstance(result, Result)
     try:
         if out is not None:
             say(f"results: {result.write(out)}")
-    finally:  # if the file cannot be written, the result is still printed
+        if plot is not None and picture is not None:
+            write_file(plot, picture)
+            say(f"drawn to {plot}")
+    finally:
         print(result.line())
 
 

@@ -67,7 +67,7 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove least recently used kernels until the rest fits."""
-    _remove(_store(folder), int(max_mib * 2**20), as_json)
+    _remove(_store(folder), int(min(max_mib, 2**40) * 2**20), as_json)
 
 
 @app.command()

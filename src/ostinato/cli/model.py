@@ -36,6 +36,7 @@ def pull(name: Wanted) -> None:
         say(str(store.resolve(name)))
         return
     if store.is_present(name):
+        store.require_sound(name)
         say(f"{name} is there: {store.model_path(name)}")
         return
     with byte_progress(f"fetching {name}") as progress:

@@ -179,12 +179,16 @@ def _keys(file: Path | None) -> list[str]:
     if file is None:
         return []
     try:
-        with file.open(encoding="utf-8") as opened:
-            lines = opened.read(_MOST_KEYS).split("\n")
+        with file.open(encoding="utf-8-sig") as opened:
+            text = opened.read(_MOST_KEYS + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise typer.BadParameter(f"{file}: {reason}", param_hint="--api-key-file") from None
-    keys = [line.strip() for line in lines if line.strip()]
+    if len(text) > _MOST_KEYS:
+        raise typer.BadParameter(
+            f"{file} has more than {_MOST_KEYS} characters", param_hint="--api-key-file"
+        )
+    keys = [line.strip() for line in text.split("\n") if line.strip()]
     if not keys:
         raise typer.BadParameter(f"{file} has no keys", param_hint="--api-key-file")
     return keys

@@ -314,7 +314,13 @@ class LlamaConfig(_ConfigFields):
             hidden=hidden,
             layers=layers,
             heads=heads,
-            kv_heads=reader.integer("num_key_value_heads", _HF_KV_HEADS.get(architecture, heads)),
+            kv_heads=reader.integer(
+                "num_key_value_heads",
+                # null is all heads everywhere.
+                heads
+                if "num_key_value_heads" in reader.values
+                else _HF_KV_HEADS.get(architecture, heads),
+            ),
             head_size=reader.integer(
                 "head_dim",
                 _HF_HEAD_SIZES.get(architecture, hidden // heads if heads > 0 else 0),

