@@ -3090,6 +3090,62 @@ def test_nothing_joins_a_capture_that_another_thread_begins(host_device: Device,
     assert (x.to_numpy(stream)[0], y.to_numpy(stream)[0]) == (1, 2)
 
 
+class _During(FaultyDriver):
+    """Calls a function in the middle of a launch, fill or copy."""
+
+    function: Callable[[], object] | None = None
+
+    def _now(self) -> None:
+        function, self.function = self.function, None
+        if function is not None:
+            function()
+
+    def launch_kernel(self, *arguments: Any) -> None:
+        self._now()
+        self.inner.launch_kernel(*arguments)
+
+    def memset(self, *arguments: Any) -> None:
+        self._now()
+        self.inner.memset(*arguments)
+
+
+@pytest.mark.parametrize("call", ["launch", "submit", "fill"])
+def test_a_capture_begins_once_others_have_put_their_work_on_the_stream(
+    host_device: Device, call: str
+) -> None:
+    """A launch had seen no capture, and came to the driver when there was one: it joined."""
+    driver = _During(host_device.driver)
+    device = preload(Device(driver))
+    stream = device.create_stream()
+    x, y = ones(device), ones(device)
+    scale, graphs, begun = kernel(device, "scale"), [], threading.Event()
+
+    def capture() -> None:
+        with ost.capture(stream) as under_way:
+            begun.set()
+            ost.launch(stream, scale, config(N), y, N)
+        graphs.append(under_way.graph)
+
+    thread = threading.Thread(target=capture)
+
+    def between() -> None:
+        thread.start()
+        assert not begun.wait(0.2)
+
+    driver.function = between
+    {
+        "launch": lambda: ost.launch(stream, scale, config(N), x, N),
+        "submit": lambda: stream.submit(ost.prepare(scale, config(N), x, N)),
+        "fill": lambda: ost.fill(stream, x, 0),
+    }[call]()
+    thread.join()
+    assert driver.function is None and len(graphs[0]) == 1
+    wanted = 0 if call == "fill" else 2
+    assert (x.to_numpy(stream)[0], y.to_numpy(stream)[0]) == (wanted, 1)
+    graphs[0].instantiate().launch(stream)
+    assert (x.to_numpy(stream)[0], y.to_numpy(stream)[0]) == (wanted, 2)
+
+
 def test_a_held_replay_waits_for_a_run_of_its_step(device: Device) -> None:
     """It went into the middle of another thread's eager run, if the step reads no size."""
     preload(device)

@@ -148,13 +148,17 @@ def context_of(value: Context | HasContext) -> Context:
 class Turn:
     """The lock of one stream, which a step holds for a call, so that threads take turns.
 
+    `submitting`: the threads that are putting work on the stream, from before they ask whether
+    something captures it until the driver has the work.  A capture begins when there is no other.
+
     A context has one for each stream handle, also if several `Stream` objects have that handle.
     """
 
-    __slots__ = ("__weakref__", "lock")
+    __slots__ = ("__weakref__", "lock", "submitting")
 
     def __init__(self) -> None:
         self.lock = new_lock()
+        self.submitting: set[int] = set()
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TypeVar
 
 from ostinato.driver.api import (
@@ -220,6 +221,7 @@ class Stream(Closeable):
         self.closed = False
         self.turn = context.turn(handle)
         """Held by a `GraphedStep` during a call, so that steps on one stream take turns."""
+        self.submitting = self.turn.submitting
         self._destroyed = False
         self._finalizer: weakref.finalize[..., Stream] | None = None
         if owned:
@@ -276,28 +278,35 @@ class Stream(Closeable):
         context = self.context
         if operation._found_open[0] is not context.memory_epoch:
             operation.require_usable(context)  # it may be much older than this call
-        if context.taps or self.closed or context.closed:
-            self.enter(operation.name, Entry.ONCE if operation.once else Entry.WORK, operation)
-        handle, driver = self.handle, context.driver
-        params = operation.params
+        thread = get_ident()
         try:
-            if isinstance(params, KernelNodeParams):
-                driver.launch_kernel(handle, params.function, params.config, params.arguments)
-            elif isinstance(params, MemcpyNodeParams):
-                if params.height != 1 or params.depth != 1 or params.opaque:
-                    raise InputError("only linear copies can be submitted to a stream")
-                driver.memcpy(params.dst, params.src, params.width, handle)
-            elif isinstance(params, MemsetNodeParams):
-                if params.height != 1:
-                    raise InputError("only linear fills can be submitted to a stream")
-                driver.memset(params.dst, params.value, params.element_size, params.width, handle)
-            elif isinstance(params, HostNodeParams) and params.function is not None:
-                driver.launch_host_function(handle, params.function)
-            else:
-                raise InputError(f"{operation.name}: not work that a stream takes by itself")
-        except DriverError as error:
-            self.report(error)
-            raise
+            self.submitting.add(thread)
+            if context.taps or self.closed or context.closed:
+                self.enter(operation.name, Entry.ONCE if operation.once else Entry.WORK, operation)
+            handle, driver = self.handle, context.driver
+            params = operation.params
+            try:
+                if isinstance(params, KernelNodeParams):
+                    driver.launch_kernel(handle, params.function, params.config, params.arguments)
+                elif isinstance(params, MemcpyNodeParams):
+                    if params.height != 1 or params.depth != 1 or params.opaque:
+                        raise InputError("only linear copies can be submitted to a stream")
+                    driver.memcpy(params.dst, params.src, params.width, handle)
+                elif isinstance(params, MemsetNodeParams):
+                    if params.height != 1:
+                        raise InputError("only linear fills can be submitted to a stream")
+                    driver.memset(
+                        params.dst, params.value, params.element_size, params.width, handle
+                    )
+                elif isinstance(params, HostNodeParams) and params.function is not None:
+                    driver.launch_host_function(handle, params.function)
+                else:
+                    raise InputError(f"{operation.name}: not work that a stream takes by itself")
+            except DriverError as error:
+                self.report(error)
+                raise
+        finally:
+            self.submitting.discard(thread)
         self.submitted += 1
         if context.taps:
             self.announce(operation)
@@ -342,13 +351,17 @@ class Stream(Closeable):
     ) -> bool:
         """Puts a kernel on the stream as `submit` does.  Returns whether the caller must call
         `announce`.  Raises DriverError, which the taps are told of, and what `enter` raises."""
-        handle = self.enter(name)
-        context = self.context
+        context, thread = self.context, get_ident()
         try:
-            context.driver.launch_kernel(handle, function, config, arguments)
-        except DriverError as error:
-            self.report(error)
-            raise
+            self.submitting.add(thread)
+            handle = self.enter(name)
+            try:
+                context.driver.launch_kernel(handle, function, config, arguments)
+            except DriverError as error:
+                self.report(error)
+                raise
+        finally:
+            self.submitting.discard(thread)
         self.submitted += 1
         return bool(context.taps)
 

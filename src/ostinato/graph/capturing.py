@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 __all__ = ["Capture", "capture", "capture_function"]
 
 _NOT_BEGUN = "the stream is capturing already: end that capture first (they do not nest)"
+_PATIENCE = 10.0
+"""Seconds."""
 
 
 class _State(enum.Enum):
@@ -106,8 +109,10 @@ class _Session(Tap):
         if stream.is_capturing:
             raise CaptureError(f"a capture could not begin on {stream!r}: {_NOT_BEGUN}")
         context.capture_begun(self, exclusive=self.mode is CaptureMode.GLOBAL)
-        # Before the driver's call: what other threads submit from here on must not join it.
+        # Before the driver's call: what other threads submit from here on is refused, and what they
+        # have begun to submit must not join the capture.
         context.add_tap(self)
+        self._wait_for_others()
         self._in_driver = True  # an interruption from here on must end it
         try:
             self._begin_in_driver()
@@ -120,6 +125,18 @@ class _Session(Tap):
         self._id = stream.capture_info.capture_id
         if self.trace is not None:
             self.trace.start()
+
+    def _wait_for_others(self) -> None:
+        """Waits until no other thread is putting work on the stream.  Raises CaptureError if one
+        does not come back from the driver."""
+        stream, end = self.stream, time.monotonic() + _PATIENCE
+        while any(thread != self._thread for thread in tuple(stream.submitting)):
+            if time.monotonic() > end:
+                raise CaptureError(
+                    f"a capture could not begin on {stream!r}: for {_PATIENCE:.0f} s another "
+                    "thread has been putting work on it; let threads take turns on a stream"
+                )
+            time.sleep(0)
 
     def _begin_in_driver(self) -> None:
         driver, stream = self.stream.context.driver, self.stream.handle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,41 +66,46 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
 
         ost.launch(stream, kernel, ost.LaunchConfig(grid=8, block=256), x, n)
     """
+    thread = get_ident()
     try:
+        submitting = stream.submitting
         context = stream.context
-        taps = context.taps
         call = kernel.call
         plain = config.plain
-        closed = stream.closed
         _ = stream.submitted  # which graphs and events lack, that have all the rest; 12 ns
     except AttributeError:
         _require_types("launch", kernel, config, stream)
         raise
-    open_ = not (closed or context.closed)
-    if not taps and call is not None and plain and open_:
-        if call(stream.handle, config.grid, config.block, config.shared, args) == 0:
-            stream.submitted += 1
-            return
-    else:
-        for tap in taps:
-            if tap.needs_access:
-                stream.submit(prepare(kernel, config, *args))
+    try:
+        submitting.add(thread)  # before the look at the taps: see `Turn`
+        taps = context.taps
+        open_ = not (stream.closed or context.closed)
+        if not taps and call is not None and plain and open_:
+            if call(stream.handle, config.grid, config.block, config.shared, args) == 0:
+                stream.submitted += 1
                 return
-    packed = kernel.arguments(*args)
-    if taps and call is not None and plain and open_:
-        handle = stream.enter(kernel.name)
-        status = call(handle, config.grid, config.block, config.shared, packed.data)
-        if status == 0:
-            stream.submitted += 1
+        else:
+            for tap in taps:
+                if tap.needs_access:
+                    stream.submit(prepare(kernel, config, *args))
+                    return
+        packed = kernel.arguments(*args)
+        if taps and call is not None and plain and open_:
+            handle = stream.enter(kernel.name)
+            status = call(handle, config.grid, config.block, config.shared, packed.data)
+            if status == 0:
+                stream.submitted += 1
+                _announce(stream, kernel, config, packed, args)
+                return
+            if status is not None:  # not again: after this one, another launch gives another status
+                error = driver_error(status, "launch_kernel", f"kernel {kernel.name} with {config}")
+                stream.report(error)
+                raise error
+        # A tap that needs no access only asks what the launch keeps alive.
+        if stream.launch(kernel.name, kernel.function, config, packed):
             _announce(stream, kernel, config, packed, args)
-            return
-        if status is not None:  # not again: after this one, another launch gives another status
-            error = driver_error(status, "launch_kernel", f"kernel {kernel.name} with {config}")
-            stream.report(error)
-            raise error
-    # A tap that needs no access only asks what the launch keeps alive.
-    if stream.launch(kernel.name, kernel.function, config, packed):
-        _announce(stream, kernel, config, packed, args)
+    finally:
+        submitting.discard(thread)
 
 
 def _announce(
