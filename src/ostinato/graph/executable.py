@@ -166,10 +166,10 @@ class GraphExec(Launcher, Closeable):
         graph.require_launchable()
         if upload is not None:
             require_stream(upload, "instantiate(upload=…)")
-        if upload is not None and upload.is_capturing:
-            raise CaptureError(
-                f"an executable cannot be uploaded on {upload!r}, which is capturing"
-            )
+            if upload.is_capturing:
+                raise CaptureError(
+                    f"an executable cannot be uploaded on {upload!r}, which is capturing"
+                )
         try:
             handle = context.driver.graph_instantiate(graph.handle, flags)
         except ContextPoisonedError:

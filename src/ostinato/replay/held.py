@@ -31,7 +31,7 @@ class HeldReplay(Closeable):
 
     `close()`, or the end of a `with` block, gives the graph back.
 
-    Each launch counts as a call of the step.  An eviction takes the key out of the cache at once;
+    Each launch counts as a call of the step, and takes the stream's turn as one.  An eviction takes the key out of the cache at once;
     the executable is closed when this object is closed.
     """
 

@@ -205,9 +205,9 @@ def kernel_at(target: str) -> HostKernel:
             found = getattr(found, name)
     except Exception as error:  # whatever the module raises when it is imported
         missing = isinstance(error, ModuleNotFoundError)
+        advice = "; its folder must be on PYTHONPATH" if missing else ""
         raise InputError(
-            f"{target} cannot be imported ({type(error).__name__}: {error})"
-            + "; its folder must be on PYTHONPATH" * missing
+            f"{target} cannot be imported ({type(error).__name__}: {error}){advice}"
         ) from None
     if not isinstance(found, HostKernel):
         raise InputError(f"{target} is no kernel of the host, but {type(found).__name__}")
