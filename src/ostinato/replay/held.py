@@ -31,8 +31,8 @@ class HeldReplay(Closeable):
 
     `close()`, or the end of a `with` block, gives the graph back.
 
-    Each launch counts as a call of the step, and takes the stream's turn as one.  An eviction takes the key out of the cache at once;
-    the executable is closed when this object is closed.
+    Each launch counts as a call of the step, and takes the stream's turn as one.  An eviction takes
+    the key out of the cache at once; the executable is closed when this object is closed.
     """
 
     __slots__ = ("__weakref__", "_counts", "_finalizer", "_lease", "_replay")
