@@ -501,6 +501,20 @@ def test_truncate_takes_tokens_back(decoder: Decoder) -> None:
         decoder.decode()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"sequences": 1366}, "sequences is 1366, must be 1 to 1365"),
+        ({"max_rows": 4097}, "max_rows is 4097, must be 1 to 4096"),
+    ],
+)
+def test_more_than_device_state_has_room_for_is_refused(
+    host_device: Device, tiny: Path, sizes: dict[str, int], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        Decoder(host_device, tiny, max_context=16, **sizes)
+
+
 def test_truncating_to_all_tokens_changes_nothing(decoder: Decoder) -> None:
     decoder.set_sampling(GREEDY, limit=len(PROMPT) + 2)
     decoder.prefill(PROMPT)

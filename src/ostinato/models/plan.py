@@ -29,6 +29,7 @@ from ostinato.models.program import (
     Bound,
 )
 from ostinato.models.weights import Weights
+from ostinato.state.scalar import LARGEST
 
 __all__ = ["BufferPlan", "PlanSizes", "rope_table"]
 
@@ -50,7 +51,8 @@ class PlanSizes(_Sizes):
     """How much the decoder can hold.
 
     `rows`: most rows of one step.  `sequences`: how many.  `context`: positions of each.  `ring`:
-    tokens of each that the host may be behind.  Raises InputError.
+    tokens of each that the host may be behind.  Raises InputError, also for more rows (4,096) or
+    sequences (1,365) than device state has room for.
     """
 
     __slots__ = ()
@@ -59,8 +61,8 @@ class PlanSizes(_Sizes):
         self, rows: int = 64, sequences: int = 1, context: int = 2048, ring: int = 256
     ) -> None:
         super().__init__(
-            whole(rows, "rows", 1),
-            whole(sequences, "sequences", 1),
+            whole(rows, "max_rows", 1, LARGEST // ROW.itemsize),
+            whole(sequences, "sequences", 1, LARGEST // OPTIONS.itemsize),
             whole(context, "context", 1),
             whole(ring, "ring", 1),
         )

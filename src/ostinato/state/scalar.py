@@ -20,7 +20,8 @@ from ostinato.state.staging import StagingRing
 
 __all__ = ["DeviceArray", "DeviceScalar"]
 
-_LARGEST = 64 << 10
+LARGEST = 64 << 10
+"""Bytes of a state."""
 
 
 class DeviceArray(Closeable):
@@ -45,10 +46,10 @@ class DeviceArray(Closeable):
     ) -> None:
         context, kind = context_of(device), device_dtype(dtype)
         self.buffer = allocate(context, shape, kind)
-        if not 1 <= self.buffer.nbytes <= _LARGEST:
+        if not 1 <= self.buffer.nbytes <= LARGEST:
             nbytes = self.buffer.nbytes
             self.buffer.close()
-            raise InputError(f"{nbytes} bytes: device state holds 1 to {_LARGEST} bytes")
+            raise InputError(f"{nbytes} bytes: device state holds 1 to {LARGEST} bytes")
         self._ring = StagingRing(context, self.buffer.nbytes, depth=depth)
 
     def __repr__(self) -> str:
