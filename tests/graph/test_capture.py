@@ -143,6 +143,31 @@ def test_trace_finds_the_line_that_does_not_go_through_us(
     assert_usable(device, stream, x)
 
 
+@pytest.mark.parametrize("before", ["a call", "a finaliser"])
+def test_trace_finds_the_line_that_goes_on_after_a_function(
+    device: Device, stream: ost.Stream, x: ost.Buffer, before: str
+) -> None:
+    """The line of what had run in its middle was named, such as that of a garbage collection."""
+
+    def nothing(*_: object) -> None:
+        return None
+
+    first = {"a call": nothing, "a finaliser": gc.collect}[before]
+    if before == "a finaliser":
+        gc.callbacks.append(nothing)
+    try:
+        with pytest.raises(CaptureBrokenError) as caught, ost.capture(stream, trace=True):
+            ost.fill(stream, x, 0)
+            with contextlib.suppress(ost.OstinatoError):
+                _ = first(), device.driver.stream_query(stream.handle)  # behind our back
+            _ = 1 + 1
+    finally:
+        if before == "a finaliser":
+            gc.callbacks.remove(nothing)
+    assert "behind our back" in (caught.value.location or "")
+    assert_usable(device, stream, x)
+
+
 def test_nested_capture_is_refused_and_the_outer_goes_on(
     device: Device, stream: ost.Stream, x: ost.Buffer
 ) -> None:

@@ -23,8 +23,8 @@ __all__ = ["LineTrace"]
 class LineTrace:
     """Watches one capture from `start` to `stop`; `broken_at` is the line, once it is known.
 
-    The line is the last one that began before the status changed: the innermost such line of any
-    file outside this package.
+    The line is the one that ran when the status changed: the innermost such line of any file
+    outside this package.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -79,6 +79,18 @@ class LineTrace:
         self._check()
         self._last = (frame.f_code.co_filename, line)
 
+    def _leave(self, frame: FrameType) -> None:
+        """A function ends, and its caller's line goes on: a finaliser, say, that the garbage
+        collector called there."""
+        if is_internal(frame) or threading.get_ident() != self._thread:
+            return
+        self._check()
+        caller = frame.f_back
+        while caller is not None and is_internal(caller):
+            caller = caller.f_back
+        if caller is not None:
+            self._last = (caller.f_code.co_filename, caller.f_lineno)
+
     # --- before 3.12
     def _on_frame(self, frame: FrameType, event: str, argument: object) -> Any:
         return None if is_internal(frame) else self._on_event
@@ -86,6 +98,8 @@ class LineTrace:
     def _on_event(self, frame: FrameType, event: str, argument: object) -> Any:
         if self._running and event == "line":
             self._line(frame, frame.f_lineno)
+        if self._running and event == "return":
+            self._leave(frame)
         return self._on_event
 
     # --- 3.12 and later
@@ -100,8 +114,11 @@ class LineTrace:
                     break
             else:
                 return  # every tool id is taken: no line can be found, the capture still works
-            monitoring.register_callback(tool, monitoring.events.LINE, self._on_line)
-            monitoring.set_events(tool, monitoring.events.LINE)
+            events = monitoring.events
+            monitoring.register_callback(tool, events.LINE, self._on_line)
+            for ends in (events.PY_RETURN, events.PY_UNWIND):
+                monitoring.register_callback(tool, ends, self._on_end)
+            monitoring.set_events(tool, events.LINE | events.PY_RETURN | events.PY_UNWIND)
 
         def _on_line(self, code: CodeType, line: int) -> Any:
             frame = sys._getframe(1)
@@ -109,3 +126,6 @@ class LineTrace:
                 return sys.monitoring.DISABLE
             self._line(frame, line)
             return None
+
+        def _on_end(self, code: CodeType, offset: int, value: object) -> None:
+            self._leave(sys._getframe(1))
