@@ -5,9 +5,9 @@
 
 A part is one tool over one selection of tests, in a process of its own; the parts share the GPU,
 or take the GPUs in turn.
-Tests that measure the whole device's memory (marked `alone`) come last, by themselves.  racecheck,
-initcheck and synccheck run over small cases of the kernels (marked `sanitize`), memcheck over all
-tests of drivers, graphs and decoder but those in LEFT_OUT.
+Tests that are marked `alone` come last, by themselves.  racecheck, initcheck and synccheck run over
+small cases of the kernels (marked `sanitize`), memcheck over all tests of drivers, graphs and
+decoder but those in LEFT_OUT.
 
 `--after FILE`: a run before this one, of the same code, that was cut off.  Its sound parts are not
 run again; their rows come from that file, with the commit and the date of that run.
@@ -119,6 +119,7 @@ _WAYS = _GPU + "test_twelve_ways.py"
 LEFT_OUT = {
     _GPU + "test_poison.py": "breaks contexts on purpose",
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
+    _GPU + "test_disk_foreign.py": "the tool excludes CUPTI, which collects machine code",
     _CONDITIONAL: "memcheck breaks graphs with conditional nodes (docs/log.md)",
     _RUN: "its loops are conditional nodes",
     _GPU + "test_graphed_works.py": "whole models of other libraries, minutes under the tool",
@@ -184,8 +185,7 @@ PARTS: tuple[Part, ...] = (
         keyword="not soak and not memory_comes_back",
     ),
     *_memcheck(1, "graphed in CuPy", _GPU + "test_graphed_cupy.py"),
-    # The tool and CUPTI, which collects others' machine code, exclude each other.
-    *_memcheck(1, "graph files", _GPU + "test_disk_gpu.py", keyword="not other_libraries"),
+    *_memcheck(1, "graph files", _GPU + "test_disk_gpu.py"),
     *_memcheck(1, "adopted from CuPy", _GPU + "test_adoption_cupy.py"),
     *_memcheck(1, "adopted from Triton", _GPU + "test_adoption_triton.py"),
     *_memcheck(1, "adopted from Numba", _GPU + "test_adoption_numba.py"),

@@ -314,12 +314,12 @@ def test_a_result_that_cannot_be_written_is_printed(
     path.unlink()
     path.mkdir()  # in the way
     with pytest.raises(IsADirectoryError):
-        _finish(result, tmp_path, None, None)
+        _finish(result, tmp_path, None, str)
     assert result_of(capsys.readouterr().out)["summary"] == {"best": 1}
     assert list(tmp_path.iterdir()) == [path]
     path.rmdir()
     with pytest.raises(OSError, match="full"):
-        _finish(result, tmp_path, "<svg/>", Path("/dev/full"))
+        _finish(result, tmp_path, Path("/dev/full"), lambda: "<svg/>")
     assert result_of(capsys.readouterr().out)["summary"] == {"best": 1}
     assert json.loads(path.read_text(encoding="utf-8")) == result.as_dict()
 

@@ -1,4 +1,4 @@
-"""Graphs in files on a GPU: our own kernels, and other libraries' without these libraries."""
+"""Graphs in files on a GPU, of our own kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import ConditionalKind
 from ostinato.errors import GraphFileError
-from tests.gpu import saved_graphs
 from tests.gpu.foreign import library
 from tests.graph import disk_runner
 
@@ -236,25 +235,3 @@ def test_kernels_that_were_loaded_before_collecting_are_refused(
     graph = adopt_graph(cuda_device, made)
     with pytest.raises(GraphFileError, match=r"ost\.collect_modules\(\)"):
         graph.save(path, inputs={"x": x}, outputs={"y": y})
-
-
-@pytest.fixture(scope="module")
-def foreign(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """Files of other libraries' graphs, saved in one process and run in another."""
-    library("torch")
-    folder = tmp_path_factory.mktemp("foreign")
-    outcomes = saved_graphs.save_elsewhere(folder, ())
-    said = saved_graphs.run_elsewhere(folder)
-    print(said)
-    return folder, outcomes
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("name", saved_graphs.NAMES)
-def test_other_libraries_graphs_without_the_libraries(
-    foreign: tuple[Path, dict[str, str]], name: str
-) -> None:
-    found = saved_graphs.verdict(foreign[0], name, foreign[1])
-    if found.kind == "missing":
-        pytest.skip(found.what)
-    assert found.kind in ("equal", "refused"), found.what

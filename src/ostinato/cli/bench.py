@@ -242,8 +242,8 @@ def _compare(
     found = run(device, opened, options, log=log)
     log("")
     report.show(subject, device, found)
-    picture = None if plot is None else decode_svg(subject, device.properties.name, found.rows)
-    _finish(report.decode_result(device, subject, options, found), out, picture, plot)
+    result = report.decode_result(device, subject, options, found)
+    _finish(result, out, plot, lambda: decode_svg(subject, device.properties.name, found.rows))
     return not found.unequal
 
 
@@ -263,8 +263,8 @@ def _profile(
     found = profile_subject(device, opened, options, log=log)
     log("")
     report.show_profile(subject, device, found)
-    picture = None if plot is None else profile_svg(subject, device.properties.name, found)
-    _finish(report.profile_result(device, subject, found), out, picture, plot)
+    result = report.profile_result(device, subject, found)
+    _finish(result, out, plot, lambda: profile_svg(subject, device.properties.name, found))
     return True
 
 
@@ -297,7 +297,9 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
         ) from None
 
 
-def _finish(result: object, out: Path | None, picture: str | None, plot: Path | None) -> None:
+def _finish(
+    result: object, out: Path | None, plot: Path | None, picture: Callable[[], str]
+) -> None:
     """Writes, draws and prints a result; one that cannot be written is still printed."""
     from ostinato.bench.report import Result
     from ostinato.models.files.reading import write_file
@@ -306,8 +308,8 @@ def _finish(result: object, out: Path | None, picture: str | None, plot: Path | 
     try:
         if out is not None:
             say(f"results: {result.write(out)}")
-        if plot is not None and picture is not None:
-            write_file(plot, picture)
+        if plot is not None:
+            write_file(plot, picture())
             say(f"drawn to {plot}")
     finally:
         print(result.line())

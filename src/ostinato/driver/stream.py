@@ -352,14 +352,10 @@ class Stream(Closeable):
         """Puts a kernel on the stream as `submit` does.  Returns whether the caller must call
         `announce`.  Raises DriverError, which the taps are told of, and what `enter` raises."""
         context, thread = self.context, get_ident()
+        launch = context.driver.launch_kernel
         try:
             self.submitting.add(thread)
-            handle = self.enter(name)
-            try:
-                context.driver.launch_kernel(handle, function, config, arguments)
-            except DriverError as error:
-                self.report(error)
-                raise
+            self.guarded(name, lambda h: launch(h, function, config, arguments), Entry.WORK)
         finally:
             self.submitting.discard(thread)
         self.submitted += 1

@@ -53,7 +53,7 @@ __all__ = ["Capture", "capture", "capture_function"]
 
 _NOT_BEGUN = "the stream is capturing already: end that capture first (they do not nest)"
 _PATIENCE = 10.0
-"""Seconds."""
+"""Seconds that a beginning capture waits for other threads' calls."""
 
 
 class _State(enum.Enum):

