@@ -186,5 +186,8 @@ def test_driver_says_what_it_is(driver: Driver) -> None:
     assert driver.properties.name
     assert driver.properties.max_threads_per_block >= 256
     assert driver.properties.total_memory == driver.memory_info()[1]
+    fastest = driver.properties.memory_bandwidth
+    on_host = driver.capabilities.host_memory_is_device_memory
+    assert fastest == 0 if on_host else 1e11 < fastest < 1e14
     assert driver.capabilities.image_kinds
     assert driver.capabilities.source_language in ("host", "cuda")

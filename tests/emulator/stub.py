@@ -73,6 +73,8 @@ def core_device() -> SimpleNamespace:
         l2_cache_size=1,
         max_threads_per_block=1024,
         max_shared_memory_per_block_optin=1,
+        memory_clock_rate=1,
+        global_memory_bus_width=1,
         can_use_64_bit_stream_mem_ops=True,
         memory_pools_supported=True,
         cluster_launch=True,

@@ -48,7 +48,11 @@ class EmulatedGpu:
         self.driver = device.driver  # which has no CUDA context
         self.modules = EmulatedModules(device, threads)
         self.properties = replace(
-            device.properties, compute_capability=(9, 0), multiprocessors=132, name="emulated"
+            device.properties,
+            compute_capability=(9, 0),
+            multiprocessors=132,
+            memory_bandwidth=4_900_000_000_000,
+            name="emulated",
         )
         if shared is not None:
             self.properties = replace(self.properties, max_shared_per_block=shared)

@@ -83,8 +83,9 @@ QUICK_FAMILIES = [
 
 
 def in_clusters(config: LlamaConfig, context: int = 2048, rows: int = 1) -> shapes.Tuning:
-    """The rule's tuning for a device that has clusters."""
-    return shapes.default_tuning(config, rows=rows, context=context, clusters=True)
+    """The rule's tuning for a device that has clusters and fast memory."""
+    has: dict[str, Any] = {"clusters": True, "fast_memory": True}
+    return shapes.default_tuning(config, rows=rows, context=context, **has)
 
 
 def require_warpgroups(device: Device) -> None:

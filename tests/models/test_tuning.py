@@ -137,8 +137,9 @@ def test_the_rule_for_few_rows_is_legal_for_every_width(rows: int) -> None:
         for inner, vocabulary, clusters in ((hidden, 8192, True), (8 * hidden, 64 * hidden, False)):
             config = config_of(hidden // 64, 1, 64, inner=inner, vocabulary=vocabulary)
             has = {"clusters": clusters, "warpgroups": clusters}
-            tuning = shapes.default_tuning(config, rows=rows, **has)
-            assert problems_of(config, rows, tuning, **has) == (), hidden
+            for fast in (False, True):
+                tuning = shapes.default_tuning(config, rows=rows, fast_memory=fast, **has)
+                assert problems_of(config, rows, tuning, **has) == (), hidden
 
 
 @pytest.mark.parametrize("multiprocessors", [16, 78, 132, 160])
@@ -147,8 +148,9 @@ def test_the_rule_for_one_row_is_legal_for_every_width(multiprocessors: int) -> 
         for inner, clusters in ((hidden, True), (min(4 * hidden, 28672), False)):
             config = config_of(hidden // 64, 1, 64, inner=inner, vocabulary=16 * hidden)
             given: Any = {"clusters": clusters, "multiprocessors": multiprocessors}
-            tuning = shapes.default_tuning(config, **given)
-            assert problems_of(config, 1, tuning, clusters=clusters) == (), hidden
+            for fast in (False, True):
+                tuning = shapes.default_tuning(config, fast_memory=fast, **given)
+                assert problems_of(config, 1, tuning, clusters=clusters) == (), hidden
 
 
 def test_few_rows_of_a_large_model_hold_more_weights_and_prefetch_more() -> None:
@@ -164,10 +166,13 @@ def test_few_rows_of_a_large_model_hold_more_weights_and_prefetch_more() -> None
         assert not shapes.default_tuning(small, rows=rows, clusters=True).prefetch
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("rows", [2, 8, 16, 32, 40, 64])
-def test_products_of_a_small_model_ask_for_all_weights_before_the_wait(rows: int) -> None:
+def test_products_of_a_small_model_ask_for_all_weights_before_the_wait(
+    rows: int, fast: bool
+) -> None:
     config = CONFIGS["135M"]
-    tuning = shapes.default_tuning(config, rows=rows, clusters=True)
+    tuning = shapes.default_tuning(config, rows=rows, clusters=True, fast_memory=fast)
     for name, product in shapes.products_of(config).items():
         shape: Any = getattr(tuning, name)
         if name == "head":
@@ -177,7 +182,7 @@ def test_products_of_a_small_model_ask_for_all_weights_before_the_wait(rows: int
         assert shape.depth * shape.split * 32 == shape.slab
         blocks = -(-product.pairs // shape.block_pairs) * shape.blocks_k
         assert 36 <= blocks <= 132 and shape.cluster == shape.blocks_k
-        assert shape.alone == (name != "qkv" or rows > 8)
+        assert shape.alone == (name != "qkv" or rows > 8 or not fast)
     assert shapes.default_tuning(config, rows=rows).qkv.cluster == 1  # type: ignore[union-attr]
 
 
@@ -279,6 +284,7 @@ def test_no_more_clusters_than_a_long_context_needs() -> None:
     clusters=st.booleans(),
     warpgroups=st.booleans(),
     small=st.booleans(),
+    fast=st.booleans(),
     multiprocessors=st.integers(1, 200),
     kind=st.sampled_from([None, "Q8_0", "Q6_K"]),
 )
@@ -289,6 +295,7 @@ def test_the_default_rule_is_legal(
     clusters: bool,
     warpgroups: bool,
     small: bool,
+    fast: bool,
     multiprocessors: int,
     kind: str | None,
 ) -> None:
@@ -298,9 +305,8 @@ def test_the_default_rule_is_legal(
         formats = {} if kind is None else formats_of(config, lambda _: kind)
         for one in launches_of(config, rows, multiprocessors, formats, **has):
             assert one.config.shared <= SMALL_SHARED, one.kernel
-    tuning = shapes.default_tuning(
-        config, rows=rows, context=context, multiprocessors=multiprocessors, **has
-    )
+    known = {**has, "multiprocessors": multiprocessors, "fast_memory": fast}
+    tuning = shapes.default_tuning(config, rows=rows, context=context, **known)
     assert problems_of(config, rows, tuning, **has) == ()
     sizes = {"rows": rows, "context": 4 * context, "multiprocessors": multiprocessors}
     longer = shapes.for_context(tuning, config, **sizes)
@@ -403,11 +409,11 @@ def test_there_is_something_to_try(name: str, rows: int) -> None:
 def test_what_the_rule_takes_for_few_rows_is_tried_for_other_models_too(
     name: str, rows: int
 ) -> None:
-    config = CONFIGS[name]
-    tuning = shapes.default_tuning(config, rows=rows, clusters=True)
+    config, known = CONFIGS[name], {"rows": rows, "clusters": True}
+    tuning, fast = (shapes.default_tuning(config, fast_memory=f, **known) for f in (False, True))
     for stage in shapes.PRODUCTS.values():
         made = product_shapes(config, stage, rows, 132, clusters=True)
-        assert getattr(tuning, stage) in made, stage
+        assert getattr(tuning, stage) in made and getattr(fast, stage) in made, stage
     attention = tuning.attention
     if attention.resident:
         attention = replace(attention, splits=1)
@@ -793,6 +799,27 @@ def test_what_a_block_may_have_is_known_of_a_device(
     properties = replace(host_device.properties, max_shared_per_block=most * 1024)
     device: Any = SimpleNamespace(properties=properties, capabilities=host_device.capabilities)
     assert choosing.known_of(device)["shared"] == shared * 1024
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "count", "fast"),
+    [(4.9e12, 132, True), (3.35e12, 132, False), (0.86e12, 142, False), (0, 4, False)],
+    ids=["H200", "H100", "L40S", "host"],
+)
+def test_the_rule_knows_how_fast_the_memory_is(
+    host_device: Device, store: TuningStore, bandwidth: float, count: int, fast: bool
+) -> None:
+    changed = {"memory_bandwidth": int(bandwidth), "multiprocessors": count}
+    properties = replace(host_device.properties, **changed)
+    device: Any = SimpleNamespace(properties=properties, capabilities=host_device.capabilities)
+    known = choosing.known_of(device)
+    assert known["fast_memory"] is fast
+    given: Any = {"rows": 8, "context": 2048, "clusters": True}
+    found = choosing.choose_tuning(
+        CONFIGS["8B"], gpu="any", store=store, **{**known, **given, "multiprocessors": 132}
+    )
+    gate_up: Any = found.tuning.gate_up
+    assert gate_up.tiles == (4 if fast else 2)
 
 
 def test_blocks_that_a_small_gpu_has_no_room_for_are_not_used_there(

@@ -54,7 +54,7 @@ class CubinLoader:
             image_kinds=frozenset({"cubin", "ptx"}),
             source_language="cuda",
         )
-        self.properties = DeviceProperties("stand-in", capability, 1, 0, 0, 1024, 49152, "0")
+        self.properties = DeviceProperties("stand-in", capability, 1, 0, 0, 1024, 49152, 0, "0")
         self.lock = threading.Lock()
         self.handles = itertools.count(1)
         self.modules: dict[int, dict[str, KernelResources]] = {}

@@ -148,6 +148,8 @@ class DeviceProperties:
     l2_cache: int
     max_threads_per_block: int
     max_shared_per_block: int
+    memory_bandwidth: int
+    """Bytes a second by the memory's clock and width, more than any kernel reads."""
     driver_version: str
 
 

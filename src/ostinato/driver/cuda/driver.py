@@ -115,6 +115,7 @@ class CudaDriver(ExecCalls):
     def _read_properties(self) -> DeviceProperties:
         device, found = self._device, self._device.properties
         capability = device.compute_capability
+        clock, width = 1000 * int(found.memory_clock_rate), int(found.global_memory_bus_width)
         return DeviceProperties(
             name=str(device.name),
             compute_capability=(int(capability[0]), int(capability[1])),
@@ -123,6 +124,7 @@ class CudaDriver(ExecCalls):
             l2_cache=int(found.l2_cache_size),
             max_threads_per_block=int(found.max_threads_per_block),
             max_shared_per_block=int(found.max_shared_memory_per_block_optin),
+            memory_bandwidth=clock * 2 * width // 8,  # both edges of the clock
             driver_version=in_words(self._lib.version),
         )
 

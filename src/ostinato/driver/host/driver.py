@@ -176,6 +176,7 @@ class HostDriver:
             l2_cache=0,
             max_threads_per_block=MAX_THREADS,
             max_shared_per_block=MAX_SHARED,
+            memory_bandwidth=0,
             driver_version="host",
         )
 

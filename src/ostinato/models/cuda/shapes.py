@@ -48,6 +48,7 @@ __all__ = [
     "default_tuning",
     "dynamic_shared",
     "for_context",
+    "has_fast_memory",
     "has_warpgroups",
     "in_tiles",
     "largest_divisor",
@@ -470,14 +471,15 @@ def default_tuning(
     clusters: bool = False,
     warpgroups: bool = False,
     shared: int = MAX_SHARED,
+    fast_memory: bool = False,
     most: int = MAX_ROWS,
 ) -> Tuning:
     """Shapes by rule, for a GPU without a stored tuning.  The rule was found on an H100 and an H200
     (docs/performance.md).
 
     `context`: positions of a sequence.  `clusters`, `warpgroups`: whether the device has them.
-    `shared`: bytes that a block may have (`dynamic_shared`).  Raises UnsupportedModelError, also
-    for over `most` rows.
+    `shared`: bytes that a block may have (`dynamic_shared`).  `fast_memory`: `has_fast_memory`.
+    Raises UnsupportedModelError, also for over `most` rows.
     """
     require_supported(config, rows, most=most)
     products, tiles = products_of(config), in_tiles(config, rows, shared)
@@ -485,12 +487,13 @@ def default_tuning(
     def cut(name: str) -> Shape:
         product = products[name]
         if not tiles:
-            return _vector_shape(name, product, multiprocessors)
+            return _vector_shape(name, product, multiprocessors, fast_memory)
         # Of more than MAX_ROWS, a library makes all but the head of the last.
         few = min(rows, MAX_ROWS)
         if warpgroups and shared == MAX_SHARED and _warpgroups_pay(config, products, few):
             return warpgroup_shape(name, product, few, multiprocessors)
-        return _matrix_shape(name, product, few, multiprocessors, shared, clusters=clusters)
+        given: dict[str, bool] = {"clusters": clusters, "fast_memory": fast_memory}
+        return _matrix_shape(name, product, few, multiprocessors, shared, **given)
 
     qkv, output, gate_up, down, head = map(cut, PRODUCTS.values())
     more: dict[str, Any] = {"clusters": clusters, "shared": shared}
@@ -586,7 +589,9 @@ def _with_clusters(
     return replace(shape, splits=shape.cluster * min(most, -(-context // 4096)))
 
 
-def _vector_shape(name: str, product: Product, multiprocessors: int) -> VectorShape:
+def _vector_shape(
+    name: str, product: Product, multiprocessors: int, fast_memory: bool = False
+) -> VectorShape:
     """A thread holds up to 9 steps of 2 rows (72 registers); blocks of one size fill the chip.
 
     A small product is over before the memory is busy: there more lanes and warps share a pair, so
@@ -611,8 +616,11 @@ def _vector_shape(name: str, product: Product, multiprocessors: int) -> VectorSh
     while each() <= 5 and -(-chunks // (lanes * split)) > 2 and not wasteful(2 * lanes * split):
         lanes, split = (2 * lanes, split) if lanes < 32 else (lanes, 2 * split)
     if not product.normed and (lanes, split) == (32, 1) and each() <= 8:
-        # A third of the multiprocessors is free for the next kernel (1B, us, H200: 639 -> 632).
-        return VectorShape(lanes, split, 1, -(-3 * product.pairs // (2 * multiprocessors)))
+        # A third of the multiprocessors is free for the next kernel (1B, us at positions 20 and
+        # 500: H200 639, 647 -> 632, 640, but H100 835, 841 -> 838, 850).
+        if fast_memory:
+            return VectorShape(lanes, split, 1, -(-3 * product.pairs // (2 * multiprocessors)))
+        lanes, split = 16, 2  # H100 840 -> 837
     wanted = each()
     if name == "head" and (lanes, split) == (32, 1) and chunks >= 256:
         turns = -(-product.pairs // (8 * multiprocessors))
@@ -768,6 +776,7 @@ def _matrix_shape(
     shared: int,
     *,
     clusters: bool = False,
+    fast_memory: bool = False,
     packed: bool = False,
 ) -> MatrixShape:
     """By rule (found on an H100 with the 1B and 8B shapes).
@@ -792,7 +801,7 @@ def _matrix_shape(
         if head is not None and head.shared_bytes(rows, shared) <= shared:
             return head
     if clusters and not packed and name != "head" and shared == MAX_SHARED:
-        clustered = _in_clusters(product, rows, multiprocessors)
+        clustered = _in_clusters(product, rows, multiprocessors, fast_memory)
         if clustered is not None:
             return clustered
     tile_count, padded = product.tile_count, -(-rows // 8) * 8
@@ -864,7 +873,9 @@ def _head_of_few_rows(product: Product, rows: int) -> MatrixShape | None:
     return None
 
 
-def _in_clusters(product: Product, rows: int, multiprocessors: int) -> MatrixShape | None:
+def _in_clusters(
+    product: Product, rows: int, multiprocessors: int, fast_memory: bool
+) -> MatrixShape | None:
     """Of 2 to 64 rows on a device with clusters, products that are faster so than by the rule for
     others, which is for None (us a step, H100: 360M 8 rows 483 -> 448, 32 rows 702 -> 649; 8B 8
     rows 5,528 -> 5,325).
@@ -876,13 +887,15 @@ def _in_clusters(product: Product, rows: int, multiprocessors: int) -> MatrixSha
     multiprocessors, or half of them with many rows; and of few outputs four blocks share the
     inputs, or, of a few rows with short inputs, each has a tile (135M, H100: 8 rows 335 -> 328, at
     position 500 398 -> 391).  Up to 8 rows blocks of 16 warps wait less (H200: 135M 317 -> 309,
-    Qwen3 0.6B's widths 509 -> 494).  Large ones with many inputs: blocks share these too.
+    Qwen3 0.6B's widths 509 -> 494), of normed products where memory is fast (135M, 4 rows: H200
+    307 -> 300, H100 318 -> 323).  Large ones with many inputs: blocks share these too.
     """
     tile_count, steps = product.tile_count, -(-product.inputs // 32)
     many = rows > 32
     if not product.fits_registers(multiprocessors):
-        return _long_in_clusters(product, multiprocessors) if rows <= _FEW_ROWS else None
-    cuts = _cuts(product, rows, multiprocessors)
+        few = rows <= _FEW_ROWS
+        return _long_in_clusters(product, multiprocessors, fast_memory) if few else None
+    cuts = _cuts(product, rows, multiprocessors, fast_memory)
     for tiles, blocks_k, warps in cuts:
         blocks, each = -(-tile_count // tiles) * blocks_k, -(-steps // blocks_k)
         if blocks < multiprocessors / (2 if many else 3) and (tiles, blocks_k, warps) != cuts[-1]:
@@ -897,7 +910,9 @@ def _in_clusters(product: Product, rows: int, multiprocessors: int) -> MatrixSha
     return None
 
 
-def _cuts(product: Product, rows: int, multiprocessors: int) -> tuple[tuple[int, int, int], ...]:
+def _cuts(
+    product: Product, rows: int, multiprocessors: int, fast_memory: bool
+) -> tuple[tuple[int, int, int], ...]:
     """How `_in_clusters` may cut a small product: tiles of a block, blocks that share inputs, and
     the least warps of a block.  Each cut has no fewer blocks than the one before."""
     tile_count, steps = product.tile_count, -(-product.inputs // 32)
@@ -907,22 +922,34 @@ def _cuts(product: Product, rows: int, multiprocessors: int) -> tuple[tuple[int,
         return (4, 1, 8), (2, 1, 8), (4, 4, 8), (2, 4, 8)
     if steps <= 32 and tile_count < multiprocessors / 3:
         return ((1, 1, 8),)
-    pays = product.normed or (rows > 4 and steps >= 48)
+    pays = fast_memory if product.normed else rows > 4 and steps >= 48
     if rows <= 8 and tile_count < multiprocessors / 2 and pays:
         return (4, 1, 8), (2, 1, 8), (2, 2, 16), (4, 4, 16)
     return (4, 1, 8), (2, 1, 8), (4, 4, 8)
 
 
-def _long_in_clusters(product: Product, multiprocessors: int) -> MatrixShape | None:
-    """Of a few rows, products with many inputs (`_in_clusters`)."""
+def _long_in_clusters(
+    product: Product, multiprocessors: int, fast_memory: bool
+) -> MatrixShape | None:
+    """Of a few rows, products with many inputs (`_in_clusters`).  Large ones in four tiles a block
+    where memory is fast, else in two (8 layers of 8B, 8 rows: H200 1,255 -> 1,213 us in four, H100
+    1,613 -> 1,624)."""
     tile_count = product.tile_count
     if product.normed and product.inputs >= 4096:
-        return MatrixShape(4, 2, 4, 512, 8, 4)
+        if fast_memory or tile_count < 8 * multiprocessors:
+            return MatrixShape(4, 2, 4, 512, 8, 4)
+        return MatrixShape(2, 4, 4, 512, 4, 4)
     if product.inputs >= 8192 and tile_count > multiprocessors:
         return MatrixShape(2, 8, 2, 1024, 4, 2)
     if product.inputs >= 4096 and 0.7 * multiprocessors <= tile_count <= multiprocessors:
         return MatrixShape(2, 8, 2, 2048, 8, 2, alone=1)
     return None
+
+
+def has_fast_memory(bandwidth: float, multiprocessors: int) -> bool:
+    """Whether a multiprocessor gets over 30 GB/s of the memory's bandwidth: an H200 36, an H100 25
+    (A100 and L40S less), so that waiting for weights is a smaller part of a product's time."""
+    return bandwidth > 30e9 * multiprocessors
 
 
 def has_warpgroups(capability: tuple[int, int]) -> bool:

@@ -44,6 +44,7 @@ from ostinato.models.cuda.shapes import (
     default_tuning,
     dynamic_shared,
     for_context,
+    has_fast_memory,
     has_warpgroups,
     shape_key,
 )
@@ -95,17 +96,24 @@ def choose_tuning(
     clusters: bool = False,
     warpgroups: bool = False,
     shared: int = MAX_SHARED,
+    fast_memory: bool = False,
     store: TuningStore | None = None,
 ) -> ChosenTuning:
     """The tuning for steps of `rows` rows on a GPU by name, and its origin.
 
     `context`: positions of a sequence.  `clusters`, `warpgroups`: whether the device has them;
-    `shared`: bytes that a block may have.  A stored tuning that is damaged or does not fit is not
-    used, and a warning says why.  Raises UnsupportedModelError.
+    `shared`: bytes that a block may have; `fast_memory`: for the rule (`has_fast_memory`).  A
+    stored tuning that is damaged or does not fit is not used, and a warning says why.  Raises
+    UnsupportedModelError.
     """
     has: dict[str, Any] = {"clusters": clusters, "warpgroups": warpgroups, "shared": shared}
     default = default_tuning(
-        config, rows=rows, context=context, multiprocessors=multiprocessors, **has
+        config,
+        rows=rows,
+        context=context,
+        multiprocessors=multiprocessors,
+        fast_memory=fast_memory,
+        **has,
     )
     key = TuningKey.of(config, rows, gpu)
     found = (store or TuningStore()).load(key, config, default, **has)
@@ -123,6 +131,7 @@ def known_of(device: Device) -> dict[str, Any]:
         "clusters": device.capabilities.clusters,
         "warpgroups": has_warpgroups(properties.compute_capability),
         "shared": dynamic_shared(properties.max_shared_per_block),
+        "fast_memory": has_fast_memory(properties.memory_bandwidth, properties.multiprocessors),
     }
 
 

@@ -284,6 +284,7 @@ def search(
     config, known = weights.config, known_of(device)
     with StepMeter(device, weights, rows=rows, positions=max(contexts)) as meter:
         meter.trust(default_tuning(config, rows=rows, context=context, **known))
+        del known["fast_memory"]  # a search tries what the rule has for either
         return sweep(
             config,
             start,
