@@ -52,8 +52,7 @@ torch:                          ## the tests that need PyTorch and transformers,
 	    folder=$(VENV)-torch-$$version; python=$$folder/bin/python; \
 	    test -x $$python || $(PYTHON) -m venv $$folder; \
 	    $$python -m pip install --quiet --disable-pip-version-check --index-url $(TORCH_INDEX) torch; \
-	    $$python -m pip install --quiet --disable-pip-version-check "transformers==$$version.*" -e ".[llm]" \
-	        pytest pytest-timeout pytest-xdist hypothesis networkx; \
+	    $$python -m pip install --quiet --disable-pip-version-check "transformers==$$version.*" -e ".[llm,test]"; \
 	    echo "transformers $$version"; \
 	    $$python -m pytest -q -p no:cacheprovider -n 2 --dist worksteal -m "not slow and not gpu" $(TORCH_TESTS) $(ARGS); \
 	done

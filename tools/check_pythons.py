@@ -4,9 +4,9 @@
 
 Looked for are python3.11 to python3.14 and their free-threaded builds, on the path and among those
 that pyenv and uv have installed; those that do not start, and the version that runs this, are left
-out.  Each gets an environment of its own with what the tests need.  `--all` runs all tests of
-graphs, steps, caches and devices' state, and the random lives.  Exit status 0 if every one passes;
-a machine without other Pythons says so and passes.
+out.  Each gets an environment of its own with what pyproject.toml's extra `test` names.  `--all`
+runs all tests of graphs, steps, caches and devices' state, and the random lives.  Exit status 0 if
+every one passes; a machine without other Pythons says so and passes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = tuple(f"3.{minor}{build}" for minor in (11, 12, 13, 14) for build in ("", "t"))
-NEEDS = (
-    *("numpy", "rich", "filelock", "platformdirs", "jinja2", "typer", "networkx"),
-    *("pytest", "pytest-timeout", "pytest-xdist", "threadpoolctl"),
-)
-HYPOTHESIS = {"": "hypothesis", "t": "hypothesis<6.150"}
-"""Later ones have a compiled part that no free-threaded Python takes."""
+FREE_THREADED = {"hypothesis": ["hypothesis<6.150"], "safetensors": []}
+"""There, in place of these: the others have a compiled part that no free-threaded Python takes."""
 TESTS = (
     *("tests/contract", "tests/graph/test_change_paths.py"),
     *("tests/test_launcher.py", "tests/test_kernel_call.py", "tests/interop/test_recheck.py"),
@@ -71,6 +68,15 @@ def interpreters() -> dict[str, str]:
     return found
 
 
+def needs(build: str) -> list[str]:
+    """What is installed: pyproject.toml says what the library and its tests need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    if build == "t":
+        found = [n for need in found for n in FREE_THREADED.get(need.partition(">")[0], [need])]
+    return found
+
+
 def passes(version: str, program: str, tests: tuple[str, ...]) -> bool:
     """Whether the tests pass there; prints what failed."""
     with tempfile.TemporaryDirectory(prefix=f"ostinato-python{version}-") as folder:
@@ -79,7 +85,7 @@ def passes(version: str, program: str, tests: tuple[str, ...]) -> bool:
         install = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
         steps = (
             (program, "-m", "venv", folder),
-            (str(python), *install, *NEEDS, HYPOTHESIS[build]),
+            (str(python), *install, *needs(build)),
             (
                 *(str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"),
                 *("-p", "no:cacheprovider", "-m", "not slow", *tests),
