@@ -31,7 +31,7 @@ PACKAGE = str(Path(ostinato.__file__).parent) + os.sep
 
 
 @functools.cache
-def _left_out(code: CodeType) -> frozenset[int]:
+def left_out(code: CodeType) -> frozenset[int]:
     """Offsets of instructions before which nothing is raised."""
     instructions = list(dis.get_instructions(code))
     found = set()
@@ -67,7 +67,7 @@ class _Interrupt:
         return self.line if name.startswith(PACKAGE) and not name.endswith("location.py") else None
 
     def line(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line" and frame.f_lasti not in _left_out(frame.f_code):
+        if event == "line" and frame.f_lasti not in left_out(frame.f_code):
             self.seen += 1
             if self.seen == self.at:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
