@@ -40,7 +40,8 @@ def left_out(code: CodeType) -> frozenset[int]:
         leaves = [i.argval if i.opname == "LOAD_CONST" else i.opname for i in next_ones]
         # A `return` inside the block first puts its value out of the way.
         ends_with = [None] * 3 in (leaves[:3], leaves[1:])
-        if one.opname == "NOP" or "JUMP" in one.opname or ends_with:
+        jumps = "JUMP" in one.opname and sys.version_info >= (3, 13)
+        if one.opname == "NOP" or jumps or ends_with:
             found.add(one.offset)
         if one.opname == "JUMP_BACKWARD" and sys.version_info >= (3, 12):
             target = next(i for i in instructions if i.offset == one.argval)
