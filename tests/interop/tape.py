@@ -77,7 +77,7 @@ class OnCpu(Torch):
         self.offset = torch.Tensor.storage_offset
         self.clone = torch.Tensor.clone
         self.ours = device.create_stream()
-        self.current = self.stream
+        self.current, self.current_device = self.stream, lambda: 0
 
     def refusal(self, tensor: Any, /) -> str:
         found = super().refusal(tensor)

@@ -58,11 +58,9 @@ _level: Callable[[], Any] = torch._C._functorch.maybe_current_level
 _dual = vars(torch.autograd.forward_ad)
 _overriding = torch._C._len_torch_function_stack
 _dispatching = torch._C._len_torch_dispatch_stack
-# Both None in a torch without CUDA.
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
 _empty_here = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 """`empty_strided` on the current device, as the code that torch.compile makes calls it: half the
-time."""
+time.  None in a torch without CUDA."""
 
 
 def _precision() -> tuple[Callable[[], Any], ...]:
@@ -149,6 +147,7 @@ class Torch:
         capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
         self.capturing = capturing or torch.cuda.is_current_stream_capturing
         self.current = partial(torch._C._cuda_getCurrentRawStream, index)
+        self.current_device: Callable[[], int] = torch._C._cuda_getDevice
         self.address = torch.Tensor.data_ptr
         self.offset = torch.Tensor.storage_offset
         self.clone = torch.Tensor.clone
@@ -255,9 +254,10 @@ class Torch:
         )
 
     def situation(self) -> tuple[Callable[[], Any], ...]:
-        around = [self.capturing, self.current, _overriding, _dispatching, _tracing]
-        if _current_device is not None:
-            around.append(_current_device)
+        around = (
+            *(self.capturing, self.current, self.current_device),
+            *(_overriding, _dispatching, _tracing),
+        )
         if torch._C._is_any_autocast_enabled() or _overriding():
             return (*around, self.modes)
         return (
@@ -320,7 +320,7 @@ class Torch:
         return torch.empty_strided(shape, strides, dtype=dtype, device=self.where)
 
     def maker(self) -> Callable[..., Any]:
-        here = _current_device is not None and _current_device() == self.index
+        here = self.current_device() == self.index
         return self.new if _empty_here is None or not here else _empty_here
 
     def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], None]:
