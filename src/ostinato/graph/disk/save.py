@@ -18,12 +18,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +87,8 @@ _CHECK_SECONDS = 120.0
 _MOST_STRAYS = 8
 _MOST_LOOSE = 1024  # each is tried by itself in the check
 
+_T = TypeVar("_T")
+
 
 class Runnable(Protocol):
     """An executable graph, as far as it is used here."""
@@ -117,6 +120,31 @@ class _Named:
     dtype: np.dtype[Any]
     look: Look | None
     pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """An address that a node holds.  `place`: of the node in the survey's `walk`."""
+
+    address: int
+    access: Access
+    place: int
+    path: str
+
+
+class _ByAddress(Generic[_T]):
+    """Things by their addresses: a graph has thousands of blocks, and of addresses in them."""
+
+    def __init__(self, things: Sequence[_T], address_of: Callable[[_T], int]) -> None:
+        self._things = things
+        self._order = sorted(range(len(things)), key=lambda n: address_of(things[n]))
+        self._addresses = [address_of(things[n]) for n in self._order]
+
+    def inside(self, memory: MemoryRange) -> list[_T]:
+        """Those whose address lies in a range, in the order in which they were given."""
+        first = bisect_left(self._addresses, memory.address)
+        behind = bisect_left(self._addresses, memory.end)
+        return [self._things[n] for n in sorted(self._order[first:behind])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +308,10 @@ def _pieces(
     strayed: Sequence[MemoryRange],
 ) -> list[_Piece]:
     """The blocks, in the order of their addresses, those of alloc nodes last."""
-    taken = [MemoryRange(one.memory.address, max(1, one.memory.nbytes)) for one in named.values()]
+    taken = merged(
+        MemoryRange(one.memory.address, max(1, one.memory.nbytes)) for one in named.values()
+    )
+    starts = [memory.address for memory in taken]
     live = KnownRanges(context.driver.memory_range)
     ranges = [*taken, *strayed]
     for node in found.graph.walk():
@@ -289,13 +320,26 @@ def _pieces(
                 continue
             if address.reach:
                 ranges.append(MemoryRange(address.value, address.reach))
-            elif not any(memory.holds(address.value) for memory in taken):
-                gap = _gap(address, taken, live)
-                if gap is not None:
-                    ranges.append(gap)
-    pieces = [_piece(memory, None, found, named, context) for memory in merged(ranges)]
+            else:
+                behind = bisect_right(starts, address.value)
+                near = taken[max(0, behind - 1) : behind + 1]
+                if not any(memory.holds(address.value) for memory in near):
+                    gap = _gap(address, near, live)
+                    if gap is not None:
+                        ranges.append(gap)
+    uses = [
+        _Use(address.value, address.access, place, node.path)
+        for place, node in enumerate(found.graph.walk())
+        for address in node.addresses
+    ]
+    used = _ByAddress(uses, lambda use: use.address)
+    names = _ByAddress(list(named.values()), lambda one: one.memory.address)
+    pieces = [
+        _piece(memory, None, used.inside(memory), names.inside(memory), context)
+        for memory in merged(ranges)
+    ]
     for index, memory in found.allocated.items():
-        pieces.append(_piece(memory, index, found, {}, context))
+        pieces.append(_piece(memory, index, used.inside(memory), (), context))
     return pieces
 
 
@@ -320,14 +364,14 @@ def _grown(
     return MemoryRange(start, end - start)
 
 
-def _gap(address: Address, taken: Sequence[MemoryRange], live: KnownRanges) -> MemoryRange | None:
-    """What lies around an address between the named buffers of its allocation; None for the place
-    right behind a named buffer."""
+def _gap(address: Address, near: Sequence[MemoryRange], live: KnownRanges) -> MemoryRange | None:
+    """What lies around an address between the named buffers of its allocation, of which the next
+    ones are `near`; None for the place right behind a named buffer."""
     allocation = live(address.value)
     if allocation is None:
         return None
-    start = max((m.end for m in taken if m.end <= address.value), default=0)
-    end = min((m.address for m in taken if m.address > address.value), default=allocation.end)
+    start = max((m.end for m in near if m.end <= address.value), default=0)
+    end = min((m.address for m in near if m.address > address.value), default=allocation.end)
     start, end = max(start, allocation.address), min(end, allocation.end)
     return MemoryRange(start, end - start)
 
@@ -335,19 +379,15 @@ def _gap(address: Address, taken: Sequence[MemoryRange], live: KnownRanges) -> M
 def _piece(
     memory: MemoryRange,
     node: int | None,
-    found: Survey,
-    named: Mapping[str, _Named],
+    uses: Sequence[_Use],
+    inside: Sequence[_Named],
     context: Context,
 ) -> _Piece:
-    inside = [one for one in named.values() if memory.holds(one.memory.address)]
-    users: list[str] = []
+    """`uses`: addresses in it.  `inside`: named buffers that begin in it."""
+    users = {use.place: use.path for use in uses}
     access = Access(0)
-    for entry in found.graph.walk():
-        mine = [a for a in entry.addresses if memory.holds(a.value)]
-        if mine:
-            users.append(entry.path)
-        for address in mine:
-            access |= address.access
+    for use in uses:
+        access |= use.access
     owner = context.owner_of(memory.address) if node is None else None
     pinned = any(one.pinned for one in inside) or bool(getattr(owner, "pinned", False))
     return _Piece(
@@ -355,7 +395,7 @@ def _piece(
         tuple(one.name for one in inside),
         pinned,
         node,
-        tuple(users),
+        tuple(users.values()),
         bool(users) and Access.WRITE not in access,
         node is None and bool(inside) and not any(one.memory.nbytes for one in inside),
     )
@@ -379,6 +419,7 @@ class _Plan:
         self._found = found
         self._named = named
         self._pieces = pieces
+        self._starts = [piece.memory.address for piece in pieces if piece.node is None]
         self._keeping = keeping
         self._refuse_lost()
         self._digests: dict[int, str] = {}  # by the identity of images, which `_codes` keeps
@@ -469,12 +510,15 @@ class _Plan:
 
     def _place(self, address: int) -> tuple[int, int]:
         """The block of an address, and how far in it is."""
-        for index, piece in enumerate(self._pieces):
-            if piece.memory.holds(address):
-                return index, address - piece.memory.address
-        for index, piece in enumerate(self._pieces):
-            if piece.memory.end == address:
-                return index, piece.memory.nbytes
+        # Blocks are in the order of their addresses, and apart; those of alloc nodes are behind.
+        behind = bisect_right(self._starts, address)
+        near = [*range(max(0, behind - 1), behind), *range(len(self._starts), len(self._pieces))]
+        for index in near:
+            if self._pieces[index].memory.holds(address):
+                return index, address - self._pieces[index].memory.address
+        for index in near:
+            if self._pieces[index].memory.end == address:
+                return index, self._pieces[index].memory.nbytes
         raise AssertionError("every address has its block")
 
     def _record(self, graph: SurveyedGraph) -> GraphRecord:
