@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import shutil
 import subprocess
 import sys
 import threading
@@ -64,17 +65,25 @@ class Model:
         return self.y.to_numpy(self.stream).tolist()
 
 
-@pytest.fixture
-def folder(host_device: Device, tmp_path: Path) -> Path:
-    """A store that a first process left."""
-    model, made = Model(host_device), tmp_path / "store"
-    store, cache = model.store(made), ost.GraphCache(host_device)
-    for factor in (1, 2, 3):
-        model.run(cache, store, factor)
-    assert model.captures == [1, 2, 3]
-    assert store.save_cache(cache) == {}
-    assert store.statistics().saved == 3
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made once: the check of each file starts a process."""
+    made = tmp_path_factory.mktemp("first") / "store"
+    with ost.open_device("host") as device:
+        model = Model(device)
+        store, cache = model.store(made), ost.GraphCache(device)
+        for factor in (1, 2, 3):
+            model.run(cache, store, factor)
+        assert model.captures == [1, 2, 3]
+        assert store.save_cache(cache) == {}
+        assert store.statistics().saved == 3
     return made
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A store that a first process left, of the test's own."""
+    return shutil.copytree(saved, tmp_path / "store")
 
 
 def test_the_next_process_restores_and_is_bound_to_its_own_memory(folder: Path) -> None:

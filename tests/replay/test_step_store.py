@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -71,14 +72,23 @@ class Rig:
         return decision.action, values, int(self.total.to_numpy(self.stream)[0])
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made once: the check of each file starts a process."""
+    made = tmp_path_factory.mktemp("first") / "store"
+    with ost.open_device("host") as device:
+        first = Rig(device, made, 10)
+        for rows in (8, 8, 3, 3):  # the last call leaves padding, which no file may depend on
+            first.call(rows)
+        assert first.step.save() == {}
+        assert first.call(2)[1] == [0, 10]  # saving changed nothing
+    return made
+
+
 @pytest.fixture
-def folder(host_device: Device, tmp_path: Path) -> Path:
-    first = Rig(host_device, tmp_path / "store", 10)
-    for rows in (8, 8, 3, 3):  # the last call leaves padding, which no file may depend on
-        first.call(rows)
-    assert first.step.save() == {}
-    assert first.call(2)[1] == [0, 10]  # saving changed nothing
-    return tmp_path / "store"
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A store that a first process left, of the test's own."""
+    return shutil.copytree(saved, tmp_path / "store")
 
 
 def test_the_next_process_replays_at_once(folder: Path) -> None:
