@@ -7,14 +7,15 @@ instruction that has it.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import mmap
 import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -178,19 +179,20 @@ class Emulator:
         defines = [f"-D{name}={value}" for name, value in launch.options.defines]
         texts = [launch.source.cuda or "", *launch.source.headers.values()]
         key = _key(*texts, _HEADER, _RUNTIME, *_FLAGS, *self._flags, *defines, *kernels)
-        target = self._folder / f"{key}.so"
-        if not target.exists():
-            runtime, source = _runtime(self._folder, self._flags), launch.source
-            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-                for name, text in source.headers.items():
-                    Path(folder, name).write_text(text)
-                _build(
-                    target,
-                    *("-shared", f"-I{runtime}", f"-I{folder}", str(runtime / "emulate.o")),
-                    *("-include", "emulate.h", *self._flags, *defines, "-x", "c++", "-"),
-                    text=f'#line 1 "{source.name}"\n{source.cuda}\n'
-                    + "".join(_ENTRY.replace("KERNEL_NAME", kernel) for kernel in kernels),
-                )
+        target, source = self._folder / f"{key}.so", launch.source
+        with _alone(target) as missing:
+            if missing:
+                runtime = _runtime(self._folder, self._flags)
+                with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+                    for name, text in source.headers.items():
+                        Path(folder, name).write_text(text)
+                    _build(
+                        target,
+                        *("-shared", f"-I{runtime}", f"-I{folder}", str(runtime / "emulate.o")),
+                        *("-include", "emulate.h", *self._flags, *defines, "-x", "c++", "-"),
+                        text=f'#line 1 "{source.name}"\n{source.cuda}\n'
+                        + "".join(_ENTRY.replace("KERNEL_NAME", kernel) for kernel in kernels),
+                    )
         library = ctypes.CDLL(str(target))
         for kernel in kernels:
             self._libraries[(*unit, kernel)] = library
@@ -201,15 +203,27 @@ def _runtime(folder: Path, flags: tuple[str, ...]) -> Path:
     """A folder with emulate.h, precompiled, and emulate.cpp as an object: each takes longer than a
     kernel."""
     made = folder / _key(_HEADER, _RUNTIME, *_FLAGS, *flags)
-    if not (made / "emulate.o").exists():
-        made.mkdir(exist_ok=True)
-        temporary = made / f"emulate.h.{os.getpid()}.{threading.get_ident()}.tmp"
-        temporary.write_text(_HEADER)
-        temporary.replace(made / "emulate.h")
-        # -w: a header that is compiled for itself has a `#pragma once` for nothing.
-        _build(made / "emulate.h.gch", *flags, "-w", "-x", "c++-header", str(made / "emulate.h"))
-        _build(made / "emulate.o", *flags, "-c", f"-I{made}", "-x", "c++", "-", text=_RUNTIME)
+    made.mkdir(exist_ok=True)
+    header, last = made / "emulate.h", made / "emulate.o"
+    with _alone(last) as missing:
+        if missing:
+            header.write_text(_HEADER)
+            # -w: a header that is compiled for itself has a `#pragma once` for nothing.
+            _build(made / "emulate.h.gch", *flags, "-w", "-x", "c++-header", str(header))
+            _build(last, *flags, "-c", f"-I{made}", "-x", "c++", "-", text=_RUNTIME)
     return made
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[bool]:
+    """Whether a file is still to be built, by this thread alone: ranks and other processes that
+    need the same one wait for it."""
+    if target.exists():
+        yield False
+        return
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # goes with the file, also if the process is killed
+        yield not target.exists()
 
 
 def _key(*texts: str) -> str:
@@ -217,7 +231,7 @@ def _key(*texts: str) -> str:
 
 
 def _build(target: Path, *arguments: str, text: str = "") -> None:
-    """In one step, as others may build the same."""
+    """In one step: what is killed leaves no half of it."""
     temporary = target.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
     subprocess.run(
         ["g++", *_FLAGS, "-o", str(temporary), *arguments], input=text, text=True, check=True
