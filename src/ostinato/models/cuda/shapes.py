@@ -947,7 +947,7 @@ def _long_in_clusters(
 
 
 def has_fast_memory(bandwidth: float, multiprocessors: int) -> bool:
-    """Whether a multiprocessor gets over 30 GB/s of the memory's bandwidth: an H200 36, an H100 25
+    """Whether a multiprocessor gets over 30 GB/s of the memory's bandwidth: an H200 37, an H100 25
     (A100 and L40S less), so that waiting for weights is a smaller part of a product's time."""
     return bandwidth > 30e9 * multiprocessors
 
