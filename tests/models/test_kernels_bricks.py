@@ -77,6 +77,17 @@ CASES: dict[str, tuple[LlamaConfig, dict[str, str], tuple[int, ...] | None]] = {
     "some are not packed": (WHOLE, {"wq": "Q4_K", "wk": "Q4_K", "wo": "Q8_0"}, (1, 1, 3, 2)),
 }
 """Model, types of tensors, and a cut that is not the rule's."""
+LONG = {
+    "all held": ("Q4_0", 8192, (8, 1, 1, 4, 1)),
+    "one held": ("Q6_K", 8192, (16, 1, 1, 1, 1)),
+    "one held, turns": ("Q4_K", 8192, (16, 1, 2, 1, 1)),
+    "two held, turns": ("Q4_0", 8192, (16, 1, 2, 2, 1)),
+    "four bricks, turns": ("Q4_K", 14336, (14, 1, 2, 1, 1)),
+    "three bricks, the last not there": ("Q6_K", 8960, (12, 1, 1, 1, 1)),
+    "fewer held than bricks": ("Q6_K", 8192, (6, 1, 2, 2, 1)),
+    "fewer held than bricks, 8 bits": ("Q8_0", 8192, (6, 1, 2, 4, 1)),
+}
+"""Types, inputs and cuts of `down` whose warps have several bricks; most are the rule's."""
 PANELLED = config_of(8, 1, 64, inner=1280, vocabulary=131)
 """Several slabs of 256 inputs; of 512 the last is half empty."""
 PANEL_CUTS = {
@@ -113,6 +124,32 @@ def test_packed_products_agree_with_numpy_on_the_emulator(name: str) -> None:
     bench = bench_of(Emulator(), name, 1)
     assert bench.formats
     for case in list(checks.cases(bench, 1))[::6]:
+        bench.check(case)
+
+
+def long_bench(machine: Any, name: str) -> checks.Bench:
+    kind, inner, cut = LONG[name]
+    config = replace(WHOLE, inner=inner)
+    tuning = replace(default_tuning(config, context=70), packed={"down": PackedShape(*cut)})
+    return checks.Bench(
+        machine, config, max_rows=1, sequences=2, context=70,
+        tunings={1: tuning}, types=types_of("Q4_0", w_down=kind),
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("name", LONG)
+def test_long_rows_agree_with_numpy_on_the_emulator(name: str) -> None:
+    bench = long_bench(Emulator(), name)
+    bench.check(next(iter(checks.cases(bench, 1))))
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", LONG)
+def test_long_rows_agree_with_numpy(cuda_device: Device, name: str) -> None:
+    bench = long_bench(OnDevice(cuda_device), name)
+    for case in list(checks.cases(bench, 1))[::4]:
         bench.check(case)
 
 
@@ -245,9 +282,24 @@ def test_a_rule_for_every_shape() -> None:
     for hidden in (256, 576, 2048, 3072, 4096, 8192, 16384):
         config = config_of(hidden // 64, 1, 64, inner=2 * hidden, vocabulary=128256)
         for name, product in products_of(config).items():
-            for rows, bits, clusters in itertools.product(
-                (1, 2, 8, 9, 16, 32, 33, 64), (4, 8), (True, False)
+            for rows, (bits, k_types), clusters in itertools.product(
+                (1, 2, 8, 9, 16, 32, 33, 64), ((4, False), (4, True), (8, False)), (True, False)
             ):
-                shape = packed_shape(name, product, rows, bits=bits, clusters=clusters)
+                how: Any = {"bits": bits, "k_types": k_types, "clusters": clusters}
+                shape = packed_shape(name, product, rows, **how)
                 assert packed_problem(name, shape, product, rows) is None
                 assert name != "head" or rows == 1 or shape.block_pairs % 32 == 0
+
+
+@pytest.mark.parametrize("bricks", range(1, 65))
+def test_few_warps_or_few_bricks_of_a_warp_leave_room_for_the_next_kernel(bricks: int) -> None:
+    """All bricks of a row have a warp, whichever type they have."""
+    config = config_of(32, 8, 64, inner=256 * bricks, vocabulary=128256)
+    down = products_of(config)["down"]
+    for bits, k_types in ((4, False), (4, True), (8, False)):
+        shape = packed_shape("down", down, bits=bits, k_types=k_types)
+        assert isinstance(shape, PackedShape)
+        span = -(-bricks // shape.split)
+        assert shape.depth <= span and packed_problem("down", shape, down, 1) is None
+        if 16 < bricks <= 32 and bits == 4:
+            assert shape.depth == (1 if k_types else span) and (k_types or shape.warps <= 8)

@@ -439,6 +439,7 @@ class Cut:
             self.products[name],
             max(2, self.rows) if self.tuning.tiles else self.rows,
             bits=max(FORMATS[part.kind].unit for part in packing) // 128,
+            k_types=any(part.kind.endswith("K") for part in packing),
             multiprocessors=self.multiprocessors,
             clusters=self.tuning.clusters,
             shared=self.tuning.shared,

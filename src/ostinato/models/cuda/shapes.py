@@ -684,11 +684,13 @@ def packed_shape(
     rows: int = 1,
     *,
     bits: int = 8,
+    k_types: bool = False,
     multiprocessors: int = 132,
     clusters: bool = False,
     shared: int = MAX_SHARED,
 ) -> PackedShape | MatrixShape:
-    """How a product with a packed matrix is cut, by rule (found on an H200).  `bits`: of a code;
+    """How a product with a packed matrix is cut, by rule (found on an H200 and an H100).  `bits`:
+    of a code, 4 or 8 (4 for types with more bits apart); `k_types`: whether it has a K type;
     `clusters`: whether the device has them; `shared`: bytes that a block may have.
 
     One row: a warp for each 256 inputs, up to 16, which asks for all that it reads before the wait
@@ -696,6 +698,12 @@ def packed_shape(
     multiprocessor has room for at once: two, or one of more than 8 warps.  The head, which is long,
     asks for two turns at once; that fits the registers where all blocks take as many turns and rows
     are whole bricks.
+
+    Of 17 to 32 bricks there are 8 warps that hold all, which leave the next kernel registers, or,
+    of K types and with turns, 16 that hold one and ask for the second as they use it up; two each
+    are slower (us a step: 1B in Q4_0 H100 367 -> 356, H200 335 -> 327, in Q4_K_M 422 -> 413 and 376
+    -> 369).  Two turns of more than 8 warps are both asked for before the wait (8 layers of 8B in
+    Q4_K_M, H100 458 -> 453, H200 373 -> 370).
     """
     if rows > 1:
         if rows <= 32 and clusters and shared == MAX_SHARED:
@@ -710,6 +718,13 @@ def packed_shape(
     room = (shared - PackedShape(split, 1).shared_bytes(product.inputs)) // (split * 64)
     turns = min(64, 1 + max(0, room), -(-tiles // (min(resident, 2) * multiprocessors)))
     depth = span if span <= 2 else 1  # more do not fit the registers
+    if bits == 4 and span == 2:
+        depth = 1
+        if not k_types and turns == 1:
+            depth = -(-product.inputs // (8 * BRICK))
+            split = -(-product.inputs // (depth * BRICK))
+    elif bits == 4 and span == 1 and turns == 2 and split > 8:
+        depth = 2
     if name == "head" and product.inputs % BRICK == 0 and resident > 1:
         most = min(turns, 8 if bits == 8 else 16)
         even = [n for n in range(4, most + 1) if tiles % n == 0]

@@ -299,16 +299,21 @@ DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, in
     __syncwarp();
     if (count <= S::DEPTH) start_next_at<AFTER_INPUT>();
 
+    // The turn and the brick of it that are used up, and those that are asked for meanwhile.  They are counted,
+    // since compilers made wrong addresses of n / SPAN and n % SPAN (13.0: SPAN 6, DEPTH 2, 2 turns).
+    int turn = 0, i = 0, then_turn = S::DEPTH / SPAN, then_i = S::DEPTH % SPAN;
+    auto step = [](int& to_turn, int& to_i) {
+        if (++to_i == SPAN) to_i = 0, to_turn++;
+    };
     float low = 0.0f, high = 0.0f;
 #pragma unroll 1
     for (int start = 0; start < count; start += S::DEPTH) {
 #pragma unroll
         for (int d = 0; d < S::DEPTH; d++) {
-            const int n = start + d, i = n % SPAN;
-            if (S::DEPTH > 1 && n >= count) break;
-            const int then = n + S::DEPTH, units = units_of(i), then_units = units_of(then % SPAN);
-            const bool more = then < count && there(then % SPAN);
-            const u8* const at = brick_at(then / SPAN, then % SPAN);
+            if (S::DEPTH > 1 && start + d >= count) break;
+            const int units = units_of(i), then_units = units_of(then_i);
+            const bool more = start + d + S::DEPTH < count && there(then_i);
+            const u8* const at = brick_at(then_turn, then_i);
             if (there(i)) {
                 multiply_brick(low, high, held[d], digits + i * DIGIT_BYTES, lane, units, [&](int load) {
                     if (!more) return;
@@ -323,9 +328,10 @@ DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, in
             if (i == SPAN - 1) {
                 low = sum_lanes<4>(low), high = sum_lanes<4>(high);
                 if (lane % 4 == 0)
-                    sums[n / SPAN * S::TEAMS + team][part][lane / 4] = make_float2(low, high);
+                    sums[turn * S::TEAMS + team][part][lane / 4] = make_float2(low, high);
                 low = high = 0.0f;
             }
+            step(turn, i), step(then_turn, then_i);
         }
     }
     start_next_at<BEFORE_OUTPUT>();
