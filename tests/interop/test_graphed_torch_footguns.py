@@ -567,6 +567,13 @@ def test_modes_that_look_at_each_operation(make: Any) -> None:
     assert step.statistics().replays >= 6
 
 
+NEWER: Any = [
+    (torch.backends.cudnn, "depthwise_kernel", "native"),
+    (torch.backends.cuda.matmul, "prefer_cublaslt_grouped_gemm", True),
+]
+"""Settings that not every torch has."""
+
+
 @pytest.fixture
 def settings() -> Iterator[None]:
     """torch's settings are what they were after the test."""
@@ -577,10 +584,13 @@ def settings() -> Iterator[None]:
         (backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
         (backends.cudnn, "deterministic"),
         (backends.cuda.matmul, "allow_fp16_accumulation"),
+        (backends.mha, "_is_fastpath_enabled"),
+        *[(held, name) for held, name, _ in NEWER if hasattr(held, name)],
     ]
     before = [getattr(each, name) for each, name in held]
     order = torch._C._get_sdp_priority_order()
     yield
+    torch.use_deterministic_algorithms(False)
     torch._C._set_sdp_priority_order(order)
     backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
     for (each, name), value in zip(held, before, strict=True):
@@ -599,7 +609,9 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "sums in float16": set_to(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
     "sums of attention": lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
     "an order of kernels": lambda: torch._C._set_sdp_priority_order([2, 1, 0, 3, 4]),
+    "the fast way of encoders": set_to(torch.backends.mha, "_is_fastpath_enabled", False),
 }
+SETTINGS |= {name: set_to(held, name, v) for held, name, v in NEWER if hasattr(held, name)}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -611,6 +623,35 @@ def test_settings_that_choose_kernels(make: Any, setting: str, settings: None) -
         SETTINGS[setting]()
     assert len(step.statistics().keys) == 2 and step.statistics().replays == 6, step.explain()
     assert step._hot
+
+
+def test_settings_of_deterministic_algorithms(make: Any, settings: None) -> None:
+    deterministic = torch.utils.deterministic
+    step, x = make(lambda x: x @ x), torch.ones(2, 2)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    check(step, lambda x: x @ x, x)
+    torch.use_deterministic_algorithms(True)
+    check(step, lambda x: x @ x, x)
+    before = deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = not before
+    try:
+        check(step, lambda x: x @ x, x)
+    finally:
+        deterministic.fill_uninitialized_memory = before
+    assert len(step.statistics().keys) == 3 and step.statistics().replays == 9, step.explain()
+
+
+def test_precisions_that_contradict_each_other(make: Any, settings: None) -> None:
+    """Products raise then: that is not the precision that the old setting alone would give."""
+    step, x, precision = make(lambda x: x @ x), torch.ones(2, 2), torch.backends.cuda.matmul
+    try:
+        torch.set_float32_matmul_precision("high")
+        check(step, lambda x: x @ x, x)
+        precision.fp32_precision = "ieee"
+        check(step, lambda x: x @ x, x)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert len(step.statistics().keys) == 2, step.explain()
 
 
 def test_attention_kernels_that_are_chosen(make: Any) -> None:

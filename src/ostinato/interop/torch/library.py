@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import operator
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,18 @@ from ostinato.interop.torch.trees import PLAIN, joiner, parts
 from ostinato.interop.torch.watching import ModuleWatch
 
 __all__ = ["Torch"]
+
+
+def _kept(*names: tuple[str, str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Dicts of torch's modules and names in them, as far as this torch has them."""
+    for module, name in names:
+        try:
+            held = vars(importlib.import_module(module))
+        except ImportError:
+            continue
+        if name in held:
+            yield held, name
+
 
 # Without the functions in Python around them: they are asked in each call.
 _requires_grad = operator.attrgetter("requires_grad")
@@ -39,6 +52,8 @@ _settings: tuple[Callable[[], Any], ...] = tuple(
             "mem_efficient_sdp_enabled",
             "math_sdp_enabled",
             "cudnn_sdp_enabled",
+            "cudnn_depthwise_kernel",
+            "cublaslt_prefer_grouped_gemm",
         )
         if hasattr(torch._C, f"_get_{name}")
     ]
@@ -48,7 +63,16 @@ _orders: tuple[Callable[[], Any], ...] = tuple(
     [getattr(torch._C, name) for name in ("_get_sdp_priority_order",) if hasattr(torch._C, name)]
 )
 """The same, as lists: which kernel of attention is tried first."""
-_legacy = torch._C._get_float32_matmul_precision, torch._C._get_cudnn_allow_tf32
+_deterministic: tuple[Callable[[], Any], ...] = tuple(
+    [
+        getattr(torch._C, f"_get_deterministic_{name}")
+        for name in ("algorithms_warn_only", "fill_uninitialized_memory")
+        if hasattr(torch._C, f"_get_deterministic_{name}")
+    ]
+)
+"""What else is asked where algorithms are to be deterministic."""
+# As products ask it, which raise where old and new settings contradict each other.
+_legacy = torch._C._get_cublas_allow_tf32, torch._C._get_cudnn_allow_tf32
 _getter: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 _each: tuple[Callable[[], Any], ...] = ()
 if _getter is not None:
@@ -56,6 +80,14 @@ if _getter is not None:
 _tracing: Callable[[], bool] = torch._C._is_tracing
 _level: Callable[[], Any] = torch._C._functorch.maybe_current_level
 _dual = vars(torch.autograd.forward_ad)
+_parametrize = vars(torch.nn.utils.parametrize)
+_choices = tuple(
+    _kept(
+        ("torch.nn.attention._registry", "_FLASH_ATTENTION_ACTIVE"),
+        ("torch.backends.mha", "_is_fastpath_enabled"),
+    )
+)
+"""What Python keeps of such settings: other kernels of attention, the fast way of encoders."""
 _overriding = torch._C._len_torch_function_stack
 _dispatching = torch._C._len_torch_dispatch_stack
 _empty_here = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
@@ -76,6 +108,17 @@ def _precision() -> tuple[Callable[[], Any], ...]:
     return _legacy
 
 
+def _name_of(choice: Any) -> Hashable:
+    """A setting without the handle that takes it back."""
+    name: Hashable = choice[0] if isinstance(choice, tuple) else choice
+    return name
+
+
+def _determinism() -> tuple[Callable[[], Any], ...]:
+    """Functions that tell how deterministic algorithms are; none where they need not be so."""
+    return _deterministic if torch._C._get_deterministic_algorithms() else ()
+
+
 def _require_plain_calls() -> None:
     """Raises NotGraphable where torch looks at each operation below Python."""
     if _tracing():
@@ -84,6 +127,11 @@ def _require_plain_calls() -> None:
         raise NotGraphable(
             "a transform of torch.func or forward-mode differentiation is active, and a replay "
             "computes plain values alone"
+        )
+    if _parametrize["_cache_enabled"]:
+        raise NotGraphable(
+            "parametrized tensors are computed once and kept (torch.nn.utils.parametrize.cached), "
+            "and a replay would read them when they are gone"
         )
 
 
@@ -238,6 +286,8 @@ class Torch:
             *[setting() for setting in _settings],
             *[tuple(order()) for order in _orders],
             *[setting() for setting in _precision()],
+            *[setting() for setting in _determinism()],
+            *[_name_of(held[name]) for held, name in _choices],
             _default_device() if _overriding() or _dispatching() else None,
         )
 
@@ -269,11 +319,12 @@ class Torch:
             *_settings,
             *_orders,
             *_precision(),
+            *_determinism(),
         )
 
     def names(self) -> tuple[tuple[dict[str, Any], str], ...]:
         # Transforms of torch.func give tensors without an address, which no replay takes.
-        return ((_dual, "_current_level"),)
+        return (_dual, "_current_level"), (_parametrize, "_cache_enabled"), *_choices
 
     # --- streams
     def stream(self) -> Stream:
