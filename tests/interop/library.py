@@ -152,7 +152,10 @@ class Lib:
             return f"an array of the subclass {type(array).__name__}"
         return "" if array.place == "device" else f"an array on {array.place}"
 
-    def hidden(self, array: Array, names: object = None) -> str:
+    def hidden(self, array: Array, names: object, *, copied: bool = False) -> str:
+        return ""
+
+    def lost(self, array: Array, /) -> str:
         return ""
 
     def live(self) -> None:

@@ -1046,6 +1046,83 @@ def test_changes_of_what_a_function_uses(make: Any, use: str) -> None:
     assert not step.statistics().quarantined
 
 
+QUESTIONS: dict[str, Callable[[Any], Any]] = {
+    "does it learn": lambda x: x.requires_grad,
+    "is it a weight": lambda x: isinstance(x, torch.nn.Parameter),
+    "has it a gradient": lambda x: x.grad is not None,
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("learns", [True, False])
+def test_what_a_function_asks_of_an_argument(make: Any, question: str, learns: bool) -> None:
+    asked = QUESTIONS[question]
+    step, plain = make(lambda x: x * (2 if asked(x) else 3)), torch.full((3,), 5.0)
+    names = asked.__code__  # what a function reads of an argument is known of its own code alone
+    if "grad" in names.co_names:
+        step = make(lambda x: x * (2 if x.grad is not None else 3))
+    weight = torch.nn.Parameter(plain.clone(), requires_grad=learns)
+    given = plain.clone().requires_grad_(learns)
+    if learns:
+        weight.grad, given.grad = torch.ones(3), torch.ones(3)
+    for x in (weight, given, plain):
+        check(step, lambda x: x * (2 if asked(x) else 3), x)
+    for x in (weight, given):
+        check(make(lambda x: x.sub_(0.5) * 1), lambda x: x.detach() - 0.5, x, calls=3)
+
+
+def test_dynamic_sizes_of_what_learns(make: Any) -> None:
+    def f(x: Any) -> Any:
+        return x.detach() * (2 if x.requires_grad else 3)
+
+    step = make(f, padding=Padding({"x": 0}, ost.PowersOfTwo(16)), verify="first")
+    with torch.enable_grad():
+        for n in (5, 6, 7, 8, 5, 6):
+            x = torch.arange(float(n)).requires_grad_()
+            equal(step(x), f(x))
+    assert step.statistics().replays, step.explain()
+
+
+def with_attribute(x: Any) -> Any:
+    y = x * 2
+    y.number = 5
+    return y
+
+
+RESULTS: dict[str, Callable[[Any], Any]] = {
+    "an attribute": with_attribute,
+    "learns": lambda x: (x * 2).requires_grad_(),
+    "a weight": lambda x: torch.nn.Parameter(x * 2, requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("which", RESULTS)
+def test_results_that_a_copy_is_not_like(make: Any, which: str) -> None:
+    f, weight = RESULTS[which], torch.nn.Parameter(torch.ones(3))
+    weight.number = 5
+    step, itself, x = make(f), make(lambda x: (x * 2, weight)), torch.ones(3)
+    for _ in range(4):
+        found, wanted = step(x), f(x)
+        equal(found, wanted)
+        assert type(found) is type(wanted) and vars(found) == vars(wanted)
+        assert found.requires_grad == wanted.requires_grad
+        assert itself(x)[1] is weight
+    assert "of which a replay gives a copy" in step.explain()
+    assert itself.statistics().replays == 3
+
+
+def test_parametrized_weights_that_are_kept(make: Any) -> None:
+    parametrize, model = torch.nn.utils.parametrize, torch.nn.Linear(3, 3)
+    torch.nn.utils.parametrizations.weight_norm(model)
+    step, x = make(model), torch.ones(2, 3)
+    for _ in range(2):
+        with parametrize.cached():
+            check(step, model, x)
+        model.parametrizations.weight.original0.mul_(2)
+        check(step, model, x)
+    assert "parametrize.cached" in step.explain() and step.statistics().replays == 7
+
+
 def test_threads_and_hooks(make: Any) -> None:
     model = torch.nn.Linear(3, 3)
     step, wrong = make(model), []

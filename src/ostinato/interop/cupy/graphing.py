@@ -168,8 +168,11 @@ class CuPy:
             return f"an array on device {array.data.device_id}; the graphs are of {self.index}"
         return ""
 
-    def hidden(self, array: Any, names: object = None) -> str:
+    def hidden(self, array: Any, names: object, *, copied: bool = False) -> str:
         return ""  # arrays have no attributes of the user's
+
+    def lost(self, array: Any, /) -> str:
+        return ""
 
     def live(self) -> None:
         """Arrays have no such state."""

@@ -108,8 +108,8 @@ class Graphed(Guarded):
         self._owns_cache = owns_cache
         self._lock = new_lock()
         self._lines: dict[Hashable, Line] = {}
-        guards = Guards(function, library) if options.guard else None
-        self._guards = None if guards is None or guards.empty else guards
+        guards = Guards(function, library)
+        self._guards = guards if options.guard and not guards.empty else None
         self._subject = Subject(
             function,
             name,
@@ -117,6 +117,7 @@ class Graphed(Guarded):
             options,
             Arguments(function, name, library, options),
             self._guards,
+            guards,
             Turns(library),
             cache,
             self._lock,

@@ -90,9 +90,13 @@ class Library(Watcher, Protocol):
         """Why an array cannot be an argument of a graph; empty if it can."""
         ...
 
-    def hidden(self, array: Any, names: Collection[str] | None = None) -> str:
-        """Which attributes of an array, in words, hold something that no guard reads: any that the
-        user gave it, or one of these names."""
+    def hidden(self, array: Any, names: Collection[str], *, copied: bool = False) -> str:
+        """Which attributes of an array, in words, hold something that no guard reads: those of
+        these names, and if it is `copied` any that the user gave it."""
+        ...
+
+    def lost(self, array: Any, /) -> str:
+        """What a copy of an array would not have, in words; empty if it has all."""
         ...
 
     def live(self) -> Callable[[Any], Hashable] | None:

@@ -27,6 +27,8 @@ class Subject:
     arguments: Arguments
     guards: Guards | None
     """None if it uses nothing besides its arguments, or if that is not looked at."""
+    code: Guards
+    """The same whatever is looked at: what the function's code names."""
     turns: Turns
     cache: GraphCache
     lock: Any
@@ -43,9 +45,9 @@ class Subject:
         """What of the arrays of a call a graph would not see, in words; empty if there is none.
 
         Of an argument the graph has a copy, which has no attributes of the user's."""
-        hidden = self.library.hidden
-        names = frozenset() if self.guards is None else self.guards.named
-        found = [*map(hidden, work.leaves), *[hidden(array, names) for array in work.state]]
+        hidden, names = self.library.hidden, self.code.named
+        found = [hidden(array, names, copied=True) for array in work.leaves]
+        found += [hidden(array, names) for array in work.state]
         return next(filter(None, found), "")
 
     def pointers(self, work: Work) -> list[int]:

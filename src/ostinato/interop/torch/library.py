@@ -252,15 +252,23 @@ class Torch:
             return f"a tensor of the layout {tensor.layout}"
         return ""
 
-    def hidden(self, tensor: torch.Tensor, names: Collection[str] | None = None) -> str:
+    def hidden(self, tensor: torch.Tensor, names: Collection[str], *, copied: bool = False) -> str:
         given = [name for name in vars(tensor) if not name.startswith("_")]
-        if names is not None:
+        if not copied:
             given = [name for name in given if name in names]
-            if "grad" in names and tensor.is_leaf and tensor.grad is not None:
-                given.append("grad")
+        if "grad" in names and tensor.is_leaf and tensor.grad is not None:
+            given.append("grad")
         if not given:
             return ""
         return f"a tensor with an attribute {given[0]!r}, which a replay does not look at again"
+
+    def lost(self, tensor: torch.Tensor, /) -> str:
+        given = [name for name in vars(tensor) if not name.startswith("_")]
+        if given:
+            return f"an attribute {given[0]!r}"
+        if type(tensor) is not torch.Tensor:
+            return f"its class ({type(tensor).__qualname__})"
+        return "that it requires gradients" if tensor.requires_grad else ""
 
     def live(self) -> Callable[[Any], Hashable] | None:
         return _requires_grad if torch.is_grad_enabled() else None
@@ -351,10 +359,15 @@ class Torch:
         # Tensors made in inference mode have no version, which tells whether they are written.
         with torch.inference_mode(False), torch.no_grad():
             if shape is not None:
-                return torch.zeros(tuple(shape), **like)
-            if torch._debug_has_internal_overlap(tensor) == 1:
-                return torch.empty(tensor.shape, **like)
-            return torch.empty_strided(tensor.shape, tensor.stride(), **like)
+                made = torch.zeros(tuple(shape), **like)
+            elif torch._debug_has_internal_overlap(tensor) == 1:
+                made = torch.empty(tensor.shape, **like)
+            else:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), **like)
+            # Functions ask whether they are given a weight, and whether it learns.
+            if type(tensor) is torch.nn.Parameter:
+                return torch.nn.Parameter(made, tensor.requires_grad)
+            return made.requires_grad_(tensor.requires_grad)
 
     def extent(self, tensor: torch.Tensor, /) -> int | None:
         plain = tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj())
@@ -400,13 +413,14 @@ class Torch:
         return tensor.narrow(axis, size, tensor.shape[axis] - size)
 
     def fill(self, tensor: torch.Tensor, value: float) -> None:
-        tensor.fill_(value)
+        with torch.no_grad():
+            tensor.fill_(value)
 
     def poison(self, rest: torch.Tensor, front: torch.Tensor, axis: int) -> None:
         if not rest.numel():
             return
         if rest.is_floating_point() or rest.is_complex():
-            rest.fill_(float("nan"))
+            self.fill(rest, float("nan"))
         elif front.numel():
             rest.copy_(front.narrow(axis, front.shape[axis] - 1, 1).expand_as(rest))
 
