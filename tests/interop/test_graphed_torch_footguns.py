@@ -1123,6 +1123,58 @@ def test_parametrized_weights_that_are_kept(make: Any) -> None:
     assert "parametrize.cached" in step.explain() and step.statistics().replays == 7
 
 
+class Adapted(torch.nn.Module):  # type: ignore[misc]
+    """As libraries of adapters do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self._off, self._active = torch.nn.Linear(3, 3), False, ["a"]
+        self.adapters = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in "ab"})
+
+    @property
+    def active(self) -> list[str]:
+        return self._active
+
+    def forward(self, x: Any) -> Any:
+        y = self.base(x)
+        return y if self._off else sum([self.adapters[name](x) for name in self.active], y)
+
+
+ADAPTERS: dict[str, Callable[[Any], object]] = {
+    "off": lambda layer: setattr(layer, "_off", True),
+    "another": lambda layer: setattr(layer, "_active", ["b"]),
+    "one more": lambda layer: layer._active.append("b"),
+}
+
+
+@pytest.mark.parametrize("change", ADAPTERS)
+def test_adapters_that_are_switched(make: Any, change: str) -> None:
+    model, x = torch.nn.Sequential(Adapted()), torch.ones(2, 3)
+    step = make(model)
+    check(step, model, x)
+    before = model(x)
+    ADAPTERS[change](model[0])
+    assert not torch.equal(model(x), before)
+    check(step, model, x)
+    assert step.statistics().replays == 6, step.explain()
+
+
+class Refusing:
+    """It raises another error than AttributeError for what it has not."""
+
+    def __init__(self) -> None:
+        self.held = {"scale": 2.0}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["held"][name]
+
+
+def test_an_object_that_raises_for_what_it_has_not(make: Any) -> None:
+    model, x = torch.nn.Linear(3, 3), torch.ones(2, 3)
+    model.settings = Refusing()
+    check(make(model), model, x)
+
+
 def test_threads_and_hooks(make: Any) -> None:
     model = torch.nn.Linear(3, 3)
     step, wrong = make(model), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -56,9 +57,26 @@ def _shared(kinds: Iterable[type]) -> Iterator[_Attribute]:
             yield _Attribute(f"{kind.__qualname__}.{name}", {}, name, kind)
 
 
+def _of_guarded(method: types.MethodType) -> bool:
+    """Whether it is what `GraphedModule` puts in the place of a forward while hooks run."""
+    return isinstance(method.__self__, Guarded)
+
+
+_OF_EVERY = frozenset(vars(torch.nn.Module()))
+
+
+def _private_names(kind: type) -> frozenset[str]:
+    """The attributes whose names begin with _ that `forward` reads of modules of a class, which
+    hold whether an adapter is on, say.  Those of torch's own classes nobody sets."""
+    if kind.__module__.partition(".")[0] == "torch":
+        return frozenset()
+    return names_in_method(kind, "forward") - _OF_EVERY
+
+
 class ModuleWatch:
     """What a module and those inside it hold, read again at each call: weights, buffers, and
-    attributes whose names do not begin with _: plain ones, tensors, and others (`others`)."""
+    attributes, of those whose names begin with _ what `forward` names: plain ones, tensors, and
+    others (`others`)."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)  # the caller keeps the module alive
@@ -88,16 +106,16 @@ class ModuleWatch:
         """Tensors that are neither parameters nor buffers."""
         self._others: list[_Attribute] = []
         for path, held in zip(named, self._held, strict=True):
-            names = []
+            names, read = [], _private_names(type(modules[len(self._names)]))
             for name, value in held.items():
-                if name.startswith("_"):
+                if name.startswith("_") and name not in read:
                     continue
                 where = _Attribute(f"{path}.{name}" if path else name, held, name)
                 if is_plain(value, PLAIN):
                     names.append(name)
                 elif isinstance(value, torch.Tensor):
                     self._loose.append(where)
-                elif not isinstance(getattr(value, "__self__", None), Guarded):  # `GraphedModule`
+                elif not (isinstance(value, types.MethodType) and _of_guarded(value)):
                     self._others.append(where)
             self._names.append(names)
             self._gets.append((operator.itemgetter(*names, *_TABLES), held))
