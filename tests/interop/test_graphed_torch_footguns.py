@@ -8,6 +8,7 @@ import array
 import collections
 import copy
 import dataclasses
+import enum
 import functools
 import gc
 import itertools
@@ -1173,6 +1174,52 @@ def test_an_object_that_raises_for_what_it_has_not(make: Any) -> None:
     model, x = torch.nn.Linear(3, 3), torch.ones(2, 3)
     model.settings = Refusing()
     check(make(model), model, x)
+
+
+class Alike(enum.Enum):
+    """Members that are equal."""
+
+    ONE, TWO = 1, 2
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+class NoHash(enum.Enum):
+    ONE, TWO = 1, 2
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class AllAlike(type):
+    def __eq__(cls, other: object) -> bool:
+        return True
+
+    def __hash__(cls) -> int:
+        return 1
+
+
+class First(metaclass=AllAlike):
+    value = 1
+
+
+class Second(metaclass=AllAlike):
+    value = 2
+
+
+@pytest.mark.parametrize("kinds", [[*Alike], [*NoHash], [First, Second]])
+def test_values_that_are_equal_and_not_the_same(make: Any, kinds: Any) -> None:
+    step, x = make(lambda x, kind: x * kind.value), torch.ones(3)
+    inside = make(lambda x: x * held[0].value)
+    for kind in kinds:
+        held = [kind]
+        check(step, lambda x, kind: x * kind.value, x, kind)
+        check(inside, lambda x, kind=kind: x * kind.value, x)
+    assert step.statistics().replays == inside.statistics().replays == 6
 
 
 def test_threads_and_hooks(make: Any) -> None:

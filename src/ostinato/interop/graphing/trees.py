@@ -126,7 +126,28 @@ def plain_token(value: Any) -> Hashable:
         return kind, value.start, value.stop, value.step
     if isinstance(value, np.generic):
         return kind, str(value.dtype), value.tobytes()
+    if isinstance(value, enum.Enum | type) and _has_own_equality(kind):
+        return kind, Itself(value)
     return kind, value
+
+
+def _has_own_equality(kind: Any) -> bool:
+    return kind.__eq__ is not object.__eq__
+
+
+class Itself:
+    """Stands for a value that may be equal to another one that does not do the same."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def children_of(value: Any, arrays: Arrays) -> tuple[Hashable, list[Any]] | None:
