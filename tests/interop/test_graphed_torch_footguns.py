@@ -1222,6 +1222,16 @@ def test_values_that_are_equal_and_not_the_same(make: Any, kinds: Any) -> None:
     assert step.statistics().replays == inside.statistics().replays == 6
 
 
+def test_attributes_of_the_graphed_function_itself(make: Any) -> None:
+    def f(x: Any) -> Any:
+        return x * step.scale
+
+    step, x = make(f), torch.ones(3)
+    for step.scale in (2.0, 3.0):
+        check(step, f, x)
+    assert step.statistics().replays == 6, step.explain()
+
+
 def test_threads_and_hooks(make: Any) -> None:
     model = torch.nn.Linear(3, 3)
     step, wrong = make(model), []

@@ -147,6 +147,11 @@ class Graphed(Guarded):
         self.__name__ = name
         self.__wrapped__ = function
         self.__doc__ = getattr(function, "__doc__", None)
+        self._own_names = frozenset(vars(self)) | {"_own_names"}
+
+    def others(self) -> list[tuple[str, Any]]:
+        """Attributes that the user gave it, which the function may read as its own."""
+        return [(n, v) for n, v in vars(self).items() if n not in self._own_names]
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
