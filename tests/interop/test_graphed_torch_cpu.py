@@ -400,6 +400,27 @@ def test_layouts_of_results_are_found_again() -> None:
             lib.view(base, wrong)
 
 
+def test_private_numbers_that_a_forward_reads_are_described(make: Any) -> None:
+    from ostinato.interop.graphing.guards import Guards
+    from ostinato.interop.graphing.stored import Description
+
+    class Scaled(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self, by: float, calls: int) -> None:
+            super().__init__()
+            self._by, self._calls = by, calls
+
+        def forward(self, x: Any) -> Any:
+            return x * self._by
+
+    def parts(*numbers: Any) -> Any:
+        model = Scaled(*numbers)
+        description = Description(make(model)._library)
+        description.guards(Guards(model.forward, description.library))
+        return description.parts
+
+    assert parts(1.0, 0) == parts(1.0, 5) != parts(2.0, 0)
+
+
 def test_modules_are_described_by_names_in_the_order_of_their_guards(make: Any) -> None:
     from types import SimpleNamespace
 

@@ -105,8 +105,8 @@ class ModuleWatch:
         self._loose: list[_Attribute] = []
         """Tensors that are neither parameters nor buffers."""
         self._others: list[_Attribute] = []
-        for path, held in zip(named, self._held, strict=True):
-            names, read = [], _private_names(type(modules[len(self._names)]))
+        for (path, module), held in zip(named.items(), self._held, strict=True):
+            names, read = [], _private_names(type(module))
             for name, value in held.items():
                 if name.startswith("_") and name not in read:
                     continue
@@ -209,6 +209,10 @@ class ModuleWatch:
                         description.array(f"{path}.{key}", tensor)
             inside = ("_modules", "_parameters", "_buffers")
             description.settings({k: v for k, v in vars(module).items() if k not in inside})
+        for held, names in zip(self._held, self._names, strict=True):
+            for key in names:  # `settings` leaves out numbers of private names
+                if key.startswith("_") and type(held[key]) in (int, float):
+                    description.add(key, held[key])
         for each in self._loose:
             description.array(f"{name}.{each.path}", _value(each))
         for each in self._shared:
