@@ -7,6 +7,7 @@ from __future__ import annotations
 import array
 import collections
 import copy
+import ctypes
 import dataclasses
 import enum
 import functools
@@ -920,6 +921,10 @@ def set_item(held: Any, key: Any) -> Callable[[], Any]:
     return lambda: held.__setitem__(key, 3.0)
 
 
+def set_scale(held: Any) -> Callable[[], Any]:
+    return lambda: setattr(held, "scale", 3.0)
+
+
 class Slotted:
     __slots__ = ("bias", "scale")
 
@@ -928,6 +933,82 @@ class Slotted:
 
     def swap(self) -> None:
         self.scale, self.bias = self.bias, self.scale
+
+
+class Inside:
+    def __init__(self, settings: Any = None) -> None:
+        self.settings = settings or types.SimpleNamespace(scale=2.0)
+
+
+class ByName(Inside):
+    def __call__(self, x: Any) -> Any:
+        return x * getattr(self.settings, "scale", 1.0)
+
+
+class OfDict(Inside):
+    def __call__(self, x: Any) -> Any:
+        return x * vars(self.settings)["scale"]
+
+
+class Matching(Inside):
+    def __call__(self, x: Any) -> Any:
+        match self.settings:
+            case types.SimpleNamespace(scale=scale):
+                return x * scale
+
+
+class Plainly(Inside):
+    def __call__(self, x: Any) -> Any:
+        return x * self.settings.scale
+
+
+class Kept:
+    """A descriptor that keeps what it is given under a name that no code has."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}"
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return getattr(owner, self.name)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        setattr(owner, self.name, value)
+
+
+class Described:
+    scale = Kept()
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Standing:
+    """Stands for a function, whose attributes are its own."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.scale = function, 2.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["function"], name)
+
+    def __call__(self, x: Any) -> Any:
+        return self.function(x) * self.scale
+
+
+class Structure(ctypes.Structure):
+    _fields_ = (("scale", ctypes.c_float),)
+
+
+class OtherArray(np.ndarray):  # type: ignore[type-arg]
+    pass
+
+
+def helper(x: Any) -> Any:
+    return x
+
+
+def use_attribute(x: Any) -> Any:
+    return helper(x) * helper.scale  # type: ignore[attr-defined]
 
 
 def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
@@ -956,7 +1037,34 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
         nonlocal scale, bias
         scale, bias = bias, scale
 
+    by_name, of_dict, matching = ByName(), OfDict(), Matching()
+    described, standing = Plainly(Described()), Standing(torch.nn.Linear(3, 3).forward)
+    made: dict[str, Any] = {}
+    exec("class Made:\n def __init__(self): self.scale = 2.0", made)
+    from_text, helper.scale = made["Made"](), 2.0  # type: ignore[attr-defined]
+    number, structure = ctypes.c_float(2.0), Structure(2.0)
+    other, masked = np.array([2.0]).view(OtherArray), np.ma.array([2.0, 1.0])
+    row = np.zeros(1, [("scale", np.float32)])[0]
+
     return {
+        "an attribute that is named by a text": (by_name, set_scale(by_name.settings)),
+        "an attribute in a dict": (of_dict, set_scale(of_dict.settings)),
+        "an attribute of a pattern": (matching, set_scale(matching.settings)),
+        "an attribute of a function": (use_attribute, set_scale(helper)),
+        "what a descriptor keeps": (described, set_scale(described.settings)),
+        "an attribute of what stands for a method": (standing, set_scale(standing)),
+        "an attribute of a class made of a text": (
+            lambda x: x * from_text.scale,
+            set_scale(from_text),
+        ),
+        "a number of C": (lambda x: x * number.value, lambda: setattr(number, "value", 3.0)),
+        "a structure of C": (lambda x: x * structure.scale, set_scale(structure)),
+        "an array of another class": (lambda x: x * float(other[0]), set_item(other, 0)),
+        "a masked array": (
+            lambda x: x * float(masked.sum()),
+            lambda: masked.__setitem__(0, np.ma.masked),
+        ),
+        "a row of an array": (lambda x: x * float(row["scale"]), set_item(row, "scale")),
         "a tensor and a number in turns": (lambda x: x * scale - bias, swap),
         "the order of a list": (lambda x: x * pair[0] - pair[1], pair.reverse),
         "a tensor in another attribute": (lambda x: x * slotted.scale - slotted.bias, slotted.swap),
@@ -1047,6 +1155,145 @@ def test_changes_of_what_a_function_uses(make: Any, use: str) -> None:
     assert not step.statistics().quarantined
 
 
+class Adapted(torch.nn.Module):  # type: ignore[misc]
+    """As libraries of adapters do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self._off, self._active = torch.nn.Linear(3, 3), False, ["a"]
+        self.adapters = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in "ab"})
+
+    @property
+    def active(self) -> list[str]:
+        return self._active
+
+    def forward(self, x: Any) -> Any:
+        y = self.base(x)
+        return y if self._off else sum([self.adapters[name](x) for name in self.active], y)
+
+
+ADAPTERS: dict[str, Callable[[Any], object]] = {
+    "off": lambda layer: setattr(layer, "_off", True),
+    "another": lambda layer: setattr(layer, "_active", ["b"]),
+    "one more": lambda layer: layer._active.append("b"),
+}
+
+
+@pytest.mark.parametrize("change", ADAPTERS)
+def test_adapters_that_are_switched(make: Any, change: str) -> None:
+    model, x = torch.nn.Sequential(Adapted()), torch.ones(2, 3)
+    step = make(model)
+    check(step, model, x)
+    before = model(x)
+    ADAPTERS[change](model[0])
+    assert not torch.equal(model(x), before)
+    check(step, model, x)
+    assert step.statistics().replays == 6, step.explain()
+
+
+def test_attributes_of_the_graphed_function_itself(make: Any) -> None:
+    def f(x: Any) -> Any:
+        return x * step.scale
+
+    step, x = make(f), torch.ones(3)
+    for step.scale in (2.0, 3.0):
+        check(step, f, x)
+    assert step.statistics().replays == 6, step.explain()
+
+
+def iterators() -> dict[str, Iterator[int]]:
+    return {
+        "a count": itertools.count(1),
+        "a generator": (n for n in range(1, 99)),
+        "of a list": iter([*range(1, 99)]),
+        "of pairs": map(sum, enumerate(range(1, 99))),
+    }
+
+
+@pytest.mark.parametrize("which", iterators())
+def test_iterators_that_a_function_goes_on_with(make: Any, which: str) -> None:
+    mine, theirs = iterators()[which], iterators()[which]
+    step = make(lambda x: x * next(mine))
+    for _ in range(5):
+        equal(step(torch.ones(3)), torch.ones(3) * next(theirs))
+    assert "mine is an iterator (" in step.explain()
+
+
+def test_an_iterator_that_a_function_makes(make: Any) -> None:
+    held = types.SimpleNamespace(left=None)
+
+    def f(x: Any) -> Any:
+        if held.left is None:
+            held.left = iter([1.0, 2.0, 3.0, 4.0])
+        return x * next(held.left)
+
+    step = make(f)
+    for number in range(1, 5):
+        equal(step(torch.ones(3)), torch.full((3,), float(number)))
+
+
+class Refusing:
+    """It raises another error than AttributeError for what it has not."""
+
+    def __init__(self) -> None:
+        self.held = {"scale": 2.0}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["held"][name]
+
+
+def test_an_object_that_raises_for_what_it_has_not(make: Any) -> None:
+    model, x = torch.nn.Linear(3, 3), torch.ones(2, 3)
+    model.settings = Refusing()
+    check(make(model), model, x)
+
+
+class Alike(enum.Enum):
+    """Members that are equal."""
+
+    ONE, TWO = 1, 2
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+class NoHash(enum.Enum):
+    ONE, TWO = 1, 2
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class AllAlike(type):
+    def __eq__(cls, other: object) -> bool:
+        return True
+
+    def __hash__(cls) -> int:
+        return 1
+
+
+class First(metaclass=AllAlike):
+    value = 1
+
+
+class Second(metaclass=AllAlike):
+    value = 2
+
+
+@pytest.mark.parametrize("kinds", [[*Alike], [*NoHash], [First, Second]])
+def test_values_that_are_equal_and_not_the_same(make: Any, kinds: Any) -> None:
+    step, x = make(lambda x, kind: x * kind.value), torch.ones(3)
+    inside = make(lambda x: x * held[0].value)
+    for kind in kinds:
+        held = [kind]
+        check(step, lambda x, kind: x * kind.value, x, kind)
+        check(inside, lambda x, kind=kind: x * kind.value, x)
+    assert step.statistics().replays == inside.statistics().replays == 6
+
+
 QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "does it learn": lambda x: x.requires_grad,
     "is it a weight": lambda x: isinstance(x, torch.nn.Parameter),
@@ -1122,114 +1369,6 @@ def test_parametrized_weights_that_are_kept(make: Any) -> None:
         model.parametrizations.weight.original0.mul_(2)
         check(step, model, x)
     assert "parametrize.cached" in step.explain() and step.statistics().replays == 7
-
-
-class Adapted(torch.nn.Module):  # type: ignore[misc]
-    """As libraries of adapters do it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self._off, self._active = torch.nn.Linear(3, 3), False, ["a"]
-        self.adapters = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in "ab"})
-
-    @property
-    def active(self) -> list[str]:
-        return self._active
-
-    def forward(self, x: Any) -> Any:
-        y = self.base(x)
-        return y if self._off else sum([self.adapters[name](x) for name in self.active], y)
-
-
-ADAPTERS: dict[str, Callable[[Any], object]] = {
-    "off": lambda layer: setattr(layer, "_off", True),
-    "another": lambda layer: setattr(layer, "_active", ["b"]),
-    "one more": lambda layer: layer._active.append("b"),
-}
-
-
-@pytest.mark.parametrize("change", ADAPTERS)
-def test_adapters_that_are_switched(make: Any, change: str) -> None:
-    model, x = torch.nn.Sequential(Adapted()), torch.ones(2, 3)
-    step = make(model)
-    check(step, model, x)
-    before = model(x)
-    ADAPTERS[change](model[0])
-    assert not torch.equal(model(x), before)
-    check(step, model, x)
-    assert step.statistics().replays == 6, step.explain()
-
-
-class Refusing:
-    """It raises another error than AttributeError for what it has not."""
-
-    def __init__(self) -> None:
-        self.held = {"scale": 2.0}
-
-    def __getattr__(self, name: str) -> Any:
-        return self.__dict__["held"][name]
-
-
-def test_an_object_that_raises_for_what_it_has_not(make: Any) -> None:
-    model, x = torch.nn.Linear(3, 3), torch.ones(2, 3)
-    model.settings = Refusing()
-    check(make(model), model, x)
-
-
-class Alike(enum.Enum):
-    """Members that are equal."""
-
-    ONE, TWO = 1, 2
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Alike)
-
-    def __hash__(self) -> int:
-        return 1
-
-
-class NoHash(enum.Enum):
-    ONE, TWO = 1, 2
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-class AllAlike(type):
-    def __eq__(cls, other: object) -> bool:
-        return True
-
-    def __hash__(cls) -> int:
-        return 1
-
-
-class First(metaclass=AllAlike):
-    value = 1
-
-
-class Second(metaclass=AllAlike):
-    value = 2
-
-
-@pytest.mark.parametrize("kinds", [[*Alike], [*NoHash], [First, Second]])
-def test_values_that_are_equal_and_not_the_same(make: Any, kinds: Any) -> None:
-    step, x = make(lambda x, kind: x * kind.value), torch.ones(3)
-    inside = make(lambda x: x * held[0].value)
-    for kind in kinds:
-        held = [kind]
-        check(step, lambda x, kind: x * kind.value, x, kind)
-        check(inside, lambda x, kind=kind: x * kind.value, x)
-    assert step.statistics().replays == inside.statistics().replays == 6
-
-
-def test_attributes_of_the_graphed_function_itself(make: Any) -> None:
-    def f(x: Any) -> Any:
-        return x * step.scale
-
-    step, x = make(f), torch.ones(3)
-    for step.scale in (2.0, 3.0):
-        check(step, f, x)
-    assert step.statistics().replays == 6, step.explain()
 
 
 def test_threads_and_hooks(make: Any) -> None:

@@ -18,6 +18,7 @@ Not read is what other functions that it calls read by themselves.
 from __future__ import annotations
 
 import array
+import ctypes
 import functools
 import itertools
 import threading
@@ -35,6 +36,7 @@ from ostinato.interop.graphing.places import (
     Place,
     data_in,
     data_of,
+    has_descriptors,
     is_own,
     names_in_method,
     own_bases,
@@ -43,6 +45,7 @@ from ostinato.interop.graphing.places import (
 from ostinato.interop.graphing.trees import (
     ATOMS,
     Leaf,
+    Unknown,
     bound_to,
     children_of,
     is_plain,
@@ -56,6 +59,7 @@ __all__ = [
     "Trail",
     "Walker",
     "contents_of",
+    "in_words",
     "same",
     "size_of",
 ]
@@ -218,6 +222,8 @@ class Guards:
         self._serials = itertools.count()
         self._named: set[str] = set()
         """Attributes that the function's code names."""
+        self._described: set[type] = set()
+        """Classes of which the code names an attribute that a descriptor in Python makes."""
         self._learned: dict[type, int] = {}
         """How many these were when the methods of a class were looked at."""
         self.places = tuple(places_of(function, self._named))
@@ -271,7 +277,7 @@ class Guards:
         if library.is_array(value):
             walker.array(path, value)
             return
-        if isinstance(value, _SPACES):
+        if isinstance(value, _SPACES) or (type(value) is types.FunctionType and vars(value)):
             self._visit_space(walker, path, value, depth, met)
             return
         bound = _bound(value)
@@ -307,6 +313,8 @@ class Guards:
             if type(value) not in _CONTAINERS and data_of(type(value), self._named):
                 self._visit_space(walker, path, type(value), depth, met)
             return
+        if hasattr(type(value), "__next__") and type(value).__module__ in _ITERATED:
+            raise _Iterating(in_words(path), value)
         deep = depth >= _DEEPEST_OBJECT or id(value) in met or len(met) >= _MOST
         inside = None if deep else self._inside(value, inner)
         met.add(id(value))
@@ -320,8 +328,9 @@ class Guards:
     def _visit_space(
         self, walker: Walker, path: Trail, value: Any, depth: int, met: set[int]
     ) -> None:
-        """A module or a class."""
-        own = depth < _DEEPEST_OBJECT and id(value) not in met and is_own(value)
+        """A module, a class, or a function with attributes."""
+        own = isinstance(value, types.FunctionType) or is_own(value)
+        own = own and depth < _DEEPEST_OBJECT and id(value) not in met
         inside = data_in(value, self._named) if own else None
         if inside or isinstance(value, types.ModuleType):
             met.add(id(value))
@@ -366,9 +375,11 @@ class Guards:
                     special = name.startswith("__") and name not in _NOT_CALLED
                     if special or name in named:
                         named |= names_in_method(kind, name)
+                if has_descriptors(kind, named):
+                    self._described.add(kind)
                 self._learned[kind] = len(named)
             shared = data_of(kind, named - found.keys())
-        if inner:
+        if inner and kind not in self._described:
             names = named.intersection(found)
             inside = {name: found[name] for name in sorted(names)}
         else:
@@ -448,6 +459,9 @@ _NOT_CALLED = frozenset(
 )
 """Special methods that a function hardly calls of what it uses, and that name all there is."""
 _SPACES = (types.ModuleType, type)
+_ITERATED = ("builtins", "itertools")
+"""Modules of iterators, of which nothing tells how far they are: a replay does not move them."""
+_C_DATA: Any = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
 _BUILT_IN = (types.BuiltinMethodType, types.MethodWrapperType)
 _WRAPPERS = frozenset([UserDict, UserList, ChainMap])
 
@@ -462,6 +476,21 @@ def _bound(value: Any) -> list[Any] | None:
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
     return None
+
+
+class _Iterating(Unknown):
+    def __str__(self) -> str:
+        kind = type(self.value).__qualname__
+        return f"{self.path} is an iterator ({kind}), which a replay would not move on"
+
+
+def in_words(path: Trail) -> str:
+    """A path in words: `self.layers[0]`."""
+    *before, last = path
+    if not before:
+        return str(last)
+    inside = in_words(before[0])
+    return f"{inside}[{last}]" if isinstance(last, int) else f"{inside}.{last}"
 
 
 def _itself(value: object) -> object:
@@ -486,6 +515,11 @@ def contents_of(value: Any) -> Hashable | None:
         return kind, bytes(value)
     if kind is array.array and len(value) * value.itemsize <= _MOST:
         return kind, value.typecode, value.tobytes()
-    if kind is np.ndarray and value.nbytes <= _MOST and not value.dtype.hasobject:
-        return kind, str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, np.ndarray | np.void):
+        if value.nbytes > _MOST or value.dtype.hasobject:
+            return None
+        masked = value.mask.tobytes() if isinstance(value, np.ma.MaskedArray) else None
+        return kind, str(value.dtype), value.shape, np.asarray(value).tobytes(), masked
+    if isinstance(value, _C_DATA) and ctypes.sizeof(value) <= _MOST:
+        return kind, bytes(value)
     return None

@@ -12,7 +12,7 @@ from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Protocol
 
-from ostinato.interop.graphing.trees import Arrays, is_plain
+from ostinato.interop.graphing.trees import Arrays, is_plain, made_in_python
 
 __all__ = [
     "Missing",
@@ -21,6 +21,7 @@ __all__ = [
     "Watcher",
     "attributes_of",
     "items_in",
+    "of_standard_library",
     "same",
 ]
 
@@ -55,6 +56,14 @@ class Missing:
     """Stands for a global that is not defined, and for a variable or a slot without a value."""
 
 
+def of_standard_library(kind: type) -> bool:
+    """Whether a class is one of Python's own.  One that `exec` made may say that it is built in."""
+    module = kind.__module__
+    if module == "builtins":
+        return not made_in_python(kind)
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
 _OPEN = (
     *(types.SimpleNamespace, argparse.Namespace, threading.local),
     *(UserDict, UserList, ChainMap),
@@ -64,7 +73,7 @@ _OPEN = (
 def attributes_of(value: object) -> dict[str, Any] | None:
     """The attributes of an object; not those of the standard library's: locks, loggers, threads."""
     kind: Any = type(value)
-    if kind not in _OPEN and (kind.__module__.partition(".")[0] in sys.stdlib_module_names):
+    if kind not in _OPEN and of_standard_library(kind):
         return None
     held = getattr(value, "__dict__", None)
     slots = _slots_of(kind)

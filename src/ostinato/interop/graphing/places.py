@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ostinato.interop.graphing.objects import Missing
+from ostinato.interop.graphing.objects import Missing, of_standard_library
 
 __all__ = [
     "Current",
     "Place",
     "data_in",
     "data_of",
+    "has_descriptors",
     "is_own",
     "names_in_method",
     "own_bases",
@@ -51,6 +52,9 @@ class Current:
         raise NotImplementedError
 
 
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+
 def places_of(function: Callable[..., Any], attributes: set[str]) -> Iterator[Place]:
     """What is read of a function, of whatever kind; adds the attributes that it names."""
     if isinstance(function, Current):
@@ -64,8 +68,10 @@ def places_of(function: Callable[..., Any], attributes: set[str]) -> Iterator[Pl
             ("partial", partial, ""),
         )
         function = partial.func
-    owner = getattr(function, "__self__", None)
-    plain = getattr(function, "__func__", function)
+    owner: Any = None
+    plain: Any = function
+    if isinstance(function, _METHODS):  # others may have such attributes of what they stand for
+        owner, plain = function.__self__, getattr(function, "__func__", function)
     if owner is not None and not isinstance(owner, types.ModuleType | type):
         yield Place("self", lambda: owner)
     elif owner is None and not isinstance(plain, types.FunctionType):
@@ -121,13 +127,32 @@ def data_of(kind: type, names: Collection[str]) -> dict[str, Any]:
     return found
 
 
-def data_in(space: types.ModuleType | type, names: set[str]) -> dict[str, Any]:
-    """Those attributes of a module or a class of the user's that have some names; of a class those
-    that are data."""
+def has_descriptors(kind: type, names: Collection[str]) -> bool:
+    """Whether attributes of these names are made by descriptors of the user's, which may keep what
+    they tell under any name."""
+    found = [vars(base)[name] for base in own_bases(kind) for name in vars(base).keys() & names]
+    kinds: set[Any] = {*map(type, found)}
+    return any(
+        isinstance(getattr(each, "__get__", None), types.FunctionType) and is_own(each)
+        for each in kinds
+    )
+
+
+def data_in(space: types.ModuleType | types.FunctionType | type, names: set[str]) -> dict[str, Any]:
+    """Those attributes of a function, or of a module or a class of the user's, that have some
+    names; of a class those that are data."""
     if isinstance(space, type):
         return dict(sorted(data_of(space, names).items()))
     held = vars(space)
     return {name: held[name] for name in sorted(held.keys() & names)}
+
+
+_BY_NAME = frozenset(["getattr", "hasattr", "vars"])
+"""Functions that are given names of attributes, or give all of them."""
+
+
+def _all_names(constant: object) -> bool:
+    return type(constant) is tuple and all(type(c) is str and c.isidentifier() for c in constant)
 
 
 def _names(code: types.CodeType) -> tuple[dict[str, None], set[str]]:
@@ -139,6 +164,10 @@ def _names(code: types.CodeType) -> tuple[dict[str, None], set[str]]:
             named[str(step.argval)] = None
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
             attributes.add(str(step.argval))
+        elif step.opname == "MATCH_CLASS":
+            attributes.update(*[c for c in code.co_consts if _all_names(c)])
+    if not _BY_NAME.isdisjoint(named) or "__dict__" in attributes:
+        attributes.update([c for c in code.co_consts if _all_names((c,))])
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner, more = _names(constant)
@@ -181,6 +210,8 @@ def is_own(space: types.ModuleType | type) -> bool:
 
 def _installed(value: Any) -> bool:
     """Whether a module or a class is of an installed package or the standard library."""
+    if isinstance(value, type) and value.__module__ == "builtins":
+        return of_standard_library(value)
     module = value if isinstance(value, types.ModuleType) else sys.modules.get(value.__module__)
     top = getattr(module, "__name__", "").partition(".")[0]
     file = str(getattr(module, "__file__", None) or "")

@@ -32,7 +32,7 @@ import numpy as np
 
 from ostinato import Buffer, Graph, GraphStore, LoadedGraph, MemoryRange, Stream, Twin
 from ostinato.errors import InputError
-from ostinato.interop.graphing.guards import Guarded, Guards, Trail
+from ostinato.interop.graphing.guards import Guarded, Guards, Trail, in_words
 from ostinato.interop.graphing.library import Library
 from ostinato.interop.graphing.objects import Watch
 from ostinato.interop.graphing.places import Place
@@ -336,7 +336,7 @@ class Description:
         self.parts += [text_of(value, self.library) for value in values]
 
     def array(self, path: Trail | str, array: Any) -> None:
-        library, name = self.library, path if isinstance(path, str) else _named(path)
+        library, name = self.library, path if isinstance(path, str) else in_words(path)
         self.add(name, library.signature(array), library.offset(array))
         self.names.append(name)
         self.arrays.append(array)
@@ -351,7 +351,7 @@ class Description:
         """Its name comes with what is in it."""
 
     def plain(self, path: Trail, value: Any) -> None:
-        self.add(_named(path), value)
+        self.add(in_words(path), value)
 
     def watched(self, path: Trail, watch: Watch) -> None:
         if isinstance(watch, Guarded):
@@ -361,21 +361,21 @@ class Description:
         describe: Callable[[str, Description], None] | None
         describe = getattr(watch, "describe", None)
         if describe is None:
-            raise Unstable(f"what {_named(path)} holds is not known by names")
-        describe(_named(path), self)
+            raise Unstable(f"what {in_words(path)} holds is not known by names")
+        describe(in_words(path), self)
 
     def container(self, path: Trail, value: Any, head: Hashable, children: list[Any]) -> None:
-        self.add(_named(path), head)
+        self.add(in_words(path), head)
 
     def contents(self, path: Trail, value: Any, token: Hashable) -> None:
-        self.add(_named(path), token)
+        self.add(in_words(path), token)
 
     def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
-        self.add(_named(path), type(value))
+        self.add(in_words(path), type(value))
         self.settings(value)
 
     def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
-        self.add(_named(path), len(value))
+        self.add(in_words(path), len(value))
 
     def settings(self, value: Any, depth: int = 0, seen: frozenset[int] = frozenset()) -> None:
         """The plain values in an object and in what it holds, as deep as anyone puts them.
@@ -408,16 +408,6 @@ class Description:
                 self.settings(child, depth + 1, seen)
             elif isinstance(key, int):
                 self.settings(child, depth + 1, seen)
-
-
-def _named(path: Trail) -> str:
-    """A path in words: `self.layers[0]`."""
-    *before, last = path
-    if not before:
-        return str(last)
-    return (
-        f"{_named(before[0])}[{last}]" if isinstance(last, int) else f"{_named(before[0])}.{last}"
-    )
 
 
 # ---------------------------------------------------------------------------------------- results

@@ -12,6 +12,7 @@ from ostinato.interop.graphing.arguments import Arguments
 from ostinato.interop.graphing.guards import Guards
 from ostinato.interop.graphing.library import Library, Options, Turns
 from ostinato.interop.graphing.records import Work
+from ostinato.interop.graphing.trees import Unknown
 
 __all__ = ["Subject"]
 
@@ -59,7 +60,11 @@ class Subject:
         empty if all is."""
         if self.guards is None or work.seen is None:
             return ""
-        return self.guards.explain(work.seen, self.guards.read())
+        try:
+            now = self.guards.read()
+        except Unknown as error:
+            return str(error)
+        return self.guards.explain(work.seen, now)
 
 
 def _where(function: Callable[..., Any]) -> str:
