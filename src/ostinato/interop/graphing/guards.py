@@ -8,11 +8,12 @@ anew where one moved.
 Read are, of the function and of those that it wraps (`functools.wraps`): closure cells, default
 values, globals that its own code names (also those that are defined later), the object of a bound
 method, and what its code names of that object's class.  Of each of these: plain values, arrays,
-nested tuples, lists, dicts and dataclasses, sets, small NumPy arrays, bound methods, partials, and
-modules of the library.  Of other objects: items, plain attributes and arrays, and what else of them
-the code names, by the names of attributes in it and in the methods of these objects that it calls
-(`self.config.scale`), three objects deep; of modules and classes of the user's what the code names.
-Not read is what other functions that it calls read by themselves.
+nested tuples, lists, dicts and dataclasses, sets, small NumPy arrays, data of C, bound methods,
+partials, and modules of the library.  Of other objects: items, plain attributes and arrays, and
+what else of them the code names, by the names of attributes in it (also as texts, where it calls
+`getattr`) and in the methods of these objects that it calls (`self.config.scale`), three objects
+deep; of functions, and of modules and classes of the user's, what the code names.  Not read is what
+other functions that it calls read by themselves.  An iterator makes a call run eagerly.
 """
 
 from __future__ import annotations
