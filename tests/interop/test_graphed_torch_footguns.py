@@ -13,6 +13,7 @@ import enum
 import functools
 import gc
 import itertools
+import operator
 import pickle
 import threading
 import types
@@ -945,6 +946,18 @@ class ByName(Inside):
         return x * getattr(self.settings, "scale", 1.0)
 
 
+class ByNames(Inside):
+    def __call__(self, x: Any) -> Any:
+        for name in ("bias", "scale"):
+            x = x * getattr(self.settings, name, 1.0)
+        return x
+
+
+class ByPath(Inside):
+    def __call__(self, x: Any) -> Any:
+        return x * operator.attrgetter("settings.scale")(self)
+
+
 class OfDict(Inside):
     def __call__(self, x: Any) -> Any:
         return x * vars(self.settings)["scale"]
@@ -1037,7 +1050,8 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
         nonlocal scale, bias
         scale, bias = bias, scale
 
-    by_name, of_dict, matching = ByName(), OfDict(), Matching()
+    by_name, by_names, by_path = ByName(), ByNames(), ByPath()
+    of_dict, matching = OfDict(), Matching()
     described, standing = Plainly(Described()), Standing(torch.nn.Linear(3, 3).forward)
     made: dict[str, Any] = {}
     exec("class Made:\n def __init__(self): self.scale = 2.0", made)
@@ -1048,6 +1062,8 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
 
     return {
         "an attribute that is named by a text": (by_name, set_scale(by_name.settings)),
+        "one of several names": (by_names, set_scale(by_names.settings)),
+        "a path of names": (by_path, set_scale(by_path.settings)),
         "an attribute in a dict": (of_dict, set_scale(of_dict.settings)),
         "an attribute of a pattern": (matching, set_scale(matching.settings)),
         "an attribute of a function": (use_attribute, set_scale(helper)),

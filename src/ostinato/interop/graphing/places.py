@@ -8,7 +8,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,27 +147,34 @@ def data_in(space: types.ModuleType | types.FunctionType | type, names: set[str]
     return {name: held[name] for name in sorted(held.keys() & names)}
 
 
-_BY_NAME = frozenset(["getattr", "hasattr", "vars"])
-"""Functions that are given names of attributes, or give all of them."""
+_BY_NAME = frozenset(["getattr", "hasattr", "vars", "attrgetter", "__dict__"])
+"""What is given names of attributes, or gives all of them."""
 
 
-def _all_names(constant: object) -> bool:
-    return type(constant) is tuple and all(type(c) is str and c.isidentifier() for c in constant)
+def _texts(constants: Iterable[object]) -> set[str]:
+    """The names among some constants, also in tuples of them."""
+    found: set[str] = set()
+    for each in constants:
+        if isinstance(each, tuple):
+            found |= _texts(each)
+        elif isinstance(each, str):
+            found.update(filter(str.isidentifier, each.split(".")))
+    return found
 
 
 def _names(code: types.CodeType) -> tuple[dict[str, None], set[str]]:
     """The globals that code names, and those in it, in order; and all names of attributes."""
     named: dict[str, None] = {}
     attributes: set[str] = set()
+    by_name = False
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             named[str(step.argval)] = None
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
             attributes.add(str(step.argval))
-        elif step.opname == "MATCH_CLASS":
-            attributes.update(*[c for c in code.co_consts if _all_names(c)])
-    if not _BY_NAME.isdisjoint(named) or "__dict__" in attributes:
-        attributes.update([c for c in code.co_consts if _all_names((c,))])
+        by_name |= step.opname == "MATCH_CLASS"
+    if by_name or not _BY_NAME.isdisjoint(attributes.union(named)):
+        attributes |= _texts(code.co_consts)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner, more = _names(constant)

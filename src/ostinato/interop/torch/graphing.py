@@ -61,9 +61,9 @@ def graphed(
     The first call of a key runs eagerly.  The second one is captured, and it and all later ones are
     replays.  The key: nesting, shapes, strides, types and devices of the tensors in the
     arguments, plain Python values, torch's modes (gradients, inference, autocast, determinism,
-    default type, precision of products, kernels), and what the function uses besides its arguments as
-    far as it can be seen (`interop.graphing.guards`).  What cannot be captured runs eagerly, with a reason
-    in `explain()`.
+    default type, precision of products, kernels), and what the function uses besides its arguments
+    as far as it can be seen (`interop.graphing.guards`).  What cannot be captured runs eagerly,
+    with a reason in `explain()`.
 
     * `static`: names of parameters whose tensors are not copied (weights, key-value caches).  The
       graph works on their memory, and is bound anew when it has moved.  May be any object: its
