@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +76,24 @@ def test_broadcast_gives_the_roots() -> None:
     with local_groups(3) as groups:
         got = groups.run(lambda group: group.broadcast("seed", bytes([group.rank]), root=2))
     assert got == [b"\2"] * 3
+
+
+@pytest.mark.parametrize("root", [-1, 2, 1.0, True])
+def test_a_root_that_is_no_rank_is_refused(root: Any) -> None:
+    with local_groups(2) as groups, pytest.raises(InputError, match="root is"):
+        groups.run(lambda group: group.broadcast("seed", b"1", root=root))
+
+
+def test_roots_that_differ_are_an_error_on_all_ranks() -> None:
+    with local_groups(2) as groups:
+        got = outcomes(groups, lambda g: g.broadcast("seed", bytes([g.rank]), root=g.rank))
+    assert all(type(one) is DisagreementError for one in got)
+
+
+@pytest.mark.parametrize("payload", ["text", np.zeros(3, np.float32), bytearray(3)])
+def test_a_payload_that_is_not_bytes_is_refused(payload: Any) -> None:
+    with local_groups(2) as groups, pytest.raises(InputError, match="must be bytes"):
+        groups.run(lambda group: group.exchange("values", payload))
 
 
 def test_ranks_that_make_different_calls_all_raise() -> None:
@@ -307,6 +328,50 @@ def test_a_collective_whose_rank_died_ends() -> None:
         got = outcomes(groups, on_device(work))
     assert type(got[0]) is RankLostError and type(got[2]) is RankLostError
     assert "out of luck" in str(got[0])
+
+
+def test_a_group_keeps_nothing_of_collectives_that_are_closed() -> None:
+    """It may live for long, and the devices that worked in it did not."""
+    devices: list[weakref.ref[ost.Device]] = []
+
+    def work(group: Group) -> None:
+        for _ in range(3):
+            with ost.open_device("host") as device:
+                devices.append(weakref.ref(device))
+                with open_collectives(group, device):
+                    assert len(group.statistics().collectives) == 1
+            del device
+        gc.collect()
+        assert group.statistics().collectives == ()
+
+    with local_groups(2) as groups:
+        groups.run(work)
+        gc.collect()
+        assert len(devices) == 6 and not any(device() for device in devices)
+
+
+def test_a_failure_aborts_what_is_attached_then_or_later_and_no_more() -> None:
+    class Worker:
+        def __init__(self) -> None:
+            self.aborted = 0
+
+        def abort(self) -> None:
+            self.aborted += 1
+
+        def described(self) -> str:
+            return ""
+
+        def close(self) -> None:
+            pass
+
+    first, gone, second, late = (Worker() for _ in range(4))
+    with local_groups(1) as groups:
+        for worker in (first, gone, second):
+            groups[0].attach(worker)
+        groups[0].detach(gone)
+        groups[0].fail(RuntimeError("over"))
+        groups[0].attach(late)
+        assert [one.aborted for one in (first, gone, second, late)] == [1, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,11 @@ class HostCollectives(Collectives):
     def abort(self) -> None:
         """Nothing to do: the channel wakes what waits."""
 
+    def close(self) -> None:
+        """See `Collectives`."""
+        super().close()
+        self.group.detach(self)
+
     # --- kernels
     def _parts(self, label: str, payload: bytes) -> list[bytes] | None:
         """Every rank's part; None once the group has failed."""

@@ -366,6 +366,7 @@ class ExchangeCollectives(Collectives):
         with self._ending:
             self._closed = True
         self.beyond.close()
+        self.group.detach(self)
 
     def _give_back(self) -> None:
         """This rank writes to no window any more, and says so in each; its own one is given back

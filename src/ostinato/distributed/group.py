@@ -19,7 +19,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -32,6 +32,15 @@ from ostinato.settings import group_deadline
 __all__ = ["Attached", "Group", "GroupStatistics", "LocalGroups", "local_groups"]
 
 _LOOKS = 10  # of the watchdog at a wait, within a deadline
+
+
+def checked_deadline(deadline: float | None) -> float:
+    """Seconds; those of the setting if None.  Raises InputError."""
+    if deadline is None:
+        deadline = group_deadline()
+    if not (isinstance(deadline, float | int) and 0 < deadline < 1e9):
+        raise InputError(f"deadline is {deadline!r}, must be seconds, more than 0")
+    return float(deadline)
 
 
 class Attached(Protocol):
@@ -68,16 +77,13 @@ class Group(Closeable):
     """
 
     def __init__(self, channel: Channel, *, deadline: float | None = None) -> None:
-        if deadline is None:
-            deadline = group_deadline()
-        if not (isinstance(deadline, float | int) and 0 < deadline < 1e9):
-            raise InputError(f"deadline is {deadline!r}, must be seconds, more than 0")
         self.channel = channel
         self.rank, self.size = channel.rank, channel.size
-        self.deadline = float(deadline)
+        self.deadline = checked_deadline(deadline)
         self._closed = False
         self._lanes = 0
         self._attached: list[Attached] = []
+        self._told = False  # the channel, what to do for those attached
         self._lock = new_lock()
         self._watched: tuple[str, float] | None = None
         self._progress = 0.0
@@ -110,7 +116,9 @@ class Group(Closeable):
 
     # --- exchanges
     def exchange(self, label: str, payload: bytes = b"") -> list[bytes]:
-        """Every rank's payload, in the order of ranks.  Raises GroupError."""
+        """Every rank's payload, in the order of ranks.  Raises GroupError, InputError."""
+        if not isinstance(payload, bytes):
+            raise InputError(f"{label!r}: the payload is {type(payload).__name__}, must be bytes")
         self.check()
         self.channel.say(label)
         return self.channel.exchange("calls", label, payload, self.deadline)
@@ -120,8 +128,12 @@ class Group(Closeable):
         self.exchange(label)
 
     def broadcast(self, label: str, payload: bytes = b"", *, root: int = 0) -> bytes:
-        """The payload of rank `root`, on all ranks; those of others are not looked at."""
-        return self.exchange(label, payload if self.rank == root else b"")[root]
+        """The payload of rank `root`, on all ranks; those of others are not looked at.  Raises
+        GroupError, also for roots that differ, and InputError for one that is no rank."""
+        if not (type(root) is int and 0 <= root < self.size):
+            raise InputError(f"root is {root!r}, must be a rank, 0 to {self.size - 1}")
+        mine = payload if self.rank == root else b""
+        return self.exchange(f"{label} from rank {root}", mine)[root]
 
     def agree(self, label: str, lines: Sequence[str]) -> None:
         """Compares what ranks are about to do, told in lines.
@@ -197,10 +209,24 @@ class Group(Closeable):
             return f"{what} {self._lanes}"
 
     def attach(self, worker: Attached) -> None:
-        """From here on the group's failure aborts it, and the group's end closes it."""
+        """From here on the group's failure aborts it, and the group's end closes it, unless it
+        is detached before."""
         with self._lock:
             self._attached.append(worker)
-        self.channel.on_failure(lambda failure: worker.abort())
+            first, self._told = not self._told, True
+        if first:
+            self.channel.on_failure(lambda failure: self._abort())
+        elif self.channel.failure is not None:
+            worker.abort()
+
+    def detach(self, worker: Attached) -> None:
+        """It was closed: the group knows it, and keeps its device, no longer.  Idempotent."""
+        with self._lock, suppress(ValueError):
+            self._attached.remove(worker)
+
+    def _abort(self) -> None:
+        for worker in [*self._attached]:
+            worker.abort()
 
     def statistics(self) -> GroupStatistics:
         """Numbers of this rank, and what its devices exchange by."""
@@ -210,7 +236,7 @@ class Group(Closeable):
             self.size,
             self.deadline,
             "" if failure is None else failure.text,
-            tuple(worker.described() for worker in self._attached),
+            tuple(worker.described() for worker in [*self._attached]),
         )
 
     # --- lifetime
@@ -220,7 +246,7 @@ class Group(Closeable):
             return
         self._closed = True
         self._stop.set()
-        for worker in self._attached:
+        for worker in [*self._attached]:
             worker.close()
         self.channel.close()
 

@@ -359,6 +359,7 @@ class NcclCollectives(Collectives):
             if communicator is not None and self.group.failure is not None:
                 break
             thread.join(0.01)
+        self.group.detach(self)
 
     def _ended(self, call: Callable[[], object]) -> threading.Thread:
         """Ends the communicator on a thread: NCCL waits there for graphs and other ranks."""
