@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from ostinato.distributed import join_group, new_group_id, open_group, place_of
+from ostinato.distributed import join_group, new_group_id, open_group, place_of, sockets
 from ostinato.distributed.launch import first_host
-from ostinato.distributed.sockets import Address, Reader, SocketChannel, packed
-from ostinato.errors import InputError, NotAvailableError, RankLostError, SettingsError
+from ostinato.distributed.sockets import _LENGTHS, Address, Reader, SocketChannel, packed
+from ostinato.errors import (
+    GroupError,
+    InputError,
+    NotAvailableError,
+    RankLostError,
+    SettingsError,
+)
 from tests.distributed.starting import (
     MOMENTS,
+    environment,
     finish,
     ranks,
     require_typed_errors,
@@ -293,6 +304,63 @@ def test_jobs_on_neighbouring_ports_do_not_mix() -> None:
     }  # fmt: skip
 
 
+def of_torchrun(rank: int, port: int) -> dict[str, str]:
+    told = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank)}
+    return told | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def of_mpirun(rank: int, port: int) -> dict[str, str]:
+    told = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "3"}
+    return told | {"PMIX_NAMESPACE": f"job of {port}"}
+
+
+@pytest.mark.parametrize("environ", [of_torchrun, of_mpirun])
+def test_ranks_have_one_group_after_the_other_and_two_at_once(
+    environ: Callable[[int, int], dict[str, str]],
+) -> None:
+    """The hub of the one before is still there when the first rank comes to the next one."""
+    port, found = free_ports(), {}
+
+    def rank_thread(rank: int) -> None:
+        told = []
+        for turn in range(5):
+            with (
+                open_group(deadline=60, environ=environ(rank, port)) as one,
+                open_group(deadline=60, environ=environ(rank, port)) as other,
+            ):
+                for group in (other, one):
+                    told.append(group.exchange(f"turn {turn}", b"%d" % rank))
+        found[rank] = told
+
+    threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert found == {rank: [[b"0", b"1", b"2"]] * 10 for rank in range(3)}
+
+
+def test_a_rank_that_a_launcher_starts_twice_is_told() -> None:
+    port, both = free_ports(), []
+
+    def rank_thread(rank: int) -> None:
+        with open_group(deadline=60, environ=of_torchrun(rank, port)) as group:
+            both.append(group.exchange("both", b""))
+            ended.wait(60)
+
+    ended = threading.Event()
+    threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    while len(both) < 3:
+        time.sleep(0.01)
+    with pytest.raises(RankLostError, match="refused it: there is a rank 1 already"):
+        open_group(deadline=3, environ=of_torchrun(1, port))
+    ended.set()
+    for thread in threads:
+        thread.join(60)
+
+
 def test_no_launcher() -> None:
     with pytest.raises(NotAvailableError, match="torchrun"):
         open_group(environ={})
@@ -339,13 +407,98 @@ def test_another_token_is_not_let_in() -> None:
 def test_garbage_does_not_disturb_the_hub() -> None:
     group = new_group_id(1, deadline=20)
     address = Address.parse(group)
-    for data in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100, packed({"kind": "part"})):
+    hello = {"kind": "hello", "token": "another", "size": 1}
+    for data in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 100,
+        packed({"kind": "part"}),
+        packed({**hello, "rank": math.inf}),
+        packed({**hello, "rank": 0}, b"a payload before it is known"),
+        _LENGTHS.pack(b"ost1", 60_000, 0) + b"[" * 60_000,
+    ):
         with socket.create_connection((address.host, address.port)) as stranger:
             stranger.sendall(data)
             stranger.settimeout(20)
             assert stranger.recv(100) == b""  # the hub hangs up
     with join_group(group, rank=0, size=1, deadline=20) as alone:
         assert alone.exchange("x", b"1") == [b"1"]
+
+
+def test_more_than_a_message_holds_is_an_error_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sockets, "_MOST_PAYLOAD", 100)
+    group_id, found = new_group_id(2, deadline=20), []
+
+    def rank_thread(rank: int) -> None:
+        try:
+            with join_group(group_id, rank=rank, size=2, deadline=20) as group:
+                with pytest.raises(InputError, match="101 bytes, must be 100 at most"):
+                    group.exchange("alone", bytes(101))
+                group.exchange("together", bytes(60))
+        except GroupError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == ["'together': all ranks' parts have more than 100 bytes together"] * 2
+
+
+@pytest.mark.parametrize("deadline", [0, -1, math.nan, math.inf, "1"])
+def test_deadlines_that_are_none(deadline: Any) -> None:
+    for call in (
+        lambda: new_group_id(2, deadline=deadline),
+        lambda: join_group("127.0.0.1:1:token", rank=0, size=2, deadline=deadline),
+        lambda: open_group(environ=of_torchrun(0, 29500), deadline=deadline),
+    ):
+        with pytest.raises(InputError, match="deadline is"):
+            call()
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True])
+def test_an_id_for_no_ranks_is_not_made(size: Any) -> None:
+    with pytest.raises(InputError, match="size is"):
+        new_group_id(size)
+
+
+def test_a_hub_that_takes_nothing_holds_no_rank() -> None:
+    """It is stopped while a rank sends more than the system keeps for it."""
+    program = (
+        "from ostinato.distributed import new_group_id\n"
+        "print(new_group_id(1, deadline=1), flush=True)\n"
+        "input()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment({}),
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            group = join_group(process.stdout.readline().strip(), rank=0, size=1, deadline=1)
+            process.send_signal(signal.SIGSTOP)
+            found: list[BaseException] = []
+
+            def send() -> None:
+                try:
+                    group.exchange("much", bytes(64 << 20))
+                except GroupError as error:
+                    found.append(error)
+                group.close()
+
+            thread = threading.Thread(target=send, daemon=True)
+            thread.start()
+            thread.join(60)
+            assert not thread.is_alive(), "it waits for ever"
+            assert type(found[0]) is RankLostError and "hub has not been heard of" in str(found[0])
+        finally:
+            process.kill()
 
 
 def test_the_last_to_leave_does_not_take_the_hubs_end_for_a_failure() -> None:

@@ -115,8 +115,8 @@ class Exchanges:
             return Failure(
                 "disagreement",
                 rank,
-                f"rank {rank} is at {label!r} where rank {exchange.first} is at "
-                f"{exchange.label!r}: all ranks must make the same calls in the same order",
+                f"rank {rank} is at {label[:400]!r} where rank {exchange.first} is at "
+                f"{exchange.label[:400]!r}: all ranks must make the same calls in the same order",
             )
         exchange.parts[rank] = payload
         if len(exchange.parts) < self.size:

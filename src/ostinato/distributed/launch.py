@@ -30,10 +30,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ostinato.distributed.channel import local_channels
-from ostinato.distributed.group import Group
+from ostinato.distributed.group import Group, checked_deadline
 from ostinato.distributed.sockets import Address, Hub, connect
 from ostinato.errors import InputError, NotAvailableError, RankLostError
-from ostinato.settings import group_deadline, group_of_process
+from ostinato.settings import group_of_process
 
 __all__ = ["Place", "join_group", "new_group_id", "open_group", "place_of"]
 
@@ -180,7 +180,7 @@ def open_group(*, deadline: float | None = None, environ: Mapping[str, str] | No
     RankLostError if they do not come within the deadline; InputError.
     """
     env = os.environ if environ is None else environ
-    seconds = _deadline(deadline)
+    seconds = checked_deadline(deadline)
     told = group_of_process(env)
     if told:
         rank, size, address = _told(told)
@@ -217,11 +217,14 @@ def new_group_id(size: int, *, host: str = _LOOPBACK, deadline: float | None = N
     """A new group's id, for `join_group` in each of its processes; text that is a secret.
 
     The process that makes it has the group's hub and must live as long as the group; it need not be
-    a rank.  `host`: the address of this machine under which the others reach it.
+    a rank.  `host`: the address of this machine under which the others reach it.  Raises
+    InputError for a size or a deadline that is none.
     """
+    if not (type(size) is int and size >= 1):
+        raise InputError(f"size is {size!r}, must be 1 rank or more")
     token = secrets.token_hex(16)
     listen = _LOOPBACK if host in (_LOOPBACK, "localhost") else ""
-    hub = Hub(size, host=listen, port=0, token=token, deadline=_deadline(deadline))
+    hub = Hub(size, host=listen, port=0, token=token, deadline=checked_deadline(deadline))
     address = str(Address(host, hub.port, token))
     _hubs[address] = hub
     return address
@@ -232,15 +235,22 @@ def join_group(group_id: str, *, rank: int, size: int, deadline: float | None = 
 
     Raises RankLostError if they do not come within the deadline, InputError.
     """
-    address = Address.parse(group_id)
-    return _joined([address], rank, size, _deadline(deadline), _hubs.pop(group_id, None))
+    address, seconds = Address.parse(group_id), checked_deadline(deadline)
+    if not (type(size) is int and type(rank) is int and 0 <= rank < size):
+        raise InputError(f"rank {rank!r} of {size!r}: a rank is 0 to size - 1")
+    return _joined([address], rank, size, seconds, _hubs.pop(group_id, None))
 
 
 def _joined(
-    addresses: list[Address], rank: int, size: int, deadline: float, hub: Hub | None
+    addresses: list[Address],
+    rank: int,
+    size: int,
+    deadline: float,
+    hub: Hub | None,
+    file: Path | None = None,
 ) -> Group:
-    if not (type(size) is int and type(rank) is int and 0 <= rank < size):
-        raise InputError(f"rank {rank!r} of {size!r}: a rank is 0 to size - 1")
+    """`file`: by which the ranks met; it is gone before one of them goes on, since their next group
+    has a file of this name too."""
     try:
         channel = connect(addresses, rank, size, deadline=deadline, hub=hub)
     except BaseException:
@@ -250,6 +260,10 @@ def _joined(
     group = Group(channel, deadline=deadline)
     try:
         group.barrier("forming the group")
+        if file is not None:
+            if rank == 0:
+                file.unlink(missing_ok=True)
+            group.barrier("removing the group's file")
     except BaseException:
         group.close()
         raise
@@ -286,7 +300,7 @@ def _meet_by_file(place: Place, deadline: float) -> Group:
                 f"remove what is there, or {_ADDRESS_ADVICE}"
             ) from error
         try:
-            return _joined([address], 0, place.size, deadline, hub)
+            return _joined([address], 0, place.size, deadline, hub, path)
         finally:
             with suppress(FileNotFoundError):
                 path.unlink()
@@ -297,7 +311,7 @@ def _meet_by_file(place: Place, deadline: float) -> Group:
             # Of the open file: another one may be at its path by now.
             if text.endswith("\n") and os.fstat(file.fileno()).st_uid == os.getuid():
                 address = Address.parse(text.strip())
-                return _joined([address], place.rank, place.size, deadline, None)
+                return _joined([address], place.rank, place.size, deadline, None, path)
         if time.monotonic() > end:
             raise RankLostError(
                 f"rank {place.rank} found no file {path} of rank 0 within {deadline:g} s. Where "
@@ -327,10 +341,6 @@ def _launcher_process() -> str:
                 break
             pid = int(fields[1])
     return f"{pid} {began}"
-
-
-def _deadline(given: float | None) -> float:
-    return group_deadline() if given is None else given
 
 
 def _told(text: str) -> tuple[int, int, str]:

@@ -42,6 +42,7 @@ _LENGTHS = struct.Struct("!4sIQ")  # magic, bytes of the head, bytes of the payl
 _MAGIC = b"ost1"
 _MOST_HEAD = 1 << 16
 _MOST_PAYLOAD = 1 << 31
+_MOST_WHERE = 500  # characters
 _SILENCE = 0.75  # of a deadline
 _BEATS = 8  # signs of life within a deadline
 _SHORTEST_BEAT, _LONGEST_BEAT = 0.02, 2.0
@@ -84,9 +85,10 @@ def packed(head: dict[str, Any], payload: bytes = b"") -> bytes:
 
 
 class Reader:
-    """Bytes as they come to whole messages."""
+    """Bytes as they come to whole messages.  `most`: bytes of a payload."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _MOST_PAYLOAD) -> None:
+        self.most = most
         self._data = bytearray()
 
     def feed(self, data: bytes) -> None:
@@ -97,7 +99,7 @@ class Reader:
         if len(self._data) < _LENGTHS.size:
             return None
         magic, head_bytes, payload_bytes = _LENGTHS.unpack_from(self._data)
-        if magic != _MAGIC or head_bytes > _MOST_HEAD or payload_bytes > _MOST_PAYLOAD:
+        if magic != _MAGIC or head_bytes > _MOST_HEAD or payload_bytes > self.most:
             raise ValueError("not a message of a group")
         start = _LENGTHS.size + head_bytes
         if len(self._data) < start + payload_bytes:
@@ -116,7 +118,7 @@ class Reader:
 @dataclass(eq=False)
 class _Connection:
     socket: socket.socket
-    reader: Reader = field(default_factory=Reader)
+    reader: Reader = field(default_factory=lambda: Reader(0))  # until it is a rank's
     out: bytearray = field(default_factory=bytearray)
     rank: int | None = None
     heard: float = 0.0
@@ -208,7 +210,7 @@ class Hub:
                     self._take(connection, *message)
         except (BlockingIOError, InterruptedError):
             pass
-        except (OSError, ValueError, KeyError, TypeError):
+        except Exception:  # whatever it sent: it must not end the hub, and so the others
             self._lose(connection)
 
     def _take(self, connection: _Connection, head: dict[str, Any], payload: bytes) -> None:
@@ -220,6 +222,9 @@ class Hub:
             found = self._exchanges.add(connection.rank, lane, number, label, payload)
             if isinstance(found, Failure):
                 self._fail(found)
+            elif found is not None and sum(map(len, found)) > _MOST_PAYLOAD:
+                text = f"{label!r}: all ranks' parts have more than {_MOST_PAYLOAD} bytes together"
+                self._fail(Failure("failed", connection.rank, text))
             elif found is not None:
                 answer = {"kind": "parts", "lane": lane, "number": number}
                 answer["sizes"] = [len(part) for part in found]
@@ -231,7 +236,7 @@ class Hub:
             where = {rank: self._ranks[rank].where for rank in missing if rank in self._ranks}
             self._send(connection, packed({**head, "ranks": missing, "where": where}))
         elif kind == "beat":
-            connection.where = str(head.get("where", ""))[:500]
+            connection.where = str(head.get("where", ""))[:_MOST_WHERE]
         elif kind == "fail":
             self._fail(Failure(str(head["what"]), int(head["rank"]), str(head["text"])))
         elif kind == "leave":
@@ -253,7 +258,7 @@ class Hub:
         if refused:
             self._send(connection, packed({"kind": "refused", "text": refused}))
             return
-        connection.rank = rank
+        connection.rank, connection.reader.most = rank, _MOST_PAYLOAD
         self._ranks[rank] = connection
         self._send(connection, packed({"kind": "welcome"}))
         if self._failure is not None:
@@ -364,6 +369,9 @@ class SocketChannel(Channel):
         self._heard = time.monotonic()
         self._where = ""
         self._closed = threading.Event()
+        # A hub that takes nothing must not hold who sends; the time counts while nothing is taken.
+        silence = struct.pack("@ll", *divmod(int(_SILENCE * deadline * 1e6) + 1, 1_000_000))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, silence)
         for work, name in ((self._read, "reads"), (self._beat, "lives")):
             threading.Thread(target=work, name=f"ostinato rank {rank} {name}", daemon=True).start()
 
@@ -373,11 +381,13 @@ class SocketChannel(Channel):
 
     def say(self, where: str) -> None:
         """See `Channel`."""
-        self._where = where
+        self._where = where[:_MOST_WHERE]
 
     # --- exchanges
     def exchange(self, lane: str, label: str, payload: bytes, seconds: float) -> list[bytes]:
-        """See `Channel`."""
+        """See `Channel`.  Raises InputError for more bytes than a message holds."""
+        if len(payload) > _MOST_PAYLOAD:
+            raise InputError(f"{label!r}: {len(payload)} bytes, must be {_MOST_PAYLOAD} at most")
         with self._changed:
             number = self._counts[lane]
             self._counts[lane] += 1
@@ -425,6 +435,13 @@ class SocketChannel(Channel):
         """See `Channel`."""
         self._first.on_failure(call)
 
+    def _silent_hub(self) -> Failure:
+        text = (
+            f"the group's hub has not been heard of for {_SILENCE * self._deadline:g} s: "
+            "the process that made the group's id is stopped, or its host is not reached"
+        )
+        return Failure("lost", -1, text)
+
     def _lost_hub(self) -> Failure:
         return Failure(
             "lost", -1, "the group's hub is gone: the process that made the group's id has ended"
@@ -435,6 +452,10 @@ class SocketChannel(Channel):
         try:
             with self._sending:
                 self._socket.sendall(packed(head, payload))
+        except BlockingIOError:
+            self._first.fail(self._silent_hub())
+            with suppress(OSError):  # part of the message may be on its way: no other can follow
+                self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             if not self._closed.is_set():
                 self._first.fail(self._lost_hub())
@@ -480,11 +501,7 @@ class SocketChannel(Channel):
             last = now
             self._send({"kind": "beat", "where": self._where})
             if now - self._heard > _SILENCE * self._deadline:
-                text = (
-                    f"the group's hub has not been heard of for {_SILENCE * self._deadline:g} s: "
-                    "the process that made the group's id is stopped, or its host is not reached"
-                )
-                self._first.fail(Failure("lost", -1, text))
+                self._first.fail(self._silent_hub())
 
     def close(self) -> None:
         """Leaves the group.  The one with the hub waits until the others have left too, for the
@@ -507,10 +524,11 @@ def connect(
     """This rank's channel: the first of the addresses where the group's hub answers.
 
     Waits for the hub to be there.  Raises RankLostError if it is not within the deadline, and
-    InputError if it refuses this rank.
+    InputError if it refuses this rank.  Of several addresses, one may have the hub of an earlier
+    group of the same ranks, which has this one: then the others are looked at.
     """
     end = time.monotonic() + deadline
-    pause, last = 0.01, "nothing answered"
+    pause, last, refused = 0.01, "nothing answered", ""
     hello = {"kind": "hello", "rank": rank, "size": size}
     while True:
         for address in addresses:
@@ -530,13 +548,17 @@ def connect(
                 continue
             if head["kind"] == "refused":
                 found.close()
-                raise InputError(f"the group refused this rank: {head['text']}")
+                if len(addresses) == 1:
+                    raise InputError(f"the group refused this rank: {head['text']}")
+                refused = f"{address.host}:{address.port} refused it: {head['text']}"
+                continue
             found.settimeout(None)
             return SocketChannel(found, rank, size, deadline, hub)
         if time.monotonic() > end:
             where = ", ".join(f"{one.host}:{one.port}" for one in addresses)
             raise RankLostError(
-                f"rank {rank} found no hub of its group at {where} within {deadline:g} s: {last}",
+                f"rank {rank} found no hub of its group at {where} within {deadline:g} s: "
+                f"{refused or last}",
                 rank=rank,
             )
         time.sleep(pause)
