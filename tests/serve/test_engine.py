@@ -444,6 +444,24 @@ def test_an_engine_that_is_closed_as_it_starts_does_not_warm_up_to_the_end(
     assert engine.submit([job(generator, "ab")], [answer]) is Refused.STOPPING
 
 
+def test_numbers_are_given_while_the_thread_ends(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks after the thread has looked for the last time is answered all the same."""
+    engine, asked = Engine(generator), []
+    flush = engine._flush
+
+    def late() -> None:
+        if engine._ending and not engine.ready:
+            asked.append(engine.statistics())
+        flush()
+
+    monkeypatch.setattr(engine, "_flush", late)
+    with engine:
+        until(lambda: engine.ready)
+    assert asked and all(one.result(SECONDS).under_way == 0 for one in asked)
+
+
 def test_a_token_without_text_ends_its_answer_alone(
     generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

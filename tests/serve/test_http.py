@@ -255,6 +255,7 @@ def message(**changes: object) -> dict[str, object]:
         (message(role=[]), "messages", r"\[0\]: role must be one of"),
         (message(content=None), "messages", r"\[0\]: content must be text"),
         (message(content=[{"type": "image_url"}]), "messages", "of the type text alone"),
+        (message(content=[{"type": "text", "text": "x", "image": 1}]), "messages", "no field of a"),
         (message(content="\ud800"), "messages", "a lone surrogate"),
         (message(tool_calls=[{}]), "messages", "tool_calls is not supported"),
         (message(colour="red"), "messages", "colour is no field of a message"),
@@ -552,6 +553,17 @@ def test_too_many_are_told_to_come_again(reference: TextGenerator) -> None:
         assert [reply.status for reply in replies] == [200] * 5
         assert len({reply.json["choices"][0]["message"]["content"] for reply in replies}) == 1
         assert call(server, "POST", CHAT, asked).status == 200
+
+
+def test_more_answers_than_there_is_ever_room_for_are_no_matter_of_time(
+    reference: TextGenerator,
+) -> None:
+    """A client that is told to come again would do so for ever."""
+    with running(reference, queue=1) as server:
+        most = reference.decoder.plan.sizes.sequences + 1
+        asked = {**ASK, "max_tokens": 2}
+        check(call(server, "POST", CHAT, {**asked, "n": most + 1}), 400, f"{most} answers", "n")
+        assert call(server, "POST", CHAT, {**asked, "n": most}).status == 200
 
 
 def test_a_full_server_refuses_before_a_prompt_is_made_into_tokens(

@@ -113,8 +113,9 @@ class Service:
             wanted = await asyncio.to_thread(lambda: read_request(parse_json(body), kind))
         if wanted.model != self.model:
             raise _no_model(wanted.model)
-        if len(wanted.prompts) * wanted.n > self.limits.choices:
-            raise ApiError(400, f"{self.limits.choices} answers at most in one request", param="n")
+        most = min(self.limits.choices, self.engine.most)  # for more there is never room
+        if len(wanted.prompts) * wanted.n > most:
+            raise ApiError(400, f"{most} answers at most in one request", param="n")
         jobs = await self._made(wanted)
         inbox = _Inbox()
         listeners = [partial(inbox.put, index) for index in range(len(jobs))]

@@ -222,12 +222,19 @@ class Engine:
         self._thread = threading.Thread(target=self._work, name="ostinato engine", daemon=True)
         self._begun = False
         self._ending = False
+        self._ended = False
+        """The thread does and says nothing more but what is left to be sent."""
         self.stopping = False
         """Takes no more jobs.  Set by `stop`, or by a signal handler, which may not wait."""
         self.ready = False
         """Every step was done once, so that no request waits for a capture."""
         self.failure: BaseException | None = None
         """What ended the engine's thread before its time."""
+
+    @property
+    def most(self) -> int:
+        """How many jobs can be under way: more are never taken at once."""
+        return self._scheduler.most
 
     # --- from other threads
     def start(self) -> None:
@@ -288,7 +295,7 @@ class Engine:
         asked: Future[EngineStatistics] = Future()
         with self._lock:
             self._questions.append(asked)
-            if self._thread.is_alive() and self.failure is None:
+            if self._begun and not self._ended:
                 self._changed.notify()
             else:
                 self._answer_questions()
@@ -339,6 +346,7 @@ class Engine:
             self.ready = False
             self._decoder.spins = spun
             with self._lock:
+                self._ended = True
                 self._answer_questions()
             self._flush()
 

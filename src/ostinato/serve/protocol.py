@@ -366,6 +366,9 @@ def _content(value: object) -> str:
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text":
             raise ValueError("may have parts of the type text alone")
+        for name, one in part.items():
+            if name not in ("type", "text") and one not in (None, [], ""):
+                raise ValueError(f"has a part with {name[:80]!r}, which is no field of a text")
         texts.append(_text(part.get("text")))
     return "".join(texts)
 

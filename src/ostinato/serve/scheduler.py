@@ -108,6 +108,11 @@ class Scheduler:
         return len(self._requests)
 
     @property
+    def most(self) -> int:
+        """How many requests can be under way."""
+        return len(self._slots) + self._queue
+
+    @property
     def waiting(self) -> int:
         """Requests that have no slot yet."""
         return len(self._waiting)
@@ -115,7 +120,7 @@ class Scheduler:
     @property
     def room(self) -> int:
         """How many requests more may come now."""
-        return len(self._slots) + self._queue - len(self._requests)
+        return self.most - len(self._requests)
 
     def request_in(self, slot: int) -> int | None:
         """The request that a slot works for."""
