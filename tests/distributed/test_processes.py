@@ -15,9 +15,16 @@ from typing import Any
 
 import pytest
 
-from ostinato.distributed import join_group, new_group_id, open_group, place_of, sockets
+from ostinato.distributed import (
+    join_group,
+    launch,
+    new_group_id,
+    open_group,
+    place_of,
+    sockets,
+)
 from ostinato.distributed.launch import first_host
-from ostinato.distributed.sockets import _LENGTHS, Address, Reader, SocketChannel, packed
+from ostinato.distributed.sockets import _LENGTHS, Address, Reader, SocketChannel, beat_of, packed
 from ostinato.errors import (
     GroupError,
     InputError,
@@ -456,6 +463,29 @@ def test_deadlines_that_are_none(deadline: Any) -> None:
     ):
         with pytest.raises(InputError, match="deadline is"):
             call()
+
+
+@pytest.mark.parametrize(("hub", "deadlines"), [(600, (8, 8)), (8, (600, 600)), (600, (600, 8))])
+def test_who_waits_for_less_hears_of_the_others_in_time(
+    hub: float, deadlines: tuple[float, float]
+) -> None:
+    """The id has the default deadline, say, and the ranks have a shorter one.  All say that they
+    live as often as the one with the shortest deadline has to hear of the hub, or the hub of it."""
+    group_id, found = new_group_id(2, deadline=hub), {}
+    meeting = launch._hubs[group_id]
+
+    def rank_thread(rank: int) -> None:
+        with join_group(group_id, rank=rank, size=2, deadline=deadlines[rank]) as group:
+            assert isinstance(group.channel, SocketChannel)
+            found[rank] = group.channel._each
+
+    threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert meeting._beat == min(beat_of(one) for one in (hub, *deadlines)) == 1.0
+    assert found == {r: min(beat_of(one), beat_of(hub)) for r, one in enumerate(deadlines)}
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True])

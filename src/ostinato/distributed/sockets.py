@@ -134,6 +134,7 @@ class Hub:
     def __init__(self, size: int, *, host: str, port: int, token: str, deadline: float) -> None:
         self.size, self._token, self._deadline = size, token, deadline
         self._silence = _SILENCE * deadline
+        self._beat = beat_of(deadline)  # or that of a rank that waits for less
         self._exchanges = Exchanges(size)
         self._ranks: dict[int, _Connection] = {}
         self._left: set[int] = set()
@@ -159,10 +160,10 @@ class Hub:
 
     # --- its thread
     def _work(self) -> None:
-        beat = beat_of(self._deadline)
         last = time.monotonic()
         try:
             while not self._stop and not self._over():
+                beat = self._beat
                 for key, events in self._selector.select(beat):
                     if key.data is None:
                         self._accept()
@@ -258,9 +259,10 @@ class Hub:
         if refused:
             self._send(connection, packed({"kind": "refused", "text": refused}))
             return
+        self._beat = min(self._beat, beat_of(float(head["deadline"])))
         connection.rank, connection.reader.most = rank, _MOST_PAYLOAD
         self._ranks[rank] = connection
-        self._send(connection, packed({"kind": "welcome"}))
+        self._send(connection, packed({"kind": "welcome", "deadline": self._deadline}))
         if self._failure is not None:
             self._send(connection, self._told())
 
@@ -353,13 +355,21 @@ def _last_at(connection: _Connection) -> str:
 
 
 class SocketChannel(Channel):
-    """A rank's connection to the hub.  Made by `connect`; `hub` is the one that it owns, if any."""
+    """A rank's connection to the hub.  Made by `connect`; `hub` is the one that it owns, if any.
+    `hubs`: the hub's deadline, which may be another one than this rank's."""
 
     def __init__(
-        self, connection: socket.socket, rank: int, size: int, deadline: float, hub: Hub | None
+        self,
+        connection: socket.socket,
+        rank: int,
+        size: int,
+        deadline: float,
+        hubs: float,
+        hub: Hub | None,
     ) -> None:
         self.rank, self.size = rank, size
         self._socket, self._deadline, self._hub = connection, deadline, hub
+        self._each = min(beat_of(deadline), beat_of(hubs))
         self._sending = new_lock()
         self._first = FirstFailure()
         self._changed = self._first.changed
@@ -492,8 +502,7 @@ class SocketChannel(Channel):
 
     def _beat(self) -> None:
         """Says that this process lives, and looks whether the hub does."""
-        beat = beat_of(self._deadline)
-        last = time.monotonic()
+        beat, last = self._each, time.monotonic()
         while not self._closed.wait(beat):
             now = time.monotonic()
             if now - last > 3 * beat + 1:
@@ -529,7 +538,7 @@ def connect(
     """
     end = time.monotonic() + deadline
     pause, last, refused = 0.01, "nothing answered", ""
-    hello = {"kind": "hello", "rank": rank, "size": size}
+    hello = {"kind": "hello", "rank": rank, "size": size, "deadline": deadline}
     while True:
         for address in addresses:
             left = max(0.1, min(5.0, end - time.monotonic()))
@@ -553,7 +562,7 @@ def connect(
                 refused = f"{address.host}:{address.port} refused it: {head['text']}"
                 continue
             found.settimeout(None)
-            return SocketChannel(found, rank, size, deadline, hub)
+            return SocketChannel(found, rank, size, deadline, float(head["deadline"]), hub)
         if time.monotonic() > end:
             where = ", ".join(f"{one.host}:{one.port}" for one in addresses)
             raise RankLostError(
