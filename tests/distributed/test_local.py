@@ -312,6 +312,46 @@ def test_different_collectives_on_the_device_are_an_error_on_all_ranks() -> None
     assert "all_reduce of 4 float32" in str(got[0])
 
 
+@pytest.mark.parametrize("what", ["all_gather", "broadcast"])
+def test_collectives_of_different_values_are_an_error_on_all_ranks(what: str) -> None:
+    """As many bytes of other dtypes would be read as numbers that nobody sent."""
+
+    def work(group: Group, device: ost.Device) -> None:
+        stream, dtype = device.create_stream(), [np.float32, np.int32][group.rank]
+        source, out = device.zeros(3, dtype), device.zeros(6, dtype)
+        collectives = open_collectives(group, device)
+        gathers = what == "all_gather"
+        made = collectives.all_gather(source, out) if gathers else collectives.broadcast(source)
+        for operation in made:
+            stream.submit(operation)
+        with group.watching(what):
+            stream.synchronize()
+
+    with local_groups(2, deadline=20) as groups:
+        got = outcomes(groups, on_device(work))
+    assert all(type(one) is DisagreementError for one in got)
+    assert "12 bytes of float32" in str(got[0]) and "12 bytes of int32" in str(got[0])
+
+
+@pytest.mark.parametrize(
+    ("what", "one", "other"),
+    [
+        ("accumulate", slice(0, 4), slice(0, 4)),
+        ("accumulate", slice(0, 4), slice(3, 7)),
+        ("all_reduce", slice(3, 7), slice(0, 4)),
+    ],
+)
+def test_buffers_that_share_memory_are_refused(
+    what: str, one: slice, other: slice, host_device: ost.Device
+) -> None:
+    with local_groups(1) as groups:
+        collectives = open_collectives(groups[0], host_device)
+        buffer = host_device.zeros(8, np.float32)
+        with pytest.raises(InputError, match=f"{what}: the two buffers share memory"):
+            getattr(collectives, what)(buffer[one], buffer[other])
+        getattr(collectives, what)(buffer[:4], buffer[4:])  # behind each other
+
+
 def test_a_collective_whose_rank_died_ends() -> None:
     def work(group: Group, device: ost.Device) -> None:
         stream = device.create_stream()

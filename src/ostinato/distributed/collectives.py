@@ -95,13 +95,15 @@ class Collectives(Closeable, ABC):
 
     @abstractmethod
     def all_reduce(self, source: Buffer, out: Buffer) -> tuple[Operation, ...]:
-        """out = the sum of every rank's `source`; float32 of one shape; may be the same buffer."""
+        """out = the sum of every rank's `source`; float32 of one shape; may be the same buffer, but
+        not share a part of its memory."""
 
     @abstractmethod
     def accumulate(
         self, target: Buffer, partial: Buffer, *, programmatic: bool = False
     ) -> tuple[Operation, ...]:
-        """target += the sum of every rank's `partial`, and partial = 0: float32 of one shape.
+        """target += the sum of every rank's `partial`, and partial = 0: float32 of one shape, in
+        memory apart.
 
         `programmatic`: where that is possible (`programmatic`), it starts before the kernel before
         it on the stream ends, which must have waited for its own one, and then waits for that.
@@ -150,6 +152,9 @@ class Collectives(Closeable, ABC):
                     f"{what}: {one.dtype} {list(one.shape)} and {other.dtype} "
                     f"{list(other.shape)}; both must be float32 of one shape"
                 )
+        first, last = sorted((one.address, other.address))
+        if last < first + one.nbytes and (first < last or what == "accumulate"):
+            raise InputError(f"{what}: the two buffers share memory")
         return math.prod(one.shape)
 
     def _require_rank(self, root: int) -> int:
@@ -192,12 +197,14 @@ class HostCollectives(Collectives):
         """See `Collectives`."""
         layout = Gathered.of(source, out, self.group.size)
         flat = source.view(0, source.nbytes, np.uint8), out.view(0, out.nbytes, np.uint8)
-        return self._operation("all_gather", *flat, layout.lines, layout.nbytes)
+        kind = ord(source.dtype.char)
+        return self._operation("all_gather", *flat, layout.lines, layout.nbytes, kind)
 
     def broadcast(self, buffer: Buffer, root: int = 0) -> tuple[Operation, ...]:
         """See `Collectives`."""
         flat = buffer.view(0, buffer.nbytes, np.uint8)
-        return self._operation("broadcast", flat, buffer.nbytes, self._require_rank(root))
+        root, kind = self._require_rank(root), ord(buffer.dtype.char)
+        return self._operation("broadcast", flat, buffer.nbytes, kind, root)
 
     def abort(self) -> None:
         """Nothing to do: the channel wakes what waits."""
@@ -247,12 +254,18 @@ class HostCollectives(Collectives):
                 target[:count] += np.float32(np.nan) if total is None else total
             partial[:count] = 0
 
-        @host_kernel("order: *u32, source: *const u8, out: *out u8, lines: u32, nbytes: u32")
+        def of(nbytes: int, kind: int) -> str:
+            """`kind`: numpy's letter for the dtype."""
+            return f"{nbytes} bytes of {np.dtype(chr(kind)).name}"
+
+        @host_kernel(
+            "order: *u32, source: *const u8, out: *out u8, lines: u32, nbytes: u32, kind: u32"
+        )
         def all_gather(
-            launch: Any, order: Any, source: Bytes, out: Bytes, lines: int, nbytes: int
+            launch: Any, order: Any, source: Bytes, out: Bytes, lines: int, nbytes: int, kind: int
         ) -> None:
             size = self.group.size
-            label = f"all_gather of {lines} x {nbytes} bytes"
+            label = f"all_gather of {lines} x {of(nbytes, kind)}"
             parts = self._parts(label, source[: lines * nbytes].tobytes())
             into = out[: lines * size * nbytes].reshape(lines, size, nbytes)
             if parts is None:
@@ -261,10 +274,12 @@ class HostCollectives(Collectives):
             for rank, part in enumerate(parts):
                 into[:, rank] = np.frombuffer(part, np.uint8).reshape(lines, nbytes)
 
-        @host_kernel("order: *u32, buffer: *u8, nbytes: u32, root: u32")
-        def broadcast(launch: Any, order: Any, buffer: Bytes, nbytes: int, root: int) -> None:
+        @host_kernel("order: *u32, buffer: *u8, nbytes: u32, kind: u32, root: u32")
+        def broadcast(
+            launch: Any, order: Any, buffer: Bytes, nbytes: int, kind: int, root: int
+        ) -> None:
             mine = buffer[:nbytes].tobytes() if self.group.rank == root else b""
-            parts = self._parts(f"broadcast of {nbytes} bytes from rank {root}", mine)
+            parts = self._parts(f"broadcast of {of(nbytes, kind)} from rank {root}", mine)
             if parts is None:
                 buffer[:nbytes] = 0xFF
             else:
