@@ -26,6 +26,7 @@ from ostinato.distributed import (
 from ostinato.distributed.launch import first_host
 from ostinato.distributed.sockets import _LENGTHS, Address, Reader, SocketChannel, beat_of, packed
 from ostinato.errors import (
+    DeadlineError,
     GroupError,
     InputError,
     NotAvailableError,
@@ -389,6 +390,17 @@ def test_a_rank_that_does_not_come_is_an_error_at_the_deadline() -> None:
     group = new_group_id(2, deadline=0.5)
     with pytest.raises(Exception, match="did not come: 1"):
         join_group(group, rank=0, size=2, deadline=0.5)
+
+
+def test_the_hub_of_a_group_that_failed_ends_without_those_that_never_came() -> None:
+    """It may be in a process that is no rank, lives on and makes more groups.  Within a deadline
+    who comes late is told why."""
+    group_id = new_group_id(3, deadline=0.5)
+    hub = launch._hubs.pop(group_id)
+    with pytest.raises(DeadlineError, match="did not come: 1, 2"):
+        join_group(group_id, rank=0, size=3, deadline=0.5)
+    hub.wait(60)
+    assert not hub._thread.is_alive()
 
 
 def test_no_hub_is_an_error_at_the_deadline() -> None:

@@ -128,7 +128,8 @@ class _Connection:
 class Hub:
     """The meeting point of a group's ranks.  One thread; made by the process that makes the id.
 
-    It ends when all ranks have left, or with `close`.
+    It ends when all ranks have left, or with `close`; of a group that failed, once those that came
+    have left and a deadline is over, within which others are told why.
     """
 
     def __init__(self, size: int, *, host: str, port: int, token: str, deadline: float) -> None:
@@ -139,6 +140,7 @@ class Hub:
         self._ranks: dict[int, _Connection] = {}
         self._left: set[int] = set()
         self._failure: Failure | None = None
+        self._failed = 0.0  # when
         self._selector = selectors.DefaultSelector()
         self._listening = socket.create_server((host, port), backlog=max(16, size))
         self._listening.setblocking(False)
@@ -186,7 +188,10 @@ class Hub:
             self._selector.close()
 
     def _over(self) -> bool:
-        return len(self._left) == self.size and not any(c.out for c in self._ranks.values())
+        if len(self._left) == self.size:
+            return not any(c.out for c in self._ranks.values())
+        late = time.monotonic() - self._failed > self._deadline
+        return self._failure is not None and not self._ranks and late
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -314,7 +319,7 @@ class Hub:
 
     def _fail(self, failure: Failure) -> None:
         if self._failure is None:
-            self._failure = failure
+            self._failure, self._failed = failure, time.monotonic()
             self._send_all(self._told())
 
     def _told(self) -> bytes:
