@@ -390,6 +390,27 @@ def test_another_model_is_an_error() -> None:
     assert "inner=128" in str(found[0]) and "inner=256" in str(found[0])
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"graphs": False}, "graphs False"),
+        ({"build": "record"}, "build 'record'"),
+        ({"warmups": 3}, "warmups 3"),
+        ({"verify": "first"}, "verify 'first'"),
+    ],
+)
+def test_other_steps_are_an_error_before_one_is_run(options: dict[str, Any], words: str) -> None:
+    """And not one at the deadline, of ranks that seem to hang."""
+
+    def work(group: Group) -> Any:
+        return decoding(SHAPES[FIRST], lambda d: 0, **(options if group.rank else {}))(group)
+
+    with local_groups(2, deadline=30) as groups:
+        found = outcomes(groups, work)
+    assert all(isinstance(one, DisagreementError) for one in found)
+    assert words in str(found[0])
+
+
 def test_another_build_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks whose library or kernels are of another version."""
     codes = ranks_module.Ranks.code_of

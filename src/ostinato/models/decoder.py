@@ -50,6 +50,7 @@ from ostinato.models.step_graphs import StepGraphs
 from ostinato.models.stepper import Stepper, TokenRing
 from ostinato.models.weights import Weights, load_weights
 from ostinato.replay import Decision
+from ostinato.settings import graphs_enabled
 
 if TYPE_CHECKING:  # what only ranks need is imported where they are made
     from ostinato.distributed import Group
@@ -240,7 +241,9 @@ class Decoder(Closeable):
                 from ostinato.models.ranks import Ranks
 
                 self._ranks = Ranks(group, sharding, device, collectives)
-                self._ranks.agree_model(self.config, self.backend, self.plan)
+                on = graphs_enabled(graphs)
+                steps = f"steps: graphs {on}, build {build!r}, warmups {warmups}, verify {verify!r}"
+                self._ranks.agree_model(self.config, self.backend, self.plan, steps)
                 self._gather = self._ranks.gather_logits(self.plan)
                 if (sums := self._ranks.collectives.sums(self.config.hidden)) is not None:
                     self.plan.buffers["sums"] = sums

@@ -99,9 +99,12 @@ class Ranks:
         return self.collectives.all_gather(plan.buffers["logits_part"], plan.buffers["logits"])
 
     # --- agreement
-    def agree_model(self, config: LlamaConfig, backend: Backend, plan: BufferPlan) -> None:
-        """Compares the model and the decoder's sizes.  Of the weights, the last norm's, which
-        every rank has.  Raises DisagreementError on all ranks, GroupError."""
+    def agree_model(
+        self, config: LlamaConfig, backend: Backend, plan: BufferPlan, steps: str
+    ) -> None:
+        """Compares the model, the decoder's sizes, and how its steps come to be graphs (`steps`):
+        ranks of which one captures and one does not wait for each other.  Of the weights, the last
+        norm's, which every rank has.  Raises DisagreementError on all ranks, GroupError."""
         with self._device.create_stream() as stream:
             norm = plan.weights.buffer("final_norm").to_numpy(stream).tobytes()
         lines = [
@@ -110,6 +113,7 @@ class Ranks:
             f"final norm {hashlib.blake2b(norm, digest_size=16).hexdigest()}",
             f"backend {backend.name}, {backend.dtype}, packed {backend.packed}",
             f"{plan.sizes}",
+            steps,
             f"collectives by {self.collectives.name}",
         ]
         self.group.agree("the decoder", lines)
