@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 import weakref
@@ -27,6 +28,7 @@ from ostinato.relational import Joiner, JoinKey, JoinKind, build_index, hash_joi
 from ostinato.relational import joiner as joiner_module
 from ostinato.relational.block import RING_DEPTH
 from ostinato.testing import HeldStream
+from tests import interrupted
 from tests.relational.tables import (
     BORDERS,
     FAR_BORDERS,
@@ -418,16 +420,39 @@ def test_an_interruption_after_the_launch_is_recovered_from(
     check(joiner, left, right)
     replay = joiner.cache.replay
 
-    def interrupted(*arguments: Any) -> bool:
+    def replayed_and_cut(*arguments: Any) -> bool:
         replay(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(joiner.cache, "replay", interrupted)
+    monkeypatch.setattr(joiner.cache, "replay", replayed_and_cut)
     with pytest.raises(KeyboardInterrupt):
         joiner.join(left, right, on="k0" if "k0" in left else "k")
     monkeypatch.undo()
+    # Another result than that of the interrupted join, which the device has said to be done.
+    assert pairs(joiner.join(column([5, 6]), column([6, 7]), "k")).tolist() == [[1, 0]]
     check(joiner, left, right)
     assert joiner.statistics().recoveries == 1
+
+
+def test_an_interruption_at_any_line_spoils_no_later_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was being replaced is not used, and a later join does not get the result of the
+    one that was cut."""
+    folder = interrupted.PACKAGE + "relational/"
+    files = (folder + "ring.py", folder + "workspace.py")
+    monkeypatch.setattr(interrupted, "PACKAGE", files)
+    many, few = column(np.arange(40) % 7), column([5, 6, 5])
+    with open_device("host") as device:
+        for at in itertools.count(1):
+            with Joiner(device, graphs=False) as joiner:
+                sides = [joiner.columns(table, "k") for table in (column([2, 3, 2]), few)]
+                assert len(joiner.join(*sides)) == 0
+                where = interrupted.interrupt(lambda j=joiner: j.join(many, many, "k"), at)
+                assert len(joiner.join(*sides)) == 0, where
+                result = pairs(joiner.join(many, few, "k"))
+                np.testing.assert_array_equal(result, expected(many, few), where or "")
+            if where is None:
+                break
+    assert at > 50
 
 
 def test_an_eager_chain_cut_in_the_middle_is_recovered_from(

@@ -70,7 +70,7 @@ class Ring:
         self._under_way: deque[Turn] = deque()
         self._lock = new_lock()
         self.turns = 0
-        """Turns launched so far, as the device must have counted them."""
+        """The number of the last turn, as the device must have counted it."""
         self.waits = 0
         """How often a turn had to wait because all entries were in use."""
         self.uncertain = False
@@ -158,6 +158,8 @@ class Ring:
             self.look(turn)
             turn.keep = ()
         self._under_way.clear()
+        # Not again the number of a turn that ran, but was not noted: its word says that it is done.
+        self.turns += 1
         self.state.copy_from(np.array([self.turns], np.uint64), self._stream)
 
     # --- lifetime

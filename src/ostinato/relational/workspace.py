@@ -61,7 +61,11 @@ class Workspace:
 
     def reserve(self, slots: int, right: int, probe: int, scan: ScanTopology | None) -> None:
         """Room for a hash table of so many slots, for building an index of so many right rows, and
-        for probing by a class of left rows; 0 of what is not needed."""
+        for probing by a class of left rows; 0 of what is not needed.
+
+        While memory is being replaced, its size is 0, and it counts as grown: after an interruption
+        there no join uses an address of the memory before, which is freed by then.
+        """
         if slots > self._slots:
             self._reserve_table(slots)
         if right > self._right:
@@ -73,18 +77,23 @@ class Workspace:
         require_no_capture(self._stream)
         table = self._device.empty(slots * SLOT.itemsize)
         fill(self._stream, table, 0)
+        self._slots = 0
+        self.growths += 1
         old, self.table = self.table, table
-        self._slots, self.slots = slots, table.address
-        self._replaced(old)
+        self.slots = table.address
+        self._slots = slots
+        _close(old)
 
     def _reserve_build(self, rows: int) -> None:
         require_no_capture(self._stream)
         capacity = capacity_class(rows)
         build = self._device.empty((3, capacity), np.uint32)
+        self._right = 0
+        self.growths += 1
         old, self._build = self._build, build
-        self._right = capacity
         self.slot_of, self.rank, self.grouped = (build[i].address for i in range(3))
-        self._replaced(old)
+        self._right = capacity
+        _close(old)
 
     def _reserve_probe(self, probe: int, scan: ScanTopology) -> None:
         require_no_capture(self._stream)
@@ -92,17 +101,13 @@ class Workspace:
         sums = self._device.empty(max(1, sum(scan.scratch)), np.uint64)
         found = self._device.empty(probe, np.uint32)
         offsets = self._device.empty(probe, np.uint32)
+        self._left = 0
+        self.growths += 1
         old = self._found, self._offsets, self._level_sums
         self._found, self._offsets, self._level_sums = found, offsets, sums
         self.found, self.offsets, self.sums = found.address, offsets.address, sums.address
         self._left = probe
-        for buffer in old:
-            self._replaced(buffer)
-
-    def _replaced(self, old: Buffer | None) -> None:
-        self.growths += 1
-        if old is not None:
-            old.close()  # freed once the joins under way are done
+        _close(*old)
 
     def clean(self) -> None:
         """Makes the table all zeros, after a join that may not have come to its end."""
@@ -111,6 +116,13 @@ class Workspace:
 
     def close(self) -> None:
         for buffer in self._all():
+            buffer.close()
+
+
+def _close(*buffers: Buffer | None) -> None:
+    """Frees memory that was replaced, once the joins under way are done."""
+    for buffer in buffers:
+        if buffer is not None:
             buffer.close()
 
 
