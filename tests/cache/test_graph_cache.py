@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -377,3 +378,56 @@ def test_a_failed_launch_gives_its_lease_back(
         cache.replay("a", stream)
     cache.evict("a")
     assert run.closed
+
+
+class Word:
+    """A key with Python of its own, which a Ctrl-C may come into."""
+
+    left = 0
+    """Calls until one is interrupted; 0 for none."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def _call(self) -> None:
+        Word.left -= 1
+        if not Word.left:
+            raise KeyboardInterrupt
+
+    def __hash__(self) -> int:
+        self._call()
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        self._call()
+        return isinstance(other, Word) and self.text == other.text
+
+
+@pytest.mark.parametrize("call", ["get", "install", "evict", "get_or_capture", "statistics"])
+def test_an_interruption_in_a_key_leaves_the_cache_whole(
+    device: Device, counter: Counter, call: str
+) -> None:
+    calls: dict[str, Callable[[ost.GraphCache], object]] = {
+        "get": lambda cache: cache.get(Word("a")),
+        "install": lambda cache: cache.install(Word("a"), counter.adding(1)),
+        "evict": lambda cache: cache.evict(Word("a")),
+        "get_or_capture": lambda cache: cache.get_or_capture(Word("d"), lambda: counter.adding(1)),
+        "statistics": lambda cache: cache.statistics(),
+    }
+    for at in range(1, 200):
+        with ost.GraphCache(device, max_graphs=3) as cache:
+            for text in "abc":
+                cache.install(Word(text), counter.adding(1))
+            Word.left = at
+            with contextlib.suppress(KeyboardInterrupt):
+                calls[call](cache)
+            over, Word.left = Word.left > 0, 0
+            assert len(cache.keys()) == len(cache) == cache.statistics().graphs
+            for text in "defg":
+                cache.install(Word(text), counter.adding(1))
+            kept = cache.keys()
+            assert [key.text for key in kept if isinstance(key, Word)] == ["e", "f", "g"]
+            assert len(cache) == 3
+        if over:
+            return
+    raise AssertionError("it was never called without an interruption")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -73,7 +72,9 @@ class Table:
     def __init__(self, budget: int | None, max_graphs: int | None) -> None:
         self.budget = budget
         self.max_graphs = max_graphs
-        self.entries: OrderedDict[Hashable, Entry] = OrderedDict()
+        # No OrderedDict here or in other tables with users' keys: an error or a Ctrl-C in a key's
+        # own `__eq__` tears it for ever, and in `__hash__` it becomes a KeyError.
+        self.entries: dict[Hashable, Entry] = {}
         """The last is the most recently used."""
         self.leaving: weakref.WeakSet[Entry] = weakref.WeakSet()
         """Weak: a lease that an interruption lost must not keep a graph for ever."""
@@ -102,11 +103,18 @@ class Table:
         entry = self.entries.get(key)
         if entry is not None:
             if entry is not self.latest:
-                self.entries.move_to_end(key)
+                self._to_end(key, entry)
                 self._begin_uses(entry)
             entry.hits += 1
             self.total.hits += 1
         return entry
+
+    def _to_end(self, key: Hashable, entry: Entry) -> None:
+        """Makes an entry the most recently used."""
+        try:
+            del self.entries[key]
+        finally:  # also after an interruption
+            self.entries[key] = entry
 
     def _begin_uses(self, entry: Entry | None) -> None:
         """Ends the uses in a row of the latest entry, and begins to count those of this one."""
@@ -177,7 +185,7 @@ class Table:
         if before is not None and before.executable is entry.executable:
             before.footprint = entry.footprint
             entry = before
-            self.entries.move_to_end(key)
+            self._to_end(key, entry)
         else:
             out += self.remove([key], "replaced")
             entry.used = used
@@ -346,11 +354,14 @@ class GraphCache(Closeable):
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         name = self.context.driver.name
-        return f"<GraphCache {len(self)} graphs, {self._table.nbytes} bytes on {name}{state}>"
+        with self._lock:
+            graphs, nbytes = len(self), self._table.nbytes
+        return f"<GraphCache {graphs} graphs, {nbytes} bytes on {name}{state}>"
 
     # --- looking
     def __len__(self) -> int:
-        return len(self._table.entries)
+        with self._lock:
+            return len(self._table.entries)
 
     def __bool__(self) -> bool:
         """True, also while empty: `cache or GraphCache(device)` must not make a second one."""

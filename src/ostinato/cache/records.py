@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -77,7 +77,7 @@ class Records:
     in its entry."""
 
     def __init__(self) -> None:
-        self.gone: OrderedDict[Hashable, KeyRecord] = OrderedDict()
+        self.gone: dict[Hashable, KeyRecord] = {}
         self.forgotten = 0
 
     def of(self, key: Hashable) -> KeyRecord:
@@ -92,7 +92,7 @@ class Records:
         """Remembers the record of a key whose graph left, or that has none yet."""
         self.gone[key] = record
         if len(self.gone) > _REMEMBERED:
-            self.gone.popitem(last=False)
+            del self.gone[next(iter(self.gone))]
             self.forgotten += 1
 
     def take(self, key: Hashable) -> KeyRecord:

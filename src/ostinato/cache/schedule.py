@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Literal, TypeAlias
 
@@ -78,7 +77,7 @@ class Schedule:
         """The latest events, not yet in the digest: the mark of each, and how many times in a row
         it happened.  Who appends to it calls `fold` once there are `FOLDED`."""
         self._state = hashlib.blake2b(digest_size=32, person=b"ostinato-order")
-        self._numbers: OrderedDict[Hashable, int] = OrderedDict()
+        self._numbers: dict[Hashable, int] = {}
         self._numbered = 0
         self._latest: tuple[Hashable, Event, bytes] = (None, "used", b"")
         """The latest event of `note`, and its mark."""
@@ -98,7 +97,7 @@ class Schedule:
             number = self._numbers[key] = self._numbered
             self._numbered += 1
             if len(self._numbers) > _NUMBERED:
-                self._numbers.popitem(last=False)
+                del self._numbers[next(iter(self._numbers))]
         return number
 
     def note(self, key: Hashable, event: Event) -> None:

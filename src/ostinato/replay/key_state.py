@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -55,7 +55,7 @@ class KeyState:
         self.checked = weakref.ref(executable)
 
 
-def remember(table: OrderedDict[K, V], key: K, value: V) -> V | None:
+def remember(table: dict[K, V], key: K, value: V) -> V | None:
     """Puts an entry into a table; takes the oldest out, and returns it, if the table is full."""
     table[key] = value
-    return table.popitem(last=False)[1] if len(table) > _REMEMBERED else None
+    return table.pop(next(iter(table))) if len(table) > _REMEMBERED else None

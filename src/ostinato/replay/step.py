@@ -18,7 +18,7 @@ import itertools
 import logging
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -219,9 +219,9 @@ class GraphedStep(Closeable):
         self._claim = None if store is None or share is not None else store.claim(self.name)
         self._check_limit = parse_bytes(check_limit)
         self._last_check: CheckReport | None = None
-        self._calls: OrderedDict[tuple[tuple[str, int], ...], Call] = OrderedDict()
+        self._calls: dict[tuple[tuple[str, int], ...], Call] = {}
         self._buckets = cache.buckets
-        self._states: OrderedDict[StepKey, KeyState] = OrderedDict()
+        self._states: dict[StepKey, KeyState] = {}
         self._broken: tuple[Reason, str] | None = None
         """Why no key is served until `release`, and the text of the error."""
         self._keys: set[Hashable] = set()
