@@ -2747,6 +2747,42 @@ def test_what_is_no_type_no_array_or_no_buffer_is_refused(
             make()
 
 
+def test_what_is_of_another_type_is_said_and_not_a_missing_attribute(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, wrong = ones(device), cast(Any, object())
+    graph = ost.Graph.create(device)
+    add = kernel(device, "add")
+    run = graph.instantiate()
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: x.copy_from([1.0] * N, cast(Any, device)), "copy_from.*Stream is needed"),
+        (lambda: x.to_numpy(wrong), "to_numpy.*a Stream is needed, not object"),
+        (lambda: ost.fill(wrong, x, 0), "fill.*a Stream is needed"),
+        (lambda: ost.copy(wrong, x, x), "copy.*a Stream is needed"),
+        (lambda: run.upload(wrong), "upload.*a Stream is needed"),
+        (lambda: ost.DeviceScalar(device, "u4").set(1, wrong), "set.*a Stream is needed"),
+        (lambda: ost.fill(stream, cast(Any, np.ones(N)), 0), "dst is ndarray"),
+        (lambda: graph.add_memset(cast(Any, np.ones(N)), 0), "dst is ndarray"),
+        (lambda: graph.add_child(cast(Any, run)), "a Graph is needed, not GraphExec.*its .graph"),
+        (lambda: graph.add_empty(after=cast(Any, 0)), "a list of nodes"),
+        (lambda: ost.Graph.adopt(device, cast(Any, 2.5), owner=None), "2.5 is no handle"),
+        (lambda: ost.Graph.adopt(device, -1, owner=None), "-1 is no handle"),
+        (lambda: ost.replace_small_fills(device, cast(Any, run)), "not Device and GraphExec"),
+        (lambda: add.allow_shared(cast(Any, 2.5)), "nbytes=2.5"),
+        (lambda: add.occupancy(cast(Any, float("nan"))), "threads=nan"),
+        (lambda: add.occupancy(32, cast(Any, "1")), "shared='1'"),
+        (lambda: ost.CapturePool(device, reserve=cast(Any, "1 MiB")), "reserve='1 MiB'"),
+        (lambda: ost.CapturePool(device, slab=cast(Any, 1.5)), "slab=1.5"),
+        (lambda: ost.DeviceScalar(device, "u4", depth=cast(Any, 2.5)), "depth=2.5"),
+        # without its parentheses
+        (lambda: ost.host_kernel(cast(Any, print)), "a signature is text.*@host_kernel"),
+    ]
+    for call, words in calls:
+        with pytest.raises(InputError, match=words):
+            call()
+    assert graph.count() == 0
+
+
 @pytest.mark.parametrize("end", ["buffer", "device"])
 @pytest.mark.parametrize("way", ["array", "asarray", "dlpack"])
 def test_an_array_over_host_memory_outlives_it(way: str, end: str) -> None:

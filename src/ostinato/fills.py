@@ -72,6 +72,11 @@ def replace_small_fills(device: Device, graph: Graph) -> int:
     executable was made of the graph, or something is captured into it; what `fill_kernel` raises.
     If it raises, the fills that are not replaced yet are as before.
     """
+    if not (isinstance(device, Device) and isinstance(graph, Graph)):
+        raise InputError(
+            "replace_small_fills: a Device and a Graph are needed, not "
+            f"{type(device).__name__} and {type(graph).__name__}"
+        )
     if graph.context is not device.context:
         raise InputError(f"replace_small_fills: {graph!r} is not of {device!r}")
     nodes = graph.nodes

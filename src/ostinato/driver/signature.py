@@ -138,6 +138,11 @@ class Signature(_LaidOut):
     @classmethod
     def parse(cls, text: str) -> Signature:
         """Reads a signature.  Raises InputError that quotes the part that cannot be read."""
+        if not isinstance(text, str):
+            raise InputError(
+                f"a signature is text like 'x: *f32, n: u32', not {type(text).__name__} "
+                "(a kernel for the host: @host_kernel('x: *f32, n: u32') in front of its function)"
+            )
         parameters: list[Parameter] = []
         for part in text.split(",") if text.strip() else []:
             parameters.append(_parse_parameter(part, text))

@@ -361,6 +361,7 @@ class GraphExec(Launcher, Closeable):
         Raises CaptureError on a stream that captures (the capture goes on), DriverError,
         ClosedError.
         """
+        require_stream(stream, "upload(stream)")
         self._require_usable()
         handle = self.handle
         if stream.is_capturing:

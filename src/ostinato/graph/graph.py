@@ -51,7 +51,7 @@ from ostinato.graph.node import (
 )
 from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
-from ostinato.memory.buffer import copy_params
+from ostinato.memory.buffer import copy_params, require_buffer
 from ostinato.memory.ranges import KnownRanges, Target
 
 if TYPE_CHECKING:
@@ -142,11 +142,14 @@ class Graph(Closeable):
         made from it is.  `only_to_read` is the reason why this library must not launch it; making
         an executable of it then raises GraphError.  Raises InputError for a null handle.
         """
-        if not handle:
+        number = whole_number(handle)
+        if number is None or not 0 <= number < 1 << 64:
+            raise InputError(f"{handle!r} is no handle of a graph; give the driver's, a number")
+        if not number:
             raise InputError(
                 "a null handle is no graph; keep the owner's graph (not only its exec)"
             )
-        graph = cls(context_of(device), GraphHandle(int(handle)), owned=False, owner=owner)
+        graph = cls(context_of(device), GraphHandle(number), owned=False, owner=owner)
         graph.only_to_read = only_to_read
         graph._foreign = True
         return graph
@@ -470,6 +473,11 @@ class Graph(Closeable):
 
     def add_child(self, graph: Graph, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a copy of another graph as one node; the other may be closed or changed after it."""
+        if not isinstance(graph, Graph):
+            raise InputError(
+                f"add_child: a Graph is needed, not {type(graph).__name__} (an executable's and a "
+                "capture's is its .graph)"
+            )
         graph.require_launchable(as_part=True)
         return self.add(ChildGraphNodeParams(graph.handle), after, keep=(graph, *graph.kept))
 
@@ -775,6 +783,8 @@ def node_handles(nodes: Sequence[NodeRef]) -> list[NodeHandle]:
     """The driver's handles.  Raises InputError for what is no list of nodes."""
     if isinstance(nodes, Node | Conditional):
         raise InputError("a list of nodes is needed: after=[node]")
+    if not isinstance(nodes, Iterable):
+        raise InputError(f"after={nodes!r}: a list of nodes is needed")
     handles = []
     for node in nodes:
         number = node.handle if isinstance(node, Node) else whole_number(node)
@@ -807,6 +817,7 @@ def fill_params(dst: Buffer, value: int, element_size: int) -> MemsetNodeParams:
     Raises InputError for an `element_size` that is not 1, 2 or 4 or does not divide the buffer, for
     a buffer of 0 bytes, and for a value that the elements cannot hold.
     """
+    require_buffer(dst, "memset")
     size, number = whole_number(element_size), whole_number(value)
     if size is None or size not in (1, 2, 4) or dst.nbytes % size or not dst.nbytes:
         raise InputError(

@@ -21,7 +21,7 @@ from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, Entry, Watcher, members
 from ostinato.driver.process_memory import as_numpy
 from ostinato.driver.signature import exact_array, exact_bytes, is_native
-from ostinato.driver.stream import Operation, Stream
+from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import ClosedError, InputError, NotAvailableError
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "device_dtype",
     "fill",
     "fill_operation",
+    "require_buffer",
 ]
 
 
@@ -315,6 +316,7 @@ class Buffer(Closeable):
         and what else `signature.exact_array` refuses.
         """
         self._require_open()
+        require_stream(stream, "copy_from(source, stream)")
         if isinstance(source, Buffer):
             if source.dtype == self.dtype:
                 self._require_shape(source.shape)
@@ -350,6 +352,7 @@ class Buffer(Closeable):
     def to_numpy(self, stream: Stream) -> npt.NDArray[Any]:
         """A copy of the content after the work on `stream` so far; waits for it."""
         self._require_open()
+        require_stream(stream, "to_numpy(stream)")
         out = np.empty(self.shape, self.dtype)
         if out.size:
             data, source = out.reshape(-1).view(np.uint8).data, self.address
@@ -444,6 +447,15 @@ def allocate(
     return buffer
 
 
+def require_buffer(dst: object, call: str) -> None:
+    """Raises InputError for what is no Buffer to be written."""
+    if not isinstance(dst, Buffer):
+        raise InputError(
+            f"{call}: dst is {type(dst).__name__}, and a Buffer is needed "
+            "(device.adopt_array makes one of another library's device array)"
+        )
+
+
 def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
     """A copy of all bytes of a buffer.
 
@@ -471,6 +483,7 @@ def copy(stream: Stream, dst: Buffer, src: Buffer) -> None:
     Raises InputError if the sizes differ, for buffers that overlap in part, and for what is no
     Buffer.
     """
+    require_stream(stream, "copy(stream, dst, src)")
     params = copy_params(dst, src)
     if dst.nbytes:
         stream.submit(Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src)))
@@ -483,6 +496,7 @@ def fill(stream: Stream, dst: Buffer, value: float) -> None:
     Raises InputError if the value does not fit its type: out of bounds, a fraction for whole
     numbers, a finite number that the type would make infinite.
     """
+    require_stream(stream, "fill(stream, dst, value)")
     operation = fill_operation(dst, value)
     if dst.nbytes:
         stream.submit(operation)
@@ -490,6 +504,7 @@ def fill(stream: Stream, dst: Buffer, value: float) -> None:
 
 def fill_operation(dst: Buffer, value: float) -> Operation:
     """What `fill` submits, for a buffer of at least one byte."""
+    require_buffer(dst, "fill")
     pattern = exact_bytes(dst.dtype, value, "the value to fill with")
     size = len(pattern)
     if size == 8 and pattern[:4] == pattern[4:]:

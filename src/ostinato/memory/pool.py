@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.driver.api import CaptureMode
+from ostinato.driver.api import CaptureMode, whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.forking import new_lock
@@ -81,19 +81,23 @@ class CapturePool(Closeable):
         slab: int = 1 << 20,
         name: str = "pool",
     ) -> None:
-        if reserve < 0 or slab < 1:
-            raise InputError(f"reserve={reserve} must be 0 bytes or more, slab={slab} 1 or more")
+        first, least = whole_number(reserve), whole_number(slab)
+        if first is None or least is None or first < 0 or least < 1:
+            raise InputError(
+                f"reserve={reserve!r} must be a whole number of 0 bytes or more, slab={slab!r} of "
+                "1 or more"
+            )
         self.context = context = context_of(device)
         self.name = name
-        self._slab = slab
+        self._slab = least
         self._state = PoolState.OPEN
         self._lock = new_lock()
         self._slabs: list[Buffer] = []
         self._used = 0  # bytes used of the last slab
         self._allocated: Counter[str] = Counter()
         self._growth: list[Growth] = []
-        if reserve:
-            self._slabs.append(allocate(context, reserve))
+        if first:
+            self._slabs.append(allocate(context, first))
 
     def __repr__(self) -> str:
         kept = f"{sum(slab.nbytes for slab in self._slabs)} bytes"

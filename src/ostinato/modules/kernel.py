@@ -20,6 +20,7 @@ from ostinato.driver.api import (
     ModuleHandle,
     Pack,
     PlainLaunch,
+    whole_number,
 )
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
@@ -228,13 +229,24 @@ class Kernel:
 
         Applies to all handles of this function.  Raises DriverError if the device has less.
         """
-        if nbytes < 0:
-            raise InputError(f"kernel {self.name}: {nbytes} bytes of shared memory")
-        self.context.driver.function_allow_shared(self.function, nbytes)
+        size = _size(nbytes, f"kernel {self.name}: nbytes", 0)
+        self.context.driver.function_allow_shared(self.function, size)
 
     def occupancy(self, threads: int, shared: int = 0) -> int:
         """Blocks of `threads` with `shared` bytes that one multiprocessor holds at once."""
-        return self.context.driver.function_occupancy(self.function, threads, shared)
+        sizes = (
+            _size(threads, f"kernel {self.name}: threads", 1),
+            _size(shared, f"kernel {self.name}: shared", 0),
+        )
+        return self.context.driver.function_occupancy(self.function, *sizes)
+
+
+def _size(value: object, what: str, least: int) -> int:
+    """A whole number of at least so much.  Raises InputError, with `what` in it."""
+    number = whole_number(value)
+    if number is None or number < least:
+        raise InputError(f"{what}={value!r}: a whole number of {least} or more is needed")
+    return number
 
 
 def _check_signature(module: str, name: str, signature: Signature, info: FunctionInfo) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.driver.api import CaptureMode, CaptureStatus, MemcpyNodeParams
+from ostinato.driver.api import CaptureMode, CaptureStatus, MemcpyNodeParams, whole_number
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
-from ostinato.driver.stream import Event, Operation, Stream
+from ostinato.driver.stream import Event, Operation, Stream, require_stream
 from ostinato.errors import CaptureError, ClosedError, InputError
 from ostinato.memory import Buffer, allocate
 
@@ -26,10 +26,13 @@ class StagingRing:
     """`depth` pinned entries of `nbytes` bytes, used in turn.  Thread-safe."""
 
     def __init__(self, context: Context, nbytes: int, *, depth: int = 4) -> None:
-        if nbytes < 1 or depth < 1:
-            raise InputError(f"nbytes={nbytes}, depth={depth}: both must be 1 or more")
+        entries = whole_number(depth)
+        if nbytes < 1 or entries is None or entries < 1:
+            raise InputError(
+                f"nbytes={nbytes}, depth={depth!r}: both must be whole numbers of 1 or more"
+            )
         self.nbytes = nbytes
-        self.depth = depth
+        self.depth = depth = entries
         stride = -(-nbytes // 256) * 256
         self._memory = allocate(context, stride * depth, pinned=True)
         self._entries = [self._memory.view(i * stride, nbytes) for i in range(depth)]
@@ -61,6 +64,7 @@ class StagingRing:
         ClosedError, and CaptureError during a capture: each replay would copy whatever the entry
         holds by then.
         """
+        require_stream(stream, "set(value, stream)")
         size = len(data)
         if size > min(self.nbytes, dst.nbytes):
             raise InputError(f"{size} bytes do not fit: {min(self.nbytes, dst.nbytes)} are there")
