@@ -119,6 +119,21 @@ def test_a_patched_buffer_lives_with_the_executable(device: Device, stream: ost.
     assert (out.to_numpy(stream) == 4).all()
 
 
+def test_lifted_work_keeps_what_its_graph_kept(device: Device, stream: ost.Stream) -> None:
+    x, out = device.array(np.full(N, 3, np.float32)), device.zeros(N, np.float32)
+    with ost.capture(stream) as capture:
+        ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
+    address = x.address
+    (operation,) = ost.lift(capture.graph, name="add")
+    capture.graph.close()
+    del x, capture
+    gc.collect()
+    device.synchronize()
+    assert all(device.array(np.full(N, 9, np.float32)).address != address for _ in range(8))
+    stream.submit(operation)
+    assert (out.to_numpy(stream) == 6).all()
+
+
 @pytest.mark.parametrize("how", ["rebound copy", "set copy", "set fill", "set launch", "address"])
 def test_what_a_node_was_set_to_lives_with_the_executable(
     device: Device, stream: ost.Stream, how: str

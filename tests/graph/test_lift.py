@@ -10,6 +10,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import GraphError
+from ostinato.modules import Kernel
 
 
 @ost.host_kernel("x: *const f32, y: *f32, n: u32")
@@ -63,12 +64,16 @@ def test_lifted_work_runs_in_every_way(host_device: Device, stream: ost.Stream) 
     assert found() == [0, 2, 4, 6, 8]
 
 
-def test_what_it_keeps_and_touches_is_as_given(host_device: Device, stream: ost.Stream) -> None:
+def test_what_it_touches_is_as_given_and_what_it_keeps_besides(
+    host_device: Device, stream: ost.Stream
+) -> None:
     x, y = host_device.zeros(4, np.float32), host_device.zeros(4, np.float32)
-    for one in lifted(host_device, stream, x, y):
+    for one, kept in zip(lifted(host_device, stream, x, y), ([y], [x, y], [x, y]), strict=True):
         assert one.reads == (x.range,)
         assert one.writes == (y.range,)
-        assert len(one.keep) == 1
+        kernel, *rest = one.keep
+        assert isinstance(kernel, Kernel)  # which was given
+        assert [owner for owner in rest if isinstance(owner, ost.Buffer)] == kept
 
 
 def test_what_is_no_chain_of_launches_is_refused(host_device: Device, stream: ost.Stream) -> None:

@@ -6,7 +6,7 @@ captures, in recordings and in the bodies of loops, like any launch of ours, and
 called again.  It is the same work by construction: a replay of the captured graph would run nothing
 else.
 
-Not guaranteed: what the library does on the host besides.  It must keep the kernels loaded, so it
+Not guaranteed: what the library does on the host besides.  It must keep its kernels loaded, so it
 must stay loaded itself, and memory that it named in their arguments must stay allocated to it.
 """
 
@@ -32,9 +32,10 @@ def lift(
 ) -> tuple[Operation, ...]:
     """The operations of a captured graph, in order; the graph is not needed afterwards.
 
-    `reads` and `writes`: of all of them together; None if it is not known.  `keep`: what must live
-    as long as they can run.  Launches keep what `LaunchConfig` has; hints without a field there
-    (`KernelNodeParams.extra_attributes`) are not taken over.
+    `reads` and `writes`: of all of them together; None if it is not known.  Each keeps what its
+    node kept, and `keep`: what else must live as long as it can run.  Launches keep what
+    `LaunchConfig` has; hints without a field there (`KernelNodeParams.extra_attributes`) are not
+    taken over.
     Raises GraphError if the nodes are no chain, or one is neither a kernel nor a linear fill.
     """
     graph.require_launchable(as_part=True)
@@ -50,7 +51,8 @@ def lift(
                 f"{name}: a {node.kind.name.lower()} node is neither a kernel nor a "
                 "linear fill, so it cannot be launched by itself; add the graph as a child graph"
             )
-        made.append(Operation(params, name, *touched, tuple(keep)))
+        owner = () if graph.owner is None else (graph.owner,)
+        made.append(Operation(params, name, *touched, (*keep, *node.keep, *owner)))
     return tuple(made)
 
 
