@@ -488,8 +488,9 @@ class Graphed(Guarded):
                 )
             return result
         tree = self._maker.taken_apart(result, work)
-        if isinstance(tree, str):
-            line.reason = subject.at(tree)
+        wrong = tree if isinstance(tree, str) else self._maker.lost(tree, work)
+        if isinstance(tree, str) or wrong:
+            line.reason = subject.at(wrong)
             return result
         self._maker.note_shapes(line, tree, work)
         line.warmed = True

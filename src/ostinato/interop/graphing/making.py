@@ -153,15 +153,17 @@ class Maker:
         except Unknown as error:
             return f"the result cannot be built again: {error}"
         wrong = self._subject.refusal(tree.leaves)
-        if wrong:
-            return f"of the result: {wrong}"
+        return f"of the result: {wrong}" if wrong else tree
+
+    def lost(self, tree: Tree, work: Work) -> str:
+        """What of the result of an eager call a replay's would not have; empty if it has all."""
         lost = [*map(self._subject.library.lost, tree.leaves)]
         if any(lost):
             themselves = {id(array) for _, array in self.bound(work).storages}
             for leaf, path, what in zip(tree.leaves, tree.paths, lost, strict=True):
                 if what and id(leaf) not in themselves:
                     return f"{path} is an array of which a replay gives a copy, without {what}"
-        return tree
+        return ""
 
     def _extents(
         self, arrays: Sequence[Any], like: Sequence[Any] = ()
