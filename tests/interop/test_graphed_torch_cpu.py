@@ -421,6 +421,20 @@ def test_private_numbers_that_a_forward_reads_are_described(make: Any) -> None:
     assert parts(1.0, 0) == parts(1.0, 5) != parts(2.0, 0)
 
 
+def test_enums_with_an_equality_of_their_own_are_text(make: Any) -> None:
+    import enum
+
+    from ostinato.interop.graphing.stored import text_of
+    from ostinato.interop.graphing.trees import plain_token
+
+    class Mode(enum.IntEnum):
+        ONE, TWO = 1, 2
+
+    library = make(torch.nn.Identity())._library
+    one, two = [text_of(plain_token(mode), library) for mode in Mode]
+    assert one != two and "Mode.ONE" in one
+
+
 def test_modules_are_described_by_names_in_the_order_of_their_guards(make: Any) -> None:
     from types import SimpleNamespace
 

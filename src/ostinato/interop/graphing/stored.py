@@ -37,6 +37,7 @@ from ostinato.interop.graphing.library import Library
 from ostinato.interop.graphing.objects import Watch
 from ostinato.interop.graphing.places import Place
 from ostinato.interop.graphing.trees import (
+    Itself,
     children_of,
     is_plain,
     new_record,
@@ -163,6 +164,8 @@ class Stored:
 
 def text_of(value: Any, library: StoringLibrary) -> str:
     """A key's parts as text.  Raises Unstable."""
+    if isinstance(value, Itself):
+        value = value.value
     kind: Any = type(value)
     if kind in _ATOMS:
         return f"{kind.__name__} {value!r}"

@@ -20,6 +20,7 @@ import numpy as np
 __all__ = [
     "ATOMS",
     "Arrays",
+    "Itself",
     "Join",
     "Leaf",
     "Tree",
@@ -107,7 +108,7 @@ def plain_token(value: Any) -> Hashable:
     """What stands for a plain value: 1, True and 1.0 differ, so do 0.0 and -0.0; NaN is itself.
 
     Also inside of what is equal by what it holds."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in ATOMS:
         return kind, value
     if kind is float:
@@ -126,13 +127,13 @@ def plain_token(value: Any) -> Hashable:
         return kind, value.start, value.stop, value.step
     if isinstance(value, np.generic):
         return kind, str(value.dtype), value.tobytes()
-    if isinstance(value, enum.Enum | type) and _has_own_equality(kind):
+    if isinstance(value, _OF_ONE) and kind.__eq__ is not object.__eq__:
         return kind, Itself(value)
     return kind, value
 
 
-def _has_own_equality(kind: Any) -> bool:
-    return kind.__eq__ is not object.__eq__
+_OF_ONE = (enum.Enum, type)
+"""Values of which there is one each."""
 
 
 class Itself:
