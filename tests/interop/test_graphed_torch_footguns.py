@@ -1335,6 +1335,19 @@ def test_what_a_function_asks_of_an_argument(make: Any, question: str, learns: b
         check(make(lambda x: x.sub_(0.5) * 1), lambda x: x.detach() - 0.5, x, calls=3)
 
 
+def test_gradients_that_an_argument_is_given(make: Any) -> None:
+    def f(x: Any) -> Any:
+        (x * x).sum().backward()
+        return x.detach() * 1
+
+    step, x = make(f), torch.ones(3, requires_grad=True)
+    with torch.enable_grad():
+        for calls in range(1, 5):
+            step(x)
+            equal(x.grad, torch.full((3,), 2.0 * calls))
+    assert "of an argument the function makes a tensor with an attribute 'grad'" in step.explain()
+
+
 def test_dynamic_sizes_of_what_learns(make: Any) -> None:
     def f(x: Any) -> Any:
         return x.detach() * (2 if x.requires_grad else 3)

@@ -116,6 +116,10 @@ class Maker:
             for index, (old, buffer) in enumerate(zip(versions, inputs, strict=True))
             if old is None or library.version(buffer) != old
         }
+        # A replay would not: the gradient that `loss.backward()` gives it, say.
+        given = next(filter(None, [library.hidden(i, ("grad",), copied=True) for i in inputs]), "")
+        if given:
+            raise NotGraphable(subject.at(f"of an argument the function makes {given}"))
         changed = subject.changed_state(work)
         if changed:
             raise NotGraphable(
