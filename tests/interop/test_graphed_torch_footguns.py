@@ -1012,6 +1012,11 @@ class Structure(ctypes.Structure):
     _fields_ = (("scale", ctypes.c_float),)
 
 
+class Index(ctypes.c_int64):
+    def __index__(self) -> int:
+        return self.value
+
+
 class OtherArray(np.ndarray):  # type: ignore[type-arg]
     pass
 
@@ -1059,6 +1064,9 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
     number, structure = ctypes.c_float(2.0), Structure(2.0)
     other, masked = np.array([2.0]).view(OtherArray), np.ma.array([2.0, 1.0])
     row = np.zeros(1, [("scale", np.float32)])[0]
+    named, c_named = np.array([2.0]).view(OtherArray), Structure(2.0)
+    named.factor = c_named.factor = types.SimpleNamespace(scale=2.0)  # type: ignore[attr-defined]
+    wide = Index(1 << 40)
 
     return {
         "an attribute that is named by a text": (by_name, set_scale(by_name.settings)),
@@ -1075,6 +1083,12 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
         ),
         "a number of C": (lambda x: x * number.value, lambda: setattr(number, "value", 3.0)),
         "a structure of C": (lambda x: x * structure.scale, set_scale(structure)),
+        "an attribute of an array": (lambda x: x * named.factor.scale, set_scale(named.factor)),
+        "an attribute of a structure": (
+            lambda x: x * c_named.factor.scale,
+            set_scale(c_named.factor),
+        ),
+        "an index of C": (lambda x: x * wide.value, lambda: setattr(wide, "value", 3)),
         "an array of another class": (lambda x: x * float(other[0]), set_item(other, 0)),
         "a masked array": (
             lambda x: x * float(masked.sum()),
@@ -1262,6 +1276,16 @@ def test_an_object_that_raises_for_what_it_has_not(make: Any) -> None:
     model, x = torch.nn.Linear(3, 3), torch.ones(2, 3)
     model.settings = Refusing()
     check(make(model), model, x)
+
+
+@pytest.mark.parametrize("kind", [np.ndarray, ctypes.c_int])
+def test_an_object_that_says_that_it_is_of_another_class(make: Any, kind: type) -> None:
+    class Proxy:
+        __class__ = kind
+        scale = 2.0
+
+    held = Proxy()
+    check(make(lambda x: x * held.scale), lambda x: x * 2.0, torch.ones(3))
 
 
 class Alike(enum.Enum):

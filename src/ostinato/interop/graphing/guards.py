@@ -303,7 +303,8 @@ class Guards:
         token = contents_of(value)
         if token is not None:
             walker.contents(path, value, token)
-            return
+            if attributes_of(value) is None:  # objects of the user's classes may have some besides
+                return
         known = depth >= _DEEPEST and (id(value) in met or len(met) >= _MOST)
         found = None if known else children_of(value, library)
         if found is not None:
@@ -463,6 +464,7 @@ _SPACES = (types.ModuleType, type)
 _ITERATED = ("builtins", "itertools")
 """Modules of iterators, of which nothing tells how far they are: a replay does not move them."""
 _C_DATA: Any = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
+_NUMPY = (np.ndarray, np.void)
 _BUILT_IN = (types.BuiltinMethodType, types.MethodWrapperType)
 _WRAPPERS = frozenset([UserDict, UserList, ChainMap])
 
@@ -516,11 +518,11 @@ def contents_of(value: Any) -> Hashable | None:
         return kind, bytes(value)
     if kind is array.array and len(value) * value.itemsize <= _MOST:
         return kind, value.typecode, value.tobytes()
-    if isinstance(value, np.ndarray | np.void):
+    if issubclass(kind, _NUMPY):  # `isinstance` asks the value, which may run Python or lie
         if value.nbytes > _MOST or value.dtype.hasobject:
             return None
-        masked = value.mask.tobytes() if isinstance(value, np.ma.MaskedArray) else None
+        masked = value.mask.tobytes() if issubclass(kind, np.ma.MaskedArray) else None
         return kind, str(value.dtype), value.shape, np.asarray(value).tobytes(), masked
-    if isinstance(value, _C_DATA) and ctypes.sizeof(value) <= _MOST:
-        return kind, bytes(value)
+    if issubclass(kind, _C_DATA) and ctypes.sizeof(value) <= _MOST:
+        return kind, bytes(memoryview(value))  # `bytes` calls an `__index__` that it may have
     return None
