@@ -1372,6 +1372,19 @@ def test_gradients_that_an_argument_is_given(make: Any) -> None:
     assert "of an argument the function makes a tensor with an attribute 'grad'" in step.explain()
 
 
+def test_hooks_of_an_argument_change_its_gradients(make: Any) -> None:
+    def f(x: Any) -> Any:
+        return torch.autograd.grad((x * x).sum(), x)[0]
+
+    step, hooked = make(f), make(f)
+    with torch.enable_grad():
+        x = torch.ones(3, requires_grad=True)
+        check(step, f, x)
+        x.register_hook(lambda gradient: gradient * 2)
+        check(hooked, f, x)
+    assert step.statistics().replays == 3 and "_backward_hooks" in hooked.explain()
+
+
 def test_dynamic_sizes_of_what_learns(make: Any) -> None:
     def f(x: Any) -> Any:
         return x.detach() * (2 if x.requires_grad else 3)

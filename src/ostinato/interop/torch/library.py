@@ -258,6 +258,8 @@ class Torch:
             given = [name for name in given if name in names]
         if "grad" in names and tensor.is_leaf and tensor.grad is not None:
             given.append("grad")
+        if copied and tensor._backward_hooks:  # which change the gradients that a function computes
+            given.append("_backward_hooks")
         if not given:
             return ""
         return f"a tensor with an attribute {given[0]!r}, which a replay does not look at again"
