@@ -46,6 +46,9 @@ class Entry:
     footprint: Footprint
     capture_ms: float | None
     hits: int = 0
+    at: int = 0
+    """When it was last used or put in: a count of the table's.  Not its place in the dictionary,
+    which would need the key's `__hash__` again, where a Ctrl-C may come in."""
     leases: int = 0
     leaving: bool = False
     used: bytes = b""
@@ -75,7 +78,6 @@ class Table:
         # No OrderedDict here or in other tables with users' keys: an error or a Ctrl-C in a key's
         # own `__eq__` tears it for ever, and in `__hash__` it becomes a KeyError.
         self.entries: dict[Hashable, Entry] = {}
-        """The last is the most recently used."""
         self.leaving: weakref.WeakSet[Entry] = weakref.WeakSet()
         """Weak: a lease that an interruption lost must not keep a graph for ever."""
         self.over_budget = 0
@@ -88,6 +90,7 @@ class Table:
         """The last of the entries, if it was used or put in last; and its hits before.  Uses of it
         in a row are one event of the schedule, so that they cost nothing more."""
         self._hits_before = 0
+        self._uses = 0
 
     @property
     def nbytes(self) -> int:
@@ -103,18 +106,20 @@ class Table:
         entry = self.entries.get(key)
         if entry is not None:
             if entry is not self.latest:
-                self._to_end(key, entry)
-                self._begin_uses(entry)
+                self._make_latest(entry)
             entry.hits += 1
             self.total.hits += 1
         return entry
 
-    def _to_end(self, key: Hashable, entry: Entry) -> None:
+    def by_use(self) -> list[tuple[Hashable, Entry]]:
+        """Keys and entries, from the least to the most recently used."""
+        return sorted(self.entries.items(), key=_last_use)
+
+    def _make_latest(self, entry: Entry) -> None:
         """Makes an entry the most recently used."""
-        try:
-            del self.entries[key]
-        finally:  # also after an interruption
-            self.entries[key] = entry
+        self._uses += 1
+        entry.at = self._uses
+        self._begin_uses(entry)
 
     def _begin_uses(self, entry: Entry | None) -> None:
         """Ends the uses in a row of the latest entry, and begins to count those of this one."""
@@ -185,13 +190,12 @@ class Table:
         if before is not None and before.executable is entry.executable:
             before.footprint = entry.footprint
             entry = before
-            self._to_end(key, entry)
         else:
             out += self.remove([key], "replaced")
             entry.used = used
             entry.record = self.records.take(key)
             self.entries[key] = entry
-        self._begin_uses(entry)
+        self._make_latest(entry)
         self._measure(entry)
         return out + self._trim()
 
@@ -245,11 +249,11 @@ class Table:
         """Takes out the least recently used until the limits hold, or only the newest is left."""
         out: list[Entry] = []
         while self.max_graphs is not None and len(self.entries) > self.max_graphs:
-            out += self.remove([next(iter(self.entries))], "count")
+            out += self.remove([min(self.entries.items(), key=_last_use)[0]], "count")
         if self.budget is not None:
             nbytes = self.nbytes
             while nbytes > self.budget and len(self.entries) > 1:
-                key, entry = next(iter(self.entries.items()))
+                key, entry = min(self.entries.items(), key=_last_use)
                 nbytes -= self.charge(entry).nbytes
                 out += self.remove([key], "budget")
             self.over_budget += nbytes > self.budget
@@ -263,7 +267,7 @@ class Table:
 
     def all_statistics(self) -> tuple[KeyStatistics, ...]:
         """A line for each key with an entry, from the least to the most recently used."""
-        return tuple(self._line(key, e.record, e) for key, e in self.entries.items())
+        return tuple(self._line(key, e.record, e) for key, e in self.by_use())
 
     def gone_statistics(self) -> tuple[KeyStatistics, ...]:
         """A line for each key that has no entry, the latest last."""
@@ -273,6 +277,10 @@ class Table:
         if entry is None:
             return record.statistics(key)
         return record.statistics(key, entry.hits, self.charge(entry), entry.capture_ms)
+
+
+def _last_use(item: tuple[Hashable, Entry]) -> int:
+    return item[1].at
 
 
 class _Hold:
@@ -360,8 +368,7 @@ class GraphCache(Closeable):
 
     # --- looking
     def __len__(self) -> int:
-        with self._lock:
-            return len(self._table.entries)
+        return len(self._table.entries)
 
     def __bool__(self) -> bool:
         """True, also while empty: `cache or GraphCache(device)` must not make a second one."""
@@ -375,7 +382,7 @@ class GraphCache(Closeable):
     def keys(self) -> list[Hashable]:
         """The keys, from the least to the most recently used."""
         with self._lock:
-            return list(self._table.entries)
+            return [key for key, _ in self._table.by_use()]
 
     def get(self, key: Hashable) -> GraphExec | None:
         """The executable under a key, or None.  Counts as a use.
