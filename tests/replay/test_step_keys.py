@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -170,6 +172,26 @@ def graph_of(device: Device) -> ost.GraphExec:
     graph = ost.Graph.create(device.context)
     graph.add_empty()
     return graph.instantiate()
+
+
+def test_keys_are_asked_for_by_many_threads(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More sizes than the step keeps."""
+    monkeypatch.setattr(key_state, "_REMEMBERED", 1)
+    step, interval = Counting(host_device).step, sys.getswitchinterval()
+
+    def ask(thread: int) -> None:
+        for turn in range(2000):
+            rows = (turn + thread) % N + 1
+            assert dict(step.key(rows=rows).sizes) == {"rows": PowersOfTwo(N).bucket(rows)}
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(ask, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("strict", [False, True])

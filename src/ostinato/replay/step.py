@@ -258,7 +258,8 @@ class GraphedStep(Closeable):
 
     def key(self, **sizes: int) -> StepKey:
         """The cache key of these sizes.  Raises InputError for sizes that have no bucket."""
-        call = self._call(sizes)
+        with self._lock:
+            call = self._call(sizes)
         if call.over_buckets is not None:
             raise InputError(call.over_buckets)
         return call.key
