@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
+from ostinato.driver.api import MemsetNodeParams
 from ostinato.errors import GraphError
 from ostinato.modules import Kernel
 
@@ -68,12 +71,34 @@ def test_what_it_touches_is_as_given_and_what_it_keeps_besides(
     host_device: Device, stream: ost.Stream
 ) -> None:
     x, y = host_device.zeros(4, np.float32), host_device.zeros(4, np.float32)
-    for one, kept in zip(lifted(host_device, stream, x, y), ([y], [x, y], [x, y]), strict=True):
+    for one in lifted(host_device, stream, x, y):
         assert one.reads == (x.range,)
         assert one.writes == (y.range,)
         kernel, *rest = one.keep
         assert isinstance(kernel, Kernel)  # which was given
-        assert [owner for owner in rest if isinstance(owner, ost.Buffer)] == kept
+        assert {owner for owner in rest if isinstance(owner, ost.Buffer)} == {x, y}
+
+
+@pytest.mark.parametrize("how", ["given with a node", "copy of an adopted graph"])
+def test_what_no_node_names_is_kept_too(host_device: Device, how: str) -> None:
+    class Owner:
+        """Whatever holds what an adopted graph points at; or another's memory."""
+
+    owner, y = Owner(), host_device.zeros(4, np.float32)
+    graph = ost.Graph.create(host_device)
+    if how == "given with a node":
+        graph.add(MemsetNodeParams(y.address, 0, 4, 4), keep=(owner,))
+    else:
+        graph.add_memset(y, 0)
+        graph = ost.Graph.adopt(host_device, graph.handle, owner=(graph, owner)).clone()
+    (operation,) = ost.lift(graph, name="fill")
+    gone = weakref.ref(owner)
+    del graph, owner
+    gc.collect()
+    assert gone() is not None
+    del operation
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_is_no_chain_of_launches_is_refused(host_device: Device, stream: ost.Stream) -> None:

@@ -32,8 +32,8 @@ def lift(
 ) -> tuple[Operation, ...]:
     """The operations of a captured graph, in order; the graph is not needed afterwards.
 
-    `reads` and `writes`: of all of them together; None if it is not known.  Each keeps what its
-    node kept, and `keep`: what else must live as long as it can run.  Launches keep what
+    `reads` and `writes`: of all of them together; None if it is not known.  Each keeps alive what
+    the graph does, and `keep`: what else must live as long as it can run.  Launches have what
     `LaunchConfig` has; hints without a field there (`KernelNodeParams.extra_attributes`) are not
     taken over.
     Raises GraphError if the nodes are no chain, or one is neither a kernel nor a linear fill.
@@ -51,8 +51,7 @@ def lift(
                 f"{name}: a {node.kind.name.lower()} node is neither a kernel nor a "
                 "linear fill, so it cannot be launched by itself; add the graph as a child graph"
             )
-        owner = () if graph.owner is None else (graph.owner,)
-        made.append(Operation(params, name, *touched, (*keep, *node.keep, *owner)))
+        made.append(Operation(params, name, *touched, (*keep, *graph.kept)))
     return tuple(made)
 
 
