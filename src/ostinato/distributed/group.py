@@ -83,12 +83,12 @@ class Group(Closeable):
         self._closed = False
         self._lanes = 0
         self._attached: list[Attached] = []
-        self._told = False  # the channel, what to do for those attached
         self._lock = new_lock()
         self._watched: tuple[str, float] | None = None
         self._progress = 0.0
         self._stop = threading.Event()
         self._watchdog: threading.Thread | None = None
+        channel.on_failure(lambda failure: self._abort())
 
     def __repr__(self) -> str:
         failure = self.channel.failure
@@ -213,10 +213,7 @@ class Group(Closeable):
         is detached before."""
         with self._lock:
             self._attached.append(worker)
-            first, self._told = not self._told, True
-        if first:
-            self.channel.on_failure(lambda failure: self._abort())
-        elif self.channel.failure is not None:
+        if self.channel.failure is not None:
             worker.abort()
 
     def detach(self, worker: Attached) -> None:
