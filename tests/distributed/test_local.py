@@ -72,9 +72,10 @@ def test_exchanges_keep_their_order_whoever_is_first() -> None:
         assert groups.run(work) == [wanted] * 4
 
 
-def test_broadcast_gives_the_roots() -> None:
+@pytest.mark.parametrize("root", [2, np.int64(2)])
+def test_broadcast_gives_the_roots(root: int) -> None:
     with local_groups(3) as groups:
-        got = groups.run(lambda group: group.broadcast("seed", bytes([group.rank]), root=2))
+        got = groups.run(lambda group: group.broadcast("seed", bytes([group.rank]), root=root))
     assert got == [b"\2"] * 3
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ostinato.distributed import (
@@ -504,6 +505,12 @@ def test_who_waits_for_less_hears_of_the_others_in_time(
 def test_an_id_for_no_ranks_is_not_made(size: Any) -> None:
     with pytest.raises(InputError, match="size is"):
         new_group_id(size)
+
+
+def test_ranks_and_sizes_may_be_numbers_of_numpy() -> None:
+    rank, size = np.arange(2, dtype=np.int32)
+    with join_group(new_group_id(size), rank=rank, size=size, deadline=20) as alone:
+        assert alone.exchange("x", b"1") == [b"1"]
 
 
 def test_a_hub_that_takes_nothing_holds_no_rank() -> None:

@@ -40,7 +40,7 @@ from ostinato import (
     host_kernel,
     prepare,
 )
-from ostinato.distributed.group import Group
+from ostinato.distributed.group import Group, checked_root
 from ostinato.errors import GroupError, InputError
 
 __all__ = ["Collectives", "Gathered", "HostCollectives", "remembered"]
@@ -158,9 +158,7 @@ class Collectives(Closeable, ABC):
         return math.prod(one.shape)
 
     def _require_rank(self, root: int) -> int:
-        if not (type(root) is int and 0 <= root < self.group.size):
-            raise InputError(f"root is {root!r}, must be a rank, 0 to {self.group.size - 1}")
-        return root
+        return checked_root(root, self.group.size)
 
 
 class HostCollectives(Collectives):

@@ -16,6 +16,7 @@ be used, and nothing here hands them out.
 from __future__ import annotations
 
 import hashlib
+import operator
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,22 @@ def checked_deadline(deadline: float | None) -> float:
     if not (isinstance(deadline, float | int) and 0 < deadline < 1e9):
         raise InputError(f"deadline is {deadline!r}, must be seconds, more than 0")
     return float(deadline)
+
+
+def whole_number(value: object) -> int | None:
+    """A whole number of Python or NumPy as an int; None for anything else, also for a bool."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def checked_root(root: object, size: int) -> int:
+    """A rank of so many.  Raises InputError for what is none."""
+    rank = whole_number(root)
+    if rank is None or not 0 <= rank < size:
+        raise InputError(f"root is {root!r}, must be a rank, 0 to {size - 1}")
+    return rank
 
 
 class Attached(Protocol):
@@ -130,8 +147,7 @@ class Group(Closeable):
     def broadcast(self, label: str, payload: bytes = b"", *, root: int = 0) -> bytes:
         """The payload of rank `root`, on all ranks; those of others are not looked at.  Raises
         GroupError, also for roots that differ, and InputError for one that is no rank."""
-        if not (type(root) is int and 0 <= root < self.size):
-            raise InputError(f"root is {root!r}, must be a rank, 0 to {self.size - 1}")
+        root = checked_root(root, self.size)
         mine = payload if self.rank == root else b""
         return self.exchange(f"{label} from rank {root}", mine)[root]
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ostinato.distributed.channel import local_channels
-from ostinato.distributed.group import Group, checked_deadline
+from ostinato.distributed.group import Group, checked_deadline, whole_number
 from ostinato.distributed.sockets import Address, Hub, connect
 from ostinato.errors import InputError, NotAvailableError, RankLostError
 from ostinato.settings import group_of_process
@@ -220,11 +220,12 @@ def new_group_id(size: int, *, host: str = _LOOPBACK, deadline: float | None = N
     a rank.  `host`: the address of this machine under which the others reach it.  Raises
     InputError for a size or a deadline that is none.
     """
-    if not (type(size) is int and size >= 1):
+    ranks = whole_number(size)
+    if ranks is None or ranks < 1:
         raise InputError(f"size is {size!r}, must be 1 rank or more")
     token = secrets.token_hex(16)
     listen = _LOOPBACK if host in (_LOOPBACK, "localhost") else ""
-    hub = Hub(size, host=listen, port=0, token=token, deadline=checked_deadline(deadline))
+    hub = Hub(ranks, host=listen, port=0, token=token, deadline=checked_deadline(deadline))
     address = str(Address(host, hub.port, token))
     _hubs[address] = hub
     return address
@@ -236,9 +237,10 @@ def join_group(group_id: str, *, rank: int, size: int, deadline: float | None = 
     Raises RankLostError if they do not come within the deadline, InputError.
     """
     address, seconds = Address.parse(group_id), checked_deadline(deadline)
-    if not (type(size) is int and type(rank) is int and 0 <= rank < size):
+    place, ranks = whole_number(rank), whole_number(size)
+    if place is None or ranks is None or not 0 <= place < ranks:
         raise InputError(f"rank {rank!r} of {size!r}: a rank is 0 to size - 1")
-    return _joined([address], rank, size, seconds, _hubs.pop(group_id, None))
+    return _joined([address], place, ranks, seconds, _hubs.pop(group_id, None))
 
 
 def _joined(
