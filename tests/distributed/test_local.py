@@ -14,6 +14,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.distributed import Group, LocalGroups, local_groups, open_collectives
+from ostinato.distributed.collectives import bytes_of
 from ostinato.errors import (
     DeadlineError,
     DisagreementError,
@@ -332,6 +333,11 @@ def test_collectives_of_different_values_are_an_error_on_all_ranks(what: str) ->
         got = outcomes(groups, on_device(work))
     assert all(type(one) is DisagreementError for one in got)
     assert "12 bytes of float32" in str(got[0]) and "12 bytes of int32" in str(got[0])
+
+
+def test_values_whose_letter_numpy_does_not_know_are_named_by_it() -> None:
+    assert bytes_of(8, ord("f")) == "8 bytes of float32"
+    assert bytes_of(8, ord("E")) == "8 bytes of E"  # bfloat16, with ml_dtypes
 
 
 @pytest.mark.parametrize(

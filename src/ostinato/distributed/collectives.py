@@ -161,6 +161,14 @@ class Collectives(Closeable, ABC):
         return checked_root(root, self.group.size)
 
 
+def bytes_of(nbytes: int, kind: int) -> str:
+    """In words.  `kind`: the letter of the dtype, as a number.  NumPy does not know those that
+    other libraries add (bfloat16 of ml_dtypes is "E")."""
+    letter = chr(kind)
+    name = np.dtype(letter).name if letter in np.typecodes["All"] else letter
+    return f"{nbytes} bytes of {name}"
+
+
 class HostCollectives(Collectives):
     """Through the group's channel, by kernels that wait for the other ranks' parts.
 
@@ -252,10 +260,6 @@ class HostCollectives(Collectives):
                 target[:count] += np.float32(np.nan) if total is None else total
             partial[:count] = 0
 
-        def of(nbytes: int, kind: int) -> str:
-            """`kind`: numpy's letter for the dtype."""
-            return f"{nbytes} bytes of {np.dtype(chr(kind)).name}"
-
         @host_kernel(
             "order: *u32, source: *const u8, out: *out u8, lines: u32, nbytes: u32, kind: u32"
         )
@@ -263,7 +267,7 @@ class HostCollectives(Collectives):
             launch: Any, order: Any, source: Bytes, out: Bytes, lines: int, nbytes: int, kind: int
         ) -> None:
             size = self.group.size
-            label = f"all_gather of {lines} x {of(nbytes, kind)}"
+            label = f"all_gather of {lines} x {bytes_of(nbytes, kind)}"
             parts = self._parts(label, source[: lines * nbytes].tobytes())
             into = out[: lines * size * nbytes].reshape(lines, size, nbytes)
             if parts is None:
@@ -277,7 +281,7 @@ class HostCollectives(Collectives):
             launch: Any, order: Any, buffer: Bytes, nbytes: int, kind: int, root: int
         ) -> None:
             mine = buffer[:nbytes].tobytes() if self.group.rank == root else b""
-            parts = self._parts(f"broadcast of {of(nbytes, kind)} from rank {root}", mine)
+            parts = self._parts(f"broadcast of {bytes_of(nbytes, kind)} from rank {root}", mine)
             if parts is None:
                 buffer[:nbytes] = 0xFF
             else:
