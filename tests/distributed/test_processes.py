@@ -490,7 +490,7 @@ def test_who_waits_for_less_hears_of_the_others_in_time(
     def rank_thread(rank: int) -> None:
         with join_group(group_id, rank=rank, size=2, deadline=deadlines[rank]) as group:
             assert isinstance(group.channel, SocketChannel)
-            found[rank] = group.channel._each
+            found[rank] = group.channel._beat_seconds
 
     threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(2)]
     for thread in threads:

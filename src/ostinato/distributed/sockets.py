@@ -361,7 +361,7 @@ def _last_at(connection: _Connection) -> str:
 
 class SocketChannel(Channel):
     """A rank's connection to the hub.  Made by `connect`; `hub` is the one that it owns, if any.
-    `hubs`: the hub's deadline, which may be another one than this rank's."""
+    `hub_deadline` may be another one than this rank's."""
 
     def __init__(
         self,
@@ -369,12 +369,12 @@ class SocketChannel(Channel):
         rank: int,
         size: int,
         deadline: float,
-        hubs: float,
+        hub_deadline: float,
         hub: Hub | None,
     ) -> None:
         self.rank, self.size = rank, size
         self._socket, self._deadline, self._hub = connection, deadline, hub
-        self._each = min(beat_of(deadline), beat_of(hubs))
+        self._beat_seconds = min(beat_of(deadline), beat_of(hub_deadline))
         self._sending = new_lock()
         self._first = FirstFailure()
         self._changed = self._first.changed
@@ -507,7 +507,7 @@ class SocketChannel(Channel):
 
     def _beat(self) -> None:
         """Says that this process lives, and looks whether the hub does."""
-        beat, last = self._each, time.monotonic()
+        beat, last = self._beat_seconds, time.monotonic()
         while not self._closed.wait(beat):
             now = time.monotonic()
             if now - last > 3 * beat + 1:

@@ -690,8 +690,8 @@ def packed_shape(
     shared: int = MAX_SHARED,
 ) -> PackedShape | MatrixShape:
     """How a product with a packed matrix is cut, by rule (found on an H200 and an H100).  `bits`:
-    of a code, 4 or 8 (4 for types with more bits apart); `k_types`: whether it has a K type;
-    `clusters`: whether the device has them; `shared`: bytes that a block may have.
+    of a code, 4 or 8 (4 for types that keep further bits apart); `k_types`: whether a part of it
+    has a K type; `clusters`: whether the device has them; `shared`: bytes that a block may have.
 
     One row: a warp for each 256 inputs, up to 16, which asks for all that it reads before the wait
     for the previous kernel, and blocks that take turns where there would be more than a
@@ -699,11 +699,11 @@ def packed_shape(
     asks for two turns at once; that fits the registers where all blocks take as many turns and rows
     are whole bricks.
 
-    Of 17 to 32 bricks there are 8 warps that hold all, which leave the next kernel registers, or,
-    of K types and with turns, 16 that hold one and ask for the second as they use it up; two each
-    are slower (us a step: 1B in Q4_0 H100 367 -> 356, H200 335 -> 327, in Q4_K_M 422 -> 413 and 376
-    -> 369).  Two turns of more than 8 warps are both asked for before the wait (8 layers of 8B in
-    Q4_K_M, H100 458 -> 453, H200 373 -> 370).
+    In 4 bits, rows of 17 to 32 bricks have 8 warps that hold all, which leaves the next kernel
+    registers; where blocks take turns, or with K types, 16 that hold one and ask for the second as
+    they use it up.  16 that hold two are slower (us a step: 1B in Q4_0 H100 367 -> 356, H200 335 ->
+    327, in Q4_K_M 422 -> 413 and 376 -> 369).  Two turns of more than 8 warps are both asked for
+    before the wait (8 layers of 8B in Q4_K_M, H100 458 -> 453, H200 373 -> 370).
     """
     if rows > 1:
         if rows <= 32 and clusters and shared == MAX_SHARED:
