@@ -45,7 +45,8 @@ def checked_deadline(deadline: float | None) -> float:
 
 
 def whole_number(value: object) -> int | None:
-    """A whole number of Python or NumPy as an int; None for anything else, also for a bool."""
+    """A whole number of Python or NumPy as an int; None for anything else, also for a bool.  As
+    `driver.api` has it, which this package does not reach into."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
