@@ -126,7 +126,8 @@ def _of_shape(gpu: Gpu, name: str, clusters: bool) -> Iterator[dict[str, Any]]:
     """Steps, pieces of prompts, sampling, and a step kernel by kernel."""
     config = SHAPES[name]
     bench = StepBench(gpu, config, sequences=64 if name == "1B" else 1, context=2048)
-    device: dict[str, int] = {"multiprocessors": gpu.multiprocessors, "clusters": clusters}
+    device: dict[str, Any] = {"multiprocessors": gpu.multiprocessors, "clusters": clusters}
+    device["fast_memory"] = gpu.fast_memory
     rule = partial(default_tuning, config, context=2048, **device)
     single = rule()
     steps: list[tuple[str, int, Tuning, tuple[int, ...]]] = [("rule", 1, single, (20, 500))]

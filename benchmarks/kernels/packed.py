@@ -25,7 +25,7 @@ from benchmarks.kernels.timing import StepBench
 from ostinato.bench.shapes import SHAPES
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
-from ostinato.models.cuda.bricks import BRICK, Packing, Part
+from ostinato.models.cuda.bricks import BRICK, FORMATS, Packing, Part
 from ostinato.models.cuda.shapes import (
     PRODUCTS,
     REGISTERS,
@@ -57,18 +57,27 @@ _WARPS = ((4, 2), (8, 1), (8, 2), (16, 1), (7, 1), (7, 2), (14, 1))  # split, te
 _RESIDENT_WARPS = 24  # of a multiprocessor, at most
 
 
-def cuts(name: str, product: Product, bits: int) -> list[PackedShape]:
+def rule_of(name: str, product: Product, kind: str) -> PackedShape:
+    bits = FORMATS[kind].unit // 128
+    shape = packed_shape(
+        name, product, bits=bits, k_types=kind.endswith("K"), multiprocessors=_MULTIPROCESSORS
+    )
+    assert isinstance(shape, PackedShape)
+    return shape
+
+
+def cuts(name: str, product: Product, kind: str) -> list[PackedShape]:
     """Cuts worth a try: blocks that fill the chip once or some times over, whose warps hold as many
     bricks as the registers have room for."""
     bricks, tiles = -(-product.inputs // BRICK), -(-product.pairs // 8)
-    rule = packed_shape(name, product, bits=bits, multiprocessors=_MULTIPROCESSORS)
+    rule = rule_of(name, product, kind)
     made: dict[PackedShape, None] = {rule: None}
     for (split, teams), resident, waves, depth in itertools.product(
         _WARPS, (1, 2, 3), (1, 2, 4), (1, 2)
     ):
         span, warps = -(-bricks // split), split * teams
         turns = max(1, round(tiles / (teams * _MULTIPROCESSORS * resident * waves)))
-        registers = 45 + depth * (44 if bits == 8 else 30)
+        registers = 45 + depth * (44 if kind == "Q8_0" else 30)
         if (
             split > bricks
             or (split % 7 == 0) != (bricks % 7 == 0 and bricks > 16)
@@ -120,7 +129,11 @@ class ProductBench:
     def __init__(self, gpu: Gpu, step: StepBench) -> None:
         self.gpu, self.step, self.config = gpu, step, step.config
         self.base = default_tuning(
-            self.config, context=step.context, multiprocessors=gpu.multiprocessors, clusters=True
+            self.config,
+            context=step.context,
+            multiprocessors=gpu.multiprocessors,
+            clusters=True,
+            fast_memory=gpu.fast_memory,
         )
         self.base = replace(self.base, block=None)
         self._copies: dict[tuple[str, str], list[Memory]] = {}
@@ -173,7 +186,7 @@ def time_products(
         for kind in kinds
         for name, product in products_of(bench.config).items()
         if kind != "Q6_K" or name in ("down", "head")
-        for shape in cuts(name, product, 8 if kind == "Q8_0" else 4)
+        for shape in cuts(name, product, kind)
     ]
     begin = time.perf_counter()
     launches = [bench.launch(*one) for one in wanted]
@@ -205,7 +218,7 @@ def time_products(
             )  # fmt: skip
         found.sort(key=lambda pair: pair[0])
         best[name, kind] = found[0][1]
-        rule = packed_shape(name, products_of(bench.config)[name], bits=8 if kind == "Q8_0" else 4)
+        rule = rule_of(name, products_of(bench.config)[name], kind)
         shown = "  ".join(
             f"{','.join(map(str, astuple(s)))}: {us:.2f} us {nbytes / us / 1e3:.0f}"
             for us, s in found
@@ -225,7 +238,11 @@ def time_steps(
     for recipe in recipes:
         bench = StepBench(gpu, config, context=2048, recipe=recipe)
         rule = default_tuning(
-            config, context=2048, multiprocessors=gpu.multiprocessors, clusters=True
+            config,
+            context=2048,
+            multiprocessors=gpu.multiprocessors,
+            clusters=True,
+            fast_memory=gpu.fast_memory,
         )
         kind = {"Q4_K_M": "Q4_K"}.get(str(recipe), str(recipe))
         tuned = {name: best[name, kind] for name in products_of(config) if (name, kind) in best}

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.models.cuda.lowering import CudaLaunch
+from ostinato.models.cuda.shapes import has_fast_memory
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.compiler import compile_plan, plan_compilation
 
@@ -84,6 +85,8 @@ class Gpu:
         self._call("cuStreamCreate", ctypes.byref(self.stream), 1)
         self.capability = (self._attribute(75, device), self._attribute(76, device))
         self.multiprocessors = self._attribute(16, device)
+        clock, width = 1000 * self._attribute(36, device), self._attribute(37, device)
+        self.fast_memory = has_fast_memory(clock * 2 * width // 8, self.multiprocessors)
         name = ctypes.create_string_buffer(100)
         self._call("cuDeviceGetName", name, 100, device)
         self.device_name = name.value.decode()

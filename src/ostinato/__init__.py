@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ostinato.driver.api import LaunchConfig as LaunchConfig
     from ostinato.driver.api import MemoryRange as MemoryRange
     from ostinato.driver.api import NodeKind as NodeKind
+    from ostinato.driver.api import whole_number as whole_number
     from ostinato.driver.closeable import Closeable as Closeable
     from ostinato.driver.cuda.collecting import collect_modules as collect_modules
     from ostinato.driver.forking import new_lock as new_lock
@@ -131,6 +132,7 @@ _HOMES = {
     "prepare": "graph",
     "record": "graph",
     "replace_small_fills": "fills",
+    "whole_number": "driver.api",
 }
 
 _MODULES = ("errors", "testing")

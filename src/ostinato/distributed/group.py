@@ -16,7 +16,6 @@ be used, and nothing here hands them out.
 from __future__ import annotations
 
 import hashlib
-import operator
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from ostinato import Closeable, new_lock
+from ostinato import Closeable, new_lock, whole_number
 from ostinato.distributed.channel import Channel, Failure, local_channels
 from ostinato.errors import ClosedError, DisagreementError, GroupError, InputError
 from ostinato.settings import group_deadline
@@ -42,15 +41,6 @@ def checked_deadline(deadline: float | None) -> float:
     if not (isinstance(deadline, float | int) and 0 < deadline < 1e9):
         raise InputError(f"deadline is {deadline!r}, must be seconds, more than 0")
     return float(deadline)
-
-
-def whole_number(value: object) -> int | None:
-    """A whole number of Python or NumPy as an int; None for anything else, also for a bool.  As
-    `driver.api` has it, which this package does not reach into."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 def checked_root(root: object, size: int) -> int:

@@ -35,40 +35,35 @@ def _kept(*names: tuple[str, str]) -> Iterator[tuple[dict[str, Any], str]]:
             yield held, name
 
 
-# Without the functions in Python around them: they are asked in each call.
+def _getters(*names: str) -> tuple[Callable[[], Any], ...]:
+    """Functions that tell settings, of those that this torch has.
+
+    Without the functions in Python around them: they are asked in each call."""
+    found = [getattr(torch._C, f"_get_{name}", None) for name in names]
+    return tuple([getter for getter in found if getter is not None])
+
+
 _requires_grad = operator.attrgetter("requires_grad")
-_settings: tuple[Callable[[], Any], ...] = tuple(
-    [
-        getattr(torch._C, f"_get_{name}")
-        for name in (
-            "deterministic_algorithms",
-            "cublas_allow_fp16_reduced_precision_reduction",
-            "cublas_allow_bf16_reduced_precision_reduction",
-            "cublas_allow_fp16_accumulation",
-            "math_sdp_allow_fp16_bf16_reduction",
-            "cudnn_enabled",
-            "cudnn_deterministic",
-            "flash_sdp_enabled",
-            "mem_efficient_sdp_enabled",
-            "math_sdp_enabled",
-            "cudnn_sdp_enabled",
-            "cudnn_depthwise_kernel",
-            "cublaslt_prefer_grouped_gemm",
-        )
-        if hasattr(torch._C, f"_get_{name}")
-    ]
+_settings = _getters(
+    "deterministic_algorithms",
+    "cublas_allow_fp16_reduced_precision_reduction",
+    "cublas_allow_bf16_reduced_precision_reduction",
+    "cublas_allow_fp16_accumulation",
+    "math_sdp_allow_fp16_bf16_reduction",
+    "cudnn_enabled",
+    "cudnn_deterministic",
+    "flash_sdp_enabled",
+    "mem_efficient_sdp_enabled",
+    "math_sdp_enabled",
+    "cudnn_sdp_enabled",
+    "cudnn_depthwise_kernel",
+    "cublaslt_prefer_grouped_gemm",
 )
 """What else decides which kernels run."""
-_orders: tuple[Callable[[], Any], ...] = tuple(
-    [getattr(torch._C, name) for name in ("_get_sdp_priority_order",) if hasattr(torch._C, name)]
-)
+_orders = _getters("sdp_priority_order")
 """The same, as lists: which kernel of attention is tried first."""
-_deterministic: tuple[Callable[[], Any], ...] = tuple(
-    [
-        getattr(torch._C, f"_get_deterministic_{name}")
-        for name in ("algorithms_warn_only", "fill_uninitialized_memory")
-        if hasattr(torch._C, f"_get_deterministic_{name}")
-    ]
+_deterministic = _getters(
+    "deterministic_algorithms_warn_only", "deterministic_fill_uninitialized_memory"
 )
 """What else is asked where algorithms are to be deterministic."""
 # As products ask it, which raise where old and new settings contradict each other.
