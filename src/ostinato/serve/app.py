@@ -53,6 +53,11 @@ _SMALL_BODY = 1 << 16
 _SEND_SECONDS = 60.0
 """For a client to take what is sent: one that does not is as good as gone."""
 _STATISTICS_SECONDS = 2.0
+_EVENT_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
 _CHARACTERS_PER_TOKEN = 64
 """What is longer does not fit the context and is not given to the one tokenizer, which would be at
 work on it for seconds while others wait.  Tokens of text have 3 to 5."""
@@ -500,7 +505,9 @@ class _Answering(Response):
                     if update.end is not None:
                         events.append(make("", end=update.end))
                 if events:
-                    begun = await self._begin(send, begun)
+                    if not begun:
+                        begun = True
+                        await self._start(send, 200, _EVENT_STREAM)
                     await self._events(send, events)
             if self._wanted.usage:
                 usage = {**chunk_object(kind, self._head, 0, ""), "choices": []}
@@ -512,13 +519,6 @@ class _Answering(Response):
                 return
             self._status = error.status
             await self._events(send, [error.body()], more=False)
-
-    async def _begin(self, send: Send, begun: bool) -> bool:
-        if not begun:
-            headers = {"content-type": "text/event-stream; charset=utf-8"}
-            headers |= {"cache-control": "no-store", "x-accel-buffering": "no"}
-            await self._start(send, 200, headers)
-        return True
 
     async def _events(
         self, send: Send, events: Sequence[Mapping[str, Any]], *, more: bool = True

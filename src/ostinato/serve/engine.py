@@ -386,14 +386,11 @@ class Engine:
                 self._answer_questions()
                 self._end_late(time.monotonic())
                 action = self._scheduler.next()
-                if action is not None or self._together:
-                    break
-                if self._updates:
+                if action is not None or self._together or self._updates:
                     break
                 if self._ending:
                     return False
-                deadline = self._scheduler.next_deadline()
-                self._changed.wait(None if deadline is None else deadline - time.monotonic())
+                self._changed.wait()  # nothing is under way, so no deadline either
         self._flush()
         if self._together and not self._joins(action):
             self._guarded(tuple(self._together), self._read_together)

@@ -168,11 +168,6 @@ class Scheduler:
             if request.deadline is not None and request.deadline <= now
         ]
 
-    def next_deadline(self) -> float | None:
-        """The earliest of all deadlines."""
-        found = [r.deadline for r in self._requests.values() if r.deadline is not None]
-        return min(found, default=None)
-
     # --- what is to be done
     def next(self) -> Action | None:
         """What is to be done now; None if there is nothing.  Changes nothing."""
