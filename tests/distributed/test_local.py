@@ -202,6 +202,11 @@ def test_sizes_that_are_none(size: object) -> None:
         local_groups(size)  # type: ignore[arg-type]
 
 
+def test_a_size_is_any_whole_number() -> None:
+    with local_groups(np.int64(2)) as groups:  # type: ignore[arg-type]
+        assert [type(group.size) for group in groups] == [int, int]
+
+
 # ----------------------------------------------------------------------------------- collectives
 
 

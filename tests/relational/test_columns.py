@@ -172,7 +172,7 @@ def test_one_table_has_no_pairs_of_names(joiner: Joiner) -> None:
         joiner.columns(table, on=[("a", "b")])
 
 
-@pytest.mark.parametrize("capacity", [-1, 2**32, 1.5, "8", True])
+@pytest.mark.parametrize("capacity", [-1, 2**32, 1.5, "8", True, np.ones(2, int), int])
 def test_what_is_no_capacity(joiner: Joiner, capacity: Any) -> None:
     with pytest.raises(InputError, match="capacity"):
         joiner.join(ONE, ONE, on="k", capacity=capacity)

@@ -343,6 +343,7 @@ def local_groups(size: int, *, deadline: float | None = None) -> LocalGroups:
 
     Everything is as in a group of processes, only that ranks exchange through memory.
     """
-    if not (isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= 1024):
+    ranks = whole_number(size)
+    if ranks is None or not 1 <= ranks <= 1024:
         raise InputError(f"size is {size!r}, must be 1 to 1024 ranks")
-    return LocalGroups([Group(one, deadline=deadline) for one in local_channels(size)])
+    return LocalGroups([Group(one, deadline=deadline) for one in local_channels(ranks)])

@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import Buffer, Device, Stream
-from ostinato.cache import capacity_class
 from ostinato.errors import InputError
-from ostinato.relational.keys import LARGEST, MAX_ARITY, build_class, table_slots
+from ostinato.relational.keys import LARGEST, MAX_ARITY, table_slots
 from ostinato.relational.workspace import require_no_capture
 
 __all__ = ["KeyColumns", "On", "Table", "check_same_types", "names_of", "serials"]
@@ -40,12 +39,10 @@ class KeyColumns:
     __slots__ = (
         "addresses",
         "buffers",
-        "build",
         "device",
         "dtypes",
         "key_bytes",
         "names",
-        "probe",
         "rows",
         "serial",
         "sizes",
@@ -79,10 +76,6 @@ class KeyColumns:
                 f"column {names[0]!r} has {self.rows} rows; a join takes fewer than {LARGEST}"
             )
         self.addresses = tuple(b.address for b in buffers)
-        self.probe = capacity_class(self.rows)
-        """The capacity class of the rows."""
-        self.build = build_class(self.rows)
-        """The class of the rows as the right side of a join."""
         self.slots = table_slots(self.rows)
         """Slots of the hash table of the rows."""
 

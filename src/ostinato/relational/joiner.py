@@ -34,7 +34,7 @@ from ostinato.errors import ClosedError, DriverError, InputError, OutOfMemoryErr
 from ostinato.relational.block import SLOT, Pattern
 from ostinato.relational.chain import KERNELS, chain_of, source
 from ostinato.relational.columns import KeyColumns, On, Table, check_same_types, names_of, serials
-from ostinato.relational.keys import LARGEST, IndexKey, JoinKey, JoinKind, whole_number
+from ostinato.relational.keys import LARGEST, IndexKey, JoinKey, JoinKind, bounded
 from ostinato.relational.results import JoinResult, JoinStatistics
 from ostinato.relational.ring import Ring, Turn
 from ostinato.relational.workspace import Lease, OutputPool, Workspace, require_no_capture
@@ -247,7 +247,7 @@ class Joiner(Closeable):
         elif type(capacity) is int and 0 <= capacity <= LARGEST:  # the common case, faster
             room = capacity
         else:
-            room = whole_number(capacity, "capacity", 0, LARGEST)
+            room = bounded(capacity, "capacity", 0, LARGEST)
         return PendingJoin(self, one, other, room)
 
     def join(

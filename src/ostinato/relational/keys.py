@@ -11,6 +11,7 @@ import enum
 from dataclasses import dataclass
 from typing import SupportsIndex
 
+from ostinato import whole_number
 from ostinato.cache import capacity_class
 from ostinato.errors import InputError
 
@@ -24,10 +25,10 @@ __all__ = [
     "JoinKey",
     "JoinKind",
     "ScanTopology",
+    "bounded",
     "build_class",
     "scan_topology",
     "table_slots",
-    "whole_number",
 ]
 
 LARGEST = 2**32 - 1
@@ -77,7 +78,7 @@ def scan_topology(rows: SupportsIndex) -> ScanTopology:
     and each level two kernels: one that scans it and one that adds it to the level below.
     Raises InputError unless 0 <= rows <= 2**32 - 1.
     """
-    left = whole_number(rows, "rows", 0, LARGEST)
+    left = bounded(rows, "rows", 0, LARGEST)
     if left == 0:
         return ScanTopology(0, ())
     scratch = []
@@ -167,7 +168,7 @@ class IndexKey:
 
 
 def _check_columns(arity: int, key_bytes: int) -> None:
-    whole_number(arity, "arity", 1, MAX_ARITY)
+    bounded(arity, "arity", 1, MAX_ARITY)
     if not 4 * arity <= key_bytes <= 8 * arity or key_bytes % 4:
         raise InputError(
             f"key_bytes={key_bytes}: {arity} columns of 4 or 8 bytes have {4 * arity} to "
@@ -175,12 +176,11 @@ def _check_columns(arity: int, key_bytes: int) -> None:
         )
 
 
-def whole_number(value: SupportsIndex, what: str, least: int, most: int) -> int:
+def bounded(value: object, what: str, least: int, most: int) -> int:
     """`value` as an int.  Raises InputError, with `what` in it, if it is none or out of bounds."""
-    try:
-        number = value.__index__()
-    except AttributeError:
-        raise InputError(f"{what} is {value!r}; a whole number is needed") from None
-    if isinstance(value, bool) or not least <= number <= most:
+    number = whole_number(value)
+    if number is None:
+        raise InputError(f"{what} is {value!r}; a whole number is needed")
+    if not least <= number <= most:
         raise InputError(f"{what}={value!r}: {least} to {most} are possible")
     return number
