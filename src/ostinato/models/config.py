@@ -330,7 +330,7 @@ class LlamaConfig(_ConfigFields):
             context_length=reader.integer("max_position_embeddings", 2048),
             norm_epsilon=reader.number("rms_norm_eps", 1e-6),
             rope_theta=theta,
-            tied_embeddings=reader.boolean("tie_word_embeddings", False),
+            tied_embeddings=reader.boolean("tie_word_embeddings"),
             rope_scaling=scaling,
             bos_token_id=_optional_token(config.get("bos_token_id"), where),
             eos_token_ids=tuple(
@@ -499,8 +499,9 @@ class _Reader:
         except OverflowError:
             raise ModelFormatError(f"{self.where}: {key} is too large") from None
 
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
+    def boolean(self, key: str) -> bool:
+        """False if it is missing."""
+        value = self._get(key, False)
         if not isinstance(value, bool):
             raise ModelFormatError(f"{self.where}: {key} is {quoted(value)}, must be true or false")
         return value
@@ -577,16 +578,16 @@ def _hf_windows(architecture: str, reader: _Reader, layers: int) -> tuple[int, .
     values, where = reader.values, reader.where
     if architecture == "llama" or not 0 < layers <= _LIMITS["layers"]:
         return ()
+    # Without the key it is transformers' default; null is none.
+    sliding = "sliding_window" not in values or values["sliding_window"] is not None
+    listed = values.get("layer_types")
     if architecture == "mistral":
-        # Without the key it is transformers' default; null is none.
-        sliding = "sliding_window" not in values or values["sliding_window"] is not None
         kinds: object = ["sliding_attention"] * layers
-        if (values.get("layer_types") or kinds) != kinds:
+        if (listed or kinds) != kinds:
             raise UnsupportedModelError(f"{where}: layer_types of a Mistral are not supported")
     else:
-        sliding = reader.boolean("use_sliding_window", False)
-        sliding &= "sliding_window" not in values or values["sliding_window"] is not None
-        kinds = values.get("layer_types")
+        sliding &= reader.boolean("use_sliding_window")
+        kinds = listed
         if kinds is None:
             first = reader.integer("max_window_layers", 28)
             kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
@@ -600,7 +601,7 @@ def _hf_windows(architecture: str, reader: _Reader, layers: int) -> tuple[int, .
                 f"{where}: layer_types is {quoted(kinds)}, must name one of {', '.join(known)} for "
                 f"each of the {layers} layers"
             )
-        if not sliding and "sliding_attention" in kinds and values.get("layer_types") is not None:
+        if not sliding and "sliding_attention" in kinds and listed is not None:
             raise UnsupportedModelError(
                 f"{where}: layer_types name sliding layers, and use_sliding_window is not set"
             )

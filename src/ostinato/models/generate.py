@@ -211,7 +211,6 @@ class TextGenerator(Closeable):
     ) -> tuple[list[int], bool]:
         """The prompt's tokens, and whether it is a chat, or else text that the answer goes on
         with."""
-        chatted = False
         if isinstance(prompt, str):
             chatted = self.chats if chat is None else bool(chat)
             tokens = self.encode(prompt, chat=chat, system=system)

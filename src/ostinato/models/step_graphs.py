@@ -136,25 +136,24 @@ class StepGraphs:
 
         More than once only if it samples and all active rows are FROM_STATE.
         """
-        self._check()
-        if rows not in self._ready:
-            self._make_ready(rows)
-        name = self._name(sampled)
-        step = self._steps[name] if tokens == 1 else self._loop(tokens, name)
-        self.last_decision = step(rows=rows)
+        self.last_decision = self._step(rows, sampled, tokens)(rows=rows)
         return self.last_decision
 
     def hold(self, rows: int, *, tokens: int = 1) -> HeldReplay | Decision:
         """The graph of that for many launches in a row, or why there is none; see `GraphedStep`."""
-        self._check()
-        if rows not in self._ready:
-            self._make_ready(rows)
-        name = self._name(True)
-        step = self._steps[name] if tokens == 1 else self._loop(tokens, name)
-        held = step.hold(rows=rows)
+        held = self._step(rows, True, tokens).hold(rows=rows)
         if isinstance(held, HeldReplay):
             self.last_decision = Decision(Action.REPLAY, Reason.REPLAYED)
         return held
+
+    def _step(self, rows: int, sampled: bool, tokens: int) -> GraphedStep:
+        """The step that does this, whose launches are made."""
+        self._check()
+        if rows not in self._ready:
+            self._prepare(self._buckets.bucket(rows))
+            self._ready.add(rows)
+        name = self._name(sampled)
+        return self._steps[name] if tokens == 1 else self._loop(tokens, name)
 
     def ran_eagerly(self, decision: Decision) -> bool:
         """Whether a step with this decision was launched operation by operation."""
@@ -182,11 +181,6 @@ class StepGraphs:
             return
         for operation in operations:
             stream.submit(operation)
-
-    def _make_ready(self, rows: int) -> None:
-        """Makes the launches of the bucket of so many rows."""
-        self._prepare(self._buckets.bucket(rows))
-        self._ready.add(rows)
 
     def _prepare(self, rows: int) -> None:
         """Makes the launches of a bucket, unless they are there: never inside a capture, since it

@@ -24,7 +24,7 @@ from ostinato.models.arguments import quoted
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import Formats, Placed, matrix_bytes, places
 from ostinato.models.files.checkpoint import Checkpoint, StoredCheckpoint
-from ostinato.models.layout import device_shapes, part_rows, parts_of, weight_shapes
+from ostinato.models.layout import device_shapes, part_rows, weight_shapes
 
 if TYPE_CHECKING:
     from ostinato.models.packed import PackedMatrix
@@ -314,9 +314,6 @@ def _targets(weights: Weights) -> Iterator[tuple[str, Target]]:
 
 def _parts(config: LlamaConfig, name: str, array: _Matrix) -> Iterator[tuple[str, _Matrix]]:
     """The canonical tensors that make up one in device memory, with their places in it."""
-    if parts_of(name) == (name,):
-        yield name, array
-        return
     start = 0
     for part, rows in part_rows(config, name, array.shape[0]):
         yield part, array[start : start + rows]

@@ -54,7 +54,14 @@ def dequantise_rows(kind: str, block: Bytes, out: Floats) -> None:
     `kind` is one of SUPPORTED_TYPES.  Scales that are not finite give values that are not finite.
     """
     with np.errstate(invalid="ignore", over="ignore"):
-        _DECODERS.get(kind, _by_gguf(kind))(block, out)
+        decode = _DECODERS.get(kind)
+        if decode is not None:
+            decode(block, out)
+            return
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        out[...] = dequantize(block, GGMLQuantizationType[kind])
 
 
 def _f32(block: Bytes, out: Floats) -> None:
@@ -109,16 +116,6 @@ def _nibbles(packed: npt.NDArray[Any], values: Floats) -> None:
 def _halves(packed: npt.NDArray[Any]) -> Floats:
     """Float16 numbers, as many as lie in a word of `packed` [blocks, 1]."""
     return np.array(packed, order="C").view("<f2").astype(np.float32)
-
-
-def _by_gguf(kind: str) -> Callable[[Bytes, Floats], None]:
-    def decode(block: Bytes, out: Floats) -> None:
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
-
-        out[...] = dequantize(block, GGMLQuantizationType[kind])
-
-    return decode
 
 
 _DECODERS: dict[str, Callable[[Bytes, Floats], None]] = {

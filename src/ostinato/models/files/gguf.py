@@ -13,8 +13,8 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -244,30 +244,25 @@ def read_header(data: memoryview, path: Path) -> GgufHeader:
         raise cursor.damaged(f"general.alignment is {quoted(alignment)}, must be a multiple of 8")
     entries = [cursor.tensor() for _ in range(tensor_count)]
     start = -(-cursor.position // alignment) * alignment
-    tensors = [
-        GgufTensor(t.name, t.type, t.shape, start + t.offset, t.size)
-        for t in entries
-        if _aligned(t, alignment, cursor)
-    ]
-    _check_extents(tensors, data.nbytes, cursor)
-    return GgufHeader(metadata, tuple(tensors))
+    tensors = tuple(replace(entry, offset=start + entry.offset) for entry in entries)
+    _check_extents(tensors, alignment, data.nbytes, cursor)
+    return GgufHeader(metadata, tensors)
 
 
-def _aligned(tensor: GgufTensor, alignment: int, cursor: _Cursor) -> bool:
-    if tensor.offset % alignment:
-        raise cursor.damaged(
-            f"tensor {quoted(tensor.name)} begins at {tensor.offset}, not a multiple of {alignment}"
-        )
-    return True
-
-
-def _check_extents(tensors: list[GgufTensor], size: int, cursor: _Cursor) -> None:
+def _check_extents(
+    tensors: Iterable[GgufTensor], alignment: int, size: int, cursor: _Cursor
+) -> None:
     names: set[str] = set()
     previous: GgufTensor | None = None
     for tensor in sorted(tensors, key=lambda t: t.offset):
         if tensor.name in names:
             raise cursor.damaged(f"tensor {quoted(tensor.name)} is there twice")
         names.add(tensor.name)
+        if tensor.offset % alignment:
+            raise cursor.damaged(
+                f"tensor {quoted(tensor.name)} begins at {tensor.offset}, not a multiple of "
+                f"{alignment}"
+            )
         if tensor.offset + tensor.size > size:
             raise ModelFormatError(
                 f"{cursor.path}: tensor {quoted(tensor.name)} needs bytes {tensor.offset} to "
