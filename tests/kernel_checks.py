@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.kernels.checks import config_of
 from ostinato import fills
 from ostinato.distributed import exchange, nccl
 from ostinato.interop.graphing import moves
@@ -83,39 +84,33 @@ SPILLS_OF_SMALL = SPILLS | {
 """The same of `small_checks`: with 64 rows, most of it on sm_120."""
 
 
-def _config(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
-    # Two layers: layers are launches, not code.
-    values = {"hidden": heads * head_size, "layers": 2, "context_length": 8192, **sizes}
-    return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
-
-
 MODELS = {
-    "smollm2-135m": _config(9, 3, 64, inner=1536, vocabulary=49152, tied_embeddings=True),
-    "llama-3.2-1b": _config(32, 8, 64, inner=8192, vocabulary=128256),
-    "llama-3.1-8b": _config(32, 8, 128, inner=14336, vocabulary=128256),
-    "qwen2.5-0.5b": _config(
+    "smollm2-135m": config_of(9, 3, 64, inner=1536, vocabulary=49152, tied_embeddings=True),
+    "llama-3.2-1b": config_of(32, 8, 64, inner=8192, vocabulary=128256),
+    "llama-3.1-8b": config_of(32, 8, 128, inner=14336, vocabulary=128256),
+    "qwen2.5-0.5b": config_of(
         14, 2, 64, inner=4864, vocabulary=151936, tied_embeddings=True, qkv_bias=True
     ),
-    "qwen2.5-7b": _config(28, 4, 128, inner=18944, vocabulary=152064, qkv_bias=True),
-    "qwen3-0.6b": _config(
+    "qwen2.5-7b": config_of(28, 4, 128, inner=18944, vocabulary=152064, qkv_bias=True),
+    "qwen3-0.6b": config_of(
         16, 8, 128, hidden=1024, inner=3072, vocabulary=151936, tied_embeddings=True, qk_norm=True
     ),
-    "qwen3-8b": _config(32, 8, 128, inner=12288, vocabulary=151936, qk_norm=True),
-    "mistral-7b": _config(32, 8, 128, inner=14336, vocabulary=32000, windows=(4096, 4096)),
-    "all of it": _config(
+    "qwen3-8b": config_of(32, 8, 128, inner=12288, vocabulary=151936, qk_norm=True),
+    "mistral-7b": config_of(32, 8, 128, inner=14336, vocabulary=32000, windows=(4096, 4096)),
+    "all of it": config_of(
         9, 3, 64, inner=1536, vocabulary=49152, qkv_bias=True, qk_norm=True, windows=(0, 64)
     ),
-    "odd": _config(5, 1, 80, hidden=328, inner=264, vocabulary=301),
+    "odd": config_of(5, 1, 80, hidden=328, inner=264, vocabulary=301),
 }
 
 
 OF_WARPGROUPS = {
     "llama-3.2-1b": MODELS["llama-3.2-1b"],
-    "qwen2.5-1.5b": _config(12, 2, 128, inner=8960, vocabulary=151936, qkv_bias=True),
-    "qwen3-1.7b": _config(16, 8, 128, inner=6144, vocabulary=151936, qk_norm=True),
-    "smollm2-360m": _config(15, 5, 64, inner=2560, vocabulary=49152, tied_embeddings=True),
+    "qwen2.5-1.5b": config_of(12, 2, 128, inner=8960, vocabulary=151936, qkv_bias=True),
+    "qwen3-1.7b": config_of(16, 8, 128, inner=6144, vocabulary=151936, qk_norm=True),
+    "smollm2-360m": config_of(15, 5, 64, inner=2560, vocabulary=49152, tied_embeddings=True),
     "llama-3.1-8b": MODELS["llama-3.1-8b"],
-    "odd": _config(17, 1, 64, inner=1088, vocabulary=301),
+    "odd": config_of(17, 1, 64, inner=1088, vocabulary=301),
 }
 """Whose steps of several rows multiply with warpgroups."""
 
@@ -133,7 +128,10 @@ def library_checks() -> Iterator[KernelCheck]:
             name = f"{model}-{number}-{options.arch or source.name}"
             yield KernelCheck(name, source, options, asked, spills=SPILLS)
     # All types for real models; two for a small one, which are compiled in every run of the tests.
-    for model, config in {**MODELS, "packed": _config(4, 1, 64, inner=512, vocabulary=257)}.items():
+    for model, config in {
+        **MODELS,
+        "packed": config_of(4, 1, 64, inner=512, vocabulary=257),
+    }.items():
         for kind in ("Q4_1", "Q6_K") if model == "packed" else FORMATS:
             if model != "odd" and (config.hidden % 256 == 0 or not kind.endswith("_K")):
                 for rows, one in _packed(config, kind):
@@ -169,7 +167,7 @@ def small_checks() -> Iterator[KernelCheck]:
     """The decoder's files as they are cut for SMALL_ARCHITECTURES, once in each way."""
     models = {name: MODELS[name] for name in ("odd", "llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b")}
     # A row of this one has more inputs than fit: it is multiplied as several are.
-    wide = _config(40, 8, 128, inner=27648, vocabulary=152064, qkv_bias=True)
+    wide = config_of(40, 8, 128, inner=27648, vocabulary=152064, qkv_bias=True)
     for model, config in {**models, "qwen2.5-32b": wide}.items():
         for kind in ("", "Q8_0") if config.hidden % 256 else ("", "Q8_0", "Q4_K"):
             shared: dict[tuple[Source, CompileOptions], dict[str, int]] = {}

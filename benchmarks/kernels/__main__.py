@@ -21,31 +21,25 @@ import numpy as np
 
 import ostinato as ost
 from benchmarks import common
-from benchmarks.kernels.checks import Bench, Case, cases, run_checks
+from benchmarks.kernels.checks import Bench, Case, cases, config_of, run_checks
 from benchmarks.kernels.timing import BANDWIDTH, StepBench
 from ostinato.bench.shapes import SHAPES
-from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.shapes import Tuning, default_tuning, without_block
 
 if TYPE_CHECKING:
     from benchmarks.kernels.rig import Gpu
 
 
-def _config(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
-    values = {"hidden": heads * head_size, "layers": 2, "context_length": 8192, **sizes}
-    return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
-
-
 # Head sizes 16 to 128, grouped heads 1, 3, 4, 5 and 8, odd vocabularies, widths that fill no tile.
 CHECKED = {
-    "135M": (_config(9, 3, 64, inner=1536, vocabulary=49152, tied_embeddings=True), (1, 8, 64)),
-    "1B": (_config(32, 8, 64, inner=8192, vocabulary=8191, layers=1), (1, 16, 64)),
-    "head 128, group 4": (_config(8, 2, 128, inner=1432, vocabulary=1003), (1, 2, 5, 33)),
-    "group 8": (_config(8, 1, 64, hidden=328, inner=264, vocabulary=301), (1, 3, 7, 24)),
-    "group 1": (_config(4, 4, 32, inner=88, vocabulary=131), (1, 4, 12)),
-    "head 80": (_config(2, 1, 80, inner=96, vocabulary=64), (1, 2, 9)),
-    "head 96, group 5": (_config(5, 1, 96, inner=1000, vocabulary=77), (1, 6, 17)),
-    "head 16": (_config(5, 1, 16, inner=48, vocabulary=33), (1, 8)),
+    "135M": (config_of(9, 3, 64, inner=1536, vocabulary=49152, tied_embeddings=True), (1, 8, 64)),
+    "1B": (config_of(32, 8, 64, inner=8192, vocabulary=8191, layers=1), (1, 16, 64)),
+    "head 128, group 4": (config_of(8, 2, 128, inner=1432, vocabulary=1003), (1, 2, 5, 33)),
+    "group 8": (config_of(8, 1, 64, hidden=328, inner=264, vocabulary=301), (1, 3, 7, 24)),
+    "group 1": (config_of(4, 4, 32, inner=88, vocabulary=131), (1, 4, 12)),
+    "head 80": (config_of(2, 1, 80, inner=96, vocabulary=64), (1, 2, 9)),
+    "head 96, group 5": (config_of(5, 1, 96, inner=1000, vocabulary=77), (1, 6, 17)),
+    "head 16": (config_of(5, 1, 16, inner=48, vocabulary=33), (1, 8)),
 }
 
 
@@ -125,10 +119,10 @@ def main() -> int:
 def _of_shape(gpu: Gpu, name: str, clusters: bool) -> Iterator[dict[str, Any]]:
     """Steps, pieces of prompts, sampling, and a step kernel by kernel."""
     config = SHAPES[name]
-    bench = StepBench(gpu, config, sequences=64 if name == "1B" else 1, context=2048)
+    bench = StepBench(gpu, config, sequences=64 if name == "1B" else 1)
     device: dict[str, Any] = {"multiprocessors": gpu.multiprocessors, "clusters": clusters}
     device["fast_memory"] = gpu.fast_memory
-    rule = partial(default_tuning, config, context=2048, **device)
+    rule = partial(default_tuning, config, context=bench.context, **device)
     single = rule()
     steps: list[tuple[str, int, Tuning, tuple[int, ...]]] = [("rule", 1, single, (20, 500))]
     if single.block is not None:

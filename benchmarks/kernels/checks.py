@@ -65,6 +65,25 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
+    """A model of two layers: more are launches, and no other code."""
+    values = {"hidden": heads * head_size, "layers": 2, "context_length": 8192, **sizes}
+    return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
+
+
+def resolved(value: object, where: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+    """What stands for an argument of a launch: memory by its name, a size, or itself."""
+    if isinstance(value, str):
+        return sizes[value]
+    if not isinstance(value, Bound):
+        return value
+    if value.layer is None:
+        return where[value.name]
+    if value.name == "cache":
+        return where["cache"][value.layer]
+    return where[f"layers.{value.layer}.{value.name}"]
+
+
 def packed_matrices(
     machine: Machine, config: LlamaConfig, stored: Mapping[str, tuple[str, np.ndarray]]
 ) -> dict[str, tuple[Packing, Any]]:
@@ -202,9 +221,9 @@ class Bench:
         workspace[: 1 << 14] = 0
         self.device["workspace"] = machine.array(workspace)
 
-    def launches(self, rows: int, *, sampled: bool = True) -> tuple[CudaLaunch, ...]:
+    def launches(self, rows: int) -> tuple[CudaLaunch, ...]:
         return lower(
-            decode_program(self.config, sampled=sampled),
+            decode_program(self.config),
             self.config,
             rows=rows,
             context=self.context,
@@ -213,22 +232,9 @@ class Bench:
             formats=self.formats,
         )
 
-    def resolve(self, value: object, rows: int, where: dict[str, Any]) -> Any:
-        if isinstance(value, Bound):
-            if value.layer is None:
-                return where[value.name]
-            if value.name == "cache":
-                return where["cache"][value.layer]
-            return where[f"layers.{value.layer}.{value.name}"]
-        if isinstance(value, str):
-            sizes = {
-                "rows": rows,
-                "sequences": self.sequences,
-                "context": self.context,
-                "ring": self.ring,
-            }
-            return sizes[value]
-        return value
+    def resolve(self, value: object, rows: int, where: Mapping[str, Any]) -> Any:
+        sizes = {"sequences": self.sequences, "context": self.context, "ring": self.ring}
+        return resolved(value, where, {"rows": rows, **sizes})
 
     def launch(self, launch: CudaLaunch, rows: int) -> None:
         values = {name: self.resolve(v, rows, self.device) for name, v in launch.arguments}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import ostinato as ost
 from benchmarks import common
-from benchmarks.kernels.checks import Bench, cases
+from benchmarks.kernels.checks import Bench, cases, config_of
 from benchmarks.kernels.timing import StepBench
 from ostinato.bench.shapes import SHAPES
 from ostinato.models.config import LlamaConfig
@@ -91,13 +91,8 @@ def cuts(name: str, product: Product, kind: str) -> list[PackedShape]:
     return list(made)
 
 
-def _config(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
-    values = {"hidden": heads * head_size, "layers": 1, "context_length": 8192, **sizes}
-    return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
-
-
-CHECKED = _config(8, 2, 64, inner=1536, vocabulary=1003, tied_embeddings=True)
-RAGGED = _config(9, 3, 64, inner=480, vocabulary=301)
+CHECKED = config_of(8, 2, 64, inner=1536, vocabulary=1003, tied_embeddings=True, layers=1)
+RAGGED = config_of(9, 3, 64, inner=480, vocabulary=301, layers=1)
 
 
 def check(gpu: Gpu) -> None:
@@ -236,7 +231,7 @@ def time_steps(
 ) -> Iterator[dict[str, Any]]:
     """By the rule, by the rule with one change, and with what is best alone."""
     for recipe in recipes:
-        bench = StepBench(gpu, config, context=2048, recipe=recipe)
+        bench = StepBench(gpu, config, recipe=recipe)
         rule = default_tuning(
             config,
             context=2048,
@@ -296,7 +291,7 @@ def main() -> int:
         check(gpu)
         gpu.free_all()
     config = SHAPES[chosen.shape]
-    bench = ProductBench(gpu, StepBench(gpu, replace(config, layers=1), context=2048))
+    bench = ProductBench(gpu, StepBench(gpu, replace(config, layers=1)))
     rows: list[dict[str, Any]] = []
     best: dict[tuple[str, str], PackedShape] = {}
     if not chosen.steps_only:

@@ -6,17 +6,17 @@ The floor: every weight once and the KV cache up to the position, over BANDWIDTH
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
+from benchmarks.kernels.checks import resolved
 from benchmarks.kernels.rig import Gpu, Memory
 from ostinato.bench.random_weights import recipe_type
-from ostinato.models.config import LlamaConfig, tensor_shapes
-from ostinato.models.cuda.bricks import Packing, matrix_bytes, packing
+from ostinato.models.config import LlamaConfig
+from ostinato.models.cuda.bricks import Formats, Packing, formats_of, matrix_bytes
 from ostinato.models.cuda.lowering import CudaLaunch, lower, rounded_buffers, workspace_bytes
 from ostinato.models.cuda.shapes import ROUNDED_CALLS, Tuning
-from ostinato.models.layout import parts_of, weight_shapes
+from ostinato.models.layout import weight_shapes
 from ostinato.models.plan import rope_table
 from ostinato.models.program import (
     ACTIVE,
@@ -25,23 +25,11 @@ from ostinato.models.program import (
     SAMPLE,
     STATE,
     STOP_TOKENS,
-    Bound,
     decode_program,
 )
 
+CONTEXT = 2048
 BANDWIDTH = 3.05e12  # bytes a second, measured on one H100 80GB reading 2 GiB
-
-
-def formats_of(recipe: str, config: LlamaConfig) -> dict[str, Packing]:
-    """How a file of this recipe is packed."""
-    shapes, made = tensor_shapes(config), {}
-    for name, shape in weight_shapes(config).items():
-        names = parts_of(name)
-        kinds = [recipe_type(recipe, config, one) for one in names]
-        packed = packing(name, kinds, [shapes[one][0] for one in names], shape[-1])
-        if len(shape) == 2 and packed is not None:
-            made[name] = packed
-    return made
 
 
 class StepBench:
@@ -53,14 +41,15 @@ class StepBench:
         config: LlamaConfig,
         *,
         sequences: int = 1,
-        context: int = 2048,
         recipe: str | None = None,
     ) -> None:
         """`recipe`: of `random_weights.RECIPES`, for packed matrices of random bits."""
-        self.gpu, self.config, self.sequences, self.context = gpu, config, sequences, context
-        self.formats = {} if recipe is None else formats_of(recipe, config)
+        self.gpu, self.config, self.sequences, self.context = gpu, config, sequences, CONTEXT
+        self.formats: Formats = {}
+        if recipe is not None:
+            self.formats = formats_of(config, lambda name: recipe_type(recipe, config, name))
         self.ring = 256
-        c = config
+        c, context = config, CONTEXT
         random = np.random.default_rng(0)
         noise = random.standard_normal(1 << 24, dtype=np.float32) * 0.02
         bits = (noise.view(np.uint32) >> 16).astype(np.uint16)
@@ -184,32 +173,19 @@ class StepBench:
             "ring": self.ring,
         }
         for launch in launches:
-            values: dict[str, Any] = {}
-            for name, value in launch.arguments:
-                if isinstance(value, Bound):
-                    if value.layer is None:
-                        value = self.where[value.name]
-                    elif value.name == "cache":
-                        value = self.where["cache"][value.layer]
-                    else:
-                        value = self.where[f"layers.{value.layer}.{value.name}"]
-                elif isinstance(value, str):
-                    value = sizes[value]
-                values[name] = value
+            values = {name: resolved(v, self.where, sizes) for name, v in launch.arguments}
             self.gpu.launch(launch, values)
 
     def time_step(
-        self, rows: int, tuning: Tuning, position: int, *, repeats: int = 60, rounds: int = 5,
-        options: tuple[float, ...] = (),
-    ) -> float:  # fmt: skip
+        self, rows: int, tuning: Tuning, position: int, *, options: tuple[float, ...] = ()
+    ) -> float:
         """µs of one replayed step, the position rising from `position` in each round."""
         launches = self.launches(rows, tuning)
         executable = self.gpu.capture(lambda: self.submit(launches, rows))
         try:
             return self.gpu.time(
                 executable,
-                repeats=repeats,
-                rounds=rounds,
+                repeats=60,
                 before=lambda: self.set_position(rows, position, options),
             )
         finally:

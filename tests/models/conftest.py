@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import threadpoolctl
@@ -22,3 +23,18 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Device]:
         open_test_device(request.param, request.config) as opened,
     ):
         yield opened
+
+
+@pytest.fixture(scope="module")
+def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """One device for all tests of a module: what is compiled for one is there for the next."""
+    with open_test_device("cuda", request.config) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights, with a tokenizer and a chat template."""
+    from tests.models.model_files import write_gguf  # needs what tests of kernels do not
+
+    return write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")

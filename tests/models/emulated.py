@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 import ostinato as ost
 from benchmarks.kernels import checks
+from benchmarks.kernels.checks import from_bf16
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
 from ostinato.driver.host.kernel import HostKernel, HostLaunch
@@ -66,15 +64,6 @@ def emulated_bench(config: LlamaConfig, rows: int, **options: Any) -> checks.Ben
     bench = checks.Bench(emulator, config, max_rows=rows, **{"sequences": 2, **options})
     emulator.expect(*bench.launches(rows))
     return bench
-
-
-def from_bf16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 @dataclass

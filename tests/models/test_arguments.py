@@ -18,7 +18,6 @@ from ostinato.models.arguments import number, quoted, token_ids, whole
 from ostinato.models.decoder import Decoder
 from ostinato.models.generate import TextGenerator
 from ostinato.models.sampling import SamplingOptions, sample, uniform
-from tests.models.model_files import write_gguf
 
 
 class Five(enum.IntEnum):
@@ -78,11 +77,6 @@ def test_what_is_no_sequence_of_tokens_is_refused(tokens: Any) -> None:
 def test_quotes_are_short(value: object) -> None:
     assert len(quoted(value)) <= 160
     quoted(value).encode()
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
 
 @pytest.fixture

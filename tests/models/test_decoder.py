@@ -46,11 +46,6 @@ SCALING = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
-
-
 @pytest.fixture
 def decoder(host_device: Device, tiny: Path) -> Iterator[Decoder]:
     with Decoder(host_device, tiny, stop_tokens=()) as opened:

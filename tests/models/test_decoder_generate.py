@@ -18,14 +18,9 @@ from ostinato.models.generate import TextGenerator
 from ostinato.models.generation import AnswerText
 from ostinato.models.sampling import SamplingOptions
 from ostinato.models.stepper import TokenRing
-from tests.models.model_files import write_folder, write_gguf
+from tests.models.model_files import write_folder
 
 HOT = SamplingOptions(temperature=5.0, seed=3)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
 
 @pytest.fixture

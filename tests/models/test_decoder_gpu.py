@@ -28,7 +28,6 @@ from ostinato.models.decoder import Decoder
 from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.sampling import SamplingOptions, sample
-from tests.conftest import open_test_device
 from tests.models.random_models import MemoryCheckpoint
 
 pytestmark = pytest.mark.gpu
@@ -122,13 +121,6 @@ def difference(ours: npt.NDArray[np.float32], theirs: npt.NDArray[np.float32]) -
     wrong = ours.astype(np.float64) - theirs
     norm = np.linalg.norm(wrong) / np.linalg.norm(theirs)
     return float(max(norm, np.abs(wrong).max() / np.abs(theirs).max()))
-
-
-@pytest.fixture(scope="module")
-def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """One device for all tests here: what is compiled for one is there for the next."""
-    with open_test_device("cuda", request.config) as opened:
-        yield opened
 
 
 # ----------------------------------------------------------------------------------- right at all

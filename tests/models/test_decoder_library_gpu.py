@@ -3,7 +3,6 @@ running against the others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from ostinato.device import Device
 from ostinato.models.cuda.products import MatrixProduct, Products, open_products
 from ostinato.models.decoder import Decoder
-from tests.conftest import open_test_device
 from tests.models import proof
 from tests.models.proof import RELATIVE, difference, expected
 from tests.models.random_models import RandomModel, llama
@@ -56,13 +54,6 @@ SHAPES = {
     "group 1, head 24": llama(2, 2, 24, hidden=48, inner=88, vocabulary=67, context_length=CONTEXT),
 }
 FIRST = next(iter(SHAPES))
-
-
-@pytest.fixture(scope="module")
-def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """One device for all tests here: what is compiled for one is there for the next."""
-    with open_test_device("cuda", request.config) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,9 +42,7 @@ from tests.models.test_kernels_cuda import OnDevice
 TENSORS = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "embed", "head")
 
 
-def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
-    values = {"hidden": heads * head_size, "layers": 1, "context_length": 8192, **sizes}
-    return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
+config_of = partial(checks.config_of, layers=1)
 
 
 WHOLE = config_of(4, 1, 64, inner=512, vocabulary=257, tied_embeddings=True)

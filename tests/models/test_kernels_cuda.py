@@ -17,6 +17,7 @@ import pytest
 
 import ostinato as ost
 from benchmarks.kernels import checks
+from benchmarks.kernels.checks import config_of, to_bf16
 from ostinato.device import Device
 from ostinato.driver.signature import Signature
 from ostinato.errors import UnsupportedModelError
@@ -41,13 +42,7 @@ from ostinato.models.sharding import Sharding, shard_program
 from ostinato.modules import CompileOptions
 from tests.emulator.emulator import Emulator
 from tests.kernel_checks import KernelCheck, check
-from tests.models.emulated import emulated_bench, to_bf16
-
-
-def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
-    values = {"hidden": heads * head_size, "layers": 2, "context_length": 8192, **sizes}
-    return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
-
+from tests.models.emulated import emulated_bench
 
 SMALL = config_of(3, 1, 64, inner=136, vocabulary=257, tied_embeddings=True)
 SHAPES = {

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.kernels.checks import config_of, from_bf16, to_bf16
 from ostinato.device import Device
 from ostinato.driver.api import KernelNodeParams, MemoryRange
 from ostinato.driver.signature import Access
@@ -22,8 +23,7 @@ from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.program import ABSENT, ACTIVE, SAMPLED_ROWS, Bound, decode_program, loop_call
 from tests.emulator.emulator import Emulator
-from tests.models.emulated import from_bf16, to_bf16
-from tests.models.test_kernels_cuda import FAMILIES, SHAPES, SMALL, OnDevice, config_of
+from tests.models.test_kernels_cuda import FAMILIES, SHAPES, SMALL, OnDevice
 
 PIECES_OF_STEPS = {*kc.PIECE_SIGNATURES, "piece_attention"}
 

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.kernels import checks
+from benchmarks.kernels.checks import config_of
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
@@ -52,11 +53,6 @@ from tests.models.emulated import emulated_bench
 GPU = "Test GPU 80GB"
 SMALL_SHARED = shapes.dynamic_shared(99 * 1024)
 """Of compute capability 8.6, 8.9 and 12.0."""
-
-
-def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
-    values = {"hidden": heads * head_size, "layers": 2, "context_length": 8192, **sizes}
-    return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
 
 
 SMALL = config_of(3, 1, 64, inner=136, vocabulary=257, tied_embeddings=True, layers=1)

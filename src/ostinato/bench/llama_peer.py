@@ -42,9 +42,9 @@ class LlamaCpp:
     multiple = 1
     no_prompts = ""
 
-    def __init__(self, path: Path, threads: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._threads = threads or default_threads()
+        self._threads = default_threads()
         self._library: Any = importlib.import_module("llama_cpp")
         self._model: Any = None
         self._positions = 0

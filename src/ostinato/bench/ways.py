@@ -25,6 +25,7 @@ __all__ = ["DecoderWay", "Way", "decoder_traffic", "open_ways", "ways_of"]
 
 # Room for what a decoder allocates beside weights and cache.
 _SPARE = 1 << 29
+_SEED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,6 @@ class DecoderWay:
         self,
         way: Way,
         decoder: Decoder,
-        seed: int = 5,
         *,
         owns: bool = True,
         uneven: bool = False,
@@ -68,7 +68,7 @@ class DecoderWay:
         self.decoder = decoder
         self._owns = owns
         self._sequences: tuple[int, ...] = ()
-        self._seed, self._uneven = seed, uneven
+        self._uneven = uneven
         self.multiple = way.tokens_per_launch
         self.no_prompts = "" if owns else "takes prompts as the way whose decoder it shares"
         self._last: dict[str, object] = {}  # what was counted in the last run
@@ -92,7 +92,7 @@ class DecoderWay:
             decoder.decode_batch(self._sequences)
 
     def _prompt(self, sequence: int, count: int) -> list[int]:
-        return random_tokens(self.decoder.config.vocabulary, count, (self._seed, sequence))
+        return random_tokens(self.decoder.config.vocabulary, count, (_SEED, sequence))
 
     def decode(self, tokens: int) -> Timed:
         """Through a run, which launches ahead; eagerly that is one step after the other."""
