@@ -157,9 +157,6 @@ class Collectives(Closeable, ABC):
             raise InputError(f"{what}: the two buffers share memory")
         return math.prod(one.shape)
 
-    def _require_rank(self, root: int) -> int:
-        return checked_root(root, self.group.size)
-
 
 def bytes_of(nbytes: int, kind: int) -> str:
     """In words.  `kind`: the letter of the dtype, as a number.  NumPy does not know those that
@@ -209,7 +206,7 @@ class HostCollectives(Collectives):
     def broadcast(self, buffer: Buffer, root: int = 0) -> tuple[Operation, ...]:
         """See `Collectives`."""
         flat = buffer.view(0, buffer.nbytes, np.uint8)
-        root, kind = self._require_rank(root), ord(buffer.dtype.char)
+        root, kind = checked_root(root, self.group.size), ord(buffer.dtype.char)
         return self._operation("broadcast", flat, buffer.nbytes, kind, root)
 
     def abort(self) -> None:

@@ -120,7 +120,8 @@ class Layout:
     @property
     def macros(self) -> dict[str, str]:
         found = {"RANKS": self.ranks, "THREADS": THREADS, "WORDS": self.words}
-        return {name: str(value) for name, value in {**found, "EPOCH_WORDS": self.header}.items()}
+        found["EPOCH_WORDS"] = self.header
+        return {name: str(value) for name, value in found.items()}
 
 
 @cache

@@ -46,7 +46,7 @@ from ostinato import (
     prepare,
 )
 from ostinato.distributed.collectives import Collectives, Gathered, remembered
-from ostinato.distributed.group import Group
+from ostinato.distributed.group import Group, checked_root
 from ostinato.errors import (
     CaptureError,
     ContextPoisonedError,
@@ -224,7 +224,7 @@ class NcclCollectives(Collectives):
 
     def broadcast(self, buffer: Buffer, root: int = 0) -> tuple[Operation, ...]:
         """See `Collectives`."""
-        name = f"broadcast from {self._require_rank(root)}"
+        name = f"broadcast from {checked_root(root, self.group.size)}"
         return self._operations(name, buffer, buffer, buffer.nbytes)
 
     def _call(self, name: str, source: int, out: int, count: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -216,7 +216,8 @@ class Decoder(Closeable):
         finally:
             if checkpoint is not model:
                 checkpoint.close()
-        try:
+        with ExitStack() as made:  # closed, last first, by whatever is raised until it is emptied
+            made.callback(self._close_weights)
             with self._phases.measure("plan"):
                 formats = self.weights.formats
                 workspace = self.backend.workspace_bytes(
@@ -230,17 +231,15 @@ class Decoder(Closeable):
                 self.plan = BufferPlan.allocate(
                     device, self.weights, sizes, workspace=workspace, more=more
                 )
-        except BaseException:
-            self._close_weights()
-            raise
-        self._ranks: Ranks | None = None
-        self._gather: tuple[Operation, ...] = ()
-        """What gives a rank all ranks' logits."""
-        try:
+            made.callback(self.plan.close)
+            self._ranks: Ranks | None = None
+            self._gather: tuple[Operation, ...] = ()
+            """What gives a rank all ranks' logits."""
             if group is not None and sharding is not None:
                 from ostinato.models.ranks import Ranks
 
                 self._ranks = Ranks(group, sharding, device, collectives)
+                made.callback(self._ranks.close)
                 on = graphs_enabled(graphs)
                 steps = f"steps: graphs {on}, build {build!r}, warmups {warmups}, verify {verify!r}"
                 self._ranks.agree_model(self.config, self.backend, self.plan, steps)
@@ -259,12 +258,7 @@ class Decoder(Closeable):
                 graph_budget=graph_budget,
                 ranks=self._ranks,
             )
-        except BaseException:
-            if self._ranks is not None:
-                self._ranks.close()
-            self.plan.close()
-            self._close_weights()
-            raise
+            made.pop_all()
         self.graph_cache: GraphCache = self._steps.graph_cache
         self._run: Run[Any] | None = None
         self._sequences = Sequences(
@@ -612,7 +606,7 @@ class Decoder(Closeable):
         self._agree("logits")
         for operation in self._gather:
             self.stream.submit(operation)
-        with self._ranks.watching("all ranks' logits"):
+        with self._ranks.group.watching("all ranks' logits"):
             return logits.to_numpy(self.stream)
 
     def _begin(self, what: str) -> None:

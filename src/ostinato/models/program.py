@@ -53,6 +53,7 @@ __all__ = [
     "KernelCall",
     "decode_program",
     "describe",
+    "kernel_call",
     "loop_call",
 ]
 
@@ -158,7 +159,7 @@ def loop_call(start: int = 0) -> KernelCall:
     is the last kernel of the loop's body.  The loop goes on only as long as a row that is
     FROM_STATE has not stopped, so no step runs after all have.
     """
-    return _call(
+    return kernel_call(
         "continue_loop",
         condition="condition",
         counter=Bound("counter"),
@@ -183,7 +184,8 @@ def describe(program: Sequence[KernelCall]) -> str:
     return "\n".join(lines)
 
 
-def _call(kernel: str, **arguments: Argument) -> KernelCall:
+def kernel_call(kernel: str, **arguments: Argument) -> KernelCall:
+    """A call with arguments by parameter."""
     return KernelCall(kernel, tuple(arguments.items()))
 
 
@@ -195,7 +197,7 @@ class _Sizes:
 
     def embed(self) -> KernelCall:
         c = self.config
-        return _call(
+        return kernel_call(
             "embed",
             rows=Bound("rows"),
             state=Bound("state"),
@@ -218,7 +220,7 @@ class _Sizes:
         heads = {"heads": c.heads, "kv_heads": c.kv_heads, "head_size": c.head_size}
         return (
             *self.qkv(layer),
-            _call(
+            kernel_call(
                 "attention",
                 live=live,
                 q=q,
@@ -232,7 +234,7 @@ class _Sizes:
                 window=c.window(layer),
                 scale=1.0 / math.sqrt(c.head_size),
             ),
-            _call(
+            kernel_call(
                 "output_residual",
                 live=live,
                 attended=attended,
@@ -243,7 +245,7 @@ class _Sizes:
                 hidden=c.hidden,
                 width=c.query_size,
             ),
-            _call(
+            kernel_call(
                 "norm_gate_up",
                 live=live,
                 x=x,
@@ -256,7 +258,7 @@ class _Sizes:
                 width=c.inner,
                 epsilon=c.norm_epsilon,
             ),
-            _call(
+            kernel_call(
                 "down_residual",
                 live=live,
                 inner=inner,
@@ -282,7 +284,7 @@ class _Sizes:
         }
         bias: Argument = Bound("bqkv", layer) if c.qkv_bias else ABSENT
         if not c.qk_norm:
-            one = _call(
+            one = kernel_call(
                 "norm_qkv_rope",
                 **product,
                 bias=bias,
@@ -299,7 +301,7 @@ class _Sizes:
             )
             return (one,)
         return (
-            _call(
+            kernel_call(
                 "norm_qkv",
                 **product,
                 qkv=qkv,
@@ -309,7 +311,7 @@ class _Sizes:
                 **heads,
                 epsilon=c.norm_epsilon,
             ),
-            _call(
+            kernel_call(
                 "norm_rope",
                 live=live,
                 qkv=qkv,
@@ -332,7 +334,7 @@ class _Sizes:
         live, logits = Bound("live", last=last), Bound("logits")
         rows: Argument = 1 if last else "rows"
         return (
-            _call(
+            kernel_call(
                 "head",
                 live=live,
                 x=Bound("x", last=last),
@@ -345,7 +347,7 @@ class _Sizes:
                 vocabulary=c.vocabulary,
                 epsilon=c.norm_epsilon,
             ),
-            _call(
+            kernel_call(
                 "sample",
                 live=live,
                 logits=logits,

@@ -17,7 +17,6 @@ import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ostinato import Device, Graph, GraphExec, Kernel, Operation, __version__
@@ -177,10 +176,6 @@ class Ranks:
             lines = [*self._calls, f"all calls so far: {self._chain.hexdigest()}"]
             self.group.agree("calls of the decoder", lines)
             self._compared = True
-
-    def watching(self, what: str) -> AbstractContextManager[None]:
-        """See `Group.watching`."""
-        return self.group.watching(what)
 
 
 @functools.cache

@@ -39,7 +39,7 @@ from ostinato.models.backend import Resolve
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.files.checkpoint import Checkpoint, RawTensor, StoredCheckpoint
 from ostinato.models.files.dequantise import BLOCK_TYPES
-from ostinato.models.program import OF_RANKS, Argument, Bound, KernelCall
+from ostinato.models.program import OF_RANKS, Argument, Bound, KernelCall, kernel_call
 
 if TYPE_CHECKING:
     from ostinato.distributed import Collectives
@@ -290,11 +290,11 @@ def shard_program(
             calls.append(_with(call, vocabulary=vocabulary))
         elif call.kernel in OF_RANKS:
             calls.append(_with(call, x=partial))
-            calls.append(_call("accumulate", target=given["x"], partial=partial, rows="rows"))
+            calls.append(kernel_call("accumulate", target=given["x"], partial=partial, rows="rows"))
         elif call.kernel == "head":
             calls.append(_with(call, logits=Bound("logits_part")))
             calls.append(
-                _call(
+                kernel_call(
                     "best_of_part",
                     live=given["live"],
                     logits=Bound("logits_part"),
@@ -305,10 +305,10 @@ def shard_program(
                     first=sharding.first_token,
                 )
             )
-            calls.append(_call("all_gather", source=parts, out=keys, rows=given["row_count"]))
+            calls.append(kernel_call("all_gather", source=parts, out=keys, rows=given["row_count"]))
             if whole_logits:
                 calls.append(
-                    _call(
+                    kernel_call(
                         "all_gather",
                         source=Bound("logits_part"),
                         out=Bound("logits"),
@@ -319,7 +319,7 @@ def shard_program(
             kernel = "sample_of_ranks" if whole_logits else "best_of_ranks"
             given["vocabulary"] = vocabulary
             sizes = {name: given.pop(name) for name in _SAMPLED_SIZES}
-            calls.append(_call(kernel, **given, keys=keys, **sizes, ranks=sharding.size))
+            calls.append(kernel_call(kernel, **given, keys=keys, **sizes, ranks=sharding.size))
         else:
             calls.append(call)
     return tuple(calls)
@@ -339,7 +339,7 @@ def exchanging_products(
         given = dict(product.arguments) | {"x": target, "sums": Bound("sums")}
         del given["workspace"]
         given |= {"rank": sharding.rank, "ranks": sharding.size}
-        calls.append(_call(OF_RANKS[product.kernel], **given))
+        calls.append(kernel_call(OF_RANKS[product.kernel], **given))
     return tuple(calls)
 
 
@@ -395,12 +395,8 @@ class BoundCollective:
         return self.collectives.all_gather(one, other, programmatic=self.programmatic)
 
 
-def _call(kernel: str, **arguments: Argument) -> KernelCall:
-    return KernelCall(kernel, tuple(arguments.items()))
-
-
 def _with(call: KernelCall, **changed: Argument) -> KernelCall:
     """The call with other arguments; every one of them is there."""
     given = dict(call.arguments)
     assert set(changed) <= set(given), (call, changed)
-    return _call(call.kernel, **{**given, **changed})
+    return kernel_call(call.kernel, **{**given, **changed})

@@ -286,13 +286,14 @@ class Stepper:
             return
         one = sequences[0]
         what = f"the token of sequence {one.index} for position {one.length + steps[0]}"
-        with self._ranks.watching(what):
+        with self._ranks.group.watching(what):
             self.ring.wait(sequences, steps, last=last)
 
     def _settle(self) -> None:
         """An interrupted step must not write to the ring where another one is waited for."""
         if not self._settled:
-            with nullcontext() if self._ranks is None else self._ranks.watching("an earlier step"):
+            ranks, what = self._ranks, "an earlier step"
+            with nullcontext() if ranks is None else ranks.group.watching(what):
                 self._stream.synchronize()
             self._settled = True
 

@@ -23,12 +23,12 @@ from ostinato.models.cuda.shapes import (
     MatrixShape,
     PackedShape,
     Product,
-    Shape,
     Tuning,
     VectorShape,
     attends_in_tiles,
     block_problem,
     in_tiles,
+    not_whole,
     products_of,
     slab_granule,
 )
@@ -109,17 +109,9 @@ def problems_of(
     return tuple(found)
 
 
-def _not_whole(shape: Shape | PackedShape | AttentionShape, least: dict[str, int]) -> str | None:
-    for name in type(shape).__dataclass_fields__:
-        value: object = getattr(shape, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 1):
-            return f"{name} is {value!r}"
-    return None
-
-
 def vector_problem(shape: VectorShape, product: Product, shared: int = MAX_SHARED) -> str | None:
     s = shape
-    wrong = _not_whole(s, {"ahead": 0})
+    wrong = not_whole(s, ahead=0)
     if wrong:
         return wrong
     if s.lanes not in (2, 4, 8, 16, 32) or 2 * s.pairs > s.lanes:
@@ -156,7 +148,7 @@ def packed_problem(
         if shape.depth % 8:
             return f"{shape.depth} steps, of which a brick has 8"
         return None
-    wrong = _not_whole(shape, {"resident": 0})
+    wrong = not_whole(shape, resident=0)
     if wrong:
         return wrong
     if rows > 1 or shape.warps > 32 or shape.split > -(-product.inputs // BRICK):
@@ -174,7 +166,7 @@ def matrix_problem(
     name: str, shape: MatrixShape, product: Product, rows: int, shared: int = MAX_SHARED
 ) -> str | None:
     s = shape
-    wrong = _not_whole(s, {"depth": 0, "alone": 0, "warpgroup": 0})
+    wrong = not_whole(s, depth=0, alone=0, warpgroup=0)
     if wrong:
         return wrong
     warps = s.tiles * s.split
@@ -211,7 +203,7 @@ def attention_problem(
     shape: AttentionShape, config: LlamaConfig, rows: int, shared: int = MAX_SHARED
 ) -> str | None:
     s, tiled = shape, attends_in_tiles(config, rows, shared)
-    wrong = _not_whole(s, {"resident": 0})
+    wrong = not_whole(s, resident=0)
     if wrong:
         return wrong
     if config.heads // config.kv_heads % s.queries or s.queries > 8:

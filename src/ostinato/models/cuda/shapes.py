@@ -52,6 +52,7 @@ __all__ = [
     "has_warpgroups",
     "in_tiles",
     "largest_divisor",
+    "not_whole",
     "packed_shape",
     "power_of_two_from",
     "products_of",
@@ -1119,6 +1120,15 @@ def power_of_two_from(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def not_whole(shape: object, **least: int) -> str | None:
+    """Which field of a shape is no whole number, or below 1 or its own `least`, in words."""
+    for name in type(shape).__dataclass_fields__:  # type: ignore[attr-defined]
+        value: object = getattr(shape, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 1):
+            return f"{name} is {value!r}"
+    return None
+
+
 # ------------------------------------------------- norm, QKV, attention and output in one launch
 
 
@@ -1129,10 +1139,9 @@ def block_problem(shape: BlockShape, config: LlamaConfig, shared: int = MAX_SHAR
     wrong type is a reason too.
     """
     s, c = shape, config
-    for name in type(s).__dataclass_fields__:
-        value: object = getattr(s, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            return f"{name} is {value!r}"
+    wrong = not_whole(s)
+    if wrong:
+        return wrong
     if c.heads // c.kv_heads % s.queries:
         return f"{s.queries} queries of {c.heads // c.kv_heads} in a cluster"
     if s.lanes not in _BLOCK_LANES or s.output_lanes not in _BLOCK_LANES or s.steps > 8:
@@ -1154,7 +1163,7 @@ def block_shapes(
 ) -> tuple[BlockShape, ...]:
     """Shapes worth a try, by a rough cost, the least first; none for a model that is too large."""
     c = config
-    lanes = 32 // (1 << max(0, c.head_size // 8 - 1).bit_length())  # positions of a warp at once
+    lanes = 32 // power_of_two_from(c.head_size // 8)  # positions of a warp at once
     made: list[tuple[float, BlockShape]] = []
     for queries, cluster in itertools.product(range(1, c.heads // c.kv_heads + 1), (8, 4)):
         rows = (queries + 2) * c.head_size * c.hidden + c.hidden * queries * c.head_size
