@@ -244,9 +244,8 @@ def _decode(
     from ostinato.bench.shapes import SHAPES
 
     config = SHAPES[shape]
-    sizes = loops.LlamaSizes.of(config, context=config.context_length)
     with ost.open_device(name) as device, torch.no_grad():
-        model = loops.random_llama(sizes)
+        model = loops.random_llama(config)
         constants = _memory(weights_of(model))
         store = ost.GraphStore(device, folder, tag=f"llama {shape}", constants=constants)
         torch.cuda.synchronize()

@@ -318,10 +318,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calls = 2 if chosen.quick or not on_gpu else 7
     rows: list[dict[str, object]] = []
     skipped = dict.fromkeys(chosen.without, "left out (--without)")
-    sizes = transformers_loop.LlamaSizes.of(config, context=config.context_length)
     with ost.open_device(chosen.device) as device:
         model = transformers_loop.random_llama(
-            sizes,
+            config,
             device="cuda" if on_gpu else "cpu",
             dtype=torch.bfloat16 if on_gpu else torch.float32,
         )

@@ -350,10 +350,10 @@ def peer(given: dict[str, Any]) -> Any:
     import torch
     import transformers
 
-    from ostinato.bench.transformers_loop import DecodeLoop, LlamaSizes, llama_config
+    from ostinato.bench.transformers_loop import DecodeLoop, llama_config
 
     config = shape_named(given["shape"])
-    llama = llama_config(LlamaSizes.of(config, context=min(1024, config.context_length)))
+    llama = llama_config(config, context=min(1024, config.context_length))
     with torch.device("meta"):
         shapes = {k: v.shape for k, v in transformers.LlamaForCausalLM(llama).state_dict().items()}
     if config.tied_embeddings:

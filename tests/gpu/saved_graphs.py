@@ -437,7 +437,7 @@ def transformers_cases(device: ost.Device) -> None:
     def decode() -> Case:
         """A greedy step of the 1B shape.  Its weights are in the file."""
         config = SHAPES["1B"]
-        model = loops.random_llama(loops.LlamaSizes.of(config, context=config.context_length))
+        model = loops.random_llama(config)
         loop = loops.DecodeLoop(model, batch=1, length=LENGTH, how="eager")
         state = state_of(loop)
         settle(state, 1)

@@ -99,14 +99,15 @@ def test_other_libraries_decode_beside_us(cuda_device: Device) -> None:
 _PROMPTS = """
 import sys
 import torch
-from ostinato.bench.transformers_loop import DecodeLoop, LlamaSizes, random_llama
+from ostinato.bench.transformers_loop import DecodeLoop, random_llama
+from ostinato.models import LlamaConfig
 
 device = sys.argv[1]
-sizes = LlamaSizes(
-    hidden=64, layers=2, heads=4, kv_heads=2, head_size=16, inner=96, vocabulary=320, context=256,
-    tied_embeddings=True,
+config = LlamaConfig(
+    hidden=64, layers=2, heads=4, kv_heads=2, head_size=16, inner=96, vocabulary=320,
+    context_length=256, tied_embeddings=True,
 )
-model = random_llama(sizes, device=device, dtype=torch.float32)
+model = random_llama(config, device=device, dtype=torch.float32)
 loop = DecodeLoop(model, batch=1, length=128, how="eager")
 for count in (1, 70, 128):
     prompt = [(17 * i + count) % 320 for i in range(count)]

@@ -91,8 +91,7 @@ class Peers:
 
         self._library = transformers_loop
         self.versions.update(self._library.versions())
-        sizes = self._library.LlamaSizes.of(config, context=positions)
-        self._model = self._library.random_llama(sizes, device=device.name)
+        self._model = self._library.random_llama(config, context=positions, device=device.name)
         return ""
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """transformers: its Llama with random weights, decoding greedily over a static cache.
 
-    model = random_llama(LlamaSizes(...))
+    model = random_llama(config)
     loop = DecodeLoop(model, batch=1, length=192, how="compile")
     loop.place(64)
     tokens = loop.run(100)
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ostinato.errors import InputError, NotAvailableError
@@ -28,7 +27,7 @@ except ImportError as error:
         f"transformers or PyTorch is not installed ({error}); install both"
     ) from error
 
-__all__ = ["DecodeLoop", "How", "LlamaSizes", "llama_config", "random_llama", "release", "versions"]
+__all__ = ["DecodeLoop", "How", "llama_config", "random_llama", "release", "versions"]
 
 How = Literal["eager", "graph", "compile"]
 """Kernel by kernel; `torch.cuda.graph` over one step; `torch.compile(mode="reduce-overhead")`."""
@@ -38,64 +37,36 @@ _WIDTH = 0.02
 _WARMUPS = 4  # torch.compile runs once, records its graph, then replays
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaSizes:
-    """The shape of a Llama model; `context`: positions that it is made for."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    inner: int
-    vocabulary: int
-    context: int
-    tied_embeddings: bool
-
-    @classmethod
-    def of(cls, config: LlamaConfig, *, context: int) -> LlamaSizes:
-        """Those of a model of ours."""
-        return cls(
-            hidden=config.hidden,
-            layers=config.layers,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_size=config.head_size,
-            inner=config.inner,
-            vocabulary=config.vocabulary,
-            context=context,
-            tied_embeddings=config.tied_embeddings,
-        )
-
-
 def versions() -> dict[str, str]:
     """Of torch and transformers."""
     return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def llama_config(sizes: LlamaSizes) -> Any:
-    """transformers' `LlamaConfig` of these sizes."""
+def llama_config(config: LlamaConfig, *, context: int | None = None) -> Any:
+    """transformers' `LlamaConfig` of a model of ours; for so many positions, if they are given."""
     return transformers.LlamaConfig(
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.inner,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_size,
-        vocab_size=sizes.vocabulary,
-        max_position_embeddings=sizes.context,
-        tie_word_embeddings=sizes.tied_embeddings,
+        hidden_size=config.hidden,
+        intermediate_size=config.inner,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_size,
+        vocab_size=config.vocabulary,
+        max_position_embeddings=config.context_length if context is None else context,
+        tie_word_embeddings=config.tied_embeddings,
         attn_implementation="sdpa",
     )
 
 
 def random_llama(
-    sizes: LlamaSizes,
+    config: LlamaConfig,
     *,
+    context: int | None = None,
     device: str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Any:
-    """A `LlamaForCausalLM` made on the device, every weight random and none zero.
+    """A `LlamaForCausalLM` made on the device, every weight random and none zero.  `context` as for
+    `llama_config`.
 
     Raises what torch does, as for too little memory.
     """
@@ -103,7 +74,7 @@ def random_llama(
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model: Any = transformers.LlamaForCausalLM(llama_config(sizes))
+            model: Any = transformers.LlamaForCausalLM(llama_config(config, context=context))
     finally:
         torch.set_default_dtype(before)
     generator = torch.Generator(device).manual_seed(_SEED)
