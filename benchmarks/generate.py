@@ -28,10 +28,11 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import ostinato as ost
 from benchmarks import common
@@ -166,72 +167,56 @@ def by_decoder(handle: Any, prompts: list[list[int]], tokens: int, calls: int) -
 # -------------------------------------------------------------------------------------------- ways
 
 
+@dataclass
 class Opened:
     """A way that is set up: options for `generate`, what it says of itself, its handle."""
 
-    def __init__(
-        self,
-        options: dict[str, Any] | None = None,
-        details: Callable[[], dict[str, object]] = dict,
-        handle: Any = None,
-    ) -> None:
-        self.options = options or {}
-        self.details = details
-        self.handle = handle
-
-
-class Way(ExitStack):
-    """`with` gives an `Opened`, and undoes what was set up."""
-
-    def __init__(self, opened: Opened) -> None:
-        super().__init__()
-        self.opened = opened
-
-    def __enter__(self) -> Any:
-        super().__enter__()
-        return self.opened
+    options: dict[str, Any] = field(default_factory=dict)
+    details: Callable[[], dict[str, object]] = dict
+    handle: Any = None
 
 
 STATIC = {"cache_implementation": "static"}
 
 
-def eager(model: Any, device: ost.Device, batch: int) -> Way:
-    return Way(Opened())
+@contextmanager
+def eager(model: Any, device: ost.Device, batch: int) -> Iterator[Opened]:
+    yield Opened()
 
 
-def static(model: Any, device: ost.Device, batch: int) -> Way:
-    return Way(Opened({**STATIC, "disable_compile": True}))
+@contextmanager
+def static(model: Any, device: ost.Device, batch: int) -> Iterator[Opened]:
+    yield Opened({**STATIC, "disable_compile": True})
 
 
-def nothing(model: Any, device: ost.Device, batch: int) -> Way:
+@contextmanager
+def nothing(model: Any, device: ost.Device, batch: int) -> Iterator[Opened]:
     if model.device.type != "cuda":
         raise RuntimeError("transformers asks for a compiled call only on a GPU")
     call = Nothing(model, batch)
     model.get_compiled_call = lambda config: call
-    way = Way(Opened(STATIC))
-    way.callback(lambda: delattr(model, "get_compiled_call"))
-    return way
+    try:
+        yield Opened(STATIC)
+    finally:
+        del model.get_compiled_call
 
 
-def graphed(model: Any, device: ost.Device, batch: int) -> Way:
+@contextmanager
+def graphed(model: Any, device: ost.Device, batch: int) -> Iterator[Opened]:
     from ostinato.interop.transformers import graphed as graphed_model
-
-    steps = graphed_model(model, device=device)
 
     def details() -> dict[str, object]:
         numbers = steps.step.statistics()
         found = {"replays": numbers.replays, "captures": numbers.captures, "eager": numbers.eager}
         return {**found, "passed_on": steps.passed_on, "rebound": numbers.rebound}
 
-    way = Way(Opened(STATIC, details, steps))
-    way.callback(steps.close)
-    return way
+    with closing(graphed_model(model, device=device)) as steps:
+        yield Opened(STATIC, details, steps)
 
 
-def accelerated(model: Any, device: ost.Device, batch: int) -> Way:
+@contextmanager
+def accelerated(model: Any, device: ost.Device, batch: int) -> Iterator[Opened]:
     from ostinato.interop.transformers import accelerate
-
-    handle = accelerate(model, device=device, sequences=batch, max_context=256)
 
     def details() -> dict[str, object]:
         numbers = handle.statistics()
@@ -243,18 +228,19 @@ def accelerated(model: Any, device: ost.Device, batch: int) -> Way:
             "plan_bytes": numbers.plan_bytes,
         }
 
-    way = Way(Opened({}, details, handle))
-    way.callback(handle.close)
-    return way
+    with closing(accelerate(model, device=device, sequences=batch, max_context=256)) as handle:
+        yield Opened({}, details, handle)
 
 
-def compiled(model: Any, device: ost.Device, batch: int) -> Way:
+@contextmanager
+def compiled(model: Any, device: ost.Device, batch: int) -> Iterator[Opened]:
     if model.device.type != "cuda":
         raise RuntimeError("transformers compiles by itself only on a GPU")
-    return Way(Opened(STATIC))
+    yield Opened(STATIC)
 
 
-WAYS: dict[str, Callable[[Any, ost.Device, int], Way]] = {
+Way: TypeAlias = Callable[[Any, ost.Device, int], AbstractContextManager[Opened]]
+WAYS: dict[str, Way] = {
     "eager": eager,
     "static": static,
     "graphed": graphed,
@@ -269,7 +255,7 @@ WAYS: dict[str, Callable[[Any, ost.Device, int], Way]] = {
 
 def run_way(
     name: str,
-    way: Callable[[Any, ost.Device, int], Way],
+    way: Way,
     model: Any,
     device: ost.Device,
     ids: Any,

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def compare(
     """A row for each way: they take turns."""
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     loads = {}
-    with one_core_busy() if busy else nothing():
+    with one_core_busy() if busy else nullcontext():
         for _ in range(chosen.rounds):
             for way in ways:
                 loads[way] = os.getloadavg()[0]
@@ -167,11 +167,6 @@ def one_core_busy() -> Iterator[None]:
     finally:
         process.kill()
         process.wait()
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
 
 
 def model_of(kind: str, folder: Path) -> Path:

@@ -24,11 +24,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import ostinato as ost
 from benchmarks import common
 from benchmarks.serve_clients import Load, Outcome
+from benchmarks.soak import resident
 from ostinato.bench.contest import random_tokens
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.shapes import SHAPES, shape_named
@@ -206,12 +207,12 @@ def soak(
     clients = min(slots, answers)
     each = max(1, answers // (2 * clients))
     load = Load(server.url, clients, each, 4, _SOAK_TOKENS, vocabulary)
-    outcomes, free, resident = [], [], []
+    outcomes, free, used = [], [], []
     for _ in range(2):
         outcomes.append(ask(load))
         device.synchronize()
         free.append(device.memory_info()[0])
-        resident.append(_resident())
+        used.append(resident())
     numbers = server.engine.statistics().result(_SECONDS)
     total = sum(len(one.first) for one in outcomes)
     if numbers.under_way or sum(one.tokens for one in outcomes) != total * _SOAK_TOKENS:
@@ -223,18 +224,8 @@ def soak(
         "tokens_per_second": _SOAK_TOKENS * total / sum(one.seconds for one in outcomes),
         "requests_per_second": total / sum(one.seconds for one in outcomes),
         "device_grew_bytes": free[0] - free[1],
-        "process_grew_bytes": resident[1] - resident[0],
+        "process_grew_bytes": used[1] - used[0],
     }
-
-
-def _resident() -> int:
-    """Bytes of memory of this process; 0 where the system does not say."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
-    found: Any = next((line.split()[1] for line in lines if line.startswith("VmRSS")), 0)
-    return int(found) << 10
 
 
 if __name__ == "__main__":

@@ -86,9 +86,7 @@ class StepBench:
         self.where["state"] = gpu.array(np.zeros((sequences, 4), np.int32))
         self.where["options"] = gpu.array(np.zeros((sequences, OPTIONS.itemsize // 8), np.uint64))
         self.where["stops"] = gpu.array(np.full(STOP_TOKENS, -1, np.int32))
-        self.where["ring"], self.ring_host = gpu.pinned(
-            np.full((sequences, self.ring, 2), -1, np.int32)
-        )
+        self.where["ring"], _ = gpu.pinned(np.full((sequences, self.ring, 2), -1, np.int32))
         self.where["workspace"] = gpu.array(np.zeros(1 << 24, np.uint8))
 
     def packed(self, how: Packing, columns: int) -> Memory:
