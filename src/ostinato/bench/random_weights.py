@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ostinato.errors import InputError
 from ostinato.models import Checkpoint, LlamaConfig
+from ostinato.models.arguments import whole
 from ostinato.models.config import tensor_shapes
 from ostinato.models.files.checkpoint import JsonTokenizerSource, RawTensor, StoredCheckpoint
 from ostinato.models.files.dequantise import BLOCK_TYPES
@@ -85,6 +86,15 @@ def random_blocks(
     return made.reshape(rows, count * block.size)
 
 
+def _fill_around(out: npt.NDArray[Any], block: npt.NDArray[Any], place: int) -> None:
+    """Fills `out` from a place of the block on, which begins anew where it ends."""
+    at, done = place % len(block), 0
+    while done < len(out):
+        count = min(len(block) - at, len(out) - done)
+        out[done : done + count] = block[at : at + count]
+        done, at = done + count, 0
+
+
 class RandomCheckpoint(Checkpoint):
     """Weights of a shape: matrices normal, 0.02 wide; norms between 0.5 and 1.5.  No file, no
     tokenizer; `name` is shown in place of a path.
@@ -109,9 +119,8 @@ class RandomCheckpoint(Checkpoint):
         threads: int = 2,
     ) -> None:
         """As `Checkpoint.load`; on every core, since it is memory's speed that counts here."""
-        if threads < 1:
-            raise InputError(f"threads is {threads}, must be 1 or more")
-        with ThreadPoolExecutor(max(threads, os.cpu_count() or 1)) as pool:
+        threads = max(whole(threads, "threads", 1), os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(lambda piece: self._fill_piece(*piece), _pieces(into)):
                 pass
 
@@ -123,11 +132,7 @@ class RandomCheckpoint(Checkpoint):
             out[...] = rng.uniform(0.5, 1.5, out.shape)
             return
         block = self._halves if out.dtype == np.uint16 else self._floats
-        at, done = (place + start) % _BLOCK, 0
-        while done < out.size:
-            count = min(_BLOCK - at, out.size - done)
-            out[done : done + count] = block[at : at + count]
-            done, at = done + count, 0
+        _fill_around(out, block, place + start)
 
 
 def _pieces(
@@ -187,11 +192,7 @@ class PackedCheckpoint(StoredCheckpoint):
             made = random_blocks(raw.type, (1, count * block.values), rng)
             piece = self._pieces[raw.type] = made.reshape(-1, block.size)
         found = np.empty((raw.size // block.size, block.size), np.uint8)
-        at, done = place % len(piece), 0
-        while done < len(found):
-            count = min(len(piece) - at, len(found) - done)
-            found[done : done + count] = piece[at : at + count]
-            done, at = done + count, 0
+        _fill_around(found, piece, place)
         return found.reshape(-1)
 
 

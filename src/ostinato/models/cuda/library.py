@@ -9,9 +9,9 @@
 
 `[…]` is a product of the library, all else kernels of ours (`kernels/pieces.cu`, `attention.cu`).
 Products read bfloat16 and give float32 (`product_out`), so what is rounded is what our own kernels
-round; the residual stays float32.  The ends (`embed`, `head`, `sample`, `advance`)
-are those of `lowering`; where a step samples only in its last row, `head` and what follows are
-launched for that row as in a step of one.
+round; the residual stays float32.  The ends (`embed`, `head`, `sample`) are those of `lowering`;
+where a step samples only in its last row, `head` and what follows are launched for that row as in a
+step of one.
 
 A packed matrix (`bricks`) is unpacked into `unpacked` before its product, so that is read by the
 launch right after: neither of the two is programmatic.
