@@ -138,8 +138,9 @@ class OnTape(OnCpu):
 
     def buffer(self, tensor: Any, shape: Any) -> Any:
         made = super().buffer(tensor, shape)
-        with torch.inference_mode(False), torch.no_grad():
-            return made.zero_()  # the operations of a capture run here, and indices must be some
+        # The operations of a capture run here, and indices must be some.
+        made.untyped_storage().fill_(0)
+        return made
 
     def capture(self, work: Callable[[Any], Any]) -> tuple[ost.Graph, Any]:
         tape = Tape()

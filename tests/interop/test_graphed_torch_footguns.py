@@ -76,6 +76,7 @@ BASE = torch.arange(24.0)
         BASE.view(4, 6)[:, 1:4],
         BASE[:3].expand(4, 3),
         BASE[0].expand(3, 3),
+        BASE[3].expand(1),
         BASE.as_strided((5, 3), (1, 1)),
         BASE.unfold(0, 3, 1),
         BASE[:0],
@@ -94,6 +95,27 @@ def test_arguments_of_all_layouts(make: Any, x: Any) -> None:
     step = make(lambda x: (x * 2, x.sum(), x + 0))
     check(step, lambda x: (x * 2, x.sum(), x + 0), x)
     assert step.statistics().replays == 3, step.explain()
+
+
+def test_arguments_whose_elements_repeat(make: Any) -> None:
+    def f(x: Any, y: Any) -> Any:
+        x[0].add_(1)  # all rows are this one
+        return x * (2 if x.stride(0) == 0 else 3), x.sum() + y
+
+    mine, theirs = torch.arange(3.0), torch.arange(3.0)
+    step = make(f, verify=3)
+    for _ in range(6):
+        found = step(mine.expand(4, 3), torch.ones(1))
+        equal(found, f(theirs.expand(4, 3), torch.ones(1)))
+        equal(mine, theirs)
+    assert step.statistics().verified == 2 and not step.statistics().quarantined
+
+
+def test_dynamic_sizes_beside_arguments_whose_elements_repeat(make: Any) -> None:
+    step = make(lambda x, y: x + y, padding=Padding({"x": 0}, ost.PowersOfTwo(8)))
+    for size in (3, 5, 3, 6, 3):
+        check(step, lambda x, y: x + y, torch.ones(size), BASE[3].expand(1), calls=1)
+        check(step, lambda x, y: x + y, torch.ones(size, 4), BASE[0].expand(1, 4), calls=1)
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "bool", "complex64", "int8"])

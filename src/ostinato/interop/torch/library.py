@@ -109,6 +109,21 @@ def _name_of(choice: Any) -> Hashable:
     return name
 
 
+def _repeated(tensor: torch.Tensor) -> list[int]:
+    """The axes along which all elements are one in memory: torch does not write such tensors."""
+    strides = tensor.stride()
+    if 0 not in strides:
+        return []
+    return [axis for axis, size in enumerate(tensor.shape) if size > 1 and not strides[axis]]
+
+
+def _once(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    """The first elements along some axes."""
+    for axis in axes:
+        tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
 def _determinism() -> tuple[Callable[[], Any], ...]:
     """Functions that tell how deterministic algorithms are; none where they need not be so."""
     return _deterministic if torch._C._get_deterministic_algorithms() else ()
@@ -357,8 +372,6 @@ class Torch:
         with torch.inference_mode(False), torch.no_grad():
             if shape is not None:
                 made = torch.zeros(tuple(shape), **like)
-            elif torch._debug_has_internal_overlap(tensor) == 1:
-                made = torch.empty(tensor.shape, **like)
             else:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), **like)
             # Functions ask whether they are given a weight, and whether it learns.
@@ -385,12 +398,19 @@ class Torch:
         return self.new if _empty_here is None or not here else _empty_here
 
     def stager(self, buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], None]:
-        into = list(buffers)
+        into = [*buffers]
         if not into:
             return lambda tensors: None
+        repeated = {index: axes for index, one in enumerate(into) if (axes := _repeated(one))}
+        for index, axes in repeated.items():
+            into[index] = _once(into[index], axes)
         copy = into[0].copy_
 
         def stage(tensors: Sequence[Any]) -> None:
+            if repeated:
+                tensors = [*tensors]
+                for index, axes in repeated.items():
+                    tensors[index] = _once(tensors[index], axes)
             if len(into) == 1:
                 copy(tensors[0])
             else:
@@ -400,7 +420,10 @@ class Torch:
         return torch.no_grad()(stage) if torch.is_grad_enabled() else stage
 
     def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
+        axes = _repeated(into)
         with torch.no_grad():
+            if axes:
+                into, tensor = _once(into, axes), _once(tensor, axes)
             into.copy_(tensor)
 
     def narrow(self, tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
@@ -411,7 +434,7 @@ class Torch:
 
     def fill(self, tensor: torch.Tensor, value: float) -> None:
         with torch.no_grad():
-            tensor.fill_(value)
+            _once(tensor, _repeated(tensor)).fill_(value)
 
     def poison(self, rest: torch.Tensor, front: torch.Tensor, axis: int) -> None:
         if not rest.numel():
@@ -439,7 +462,9 @@ class Torch:
                     one, other = one.float(), other.float()
                 same = torch.isclose(one, other, rtol=relative, atol=absolute, equal_nan=True)
             else:
-                bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+                # Not `reshape`: the stride of a single element may be any number.
+                flat = [t.contiguous().as_strided((t.numel(),), (1,)) for t in (one, other)]
+                bits = [t.view(torch.uint8) for t in flat]
                 if torch.equal(*bits):
                     return ""
                 width = one.element_size()
