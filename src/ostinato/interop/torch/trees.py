@@ -25,7 +25,7 @@ PLAIN: tuple[type, ...] = (
 def parts(value: object) -> tuple[Hashable, list[Any]] | None:
     """What there is of a container besides its children, and these; None for anything else."""
     node = torch.utils._pytree.SUPPORTED_NODES.get(type(value))
-    if node is None:
+    if node is None or type(value) is torch.Size:  # of which the registry makes a plain tuple
         return None
     children, context = node.flatten_fn(value)
     children = [*children]
@@ -82,7 +82,10 @@ def joiner(like: Any) -> Join:
     if copy is not None and _alike(copy([*children]), like):
         return copy
     held = getattr(like, "__dict__", {})
-    made = getattr(node.unflatten_fn([*children], context), "__dict__", {})
+    another = node.unflatten_fn([*children], context)
+    if type(another) is not type(like):
+        raise Unknown("a container of which torch's registry makes one of another class", like)
+    made = getattr(another, "__dict__", {})
     lost = {name: v for name, v in _others(held, children) if not _has(made, name, v)}
     if not all(is_plain(v, PLAIN) for v in lost.values()) or any(
         name not in made for name, value in held.items() if name not in lost
