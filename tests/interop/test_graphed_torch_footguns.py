@@ -129,6 +129,18 @@ def test_checks_of_all_types(make: Any, name: str, tolerance: Any) -> None:
     assert step.statistics().verified == 2 and not step.statistics().quarantined
 
 
+def test_checks_of_statistics_that_torch_does_not_count(make: Any) -> None:
+    """`batch_norm` writes its running statistics, and their versions do not tell it."""
+    mine, theirs = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+    step = make(mine, verify=2)
+    for _ in range(6):
+        x = torch.rand(5, 3)
+        equal(step(x), theirs(x))
+        equal(mine.running_mean, theirs.running_mean)
+        equal(mine.running_var, theirs.running_var)
+    assert step.statistics().verified == 3 and not step.statistics().quarantined
+
+
 @pytest.mark.parametrize("lazy", [torch.conj, torch.Tensor._neg_view])
 def test_checks_of_lazy_tensors(make: Any, lazy: Any) -> None:
     x = lazy(torch.tensor([1 + 2j, 3 + 4j]))
@@ -1504,6 +1516,60 @@ def test_results_like_those_of_an_encoder(make: Any) -> None:
         wanted = torch.full((2,), float(start**2)), torch.full((2,), float(start**2 + start))
         equal((output.last, rest["pooled"]), wanted)
     assert step.statistics().replays == 4
+
+
+def test_static_results_as_the_next_arguments(make: Any) -> None:
+    def f(x: Any, y: Any) -> Any:
+        return y, x, x[:2], x + y
+
+    step = make(f, results="static")
+    mine = theirs = torch.arange(3.0), torch.ones(3)
+    for _ in range(5):
+        found, wanted = step(*mine), f(*theirs)
+        equal(found, wanted)
+        mine, theirs = found[:2], wanted[:2]
+    assert step.statistics().replays == 4
+
+
+@pytest.mark.parametrize("verify", [None, 3])
+def test_a_static_result_that_the_next_call_writes(make: Any, verify: Any) -> None:
+    def f(x: Any) -> Any:
+        return x.add_(1) * 2
+
+    step = make(f, results="static", verify=verify)
+    mine, theirs = torch.arange(3.0), torch.arange(3.0)
+    for _ in range(5):
+        mine, theirs = step(mine), f(theirs)
+        equal(mine, theirs)
+    assert step.statistics().replays == 4 and not step.statistics().quarantined
+
+
+def test_sizes_are_sizes(make: Any) -> None:
+    """torch's registry makes plain tuples of them."""
+
+    def f(x: Any, size: Any) -> Any:
+        return x.view(size) * (2 if isinstance(size, torch.Size) else 3), x.shape
+
+    step = make(f)
+    for _ in range(4):
+        found, shape = step(torch.ones(6), torch.Size([2, 3]))
+        equal(found, torch.full((2, 3), 2.0))
+        assert shape.numel() == 6
+    assert step.statistics().replays == 3
+
+
+def test_containers_that_the_registry_makes_of_another_class(make: Any) -> None:
+    class Pair(list):  # type: ignore[type-arg]
+        pass
+
+    pytree = torch.utils._pytree
+    pytree.register_pytree_node(Pair, lambda p: ([*p], None), lambda items, _: [*items])
+    step = make(lambda x: Pair([x, x * 2]))
+    try:
+        assert [type(step(BASE[:3])) for _ in range(3)] == [Pair] * 3
+    finally:
+        pytree._deregister_pytree_node(Pair)
+    assert "another class" in step.explain()
 
 
 def test_views_whose_shapes_are_changed_in_place(make: Any) -> None:

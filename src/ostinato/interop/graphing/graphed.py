@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from statistics import median
 from typing import Any, Self
 
@@ -71,7 +71,8 @@ __all__ = ["EAGER", "Graphed"]
 
 _MOST_LINES = 4096
 _MOST_KEPT = 256 << 20
-"""Bytes of arguments that are compared after a warm-up."""
+"""Bytes of arguments that are compared after a warm-up, and of what else a function that is checked
+uses."""
 _MOST_BROKEN, _WAIT = 5, 4
 _DISTURBED = "something else than the function broke a capture, which is tried again later"
 _numbers = itertools.count()
@@ -294,7 +295,10 @@ class Graphed(Guarded):
     def _results(self, line: Line, captured: Captured, work: Work, made: Sequence[Any]) -> Any:
         """What a call gives after its replay.  `made`: the copies that the graph has made."""
         library = self._library
-        for index in captured.written:
+        written: Collection[int] = captured.written
+        if written:
+            written = {*written} - self._subject.overwritten(captured, work)
+        for index in written:
             changed, dynamic = captured.inputs[index], work.axes[index]
             if dynamic is not None:
                 changed = library.narrow(changed, dynamic.axis, dynamic.size)
@@ -313,7 +317,7 @@ class Graphed(Guarded):
         """See `Captured.give`."""
         library, build = self._library, captured.tree.build
         if self._options.results == "static":
-            return lambda made, given=(), outputs=captured.outputs: build(outputs, given)
+            return self._static_giver(captured)
         moved = () if captured.moves is None else captured.moves.outputs
         if moved and len(moved) == len(captured.outputs):
             return build
@@ -336,6 +340,25 @@ class Graphed(Guarded):
             copies = iter(made)
             pairs = zip(outputs, hows, strict=True)
             return build([next(copies) if how is None else how(out) for out, how in pairs], given)
+
+        return give
+
+    def _static_giver(self, captured: Captured) -> Callable[..., Any]:
+        """The outputs themselves, but copies of those that lie in the graph's inputs: the next call
+        may be given them as other arguments, and its copies would overwrite each other."""
+        library, build = self._library, captured.tree.build
+        memory = [*map(library.storage, captured.inputs)]
+        passed = [any(m.holds(library.address(o)) for m in memory) for o in captured.outputs]
+        if not any(passed):
+            return lambda made, given=(), outputs=captured.outputs: build(outputs, given)
+        hows = [library.clone if each else _itself for each in passed]
+
+        def give(
+            made: Sequence[Any],
+            given: Sequence[Any] = (),
+            outputs: Sequence[Any] = captured.outputs,
+        ) -> Any:
+            return build([how(out) for how, out in zip(hows, outputs, strict=True)], given)
 
         return give
 
@@ -415,7 +438,8 @@ class Graphed(Guarded):
             return self._eager(line, work, "the graph was evicted while it was to be replayed")
         if not (captured.compared or work.sizes):
             captured.compared = True
-            found = self._uncounted(line, work.leaves, dict(enumerate(captured.inputs)))
+            now = dict(enumerate(captured.inputs))
+            found = self._uncounted(line.written, work.leaves, now)
             for index in found:
                 self._library.copy(work.leaves[index], captured.inputs[index])
             line.written |= found
@@ -445,6 +469,8 @@ class Graphed(Guarded):
         versions = [*map(library.version, work.leaves)]
         kept = self._kept(work.leaves)
         versions_before = [*map(library.version, state)]
+        # A check writes again what a replay has written, if it does not know that.
+        kept_state = {} if options.verify is None else self._kept(state)
         line.eager += 1
         line.reasons["the first call of a key warms up"] += 1
         subject.turns.take()
@@ -460,12 +486,13 @@ class Graphed(Guarded):
             return result
         after = [*map(library.version, work.leaves)]
         line.written |= {i for i, (a, b) in enumerate(zip(versions, after, strict=True)) if a != b}
-        line.written |= self._uncounted(line, work.leaves, kept)
+        line.written |= self._uncounted(line.written, work.leaves, kept)
         line.state |= {
             i
             for i, (array, before) in enumerate(zip(state, versions_before, strict=True))
             if before is None or library.version(array) != before
         }
+        line.state |= self._uncounted(line.state, state, kept_state)
         if (
             subject.arguments.changed(work, work.tokens)
             or self._places(work.leaves + work.statics) != places[0]
@@ -500,21 +527,24 @@ class Graphed(Guarded):
         return [*map(self._library.address, arrays)]
 
     def _kept(self, arrays: Sequence[Any]) -> dict[int, Any]:
-        """Copies of arrays, by their places, as far as they are not large."""
+        """Copies of arrays, by their places, as far as they are not large: the small ones first."""
         library, left, kept = self._library, _MOST_KEPT, {}
-        for index, array in enumerate(arrays):
-            left -= library.storage(array).nbytes
-            if left >= 0 and library.version(array) is not None:
-                kept[index] = library.clone(array)
+        sizes = [library.storage(array).nbytes for array in arrays]
+        for index in sorted(range(len(arrays)), key=sizes.__getitem__):
+            left -= sizes[index]
+            if left >= 0 and library.version(arrays[index]) is not None:
+                kept[index] = library.clone(arrays[index])
         return kept
 
-    def _uncounted(self, line: Line, arrays: Sequence[Any], like: Mapping[int, Any]) -> set[int]:
+    def _uncounted(
+        self, counted: Collection[int], arrays: Sequence[Any], like: Mapping[int, Any]
+    ) -> set[int]:
         """Which arrays are not like others any more though no write was counted: kernels of the
         user's own write them, or operations that the library does not see."""
         return {
             index
             for index, other in like.items()
-            if index not in line.written and self._library.difference(arrays[index], other, None)
+            if index not in counted and self._library.difference(arrays[index], other, None)
         }
 
     def _overlaps(self, line: Line, work: Work) -> bool:

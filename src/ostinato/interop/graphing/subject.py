@@ -11,7 +11,7 @@ from ostinato import GraphCache
 from ostinato.interop.graphing.arguments import Arguments
 from ostinato.interop.graphing.guards import Guards
 from ostinato.interop.graphing.library import Library, Options, Turns
-from ostinato.interop.graphing.records import Work
+from ostinato.interop.graphing.records import Captured, Work
 from ostinato.interop.graphing.trees import Unknown
 
 __all__ = ["Subject"]
@@ -50,6 +50,16 @@ class Subject:
         found = [hidden(array, names, copied=True) for array in work.leaves]
         found += [hidden(array, names) for array in work.state]
         return next(filter(None, found), "")
+
+    def overwritten(self, captured: Captured, work: Work) -> set[int]:
+        """Which arguments of a call are static results of the one before: a replay overwrites them,
+        whatever the function does to its arguments."""
+        if self.options.results != "static":
+            return set()
+        library = self.library
+        memory = [*map(library.storage, captured.outputs)]
+        places = [*map(library.address, work.leaves)]
+        return {i for i, place in enumerate(places) if any(m.holds(place) for m in memory)}
 
     def pointers(self, work: Work) -> list[int]:
         """Where the static arguments of a call are."""
