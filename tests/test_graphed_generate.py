@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import re
 import sys
 import types
@@ -181,6 +182,30 @@ def test_what_is_left_to_transformers() -> None:
         assert not steps.step.caches
         model.generate(torch.tensor(IDS), **options)
         assert len(steps.step.caches) == 11
+
+
+def test_calls_that_a_static_cache_does_not_fit() -> None:
+    """`generate` refuses a cache that is given beside the setting of one, and candidates of a
+    prompt lookup go beyond its end."""
+    model, short = tiny("llama"), {"max_new_tokens": 5, "do_sample": False}
+    repeats = torch.tensor([[5, 99, 5, 99, 5, 99, 5]])
+    long = eager(model, max_new_tokens=10, do_sample=False)
+    with graphed(model) as steps:
+        cache = transformers.DynamicCache(config=model.config)
+        for given in (cache, transformers.StaticCache(config=model.config, max_cache_len=40)):
+            parameters = inspect.signature(model.forward).parameters
+            kept = {next(name for name in CACHE_NAMES if name in parameters): given}
+            half = model.generate(torch.tensor(IDS), **kept, **short)
+            assert torch.equal(model.generate(half, **kept, **short), long)
+        assert len(steps.step.caches) == 8 and {*map(id, steps.step.caches)} == {id(given)}
+        found = model.generate(repeats, max_new_tokens=20, prompt_lookup_num_tokens=3)
+        assert torch.equal(found, type(model).generate(model, repeats, max_new_tokens=20))
+        wanted = {"a DynamicCache, which is not static": 2, "a prompt lookup": 1}
+        assert steps.passed_on == wanted
+        assert model.generation_config.cache_implementation == "static"
+        with pytest.raises(ValueError, match="Passing both"):
+            model.generate(repeats, cache_implementation="offloaded", **kept, **short)
+    assert not [name for name in vars(model) if name.startswith("_prepare")]
 
 
 def test_settings_are_put_back() -> None:

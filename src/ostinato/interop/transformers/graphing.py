@@ -28,6 +28,7 @@ def graphed(model: Any, *, max_cache_len: int | None = None, **options: Any) -> 
     A compiled call needs a static cache, so `generation_config.cache_implementation` becomes
     "static" unless it says something else.  A longer cache is another shape, with a graph of its
     own: `max_cache_len` (as in `generation_config`) makes one that is long enough for all calls.
+    A call that is given a cache has that one, a prompt lookup a dynamic one.
 
     `options`: of `interop.torch.graphed` (verify, tolerance, budget, strict, store, …).  With
     `store=folder`, `save()` of what this returns writes the steps' graphs, and the next process
@@ -70,7 +71,9 @@ class GraphedModel(Closeable):
             self._set("cache_implementation", "static")
         if max_cache_len is not None:
             self._set("max_cache_len", max_cache_len)
-        self._method = Method(model, "get_compiled_call", self._compiled_call)
+        self._methods = [Method(model, "get_compiled_call", self._compiled_call)]
+        if "cache_implementation" in self._settings:
+            self._methods.append(Method(model, _PREPARE, self._prepare_cache))
 
     def __repr__(self) -> str:
         return f"<GraphedModel {type(self._model).__name__}{', closed' * self._closed}>"
@@ -109,6 +112,24 @@ class GraphedModel(Closeable):
 
         return step
 
+    def _prepare_cache(
+        self, model: Any, config: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """As the model's class has it, which `generate` calls with the call's own `config`: without
+        the setting of ours where that raises, or the call would."""
+        given = [inputs[name] for name in CACHE_NAMES if inputs.get(name) is not None]
+        reason = ""
+        if given:
+            reason = _not_static(given[0])
+        elif config.prompt_lookup_num_tokens is not None:
+            # Its candidates may reach beyond the end, where a static cache has no room.
+            reason = "a prompt lookup"
+        if config.cache_implementation == "static" and (given or reason):
+            config.cache_implementation = None
+            if reason:
+                self._passed_on[reason] += 1
+        return getattr(type(model), _PREPARE)(model, config, inputs, *args, **kwargs)
+
     @property
     def passed_on(self) -> dict[str, int]:
         """Steps, and whole calls, that were left to transformers, by reason."""
@@ -133,11 +154,15 @@ class GraphedModel(Closeable):
         if self._closed:
             return
         self._closed = True
-        self._method.remove()
+        for method in self._methods:
+            method.remove()
         for name, (before, ours) in self._settings.items():
             if getattr(self._config, name, None) == ours:
                 setattr(self._config, name, before)
         self.step.close()
+
+
+_PREPARE = "_prepare_cache_for_generation"
 
 
 def _not_static(cache: Any) -> str:
