@@ -164,10 +164,12 @@ def test_a_file_names_no_other_classes(data: Any) -> None:
         stored.rebuilt(data, [])
 
 
-def test_what_is_written(lib: Lib, make: Make) -> None:
+@pytest.mark.parametrize("counted", [True, False])
+def test_what_is_written(lib: Lib, make: Make, counted: bool) -> None:
     def counting(total: Array) -> Callable[[Array], Any]:
         def f(x: Array) -> Any:
             total.shift(1.0)
+            total.version -= not counted
             return x.shift(1.0).line(2.0)
 
         return f

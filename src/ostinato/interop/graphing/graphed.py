@@ -469,8 +469,10 @@ class Graphed(Guarded):
         versions = [*map(library.version, work.leaves)]
         kept = self._kept(work.leaves)
         versions_before = [*map(library.version, state)]
-        # A check writes again what a replay has written, if it does not know that.
-        kept_state = {} if options.verify is None else self._kept(state)
+        # A check writes again what a replay has written, and a file takes it for a constant, if it
+        # is not known.
+        asked = options.verify is not None or self._saving is not None
+        kept_state = self._kept(state) if asked else {}
         line.eager += 1
         line.reasons["the first call of a key warms up"] += 1
         subject.turns.take()
