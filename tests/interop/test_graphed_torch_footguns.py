@@ -748,6 +748,26 @@ def test_tensors_that_are_no_plain_memory(make: Any) -> None:
     assert "a nested tensor" in reasons and "a quantized tensor" in reasons
 
 
+class Sparse(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+
+    def forward(self, x: Any) -> Any:
+        return torch.sparse.mm(self.graph, x)
+
+
+def test_tensors_without_memory_of_their_own(make: Any) -> None:
+    """Neither can be asked where it lies."""
+    check(make(Sparse()), Sparse(), torch.ones(3, 2))
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    step = make(lazy)
+    first = step(torch.ones(3, 2))
+    for _ in range(3):
+        equal(step(torch.ones(3, 2)), first)
+    assert "UninitializedParameter" in step.explain() and step.statistics().replays == 2
+
+
 class Layer:
     def __init__(self, value: float) -> None:
         self.keys = torch.full((3,), value)

@@ -221,7 +221,11 @@ class Graphed(Guarded):
         if guards is not None:
             seen = work.seen = guards.read()
             arrays = seen.arrays
-            pointers = [*map(library.address, arrays)]
+            try:
+                pointers = [*map(library.address, arrays)]
+            except Exception as error:  # an array without memory of its own: a sparse one
+                why = self._subject.refusal(arrays) or str(error)
+                raise NotGraphable(f"what the function uses: {why}") from None
             if pointers != self._pointers or not same(arrays, self._guarded):
                 self._pointers, self._guarded = pointers, arrays
                 shape = tuple([(type(a), library.signature(a), library.offset(a)) for a in arrays])
