@@ -110,6 +110,26 @@ def test_a_rebound_buffer_lives_with_the_executable(device: Device, stream: ost.
 
 def test_a_patched_buffer_lives_with_the_executable(device: Device, stream: ost.Stream) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
+def test_a_buffer_that_a_range_stood_for_lives_with_the_executable(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, y, out = ones(device), device.array(np.full(N, 3, np.float32)), device.zeros(N, np.float32)
+    run = doubling(device, stream, x, out)
+    run.rebind({x: y.range})
+    del y
+    gc.collect()
+    device.synchronize()
+    other = device.array(np.full(N, 9, np.float32))
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 6).all()
+    run.rebind([(run.manifest()[0].range, other.range)])
+    other.close()
+    with pytest.raises(ClosedError):
+        run.launch(stream)
+    with pytest.raises(ClosedError, match="new target"):
+        run.rebind({x: other})
+
+
     run = doubling(device, stream, x, out)
     run.patch(0, "a", device.array(np.full(N, 3, np.float32)))
     gc.collect()

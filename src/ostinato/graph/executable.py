@@ -614,7 +614,8 @@ class GraphExec(Launcher, Closeable):
         """
         pairs = list(targets.items() if isinstance(targets, Mapping) else targets)
         with self._lock:
-            moves, find = moves_of(pairs), self.context.driver.memory_range
+            find = self.context.driver.memory_range
+            moves = moves_of(pairs, self.context.owner_of)
             plain = self._shadow.pointers().plain(moves, find)
             if plain is not None and write_words(self, plain):
                 self._shadow.moved(plain)

@@ -143,7 +143,7 @@ class Rebinding:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Pointers into `old` are to point into `new`, the memory of `target`."""
+    """Pointers into `old` are to point into `new`, memory of `target`."""
 
     old: MemoryRange
     new: MemoryRange
@@ -209,11 +209,14 @@ def plan_rebind(
     return Rebinding(plan.changes, report)
 
 
-def moves_of(targets: Sequence[tuple[Target, Target]]) -> list[Move]:
+def moves_of(
+    targets: Sequence[tuple[Target, Target]], owner_of: Callable[[int], object | None]
+) -> list[Move]:
     """The moves between the targets' ranges, in the order of the old addresses.
 
-    Raises InputError for what is no pair and for old ranges that overlap, ClosedError for a new
-    target that is closed.
+    `owner_of` gives what holds the memory at an address, which a MemoryRange does not.  Raises
+    InputError for what is no pair and for old ranges that overlap, ClosedError for a new target
+    that is closed.
     """
     for pair in targets:  # a buffer of two rows would be taken for a pair of its rows
         if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -221,10 +224,12 @@ def moves_of(targets: Sequence[tuple[Target, Target]]) -> list[Move]:
                 f"rebind: {{old: new}} or (old, new) pairs are needed, not {type(pair).__name__} "
                 f"({pair!r})"
             )
-    moves = [
-        Move(range_of(old, "old target"), range_of(new, "new target"), new) for old, new in targets
-    ]
-    if any(getattr(new, "closed", False) for _, new in targets):
+    moves = []
+    for old, new in targets:
+        memory, to = range_of(old, "old target"), range_of(new, "new target")
+        owner = owner_of(to.address) if isinstance(new, MemoryRange) else None
+        moves.append(Move(memory, to, new if owner is None else owner))
+    if any(getattr(move.target, "closed", False) for move in moves):
         raise ClosedError("a new target is closed; nothing was changed")
     ordered = sorted(moves, key=lambda m: m.old.address)
     for left, right in itertools.pairwise(ordered):
