@@ -1862,6 +1862,29 @@ def test_closed_memory_is_seen_that_a_change_brought(
 
 @pytest.mark.parametrize("way", ["child", "clone", "recorded"])
 def test_closed_memory_is_seen_in_copies_of_graphs(
+def test_closed_memory_is_seen_that_a_struct_brought(host_device: Device) -> None:
+    @ost.host_kernel("at: bytes[8], out: *u32")
+    def follow(launch, at, out):
+        out[:1] = launch.memory(int.from_bytes(at, "little"), 4).view(np.uint32)
+
+    stream, out = host_device.create_stream(), host_device.zeros(1, np.uint32)
+    one, two = (host_device.array(np.full(1, v, np.uint32)) for v in (1, 2))
+    source = ost.Source(host=[follow], name="follow")
+    found = host_device.modules.get_or_compile(source, "follow")
+    launches = [
+        ost.prepare(found, config(1), x.address.to_bytes(8, "little"), out) for x in (one, two)
+    ]
+    graph = ost.Graph.create(host_device)
+    graph.add_operation(launches[0])
+    run = graph.instantiate()
+    run.set_params(0, launches[1])
+    run.launch(stream)
+    assert out.to_numpy(stream)[0] == 2
+    two.close()
+    with pytest.raises(ClosedError, match=r"argument 0 points at memory that was closed"):
+        run.launch(stream)
+
+
     device: Device, stream: ost.Stream, way: str
 ) -> None:
     x, out = ones(device), device.zeros(N, np.float32)

@@ -22,7 +22,7 @@ from ostinato.errors import InputError, driver_error
 from ostinato.memory.ranges import range_of
 
 if TYPE_CHECKING:
-    from ostinato.driver.context import Context
+    from ostinato.driver.context import Context, Watcher
     from ostinato.modules import Kernel
 
 __all__ = ["launch", "prepare", "prepare_node"]
@@ -182,6 +182,12 @@ class Inside:
     @property
     def closed(self) -> bool:
         return getattr(self.storage, "closed", False) is True
+
+    def watch(self, watcher: Watcher) -> None:
+        """See `Buffer.watch`."""
+        watch = getattr(self.storage, "watch", None)
+        if callable(watch):
+            watch(watcher)
 
 
 def _touched(
