@@ -115,6 +115,19 @@ def test_a_change_is_made_or_not(device: Device, step_size: int, change: str) ->
     assert before
 
 
+def test_a_node_that_is_off_does_not_run(device: Device, step_size: int) -> None:
+    sums = Sums(device)
+    for enabled in (False, True):
+
+        def work(enabled: bool = enabled) -> None:
+            sums.run.set_enabled(1, enabled)
+
+        for at in every(lines(work), step_size):
+            sums.run.set_enabled(1, not enabled)
+            where = interrupt(work, at)
+            assert sums.answers() == [6, 6 if sums.run.enabled(1) else 0, 6], where
+
+
 def test_what_a_change_points_at_is_kept_through_an_interruption(
     device: Device, step_size: int
 ) -> None:

@@ -422,12 +422,16 @@ class Executable:
 
     def set_enabled(self, call: str, node: Node, enabled: bool) -> None:
         self.enabled(call, node)
-        if enabled:
-            self._disabled.discard(node)
-        else:
-            self._disabled.add(node)
-        self._recompile(node)
-        self._bind()
+        before = self._disabled
+        self._disabled = before - {node} if enabled else before | {node}
+        try:
+            self._recompile(node)
+            self._bind()
+        except BaseException:  # an interruption: `enabled` says what the next launch does
+            self._disabled = before
+            self._recompile(node)
+            self._bind()
+            raise
 
     def update(self, new: GraphDefinition) -> UpdateOutcome:
         outcome = _compare(self._snapshot, new, self._memory.is_pinned)
