@@ -27,6 +27,7 @@ from ostinato.errors import (
     CaptureError,
     ClosedError,
     DriverError,
+    GraphError,
     InputError,
     OutOfMemoryError,
     UpdateRefusedError,
@@ -36,6 +37,7 @@ from ostinato.graph.launching import _touched
 from ostinato.replay import HeldReplay
 from ostinato.replay.profile import run_replay
 from ostinato.testing import FaultyDriver, HeldStream
+from tests.interrupted import interrupt, lines
 from tests.sources import config, kernel, preload
 
 N = 256
@@ -108,8 +110,6 @@ def test_a_rebound_buffer_lives_with_the_executable(device: Device, stream: ost.
     assert (out.to_numpy(stream) == 6).all()
 
 
-def test_a_patched_buffer_lives_with_the_executable(device: Device, stream: ost.Stream) -> None:
-    x, out = ones(device), device.zeros(N, np.float32)
 def test_a_buffer_that_a_range_stood_for_lives_with_the_executable(
     device: Device, stream: ost.Stream
 ) -> None:
@@ -130,6 +130,8 @@ def test_a_buffer_that_a_range_stood_for_lives_with_the_executable(
         run.rebind({x: other})
 
 
+def test_a_patched_buffer_lives_with_the_executable(device: Device, stream: ost.Stream) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
     run = doubling(device, stream, x, out)
     run.patch(0, "a", device.array(np.full(N, 3, np.float32)))
     gc.collect()
@@ -1860,8 +1862,6 @@ def test_closed_memory_is_seen_that_a_change_brought(
         run.launch(stream)
 
 
-@pytest.mark.parametrize("way", ["child", "clone", "recorded"])
-def test_closed_memory_is_seen_in_copies_of_graphs(
 def test_closed_memory_is_seen_that_a_struct_brought(host_device: Device) -> None:
     @ost.host_kernel("at: bytes[8], out: *u32")
     def follow(launch, at, out):
@@ -1885,6 +1885,8 @@ def test_closed_memory_is_seen_that_a_struct_brought(host_device: Device) -> Non
         run.launch(stream)
 
 
+@pytest.mark.parametrize("way", ["child", "clone", "recorded"])
+def test_closed_memory_is_seen_in_copies_of_graphs(
     device: Device, stream: ost.Stream, way: str
 ) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
@@ -2465,6 +2467,38 @@ def test_nodes_that_are_added_in_a_capture_shift_no_index(
     added = [graph.add_memset(x, value) for value in range(3)]
     handles = [node.handle for node in graph.nodes]
     assert [node.index for node in added] == [handles.index(node.handle) for node in added]
+
+
+@pytest.mark.parametrize("before", range(5))
+def test_a_node_that_could_not_be_added_shifts_no_index(host_device: Device, before: int) -> None:
+    """Neither one that the driver refused, nor one that it took and would not show, nor one that an
+    interruption left there."""
+    faults = FaultyDriver(host_device.driver)
+    device = Device(faults)
+    x, increment = device.zeros(1, np.int32), kernel(device, "increment")
+    child = ost.Graph.create(device)
+    child.add_kernel(increment, config(1), x, 1000)
+    for call in ("graph_add_node", "node_params", "node_kind"):
+        graph = ost.Graph.create(device)
+        for _ in range(before):
+            graph.add_kernel(increment, config(1), x, 1)
+        faults.fail(call)
+        with pytest.raises(GraphError, match=call):
+            graph.add_child(child)
+        node = graph.add_kernel(increment, config(1), x, 0)
+        assert graph.nodes[node.index].handle == node.handle
+        assert len(graph) == before + 1, "the graph is as before"
+
+    def work() -> None:
+        graph.add_kernel(increment, config(1), x, 0)
+
+    for at in range(1, lines(work) + 1):
+        graph = ost.Graph.create(device)
+        for _ in range(before):
+            graph.add_kernel(increment, config(1), x, 1)
+        where = interrupt(work, at)
+        node = graph.add_kernel(increment, config(1), x, 0)
+        assert graph.nodes[node.index].handle == node.handle, where
 
 
 @pytest.mark.parametrize("call", ["launch", "upload", "replay", "record", "synchronize", "save"])

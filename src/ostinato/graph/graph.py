@@ -340,29 +340,39 @@ class Graph(Closeable):
         # Before the driver knows the node: an interruption must not leave it without its memory.
         before = len(self.keep)
         self.keep.extend(kept)
+        count, self._count = self._count, None  # until it is known whether there is one more
         try:
             handle = driver.graph_add_node(self.handle, dependencies, params, edge_data)
         except DriverError as error:
             del self.keep[before:]  # there is no such node
+            self._count = count
             raise GraphError(f"adding a {type(params).__name__} failed: {error}") from error
         self.labels[handle] = NodeLabel(operation, line or caller_line())
-        if child is not None:
-            self._label_copies(child.labels, child.handle, handle)
-        index = self._place_of_last(handle)
-        if isinstance(params, KernelNodeParams) and params.config.plain and not edge_data:
-            # It holds what it was given: nothing is to be read back.
-            find = KnownRanges(driver.memory_range)
-            return self._node(index, handle, NodeKind.KERNEL, params, find, self._read_inside)
-        return self._read_one(index, handle)
+        try:
+            if child is not None:
+                self._label_copies(child.labels, child.handle, handle)
+            index = self._place_of_last(handle, count)
+            if isinstance(params, KernelNodeParams) and params.config.plain and not edge_data:
+                # It holds what it was given: nothing is to be read back.
+                find = KnownRanges(driver.memory_range)
+                return self._node(index, handle, NodeKind.KERNEL, params, find, self._read_inside)
+            return self._read_one(index, handle)
+        except DriverError as error:
+            why = f"adding a {type(params).__name__} failed, as it could not be read: {error}"
+            try:
+                driver.graph_remove_node(handle)
+                self.labels.pop(handle, None)
+            except DriverError:
+                self.spoil(f"{why}, and it could not be taken out again; make the graph again")
+            raise GraphError(why) from error
 
-    def _place_of_last(self, node: NodeHandle) -> int:
-        """The index of the node that was added last.
+    def _place_of_last(self, node: NodeHandle, count: int | None) -> int:
+        """The index of the node that was added last, to `count` others if their number is known.
 
         All known drivers list nodes in the order they were added in, which CUDA does not document.
         Asking for the list, or for its length, takes the longer the more nodes there are; so nodes
         are counted, and the list is asked for as the graph doubles.
         """
-        count = self._count
         if count is not None and count & (count + 1) and not self.context.captures:
             self._count = count + 1
             return count
