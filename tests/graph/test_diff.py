@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -232,6 +233,39 @@ def test_host_functions_and_fills(device: Device, x: ost.Buffer) -> None:
     assert [str(f) for f in fill.fields] == ["value: 3 → 4"]
     assert host.fields[0].field == "function"
     assert host.fields[0].before.endswith("one") and host.fields[0].after.endswith("two")
+
+
+@pytest.mark.parametrize("before", ({"default": 1}, {"reset_at_launch": False}))
+def test_what_a_condition_begins_with(device: Device, x: ost.Buffer, before: dict) -> None:
+    def choice(**how: Any) -> ost.Graph:
+        graph = ost.Graph.create(device)
+        node = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(**how))
+        node.bodies[0].add_memset(x, 0)
+        return graph
+
+    assert not choice(**before).diff(choice(**before))
+    (node,) = choice(**before).diff(choice()).changed
+    (field,) = node.fields
+    assert field.field == next(iter(before)).replace("_", " ")
+
+
+def test_kernels_of_one_name_are_compared_by_their_code(host_device: Device) -> None:
+    def loaded(factor: int) -> ost.Kernel:
+        @ost.host_kernel("x: *i32")
+        def scale(launch, x):
+            x[:] *= factor
+
+        source = ost.Source(host=[scale], name=f"by {factor}")
+        return host_device.modules.get_or_compile(source, "scale")
+
+    x = host_device.zeros(1, np.int32)
+    two, three = loaded(2), loaded(3)
+    graphs = [ost.Graph.create(host_device) for _ in range(3)]
+    for graph, scale in zip(graphs, (two, three, two), strict=True):
+        graph.add_kernel(scale, ost.LaunchConfig(1, 1), x)
+    assert not graphs[0].diff(graphs[2])
+    (node,) = graphs[0].diff(graphs[1]).changed
+    assert [str(f) for f in node.fields] == ["kernel: scale → another scale"]
 
 
 def test_structs_word_by_word(host_device: Device) -> None:

@@ -258,12 +258,14 @@ class Graph(Closeable):
         signature = None if operation is None else operation.signature
         arguments: tuple[Argument, ...] | LazyArguments = ()
         children: tuple[tuple[Node, ...], ...] = ()
+        defaults = None
         if isinstance(params, KernelNodeParams):
             name = self.context.driver.function_info(params.function).name
             arguments = LazyArguments(params, signature, find)
         elif isinstance(params, ConditionalNodeParams):
             name = params.kind.name.lower()
             children = tuple(inside(body) for body in params.bodies)
+            defaults = self.context.driver.condition_defaults(params.handle)
         else:
             name = kind.name.lower()
             if isinstance(params, HostNodeParams) and params.function is not None:
@@ -281,6 +283,7 @@ class Graph(Closeable):
             signature,
             () if operation is None else operation.keep,
             children,
+            defaults,
         )
 
     def _read_one(self, index: int, handle: NodeHandle) -> Node:
@@ -713,10 +716,15 @@ class Graph(Closeable):
         return self.to_svg()
 
     def diff(self, other: Graph) -> GraphDiff:
-        """What differs between this graph and another; empty for equal ones."""
-        from ostinato.graph.show.diff import diff
+        """What differs between this graph and another; empty for equal ones.
 
-        return diff(self.outline(readable=False), other.outline(readable=False))
+        Kernels of one name that were loaded twice are compared by their code, which waits for the
+        device; those of two devices by their names alone.
+        """
+        from ostinato.graph.show.diff import code_comparison, diff
+
+        same_code = code_comparison(self.context, other.context)
+        return diff(self.outline(readable=False), other.outline(readable=False), same_code)
 
     def digest(self) -> str:
         """The graph's shape as 64 hexadecimal digits, for processes to compare.

@@ -12,6 +12,7 @@ from ostinato.driver.api import (
     AllocNodeParams,
     BatchMemOpNodeParams,
     ConditionalNodeParams,
+    ConditionDefaults,
     EventRecordNodeParams,
     EventWaitNodeParams,
     FreeNodeParams,
@@ -157,6 +158,8 @@ class Node:
     """What must live while the node can run."""
     children: tuple[tuple[Node, ...], ...] = ()
     """The nodes of its child graph, or of each conditional body."""
+    defaults: ConditionDefaults | None = None
+    """Of a conditional node: how its condition was made, where that is known."""
     places: Mapping[int, str] = field(default_factory=dict, compare=False, repr=False)
     """Words for addresses that it holds, where they lie in buffers with names; for showing."""
 

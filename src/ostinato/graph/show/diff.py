@@ -5,25 +5,31 @@ all that is compared, then what lies between them by kind and name, then by kind
 inserted launch is one addition, not a change of every launch after it, and also between kernels
 of the same name.
 
-Not compared, because they differ between equal graphs: handles of functions (their
-names are), of child graphs and of conditions (their place among the graph's conditions is), and the
-Python lines.  Addresses and events are compared: to use another buffer is a difference.
+Not compared, because they differ between equal graphs: handles of functions (their names and
+code are), of child graphs and of conditions (their place among the graph's conditions is, and what
+they begin with, where that is known), and the Python lines.  Addresses and events are compared: to
+use another buffer is a difference.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import cache
+from typing import TypeAlias
 
 from ostinato.driver.api import (
     ChildGraphNodeParams,
     ConditionalNodeParams,
+    FunctionHandle,
     HostNodeParams,
     KernelNodeParams,
 )
+from ostinato.driver.context import Context
+from ostinato.errors import DriverError
 from ostinato.graph.node import Argument, Node
 from ostinato.graph.show.demangle import demangled
 from ostinato.graph.show.outline import (
@@ -37,7 +43,14 @@ from ostinato.graph.show.outline import (
 )
 from ostinato.graph.show.render import plain
 
-__all__ = ["EdgeDifference", "FieldChange", "GraphDiff", "NodeDifference", "diff"]
+__all__ = [
+    "EdgeDifference",
+    "FieldChange",
+    "GraphDiff",
+    "NodeDifference",
+    "code_comparison",
+    "diff",
+]
 
 SCHEMA = "ostinato.diff/1"
 _WORD = 8
@@ -180,7 +193,33 @@ class GraphDiff:
         }
 
 
-def diff(before: Outline, after: Outline) -> GraphDiff:
+SameCode: TypeAlias = Callable[[FunctionHandle, FunctionHandle], bool]
+
+
+def code_comparison(before: Context, after: Context) -> SameCode:
+    """Whether two functions of one name, of graphs of these contexts, are the same code.
+
+    Of two contexts all are taken to be.
+    """
+
+    @cache
+    def code(function: FunctionHandle) -> tuple[object, ...] | None:
+        try:
+            found = before.driver.function_code(function)
+        except DriverError:  # nobody can tell
+            return None
+        return found.kind, found.data, found.target
+
+    def same(one: FunctionHandle, two: FunctionHandle) -> bool:
+        # To ask for code would break a capture.
+        if one == two or before is not after or before.captures:
+            return True
+        return code(one) is not None and code(one) == code(two)
+
+    return same
+
+
+def diff(before: Outline, after: Outline, same_code: SameCode) -> GraphDiff:
     """What must change in one graph to make it the other; empty for a graph and its clone.
 
     Both must be outlines made with `readable=False`.
@@ -188,7 +227,7 @@ def diff(before: Outline, after: Outline) -> GraphDiff:
     pairs = _Pairs(before, after)
     conditions = _Conditions(pairs)
     return GraphDiff(
-        tuple(_nodes(pairs, conditions, "", "")),
+        tuple(_nodes(pairs, conditions, same_code, "", "")),
         tuple(_edges(pairs, "", "")),
         before.summary(),
         after.summary(),
@@ -310,7 +349,7 @@ class _Conditions:
 
 
 def _nodes(
-    pairs: _Pairs, conditions: _Conditions, before: str, after: str
+    pairs: _Pairs, conditions: _Conditions, same_code: SameCode, before: str, after: str
 ) -> Iterator[NodeDifference]:
     """The differences of a body's nodes; `before` and `after` are where the body is."""
     for one, two in pairs.nodes:
@@ -326,17 +365,27 @@ def _nodes(
             )
             continue
         places = (f"{before}{one.index}", f"{after}{two.index}")
-        changes = tuple(_changes(one, two, conditions))
+        changes = tuple(_changes(one, two, conditions, same_code))
         if changes:
             yield NodeDifference(kind_text(two.kind), two.name, *places, changes)
         for body in pairs.inner[one.index]:
             title = body.before.title.replace(" ", "")
-            yield from _nodes(body, conditions, *(f"{p}.{title}." for p in places))
+            yield from _nodes(body, conditions, same_code, *(f"{p}.{title}." for p in places))
 
 
-def _changes(one: Node, two: Node, conditions: _Conditions) -> Iterator[FieldChange]:
-    if one.name != two.name and isinstance(one.params, KernelNodeParams):
-        yield FieldChange("kernel", one.name, two.name)
+def _changes(
+    one: Node, two: Node, conditions: _Conditions, same_code: SameCode
+) -> Iterator[FieldChange]:
+    if isinstance(one.params, KernelNodeParams) and isinstance(two.params, KernelNodeParams):
+        if one.name != two.name:
+            yield FieldChange("kernel", one.name, two.name)
+        elif not same_code(one.params.function, two.params.function):
+            yield FieldChange("kernel", one.name, f"another {two.name}")
+    if one.defaults and two.defaults and one.defaults != two.defaults:
+        for name, value in _fields(one.defaults).items():
+            now = getattr(two.defaults, name)
+            if now != value:
+                yield FieldChange(name.replace("_", " "), str(value), str(now))
     a, b = _parameters(one), _parameters(two)
     for name in a:
         if a[name] != b[name]:
