@@ -366,7 +366,7 @@ class Graph(Closeable):
                 driver.graph_remove_node(handle)
                 self.labels.pop(handle, None)
             except DriverError:
-                self.spoil(f"{why}, and it could not be taken out again; make the graph again")
+                self.spoil(f"{why}, and could not be taken back; make the graph again")
             raise GraphError(why) from error
 
     def _place_of_last(self, node: NodeHandle, count: int | None) -> int:
