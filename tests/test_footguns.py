@@ -2478,16 +2478,22 @@ def test_a_node_that_could_not_be_added_shifts_no_index(host_device: Device, bef
     x, increment = device.zeros(1, np.int32), kernel(device, "increment")
     child = ost.Graph.create(device)
     child.add_kernel(increment, config(1), x, 1000)
-    for call in ("graph_add_node", "node_params", "node_kind"):
-        graph = ost.Graph.create(device)
+    def added(graph: ost.Graph, kind: str, memory: ost.Buffer) -> None:
+        _ = graph.add_child(child) if kind == "child" else graph.add_memset(memory, 0)
+
+    calls = ("graph_add_node", "node_params", "node_kind")
+    for call, kind in itertools.product(calls, ("child", "memset")):
+        graph, unused = ost.Graph.create(device), device.zeros(1, np.int32)
         for _ in range(before):
             graph.add_kernel(increment, config(1), x, 1)
         faults.fail(call)
         with pytest.raises(GraphError, match=call):
-            graph.add_child(child)
+            added(graph, kind, unused)
+        unused.close()
         node = graph.add_kernel(increment, config(1), x, 0)
         assert graph.nodes[node.index].handle == node.handle
         assert len(graph) == before + 1, "the graph is as before"
+        graph.instantiate().close()
 
     def work() -> None:
         graph.add_kernel(increment, config(1), x, 0)

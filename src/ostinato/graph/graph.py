@@ -362,9 +362,11 @@ class Graph(Closeable):
             return self._read_one(index, handle)
         except DriverError as error:
             why = f"adding a {type(params).__name__} failed, as it could not be read: {error}"
+            self.recount()
             try:
                 driver.graph_remove_node(handle)
                 self.labels.pop(handle, None)
+                del self.keep[before:]
             except DriverError:
                 self.spoil(f"{why}, and could not be taken back; make the graph again")
             raise GraphError(why) from error
