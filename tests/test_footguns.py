@@ -1367,6 +1367,109 @@ def test_a_first_check_without_padding_is_repeated_with_some(device: Device) -> 
     assert "padding" in step(rows=3).detail
 
 
+LEAKS = {
+    # By the reduction: its dtype, the rows in use, and the padding that is there.
+    "min": (np.float32, [[5, 6, 7]], [9]),
+    "max": (np.int32, [[5, 6, 7]], [9]),
+    "total": (np.int32, [[0, 1, 1], [1, 0, 1]], [1, 0]),
+    "differing": (np.int32, [[0, 1, 1], [1, 0, 1]], [1, 0]),
+}
+
+
+@pytest.mark.parametrize("how", LEAKS)
+def test_padding_that_two_poisons_do_not_show_is_found(device: Device, how: str) -> None:
+    """A minimum ignores NaN and large numbers, a maximum of whole numbers what rows in use hold,
+    and the sum of two inputs stays the same when their poisons change places."""
+    dtype, used, behind = LEAKS[how]
+    kind = "f32" if dtype is np.float32 else "i32"
+    word = {"f32": "float", "i32": "int"}[kind]
+
+    @ost.host_kernel(f"x: *const {kind}, y: *const {kind}, n: u32, out: *out {kind}")
+    def reduced(launch, x, y, n, out):
+        x, y = x[:n], y[:n]
+        match how:
+            case "min":
+                out[0] = np.fmin.reduce(x)
+            case "max":
+                out[0] = x.max()
+            case "total":
+                out[0] = (x + y).sum()
+            case "differing":
+                out[0] = (x != y).sum()
+
+    first, line = {
+        "min": ("x[0]", "s = x[i] < s ? x[i] : s;"),
+        "max": ("x[0]", "s = x[i] > s ? x[i] : s;"),
+        "total": ("0", "s += x[i] + y[i];"),
+        "differing": ("0", "s += x[i] != y[i];"),
+    }[how]
+    text = f"""extern "C" __global__ void reduced(const {word}* x, const {word}* y, unsigned n,
+        {word}* out) {{ {word} s = {first}; for (unsigned i = 0; i < n; ++i) {line} *out = s; }}"""
+    source = ost.Source(cuda=text, host=[reduced], name="reduced")
+    reduce = device.modules.get_or_compile(source, "reduced")
+    rows = [[*values, more] for values, more in zip(used, behind, strict=True)]
+    buffers = [device.array(np.array(values, dtype)) for values in rows]
+    out = device.zeros(1, dtype)
+
+    def work(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, reduce, ost.LaunchConfig(1, 1), buffers[0], buffers[-1], rows, out)
+
+    slots = [ost.Slot(f"x{i}", x, ost.Role.INPUT, size="rows") for i, x in enumerate(buffers)]
+    step = checked_step(device, work, [*slots, ost.Slot("out", out, ost.Role.OUTPUT)])
+    assert "padding rows reach the answer" in step(rows=3).detail
+    wanted = {"min": 5, "max": 7, "total": 4, "differing": 2}[how]
+    assert out.to_numpy(step.stream)[0] == wanted
+
+
+def test_padding_of_each_size_is_checked(device: Device) -> None:
+    """Padding of one size had been checked, so that of the other was believed."""
+    x, y = (device.array(np.ones(4, np.float32)) for _ in range(2))
+    sums = [device.zeros(1, np.float32) for _ in range(2)]
+    most = ost.DeviceScalar(
+        device, "u4", initial=1 << 20, stream=(stream := device.create_stream())
+    )
+
+    def work(stream: ost.Stream, rows: int, columns: int) -> None:
+        at = config(1)
+        ost.launch(stream, kernel(device, "total"), at, x, rows, step.size("rows"), sums[0])
+        ost.launch(stream, kernel(device, "total"), at, y, columns, most, sums[1])
+
+    slots = [
+        ost.Slot("x", x, ost.Role.INPUT, size="rows"),
+        ost.Slot("y", y, ost.Role.INPUT, size="columns"),
+        *(ost.Slot(f"sum{i}", out, ost.Role.OUTPUT) for i, out in enumerate(sums)),
+    ]
+    step = checked_step(device, work, slots, verify="first", stream=stream)
+    assert step(rows=3, columns=4).action.value == "build"
+    assert "padding" in step(rows=4, columns=3).detail
+    assert sums[1].to_numpy(stream).tolist() == [3]
+
+
+@pytest.mark.parametrize("poison", [None, (0, 1)])
+def test_an_answer_that_is_a_poison_hides_no_missing_launch(
+    device: Device, poison: tuple[float, float] | None
+) -> None:
+    """The graph does not write the output, whose poison was what an eager run writes there."""
+    value = 0x5A if poison is None else 1
+    flag = device.zeros((), np.uint8)
+    where = [device.array(np.array([value], np.uint8))]
+
+    def work(stream: ost.Stream) -> None:
+        ost.fill(stream, where[0], value)
+
+    slots = [ost.Slot("flag", flag, ost.Role.OUTPUT, poison=poison)]
+    step = checked_step(device, work, slots)
+    step.prepare()
+    where[0] = flag
+    assert "lacks work of the step" in step().detail
+    assert flag.to_numpy(step.stream) == value
+    right = checked_step(device, work, slots)
+    right()
+    counts = right.statistics()
+    assert (counts.calls, counts.replayed, counts.verified) == (1, 1, 1)
+    assert counts.quarantined == {}
+
+
 def test_state_that_no_slot_declares_advances_once_a_call(device: Device) -> None:
     for verify in ("first", 1):
         hidden, x = device.zeros(1, np.int32), ones(device)

@@ -1,13 +1,17 @@
 """The check of a replay: a step run eagerly and by its graph, from the same state, bit by bit.
 
     before ──┬─ run eagerly, poison 0 ──▶ A
-             └─ replay,      poison 1 ──▶ B
+             ├─ replay,      poison 1 ──▶ B
+             └─ replay,      poison 2 ──▶ C    with padding, or if A has a poison as an answer
 
 Padding is filled with another poison for each run, and so is each whole OUTPUT.  So A and B differ
 if an answer depends on padding, if the graph holds something frozen, or if one run does not write
-an output.  Memory that either run writes and that no slot declares is saved, restored and compared
-like a STATE, up to a limit in bytes (`replay.undeclared`).  After a check that passes, all memory
-is as one replay leaves it.  After one that fails or raises, all memory is as before the check.
+an output.  C is for what two poisons do not show: a minimum ignores NaN and large numbers, the sum
+of two inputs is the same when their poisons change places, and an answer may be equal to the poison
+that it should be written over.  Memory that either run writes and that no slot declares is saved,
+restored and compared like a STATE, up to a limit in bytes (`replay.undeclared`).  After a check
+that passes, all memory is as one replay leaves it.  After one that fails or raises, all memory is
+as before the check.
 
 Not found: work that neither run does (a plan that was made once, outside of the step), pointers in
 device memory, and work of other streams at the same time.  While a check runs, no other stream may
@@ -180,25 +184,24 @@ class _Check:
         eager: Callable[[], Sequence[Operation]],
         replay: Callable[[], object],
     ) -> Finding | None:
-        start_a = self._start(before, 0, 0)
+        start = self._start(before, 0, 0)
         operations = self._run(eager)
         a = self.read()
-        start_b = self._start(before, 1, 1)
-        replay()
-        b = self.read()
-        finding = (
-            # First: if nothing orders two operations, either run may have any result.
-            _race(executable, operations)
-            or self.broken_promise(start_a, a)
-            or self.broken_promise(start_b, b)
-        )
-        if finding is None:
-            found = self._difference(a, b)
+        # First: if nothing orders two operations, either run may have any result.
+        finding = _race(executable, operations) or self.broken_promise(start, a)
+        for poison in (1, 2) if self._needs_third(a) else (1,):
+            if finding is not None:
+                return finding
+            start = self._start(before, poison, poison, a)
+            replay()
+            b = self.read()
+            finding = self.broken_promise(start, b)
+            found = None if finding is not None else self._difference(a, b)
             if found is not None:
                 where, what, cause = found
                 drift = None
                 if cause is None:
-                    cause, drift = self._cause(before, a, operations, eager)
+                    cause, drift = self._cause(before, a, operations, eager, poison)
                 if cause in (Cause.FROZEN, Cause.UNDECLARED):
                     drift = first_drift(executable.nodes, operations, ("in the graph", "now"))
                 what += "" if drift is None else f"; {drift}"
@@ -206,6 +209,19 @@ class _Check:
         if finding is None:
             self._tidy(before)
         return finding
+
+    def _needs_third(self, a: _Snapshot) -> bool:
+        """Whether two poisons are not enough."""
+        return any(
+            _holds_poison(slot, self._in_use(slot, a)).any()
+            if slot.role is Role.OUTPUT
+            else self._has_padding(slot)
+            for slot in self.slots
+        )
+
+    def _in_use(self, slot: Slot, snapshot: _Snapshot) -> Values:
+        values, rows = snapshot.slots[slot.name], self._rows[slot.name]
+        return values if rows is None else values[:rows]  # all of it may have no axis
 
     def _run(self, eager: Callable[[], Sequence[Operation]]) -> Sequence[Operation]:
         with self._memory.saving():
@@ -217,39 +233,46 @@ class _Check:
         a: _Snapshot,
         operations: Sequence[Operation],
         eager: Callable[[], Sequence[Operation]],
+        poison: int,
     ) -> tuple[Cause, str | None]:
-        """Why A and B differ; and where the launches of two eager runs differ, if they do.
+        """Why A and a replay with another poison differ; and where the launches of two eager runs
+        differ, if they do.
 
-        Runs the step eagerly again: first with both poisons of A, then with one poison of B at a
-        time.
+        Runs the step eagerly again: first with both poisons of A, then with one poison of the
+        replay at a time.
         """
         again = operations
 
         def differs(padding: int, outputs: int) -> bool:
             nonlocal again
-            self._start(before, padding, outputs)
+            self._start(before, padding, outputs, a)
             again = self._run(eager)
             return self._difference(a, self.read()) is not None
 
         if differs(0, 0):
             drift = first_drift(operations, again, ("in one run", "in the next"))
             return (Cause.UNREPEATABLE if drift is None else Cause.HOST_STATE), drift
-        if differs(1, 0):
+        if differs(poison, 0):
             return Cause.PADDING, None
-        return (Cause.OUTPUT_READ if differs(0, 1) else Cause.FROZEN), None
+        return (Cause.OUTPUT_READ if differs(0, poison) else Cause.FROZEN), None
 
-    def _start(self, before: _Snapshot, padding: int, outputs: int) -> _Snapshot:
+    def _start(
+        self, before: _Snapshot, padding: int, outputs: int, a: _Snapshot | None = None
+    ) -> _Snapshot:
         """Puts all memory back, poisons it, and returns what a run starts from.
 
-        Padding of a STATE is poisoned in one of the two runs only: a small change of a large poison
-        is rounded away, and a write to these rows must be seen.
+        Padding of a STATE is not poisoned in the eager run: a small change of a large poison is
+        rounded away, and a write to these rows must be seen.
         """
         self._memory.restore()
         start: dict[str, Values] = {}
         for turn, slot in enumerate(self.slots):
             values, rows = before.slots[slot.name], self._rows[slot.name]
             if slot.role is Role.OUTPUT:
-                values = _output_poison(slot, outputs)
+                values = _output_poison(slot, min(outputs, 1))
+                if outputs == 2 and a is not None:  # other values than A's answers
+                    same = _holds_poison(slot, a.slots[slot.name])
+                    values[same] = _output_poison(slot, 0)[same]
             elif (
                 rows is not None
                 and self._has_padding(slot)
@@ -293,10 +316,7 @@ class _Check:
         for slot in self.slots:
             if slot.role is Role.INPUT:
                 continue
-            rows = self._rows[slot.name]
-            one, other = a.slots[slot.name], b.slots[slot.name]
-            if rows is not None:  # else all of it, which may have no axis
-                one, other = one[:rows], other[:rows]
+            one, other = self._in_use(slot, a), self._in_use(slot, b)
             index = _first_difference(one, other)
             if index is None:
                 continue
@@ -355,6 +375,12 @@ def _is_poison(slot: Slot, one: Any, other: Any) -> bool:
     """Whether both elements of an output still hold their poison."""
     poisons = [_output_poison(slot, which).reshape(-1)[:1].tobytes() for which in (0, 1)]
     return [np.asarray(one).tobytes(), np.asarray(other).tobytes()] == poisons
+
+
+def _holds_poison(slot: Slot, values: Values) -> Values:
+    """Where an output's values are those that the second run is poisoned with."""
+    poison = _output_poison(slot, 1).reshape(-1)[:1]
+    return np.asarray((_bytes(values) == _bytes(poison)).all(axis=1)).reshape(values.shape)
 
 
 def _bytes(values: Values) -> Values:

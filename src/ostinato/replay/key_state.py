@@ -38,20 +38,20 @@ class KeyState:
     """What the last warm-up submitted."""
     checked: weakref.ref[GraphExec] | None = None
     """The graph that was checked."""
-    checked_padded: bool = False
-    """Whether it was checked with padding."""
+    checked_padded: frozenset[str] = frozenset()
+    """The sizes with which it was checked when they had padding."""
     counts: Counts = field(default_factory=Counts)
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
     """Microseconds of host time of the replays that were timed."""
 
-    def is_checked(self, executable: GraphExec, padded: bool) -> bool:
-        """Whether this graph was checked; with padding, if this call has padding."""
+    def is_checked(self, executable: GraphExec, padded: frozenset[str]) -> bool:
+        """Whether this graph was checked, with padding of each size that has some now."""
         known = self.checked is not None and self.checked() is executable
-        return known and (self.checked_padded or not padded)
+        return known and padded <= self.checked_padded
 
-    def note_check(self, executable: GraphExec, padded: bool) -> None:
+    def note_check(self, executable: GraphExec, padded: frozenset[str]) -> None:
         again = self.checked is not None and self.checked() is executable
-        self.checked_padded = padded or (again and self.checked_padded)
+        self.checked_padded = padded | self.checked_padded if again else padded
         self.checked = weakref.ref(executable)
 
 

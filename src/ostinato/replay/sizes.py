@@ -54,12 +54,10 @@ class Call:
     """The sum of the real sizes."""
     room: int
     """The sum of the bucketed sizes."""
+    padded: frozenset[str]
+    """The names of the sizes that have padding."""
     over_buckets: str | None = None
     over_slot: str | None = None
-
-    @property
-    def padded(self) -> bool:
-        return self.sizes != self.buckets
 
 
 def checked_sizes(sizes: Mapping[str, object]) -> dict[str, int]:

@@ -50,7 +50,9 @@ class Slot:
     axis; the rows behind it are padding.  `poison` are two different values with which a check
     fills padding; a kernel must be able to read them (a token id must exist).  Without it, a check
     uses NaN and a large number for floats; for whole numbers, flags and structs it uses values of
-    rows in use, in another order.  `scratch_padding`: the step may change padding rows of a STATE.
+    rows in use, in another order.  A third run has the padding as it is, but a large negative
+    number in floats without `poison`, and the largest of the rows in use in place of whole numbers
+    that are between theirs.  `scratch_padding`: the step may change padding rows of a STATE.
 
     No check finds a read of old values behind the end of a row in use (a short block table in a
     wide row): write the whole row, or let the step read its length.
@@ -118,7 +120,7 @@ class Slot:
         return used
 
     def poisoned(self, values: Values, rows: int, which: int, turn: int) -> Values:
-        """A copy of the slot's values with poison number `which` (0 or 1) in the rows from `rows`
+        """A copy of the slot's values with poison number `which` (0 to 2) in the rows from `rows`
         on.
 
         `turn` is the slot's place: neighbours get the two values in opposite order, so that padding
@@ -128,17 +130,23 @@ class Slot:
         used, padding = values[:rows], padded[rows:]
         kind = values.dtype.kind
         if self.poison is not None:
-            padding[...] = self.poison[which]
+            if which < 2:
+                padding[...] = self.poison[which]
         elif kind == "f":
-            padding[...] = np.nan if which == 0 else np.finfo(values.dtype).max / 4
+            large = np.finfo(values.dtype).max / 4
+            padding[...] = (np.nan, large, -large)[which]
         elif kind == "c":
-            padding[...] = complex(np.nan, np.nan) if which == 0 else 1e30
+            padding[...] = (complex(np.nan, np.nan), 1e30, -1e30)[which]
         elif kind in "iub":
             low, high = (used.min(), used.max()) if used.size else (0, 1)
             if low == high:
                 high = 0 if low else 1
-            padding[...] = (low, high)[(which + turn) % 2]
-        elif len(used):  # structs: copies of used rows, which are valid as a whole
+            if which < 2:
+                padding[...] = (low, high)[(which + turn) % 2]
+            else:  # kept where a maximum or minimum shows it; `high` in all slots elsewhere, since
+                # the sum of two inputs is the same when these have changed places
+                padding[(low <= padding) & (padding <= high)] = high
+        elif len(used) and which < 2:  # structs: copies of used rows, which are valid as a whole
             padding[...] = used[0] if (which + turn) % 2 == 0 else used[-1]
         return padded
 

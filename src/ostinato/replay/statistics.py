@@ -54,11 +54,10 @@ class StepStatistics:
 
     `built` counts graphs that were made; a call that captures one replays it too, so it is in
     `replayed`, and a call that records one is in `eager`.
-    `launches_eager` counts operations launched one by one, `launches_replayed` graph launches.
+    `launches_eager` counts operations launched one by one, `launches_replayed` replays.
     `eager_reasons` counts eager runs by reason.  `padded` and `used` add up bucketed and real
-    sizes.  `verified` counts checks; the replay of a check that failed is in `replayed` as well.  A
-    call that raised is in `calls`, `used` and `padded`, and what it launched in a check before is
-    in `replayed`.
+    sizes.  `verified` counts checks; each is one in `replayed` as well, also if it failed or
+    launched the graph twice.  A call that raised something else is in `calls`, `used` and `padded`.
     """
 
     calls: int

@@ -103,9 +103,10 @@ class GraphedStep(Closeable):
     sure that they do the same work on the same memory, and one after the other.
 
     `slots` are the buffers that the step reads and writes; `verify` needs them.  "first" checks
-    each graph at its first replay, and again at its first replay with padding; a number n also
-    checks every n-th replay; "off" or None never checks.  A check that fails quarantines the key,
-    puts back what it changed and runs the call eagerly, or raises VerificationError if `strict`.
+    each graph at its first replay, and again at the first with padding of each size; a number n
+    also checks every n-th replay; "off" or None never checks.  A check that fails quarantines the
+    key, puts back what it changed and runs the call eagerly, or raises VerificationError if
+    `strict`.
     If the step keeps state on the host, this and all later calls raise VerificationError (unless
     graphs are switched off): captures and checks call `run` too, so no run is known to be right
     until the caller has corrected that state and calls `release`.  Memory that the step writes and
@@ -306,7 +307,8 @@ class GraphedStep(Closeable):
         )
         key = StepKey(self.name, self._identity, tuple(sorted(buckets.items())))
         sums = sum(sizes.values()), sum(buckets.values())
-        return Call(key, sizes, buckets, *sums, over_buckets, over_slot)
+        padded = frozenset(name for name in sizes if sizes[name] != buckets[name])
+        return Call(key, sizes, buckets, *sums, padded, over_buckets, over_slot)
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:
@@ -595,6 +597,7 @@ class GraphedStep(Closeable):
             self._launch(call, state, executable)
         except NotLaunched as refused:
             return self._refused(call, state, str(refused))
+        state.counts.replayed += 1
         state.refusals = 0
         return decision
 
@@ -617,7 +620,6 @@ class GraphedStep(Closeable):
             run_replay(call.key, executable, self.stream, self.settings, self.profile)
         if begin:
             state.times.append((time.perf_counter_ns() - begin) / 1e3)
-        state.counts.replayed += 1
 
     def _refused(self, call: Call, state: KeyState, why: str) -> Decision:
         """Drops the graph, and runs the call eagerly."""
@@ -769,6 +771,7 @@ class GraphedStep(Closeable):
             raise
         self._last_check = report
         state.counts.verified += 1
+        state.counts.replayed += 1
         state.note_check(executable, call.padded)
         if report.finding is None:
             return decision
