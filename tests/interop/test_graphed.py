@@ -410,6 +410,25 @@ def test_a_check_poisons_padding(lib: Lib, make: Make) -> None:
     assert any("padding" in line.reason for line in step.statistics().keys), step.explain()
 
 
+def test_padding_of_each_argument_is_checked(lib: Lib, make: Make) -> None:
+    def last_first(x: Array, y: Array) -> tuple[Array, Array]:
+        """Reads the first element behind the real ones of y into a result of x."""
+        out = x.line(1.0)
+        view = Array(lib, (1,), y.buffer.view(offset=4 * 5, shape=(1,)))
+        out.lib.launch("line", out.buffer, view.buffer, 1, 1.0, 0.0)
+        return out, y.line(1.0)
+
+    step = make(last_first, padding=padded(x=0, y=0), verify="first", guard=False)
+    for _ in range(4):  # with padding of x
+        step(lib.array(numbers(7)), lib.array(numbers(8)))
+    assert not any(line.reason for line in step.statistics().keys), step.explain()
+    y = lib.array(numbers(5))
+    y.buffer = lib.array(numbers(8)).buffer
+    for _ in range(3):
+        step(lib.array(numbers(7)), y)
+    assert any("padding" in line.reason for line in step.statistics().keys), step.explain()
+
+
 # ------------------------------------------------------------------------------ checks
 
 

@@ -14,11 +14,11 @@ __all__ = ["due", "verified"]
 
 
 def due(verify: str | int | None, line: Line, captured: Captured, work: Work) -> bool:
-    """Whether a replay is to be checked: the first of a graph, the first that has padding, and each
-    so many."""
+    """Whether a replay is to be checked: the first of a graph, the first that has padding of an
+    array, and each so many."""
     if verify is None:
         return False
-    if not captured.checked or (not captured.checked_padding and work.padded):
+    if not captured.checked or (work.dynamic and not work.padded <= captured.checked_padding):
         return True
     return verify != "first" and line.replays % int(verify) == 0
 

@@ -62,7 +62,8 @@ class Captured:
     compared: bool = False
     """Whether its inputs were compared with the arguments after a replay."""
     checked: bool = False
-    checked_padding: bool = False
+    checked_padding: frozenset[int] = frozenset()
+    """The arrays with which it was checked when they had padding."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,9 +154,10 @@ class Work:
         return self.dynamic or [None] * len(self.leaves)
 
     @property
-    def padded(self) -> bool:
-        """Whether an array of it is shorter than its bucket."""
-        return any(d is not None and d.size != d.capacity for d in self.dynamic)
+    def padded(self) -> frozenset[int]:
+        """Which of its arrays are shorter than their bucket."""
+        axes = enumerate(self.dynamic)
+        return frozenset(i for i, d in axes if d is not None and d.size != d.capacity)
 
     @property
     def state(self) -> list[Any]:
