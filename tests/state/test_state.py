@@ -69,7 +69,8 @@ def test_a_full_ring_overwrites_nothing_that_is_in_flight(device: Device) -> Non
     assert (y.to_numpy(stream) == 111_111).all()
 
 
-def test_an_entry_whose_end_was_not_marked_is_waited_for(host_device: Device) -> None:
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_entry_whose_end_was_not_marked_is_waited_for(host_device: Device, closed: bool) -> None:
     """The copy was submitted, and the event behind it was refused."""
     faults = FaultyDriver(host_device.driver)
     device = Device(faults)
@@ -81,6 +82,9 @@ def test_an_entry_whose_end_was_not_marked_is_waited_for(host_device: Device) ->
         with pytest.raises(DriverError):
             ring.write(x, b"11111111", stream)
         ost.copy(stream, y, x)
+        if closed:
+            stream.close()
+            stream = device.create_stream()
         held.release_after(0.2)
         ring.write(x, b"22222222", stream)
     assert y.to_numpy(stream).tobytes() == b"11111111"

@@ -107,6 +107,13 @@ class StagingRing:
         stream = self._unmarked[index]
         if stream is not None and not stream.closed:
             stream.synchronize()
+        elif stream is not None:  # closed, and its work may be under way
+            mark, driver = stream.mark(), self._memory.context.driver
+            if mark is not None:
+                try:
+                    driver.event_synchronize(mark)
+                finally:
+                    driver.event_destroy(mark)
         self._unmarked[index] = None
 
     def close(self) -> None:
