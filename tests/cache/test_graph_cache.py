@@ -69,6 +69,27 @@ def test_any_hashable_key(cache: ost.GraphCache, counter: Counter, key: object) 
         cache.replay([], counter.stream)
 
 
+@pytest.mark.parametrize("limit", [{"max_graphs": 2}, {"budget": 200}])
+def test_a_key_whose_hash_changes_stops_nothing(
+    device: Device, counter: Counter, limit: dict[str, int]
+) -> None:
+    """The cache could not take it out, and tried for ever, with its lock held."""
+
+    class Name:
+        text = "a"
+
+        def __hash__(self) -> int:
+            return hash(self.text)
+
+    name, cache = Name(), ost.GraphCache(device, **limit)
+    cache.install(name, counter.adding(1), nbytes=100)
+    name.text = "b"
+    for key in range(4):
+        cache.install(key, counter.adding(1), nbytes=100)
+    assert cache.keys() == [2, 3]
+    assert cache.replay(3, counter.stream) and counter.value == 1
+
+
 def test_a_graph_is_captured_on_the_first_ask_only(cache: ost.GraphCache, counter: Counter) -> None:
     made = [cache.get_or_capture("a", lambda: counter.adding(2)) for _ in range(3)]
     assert made[0] is made[1] is made[2] is cache.get("a")

@@ -249,15 +249,23 @@ class Table:
         """Takes out the least recently used until the limits hold, or only the newest is left."""
         out: list[Entry] = []
         while self.max_graphs is not None and len(self.entries) > self.max_graphs:
-            out += self.remove([min(self.entries.items(), key=_last_use)[0]], "count")
+            out += self._remove_item(*min(self.entries.items(), key=_last_use), "count")
         if self.budget is not None:
             nbytes = self.nbytes
             while nbytes > self.budget and len(self.entries) > 1:
                 key, entry = min(self.entries.items(), key=_last_use)
                 nbytes -= self.charge(entry).nbytes
-                out += self.remove([key], "budget")
+                out += self._remove_item(key, entry, "budget")
             self.over_budget += nbytes > self.budget
         return out
+
+    def _remove_item(self, key: Hashable, entry: Entry, reason: Reason) -> list[Entry]:
+        """As `remove`, also if the key's hash has changed since it came, so that it is not found
+        and another try would be without end."""
+        if self.entries.get(key) is not entry:
+            others = {k: e for k, e in self.entries.items() if e is not entry}
+            self.entries = others | {key: entry}
+        return self.remove([key], reason)
 
     # --- numbers
     def key_statistics(self, key: Hashable) -> KeyStatistics | None:
