@@ -150,6 +150,27 @@ def test_a_size_that_changes_in_place_is_read_by_each_call(device: Device) -> No
     assert rows.step.key(rows=length) == rows.step.key(rows=8)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"warmups": 1.5},
+        {"warmups": -1},
+        {"warmups": "2"},
+        {"preload": 5},
+        {"builder": 5},
+        {"preconditions": {"ready": True}},
+        {"mode": "global"},
+        {"pool": 5},
+    ],
+)
+def test_options_that_no_call_could_use_are_refused(
+    device: Device, wrong: dict[str, object]
+) -> None:
+    """Some had quarantined each key at its capture, so that the step never replayed."""
+    with pytest.raises(InputError, match=r"needed"):
+        Rows(device, **wrong)
+
+
 @pytest.mark.parametrize("wrong", [3.0, True, "3", -1, None, [3]])
 def test_what_is_no_size_is_refused_whatever_was_called_before(
     device: Device, wrong: object

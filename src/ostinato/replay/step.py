@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ostinato import settings as _settings
 from ostinato.cache import GraphCache, parse_bytes
-from ostinato.driver.api import CaptureMode, CaptureStatus
+from ostinato.driver.api import CaptureMode, CaptureStatus, whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Operation, Stream, require_stream
@@ -170,14 +170,22 @@ class GraphedStep(Closeable):
         store: GraphStore | None = None,
     ) -> None:
         require_stream(stream, "stream")
-        if not callable(run):
-            raise InputError(f"run: a function is needed, not {type(run).__name__}")
+        made_by = {"preload": preload, "builder": builder}
+        given = {name: function for name, function in made_by.items() if function is not None}
+        for what, function in {"run": run, **given, **(preconditions or {})}.items():
+            if not callable(function):
+                raise InputError(f"{what}: a function is needed, not {type(function).__name__}")
+        if not isinstance(mode, CaptureMode):
+            raise InputError(f"mode={mode!r}: a CaptureMode is needed")
+        if not isinstance(pool, CapturePool | None):
+            raise InputError(f"pool={pool!r}: a CapturePool is needed (device.pool())")
         if build not in ("capture", "record"):
             raise InputError(f'build={build!r}: "capture" or "record"')
         if builder is not None and build == "record":
             raise InputError("a builder makes the graph itself, so nothing is recorded for it")
-        if warmups < 0:
-            raise InputError(f"warmups={warmups}: 0 or more")
+        least = whole_number(warmups)
+        if least is None or least < 0:
+            raise InputError(f"warmups={warmups!r}: a whole number of 0 or more is needed")
         if not isinstance(share, str | None):  # numbers are the steps' own
             raise InputError(f"share={share!r}: a text is needed, the name of the graphs to share")
         if stream.context is not cache.context:
@@ -194,7 +202,7 @@ class GraphedStep(Closeable):
         self.slots = tuple(slots)
         self.store = store
         self.build = build
-        self.warmups = warmups
+        self.warmups = least
         self.enabled = _settings.graphs_enabled(enabled)
         self.profiling = False
         """Set it while a profiler times single operations: calls run eagerly then."""
