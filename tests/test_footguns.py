@@ -2581,6 +2581,7 @@ def test_a_node_that_could_not_be_added_shifts_no_index(host_device: Device, bef
     x, increment = device.zeros(1, np.int32), kernel(device, "increment")
     child = ost.Graph.create(device)
     child.add_kernel(increment, config(1), x, 1000)
+
     def added(graph: ost.Graph, kind: str, memory: ost.Buffer) -> None:
         _ = graph.add_child(child) if kind == "child" else graph.add_memset(memory, 0)
 
