@@ -202,6 +202,8 @@ def test_what_a_cache_is_made_of(device: Device) -> None:
         ost.GraphCache(device, max_graphs=0)
     with pytest.raises(InputError, match="512 MiB"):
         ost.GraphCache(device, budget="much")
+    with pytest.raises(InputError, match="a CaptureLimits is needed"):
+        ost.GraphCache(device, limits={"seconds": 1})  # type: ignore[arg-type]
 
 
 def test_a_closed_cache(device: Device, counter: Counter) -> None:

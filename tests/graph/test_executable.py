@@ -85,8 +85,10 @@ def test_inventory(sums: Sum) -> None:
         _ = nodes[0].kernel
     with pytest.raises(NodeKindError, match="KERNEL"):
         _ = nodes[1].memset
-    with pytest.raises(InputError, match="an index below 4"):
+    with pytest.raises(InputError, match=r"no node 4: .* an index below 4"):
         sums.graph.node(4)
+    with pytest.raises(InputError, match="diff: a Graph is needed, not GraphExec"):
+        sums.graph.diff(sums.run)  # type: ignore[arg-type]
 
 
 def test_patch_one_argument(sums: Sum) -> None:
@@ -116,6 +118,9 @@ def test_patch_refusals_change_nothing(sums: Sum) -> None:
     ):
         with pytest.raises(InputError):
             bad()
+    for argument in ("c", 4):
+        with pytest.raises(InputError, match=r"^node 1 \(add\): "):
+            sums.run.patch_all([(2, "n", 10), (1, argument, sums.a)])
     with pytest.raises(NodeKindError):
         sums.run.patch(0, 0, sums.a)
     np.testing.assert_array_equal(sums.result(), sums.expected)

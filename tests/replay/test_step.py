@@ -150,27 +150,6 @@ def test_a_size_that_changes_in_place_is_read_by_each_call(device: Device) -> No
     assert rows.step.key(rows=length) == rows.step.key(rows=8)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"warmups": 1.5},
-        {"warmups": -1},
-        {"warmups": "2"},
-        {"preload": 5},
-        {"builder": 5},
-        {"preconditions": {"ready": True}},
-        {"mode": "global"},
-        {"pool": 5},
-    ],
-)
-def test_options_that_no_call_could_use_are_refused(
-    device: Device, wrong: dict[str, object]
-) -> None:
-    """Some had quarantined each key at its capture, so that the step never replayed."""
-    with pytest.raises(InputError, match=r"needed"):
-        Rows(device, **wrong)
-
-
 @pytest.mark.parametrize("wrong", [3.0, True, "3", -1, None, [3]])
 def test_what_is_no_size_is_refused_whatever_was_called_before(
     device: Device, wrong: object
@@ -825,6 +804,33 @@ def test_a_builder_makes_the_graph_by_itself(device: Device) -> None:
     assert made.step.statistics().replayed == 2
     with pytest.raises(InputError, match="nothing is recorded"):
         Rows(device, builder=build, build="record")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "needed"),
+    [
+        ({"cache": None}, "a GraphCache is needed, not None"),
+        ({"mode": "global"}, "a CaptureMode is needed, not 'global'"),
+        ({"pool": "x"}, "a CapturePool is needed, not 'x'"),
+        ({"settings": {}}, "a ReplaySettings is needed, not {}"),
+        ({"profile": True}, "a ReplayProfile is needed, not True"),
+        ({"store": "folder"}, "a GraphStore is needed, not 'folder'"),
+        ({"warmups": 1.5}, "warmups=1.5: a whole number"),
+        ({"warmups": -1}, "warmups=-1: a whole number"),
+        ({"warmups": "2"}, "warmups='2': a whole number"),
+        ({"preload": 5}, "preload: a function is needed, not int"),
+        ({"builder": 5}, "builder: a function is needed, not int"),
+        ({"preconditions": {"ready": True}}, "ready: a function is needed, not bool"),
+        ({"preconditions": {"ready": None}}, "ready: a function is needed, not NoneType"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused(
+    device: Device, wrong: dict[str, object], needed: str
+) -> None:
+    """Some had quarantined each key at its capture, so that the step never replayed."""
+    given = {"stream": device.create_stream(), "cache": GraphCache(device), **wrong}
+    with pytest.raises(InputError, match=needed):
+        ost.GraphedStep(lambda stream: None, **given)  # type: ignore[arg-type]
 
 
 def test_a_builder_that_fails_quarantines_its_key(device: Device) -> None:

@@ -355,6 +355,8 @@ class GraphCache(Closeable):
                 f"buckets={buckets!r}: a scheme is needed, such as PowersOfTwo(64) or "
                 "ExplicitBuckets([1, 2, 4])"
             )
+        if not isinstance(limits, CaptureLimits | None):
+            raise InputError(f"limits={limits!r}: a CaptureLimits is needed")
         self.context = context
         self.buckets: Buckets = PowersOfTwo() if buckets is None else buckets
         self.limits = CaptureLimits() if limits is None else limits

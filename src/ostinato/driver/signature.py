@@ -151,13 +151,14 @@ class Signature(_LaidOut):
             raise InputError(f"signature {text!r}: two parameters share a name")
         return cls(tuple(parameters))
 
-    def index(self, name: str) -> int:
-        """The position of a parameter by name.  Raises InputError that lists the names."""
+    def index(self, name: str, where: str = "") -> int:
+        """The position of a parameter by name.  Raises InputError that lists the names, with
+        `where` before it."""
         for index, parameter in enumerate(self.parameters):
             if parameter.name == name:
                 return index
         known = ", ".join(p.name for p in self.parameters)
-        raise InputError(f"there is no parameter {name!r}; there are: {known}")
+        raise InputError(f"{where}there is no parameter {name!r}; there are: {known}")
 
     def pack(
         self, values: Sequence[object], layout: tuple[ParameterSlot, ...] | None = None
@@ -436,8 +437,9 @@ def _require_numbers(dtype: np.dtype[Any], given: npt.NDArray[Any]) -> None:
         if wrong.size:
             raise InputError(f"True or False is needed, not {wrong[0]}")
     elif dtype.kind in "iu" and kind == "f":
-        if not (given == np.floor(given)).all():
-            raise InputError(f"whole numbers are needed ({dtype.name})")
+        wrong = given[given != np.floor(given)]
+        if wrong.size:
+            raise InputError(f"a whole number is needed ({dtype.name}), not {wrong[0]}")
         low, high = given.min(), given.max()
         if np.isinf(low) or np.isinf(high):
             raise InputError(f"infinity is outside {_bounds(dtype)}")

@@ -22,7 +22,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from ostinato.driver.api import CaptureMode, CaptureStatus, GraphHandle, NodeHandle
 from ostinato.driver.context import Entry, Tap
@@ -45,9 +44,7 @@ from ostinato.graph.graph import Graph
 from ostinato.graph.node import NodeLabel
 from ostinato.graph.submissions import Submission
 from ostinato.graph.trace import LineTrace
-
-if TYPE_CHECKING:
-    from ostinato.memory import CapturePool
+from ostinato.memory import CapturePool
 
 __all__ = ["Capture", "capture", "capture_function"]
 
@@ -381,12 +378,14 @@ class Capture:
     ) -> None:
         require_stream(stream, "capture(stream)")
         if not isinstance(mode, CaptureMode):
-            raise InputError(f"mode={mode!r}: a CaptureMode is needed")
+            raise InputError(f"mode={mode!r}: a CaptureMode is needed (CaptureMode.GLOBAL)")
         if not isinstance(into, Graph | None):
             raise InputError(
                 f"into: a Graph is needed, not {type(into).__name__} (a conditional's is one of "
                 "its .bodies)"
             )
+        if not isinstance(pool, CapturePool | None):
+            raise InputError(f"pool: a CapturePool is needed, not {type(pool).__name__}")
         self.stream = stream
         self.mode = mode
         self.pool = pool
@@ -501,7 +500,9 @@ class Capture:
     def graph(self) -> Graph:
         """The captured graph.  Raises NotCapturingError before the capture has ended well."""
         if self._graph is None:
-            raise NotCapturingError(f"the capture is {self._state.value}; it has no graph")
+            raise NotCapturingError(
+                f"the capture is {self._state.value}; it has a graph only after it ended well"
+            )
         return self._graph
 
     @property

@@ -114,11 +114,13 @@ def argument_index(
                 f"node {node.index} ({node.name}) has no signature, so its arguments have no "
                 f"names; use an index below {len(arguments)}"
             )
-        return signature.index(argument)
+        return signature.index(argument, f"node {node.index} ({node.name}): ")
     index = whole_number(argument)
-    if index is None:
-        raise InputError(f"argument {argument!r}: an index or a name is needed")
-    arguments.slot(index)
+    if index is None or not 0 <= index < len(arguments):
+        raise InputError(
+            f"node {node.index} ({node.name}): argument {argument!r}: a name, or an index below "
+            f"{len(arguments)}, is needed"
+        )
     return index
 
 

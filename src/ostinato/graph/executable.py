@@ -201,7 +201,7 @@ class GraphExec(Launcher, Closeable):
     def handle(self) -> ExecHandle:
         """The driver's handle.  Raises ClosedError after close()."""
         if self._closed:
-            raise ClosedError("the executable graph is closed")
+            raise ClosedError("the executable graph is closed; instantiate it again")
         return self._handle
 
     @property
@@ -237,7 +237,7 @@ class GraphExec(Launcher, Closeable):
         """Raises ClosedError or GraphError unless it can be launched."""
         self.context.require_open()
         if self._closed:
-            raise ClosedError("the executable graph is closed")
+            raise ClosedError("the executable graph is closed; instantiate it again")
         if self._unusable:
             raise GraphError(self._unusable)
         if self._given_back:

@@ -159,7 +159,7 @@ class Graph(Closeable):
         """The driver's handle.  Raises ClosedError after close(), also of the device, GraphError if
         it was lost."""
         if self.closed:
-            raise ClosedError("the graph is closed")
+            raise ClosedError("the graph is closed; capture or build it again")
         self.context.require_open()
         if self._lost:
             raise GraphError(self._lost)
@@ -552,7 +552,7 @@ class Graph(Closeable):
         The bodies are filled as graphs of their own, by hand or with `capture(stream, into=body)`.
         """
         if not isinstance(kind, ConditionalKind):
-            raise InputError(f"kind={kind!r} is no ConditionalKind")
+            raise InputError(f"kind={kind!r}: ConditionalKind.IF, WHILE or SWITCH is needed")
         node = self.add(ConditionalNodeParams(handle, kind, size), after)
         return Conditional(self, node)
 
@@ -725,6 +725,8 @@ class Graph(Closeable):
         """
         from ostinato.graph.show.diff import code_comparison, diff
 
+        if not isinstance(other, Graph):
+            raise InputError(f"diff: a Graph is needed, not {type(other).__name__}")
         same_code = code_comparison(self.context, other.context)
         return diff(self.outline(readable=False), other.outline(readable=False), same_code)
 

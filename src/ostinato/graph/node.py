@@ -235,7 +235,9 @@ def index_below(count: int, given: object) -> int:
     """An index of a graph's own nodes, of which there are `count`.  Raises InputError."""
     index = whole_number(given)
     if index is None or not 0 <= index < count:
-        raise InputError(f"node {given!r}: a Node, or an index below {count}, is needed")
+        raise InputError(
+            f"there is no node {given!r}: give a Node of this graph, or an index below {count}"
+        )
     return index
 
 

@@ -170,7 +170,10 @@ class Buffer(Closeable):
 
     def _require_open(self) -> None:
         if self.closed:
-            raise ClosedError(f"the buffer at {self._range.address:#x} is closed")
+            named = f"buffer {self.name!r}" if self.name else "buffer"
+            raise ClosedError(
+                f"the {named} at {self._range.address:#x} is closed; allocate another"
+            )
 
     # --- views
     def view(
@@ -510,7 +513,10 @@ def fill_operation(dst: Buffer, value: float) -> Operation:
     if size == 8 and pattern[:4] == pattern[4:]:
         size, pattern = 4, pattern[:4]
     if size not in (1, 2, 4):
-        raise InputError(f"{dst.dtype.name} with value {value!r} cannot be filled by the driver")
+        raise InputError(
+            f"a fill repeats 1, 2 or 4 bytes; {value!r} in {dst.dtype.name} is not one: use "
+            "buffer.copy_from, or a kernel"
+        )
     params = MemsetNodeParams(
         dst.address, int.from_bytes(pattern, "little"), size, dst.nbytes // size
     )

@@ -75,7 +75,9 @@ class Slot:
                 "(device.adopt_array for another library's; .buffer of device state)"
             )
         if not isinstance(self.role, Role):
-            raise InputError(f"slot {self.name!r}: role={self.role!r} is no Role")
+            raise InputError(
+                f"slot {self.name!r}: role={self.role!r}: a Role is needed (Role.INPUT)"
+            )
         if not (self.size is None or isinstance(self.size, str)):
             raise InputError(
                 f"slot {self.name!r}: size={self.size!r}: the name of a size argument is needed, "

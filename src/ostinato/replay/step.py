@@ -170,15 +170,23 @@ class GraphedStep(Closeable):
         store: GraphStore | None = None,
     ) -> None:
         require_stream(stream, "stream")
-        made_by = {"preload": preload, "builder": builder}
-        given = {name: function for name, function in made_by.items() if function is not None}
-        for what, function in {"run": run, **given, **(preconditions or {})}.items():
-            if not callable(function):
+        functions = {"run": run, "preload": preload, "builder": builder, **(preconditions or {})}
+        for what, function in functions.items():
+            if not (callable(function) or (function is None and what in ("preload", "builder"))):
                 raise InputError(f"{what}: a function is needed, not {type(function).__name__}")
-        if not isinstance(mode, CaptureMode):
-            raise InputError(f"mode={mode!r}: a CaptureMode is needed")
-        if not isinstance(pool, CapturePool | None):
-            raise InputError(f"pool={pool!r}: a CapturePool is needed (device.pool())")
+        options: list[tuple[object, type]] = [
+            (pool, CapturePool),
+            (settings, ReplaySettings),
+            (profile, ReplayProfile),
+        ]
+        if store is not None:
+            from ostinato.cache.store import GraphStore
+
+            options.append((store, GraphStore))
+        given = [option for option in options if option[0] is not None]
+        for value, kind in [(cache, GraphCache), (mode, CaptureMode), *given]:
+            if not isinstance(value, kind):
+                raise InputError(f"a {kind.__name__} is needed, not {value!r}")
         if build not in ("capture", "record"):
             raise InputError(f'build={build!r}: "capture" or "record"')
         if builder is not None and build == "record":
