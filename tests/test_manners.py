@@ -13,7 +13,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import InputError, NoCudaError, NotAvailableError
+from ostinato.errors import InputError, NoCudaError, NotAvailableError, Status, explain
 from ostinato.graph.show.demangle import demangled
 from tests.processes import child_environment
 from tests.sources import config, kernel
@@ -345,6 +345,12 @@ def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         timeout=500,
         check=False,
     )
+
+
+def test_every_status_has_words_of_its_own() -> None:
+    unknown = explain(123456)
+    for status in set(Status) - {Status.SUCCESS}:
+        assert explain(status) != unknown, status.name
 
 
 def test_errors_and_testing_are_there(tmp_path: Path) -> None:

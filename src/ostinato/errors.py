@@ -138,7 +138,7 @@ class StatusMeaning:
     advice: str
 
 
-_POISONED = "Every later call on this context fails too: end the process (or open a new device)."
+_POISONED = "Every later call on this context fails too: end the process (or reopen a host device)."
 
 _MEANINGS: dict[int, StatusMeaning] = {
     Status.INVALID_VALUE: StatusMeaning(
@@ -151,6 +151,9 @@ _MEANINGS: dict[int, StatusMeaning] = {
     ),
     Status.NOT_INITIALIZED: StatusMeaning(
         "the driver was not initialised", "Open the device with open_device()."
+    ),
+    Status.DEINITIALIZED: StatusMeaning(
+        "the driver is shutting down", "Close devices before the process ends."
     ),
     Status.NO_DEVICE: StatusMeaning(
         "the driver sees no CUDA device", "Use the host device, or check `ostinato doctor`."
@@ -176,6 +179,10 @@ _MEANINGS: dict[int, StatusMeaning] = {
         "the PTX is that of a newer compiler than this driver takes",
         "Update the driver, or compile with the driver's CUDA.",
     ),
+    Status.INVALID_SOURCE: StatusMeaning(
+        "the device code is invalid, or does not link",
+        "Check the source and what it is linked with.",
+    ),
     Status.INVALID_HANDLE: StatusMeaning(
         "a handle is unknown, destroyed, or of another context",
         "Something was used after it was closed, or is of another device.",
@@ -196,6 +203,9 @@ _MEANINGS: dict[int, StatusMeaning] = {
         "Use fewer threads or less shared memory.",
     ),
     Status.LAUNCH_TIMEOUT: StatusMeaning("a kernel ran too long and was stopped", _POISONED),
+    Status.CONTEXT_IS_DESTROYED: StatusMeaning(
+        "the device's context was destroyed, perhaps by another library", _POISONED
+    ),
     Status.ASSERT: StatusMeaning("a device-side assert failed", _POISONED),
     Status.HARDWARE_STACK_ERROR: StatusMeaning("a kernel overflowed its stack", _POISONED),
     Status.ILLEGAL_INSTRUCTION: StatusMeaning("a kernel met an illegal instruction", _POISONED),
