@@ -252,8 +252,8 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert decoder["head size"][1] == f"up to {config._LIMITS['head_size']:,}"
     counters = shapes.COUNTER_BYTES // 4
     assert decoder["heads"][0] == (
-        f"{counters // shapes.MAX_ROWS} with {shapes.MAX_ROWS} rows; where they are over "
-        f"{shapes.PIECE_HEAD_SIZE} wide, rows times heads up to {counters:,}"
+        f"{counters // shapes.MAX_ROWS} with {shapes.MAX_ROWS} rows; if heads are wider than "
+        f"{shapes.PIECE_HEAD_SIZE}, rows times heads up to {counters:,}"
     )
     assert decoder["heads"][1] == f"up to {config._LIMITS['heads']:,}"
     assert decoder["stop tokens"] == [f"{program.STOP_TOKENS}"] * 2
