@@ -1,4 +1,4 @@
-"""`Device`: what a user opens; streams, memory and compiled kernels of one device."""
+"""`Device`: the streams, memory and compiled kernels of one device."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Device(Closeable):
         with ost.open_device("host") as device:
             x = device.array([1.0, 2.0], "f4")
 
-    What was made on it cannot be used after it is closed, and does not keep it: a Device that
-    nothing refers to any more is closed too.
+    Objects made on a device cannot be used after it is closed, and do not keep it open: a Device
+    without references is closed too.
     """
 
     def __init__(self, driver: Driver) -> None:

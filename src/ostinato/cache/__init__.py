@@ -1,4 +1,5 @@
-"""Graphs by key: which sizes share one, how many bytes they may take, and when they leave."""
+"""Graphs by key: which sizes share a graph, how many bytes graphs may take, and when they are
+evicted."""
 
 from ostinato.cache.buckets import (
     Buckets,

@@ -9,7 +9,7 @@ Measured on an H100 80GB (driver 580.159, CUDA 13.0) with 64 executables each of
 * the driver keeps the memory of destroyed executables for later graphs: free memory does not rise
   again, and the next graph of that size takes none.
 
-So the change of free memory is no measure of one small graph: it is 0 or 2 MiB.  A graph is charged
+So the change of free memory does not measure one small graph: it is 0 or 2 MiB.  A graph is charged
 
 * with what is given;
 * with the change of free memory around its capture, if that is larger than its estimate by more
@@ -162,8 +162,8 @@ class SharedBlocks:
 class MemoryMeter:
     """By how many bytes free device memory fell inside the `with` block.
 
-    What the context gave back meanwhile, of objects that were closed before, is added.  `taken` is
-    None where the driver could not say; `free` is what was free at the end of the block.  Not
+    Memory that the context freed meanwhile, of objects closed before, is added.  `taken` is None
+    where the driver could not say; `free` is what was free at the end of the block.  Not
     guaranteed: that it was this block's work, if other threads or processes allocate meanwhile.
     """
 

@@ -4,8 +4,8 @@ A replay leases its entry: an evicted executable is closed when its last lease e
 It is destroyed after the graph's own last launch on the device (`driver.context.Context.retire`);
 nothing waits for the whole device.
 
-One lock guards the table, and nothing slow is done while it is held.  Captures, launches, closing
-and reading of nodes are outside of it, so a long capture does not delay calls for other keys.
+One lock guards the table, and is never held during slow work.  Captures, launches, closing and
+reading of nodes happen outside it, so a long capture does not delay calls for other keys.
 """
 
 from __future__ import annotations
@@ -325,13 +325,12 @@ class GraphCache(Closeable):
 
     `buckets` is the scheme by which steps that use this cache pad their sizes; without it, powers
     of two without a limit.  A bucket with more rows than a step's smallest slot runs eagerly: give
-    that slot's rows as the limit.  `budget` limits
-    device bytes (4096, "512 MiB") and `max_graphs` the number of graphs: over either, the least
-    recently used leave, but never the one that was just put in.  Bytes are given, measured or
-    estimated: `cache.budget` says how, and how well.  Not guaranteed: that free device memory rises
-    after an eviction; the driver keeps the memory for the next graphs, which is why a budget helps.
-    `limits` are for captures: their time, and how often one key is captured.  Set the attribute
-    anew to change them.
+    that slot's rows as the limit.  `budget` limits device bytes (4096, "512 MiB") and `max_graphs`
+    the number of graphs: over either, the least recently used are evicted, but never the newest
+    one.  Bytes are given, measured or estimated: `cache.budget` says how, and how well.  Not
+    guaranteed: that free device memory rises after an eviction; the driver keeps the memory for the
+    next graphs, which is why a budget helps.  `limits` are for captures: their time, and how often
+    one key is captured.  Assign the attribute to change them.
 
         cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(64), budget="512 MiB")
         cache.get_or_capture("decode", make)

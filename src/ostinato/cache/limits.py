@@ -1,8 +1,8 @@
 """How much a cache may capture: a pure function from what was captured to a refusal, or none.
 
 A capture costs milliseconds, a replay microseconds.  Under a budget that is too small, or with
-memory that moves all the time, a key is captured over and over, and its calls take longer than
-they would eagerly.  These limits refuse the capture then, with a reason; a `GraphedStep` runs the
+memory that moves all the time, a key is captured over and over, and its calls take longer than they
+would eagerly.  Then these limits refuse the capture, with a reason, and a `GraphedStep` runs the
 call eagerly.  `Spent` adds up the time that captures took.
 """
 
@@ -30,7 +30,7 @@ class Refusal(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A refusal: its reason, and the numbers behind it as text."""
+    """A refusal: its reason, and the numbers that led to it as text."""
 
     reason: Refusal
     detail: str
@@ -46,7 +46,7 @@ class CaptureLimits:
     `seconds` of host time that captures may take in any `window` seconds; with `window` None, since
     the cache was made.  A capture that has begun is finished, so the last one may go over.
     `per_key` captures of one key in its last `within` uses (hits and misses); the key can be
-    captured again once enough of them are further back.  Captures that failed count too.
+    captured again once enough of these captures are older.  Captures that failed count too.
 
     `per_key` depends on the order of calls alone, so processes that make the same calls decide
     alike; `seconds` depends on the clock.  Raises InputError for numbers that are out of range.

@@ -59,7 +59,7 @@ class Evictions:
 class KeyStatistics:
     """One key: its graph in the cache, and what happened to the key since it first came.
 
-    Of a key without a graph at present, `nbytes` is 0 and the two fields after it are None.
+    For a key without a graph at present, `nbytes` is 0 and the two fields after it are None.
     """
 
     key: Hashable

@@ -3,8 +3,8 @@
     FOLDER/graphs/<digest of tag and key>.graph     one file a key
     FOLDER/code/<digest>                            what they share: kernels and inputs, each once
 
-The live memory of the process is named once, for all keys, and a restored graph is bound to it: its
-weights are the model's own, and its inputs and outputs the buffers that all keys share.
+The process names its live memory once, for all keys, and a restored graph is bound to it: its
+weights are the model's own, and its inputs and outputs are the buffers that all keys share.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GraphStore:
         store.save_cache(cache)                                 # at the end of the first process
 
     `tag` says what else the graphs depend on, such as the model and the code that captures; files
-    of another tag are not looked at.  Keys are what `stable_text` has a text for: numbers, texts,
+    with another tag are ignored.  Keys are what `stable_text` has a text for: numbers, texts,
     enums, and tuples and frozen dataclasses of these.  A file that does not fit (device, driver,
     memory, release) is not restored: `statistics` says why.
     """

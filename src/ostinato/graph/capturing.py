@@ -362,8 +362,8 @@ class Capture:
     raise GraphError.  `pool`: one that the work allocates from; it must be open.  `contained`
     refuses work that this thread submits to a stream outside of the capture: the graph would lack
     it, and it would run at once.  `trace` checks the capture after every line of Python and finds
-    the first line that breaks it, also inside other libraries; it is slow, and for finding faults.
-    Raises InputError for what is no Stream, CaptureMode or Graph.
+    the first line that breaks it, also inside other libraries; it is slow, and only for debugging.
+    Raises InputError for arguments of the wrong type.
     """
 
     def __init__(

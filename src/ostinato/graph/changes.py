@@ -46,7 +46,7 @@ class Change:
 
     `owners`: what its changed words point at now.  `reach`: how many bytes are known to be used
     from where a changed word points, None if it is not known; words that are not named keep theirs.
-    `whole`: all words were set anew, with `signature` for another function than before.
+    `whole`: all words were replaced, with `signature` for a new function.
     """
 
     node: Node

@@ -1,9 +1,9 @@
 """`GraphExec`: an executable graph that is launched, and changed without being made again.
 
-The driver has no getters on an executable, so what was set is shadowed here: `params(node)` is
-what the next launch will use.  Every change is all or nothing: what the driver refuses, and what an
-interruption cuts short, is undone node by node before the error is raised.  If that fails too, it
-is not known what the executable holds, and every later launch raises GraphError.
+The driver has no getters on an executable, so what was set is shadowed here: `params(node)` is what
+the next launch will use.  Every change is all or nothing: what the driver refuses, and what an
+interruption cuts short, is undone node by node before the error is raised.  If that fails too, the
+content of the executable is unknown, and every later launch raises GraphError.
 """
 
 from __future__ import annotations
@@ -124,9 +124,8 @@ class GraphExec(Launcher, Closeable):
 
     It keeps its graph alive, and with it what the nodes point at, and every buffer it was rebound
     or patched to.  It refuses to launch once memory that it points at was closed.  Launches of one
-    executable never overlap.  Changes apply to later launches; one under way keeps what it began
-    with.  Thread-safe for changes; `launch` may be called from several threads; the
-    caller must order them.
+    executable never overlap.  Changes apply to later launches, not to launches in flight.  Changes
+    are thread-safe; `launch` may be called from several threads, which the caller must order.
 
         run.rebind({x: y})
         run.launch(stream)

@@ -74,9 +74,9 @@ class Graph(Closeable):
     made.  It keeps alive what its nodes point at, as far as this library put it there; an adopted
     graph keeps its `owner`.  Changing a definition does not change executables made before.
 
-    `after`, of the methods that add a node: the nodes that it waits for, none by default.  They
-    raise GraphError with the driver's reason, ClosedError, and InputError for arguments that do not
-    fit.
+    Methods that add a node take `after`, the nodes that the new one waits for (none by default).
+    They raise GraphError with the driver's reason, ClosedError, and InputError for arguments that
+    do not fit.
 
         graph = ost.capture_function(stream, work)
         run = graph.instantiate(upload=stream)
@@ -182,7 +182,7 @@ class Graph(Closeable):
 
     @property
     def kept(self) -> tuple[object, ...]:
-        """What a copy of it must keep alive."""
+        """The objects that a copy of this graph must keep alive."""
         return (*self.keep, self.owner)
 
     @property

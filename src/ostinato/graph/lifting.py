@@ -1,4 +1,4 @@
-"""Lift: work that a library put into a capture becomes operations of our own.
+"""Lift: turns work that a library put into a capture into operations of this library.
 
 A library (cuBLASLt, say) takes a stream and decides by itself what it launches.  A capture shows
 what it launched: functions, shapes, argument bytes.  As operations it runs eagerly, in
@@ -6,7 +6,7 @@ captures, in recordings and in the bodies of loops, like any launch of ours, and
 called again.  It is the same work by construction: a replay of the captured graph would run nothing
 else.
 
-Not guaranteed: what the library does on the host besides.  It must keep its kernels loaded, so it
+Not guaranteed: other effects of the library on the host.  It must keep its kernels loaded, so it
 must stay loaded itself, and memory that it named in their arguments must stay allocated to it.
 """
 

@@ -1,14 +1,14 @@
 """The pointer manifest: which memory a graph points into, as the next launch will use it.
 
 Pure: from what nodes hold (`Shadow.settings`).  `GraphExec.manifest` and `GraphExec.touches` read
-it anew each time, so it follows every patch and rebinding.
+it each time, so it follows every patch and rebind.
 
-A pointer is what a signature calls one, what the launch was given as a buffer, an address field of
-a memcpy, memset or memory node, or an aligned word that lies in an allocation that `find` knows.
-How far it is used is what the launch was given there, or all that a copy or fill covers; where
-neither is known, up to the end of the allocation.  A number taken for a pointer costs a capture; a
-pointer that is missed gives a wrong answer.  Not seen: what a host function or a pointer in device
-memory leads to.
+A pointer is a parameter that the signature declares as one, an argument that was a buffer, an
+address field of a memcpy, memset or memory node, or an aligned word whose value lies in an
+allocation that `find` knows.  How far it is used is what the launch was given there, or all that a
+copy or fill covers; where neither is known, up to the end of the allocation.  A number mistaken for
+a pointer costs a capture; a missed pointer gives a wrong answer.  Not seen: what a host function or
+a pointer in device memory leads to.
 """
 
 from __future__ import annotations

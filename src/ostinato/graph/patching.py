@@ -1,8 +1,8 @@
-"""`Patcher`: one kernel argument of an executable, prepared to be set again and again.
+"""`Patcher`: one kernel argument of an executable, prepared to be set repeatedly.
 
-What a patch needs to know (the node, its signature, where the argument lies, how a value becomes
-bytes) is worked out once.  A call packs the value, sets it in the driver, and notes what it points
-at.  The bytes are in a `KernelSetter`, which the shadow reads when it is asked (`shadow.Live`).
+What a patch needs (the node, its signature, the argument's offset, the conversion to bytes) is
+determined once.  A call packs the value, sets it in the driver, and notes what it points at.  The
+bytes are in a `KernelSetter`, which the shadow reads when it is asked (`shadow.Live`).
 """
 
 from __future__ import annotations

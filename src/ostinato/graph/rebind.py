@@ -2,9 +2,9 @@
 
 Pure: from what nodes hold and targets to the changes and a report; `GraphExec.rebind` makes them.
 
-A word is taken for a pointer if a signature says so, or, where there is none, if it is a whole
-aligned 8-byte word and the driver confirms that it lies in a live allocation.  A number that
-a signature calls a scalar is never touched, however much it looks like an address.
+A word counts as a pointer if a signature says so; without a signature, if it is an aligned 8-byte
+word and the driver confirms that its value lies in a live allocation.  A word that a signature
+declares as a scalar is never changed, even if it looks like an address.
 
 A word moves only if what is used from where it points fits into the new range: as many bytes as the
 launch was given there, or, where that is not known, up to the end of the old range.

@@ -1,8 +1,8 @@
 """Record: launches run eagerly and are noted, and a graph is built from the notes.
 
-For work that stream capture refuses, or if the answer is needed at once: the recorded run is a real
-run.  Edges follow from the memory that each operation reads and writes, so operations on different
-memory may run side by side.
+Use it for work that stream capture refuses, or if the answer is needed at once: the recorded run is
+a real run.  Edges follow from the memory that each operation reads and writes, so operations on
+different memory may run side by side.
 
 Work that a graph cannot repeat breaks a recording, as it breaks a capture, but the run goes on:
 bytes of the host copied to the device, waiting for the device, a stream that was not forked from
@@ -144,7 +144,8 @@ class Recording(Tap):
             self._break("the stream was made to wait for an event from outside of the recording")
 
     def awaited(self, event: Event | None) -> None:
-        """What the host reads after it, and gives to later work, is a constant of the graph."""
+        """What the host reads after a wait, and passes to later work, becomes a constant of the
+        graph."""
         if threading.get_ident() == self._thread and (event is None or event in self._inside):
             what = "the device" if event is None else "an event of the recording"
             self._break(f"the host waited for {what}, or asked whether it was reached")

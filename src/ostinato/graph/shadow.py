@@ -1,9 +1,9 @@
-"""`Shadow`: what the nodes of an executable hold, which the driver does not tell.
+"""`Shadow`: what the nodes of an executable hold; the driver has no getters for it.
 
-States of a node: as the definition had it, or as it was set since.  What was set since is one
-frozen record (`Now`), which is replaced in one step: an interruption leaves the old one or the new
-one, and never a mixture.  Kernel nodes whose single arguments are set often are held as `Live`
-objects instead, and folded into the record when it is read.
+States of a node: as in the definition, or as it was set since.  What was set since is one frozen
+record (`Now`), which is replaced in one step: an interruption leaves the old record or the new one,
+never a mixture.  Kernel nodes whose single arguments are set often are held as `Live` objects
+instead, and folded into the record when it is read.
 """
 
 from __future__ import annotations

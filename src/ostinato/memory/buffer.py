@@ -2,8 +2,8 @@
 
 A `Buffer` is an allocation, or a view into one, with a shape and a dtype.  Its address never
 changes.  It is freed when it is closed, or when nothing refers to it any more; graphs keep the
-buffers that their nodes point at.  A closed buffer cannot be used: launches with it raise, and so
-do launches of graphs that point at it.
+buffers that their nodes point at.  Launches with a closed buffer raise ClosedError, and so do
+launches of graphs that point at it.
 """
 
 from __future__ import annotations

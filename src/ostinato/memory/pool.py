@@ -1,4 +1,4 @@
-"""Pools that captures allocate from: addresses that stay, growth that is reported.
+"""Pools that captures allocate from: stable addresses, reported growth.
 
 A pool takes large slabs from the driver and gives out pieces one after another.  A piece is never
 moved and never given out twice, so its address stays valid for every graph that holds it, until the
@@ -69,7 +69,7 @@ class CapturePool(Closeable):
             y = pool.empty(1024, "f4")
 
     `reserve` bytes are taken at once, so that captures need not grow the pool; `slab` is the
-    smallest growth in bytes.  Pieces are given back only with the whole pool: `close()`, after the
+    smallest growth in bytes.  Pieces are freed only with the whole pool: `close()` it after the
     graphs.  Thread-safe.
     """
 

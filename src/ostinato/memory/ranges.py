@@ -18,8 +18,8 @@ Target: TypeAlias = object
 
 
 class KnownRanges:
-    """`Driver.memory_range` for one pass over many addresses, few of which lie in one allocation
-    alone: asks once for each allocation, and each time for an address that is in none."""
+    """`Driver.memory_range` for one pass over many addresses, most of which share an allocation
+    with others: asks once for each allocation, and each time for an address that is in none."""
 
     def __init__(self, find: Callable[[int], MemoryRange | None]) -> None:
         self._find = find

@@ -15,9 +15,9 @@ compilation that read no file is remembered in the process, and never written to
 failures (no memory, no compiler, a capture under way) are not remembered: the next caller tries
 again.  An interrupt (KeyboardInterrupt) leaves a key unknown.
 
-The memory store bounds the loaded modules by count and bytes.  It evicts the least recently used
-ones that nothing else holds: no kernel that was given out, and so no graph that keeps such a
-kernel.  To find out, it drops its own references and looks whether the module is still there.
+The memory store limits the loaded modules by count and bytes.  It evicts the least recently used
+modules that nothing else holds: no kernel that was given out, and so no graph that keeps such a
+kernel.  To find out, it drops its own references and checks whether the module still exists.
 Evicting does not unload: the module's finaliser retires it.
 """
 

@@ -96,7 +96,7 @@ class DiskStatistics:
 
 
 class DiskStore:
-    """A folder of compiled kernels, bounded in bytes, least recently used out.
+    """A folder of compiled kernels, limited in bytes; the least recently used are removed.
 
     `folder` defaults to "kernels" in the cache folder of the settings, looked up at first use.
     Thread-safe; safe among processes.  Never raises for what it finds on disk.

@@ -13,9 +13,9 @@ restored and compared like a STATE, up to a limit in bytes (`replay.undeclared`)
 that passes, all memory is as one replay leaves it.  After one that fails or raises, all memory is
 as before the check.
 
-Not found: work that neither run does (a plan that was made once, outside of the step), pointers in
-device memory, and work of other streams at the same time.  While a check runs, no other stream may
-write memory that the graph points at.  docs/correctness.md has the whole list.
+Not found: work that neither run does (a plan that was made once, outside the step), pointers in
+device memory, and concurrent work of other streams.  While a check runs, no other stream may write
+memory that the graph points at.  docs/correctness.md has the whole list.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a graphed step does next: a pure function from its situation to a decision with a reason.
 
-Calls no driver and does no I/O.  A graph that fails costs speed, and no answer: the call runs
-eagerly, and its reason is counted.  If the eager run may be wrong too, or if the step is strict,
+Calls no driver and does no I/O.  A graph that fails costs speed, not correctness: the call runs
+eagerly, and the reason is counted.  If the eager run may be wrong too, or if the step is strict,
 the call raises.
 """
 
@@ -69,8 +69,8 @@ _EXPECTED = {
 
 @dataclass(slots=True)
 class Situation:
-    """All that the decision depends on.  Made for each call, and not frozen: a frozen one takes a
-    microsecond longer to make."""
+    """All that the decision depends on.  Made for each call; not frozen, because that would take a
+    microsecond more."""
 
     enabled: bool = True
     profiling: bool = False

@@ -100,8 +100,8 @@ class DeviceSizes:
     may read.  Steps that share their graphs share these (`sizes_of`): a graph reads the sizes of
     the step that made it.
 
-    A graph of more work, into which a call is captured or recorded, writes the sizes of that call
-    itself, at each launch.
+    If a call is captured or recorded into a larger graph, that graph writes the sizes of the call
+    at each launch.
     """
 
     def __init__(self, context: Context, *, shared: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Slots: the static buffers that a step reads and writes, and the contract for their padding.
 
-The graph of a bucket covers more rows than are in use.  The rows behind the real size are padding.
+The graph of a bucket covers more rows than are in use.  The rows beyond the real size are padding.
 The contract, by role:
 
     INPUT     padding holds any value; no row in use may depend on it
@@ -47,18 +47,18 @@ class Slot:
     """A static buffer of a step.
 
     `size` is the name of the size argument that gives the number of rows in use, along the first
-    axis; the rows behind it are padding.  `poison` are two different values with which a check
+    axis; the rows beyond it are padding.  `poison` are two different values with which a check
     fills padding; a kernel must be able to read them (a token id must exist).  Without it, a check
     uses NaN and a large number for floats; for whole numbers, flags and structs it uses values of
     rows in use, in another order.  A third run has the padding as it is, but a large negative
     number in floats without `poison`, and the largest of the rows in use in place of whole numbers
     that are between theirs.  `scratch_padding`: the step may change padding rows of a STATE.
 
-    No check finds a read of old values behind the end of a row in use (a short block table in a
+    No check finds a read of old values beyond the end of a row in use (a short block table in a
     wide row): write the whole row, or let the step read its length.
 
-    Raises InputError if `buffer` is no Buffer, for a `size` that is no name or is that of a buffer
-    without rows, and for poisons that do not differ or do not fit.
+    Raises InputError if `buffer` is not a Buffer, if `size` is not a name or the buffer has no
+    rows, and if the poisons are equal or do not fit the dtype.
     """
 
     name: str
@@ -154,7 +154,7 @@ class Slot:
 
 
 def check_slots(slots: Sequence[Slot]) -> None:
-    """Raises InputError for what is no slot, and for slots that share a name or memory."""
+    """Raises InputError unless all are Slots, with different names and disjoint memory."""
     for given in slots:
         if not isinstance(given, Slot):
             raise InputError(f"slots: a list of Slots is needed, and {given!r} is none")

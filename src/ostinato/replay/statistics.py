@@ -24,10 +24,10 @@ __all__ = ["Counts", "StepKeyStatistics", "StepStatistics"]
 class StepKeyStatistics:
     """What a step did so far for one key; fields of the same name are those of `StepStatistics`.
 
-    `us`: host time of replays in microseconds, of the latest that were timed: one in 32, and no
-    launch of a graph that is held.  It contains what the step's settings add to a launch: with
-    `synchronize`, the time of the device too.  `graph`: what the cache says of the key (bytes,
-    capture ms, hits, evictions); None if it knows nothing of it.
+    `us`: host time of the latest timed replays in microseconds.  One replay in 32 is timed;
+    launches of held graphs are not.  It includes what the step's settings add to a launch: with
+    `synchronize`, also the time of the device.  `graph`: the cache's record of the key (bytes,
+    capture ms, hits, evictions); None if it has none.
     """
 
     key: StepKey

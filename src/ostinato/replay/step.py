@@ -95,7 +95,7 @@ class GraphedStep(Closeable):
     `run(stream, **sizes)` must submit all its work to the stream (and streams forked from it), at
     fixed addresses.  Whatever changes from call to call must be in device memory: host numbers are
     frozen by the capture.  An eager run gets the real sizes, a graph is made for the bucketed ones.
-    Rows behind the real size are padding; `replay.slots` has the contract for them.  Kernels can
+    Rows beyond the real size are padding; `replay.slots` has the contract for them.  Kernels can
     read the real size on the device: `step.size("rows")`.
 
     Graphs belong to the step: another step has its own, even with the same name in the same cache.
@@ -105,9 +105,8 @@ class GraphedStep(Closeable):
     `slots` are the buffers that the step reads and writes; `verify` needs them.  "first" checks
     each graph at its first replay, and again at the first with padding of each size; a number n
     also checks every n-th replay; "off" or None never checks.  A check that fails quarantines the
-    key, puts back what it changed and runs the call eagerly, or raises VerificationError if
-    `strict`.
-    If the step keeps state on the host, this and all later calls raise VerificationError (unless
+    key, restores what it changed and runs the call eagerly, or raises VerificationError if
+    `strict`.  If the step keeps state on the host, this and all later calls raise VerificationError (unless
     graphs are switched off): captures and checks call `run` too, so no run is known to be right
     until the caller has corrected that state and calls `release`.  Memory that the step writes and
     that no slot declares is checked up to `check_limit`.  `replay.check` describes what a check
@@ -116,10 +115,10 @@ class GraphedStep(Closeable):
     `strict`: a call that would run eagerly although graphs are on raises EagerRunError, and nothing
     of it runs; later calls of a key whose check failed raise VerificationError.  Warm-ups, recorded
     runs, calls inside another capture, and calls while `enabled` is False or `profiling` is set run
-    eagerly as ever.  `Reason.silent` says which reasons are errors.
+    eagerly without an error.  `Reason.silent` says which reasons are errors.
 
     `preconditions` are called before each call.  If one returns a false value, the call runs
-    eagerly, with the reason PRECONDITION and the names of those that did.  `warmups` eager runs
+    eagerly, with the reason PRECONDITION and the names of the false ones.  `warmups` eager runs
     come before a capture; a capture that lacks an operation of the last warm-up is refused.
     `preload` is called once, before the first capture and outside of it, to load what the step
     launches (`lambda: device.modules.preload(kernels)`).  `builder(stream, **sizes)`, if given,
@@ -130,19 +129,20 @@ class GraphedStep(Closeable):
     `store`: a key's graph is restored from it when the key is first called, bound to the slots'
     buffers, without a warm-up; one that does not fit is captured as usual (`store.statistics()`
     says why).  `save` writes the step's graphs.  The store names what the step reads besides its
-    slots, such as weights.  A graph of another `run`, by its own code, defaults and closure, is not
-    taken; what `run` calls is for the store's `tag` to say, and for `verify` to find.  Two steps
-    with one store need two names.
+    slots, such as weights.  A graph whose `run` had other code, defaults or closure is not taken.
+    For what `run` calls, give the store a `tag`, and use `verify`.  Two steps with one store need
+    two names.
 
-    `mode` and `pool` as for `Capture`.  `name` begins the text of its keys; that of `run` if None.
+    `mode` and `pool` as for `Capture`.  `name` is the first part of its keys' text; None: the name
+    of `run`.
 
     `enabled` None: graphs are on unless OSTINATO_NO_GRAPHS is "1".  `settings` take precedence over
     the environment; giving a `profile` switches profiling on.
 
     Calls of one step are serialised, and so are calls of several steps on one stream.  Not
-    guaranteed, and for `verify` to find: that a `run` which keeps state outside of device memory
-    gives the same answers by replay, and that a graph has the work which another library submits
-    to other streams.
+    guaranteed, but found by `verify`: that a `run` which keeps state outside device memory gives
+    the same answers by replay, and that a graph contains work that another library submits to other
+    streams.
     """
 
     def __init__(

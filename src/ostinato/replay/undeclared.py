@@ -3,8 +3,8 @@
 A graph's manifest shows what the graph writes before it runs.  What an eager run writes is known
 only when it submits its work, and may be other memory: a buffer that was replaced since the
 capture, or one that is used only in a branch.  So the memory of each operation is saved just before
-the operation is submitted.  Not seen: writes of operations without a signature, of host functions,
-of graphs that the step launches, and of other libraries.
+the operation is submitted.  Not seen: writes by operations without a signature, host functions,
+graphs that the step launches, and other libraries.
 """
 
 from __future__ import annotations

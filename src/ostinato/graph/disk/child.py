@@ -1,4 +1,4 @@
-"""The fresh process that checks a file which is being saved: a program that uses the library."""
+"""The separate process that checks a file while it is saved: a program that uses the library."""
 
 from __future__ import annotations
 

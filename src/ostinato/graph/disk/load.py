@@ -105,7 +105,8 @@ class LoadedGraph(Graph):
 
     @property
     def manifest(self) -> GraphManifest:
-        """What the file says.  Read anew each time: a process with many graphs keeps none of it."""
+        """The file's manifest.  Read from the file each time, so that a process with many graphs
+        does not keep it."""
         return read_manifest(self.raw)
 
     @property
@@ -200,7 +201,7 @@ def _from_file(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Memory before or behind a block that no launch may touch."""
+    """Memory before or after a block that no launch may touch."""
 
     block: int
     memory: MemoryRange

@@ -2,9 +2,10 @@
 
 A word is an address if its signature says so; if it moved together with its memory between two
 captures of the same work (`Twin`); or, where neither is to be had, if it lies in a live allocation.
-What differs between the two captures and is no address cannot be saved, as another process would
-have to know what to put there, unless it has no effect: structs that are passed by value have gaps
-and unused fields that nobody writes.  Bytes that may be such are `Loose`; the check tries them.
+Words that differ between the two captures and are not addresses cannot be saved, because another
+process would not know their values, unless they have no effect: structs that are passed by value
+have gaps and unused fields that nobody writes.  Bytes that may be such are `Loose`; the check tries
+them.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Loose:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """How far a launch was seen to write before and behind a block, in bytes."""
+    """How far a launch was seen to write before and after a block, in bytes."""
 
     before: int = 0
     behind: int = 0

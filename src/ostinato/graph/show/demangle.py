@@ -1,7 +1,7 @@
 """Kernel names as they were written: C++ compilers put types into them.
 
-The C++ runtime library that is in the process, or can be loaded, takes them apart; without one
-names stay as they are.
+The C++ runtime library, if the process has it or can load it, demangles them; otherwise names stay
+as they are.
 """
 
 from __future__ import annotations
