@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
+import pickle
 import sys
 import threading
 import time
@@ -1855,6 +1857,19 @@ def test_nodes_inside_others_are_patched_where_they_are(device: Device) -> None:
 
 
 # ------------------------------------------------------------- memory that is closed under a graph
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_owner_is_not_copied(
+    device: Device, stream: ost.Stream, copied: Callable[[object], object]
+) -> None:
+    """A copy would own the same handle: closing it gave memory that is in use to others."""
+    x, out = ones(device), device.zeros(N, np.float32)
+    run = doubling(device, stream, x, out)
+    scalar = ost.DeviceScalar(device, "u4")
+    for owner in (x, x[1:], scalar, stream, stream.record(), run.graph, run, device):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copied(owner)
 
 
 def test_what_points_at_closed_memory_does_not_run(device: Device, stream: ost.Stream) -> None:

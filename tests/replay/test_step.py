@@ -833,6 +833,18 @@ def test_an_option_of_the_wrong_type_is_refused(
         ost.GraphedStep(lambda stream: None, **given)  # type: ignore[arg-type]
 
 
+def test_memory_of_another_device_is_refused(device: Device) -> None:
+    """At once: a graph that points at it would end the context of a GPU."""
+    stream, cache = device.create_stream(), GraphCache(device)
+    with ost.open_device("host") as other:
+        slot = ost.Slot("x", other.zeros(8), ost.Role.STATE)
+        for wrong in ({"slots": [slot]}, {"pool": other.pool()}):
+            with pytest.raises(InputError, match="of another device"):
+                ost.GraphedStep(lambda stream: None, stream=stream, cache=cache, **wrong)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="of another device"):
+            ost.Capture(stream, pool=other.pool())
+
+
 def test_a_builder_that_fails_quarantines_its_key(device: Device) -> None:
     def build(stream: ost.Stream, rows: int) -> ost.GraphExec:
         raise ValueError("no plan")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 __all__ = ["Closeable"]
 
@@ -34,3 +34,9 @@ class Closeable(ABC):
         tb: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would own the same handles, and closing it would free them under the original.
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: share it, or make another"
+        )

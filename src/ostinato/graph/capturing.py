@@ -386,6 +386,8 @@ class Capture:
             )
         if not isinstance(pool, CapturePool | None):
             raise InputError(f"pool: a CapturePool is needed, not {type(pool).__name__}")
+        if pool is not None and pool.context is not stream.context:
+            raise InputError("the pool is of another device than the stream")
         self.stream = stream
         self.mode = mode
         self.pool = pool

@@ -107,7 +107,7 @@ class Recording(Tap):
         elif self._is_captured(stream):
             return  # it does not run; a launch of its graph is recorded as one
         elif entry is Entry.ONCE:
-            self._break(f"{what} is nothing that a graph can do again")
+            self._break(f"{what} is not work that a graph can hold")
         elif int(stream.handle) not in self._members:
             self._break(
                 f"{what} went to {stream!r}, which was not forked from the recorded stream "

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ostinato.driver.context import Context
 from ostinato.errors import InputError
 from ostinato.memory import Buffer
 
@@ -153,11 +154,14 @@ class Slot:
         return padded
 
 
-def check_slots(slots: Sequence[Slot]) -> None:
-    """Raises InputError unless all are Slots, with different names and disjoint memory."""
+def check_slots(slots: Sequence[Slot], context: Context) -> None:
+    """Raises InputError unless all are Slots of one device, with different names and disjoint
+    memory."""
     for given in slots:
         if not isinstance(given, Slot):
             raise InputError(f"slots: a list of Slots is needed, and {given!r} is none")
+        if given.buffer.context is not context:
+            raise InputError(f"slot {given.name!r}: its buffer is of another device than the step")
     for index, slot in enumerate(slots):
         for other in slots[:index]:
             if slot.name == other.name:

@@ -200,9 +200,11 @@ class GraphedStep(Closeable):
             raise InputError("the step's stream is of another device than its cache")
         if store is not None and store.context is not cache.context:
             raise InputError("the step's store is of another device than its cache")
+        if pool is not None and pool.context is not cache.context:
+            raise InputError("the step's pool is of another device than its cache")
         verify = "off" if verify is None else verify
         check_verify(verify, slots)
-        check_slots(slots)
+        check_slots(slots, stream.context)
         self.run = run
         self.stream = stream
         self.cache = cache
