@@ -106,11 +106,11 @@ class GraphedStep(Closeable):
     each graph at its first replay, and again at the first with padding of each size; a number n
     also checks every n-th replay; "off" or None never checks.  A check that fails quarantines the
     key, restores what it changed and runs the call eagerly, or raises VerificationError if
-    `strict`.  If the step keeps state on the host, this and all later calls raise VerificationError (unless
-    graphs are switched off): captures and checks call `run` too, so no run is known to be right
-    until the caller has corrected that state and calls `release`.  Memory that the step writes and
-    that no slot declares is checked up to `check_limit`.  `replay.check` describes what a check
-    finds.
+    `strict`.  If the step keeps state on the host, this and all later calls raise VerificationError
+    (unless graphs are switched off): captures and checks call `run` too, so no run is known to be
+    right until the caller has corrected that state and calls `release`.  Memory that the step
+    writes and that no slot declares is checked up to `check_limit`.  `replay.check` describes what
+    a check finds.
 
     `strict`: a call that would run eagerly although graphs are on raises EagerRunError, and nothing
     of it runs; later calls of a key whose check failed raise VerificationError.  Warm-ups, recorded
