@@ -9,14 +9,17 @@ lacks is done in another way, or refused in words.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import random
 import re
 import shutil
 import subprocess
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -391,6 +394,100 @@ def test_arguments_of_an_unloaded_module_are_checked_again(rig: Rig) -> None:
     driver._layouts[FUNCTION] = (*LAYOUT, ParameterSlot(16, 8))
     with pytest.raises(DriverError, match="takes 3 of 24"):
         driver.launch_kernel(STREAM, FUNCTION, CONFIG, ARGUMENTS)
+
+
+class GivenAgain:
+    """A driver whose destroying call frees a handle, and gives it to another thread before that
+    call has returned to us."""
+
+    def __init__(self, driver: CudaDriver, symbol: str, makes: Callable[[], object]) -> None:
+        calls: Any = driver._calls
+        real = calls[symbol]
+
+        def destroy(*args: object) -> int:
+            calls[symbol] = real
+            status = int(real(*args))
+            if not status:
+                makes()
+            return status
+
+        calls[symbol] = destroy
+
+
+WHILE = ConditionalNodeParams(ConditionalHandle(3), ConditionalKind.WHILE)
+
+
+@pytest.mark.parametrize("removed", ["graph", "node"])
+def test_a_conditional_node_with_a_handle_that_was_free(
+    opened: Callable[..., Rig], removed: str
+) -> None:
+    """A driver before 13.2 cannot read it, so what we know of it must not go with the old one."""
+    rig = opened("12.8")
+    driver = rig.driver
+    node = driver.graph_add_node(GRAPH, (), WHILE)
+    destroy = (
+        partial(driver.graph_destroy, GRAPH)
+        if removed == "graph"
+        else (partial(driver.graph_remove_node, node))
+    )
+    rig.returns(Status.INVALID_VALUE, NodeKind.CONDITIONAL)
+    with pytest.raises(DriverError):
+        destroy()
+    rig.returns(0, NodeKind.CONDITIONAL)
+    assert isinstance(driver.node_params(node), ConditionalNodeParams), "it is still there"
+    symbol = "cuGraphDestroy" if removed == "graph" else "cuGraphDestroyNode"
+    GivenAgain(driver, symbol, lambda: driver.graph_add_node(GRAPH, (), WHILE))
+    destroy()
+    assert isinstance(driver.node_params(node), ConditionalNodeParams)
+    destroy()
+    assert isinstance(driver.node_params(node), OpaqueNodeParams), "another library's"
+
+
+def test_host_functions_of_an_executable_with_a_handle_that_was_free(rig: Rig) -> None:
+    driver = rig.driver
+    kept: list[weakref.ref[object]] = []
+
+    def set_function() -> None:
+        def function() -> None: ...
+
+        kept.append(weakref.ref(function))
+        driver.exec_set_params(EXEC, NODE, HostNodeParams(function))
+
+    def lives() -> list[bool]:
+        driver.synchronize()
+        gc.collect()
+        return [one() is not None for one in kept]
+
+    set_function()
+    rig.returns(Status.INVALID_VALUE)
+    with pytest.raises(DriverError):
+        driver.exec_destroy(EXEC)
+    rig.returns(0)
+    assert lives() == [True]
+    GivenAgain(driver, "cuGraphExecDestroy", set_function)
+    driver.exec_destroy(EXEC)
+    assert lives() == [False, True]
+    driver.exec_destroy(EXEC)
+    assert lives() == [False, False]
+
+
+def test_a_module_with_a_handle_that_was_free(rig: Rig) -> None:
+    driver = rig.driver
+
+    def load(code: bytes) -> FunctionHandle:
+        return driver.module_function(driver.module_load(Image("cubin", code)), "f")
+
+    function = load(b"old")
+    (module,) = driver._functions_of
+    rig.returns(Status.INVALID_VALUE)
+    with pytest.raises(DriverError):
+        driver.module_unload(ModuleHandle(module))
+    rig.returns(0)
+    assert driver._image_of(function, "f").data == b"old"
+    GivenAgain(driver, "cuModuleUnload", lambda: load(b"new"))
+    driver.module_unload(ModuleHandle(module))
+    assert driver._image_of(function, "f").data == b"new"
+    assert function in driver._layouts
 
 
 class Recorded:

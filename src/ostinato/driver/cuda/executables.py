@@ -22,7 +22,7 @@ from ostinato.driver.api import (
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.graphs import GraphCalls
 from ostinato.driver.launcher import kernel_node, prepare
-from ostinato.errors import Status
+from ostinato.errors import DriverError, Status
 
 __all__ = ["ExecCalls"]
 
@@ -66,8 +66,15 @@ class ExecCalls(GraphCalls):
         return ExecHandle(executable.value)
 
     def exec_destroy(self, executable: ExecHandle) -> None:
-        self._call("exec_destroy", "cuGraphExecDestroy", executable)
-        self._host_functions.give_up(executable)
+        # First: once it is free, the driver may give this handle to another thread's executable.
+        functions = self._host_functions.taken_from(executable)
+        try:
+            self._call("exec_destroy", "cuGraphExecDestroy", executable)
+        except DriverError:
+            for number in functions:
+                self._host_functions.keep_with(executable, number)
+            raise
+        self._host_functions.give_up(functions)
 
     def exec_upload(self, executable: ExecHandle, stream: StreamHandle) -> None:
         self._call("exec_upload", "cuGraphUpload", executable, stream)

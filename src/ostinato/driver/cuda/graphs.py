@@ -11,6 +11,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from ctypes import byref
+from dataclasses import dataclass, field
 from functools import partial
 
 from ostinato.driver.api import (
@@ -144,8 +145,13 @@ class GraphCalls(StreamCalls, ModuleCalls):
         return GraphHandle(self._handle("graph_create", "cuGraphCreate", 0))
 
     def graph_destroy(self, graph: GraphHandle) -> None:
-        self._call("graph_destroy", "cuGraphDestroy", graph)
-        self._conditionals.forget_graph(graph)
+        # First: once they are free, the driver may give these handles to another thread's graph.
+        before = self._conditionals.take_graph(graph)
+        try:
+            self._call("graph_destroy", "cuGraphDestroy", graph)
+        except DriverError:
+            self._conditionals.put_back(before)
+            raise
 
     def graph_clone(self, graph: GraphHandle) -> GraphHandle:
         try:
@@ -276,13 +282,14 @@ class GraphCalls(StreamCalls, ModuleCalls):
 
     def graph_remove_node(self, node: NodeHandle) -> None:
         seam = "graph_remove_node"
+        before = self._conditionals.take_node(node)  # first, as in `graph_destroy`
         status = self._status(seam, "cuGraphDestroyNode", node)
         if status:
+            self._conditionals.put_back(before)
             # cuda.h says only "an error", and there is no way from a node to its graph.
             if self._is_memory_node(seam, node):
                 raise self._error(Status.NOT_PERMITTED, seam, _MEMORY_NODES, node=node)
             raise self._error(status, seam, node=node)
-        self._conditionals.forget_node(node)
 
     def _is_memory_node(self, seam: str, node: int) -> bool:
         kind = ctypes.c_int()
@@ -771,43 +778,73 @@ class GraphCalls(StreamCalls, ModuleCalls):
         }
 
 
+@dataclass(slots=True)
+class _Known:
+    """What is known of conditional nodes and of the conditions made for a graph, by handles."""
+
+    nodes: dict[int, ConditionalNodeParams] = field(default_factory=dict)
+    in_graph: dict[int, set[int]] = field(default_factory=dict)
+    made: dict[int, dict[int, ConditionDefaults]] = field(default_factory=dict)
+    """Graph to the conditions that were made for it."""
+
+
 class _Conditionals:
     """The conditional nodes that we made: a driver before 13.2 cannot read one back.
 
-    Another library's node may get the handle of ours after ours is destroyed; so every destroy
-    call must remove its node here.
+    A node of another thread or library may get the handle of ours once ours is destroyed.  So each
+    call that destroys takes what is known out before, and puts it back if the driver refuses.
     """
 
     def __init__(self) -> None:
-        self._params: dict[int, ConditionalNodeParams] = {}
-        self._in_graph: dict[int, set[int]] = {}
-        self._made: dict[int, dict[int, ConditionDefaults]] = {}
-        """Graph to the conditions that were made for it."""
+        self._known = _Known()
 
     def note(self, graph: int, handle: int, defaults: ConditionDefaults) -> None:
-        self._made.setdefault(graph, {})[handle] = defaults
+        self._known.made.setdefault(graph, {})[handle] = defaults
 
     def defaults(self, handle: int) -> ConditionDefaults | None:
-        found = (made.get(handle) for made in reversed(list(self._made.values())))
+        found = (made.get(handle) for made in reversed(list(self._known.made.values())))
         return next((defaults for defaults in found if defaults is not None), None)
 
     def add(self, graph: int, node: int, params: ConditionalNodeParams) -> None:
-        self._params[node] = params
-        self._in_graph.setdefault(graph, set()).add(node)
+        self._known.nodes[node] = params
+        self._known.in_graph.setdefault(graph, set()).add(node)
 
     def get(self, node: int) -> ConditionalNodeParams | None:
-        return self._params.get(node)
+        return self._known.nodes.get(node)
 
-    def forget_graph(self, graph: int) -> None:
-        self._made.pop(graph, None)
-        for node in self._in_graph.pop(graph, set()):
-            self.forget_node(node)
+    def take_graph(self, graph: int) -> _Known:
+        """Takes out what is known of a graph, and of the bodies in it."""
+        taken = _Known()
+        self._take_graph(graph, taken)
+        return taken
 
-    def forget_node(self, node: int) -> None:
-        params = self._params.pop(node, None)
+    def take_node(self, node: int) -> _Known:
+        """Takes out what is known of a node, and of its bodies."""
+        taken = _Known()
+        self._take_node(node, taken)
+        return taken
+
+    def put_back(self, taken: _Known) -> None:
+        self._known.nodes |= taken.nodes
+        self._known.in_graph |= taken.in_graph
+        self._known.made |= taken.made
+
+    def _take_graph(self, graph: int, taken: _Known) -> None:
+        made = self._known.made.pop(graph, None)
+        if made is not None:
+            taken.made[graph] = made
+        nodes = self._known.in_graph.pop(graph, None)
+        if nodes is not None:
+            taken.in_graph[graph] = nodes
+            for node in nodes:
+                self._take_node(node, taken)
+
+    def _take_node(self, node: int, taken: _Known) -> None:
+        params = self._known.nodes.pop(node, None)
         if params is not None:
+            taken.nodes[node] = params
             for body in params.bodies:
-                self.forget_graph(body)
+                self._take_graph(body, taken)
 
 
 def _handles(array: ctypes.Array[ctypes.c_uint64]) -> tuple[NodeHandle, ...]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ostinato.driver.callbacks import run_host_function
 from ostinato.driver.cuda.libcuda import Libcuda
@@ -122,10 +122,15 @@ class HostFunctions:
         with self._lock:
             self._of_executables.setdefault(executable, []).append(number)
 
-    def give_up(self, executable: int) -> None:
-        """The executable was destroyed; launches under way may still call its functions."""
+    def taken_from(self, executable: int) -> list[int]:
+        """The functions of an executable that is about to be destroyed; it has none any more."""
         with self._lock:
-            self._given_up.extend(self._of_executables.pop(executable, ()))
+            return self._of_executables.pop(executable, [])
+
+    def give_up(self, numbers: Sequence[int]) -> None:
+        """Their executable was destroyed; launches under way may still call them."""
+        with self._lock:
+            self._given_up.extend(numbers)
 
     def take_given_up(self) -> list[int]:
         """The functions of destroyed executables: release them once the device has finished."""

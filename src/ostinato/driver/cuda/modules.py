@@ -32,7 +32,7 @@ from ostinato.driver.cuda.core import CudaCalls
 from ostinato.driver.cuda.launch import PreparedLaunch, attributes_of, launch_block
 from ostinato.driver.cuda.libcuda import Libcuda, in_words
 from ostinato.driver.launcher import KernelTarget, function_call, kernel_call
-from ostinato.errors import NotAvailableError, Status
+from ostinato.errors import DriverError, NotAvailableError, Status
 
 if TYPE_CHECKING:
     from ostinato.driver.cuda.variables import Variable
@@ -111,12 +111,19 @@ class ModuleCalls(CudaCalls):
         return ModuleHandle(module.value)
 
     def module_unload(self, module: ModuleHandle) -> None:
-        self._call("module_unload", "cuModuleUnload", module)
-        self._images.pop(module, None)
-        self._prepared.clear()  # a handle may be given again, to a function with other parameters
-        for function in self._functions_of.pop(module, {}).values():
+        # First: once they are free, the driver may give these handles to what another thread loads.
+        functions = self._functions_of.pop(module, {})
+        image = self._images.pop(module, None)
+        for function in functions.values():
             self._infos.pop(function, None)
             self._layouts.pop(function, None)
+        self._prepared.clear()
+        try:
+            self._call("module_unload", "cuModuleUnload", module)
+        except DriverError:
+            if image is not None:
+                self._functions_of[module], self._images[module] = functions, image
+            raise
 
     def module_functions(self, module: ModuleHandle) -> tuple[str, ...]:
         seam = "module_functions"
@@ -244,7 +251,7 @@ class ModuleCalls(CudaCalls):
 
     def _image_of(self, function: int, name: str) -> Image:
         """Raises NOT_FOUND with the reason."""
-        for module, functions in self._functions_of.items():
+        for module, functions in [*self._functions_of.items()]:  # other threads load modules
             if function in functions.values() and module in self._images:
                 return self._images[module]
         try:
