@@ -2587,6 +2587,43 @@ def test_nodes_that_are_added_in_a_capture_shift_no_index(
     assert [node.index for node in added] == [handles.index(node.handle) for node in added]
 
 
+@pytest.mark.parametrize("kind", ["kernel", "memcpy", "memset"])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_node_that_is_off_keeps_the_order(
+    device: Device, stream: ost.Stream, kind: str, is_last: bool
+) -> None:
+    """libcuda 580 loses the order around a memset node that is off, so that one is refused."""
+    x, y = device.zeros(4, np.int32), device.zeros(4, np.int32)
+    ran: list[int] = []
+
+    def late() -> None:
+        time.sleep(0.02)
+        ran.append(1)
+
+    graph = ost.Graph.create(device)
+    first = graph.add_host(late)
+    off = {
+        "kernel": lambda: graph.add_kernel(
+            kernel(device, "increment"), config(1), x, 1, after=[first]
+        ),
+        "memcpy": lambda: graph.add_memcpy(x, y, after=[first]),
+        "memset": lambda: graph.add_memset(x, 7, after=[first]),
+    }[kind]()
+    if not is_last:
+        graph.add_host(lambda: ran.append(2), after=[off])
+    run = graph.instantiate()
+    if kind == "memset":
+        with pytest.raises(UpdateRefusedError, match="would not wait for those before it"):
+            run.set_enabled(off, False)
+        run.set_enabled(off, True)
+    else:
+        run.set_enabled(off, False)
+    run.launch(stream)
+    stream.synchronize()
+    assert ran == ([1] if is_last else [1, 2])
+    assert x.to_numpy(stream)[0] == (0x07070707 if kind == "memset" else 0)
+
+
 @pytest.mark.parametrize("before", range(5))
 def test_a_node_that_could_not_be_added_shifts_no_index(host_device: Device, before: int) -> None:
     """Neither one that the driver refused, nor one that it took and would not show, nor one that an

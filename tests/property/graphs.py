@@ -598,7 +598,7 @@ class GraphRules(World):
     @rule(when=lambda self: self.executables, which=BYTE, op=BYTE, on=booleans())
     def switch(self, which: int, op: int, on: bool) -> None:
         executable = self.executable(which)
-        old = self.simple(executable, (Affine, Sum, Copy, Fill), op)
+        old = self.simple(executable, (Affine, Sum, Copy, Fill) if on else (Affine, Sum, Copy), op)
         if old is None:
             return
 

@@ -1176,7 +1176,11 @@ class Driver(Protocol):
         ...
 
     def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
-        """Enables or disables a kernel, memcpy or memset node; a disabled one does nothing."""
+        """Enables or disables a kernel, memcpy or memset node; a disabled one does nothing.
+
+        A disabled memset node may lose its edges: with libcuda 580.159 nodes after one of a few
+        elements start at once, and a launch that ends with it is done before the others are.
+        """
         ...
 
     def exec_enabled(self, executable: ExecHandle, node: NodeHandle) -> bool: ...

@@ -577,13 +577,23 @@ class GraphExec(Launcher, Closeable):
             )
 
     def set_enabled(self, node: Node | int, enabled: bool) -> None:
-        """Switches a kernel, memcpy or memset node on or off; one that is off keeps its edges."""
+        """Switches a kernel or memcpy node on or off; one that is off keeps its edges.
+
+        Raises UpdateRefusedError for another kind.  CUDA switches memset nodes off too, but then
+        loses the order around them (`Driver.exec_set_enabled`), so they can only be switched on.
+        """
         with self._lock:
             found = self._shadow.node(node)
-            if found.kind not in (NodeKind.KERNEL, NodeKind.MEMCPY, NodeKind.MEMSET):
+            kinds = {NodeKind.KERNEL, NodeKind.MEMCPY} | ({NodeKind.MEMSET} if enabled else set())
+            if found.kind not in kinds:
+                why = "only kernel and memcpy nodes can be switched off"
+                if found.kind is NodeKind.MEMSET:
+                    why += (
+                        ": nodes after a memset node that is off would not wait for those before "
+                        "it. Give it memory that nothing reads, with set_memset"
+                    )
                 raise UpdateRefusedError(
-                    f"node {found.index} ({found.name}) is of kind {found.kind.name}; only kernel, "
-                    "memcpy and memset nodes can be switched on and off",
+                    f"node {found.index} ({found.name}) is of kind {found.kind.name}; {why}",
                     node_index=found.index,
                 )
             self._toggled = True
