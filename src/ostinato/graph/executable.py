@@ -590,7 +590,9 @@ class GraphExec(Launcher, Closeable):
                 if found.kind is NodeKind.MEMSET:
                     why += (
                         ": nodes after a memset node that is off would not wait for those before "
-                        "it. Give it memory that nothing reads, with set_memset"
+                        "it. Make it a kernel before the graph is instantiated "
+                        "(ost.replace_small_fills), or give it memory that nothing reads "
+                        "(set_memset)"
                     )
                 raise UpdateRefusedError(
                     f"node {found.index} ({found.name}) is of kind {found.kind.name}; {why}",
