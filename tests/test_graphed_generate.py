@@ -208,6 +208,35 @@ def test_calls_that_a_static_cache_does_not_fit() -> None:
     assert not [name for name in vars(model) if name.startswith("_prepare")]
 
 
+def test_a_model_that_prepares_caches_by_itself() -> None:
+    model, made = tiny("llama"), []
+
+    def own(config: Any, inputs: Any, *args: Any) -> None:
+        name = next(n for n in CACHE_NAMES if n in inspect.signature(model.forward).parameters)
+        made.append(transformers.StaticCache(config=model.config, max_cache_len=40))
+        inputs[name] = made[-1]
+
+    model._prepare_cache_for_generation = own
+    wanted = eager(model, max_new_tokens=5, do_sample=False)
+    with graphed(model) as steps:
+        found = model.generate(torch.tensor(IDS), max_new_tokens=5, do_sample=False)
+        assert torch.equal(found, wanted)
+        assert {*map(id, steps.step.caches)} == {id(made[-1])}
+    assert vars(model)["_prepare_cache_for_generation"] is own
+
+
+def test_a_transformers_that_prepares_caches_in_another_way() -> None:
+    from ostinato.interop.transformers import graphing
+
+    model = tiny("llama")
+    wanted = eager(model, max_new_tokens=5, do_sample=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphing, "_PREPARE", "_no_such_method")
+        with graphed(model) as steps:
+            found = model.generate(torch.tensor(IDS), max_new_tokens=5, do_sample=False)
+            assert torch.equal(found, wanted) and steps.step.caches
+
+
 def test_settings_are_put_back() -> None:
     model = tiny("llama")
     with graphed(model, max_cache_len=64, verify="first") as steps:

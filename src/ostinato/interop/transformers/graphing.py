@@ -72,7 +72,9 @@ class GraphedModel(Closeable):
         if max_cache_len is not None:
             self._set("max_cache_len", max_cache_len)
         self._methods = [Method(model, "get_compiled_call", self._compiled_call)]
-        if "cache_implementation" in self._settings:
+        # Private to transformers: there may be none.  A model's own gives it other caches.
+        known = hasattr(type(model), _PREPARE) and Method.free(model, _PREPARE)
+        if known and "cache_implementation" in self._settings:
             self._methods.append(Method(model, _PREPARE, self._prepare_cache))
 
     def __repr__(self) -> str:
@@ -113,10 +115,11 @@ class GraphedModel(Closeable):
         return step
 
     def _prepare_cache(
-        self, model: Any, config: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        self, model: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """As the model's class has it, which `generate` calls with the call's own `config`: without
-        the setting of ours where that raises, or the call would."""
+        """As the model's class has it, which `generate` calls with the call's own configuration:
+        without the setting of ours where that raises, or the call would."""
+        config, inputs = generation_config, model_kwargs
         given = [inputs[name] for name in CACHE_NAMES if inputs.get(name) is not None]
         reason = ""
         if given:

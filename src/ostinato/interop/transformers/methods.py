@@ -43,10 +43,15 @@ class Method:
         return Method, (self._model(), self._name)
 
     @staticmethod
+    def free(model: Any, name: str) -> bool:
+        """Whether the model has no such method of its own."""
+        found = vars(model).get(name)
+        return found is None or (type(found) is Method and found._ours is None)
+
+    @staticmethod
     def require_free(model: Any, name: str, what: str) -> None:
         """Raises InputError if the model has such a method of its own."""
-        found = vars(model).get(name)
-        if found is not None and not (type(found) is Method and found._ours is None):
+        if not Method.free(model, name):
             raise InputError(f"the model has a {name} of its own: is it {what} already?")
 
     def remove(self) -> None:
