@@ -237,6 +237,19 @@ def test_a_transformers_that_prepares_caches_in_another_way() -> None:
             assert torch.equal(found, wanted) and steps.step.caches
 
 
+def test_a_wrapper_of_a_model_is_refused() -> None:
+    """PEFT passes names on to the model inside, whose `generate` would not ask the wrapper."""
+    model = tiny("llama")
+
+    class Wrapper:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+    with pytest.raises(InputError, match="get_base_model"):
+        graphed(Wrapper())
+    assert model.generation_config.cache_implementation is None
+
+
 def test_settings_are_put_back() -> None:
     model = tiny("llama")
     with graphed(model, max_cache_len=64, verify="first") as steps:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import cache_utils
 
 from ostinato import Closeable
+from ostinato.errors import InputError
 from ostinato.interop.generate_call import CACHE_NAMES
 from ostinato.interop.transformers.methods import Method, hooked
 
@@ -38,7 +39,8 @@ def graphed(model: Any, *, max_cache_len: int | None = None, **options: Any) -> 
     in Python (sliding windows), caches that are moved between devices, modules with
     hooks (a replay runs no Python), and calls that were given a `compile_config`.
 
-    Raises InputError if the model is graphed already, and what `interop.torch.graphed` does.
+    Raises InputError if the model is graphed already or a wrapper of one (PEFT's), and what
+    `interop.torch.graphed` does.
     """
     return GraphedModel(model, max_cache_len, options)
 
@@ -52,6 +54,11 @@ class GraphedModel(Closeable):
     def __init__(self, model: Any, max_cache_len: int | None, options: dict[str, Any]) -> None:
         from ostinato.interop.torch import graphed as graphed_function
 
+        if not hasattr(type(model), "get_compiled_call"):
+            raise InputError(
+                f"a {type(model).__name__} has no method get_compiled_call: if it wraps a model of "
+                "transformers, pass that one (of PEFT's: model.get_base_model())"
+            )
         Method.require_free(model, "get_compiled_call", "graphed")
         self._model = model
         self._closed = False
