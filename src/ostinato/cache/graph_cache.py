@@ -191,7 +191,8 @@ class Table:
             before.footprint = entry.footprint
             entry = before
         else:
-            out += self.remove([key], "replaced")
+            if before is not None:
+                out += self.remove([(key, before)], "replaced")
             entry.used = used
             entry.record = self.records.take(key)
             self.entries[key] = entry
@@ -214,7 +215,7 @@ class Table:
 
     def _require_free(self, key: Hashable, executable: GraphExec) -> None:
         for other, entry in self.entries.items():
-            if entry.executable is executable and other != key:
+            if entry.executable is executable and self.entries.get(key) is not entry:
                 raise InputError(
                     f"the executable for key {key!r} is in the cache under key {other!r} already; "
                     "use one key, or instantiate twice"
@@ -225,13 +226,22 @@ class Table:
                 "instantiate another"
             )
 
-    def remove(self, keys: Iterable[Hashable], reason: Reason) -> list[Entry]:
-        """Takes out the entries that are under these keys; returns those without a lease."""
+    def remove(self, items: Iterable[tuple[Hashable, Entry]], reason: Reason) -> list[Entry]:
+        """Takes out entries of the table; returns those without a lease.
+
+        A key whose hash has changed since it came in finds its entry no more.  If one of these is
+        to leave, all entries that their keys do not find leave with it.
+        """
+        items = list(items)
+        if any(self.entries.get(key) is not entry for key, entry in items):
+            found = {key: e for key, e in self.entries.items() if self.entries.get(key) is e}
+            lost = [item for item in self.entries.items() if found.get(item[0]) is not item[1]]
+            items = lost + [item for item in items if found.get(item[0]) is item[1]]
+            self.entries = found
         out = []
-        for key in keys:
-            entry = self.entries.pop(key, None)
-            if entry is None:
-                continue
+        for key, entry in items:
+            if self.entries.get(key) is entry:
+                del self.entries[key]
             self.total.left[reason] += 1
             entry.record.left[reason] += 1
             entry.record.hits += entry.hits
@@ -249,23 +259,15 @@ class Table:
         """Takes out the least recently used until the limits hold, or only the newest is left."""
         out: list[Entry] = []
         while self.max_graphs is not None and len(self.entries) > self.max_graphs:
-            out += self._remove_item(*min(self.entries.items(), key=_last_use), "count")
+            out += self.remove([min(self.entries.items(), key=_last_use)], "count")
         if self.budget is not None:
             nbytes = self.nbytes
             while nbytes > self.budget and len(self.entries) > 1:
-                key, entry = min(self.entries.items(), key=_last_use)
-                nbytes -= self.charge(entry).nbytes
-                out += self._remove_item(key, entry, "budget")
+                oldest = min(self.entries.items(), key=_last_use)
+                nbytes -= self.charge(oldest[1]).nbytes
+                out += self.remove([oldest], "budget")
             self.over_budget += nbytes > self.budget
         return out
-
-    def _remove_item(self, key: Hashable, entry: Entry, reason: Reason) -> list[Entry]:
-        """As `remove`, also if the key's hash has changed since it came, so that it is not found
-        and another try would be without end."""
-        if self.entries.get(key) is not entry:
-            others = {k: e for k, e in self.entries.items() if e is not entry}
-            self.entries = others | {key: entry}
-        return self.remove([key], reason)
 
     # --- numbers
     def key_statistics(self, key: Hashable) -> KeyStatistics | None:
@@ -637,11 +639,19 @@ class GraphCache(Closeable):
         It is closed once no replay of this cache uses it, and destroyed once its own last launch
         is done; this call does not wait for either.
         """
-        return self._evict([key]) == 1
+        with self._lock:
+            entry = self._table.entries.get(key)
+            out = [] if entry is None else self._table.remove([(key, entry)], "asked")
+        self._close(out)
+        return entry is not None
 
     def evict_all(self) -> int:
         """Takes every graph out, as `evict` does; returns how many."""
-        return self._evict(self.keys())
+        with self._lock:
+            items = list(self._table.entries.items())
+            out = self._table.remove(items, "asked")
+        self._close(out)
+        return len(items)
 
     def touching(self, target: Target) -> list[Hashable]:
         """The keys of the graphs that point into a buffer, as their next launches will use them.
@@ -660,11 +670,10 @@ class GraphCache(Closeable):
         """
         found = self._touching(target)
         with self._lock:
-            entries = self._table.entries
-            gone = [key for key, entry in found if entries.get(key) is entry]
+            gone = [(key, entry) for key, entry in found if not entry.leaving]
             out = self._table.remove(gone, "touching")
         self._close(out)
-        return gone
+        return [key for key, _ in gone]
 
     def manifest(self, key: Hashable) -> tuple[Touch, ...]:
         """Every pointer of the graph under a key.  Raises InputError if there is none."""
@@ -679,13 +688,6 @@ class GraphCache(Closeable):
         with self._lock:
             entries = list(self._table.entries.items())
         return [item for item in entries if item[1].executable.touches(wanted)]
-
-    def _evict(self, keys: list[Hashable]) -> int:
-        with self._lock:
-            gone = [key for key in keys if key in self._table.entries]
-            out = self._table.remove(gone, "asked")
-        self._close(out)
-        return len(gone)
 
     @staticmethod
     def _close(entries: list[Entry]) -> None:
@@ -750,5 +752,5 @@ class GraphCache(Closeable):
         """Takes every graph out, and refuses new ones.  Idempotent; does not wait."""
         with self._lock:
             self._closed = True
-            out = self._table.remove(list(self._table.entries), "closed")
+            out = self._table.remove(self._table.entries.items(), "closed")
         self._close(out)
