@@ -809,12 +809,12 @@ def test_a_builder_makes_the_graph_by_itself(device: Device) -> None:
 @pytest.mark.parametrize(
     ("wrong", "needed"),
     [
-        ({"cache": None}, "a GraphCache is needed, not None"),
-        ({"mode": "global"}, "a CaptureMode is needed, not 'global'"),
-        ({"pool": "x"}, "a CapturePool is needed, not 'x'"),
-        ({"settings": {}}, "a ReplaySettings is needed, not {}"),
-        ({"profile": True}, "a ReplayProfile is needed, not True"),
-        ({"store": "folder"}, "a GraphStore is needed, not 'folder'"),
+        ({"cache": None}, "cache: a GraphCache is needed, not None"),
+        ({"mode": "global"}, "mode: a CaptureMode is needed, not 'global'"),
+        ({"pool": "x"}, "pool: a CapturePool is needed, not 'x'"),
+        ({"settings": {}}, "settings: a ReplaySettings is needed, not {}"),
+        ({"profile": True}, "profile: a ReplayProfile is needed, not True"),
+        ({"store": "folder"}, "store: a GraphStore is needed, not 'folder'"),
         ({"warmups": 1.5}, "warmups=1.5: a whole number"),
         ({"warmups": -1}, "warmups=-1: a whole number"),
         ({"warmups": "2"}, "warmups='2': a whole number"),
@@ -822,15 +822,18 @@ def test_a_builder_makes_the_graph_by_itself(device: Device) -> None:
         ({"builder": 5}, "builder: a function is needed, not int"),
         ({"preconditions": {"ready": True}}, "ready: a function is needed, not bool"),
         ({"preconditions": {"ready": None}}, "ready: a function is needed, not NoneType"),
+        ({"preconditions": {"builder": None}}, "builder: a function is needed, not NoneType"),
+        ({"preconditions": {"run": bool}, "run": 5}, "run: a function is needed, not int"),
+        ({"preconditions": [bool]}, "preconditions: a dict of functions by name is needed"),
     ],
 )
 def test_an_option_of_the_wrong_type_is_refused(
     device: Device, wrong: dict[str, object], needed: str
 ) -> None:
     """Some had quarantined each key at its capture, so that the step never replayed."""
-    given = {"stream": device.create_stream(), "cache": GraphCache(device), **wrong}
-    with pytest.raises(InputError, match=needed):
-        ost.GraphedStep(lambda stream: None, **given)  # type: ignore[arg-type]
+    own = {"run": lambda stream: None, "stream": device.create_stream()}
+    with pytest.raises(InputError, match=f"^{needed}"):
+        ost.GraphedStep(**{**own, "cache": GraphCache(device), **wrong})  # type: ignore[arg-type]
 
 
 def test_memory_of_another_device_is_refused(device: Device) -> None:

@@ -170,23 +170,34 @@ class GraphedStep(Closeable):
         store: GraphStore | None = None,
     ) -> None:
         require_stream(stream, "stream")
-        functions = {"run": run, "preload": preload, "builder": builder, **(preconditions or {})}
-        for what, function in functions.items():
-            if not (callable(function) or (function is None and what in ("preload", "builder"))):
+        try:
+            conditions = dict(preconditions or {})
+        except (TypeError, ValueError):
+            raise InputError(
+                f"preconditions: a dict of functions by name is needed, not {preconditions!r}"
+            ) from None
+        optional = [("preload", preload), ("builder", builder)]
+        functions = [("run", run), *(option for option in optional if option[1] is not None)]
+        for what, function in [*functions, *conditions.items()]:
+            if not callable(function):
                 raise InputError(f"{what}: a function is needed, not {type(function).__name__}")
-        options: list[tuple[object, type]] = [
-            (pool, CapturePool),
-            (settings, ReplaySettings),
-            (profile, ReplayProfile),
+        options: list[tuple[str, object, type]] = [
+            ("pool", pool, CapturePool),
+            ("settings", settings, ReplaySettings),
+            ("profile", profile, ReplayProfile),
         ]
         if store is not None:
             from ostinato.cache.store import GraphStore
 
-            options.append((store, GraphStore))
-        given = [option for option in options if option[0] is not None]
-        for value, kind in [(cache, GraphCache), (mode, CaptureMode), *given]:
+            options.append(("store", store, GraphStore))
+        given = [option for option in options if option[1] is not None]
+        for what, value, kind in [
+            ("cache", cache, GraphCache),
+            ("mode", mode, CaptureMode),
+            *given,
+        ]:
             if not isinstance(value, kind):
-                raise InputError(f"a {kind.__name__} is needed, not {value!r}")
+                raise InputError(f"{what}: a {kind.__name__} is needed, not {value!r}")
         if build not in ("capture", "record"):
             raise InputError(f'build={build!r}: "capture" or "record"')
         if builder is not None and build == "record":
@@ -218,7 +229,7 @@ class GraphedStep(Closeable):
         """Set it while a profiler times single operations: calls run eagerly then."""
         self.verify = verify
         self.strict = strict
-        self.preconditions = dict(preconditions or {})
+        self.preconditions = conditions
         self._preload = preload
         self._preloaded: object = None
         self._builder = builder
