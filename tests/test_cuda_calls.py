@@ -443,6 +443,21 @@ def test_a_conditional_node_with_a_handle_that_was_free(
     assert isinstance(driver.node_params(node), OpaqueNodeParams), "another library's"
 
 
+def test_a_conditional_node_with_the_handle_of_one_that_was_removed(
+    opened: Callable[..., Rig],
+) -> None:
+    """The graph that had held the removed one took the other with it when it was destroyed."""
+    rig = opened("12.8")
+    driver, other = rig.driver, GraphHandle(GRAPH + 1)
+    driver.graph_remove_node(driver.graph_add_node(GRAPH, (), WHILE))
+    node = driver.graph_add_node(other, (), WHILE)
+    rig.returns(0, NodeKind.CONDITIONAL)
+    driver.graph_destroy(GRAPH)
+    assert isinstance(driver.node_params(node), ConditionalNodeParams)
+    driver.graph_destroy(other)
+    assert isinstance(driver.node_params(node), OpaqueNodeParams)
+
+
 def test_host_functions_of_an_executable_with_a_handle_that_was_free(rig: Rig) -> None:
     driver = rig.driver
     kept: list[weakref.ref[object]] = []

@@ -778,12 +778,21 @@ class GraphCalls(StreamCalls, ModuleCalls):
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Conditional:
+    """A conditional node that we made."""
+
+    graph: int
+    params: ConditionalNodeParams
+
+
 @dataclass(slots=True)
 class _Known:
     """What is known of conditional nodes and of the conditions made for a graph, by handles."""
 
-    nodes: dict[int, ConditionalNodeParams] = field(default_factory=dict)
+    nodes: dict[int, _Conditional] = field(default_factory=dict)
     in_graph: dict[int, set[int]] = field(default_factory=dict)
+    """Graph to the nodes that were made in it; those that were removed since may be in another."""
     made: dict[int, dict[int, ConditionDefaults]] = field(default_factory=dict)
     """Graph to the conditions that were made for it."""
 
@@ -806,11 +815,12 @@ class _Conditionals:
         return next((defaults for defaults in found if defaults is not None), None)
 
     def add(self, graph: int, node: int, params: ConditionalNodeParams) -> None:
-        self._known.nodes[node] = params
+        self._known.nodes[node] = _Conditional(graph, params)
         self._known.in_graph.setdefault(graph, set()).add(node)
 
     def get(self, node: int) -> ConditionalNodeParams | None:
-        return self._known.nodes.get(node)
+        known = self._known.nodes.get(node)
+        return None if known is None else known.params
 
     def take_graph(self, graph: int) -> _Known:
         """Takes out what is known of a graph, and of the bodies in it."""
@@ -837,13 +847,15 @@ class _Conditionals:
         if nodes is not None:
             taken.in_graph[graph] = nodes
             for node in nodes:
-                self._take_node(node, taken)
+                known = self._known.nodes.get(node)
+                if known is not None and known.graph == graph:
+                    self._take_node(node, taken)
 
     def _take_node(self, node: int, taken: _Known) -> None:
-        params = self._known.nodes.pop(node, None)
-        if params is not None:
-            taken.nodes[node] = params
-            for body in params.bodies:
+        known = self._known.nodes.pop(node, None)
+        if known is not None:
+            taken.nodes[node] = known
+            for body in known.params.bodies:
                 self._take_graph(body, taken)
 
 
