@@ -8,12 +8,12 @@ Padding is filled with another poison for each run, and so is each whole OUTPUT.
 if an answer depends on padding, if the graph holds something frozen, or if one run does not write
 an output.  C is for what two poisons do not show: a minimum ignores NaN and large numbers, the sum
 of two inputs is the same when their poisons change places, and an answer may be equal to the poison
-that it should be written over.  Memory that either run writes and that no slot declares is saved,
+that it should be written over.  Memory that a run writes and that no slot declares is saved,
 restored and compared like a STATE, up to a limit in bytes (`replay.undeclared`).  After a check
 that passes, all memory is as one replay leaves it.  After one that fails or raises, all memory is
 as before the check.
 
-Not found: work that neither run does (a plan that was made once, outside the step), pointers in
+Not found: work that no run does (a plan that was made once, outside the step), pointers in
 device memory, and concurrent work of other streams.  While a check runs, no other stream may write
 memory that the graph points at.  docs/correctness.md has the whole list.
 """
@@ -21,6 +21,7 @@ memory that the graph points at.  docs/correctness.md has the whole list.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,7 +87,7 @@ class CheckReport:
     declared: int
     """Bytes of slots that were compared."""
     undeclared: int
-    """Bytes that no slot declares, that either run may write, and that were compared."""
+    """Bytes that no slot declares, that a run may write, and that were compared."""
     skipped: int
     """Bytes of such memory that were not compared, because they are over the limit."""
     finding: Finding | None
@@ -115,7 +116,7 @@ def check_replay(
 
     `eager` runs the step at the sizes of the graph and returns its operations.  `own` is memory of
     the `GraphedStep` itself, which is not compared.  `limit` is the largest number of bytes of
-    undeclared memory that are compared.  Raises what either run raises, after all memory was put
+    undeclared memory that are compared.  Raises what a run raises, after all memory was put
     back; StateLostError if the driver refuses to put it back.
     """
     memory = Undeclared(stream, [*(slot.buffer.range for slot in slots), *own], limit)
@@ -187,7 +188,7 @@ class _Check:
         start = self._start(before, 0, 0)
         operations = self._run(eager)
         a = self.read()
-        # First: if nothing orders two operations, either run may have any result.
+        # First: if nothing orders two operations, any run may have any result.
         finding = _race(executable, operations) or self.broken_promise(start, a)
         for poison in (1, 2) if self._needs_third(a) else (1,):
             if finding is not None:
@@ -269,10 +270,9 @@ class _Check:
         for turn, slot in enumerate(self.slots):
             values, rows = before.slots[slot.name], self._rows[slot.name]
             if slot.role is Role.OUTPUT:
-                values = _output_poison(slot, min(outputs, 1))
+                values = _output_poison(slot, min(outputs, 1), slot.buffer.shape)
                 if outputs == 2 and a is not None:  # other values than A's answers
-                    same = _holds_poison(slot, a.slots[slot.name])
-                    values[same] = _output_poison(slot, 0)[same]
+                    values[_holds_poison(slot, a.slots[slot.name])] = _output_poison(slot, 0)[0]
             elif (
                 rows is not None
                 and self._has_padding(slot)
@@ -363,29 +363,35 @@ def _race(executable: GraphExec, operations: Sequence[Operation]) -> Finding | N
     return Finding(f"{race[0].name} and {race[1].name}", "no path", Cause.UNORDERED)
 
 
-def _output_poison(slot: Slot, which: int) -> Values:
-    buffer = slot.buffer
+def _output_poison(slot: Slot, which: int, shape: tuple[int, ...] = (1,)) -> Values:
+    dtype = slot.buffer.dtype
     if slot.poison is not None:
-        return np.full(buffer.shape, slot.poison[which], buffer.dtype)
-    filled = np.full(buffer.nbytes, _OUTPUT_POISONS[which], np.uint8)
-    return filled.view(buffer.dtype).reshape(buffer.shape)
+        return np.full(shape, slot.poison[which], dtype)
+    filled = np.full(math.prod(shape) * dtype.itemsize, _OUTPUT_POISONS[which], np.uint8)
+    return filled.view(dtype).reshape(shape)
 
 
 def _is_poison(slot: Slot, one: Any, other: Any) -> bool:
     """Whether both elements of an output still hold their poison."""
-    poisons = [_output_poison(slot, which).reshape(-1)[:1].tobytes() for which in (0, 1)]
+    poisons = [_output_poison(slot, which).tobytes() for which in (0, 1)]
     return [np.asarray(one).tobytes(), np.asarray(other).tobytes()] == poisons
 
 
 def _holds_poison(slot: Slot, values: Values) -> Values:
     """Where an output's values are those that the second run is poisoned with."""
-    poison = _output_poison(slot, 1).reshape(-1)[:1]
-    return np.asarray((_bytes(values) == _bytes(poison)).all(axis=1)).reshape(values.shape)
+    return np.asarray(~_differ(values, _output_poison(slot, 1))).reshape(values.shape)
 
 
-def _bytes(values: Values) -> Values:
-    """One row of bytes for each element."""
-    return np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.dtype.itemsize)
+def _differ(one: Values, other: Values) -> Values:
+    """Where the bits of elements differ, in one row.  Either may be a single element."""
+    size = one.dtype.itemsize
+    word = math.gcd(size, 8)  # by words: by bytes takes ten times as long
+    a, b = (
+        np.ascontiguousarray(values).view(f"u{word}").reshape(-1, size // word)
+        for values in (one, other)
+    )
+    different = a != b
+    return np.asarray(different[:, 0] if word == size else different.any(axis=1))
 
 
 def _first_difference(one: Values, other: Values, start: int = 0) -> tuple[int, ...] | None:
@@ -393,7 +399,7 @@ def _first_difference(one: Values, other: Values, start: int = 0) -> tuple[int, 
     a, b = one[start:] if start else one, other[start:] if start else other
     if not a.size:
         return None
-    different = (_bytes(a) != _bytes(b)).any(axis=1)
+    different = _differ(a, b)
     if not different.any():
         return None
     index = [int(i) for i in np.unravel_index(int(np.flatnonzero(different)[0]), a.shape)]
