@@ -1178,8 +1178,9 @@ class Driver(Protocol):
     def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
         """Enables or disables a kernel, memcpy or memset node; a disabled one does nothing.
 
-        A disabled memset node may lose its edges: with libcuda 580.159 nodes after one of a few
-        elements start at once, and a launch that ends with it is done before the others are.
+        A disabled memset node may lose its edges.  With libcuda 580.159 and a memset of a few
+        elements, the nodes after it do not wait for those before it, and a launch that ends with it
+        counts as done before these are.
         """
         ...
 

@@ -721,7 +721,8 @@ class Graph(Closeable):
         """What differs between this graph and another; empty for equal ones.
 
         Kernels of one name that were loaded twice are compared by their code, which waits for the
-        device; those of two devices by their names alone.
+        device; code that cannot be read counts as different.  Kernels of two devices, and all
+        kernels during a capture, are compared by name alone.
         """
         from ostinato.graph.show.diff import code_comparison, diff
 

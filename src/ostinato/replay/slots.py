@@ -51,9 +51,10 @@ class Slot:
     axis; the rows beyond it are padding.  `poison` are two different values with which a check
     fills padding; a kernel must be able to read them (a token id must exist).  Without it, a check
     uses NaN and a large number for floats; for whole numbers, flags and structs it uses values of
-    rows in use, in another order.  A third run has the padding as it is, but a large negative
-    number in floats without `poison`, and the largest of the rows in use in place of whole numbers
-    that are between theirs.  `scratch_padding`: the step may change padding rows of a STATE.
+    rows in use, in another order.  In a third run, padding of floats without `poison` is a large
+    negative number, whole numbers in padding that lie within the range of the rows in use are the
+    largest of these, and all other padding keeps its values.  `scratch_padding`: the step may
+    change padding rows of a STATE.
 
     No check finds a read of old values beyond the end of a row in use (a short block table in a
     wide row): write the whole row, or let the step read its length.
@@ -159,7 +160,7 @@ def check_slots(slots: Sequence[Slot], context: Context) -> None:
     memory."""
     for given in slots:
         if not isinstance(given, Slot):
-            raise InputError(f"slots: a list of Slots is needed, and {given!r} is none")
+            raise InputError(f"slots: a list of Slots is needed, and {given!r} is not a Slot")
         if given.buffer.context is not context:
             raise InputError(f"slot {given.name!r}: its buffer is of another device than the step")
     for index, slot in enumerate(slots):

@@ -123,7 +123,7 @@ class HostFunctions:
             self._of_executables.setdefault(executable, []).append(number)
 
     def taken_from(self, executable: int) -> list[int]:
-        """The functions of an executable that is about to be destroyed; it has none any more."""
+        """Takes out the functions of an executable that is about to be destroyed."""
         with self._lock:
             return self._of_executables.pop(executable, [])
 

@@ -197,9 +197,10 @@ SameCode: TypeAlias = Callable[[FunctionHandle, FunctionHandle], bool]
 
 
 def code_comparison(before: Context, after: Context) -> SameCode:
-    """Whether two functions of one name, of graphs of these contexts, are the same code.
+    """Gives the function that says whether two functions of one name have the same code.
 
-    Of two contexts all are taken to be.
+    Functions of two contexts count as the same, and so do all during a capture, which reading code
+    would break.  Two functions whose code cannot be read count as different.
     """
 
     @cache
@@ -211,7 +212,6 @@ def code_comparison(before: Context, after: Context) -> SameCode:
         return found.kind, found.data, found.target
 
     def same(one: FunctionHandle, two: FunctionHandle) -> bool:
-        # To ask for code would break a capture.
         if one == two or before is not after or before.captures:
             return True
         return code(one) is not None and code(one) == code(two)
