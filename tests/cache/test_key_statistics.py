@@ -54,3 +54,24 @@ def test_keys_are_forgotten_before_they_fill_the_memory(
         stats = cache.statistics()
         assert [line.key for line in stats.gone] == [7, 8, 9]
         assert (stats.misses, stats.forgotten) == (10, 7)
+
+
+def test_a_key_whose_hash_changes_is_forgotten_too(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call after it was the oldest raised KeyError."""
+
+    class Name:
+        hash = 10
+
+        def __hash__(self) -> int:
+            return self.hash
+
+    monkeypatch.setattr(records, "_REMEMBERED", 3)
+    stream, name = device.create_stream(), Name()
+    with ost.GraphCache(device) as cache:
+        assert not cache.replay(name, stream)
+        name.hash = 11
+        for key in range(5):
+            assert not cache.replay(key, stream)
+        assert [line.key for line in cache.statistics().gone] == [2, 3, 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -92,7 +93,8 @@ class Records:
         """Remembers the record of a key whose graph left, or that has none yet."""
         self.gone[key] = record
         if len(self.gone) > _REMEMBERED:
-            del self.gone[next(iter(self.gone))]
+            if self.gone.pop(next(iter(self.gone)), None) is None:  # the key's hash has changed
+                self.gone = dict(itertools.islice(self.gone.items(), 1, None))
             self.forgotten += 1
 
     def take(self, key: Hashable) -> KeyRecord:
