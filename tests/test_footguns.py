@@ -132,6 +132,45 @@ def test_a_buffer_that_a_range_stood_for_lives_with_the_executable(
         run.rebind({x: other})
 
 
+@pytest.mark.parametrize("way", ["captured", "added", "patched", "set", "by patcher"])
+def test_a_buffer_lives_whose_range_is_an_argument(
+    device: Device, stream: ost.Stream, way: str
+) -> None:
+    """The range was kept, and not the memory, which others got."""
+    x, y, out = ones(device), device.array(np.full(N, 3, np.float32)), device.zeros(N, np.float32)
+    add, memory = kernel(device, "add"), y.range
+
+    def launch() -> None:
+        ost.launch(stream, add, config(N), memory, memory, out, N)
+
+    graph = ost.Graph.create(device)
+    if way == "captured":
+        graph = ost.capture_function(stream, launch)
+    else:
+        first = memory if way == "added" else x
+        graph.add_kernel(add, config(N), first, first, out, N)
+    run = graph.instantiate()
+    match way:
+        case "patched":
+            run.patch_all([(0, 0, memory), (0, 1, memory)])
+        case "set":
+            run.set_params(0, ost.prepare(add, config(N), memory, memory, out, N))
+        case "by patcher":
+            for argument in (0, 1):
+                run.patcher(0, argument)(memory)
+    del y
+    gc.collect()
+    device.synchronize()
+    others = [device.array(np.full(N, 9, np.float32)) for _ in range(4)]
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 6).all()
+    owner = device.context.owner_of(memory.address)
+    assert isinstance(owner, ost.Buffer) and owner not in others
+    owner.close()
+    with pytest.raises(ClosedError, match="memory that was closed"):
+        run.launch(stream)
+
+
 def test_a_patched_buffer_lives_with_the_executable(device: Device, stream: ost.Stream) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
     run = doubling(device, stream, x, out)

@@ -148,8 +148,13 @@ def _require_types(what: str, kernel: object, config: object, stream: object = N
 
 def _owners(kernel: Kernel, packed: KernelArguments, args: Sequence[object]) -> tuple[object, ...]:
     """What a graph of the launch must keep alive: the kernel, the arguments that are objects, and
-    the owners of the memory at addresses that were given as plain numbers or in structs."""
+    the owners of the memory at addresses that were given as ranges, as plain numbers or in
+    structs."""
     owners: list[object] = [kernel, *(value for value in args if not isinstance(value, _PLAIN))]
+    for place, value in enumerate(owners):
+        if isinstance(value, MemoryRange):
+            owner = kernel.context.owner_of(value.address)
+            owners[place] = value if owner is None else Inside(owner, value)
     if len(owners) <= len(args):
         signature = kernel.signature
         for index in range(len(args)) if signature is None else signature.pointers:
@@ -175,11 +180,11 @@ def _owners_inside(context: Context, data: bytes, slot: ParameterSlot) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """The owner of memory into which a struct has a pointer."""
+    """The owner of memory into which a struct or a range points."""
 
     storage: object
-    range: None = None
-    """How much of it is used is not known."""
+    range: MemoryRange | None = None
+    """What of it is used, where that is known."""
 
     @property
     def closed(self) -> bool:

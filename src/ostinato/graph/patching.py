@@ -434,6 +434,8 @@ def owner_of(context: Context, value: object, pointer: bool) -> tuple[object, in
         if isinstance(value, _WHOLE) and pointer and value > 0:
             return context.owner_of(int(value)), None
         return None, None
+    if isinstance(value, MemoryRange):  # it keeps nothing
+        return context.owner_of(value.address), value.nbytes
     try:
         return value, range_of(value).nbytes
     except InputError:  # a bare address, whose size is not known
