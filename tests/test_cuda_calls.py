@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import itertools
 import json
 import random
 import re
@@ -36,6 +37,7 @@ from ostinato.driver.api import (
     ConditionalHandle,
     ConditionalKind,
     ConditionalNodeParams,
+    ConditionDefaults,
     Edge,
     EdgeData,
     EmptyNodeParams,
@@ -456,6 +458,42 @@ def test_a_conditional_node_with_the_handle_of_one_that_was_removed(
     assert isinstance(driver.node_params(node), ConditionalNodeParams)
     driver.graph_destroy(other)
     assert isinstance(driver.node_params(node), OpaqueNodeParams)
+
+
+def test_conditions_of_two_graphs_may_have_one_handle(rig: Rig) -> None:
+    """As libcuda gives them: a condition is told by its node, and the graph that this is in."""
+    driver, calls = rig.driver, rig.driver._calls
+    numbers, bodies = itertools.count(100), []
+
+    def handle(out: Any, *args: object) -> int:
+        out._obj.value = 1
+        return 0
+
+    def add(out: Any, graph: int, *args: Any) -> int:
+        out._obj.value = next(numbers)
+        bodies.append((ctypes.c_uint64 * 1)(next(numbers)))
+        args[-1]._obj.conditional.phGraph_out = ctypes.addressof(bodies[-1])
+        return 0
+
+    calls["cuGraphConditionalHandleCreate"], calls["cuGraphAddNode_v2"] = handle, add
+    graphs = [GraphHandle(11), GraphHandle(12)]
+    conditions = [driver.conditional_create(g, default=n) for n, g in enumerate(graphs)]
+    assert conditions[0] == conditions[1]
+    nodes = [
+        driver.graph_add_node(g, (), ConditionalNodeParams(c, ConditionalKind.IF))
+        for g, c in zip(graphs, conditions, strict=True)
+    ]
+    made = [driver.condition_defaults(node) for node in nodes]
+    assert made == [ConditionDefaults(0, True), ConditionDefaults(1, True)]
+    # In a body, with a condition of the graph around it.
+    body = GraphHandle(bodies[0][0])
+    inner = driver.graph_add_node(
+        body, (), ConditionalNodeParams(conditions[0], ConditionalKind.IF)
+    )
+    assert driver.condition_defaults(inner) == ConditionDefaults(0, True)
+    driver.graph_destroy(graphs[0])
+    assert [driver.condition_defaults(node) for node in (nodes[0], inner)] == [None, None]
+    assert driver.condition_defaults(nodes[1]) == ConditionDefaults(1, True)
 
 
 def test_host_functions_of_an_executable_with_a_handle_that_was_free(rig: Rig) -> None:

@@ -1121,8 +1121,11 @@ class Driver(Protocol):
         """A condition for one conditional node of `graph` (or of a body inside it)."""
         ...
 
-    def condition_defaults(self, handle: ConditionalHandle) -> ConditionDefaults | None:
-        """How a condition was made; None for one that another library made."""
+    def condition_defaults(self, node: NodeHandle) -> ConditionDefaults | None:
+        """How a conditional node's condition was made; None if another library made it.
+
+        It is asked by the node: conditions of two graphs may have the same handle.
+        """
         ...
 
     # --- executables

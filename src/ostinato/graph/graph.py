@@ -265,7 +265,7 @@ class Graph(Closeable):
         elif isinstance(params, ConditionalNodeParams):
             name = params.kind.name.lower()
             children = tuple(inside(body) for body in params.bodies)
-            defaults = self.context.driver.condition_defaults(params.handle)
+            defaults = self.context.driver.condition_defaults(handle)
         else:
             name = kind.name.lower()
             if isinstance(params, HostNodeParams) and params.function is not None:

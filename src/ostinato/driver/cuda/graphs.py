@@ -537,9 +537,9 @@ class GraphCalls(StreamCalls, ModuleCalls):
         self._conditionals.note(graph, handle, ConditionDefaults(default, reset_at_launch))
         return ConditionalHandle(handle)
 
-    def condition_defaults(self, handle: ConditionalHandle) -> ConditionDefaults | None:
+    def condition_defaults(self, node: NodeHandle) -> ConditionDefaults | None:
         self._require_on("condition_defaults")
-        return self._conditionals.defaults(handle)
+        return self._conditionals.defaults(node)
 
     def _set(
         self, seam: str, node: NodeHandle, params: NodeParams, executable: ExecHandle | None
@@ -784,6 +784,7 @@ class _Conditional:
 
     graph: int
     params: ConditionalNodeParams
+    defaults: ConditionDefaults | None
 
 
 @dataclass(slots=True)
@@ -791,6 +792,8 @@ class _Known:
     """What is known of conditional nodes and of the conditions made for a graph, by handles."""
 
     nodes: dict[int, _Conditional] = field(default_factory=dict)
+    around: dict[int, int] = field(default_factory=dict)
+    """Body to the graph that its node is in."""
     in_graph: dict[int, set[int]] = field(default_factory=dict)
     """Graph to the nodes that were made in it; those that were removed since may be in another."""
     made: dict[int, dict[int, ConditionDefaults]] = field(default_factory=dict)
@@ -810,13 +813,20 @@ class _Conditionals:
     def note(self, graph: int, handle: int, defaults: ConditionDefaults) -> None:
         self._known.made.setdefault(graph, {})[handle] = defaults
 
-    def defaults(self, handle: int) -> ConditionDefaults | None:
-        found = (made.get(handle) for made in reversed(list(self._known.made.values())))
-        return next((defaults for defaults in found if defaults is not None), None)
+    def defaults(self, node: int) -> ConditionDefaults | None:
+        known = self._known.nodes.get(node)
+        return None if known is None else known.defaults
 
     def add(self, graph: int, node: int, params: ConditionalNodeParams) -> None:
-        self._known.nodes[node] = _Conditional(graph, params)
-        self._known.in_graph.setdefault(graph, set()).add(node)
+        known, place, defaults = self._known, graph, None
+        while True:  # a body's node may have a condition of the graph around it
+            defaults = known.made.get(place, {}).get(params.handle)
+            if defaults is not None or place not in known.around:
+                break
+            place = known.around[place]
+        known.nodes[node] = _Conditional(graph, params, defaults)
+        known.in_graph.setdefault(graph, set()).add(node)
+        known.around |= dict.fromkeys(params.bodies, graph)
 
     def get(self, node: int) -> ConditionalNodeParams | None:
         known = self._known.nodes.get(node)
@@ -836,6 +846,7 @@ class _Conditionals:
 
     def put_back(self, taken: _Known) -> None:
         self._known.nodes |= taken.nodes
+        self._known.around |= taken.around
         self._known.in_graph |= taken.in_graph
         self._known.made |= taken.made
 
@@ -856,6 +867,9 @@ class _Conditionals:
         if known is not None:
             taken.nodes[node] = known
             for body in known.params.bodies:
+                around = self._known.around.pop(body, None)
+                if around is not None:
+                    taken.around[body] = around
                 self._take_graph(body, taken)
 
 

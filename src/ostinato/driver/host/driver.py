@@ -663,13 +663,10 @@ class HostDriver:
             definition = self._graphs.find(call, graph)
             return definition.create_condition(call, default, reset_at_launch=reset_at_launch)
 
-    def condition_defaults(self, handle: ConditionalHandle) -> ConditionDefaults | None:
-        with self._entered("condition_defaults"):
-            for definition in self._graphs.values():
-                found = definition.conditions.get(handle)
-                if found is not None:
-                    return ConditionDefaults(found.default, found.reset_at_launch)
-            return None
+    def condition_defaults(self, node: NodeHandle) -> ConditionDefaults | None:
+        with self._entered("condition_defaults") as call:
+            found = self._nodes.find(call, node).condition
+            return ConditionDefaults(found.default, found.reset_at_launch)
 
     # --- executables
 

@@ -442,7 +442,12 @@ class _Plan:
     def manifest(self, *, checked: bool, key: str) -> tuple[GraphManifest, dict[str, bytes]]:
         """The manifest and the images by digest."""
         images = {code.record.digest: code.image for code in self._codes if code.image}
-        conditions = [self._condition(handle) for handle in self._found.conditions]
+        known = {
+            int(found.node.params.handle): found.node.defaults
+            for found in self._found.graph.walk()
+            if isinstance(found.node.params, ConditionalNodeParams)
+        }
+        conditions = [_made_here(handle, known[handle]) for handle in self._found.conditions]
         made = GraphManifest(
             machine_of(self._graph.context),
             tuple(code.record for code in self._codes),
@@ -466,15 +471,6 @@ class _Plan:
         return NamedBuffer(
             *(one.name, one.roles, block, into, one.shape, one.dtype.str, stored, one.look)
         )
-
-    def _condition(self, handle: int) -> ConditionDefaults:
-        made = self._graph.context.driver.condition_defaults(ConditionalHandle(handle))
-        if made is None:
-            raise GraphFileError(
-                f"the condition {handle:#x} was made by another library, and the driver does not "
-                "tell its first value; make the conditional node with this library"
-            )
-        return made
 
     def _code(self, function: FunctionHandle) -> _Code:
         driver = self._graph.context.driver
@@ -590,6 +586,15 @@ class _Plan:
         self, content: Sequence[npt.NDArray[np.uint8]]
     ) -> dict[str, npt.NDArray[Any]]:
         return {name: self.view(content, name) for name in self.constant}
+
+
+def _made_here(handle: int, defaults: ConditionDefaults | None) -> ConditionDefaults:
+    if defaults is None:
+        raise GraphFileError(
+            f"the condition {handle:#x} was made by another library, and the driver does not "
+            "tell its first value; make the conditional node with this library"
+        )
+    return defaults
 
 
 @dataclass(frozen=True, slots=True)
