@@ -398,22 +398,20 @@ def test_arguments_of_an_unloaded_module_are_checked_again(rig: Rig) -> None:
         driver.launch_kernel(STREAM, FUNCTION, CONFIG, ARGUMENTS)
 
 
-class GivenAgain:
-    """A driver whose destroying call frees a handle, and gives it to another thread before that
+def give_again(driver: CudaDriver, symbol: str, makes: Callable[[], object]) -> None:
+    """The next destroying call frees a handle, and another thread has `makes` get it before that
     call has returned to us."""
+    calls: Any = driver._calls
+    real = calls[symbol]
 
-    def __init__(self, driver: CudaDriver, symbol: str, makes: Callable[[], object]) -> None:
-        calls: Any = driver._calls
-        real = calls[symbol]
+    def destroy(*args: object) -> int:
+        calls[symbol] = real
+        status = int(real(*args))
+        if not status:
+            makes()
+        return status
 
-        def destroy(*args: object) -> int:
-            calls[symbol] = real
-            status = int(real(*args))
-            if not status:
-                makes()
-            return status
-
-        calls[symbol] = destroy
+    calls[symbol] = destroy
 
 
 WHILE = ConditionalNodeParams(ConditionalHandle(3), ConditionalKind.WHILE)
@@ -438,7 +436,7 @@ def test_a_conditional_node_with_a_handle_that_was_free(
     rig.returns(0, NodeKind.CONDITIONAL)
     assert isinstance(driver.node_params(node), ConditionalNodeParams), "it is still there"
     symbol = "cuGraphDestroy" if removed == "graph" else "cuGraphDestroyNode"
-    GivenAgain(driver, symbol, lambda: driver.graph_add_node(GRAPH, (), WHILE))
+    give_again(driver, symbol, lambda: driver.graph_add_node(GRAPH, (), WHILE))
     destroy()
     assert isinstance(driver.node_params(node), ConditionalNodeParams)
     destroy()
@@ -517,7 +515,7 @@ def test_host_functions_of_an_executable_with_a_handle_that_was_free(rig: Rig) -
         driver.exec_destroy(EXEC)
     rig.returns(0)
     assert lives() == [True]
-    GivenAgain(driver, "cuGraphExecDestroy", set_function)
+    give_again(driver, "cuGraphExecDestroy", set_function)
     driver.exec_destroy(EXEC)
     assert lives() == [False, True]
     driver.exec_destroy(EXEC)
@@ -537,7 +535,7 @@ def test_a_module_with_a_handle_that_was_free(rig: Rig) -> None:
         driver.module_unload(ModuleHandle(module))
     rig.returns(0)
     assert driver._image_of(function, "f").data == b"old"
-    GivenAgain(driver, "cuModuleUnload", lambda: load(b"new"))
+    give_again(driver, "cuModuleUnload", lambda: load(b"new"))
     driver.module_unload(ModuleHandle(module))
     assert driver._image_of(function, "f").data == b"new"
     assert function in driver._layouts

@@ -792,10 +792,6 @@ class _Known:
     """What is known of conditional nodes and of the conditions made for a graph, by handles."""
 
     nodes: dict[int, _Conditional] = field(default_factory=dict)
-    around: dict[int, int] = field(default_factory=dict)
-    """Body to the graph that its node is in."""
-    in_graph: dict[int, set[int]] = field(default_factory=dict)
-    """Graph to the nodes that were made in it; those that were removed since may be in another."""
     made: dict[int, dict[int, ConditionDefaults]] = field(default_factory=dict)
     """Graph to the conditions that were made for it."""
 
@@ -818,15 +814,12 @@ class _Conditionals:
         return None if known is None else known.defaults
 
     def add(self, graph: int, node: int, params: ConditionalNodeParams) -> None:
-        known, place, defaults = self._known, graph, None
-        while True:  # a body's node may have a condition of the graph around it
-            defaults = known.made.get(place, {}).get(params.handle)
-            if defaults is not None or place not in known.around:
-                break
-            place = known.around[place]
-        known.nodes[node] = _Conditional(graph, params, defaults)
-        known.in_graph.setdefault(graph, set()).add(node)
-        known.around |= dict.fromkeys(params.bodies, graph)
+        place: int | None = graph
+        defaults = None
+        while place is not None and defaults is None:
+            defaults = self._known.made.get(place, {}).get(params.handle)
+            place = self._around(place)  # a body's node may have a condition of the graph around it
+        self._known.nodes[node] = _Conditional(graph, params, defaults)
 
     def get(self, node: int) -> ConditionalNodeParams | None:
         known = self._known.nodes.get(node)
@@ -846,30 +839,26 @@ class _Conditionals:
 
     def put_back(self, taken: _Known) -> None:
         self._known.nodes |= taken.nodes
-        self._known.around |= taken.around
-        self._known.in_graph |= taken.in_graph
         self._known.made |= taken.made
+
+    def _around(self, body: int) -> int | None:
+        """The graph that a body's node is in; None for what is no body."""
+        nodes = [*self._known.nodes.values()]  # other threads add and take out
+        return next((known.graph for known in nodes if body in known.params.bodies), None)
 
     def _take_graph(self, graph: int, taken: _Known) -> None:
         made = self._known.made.pop(graph, None)
         if made is not None:
             taken.made[graph] = made
-        nodes = self._known.in_graph.pop(graph, None)
-        if nodes is not None:
-            taken.in_graph[graph] = nodes
-            for node in nodes:
-                known = self._known.nodes.get(node)
-                if known is not None and known.graph == graph:
-                    self._take_node(node, taken)
+        for node, known in [*self._known.nodes.items()]:
+            if known.graph == graph:
+                self._take_node(node, taken)
 
     def _take_node(self, node: int, taken: _Known) -> None:
         known = self._known.nodes.pop(node, None)
         if known is not None:
             taken.nodes[node] = known
             for body in known.params.bodies:
-                around = self._known.around.pop(body, None)
-                if around is not None:
-                    taken.around[body] = around
                 self._take_graph(body, taken)
 
 

@@ -299,10 +299,11 @@ class Graphed(Guarded):
     def _results(self, line: Line, captured: Captured, work: Work, made: Sequence[Any]) -> Any:
         """What a call gives after its replay.  `made`: the copies that the graph has made."""
         library = self._library
-        written: Collection[int] = captured.written
-        if written:
-            written = {*written} - self._subject.overwritten(captured, work)
+        written = captured.written
+        overwritten = self._subject.overwritten(captured, work) if written else ()
         for index in written:
+            if index in overwritten:
+                continue
             changed, dynamic = captured.inputs[index], work.axes[index]
             if dynamic is not None:
                 changed = library.narrow(changed, dynamic.axis, dynamic.size)
