@@ -16,6 +16,7 @@ import ostinato as ost
 from benchmarks import (
     change_cost,
     cold_start,
+    commits,
     common,
     decode,
     host,
@@ -87,6 +88,17 @@ def test_each_prints_a_table_and_writes_its_results(
     for row in rows:  # each one is a line of the table
         first = next(value for value in row.values() if isinstance(value, str))
         assert first in printed
+
+
+def test_two_trees_are_compared_call_by_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--device", "host", "--quick", "--out", str(tmp_path), "--before", str(commits.ROOT)]
+    assert commits.main(options) == 0
+    rows = last_line(capsys.readouterr().out)["rows"]
+    assert isinstance(rows, list)
+    assert [row["call"] for row in rows] == ["start", *commits.COUNTS]
+    assert all(row["least"] <= row["ratio"] <= row["most"] for row in rows)
 
 
 def test_the_host_has_no_default_shapes_to_measure(
