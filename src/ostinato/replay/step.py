@@ -39,6 +39,7 @@ from ostinato.errors import (
     EagerRunError,
     InputError,
     OstinatoError,
+    PoolSealedError,
     StateLostError,
     VerificationError,
 )
@@ -51,7 +52,7 @@ from ostinato.graph import (
     record,
     submissions,
 )
-from ostinato.memory import CapturePool
+from ostinato.memory import CapturePool, PoolState
 from ostinato.replay.held import HeldCounts, HeldReplay, launch_in_turn
 from ostinato.replay.key_state import TIMED_EVERY, KeyState, remember
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide, fall_back
@@ -124,7 +125,8 @@ class GraphedStep(Closeable):
     launches (`lambda: device.modules.preload(kernels)`).  `builder(stream, **sizes)`, if given,
     makes the executable in place of a capture of `run`, for graphs that a capture cannot make, such
     as a loop.  Its graph must do the same as `run`, which is still called for eager runs.  An
-    exception of either quarantines the key, except a ClosedError: then the next call tries again.
+    exception of either quarantines the key, except a ClosedError or PoolSealedError: then the next
+    call tries again.
 
     `store`: a key's graph is restored from it when the key is first called, bound to the slots'
     buffers, without a warm-up; one that does not fit is captured as usual (`store.statistics()`
@@ -578,10 +580,18 @@ class GraphedStep(Closeable):
             has_graph=has_graph,
             runs=state.runs,
             warmups=self.warmups,
-            capped=None if has_graph else self._capped(call.key),
+            capped=None if has_graph else self._sealed() or self._capped(call.key),
             strict=self.strict,
             records=self.build == "record",
         )
+
+    def _sealed(self) -> tuple[Reason, str] | None:
+        """Why the step's pool would refuse a capture."""
+        pool = self.pool
+        captures = self.build == "capture" and self._builder is None
+        if pool is None or pool.state is not PoolState.SEALED or not captures:
+            return None
+        return Reason.POOL_SEALED, pool.sealed_text("a capture")
 
     def _capped(self, key: StepKey) -> tuple[Reason, str] | None:
         """Why the cache would refuse a capture of a key."""
@@ -697,8 +707,8 @@ class GraphedStep(Closeable):
     def _install(
         self, call: Call, state: KeyState, make: Callable[[], GraphExec]
     ) -> Decision | None:
-        """Puts the executable of `make` into the cache; an error of `make` other than a
-        ClosedError quarantines the key."""
+        """Puts the executable of `make` into the cache; an error of `make` quarantines the key,
+        except a ClosedError, a PoolSealedError and what is lost with the context."""
         try:
             self._keys.add(call.key)
             self.cache.get_or_capture(call.key, make)
@@ -707,6 +717,8 @@ class GraphedStep(Closeable):
         except CaptureLimitError as limit:  # another thread's capture, or one that `make` made
             reason, detail = self._capped(call.key) or (Reason.CAPTURE_TIME, str(limit))
             return Decision(Action.EAGER, reason, detail)
+        except PoolSealedError as error:  # the key is captured once its pool is open again
+            return Decision(Action.EAGER, Reason.POOL_SEALED, str(error))
         except ClosedError as error:  # a mistake of this call, which an eager run finds too
             return Decision(Action.EAGER, Reason.BUILD_FAILED, str(error))
         except Exception as error:
@@ -729,7 +741,7 @@ class GraphedStep(Closeable):
                 self._run(call.buckets)
             self._sizes.end()
             state.counts.ran_eagerly(self.stream.submitted - before, decision.reason)
-        except (ContextPoisonedError, ClosedError):
+        except (ContextPoisonedError, ClosedError, PoolSealedError):
             raise
         except Exception as error:
             self._quarantine(call.key, state, Reason.BUILD_FAILED, str(error))
