@@ -110,7 +110,7 @@ def test_no_library_says_what_to_install() -> None:
 class _Cupti:
     """A libcupti that refuses."""
 
-    def cuptiSubscribe(self, *_: object) -> int:  # noqa: N802
+    def cuptiSubscribe(self, *_: object) -> int:
         return 999
 
 

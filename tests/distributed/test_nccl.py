@@ -19,8 +19,8 @@ import pytest
 
 import ostinato as ost
 from ostinato.distributed import Group, local_groups, nccl
-from ostinato.driver.api import CaptureStatus, StreamHandle
 from ostinato.distributed.nccl import load_nccl
+from ostinato.driver.api import CaptureStatus, StreamHandle
 from ostinato.driver.host.kernel import HostKernel
 from ostinato.driver.signature import Signature
 from ostinato.errors import GroupError, NotAvailableError
