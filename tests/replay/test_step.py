@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import ostinato as ost
 from ostinato.cache import GraphCache, PowersOfTwo
 from ostinato.device import Device
+from ostinato.driver.context import Entry
 from ostinato.errors import (
     CaptureError,
     ClosedError,
@@ -21,6 +23,7 @@ from ostinato.errors import (
     StateLostError,
     Status,
     VerificationError,
+    driver_error,
 )
 from ostinato.interop.graphing.library import Options
 from ostinato.replay import Action, Decision, HeldReplay, Reason, ReplayProfile
@@ -278,6 +281,67 @@ def test_a_build_that_fails_costs_speed_only(host_device: Device, build: str, ca
         np.testing.assert_array_equal(rows.totals(), number * x)
     assert rows.step.statistics().replayed == 0
     assert len(rows.cache) == 0
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"repeatable": True}, {"strict": True}], ids=str)
+def test_a_refused_launch_of_a_recorded_run(
+    device: Device, options: dict[str, bool], at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is run again, eagerly, if nothing was done before, or if the step may be repeated."""
+    stream = device.create_stream()
+    first, second = (device.zeros(1, np.int32) for _ in range(2))
+    increment = kernel(device, "increment")
+
+    def run(stream: ost.Stream, rows: int) -> None:
+        for counter in (first, second):
+            stream.submit(ost.prepare(increment, config(1), counter, 1))
+
+    step = ost.GraphedStep(run, stream=stream, cache=GraphCache(device), build="record", **options)
+    launch, left = device.driver.launch_kernel, at
+
+    def fails(*arguments: object) -> object:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise driver_error(Status.INVALID_VALUE, "launch_kernel")
+        return launch(*arguments)
+
+    monkeypatch.setattr(device.driver, "launch_kernel", fails)
+    again = "strict" not in options and (at == 1 or "repeatable" in options)
+    if again:
+        decision = step(rows=1)
+        assert (decision.action, decision.reason) == (Action.EAGER, Reason.BUILD_FAILED)
+    else:
+        with pytest.raises(DriverError, match="launch_kernel"):
+            step(rows=1)
+    done = [int(counter.to_numpy(stream)[0]) for counter in (first, second)]
+    assert done == [int(again) + (at == 2), int(again)]
+    assert "launch_kernel" in str(step.statistics().quarantined)
+    step.release(rows=1)
+    assert step(rows=1).action is Action.BUILD and step(rows=1).action is Action.REPLAY
+    assert int(second.to_numpy(stream)[0]) == done[1] + 2
+
+
+def test_a_recorded_run_that_gave_work_away_is_not_run_again(device: Device) -> None:
+    """Another library may have done anything with the stream before the refusal."""
+    stream, calls = device.create_stream(), 0
+
+    def run(stream: ost.Stream, rows: int) -> None:
+        nonlocal calls
+        calls += 1
+        with suppress(DriverError):
+            stream.guarded("refused", refuse, Entry.WORK)
+        stream.enter("giving the stream to another library", Entry.GIVE)
+        stream.guarded("refused", refuse, Entry.WORK)
+
+    def refuse(handle: object) -> None:
+        raise driver_error(Status.INVALID_VALUE, "launch_kernel")
+
+    step = ost.GraphedStep(run, stream=stream, cache=GraphCache(device), build="record")
+    with pytest.raises(DriverError, match="launch_kernel"):
+        step(rows=1)
+    assert calls == 1
 
 
 def test_prepare_makes_the_graph_beforehand(device: Device) -> None:

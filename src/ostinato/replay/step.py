@@ -36,6 +36,7 @@ from ostinato.errors import (
     CaptureLimitError,
     ClosedError,
     ContextPoisonedError,
+    DriverError,
     EagerRunError,
     InputError,
     OstinatoError,
@@ -45,6 +46,7 @@ from ostinato.errors import (
 )
 from ostinato.graph import (
     GraphExec,
+    Recording,
     Submission,
     capture,
     first_missing,
@@ -128,6 +130,11 @@ class GraphedStep(Closeable):
     exception of either quarantines the key, except a ClosedError or PoolSealedError: then the next
     call tries again.
 
+    `repeatable`: a run that the driver refused half-way may be run again from its start, since what
+    it reads is changed by its last launch alone.  Then a call with `build="record"` whose recorded
+    run is refused runs eagerly; without it, or for a step that is `strict`, it raises the driver's
+    error if anything was done before.
+
     `store`: a key's graph is restored from it when the key is first called, bound to the slots'
     buffers, without a warm-up; one that does not fit is captured as usual (`store.statistics()`
     says why).  `save` writes the step's graphs.  The store names what the step reads besides its
@@ -165,6 +172,7 @@ class GraphedStep(Closeable):
         preconditions: Mapping[str, Callable[[], bool]] | None = None,
         preload: Callable[[], object] | None = None,
         builder: Builder | None = None,
+        repeatable: bool = False,
         mode: CaptureMode = CaptureMode.THREAD_LOCAL,
         pool: CapturePool | None = None,
         settings: ReplaySettings | None = None,
@@ -226,6 +234,7 @@ class GraphedStep(Closeable):
         self.store = store
         self.build = build
         self.warmups = least
+        self._repeatable = repeatable
         self.enabled = _settings.graphs_enabled(enabled)
         self.profiling = False
         """Set it while a profiler times single operations: calls run eagerly then."""
@@ -728,13 +737,15 @@ class GraphedStep(Closeable):
 
     def _build_by_record(self, call: Call, state: KeyState, decision: Decision) -> Decision:
         """Records a real run at the bucketed sizes and builds the graph; the answer of the run is
-        kept, also if the graph cannot be built."""
+        kept, also if the graph cannot be built.  If the driver refuses a part of the run, the call
+        is run eagerly from its start, where that is known to do nothing twice."""
         self._sizes.begin(call.sizes, self.stream)
         look = None
         if self.verify != "off":
             from ostinato.replay.check import watch_promises
 
             look = watch_promises(self.slots, call.sizes, self.stream)
+        recording: Recording | None = None
         try:
             before = self.stream.submitted
             with record(self.stream) as recording:
@@ -745,7 +756,11 @@ class GraphedStep(Closeable):
             raise
         except Exception as error:
             self._quarantine(call.key, state, Reason.BUILD_FAILED, str(error))
-            raise
+            # What was done before the refusal must not be done twice.
+            again = self._repeatable or recording is None or recording.did_nothing
+            if self.strict or not (again and isinstance(error, DriverError)):
+                raise
+            return self._fall_back(call, state, Reason.BUILD_FAILED, str(error))
         state.runs += 1
         try:
             finding = look() if look is not None else None
@@ -755,8 +770,10 @@ class GraphedStep(Closeable):
         if finding is not None:
             return self._mismatched(call, state, finding)
 
+        recorded = recording
+
         def make() -> GraphExec:
-            return recording.build().instantiate()
+            return recorded.build().instantiate()
 
         return self._install(call, state, make) or decision
 
