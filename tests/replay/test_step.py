@@ -5,7 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from contextlib import suppress
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -681,17 +685,72 @@ def test_a_profile_that_is_given_collects(device: Device) -> None:
     assert profile.count == 1
 
 
-def test_the_environments_profile_is_printed(
-    device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OSTINATO_PROFILE", "")
-    monkeypatch.setenv("OSTINATO_PROFILE_EVERY", "2")
+def _by_step(device: Device) -> Callable[[], object]:
     rows = Rows(device, warmups=0)
-    for _ in range(4):
-        rows.step(rows=8)
-    printed = capsys.readouterr().err.splitlines()
-    assert len(printed) == 2
-    assert "replay 4 of rows" in printed[1] and "total" in printed[1]
+    return lambda: rows.step(rows=8)
+
+
+def _by_held_step(device: Device) -> Callable[[], object]:
+    held = Rows(device, warmups=0).step.hold(rows=8)
+    assert isinstance(held, HeldReplay)
+    return held.launch
+
+
+def _by_cache(
+    device: Device, change: Callable[[ost.GraphExec], object] | None = None
+) -> Callable[[], object]:
+    cache, stream, count = GraphCache(device), device.create_stream(), device.zeros(1, np.int32)
+    graph = ost.capture_function(stream, lambda: ost.fill(stream, count, 1))
+    cache.install("rows", graph.instantiate())
+    return lambda: cache.replay("rows", stream, change)
+
+
+def _by_changing_cache(device: Device) -> Callable[[], object]:
+    return _by_cache(device, lambda run: None)
+
+
+@pytest.mark.parametrize("every", ["1", "2", None])
+@pytest.mark.parametrize("by", [_by_step, _by_held_step, _by_cache, _by_changing_cache])
+def test_the_environments_profile_is_printed(
+    device: Device, by: Callable[[Device], Callable[[], object]], every: str | None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Whoever replays: the first, and then one in so many."""
+    monkeypatch.setenv("OSTINATO_PROFILE", "")
+    if every is not None:
+        monkeypatch.setenv("OSTINATO_PROFILE_EVERY", every)
+    replay = by(device)
+    for _ in range(66):
+        replay()
+    found = capsys.readouterr().err.splitlines()
+    numbers = [int(re.match(r"ostinato: replay (\d+) of rows.*total", line)[1]) for line in found]
+    assert numbers == [*range(1, 67, int(every or 64))]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_profiled_replay_is_a_range_for_nvidias_profilers(
+    host_device: Device, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins before the upload and ends after the wait, also if the launch is refused."""
+    faults = FaultyDriver(host_device.driver)
+
+    @contextmanager
+    def annotate(message: str) -> Iterator[None]:
+        faults.calls.append(f"begin {message}")
+        yield
+        faults.calls.append("end")
+
+    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
+    rows = Rows(preload(Device(faults)), warmups=0, slots=(), profile=ReplayProfile())
+    rows.step(rows=8)
+    faults.calls.clear()
+    if refused:
+        faults.fail("exec_launch")
+    rows.step(rows=8)
+    of_replays = ("exec_upload", "exec_launch", "stream_synchronize")
+    found = [call for call in faults.calls if " " in call or call in ("end", *of_replays)]
+    done = of_replays[: 2 if refused else 3]
+    assert found[: len(done) + 2] == [f"begin replay {rows.step.key(rows=8)}", *done, "end"]
 
 
 def test_preload_comes_before_the_first_capture_and_once(device: Device) -> None:

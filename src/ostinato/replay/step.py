@@ -27,6 +27,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ostinato import settings as _settings
 from ostinato.cache import GraphCache, parse_bytes
+from ostinato.cache.profile import (
+    NotLaunched,
+    ReplayProfile,
+    replay_as_set,
+    resolved,
+    run_replay,
+)
 from ostinato.driver.api import CaptureMode, CaptureStatus, whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.forking import new_lock
@@ -58,7 +65,6 @@ from ostinato.memory import CapturePool, PoolState
 from ostinato.replay.held import HeldCounts, HeldReplay, launch_in_turn
 from ostinato.replay.key_state import TIMED_EVERY, KeyState, remember
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide, fall_back
-from ostinato.replay.profile import NotLaunched, ReplayProfile, run_replay
 from ostinato.replay.sizes import Call, StepKey, bucket_of, checked_sizes, sizes_of
 from ostinato.replay.slots import Role, Slot, check_slots, check_verify
 from ostinato.replay.statistics import Counts, StepStatistics
@@ -193,8 +199,6 @@ class GraphedStep(Closeable):
                 raise InputError(f"{what}: a function is needed, not {type(function).__name__}")
         options: list[tuple[str, object, type]] = [
             ("pool", pool, CapturePool),
-            ("settings", settings, ReplaySettings),
-            ("profile", profile, ReplayProfile),
         ]
         if store is not None:
             from ostinato.cache.store import GraphStore
@@ -246,14 +250,8 @@ class GraphedStep(Closeable):
         self._builder = builder
         self.mode = mode
         self.pool = pool
-        if profile is not None and (settings is None or settings.profile is None):
-            settings = replace(settings or ReplaySettings(), profile=True)
-        self.settings = _settings.replay_settings(settings)
+        self.settings, self.profile = resolved(settings, profile)
         self._plain = self.settings.plain
-        self.profile = profile
-        if self.profile is None and self.settings.profile:
-            every, printer = self.settings.print_every, _print if self.settings.printed else None
-            self.profile = ReplayProfile(print_every=every, printer=printer or _log.info)
         self._identity: int | str = next(_numbers) if share is None else share
         self._sizes = sizes_of(cache, share)
         self._work = "" if store is None else work_digest(run, builder)
@@ -549,13 +547,10 @@ class GraphedStep(Closeable):
         with self.stream.turn.lock:  # another thread's call may have other sizes
             if self._sizes.running:
                 with self._sizes.nested(self.stream):
-                    return self._replay_held(call, executable)
+                    self._replay_held(call, executable)
+                return
             self._set_sizes(call)
-            try:
-                run_replay(call.key, executable, self.stream, self.settings, self.profile)
-            except NotLaunched as refused:
-                assert refused.__cause__ is not None
-                raise refused.__cause__ from None
+            replay_as_set(call.key, executable, self.stream, self.settings, self.profile)
 
     def _count_given_back(self) -> None:
         """Counts the launches of graphs that are not held any more.  Under the step's lock."""
@@ -901,10 +896,3 @@ def _evict(cache: GraphCache, keys: set[Hashable]) -> None:
     for key in keys.copy():
         cache.evict(key)
     keys.clear()
-
-
-def _print(line: str) -> None:
-    """To standard error, as OSTINATO_PROFILE asks."""
-    import sys
-
-    print(line, file=sys.stderr)
