@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from ostinato.device import open_device
 from ostinato.driver import api
 from ostinato.driver.api import (
     BatchMemOpNodeParams,
@@ -149,6 +150,17 @@ def test_libcupti_without_cuda(
         collecting.collect_modules()
     assert type(caught.value) is error
     assert collecting._collector is None
+
+
+def test_collecting_without_cuda_leaves_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """open_device() without a name takes the host where there is no CUDA, also then."""
+    monkeypatch.setenv("OSTINATO_COLLECT_MODULES", "1")
+    monkeypatch.delenv("OSTINATO_DEVICE", raising=False)
+    monkeypatch.setattr(collecting, "_collector", None)
+    monkeypatch.setattr(collecting, "Libcuda", lambda: Libcuda("libcuda-of-no-machine.so.1"))
+    monkeypatch.setattr(collecting, "_find", lambda: (_Cupti(), "libcupti.so.13"))
+    with open_device() as device:
+        assert device.name == "host"
 
 
 def test_no_cuda_core_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
