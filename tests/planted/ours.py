@@ -252,7 +252,7 @@ _FAULTS = (
     ),
     Fault(
         "refused-recording-runs-again",
-        "A recorded run that the driver refused half way is run again, and does its first half twice.",
+        "A recorded run that was refused half way is run again, and does its first half twice.",
         "ostinato.replay.step:GraphedStep._build_by_record",
         "recording.did_nothing",
         "True",
