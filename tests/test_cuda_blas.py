@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import ctypes.util
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from ostinato.driver.cuda import blas as cuda_blas
 from ostinato.driver.cuda.blas import BlasHandle, Cublaslt, MatrixProduct, load_cublaslt
-from ostinato.errors import InputError, NotAvailableError
+from ostinato.errors import InputError, NoCudaError, NotAvailableError
 
 PRODUCT = MatrixProduct(32, 64, 48, accumulate=True)
 
@@ -123,6 +124,11 @@ def test_where_there_is_no_library_it_is_said_how_to_get_one(
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", missing)
     with pytest.raises(NotAvailableError, match=r"finding libcublasLt.so; install it with: pip"):
         load_cublaslt()
+
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "cuda.pathfinder", None)
+        with pytest.raises(NoCudaError, match="cuda13"):
+            load_cublaslt()
 
     class Found:
         abs_path = str(tmp_path / "nothing.so")

@@ -27,7 +27,8 @@ from typing import Any
 
 import pytest
 
-from ostinato.device import open_device
+import ostinato as ost
+from ostinato.device import Device, open_device
 from ostinato.driver import api
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -81,6 +82,7 @@ from ostinato.errors import (
     ClosedError,
     ContextPoisonedError,
     DriverError,
+    GraphFileError,
     NoCudaError,
     NotAvailableError,
     Status,
@@ -375,6 +377,35 @@ def test_every_kind_of_node_is_read(rig: Rig, kind: NodeKind) -> None:
     rig.returns(0, kind)
     assert rig.driver.node_kind(NODE) is kind
     rig.driver.node_params(NODE)
+
+
+SEMAPHORES = (NodeKind.SEMAPHORE_SIGNAL, NodeKind.SEMAPHORE_WAIT)
+
+
+@pytest.mark.usefixtures("launcher")
+@pytest.mark.parametrize("kind", SEMAPHORES)
+def test_a_graph_with_an_external_semaphore_is_read(
+    rig: Rig, kind: NodeKind, tmp_path: Path
+) -> None:
+    """By the reader in C and the one in Python, for all that is made of a graph.  Such a node comes
+    from Vulkan or Direct3D, which a machine for tests does not have."""
+    rig.returns(0, kind)
+    device = Device(rig.driver)
+    graph = ost.Graph.adopt(device, GRAPH, owner=None)
+    (node,) = graph.nodes
+    word = kind.name.lower()
+    assert (node.handle, node.kind, node.name) == (NODE, kind, word)
+    assert node.params == rig.driver.node_params(NODE)
+    assert isinstance(node.params, OpaqueNodeParams)
+    assert "external semaphore" in node.params.why
+    for shown in (str(graph), graph.to_dot(), json.dumps(graph.to_json()), graph.to_svg()):
+        assert word in shown or word.replace("_", " ") in shown
+    with pytest.raises(GraphFileError, match=rf"node 0 \({word}\) cannot be saved.*semaphore"):
+        graph.save(tmp_path / "graph")
+    digest = graph.digest()
+    assert not graph.diff(graph)
+    rig.returns(0, next(other for other in SEMAPHORES if other is not kind))
+    assert ost.Graph.adopt(device, GRAPH, owner=None).digest() != digest
 
 
 @pytest.mark.parametrize("name", [name for name in FIXED if name != "kernel with attributes"])

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from ostinato.device import open_device
 from ostinato.driver import api
 from ostinato.driver.api import (
     BatchMemOpNodeParams,
@@ -35,6 +36,7 @@ from ostinato.driver.api import (
     OpaqueNodeParams,
     ParameterSlot,
 )
+from ostinato.driver.cuda import collecting
 from ostinato.driver.cuda import driver as cuda_driver
 from ostinato.driver.cuda import launch as cuda_kernel
 from ostinato.driver.cuda import libcuda as cu
@@ -51,7 +53,7 @@ from ostinato.driver.cuda.nodes import (
     read_memset,
     unsigned,
 )
-from ostinato.errors import DriverError, NoCudaError
+from ostinato.errors import DriverError, NoCudaError, NotAvailableError, Status
 from tools import cuda_versions
 from tools.cuda_versions import fields_of
 
@@ -104,6 +106,61 @@ def test_without_a_driver_cuda_core_is_not_imported() -> None:
 def test_no_library_says_what_to_install() -> None:
     with pytest.raises(NoCudaError, match=re.escape(INSTALL_LINE)):
         Libcuda("libcuda-of-no-machine.so.1")
+
+
+class _Cupti:
+    """A libcupti that refuses."""
+
+    def cuptiSubscribe(self, *_: object) -> int:
+        return 999
+
+
+@pytest.mark.parametrize(
+    ("library", "error", "words"),
+    [
+        (None, NoCudaError, INSTALL_LINE),
+        ({"cuInit": Status.NO_DEVICE}, NoCudaError, "cuInit failed with status 100"),
+        ({}, NoCudaError, "the driver sees no GPU"),
+        ({"count": 1}, NotAvailableError, "cuptiSubscribe failed with status 999"),
+    ],
+    ids=["no driver", "no device", "no GPU", "a GPU"],
+)
+def test_libcupti_without_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+    library: dict[str, int] | None,
+    error: type[NotAvailableError],
+    words: str,
+) -> None:
+    """A library that is half there: what is missing is CUDA, whatever it says itself."""
+
+    def libcuda() -> object:
+        if library is None:
+            return Libcuda("libcuda-of-no-machine.so.1")
+
+        def count(found: Any) -> int:
+            found._obj.value = library.get("count", 0)
+            return 0
+
+        return {"cuInit": lambda flags: library.get("cuInit", 0), "cuDeviceGetCount": count}
+
+    monkeypatch.setattr(collecting, "_collector", None)
+    monkeypatch.setattr(collecting, "Libcuda", libcuda)
+    monkeypatch.setattr(collecting, "_find", lambda: (_Cupti(), "libcupti.so.13"))
+    with pytest.raises(error, match=re.escape(words)) as caught:
+        collecting.collect_modules()
+    assert type(caught.value) is error
+    assert collecting._collector is None
+
+
+def test_collecting_without_cuda_leaves_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """open_device() without a name takes the host where there is no CUDA, also then."""
+    monkeypatch.setenv("OSTINATO_COLLECT_MODULES", "1")
+    monkeypatch.delenv("OSTINATO_DEVICE", raising=False)
+    monkeypatch.setattr(collecting, "_collector", None)
+    monkeypatch.setattr(collecting, "Libcuda", lambda: Libcuda("libcuda-of-no-machine.so.1"))
+    monkeypatch.setattr(collecting, "_find", lambda: (_Cupti(), "libcupti.so.13"))
+    with open_device() as device:
+        assert device.name == "host"
 
 
 def test_no_cuda_core_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import ostinato as ost
+from ostinato.cache.profile import run_replay
 from ostinato.device import Device
 from ostinato.driver.api import ChildGraphNodeParams, MemcpyNodeParams, MemsetNodeParams
 from ostinato.driver.signature import pack_by_size
@@ -37,7 +38,6 @@ from ostinato.errors import (
 )
 from ostinato.graph.launching import _touched
 from ostinato.replay import HeldReplay
-from ostinato.replay.profile import run_replay
 from ostinato.testing import FaultyDriver, HeldStream
 from tests.interrupted import interrupt, lines
 from tests.sources import config, kernel, preload
@@ -862,7 +862,7 @@ def test_a_held_launch_has_its_size_whatever_other_threads_call(
     assert isinstance(held, HeldReplay)
     ost.fill(stream, total, 0)
     with held:
-        monkeypatch.setattr("ostinato.replay.step.run_replay", late)
+        monkeypatch.setattr("ostinato.cache.profile.run_replay", late)
         held.launch()
     other.join()
     assert total.to_numpy(stream)[:, 0].tolist() == [2, 2, 2, 1, 0, 0, 0, 0]

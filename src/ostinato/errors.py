@@ -31,7 +31,8 @@
     └── ModelError                  a model cannot be found, read or run
         ├── ModelFormatError        a file is damaged, or not what it says it is
         ├── UnsupportedModelError   a sound file, but of an architecture or type not supported
-        └── DownloadError           a model could not be fetched; nothing was kept
+        ├── DownloadError           a model could not be fetched; nothing was kept
+        └── LogitsError             a sequence's logits hold NaN or infinity
 
 An error says what failed, which node or key or file, the driver's status where there is one, and
 what to do next.  Nothing here imports anything of the library.
@@ -40,6 +41,7 @@ what to do next.  Nothing here imports anything of the library.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "GraphFileError",
     "GroupError",
     "InputError",
+    "LogitsError",
     "ModelError",
     "ModelFormatError",
     "NoCudaError",
@@ -500,3 +503,23 @@ class UnsupportedModelError(ModelError):
 
 class DownloadError(ModelError):
     """A model could not be fetched; nothing was kept."""
+
+
+class LogitsError(ModelError):
+    """The logits of one or more sequences hold NaN or infinity, so no token can be chosen.
+
+    `failed`: these sequences, each with the position that its token would have taken; they are as
+    before the step.  `chosen`: the tokens of the call's other sequences, which have them.
+    """
+
+    def __init__(self, failed: Mapping[int, int], chosen: Mapping[int, int]) -> None:
+        self.failed = dict(failed)
+        self.chosen = dict(chosen)
+        super().__init__(self.failed, self.chosen)
+
+    def __str__(self) -> str:
+        places = "; ".join(f"sequence {one}, position {at}" for one, at in self.failed.items())
+        return (
+            f"{places}: the logits hold NaN or infinity, so no token can be chosen; the weights "
+            "may be damaged"
+        )

@@ -87,7 +87,9 @@ DEVICE = Variable("OSTINATO_DEVICE", 'the device to open: "host", "cuda:0", …'
 CACHE_DIR = Variable("OSTINATO_CACHE_DIR", "folder for models and kernels", _folder_or_none)
 PROFILE = Variable("OSTINATO_PROFILE", "present: replays are profiled", _present)
 PROFILE_EVERY = Variable(
-    "OSTINATO_PROFILE_EVERY", "one replay in so many is printed (64)", _sample_every
+    "OSTINATO_PROFILE_EVERY",
+    "the first replay and then one in so many is printed (64)",
+    _sample_every,
 )
 SKIP_UPLOAD = Variable(
     "OSTINATO_SKIP_UPLOAD", '"1" alone: no upload before a profiled replay', _one
@@ -168,7 +170,8 @@ class ReplaySettings:
     nothing after the first, so it is off; on while profiling, unless OSTINATO_SKIP_UPLOAD is "1".
     `synchronize`: wait for each replay to finish before returning.  Off; on while profiling, unless
     OSTINATO_SKIP_SYNC is "1", because without it the time on the device is not measured.
-    `print_every` (64, or OSTINATO_PROFILE_EVERY): one profiled replay in so many is printed.
+    `print_every` (64, or OSTINATO_PROFILE_EVERY): the first profiled replay is printed,
+    and then one in so many.
     """
 
     upload: bool | None = None

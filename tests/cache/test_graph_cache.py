@@ -14,7 +14,14 @@ import ostinato as ost
 from ostinato.cache import Evictions
 from ostinato.device import Device, open_device
 from ostinato.driver.api import ExecHandle
-from ostinato.errors import ClosedError, GraphError, InputError, OstinatoError, Status
+from ostinato.errors import (
+    ClosedError,
+    GraphError,
+    InputError,
+    OstinatoError,
+    OutOfMemoryError,
+    Status,
+)
 from ostinato.testing import FaultyDriver, HeldStream
 from tests.sources import config, kernel
 
@@ -488,3 +495,39 @@ def test_an_interruption_in_a_key_leaves_the_cache_whole(
         if over:
             return
     raise AssertionError("it was never called without an interruption")
+
+
+# --- what is done around a replay
+def test_a_replay_does_what_the_settings_say(host_device: Device) -> None:
+    """The order of the driver's calls, and what is raised is the driver's error as it is."""
+    faults = FaultyDriver(host_device.driver)
+    device, seen = Device(faults), []
+    stream, x = device.create_stream(), device.zeros(4)
+    graph = ost.capture_function(stream, lambda: ost.fill(stream, x, 1))
+    calls = ("exec_upload", "exec_launch", "stream_synchronize")
+
+    def made(
+        settings: ost.ReplaySettings | None, profile: ost.ReplayProfile | None = None
+    ) -> list[str]:
+        cache = ost.GraphCache(device, settings=settings, profile=profile)
+        cache.install("x", graph.instantiate())
+        faults.clear()
+        for change in (None, lambda run: None):
+            assert cache.replay("x", stream, change)
+        found = [call for call in faults.calls if call in calls]
+        faults.fail("exec_launch", Status.OUT_OF_MEMORY)
+        with pytest.raises(OutOfMemoryError):
+            cache.replay("x", stream)
+        return found
+
+    upload, launch, wait = calls
+    assert made(None) == [launch] * 2
+    assert made(ost.ReplaySettings(upload=True)) == [upload, launch] * 2
+    assert made(ost.ReplaySettings(synchronize=True)) == [launch, wait] * 2
+    profile = ost.ReplayProfile(sinks=(seen.append,))
+    assert made(None, profile) == [upload, launch, wait] * 2
+    assert [event.number for event in seen] == [1, 2] and {event.key for event in seen} == {"x"}
+    assert made(ost.ReplaySettings(profile=False), profile) == [launch] * 2 and len(seen) == 2
+    for wrong in ({"settings": True}, {"profile": "yes"}):
+        with pytest.raises(InputError, match=r"is needed, not"):
+            ost.GraphCache(device, **wrong)

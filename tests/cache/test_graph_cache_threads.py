@@ -16,17 +16,11 @@ import numpy as np
 import pytest
 
 import ostinato as ost
-from ostinato.device import Device, open_device
+from ostinato.device import Device
 from ostinato.errors import CaptureError, ClosedError
 from tests.sources import config, kernel
 
 PATIENCE = 30.0
-
-
-@pytest.fixture
-def device() -> Iterator[Device]:
-    with open_device("host") as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -72,14 +66,24 @@ def until(condition: Callable[[], bool]) -> None:
 def test_one_capture_however_many_ask(
     device: Device, cache: ost.GraphCache, pool: ThreadPoolExecutor
 ) -> None:
-    make = SlowMake(lambda: empty_graph(device))
+    stream, count = device.create_stream(), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+
+    def captured() -> ost.GraphExec:
+        return ost.capture_function(
+            stream, lambda: ost.launch(stream, increment, config(1), count, 1)
+        ).instantiate()
+
+    make = SlowMake(captured)
     asked = [pool.submit(cache.get_or_capture, "a", make) for _ in range(8)]
     until(lambda: cache.statistics().joined == 7)
     make.go_on.set()
     got = {id(f.result(PATIENCE)) for f in asked}
     assert len(got) == 1 and make.calls == 1
+    wait([pool.submit(cache.replay, "a", stream) for _ in range(8)])
+    assert count.to_numpy(stream)[0] == 8
     stats = cache.statistics()
-    assert (stats.captures, stats.joined, stats.hits, stats.misses) == (1, 7, 0, 0)
+    assert (stats.captures, stats.joined, stats.hits, stats.misses) == (1, 7, 8, 0)
 
 
 def test_a_failure_reaches_everyone_who_waited_and_nobody_later(

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.distributed import Group, local_groups, nccl
+from ostinato.distributed.nccl import load_nccl
 from ostinato.driver.api import CaptureStatus, StreamHandle
 from ostinato.driver.host.kernel import HostKernel
 from ostinato.driver.signature import Signature
@@ -290,3 +292,23 @@ def test_a_rank_that_closes_after_an_exception_tells_it_before_others_give_up() 
     assert isinstance(found[0], ValueError)
     assert "rank 0 raised ValueError: over" in str(found[1])
     assert all(waited)
+
+
+def test_an_nccl_library_that_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """nccl4py is there, and the library beside it needs others that are not."""
+    library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"no library")
+
+    def get_version() -> None:
+        raise RuntimeError("libnccl.so.2 is nowhere")
+
+    bindings = ModuleType("nccl.bindings.nccl")
+    bindings.get_version = get_version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nccl.core", ModuleType("nccl.core"))
+    monkeypatch.setattr(sys.modules["nccl.bindings"], "nccl", bindings, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(NotAvailableError, match=r"no NCCL library was found.*nowhere"):
+        load_nccl()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -701,6 +702,21 @@ def test_logits_of_other_tokens_are_refused(host_device: Device, tiny: Path) -> 
             with pytest.raises(InputError, match="sequence 0 has no logits"):
                 decoder.logits()
             decoder.logits(1)
+
+
+def test_replays_of_a_decoder_are_profiled_as_a_steps(
+    host_device: Device, tiny: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Those of single steps and those of a run that is ahead are counted together."""
+    monkeypatch.setenv("OSTINATO_PROFILE", "")
+    with Decoder(host_device, tiny, stop_tokens=(), warmups=0) as decoder:
+        decoder.prefill([1])  # one row, as each that follows
+        for _ in range(30):
+            decoder.decode()
+        assert len(list(decoder.run(count=40))) == 40
+    printed = re.findall(r"^ostinato: replay (\d+) of decode", capsys.readouterr().err, re.M)
+    assert printed == ["1", "65"]
 
 
 def test_nan_logits_are_an_error(host_device: Device, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from ostinato.device import Device
-from ostinato.errors import InputError
+from ostinato.errors import InputError, LogitsError
 from ostinato.models.decoder import Decoder
 from ostinato.models.program import RING
 from tests.models.proof import (
@@ -206,3 +206,70 @@ def test_every_way_gives_the_same_bits_for_a_batch(machine: Device, count: int) 
             way.check(decoder)
     differing = [key for key, found in bits.items() if found != bits["eager", 0]]
     assert not differing
+
+
+def damage(decoder: Decoder, sequence: int) -> None:
+    """NaN in all that the KV cache holds of a sequence, and in no other's."""
+    cache = decoder.plan.buffers["cache"]
+    values = decoder.device.to_numpy(cache)
+    values[:, :, sequence] = 0x7FFF if cache.dtype == np.uint16 else np.nan
+    cache.copy_from(values, decoder.stream)
+
+
+@on_both("way", host=[w for w in WAYS if "recorded" not in w], cuda=WAYS)
+def test_a_row_of_nan_ends_no_other(machine: Device, way: str) -> None:
+    """The others have their tokens and go on; and the broken one's place can be used again."""
+    every, others = range(4), (0, 1, 3)
+    with open_decoder(machine, BATCH, sequences=4, **WAYS[way].options) as decoder:
+
+        def decode(sequences: Sequence[int], steps: int) -> None:
+            WAYS[way].decode_batch(decoder, sequences, steps)
+
+        def begin(steps: int) -> None:
+            decoder.reset()
+            for sequence in every:
+                decoder.prefill(prompt_of(sequence + 1), sequence)
+            decode(every, steps)
+
+        begin(3 * PER_LAUNCH)
+        wanted = [decoder.tokens(sequence) for sequence in every]
+        for _ in range(3):
+            begin(3)
+            before = decoder.tokens(2)
+            damage(decoder, 2)
+            with pytest.raises(LogitsError, match=r"sequence 2, position \d+: the log") as caught:
+                decode(every, 3 * PER_LAUNCH - 3)
+            error = caught.value
+            assert error.failed == {2: len(before)} and decoder.tokens(2) == before
+            assert error.chosen == {one: decoder.tokens(one)[-1] for one in others}
+            decode(others, 3 * PER_LAUNCH - 4)
+            assert [decoder.tokens(one) for one in others] == [wanted[one] for one in others]
+        WAYS[way].check(decoder)
+
+
+@on_both("broken", host=[(1,), (0, 3)], cuda=[(1,), (0, 3)])
+def test_a_prompt_that_gives_nan_keeps_no_other_from_being_read(
+    machine: Device, broken: tuple[int, ...]
+) -> None:
+    """In the same step and in the next one."""
+    prompts = {one: RandomModel(BATCH).tokens(n, seed=n) for one, n in enumerate((39, 3, 40, 2))}
+    good = [one for one in prompts if one not in broken]
+    with open_decoder(machine, BATCH, sequences=4) as decoder:
+        for attempt in range(4):
+            decoder.reset()
+            for one in prompts:
+                decoder.extend([one], one)
+            if attempt == 0:
+                wanted = decoder.prefill_batch(prompts)
+                continue
+            for one in broken:
+                damage(decoder, one)
+            with pytest.raises(LogitsError) as caught:
+                decoder.prefill_batch(prompts)
+            assert caught.value.failed == {one: 1 + len(prompts[one]) for one in broken}
+            assert caught.value.chosen == {one: wanted[one] for one in good}
+            for one in good:
+                assert decoder.tokens(one) == (one, *prompts[one], wanted[one])
+            for one in broken:
+                assert decoder.tokens(one) == (one,)
+            assert len(decoder.decode_batch(good)) == len(good)

@@ -16,8 +16,10 @@ import numpy.typing as npt
 import pytest
 
 from ostinato.device import Device
+from ostinato.errors import Status, driver_error
 from ostinato.models.config import LlamaConfig, rope_inverse_frequencies
 from ostinato.models.decoder import Decoder
+from ostinato.replay import Reason
 from tests.gpu.foreign import library
 from tests.models.model_files import hf_config, hf_name
 from tests.models.proof import (
@@ -235,3 +237,46 @@ def test_the_whole_of_an_8b_model_decodes_and_its_graphs_are_exact(
     assert not numbers.quarantined and numbers.launches_replayed >= 16
     assert len({token for token, _ in eager}) > 1
     assert np.isfinite(np.frombuffer(eager[-1][1], np.float32)).all()
+
+
+# ------------------------------------------------------------------------ a recorded run that fails
+
+
+@on_both("sampled", host=[True, False], cuda=[True, False])
+def test_a_refused_launch_of_a_recorded_run_costs_speed_only(
+    machine: Device, sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever launch the driver refuses: the same call gives the right token, by an eager run,
+    and all later calls too."""
+    config = replace(SHAPES[FIRST], layers=2)
+    given = RandomModel(config).tokens(9)
+    launch, refused = machine.driver.launch_kernel, 0
+
+    def answers(decoder: Decoder) -> tuple[object, ...]:
+        if sampled:
+            decoder.prefill(given[:1])
+        else:
+            decoder.extend(given[:-1])
+            decoder.prefill(given[-1:])
+        found = [decoder.decode() for _ in range(3)]
+        return decoder.tokens(), found, decoder.logits().tobytes()
+
+    def fails(*arguments: object) -> object:
+        nonlocal refused
+        refused -= 1
+        if refused == 0:
+            raise driver_error(Status.INVALID_VALUE, "launch_kernel")
+        return launch(*arguments)
+
+    with open_decoder(machine, config, build="record") as decoder:
+        wanted = answers(decoder)
+        launches = decoder.statistics().launches_per_token
+    monkeypatch.setattr(machine.driver, "launch_kernel", fails)
+    for at in range(1, launches + 1):
+        with open_decoder(machine, config, build="record") as decoder:
+            refused = at
+            assert answers(decoder) == wanted, at
+            assert refused <= 0
+            numbers = decoder.statistics()
+            assert "launch_kernel" in next(iter(numbers.quarantined.values()))
+            assert Reason.BUILD_FAILED.value in numbers.eager_reasons

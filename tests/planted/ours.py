@@ -251,6 +251,14 @@ _FAULTS = (
         (FOOTGUNS + "test_a_graph_around_a_step_has_the_size_of_its_call",),
     ),
     Fault(
+        "refused-recording-runs-again",
+        "A recorded run that was refused half way is run again, and does its first half twice.",
+        "ostinato.replay.step:GraphedStep._build_by_record",
+        "recording.did_nothing",
+        "True",
+        (STEP + "test_a_refused_launch_of_a_recorded_run",),
+    ),
+    Fault(
         "captured-work-is-recorded",
         "What a recorded run captures is taken for work that ran, and replays do it twice.",
         "ostinato.graph.recording:Recording._is_captured",

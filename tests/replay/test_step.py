@@ -5,6 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +17,7 @@ import pytest
 import ostinato as ost
 from ostinato.cache import GraphCache, PowersOfTwo
 from ostinato.device import Device
+from ostinato.driver.context import Entry
 from ostinato.errors import (
     CaptureError,
     ClosedError,
@@ -21,6 +27,7 @@ from ostinato.errors import (
     StateLostError,
     Status,
     VerificationError,
+    driver_error,
 )
 from ostinato.interop.graphing.library import Options
 from ostinato.replay import Action, Decision, HeldReplay, Reason, ReplayProfile
@@ -278,6 +285,67 @@ def test_a_build_that_fails_costs_speed_only(host_device: Device, build: str, ca
         np.testing.assert_array_equal(rows.totals(), number * x)
     assert rows.step.statistics().replayed == 0
     assert len(rows.cache) == 0
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"repeatable": True}, {"strict": True}], ids=str)
+def test_a_refused_launch_of_a_recorded_run(
+    device: Device, options: dict[str, bool], at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is run again, eagerly, if nothing was done before, or if the step may be repeated."""
+    stream = device.create_stream()
+    first, second = (device.zeros(1, np.int32) for _ in range(2))
+    increment = kernel(device, "increment")
+
+    def run(stream: ost.Stream, rows: int) -> None:
+        for counter in (first, second):
+            stream.submit(ost.prepare(increment, config(1), counter, 1))
+
+    step = ost.GraphedStep(run, stream=stream, cache=GraphCache(device), build="record", **options)
+    launch, left = device.driver.launch_kernel, at
+
+    def fails(*arguments: object) -> object:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise driver_error(Status.INVALID_VALUE, "launch_kernel")
+        return launch(*arguments)
+
+    monkeypatch.setattr(device.driver, "launch_kernel", fails)
+    again = "strict" not in options and (at == 1 or "repeatable" in options)
+    if again:
+        decision = step(rows=1)
+        assert (decision.action, decision.reason) == (Action.EAGER, Reason.BUILD_FAILED)
+    else:
+        with pytest.raises(DriverError, match="launch_kernel"):
+            step(rows=1)
+    done = [int(counter.to_numpy(stream)[0]) for counter in (first, second)]
+    assert done == [int(again) + (at == 2), int(again)]
+    assert "launch_kernel" in str(step.statistics().quarantined)
+    step.release(rows=1)
+    assert step(rows=1).action is Action.BUILD and step(rows=1).action is Action.REPLAY
+    assert int(second.to_numpy(stream)[0]) == done[1] + 2
+
+
+def test_a_recorded_run_that_gave_work_away_is_not_run_again(device: Device) -> None:
+    """Another library may have done anything with the stream before the refusal."""
+    stream, calls = device.create_stream(), 0
+
+    def run(stream: ost.Stream, rows: int) -> None:
+        nonlocal calls
+        calls += 1
+        with suppress(DriverError):
+            stream.guarded("refused", refuse, Entry.WORK)
+        stream.enter("giving the stream to another library", Entry.GIVE)
+        stream.guarded("refused", refuse, Entry.WORK)
+
+    def refuse(handle: object) -> None:
+        raise driver_error(Status.INVALID_VALUE, "launch_kernel")
+
+    step = ost.GraphedStep(run, stream=stream, cache=GraphCache(device), build="record")
+    with pytest.raises(DriverError, match="launch_kernel"):
+        step(rows=1)
+    assert calls == 1
 
 
 def test_prepare_makes_the_graph_beforehand(device: Device) -> None:
@@ -617,17 +685,72 @@ def test_a_profile_that_is_given_collects(device: Device) -> None:
     assert profile.count == 1
 
 
-def test_the_environments_profile_is_printed(
-    device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OSTINATO_PROFILE", "")
-    monkeypatch.setenv("OSTINATO_PROFILE_EVERY", "2")
+def _by_step(device: Device) -> Callable[[], object]:
     rows = Rows(device, warmups=0)
-    for _ in range(4):
-        rows.step(rows=8)
-    printed = capsys.readouterr().err.splitlines()
-    assert len(printed) == 2
-    assert "replay 4 of rows" in printed[1] and "total" in printed[1]
+    return lambda: rows.step(rows=8)
+
+
+def _by_held_step(device: Device) -> Callable[[], object]:
+    held = Rows(device, warmups=0).step.hold(rows=8)
+    assert isinstance(held, HeldReplay)
+    return held.launch
+
+
+def _by_cache(
+    device: Device, change: Callable[[ost.GraphExec], object] | None = None
+) -> Callable[[], object]:
+    cache, stream, count = GraphCache(device), device.create_stream(), device.zeros(1, np.int32)
+    graph = ost.capture_function(stream, lambda: ost.fill(stream, count, 1))
+    cache.install("rows", graph.instantiate())
+    return lambda: cache.replay("rows", stream, change)
+
+
+def _by_changing_cache(device: Device) -> Callable[[], object]:
+    return _by_cache(device, lambda run: None)
+
+
+@pytest.mark.parametrize("every", ["1", "2", None])
+@pytest.mark.parametrize("by", [_by_step, _by_held_step, _by_cache, _by_changing_cache])
+def test_the_environments_profile_is_printed(
+    device: Device, by: Callable[[Device], Callable[[], object]], every: str | None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Whoever replays: the first, and then one in so many."""
+    monkeypatch.setenv("OSTINATO_PROFILE", "")
+    if every is not None:
+        monkeypatch.setenv("OSTINATO_PROFILE_EVERY", every)
+    replay = by(device)
+    for _ in range(66):
+        replay()
+    found = capsys.readouterr().err.splitlines()
+    numbers = [int(re.match(r"ostinato: replay (\d+) of rows.*total", line)[1]) for line in found]
+    assert numbers == [*range(1, 67, int(every or 64))]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_profiled_replay_is_a_range_for_nvidias_profilers(
+    host_device: Device, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins before the upload and ends after the wait, also if the launch is refused."""
+    faults = FaultyDriver(host_device.driver)
+
+    @contextmanager
+    def annotate(message: str) -> Iterator[None]:
+        faults.calls.append(f"begin {message}")
+        yield
+        faults.calls.append("end")
+
+    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
+    rows = Rows(preload(Device(faults)), warmups=0, slots=(), profile=ReplayProfile())
+    rows.step(rows=8)
+    faults.calls.clear()
+    if refused:
+        faults.fail("exec_launch")
+    rows.step(rows=8)
+    of_replays = ("exec_upload", "exec_launch", "stream_synchronize")
+    found = [call for call in faults.calls if " " in call or call in ("end", *of_replays)]
+    done = of_replays[: 2 if refused else 3]
+    assert found[: len(done) + 2] == [f"begin replay {rows.step.key(rows=8)}", *done, "end"]
 
 
 def test_preload_comes_before_the_first_capture_and_once(device: Device) -> None:

@@ -12,7 +12,7 @@ import pytest
 import ostinato as ost
 from ostinato.cache import CaptureLimits, GraphCache, PowersOfTwo
 from ostinato.device import Device
-from ostinato.errors import CaptureError, EagerRunError
+from ostinato.errors import CaptureError, EagerRunError, PoolSealedError
 from ostinato.replay import Action, Decision, HeldReplay, Reason, ReplayProfile, key_state
 from ostinato.testing import FaultyDriver
 from tests.sources import config, kernel, preload
@@ -32,6 +32,7 @@ class Counting:
         self.cache = GraphCache(device, buckets=PowersOfTwo(N), limits=limits)
         self.runs = 0
         self.broken = False
+        self.preparing: Callable[[], object] = lambda: None
         self.step = ost.GraphedStep(
             self.run,
             stream=self.stream,
@@ -42,6 +43,7 @@ class Counting:
 
     def run(self, stream: ost.Stream, rows: int) -> None:
         self.runs += 1
+        self.preparing()
         ost.launch(stream, self.increment, config(1), self.count, 1)
         if self.broken and stream.is_capturing:
             raise CaptureError("planted")
@@ -168,6 +170,39 @@ def test_time_that_runs_out_inside_a_capture_quarantines_nothing(device: Device)
     assert case.step.statistics().quarantined == {} and case.value == 2
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before the call", "inside the capture"])
+def test_a_sealed_pool_quarantines_nothing(device: Device, late: bool) -> None:
+    """`late`: another thread seals the pool between the decision and the capture."""
+    pool = device.pool(name="scratch")
+    case = Counting(device, warmups=0, pool=pool, preload=pool.seal if late else None)
+    if not late:
+        pool.seal()
+    for _ in range(2):
+        decision = case.step(rows=2)
+        assert (decision.action, decision.reason) == (Action.EAGER, Reason.POOL_SEALED)
+        assert "pool.open()" in decision.detail
+    assert case.step.prepare(rows=2).reason is Reason.POOL_SEALED
+    pool.open()
+    assert [case.step(rows=2).action for _ in range(2)] == [Action.BUILD, Action.REPLAY]
+    pool.seal()  # a graph that is there needs nothing of the pool
+    assert case.step(rows=2).action is Action.REPLAY and case.value == 5
+    statistics = case.step.statistics()
+    assert statistics.quarantined == {}
+    assert statistics.eager_reasons == {Reason.POOL_SEALED.value: 2}
+
+
+def test_a_recorded_run_that_finds_its_pool_sealed_quarantines_nothing(device: Device) -> None:
+    pool = device.pool(name="scratch")
+    case = Counting(device, build="record")
+    case.preparing = lambda: pool.empty(4)
+    pool.seal()
+    with pytest.raises(PoolSealedError, match=r"pool\.open\(\)"):
+        case.step(rows=2)
+    pool.open()
+    assert [case.step(rows=2).action for _ in range(2)] == [Action.BUILD, Action.REPLAY]
+    assert case.value == 2
+
+
 def graph_of(device: Device) -> ost.GraphExec:
     graph = ost.Graph.create(device.context)
     graph.add_empty()
@@ -236,11 +271,17 @@ def capped(case: Counting) -> None:
     case.cache.get_or_capture("other", lambda: graph_of(case.device))
 
 
+def sealed(case: Counting) -> None:
+    case.step.pool = case.device.pool(name="scratch")
+    case.step.pool.seal()
+
+
 SILENT: list[tuple[Callable[[Counting], None], Reason, str]] = [
     (unmet, Reason.PRECONDITION, "workspace ready"),
     (broken, Reason.BUILD_FAILED, "planted"),
     (small, Reason.OVER_BUCKETS, "over the limit 1"),
     (capped, Reason.CAPTURE_TIME, "at most 1e-09 s"),
+    (sealed, Reason.POOL_SEALED, "pool.open()"),
 ]
 
 

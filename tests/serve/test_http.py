@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import json
+import random
 import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 # Where these are missing there are tests of other things; `make test` installs them
@@ -22,7 +26,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("ostinato.serve.server")
 
 from ostinato import open_device
-from ostinato.errors import ModelError
+from ostinato.errors import LogitsError, ModelError
 from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve import app as app_module
 from ostinato.serve import engine as engine_module
@@ -31,6 +35,7 @@ from ostinato.serve.app import HttpLimits
 from ostinato.serve.engine import End, Job
 from ostinato.serve.protocol import read_request
 from ostinato.serve.server import Server
+from tests.models.model_files import CONFIG, weights, write_gguf
 from tests.serve.serving import (
     MODEL,
     SECONDS,
@@ -673,6 +678,59 @@ def test_an_answer_that_fails_in_its_middle_says_so_in_the_stream(
             del reference.decoder.run_batch
         body = call(server, "POST", CHAT, {**ASK, "stream": True}).body
         assert body.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_row_of_nan_ends_its_own_answer_alone(tmp_path: Path) -> None:
+    """Some tokens' embeddings are damaged: whose prompt holds one, or who draws one, fails."""
+    config = replace(CONFIG, tied_embeddings=False)
+    values = weights(config)
+    values["embed"][[7, 70, 170]] = np.nan
+    model = write_gguf(tmp_path / "damaged.gguf", values, config=config)
+    rng = random.Random(5)
+    asked = [
+        {
+            "prompt": [rng.randrange(3, 280) for _ in range(rng.randrange(1, 30))],
+            "max_tokens": 24,
+            "temperature": 3.0,
+            "seed": seed,
+        }
+        for seed in range(40)
+    ]
+    right: list[str | None] = []
+    sound = 0
+    with open_device("host") as device, open_generator(device, model) as reference:
+        for one in asked:
+            answer = reference.generate(
+                one["prompt"],
+                max_tokens=one["max_tokens"],
+                sampling=SamplingOptions(one["temperature"], seed=one["seed"]),
+            )
+            try:
+                right.append("".join(answer))
+            except LogitsError:
+                right.append(None)
+                sound += bool(answer.token_ids)
+    assert sound > 3 and right.count(None) > sound + 3 and len(asked) - right.count(None) > 10
+    with (
+        open_device("host") as device,
+        open_generator(device, model, sequences=8) as generator,
+        running(generator, queue=50) as server,
+        ThreadPoolExecutor(len(asked)) as pool,
+    ):
+        found = pool.map(
+            lambda one: call(server, "POST", COMPLETION, {"model": MODEL, **one}), asked
+        )
+        for reply, text in zip(found, right, strict=True):
+            if text is None:
+                assert reply.status == 500
+                message = json.loads(reply.body)["error"]["message"]
+                assert re.search(r"sequence \d, position \d+: the logits hold NaN", message)
+                assert message.count("position") == 1
+            else:
+                assert reply.status == 200, reply.body
+                assert json.loads(reply.body)["choices"][0]["text"] == text
+        numbers = server.engine.statistics().result(SECONDS)
+        assert numbers.ended["failed"] == right.count(None)
 
 
 # ------------------------------------------------------------------------- clients that go away

@@ -22,6 +22,7 @@ from ostinato.cache.buckets import Buckets, PowersOfTwo
 from ostinato.cache.budget import Footprint, MemoryMeter, SharedBlocks, footprint, parse_bytes
 from ostinato.cache.flight import Flight, Flights
 from ostinato.cache.limits import CaptureLimits, Refused, Spent, refuse
+from ostinato.cache.profile import ReplayProfile, replay_as_set, resolved
 from ostinato.cache.records import KeyRecord, Reason, Records, evictions
 from ostinato.cache.schedule import FOLDED, Event, Schedule
 from ostinato.cache.statistics import CacheStatistics, KeyStatistics
@@ -34,6 +35,7 @@ from ostinato.errors import CaptureLimitError, ClosedError, InputError
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.manifest import Touch
 from ostinato.memory.ranges import Target, range_of
+from ostinato.settings import ReplaySettings
 
 __all__ = ["Entry", "GraphCache", "Table"]
 
@@ -334,6 +336,9 @@ class GraphCache(Closeable):
     next graphs, which is why a budget helps.  `limits` are for captures: their time, and how often
     one key is captured.  Assign the attribute to change them.
 
+    `settings` and `profile` are of `replay` alone, and as for `GraphedStep`, which has its own:
+    `settings` take precedence over the environment; giving a `profile` switches profiling on.
+
         cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(64), budget="512 MiB")
         cache.get_or_capture("decode", make)
         cache.replay("decode", stream)
@@ -347,6 +352,8 @@ class GraphCache(Closeable):
         budget: int | str | None = None,
         max_graphs: int | None = None,
         limits: CaptureLimits | None = None,
+        settings: ReplaySettings | None = None,
+        profile: ReplayProfile | None = None,
     ) -> None:
         context = context_of(device)
         if max_graphs is not None and (whole_number(max_graphs) or 0) < 1:
@@ -366,6 +373,8 @@ class GraphCache(Closeable):
         self._lock = new_lock()
         self._table = Table(None if budget is None else parse_bytes(budget), max_graphs)
         self._flights = Flights(self._lock)
+        self.settings, self.profile = resolved(settings, profile)
+        self._plain = self.settings.plain
         self._closed = False
         self._joined = 0
         self._spent = Spent()
@@ -436,12 +445,14 @@ class GraphCache(Closeable):
                 return False
         try:
             executable = entry.executable
-            if change is None:
+            if change is None and self._plain:
                 executable.launch(stream)
+            elif change is None:
+                replay_as_set(key, executable, stream, self.settings, self.profile)
             else:
                 with entry.changing:
                     change(executable)
-                    executable.launch(stream)
+                    replay_as_set(key, executable, stream, self.settings, self.profile)
         finally:
             with lock:
                 last = False

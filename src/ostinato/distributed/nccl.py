@@ -27,6 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ def load_nccl() -> Any:
         bindings.get_version()
     except Exception as error:
         if libraries := _libraries():
-            ctypes.CDLL(str(libraries[0]), mode=ctypes.RTLD_GLOBAL)
+            with suppress(OSError):  # then the next call says that there is none
+                ctypes.CDLL(str(libraries[0]), mode=ctypes.RTLD_GLOBAL)
         try:
             bindings.get_version()
         except Exception:

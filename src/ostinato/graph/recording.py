@@ -62,6 +62,8 @@ class Recording(Tap):
         self._launched: list[tuple[Graph, tuple[NodeHandle, ...], str]] = []
         """Graphs that were launched, with the nodes that they had and the line."""
         self._broken: _Break | None = None
+        self._did_more = False
+        """Whether something was done that is no operation of the recording."""
 
     def __repr__(self) -> str:
         from ostinato.graph.show.outline import count_text
@@ -76,9 +78,15 @@ class Recording(Tap):
             return _Break("an event was recorded that nothing inside waits for", location)
         return self._broken
 
-    def _break(self, why: str) -> None:
+    def _break(self, why: str, *, refused: bool = False) -> None:
+        self._did_more |= not refused
         if self._broken is None:
             self._broken = _Break(why, caller_location())
+
+    @property
+    def did_nothing(self) -> bool:
+        """Whether nothing was done so far that a second run would do twice: refused calls alone."""
+        return not (self.operations or self._events or self._did_more)
 
     def _is_mine(self, stream: Stream) -> bool:
         """Whether a call on the stream was work of the recording."""
@@ -156,7 +164,8 @@ class Recording(Tap):
             self._note_refused(error)
 
     def _note_refused(self, error: DriverError) -> None:
-        self._break(f"the driver refused a call ({error.call}, status {int(error.status)})")
+        why = f"the driver refused a call ({error.call}, status {int(error.status)})"
+        self._break(why, refused=True)
 
     def __len__(self) -> int:
         return len(self.operations)

@@ -113,18 +113,26 @@ class CapturePool(Closeable):
         """Raises PoolSealedError or ClosedError, with `what` in the text."""
         self.context.require_open()
         if self._state is PoolState.SEALED:
-            raise PoolSealedError(
-                f"{what} needs memory from the sealed pool {self.name!r}: "
-                "call pool.open() first, or seal it only after the last capture"
-            )
+            raise PoolSealedError(self.sealed_text(what))
         if self._state is PoolState.CLOSED:
             raise ClosedError(f"{what}: the pool {self.name!r} is closed")
 
+    def sealed_text(self, what: str) -> str:
+        """What PoolSealedError says of `what`."""
+        return (
+            f"{what} needs memory from the sealed pool {self.name!r}: "
+            "call pool.open() first, or seal it only after the last capture"
+        )
+
     def seal(self) -> None:
-        """Refuses allocations and captures from here on.  Buffers given out stay valid."""
+        """Refuses allocations and captures from here on.  Buffers given out stay valid.
+
+        Idempotent.  Raises ClosedError after `close`.
+        """
         with self._lock:
-            self.require_open("seal()")
-            self._state = PoolState.SEALED
+            if self._state is not PoolState.SEALED:
+                self.require_open("seal()")
+                self._state = PoolState.SEALED
 
     def open(self) -> None:
         """Allows allocations and captures again after `seal`.  Raises ClosedError after `close`."""

@@ -448,7 +448,7 @@ class Decoder(Closeable):
         at the end, with how many of the tokens are done and how many there are.
 
         Raises InputError for ids outside the vocabulary, no tokens, or more than the context has
-        room for; ModelError if the logits hold NaN or infinity.
+        room for; LogitsError.
         """
         require_function(progress, "progress")
         (one,), (found,) = self._checked("prefill", [(sequence, tokens)])
@@ -459,8 +459,9 @@ class Decoder(Closeable):
         """`prefill` of several sequences: the first token chosen after each prompt, by sequence.
 
         Prompts that fit into one step of 64 rows together are read in one, in the order given.
-        Raises as `prefill`: InputError before anything is done; prompts of earlier steps were read
-        if a later step raises.
+        Raises as `prefill`: InputError before anything is done; LogitsError after all of them were
+        read, with the tokens of those that have one; prompts of earlier steps were read if a later
+        step raises something else.
         """
         if not isinstance(prompts, Mapping) or not prompts:
             raise InputError(
@@ -501,13 +502,16 @@ class Decoder(Closeable):
     def decode(self, sequence: int = 0) -> int:
         """One more token of a sequence.
 
-        Raises InputError if it is empty or has stopped, ModelError if the logits hold NaN or
-        infinity.
+        Raises InputError if it is empty or has stopped, LogitsError.
         """
         return self.decode_batch((sequence,))[0]
 
     def decode_batch(self, sequences: Iterable[int]) -> list[int]:
-        """One more token of each of several sequences, in one step.  Raises as `decode`."""
+        """One more token of each of several sequences, in one step.
+
+        Raises as `decode`; a LogitsError of one sequence says the tokens of the others, which have
+        them and can go on.
+        """
         calls, mine = self._calls, ("Decoder.decode_batch", object())  # `alone`, written out
         try:
             calls.append(mine)

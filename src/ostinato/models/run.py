@@ -116,9 +116,12 @@ class Run(Closeable, Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """The next tokens.  Raises StopIteration, ClosedError, ModelError if the logits hold NaN or
-        infinity, InputError while another call of the decoder is under way, and what a step
-        raises."""
+        """The next tokens.  Raises StopIteration, ClosedError, InputError while another call of the
+        decoder is under way, and what a step raises.
+
+        A LogitsError ends the run, and says the tokens of the sequences that have one: another run
+        goes on with these.
+        """
         if self._ended_by is not None:
             raise ClosedError(
                 f"the run was ended by {self._ended_by}, and what was computed ahead is dropped; "

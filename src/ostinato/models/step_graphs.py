@@ -113,6 +113,8 @@ class StepGraphs:
             slots=_slots_to_verify(plan) if verify != "off" else (),
             enabled=graphs,
             verify=verify,
+            # Only `sample`, the last launch, changes what a step begins from: the rows' state.
+            repeatable=ranks is None,
             preconditions={
                 "weights loaded": lambda: plan.weights.loaded,
                 "workspace ready": lambda: plan.prepared,

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import Buffer, Stream
-from ostinato.errors import ModelError
+from ostinato.errors import LogitsError
 from ostinato.models.decoder_statistics import Phases
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import ROW
@@ -137,7 +137,7 @@ class Stepper:
         """Puts tokens behind what the KV cache holds of a sequence, in pieces; returns the token
         that is chosen after them.  Unless it is to `choose` one: then -1, without a wait.
 
-        Raises ModelError if the logits hold NaN or infinity.
+        Raises LogitsError.
         """
         chosen, start = -1, 0
         with self.phases.measure("prefill", len(tokens)):
@@ -151,7 +151,7 @@ class Stepper:
                 )
                 self._set_rows(rows)
                 if last:
-                    chosen = self._sampled([sequence], [piece], end)[0]
+                    (chosen,) = _all(*self._sampled([sequence], [piece], end))
                 else:
                     self.steps(end, sampled=False)
                     sequence.tokens.extend(piece)
@@ -163,43 +163,50 @@ class Stepper:
 
     def prompts(self, sequences: list[Sequence], prompts: Items[Items[int]]) -> list[int]:
         """As `prompt` for each, in this order; those that fit into one step that samples, together.
-        Returns the tokens that are chosen.  If it raises, the steps before were done."""
-        chosen: list[int] = []
+        Returns the tokens that are chosen.  If it raises, the steps before were done; all of them
+        if it is a LogitsError."""
+        chosen: dict[int, int] = {}
+        failed: dict[int, int] = {}
         most = min(self._plan.sizes.sampled_rows, self._plan.sizes.rows)
-        while len(chosen) < len(prompts):
-            first = stop = len(chosen)
-            count = 0
+        stop = 0
+        while stop < len(prompts):
+            first, count = stop, 0
             while stop < len(prompts) and count + len(prompts[stop]) <= most:
                 count += len(prompts[stop])
                 stop += 1
             if stop - first < 2:
-                chosen.append(self.prompt(sequences[first], prompts[first]))
+                stop = first + 1
+                try:
+                    chosen[sequences[first].index] = self.prompt(sequences[first], prompts[first])
+                except LogitsError as error:
+                    failed |= error.failed
                 continue
             some, theirs = sequences[first:stop], prompts[first:stop]
             with self.phases.measure("prefill", count):
                 self._set_rows(prompts_rows(self._rows, some, theirs))
-                chosen += self._sampled(some, theirs, count)
-        return chosen
+                found, broken = self._sampled(some, theirs, count)
+            chosen |= found
+            failed |= broken
+        return _all(chosen, failed)
 
     def together(self, sequences: list[Sequence], *, device_state: bool) -> list[int]:
         """Returns one more token of each, by one step; waits for it.
 
-        Raises InputError if one has no token to go on from, ModelError if the logits hold NaN or
-        infinity.
+        Raises InputError if one has no token to go on from, LogitsError.
         """
         phases, begin = self.phases, time.perf_counter()
         try:
             self._set_rows(decode_rows(self._rows, sequences, device_state=device_state))
-            chosen = self._sampled(sequences, (), len(sequences))
+            chosen, failed = self._sampled(sequences, (), len(sequences))
             phases.tokens["decode"] += len(chosen)
-            return chosen
+            return _all(chosen, failed)
         finally:
             phases.seconds["decode"] += time.perf_counter() - begin
 
     def _sampled(
         self, sequences: list[Sequence], pieces: Items[Items[int]], rows: int
-    ) -> list[int]:
-        """Runs a step of so many rows that samples once for each sequence; returns what was chosen.
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Runs a step of so many rows that samples once for each sequence; returns as `_take`.
 
         `pieces`: what each sequence's prompt ends with; none for one token of each.
         """
@@ -213,37 +220,36 @@ class Stepper:
         decision = self.steps(rows)
         self._wait(sequences, steps, last=True)
         self._settled = True
-        try:
-            chosen = self._take(sequences, steps, pieces)
-        except ModelError:
-            for sequence in sequences:
-                sequence.has_logits = True  # those that hold NaN
-            raise
+        chosen, failed = self._take(sequences, steps, pieces)
         # Now, so that an interruption before leaves no token with another one's logits.
         for sequence in sequences:
-            sequence.has_logits = sequence.on_device = True
-            sequence.ahead = False
-        self.phases.sampled(len(sequences), eagerly=self.steps.ran_eagerly(decision))
-        return chosen
+            sequence.has_logits = True  # also those that hold NaN
+            if sequence.index not in failed:
+                sequence.on_device = True
+                sequence.ahead = False
+        self.phases.sampled(len(chosen), eagerly=self.steps.ran_eagerly(decision))
+        return chosen, failed
 
     def _take(
         self, sequences: list[Sequence], steps: Items[int], pieces: Items[Items[int]] = ()
-    ) -> list[int]:
-        """Takes the tokens from the ring into the sequences: all of them, or none."""
-        words = [self.ring.word(one, step) for one, step in zip(sequences, steps, strict=True)]
-        for sequence, step, (token, _) in zip(sequences, steps, words, strict=True):
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Takes the tokens from the ring into the sequences.  Returns those that were chosen, by
+        sequence; and the sequences of which none could be, with the position: they stay as they
+        were."""
+        chosen: dict[int, int] = {}
+        failed: dict[int, int] = {}
+        for index, (sequence, step) in enumerate(zip(sequences, steps, strict=True)):
+            token, stopped = self.ring.word(sequence, step)
             if token < 0:
-                raise ModelError(
-                    f"sequence {sequence.index}, position {sequence.length + step}: the logits "
-                    "hold NaN or infinity, so no token can be chosen; the weights may be damaged"
-                )
-        for index, (sequence, (token, stopped)) in enumerate(zip(sequences, words, strict=True)):
+                failed[sequence.index] = sequence.length + step
+                continue
+            chosen[sequence.index] = token
             piece = pieces[index] if pieces else ()
             # By place: an interruption between these lines must not leave the token there twice.
             sequence.tokens[sequence.length + (not piece) :] = (*piece, token)
-            sequence.length += steps[index]
+            sequence.length += step
             sequence.stopped = stopped
-        return [token for token, _ in words]
+        return chosen, failed
 
     # --- many steps, the host behind
     def begin_ahead(self, sequences: list[Sequence]) -> None:
@@ -258,18 +264,17 @@ class Stepper:
             self.ring.forget_all(sequence)
 
     def take_next(self, sequences: list[Sequence]) -> list[int]:
-        """The next token of each, once it is there.  Raises ModelError if the logits hold NaN or
-        infinity."""
+        """The next token of each, once it is there.  Raises LogitsError."""
         begin = time.perf_counter()
         steps = [1] * len(sequences)
         self._wait(sequences, steps, last=False)
-        chosen = self._take(sequences, steps)
+        chosen, failed = self._take(sequences, steps)
         count = len(chosen)
         phases = self.phases
         phases.tokens["decode"] += count
         phases.sampled(count, eagerly=False)
         phases.seconds["decode"] += time.perf_counter() - begin
-        return chosen
+        return _all(chosen, failed)
 
     def end_ahead(self, sequences: list[Sequence], *, further: bool) -> None:
         """No more steps are launched.  `further`: the device may have computed tokens that were not
@@ -305,3 +310,10 @@ class Stepper:
             self._plan.rows.set(rows, self._stream)
             self._rows_on_device = data
             self.phases.host_writes += 1
+
+
+def _all(chosen: dict[int, int], failed: dict[int, int]) -> list[int]:
+    """The tokens, in order.  Raises LogitsError if a sequence has none."""
+    if failed:
+        raise LogitsError(failed, chosen)
+    return [*chosen.values()]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ostinato.cache.profile import Percentiles, ReplayEvent, ReplayProfile
 from ostinato.replay.held import HeldReplay
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide
-from ostinato.replay.profile import Percentiles, ReplayEvent, ReplayProfile
 from ostinato.replay.sizes import StepKey
 from ostinato.replay.slots import Role, Slot
 from ostinato.replay.statistics import StepKeyStatistics, StepStatistics

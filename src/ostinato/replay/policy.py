@@ -48,6 +48,7 @@ class Reason(enum.StrEnum):
     REFUSED = "the replay was refused, and nothing of it ran"
     RECAPTURED = Refusal.RECAPTURED.value
     CAPTURE_TIME = Refusal.SECONDS.value
+    POOL_SEALED = "the capture pool is sealed"
     EVICTED = "another thread evicted the graph before its first replay"
 
     @property
@@ -86,7 +87,7 @@ class Situation:
     """Eager runs of this key so far."""
     warmups: int = 1
     capped: tuple[Reason, str] | None = None
-    """Why the cache would refuse a capture, and the numbers behind it."""
+    """Why the cache, or the step's pool, would refuse a capture now, and the details."""
     strict: bool = False
     """Whether a silent eager run is an error."""
     records: bool = False

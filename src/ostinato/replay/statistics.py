@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from ostinato.cache import KeyStatistics
+from ostinato.cache.profile import Percentiles
 from ostinato.cache.statistics import counted, key_text, table
 from ostinato.replay.held import HeldCounts
 from ostinato.replay.policy import Reason
-from ostinato.replay.profile import Percentiles
 from ostinato.replay.sizes import StepKey
 
 if TYPE_CHECKING:

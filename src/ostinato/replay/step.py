@@ -27,6 +27,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ostinato import settings as _settings
 from ostinato.cache import GraphCache, parse_bytes
+from ostinato.cache.profile import (
+    NotLaunched,
+    ReplayProfile,
+    replay_as_set,
+    resolved,
+    run_replay,
+)
 from ostinato.driver.api import CaptureMode, CaptureStatus, whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.forking import new_lock
@@ -36,14 +43,17 @@ from ostinato.errors import (
     CaptureLimitError,
     ClosedError,
     ContextPoisonedError,
+    DriverError,
     EagerRunError,
     InputError,
     OstinatoError,
+    PoolSealedError,
     StateLostError,
     VerificationError,
 )
 from ostinato.graph import (
     GraphExec,
+    Recording,
     Submission,
     capture,
     first_missing,
@@ -51,11 +61,10 @@ from ostinato.graph import (
     record,
     submissions,
 )
-from ostinato.memory import CapturePool
+from ostinato.memory import CapturePool, PoolState
 from ostinato.replay.held import HeldCounts, HeldReplay, launch_in_turn
 from ostinato.replay.key_state import TIMED_EVERY, KeyState, remember
 from ostinato.replay.policy import Action, Decision, Reason, Situation, decide, fall_back
-from ostinato.replay.profile import NotLaunched, ReplayProfile, run_replay
 from ostinato.replay.sizes import Call, StepKey, bucket_of, checked_sizes, sizes_of
 from ostinato.replay.slots import Role, Slot, check_slots, check_verify
 from ostinato.replay.statistics import Counts, StepStatistics
@@ -124,7 +133,13 @@ class GraphedStep(Closeable):
     launches (`lambda: device.modules.preload(kernels)`).  `builder(stream, **sizes)`, if given,
     makes the executable in place of a capture of `run`, for graphs that a capture cannot make, such
     as a loop.  Its graph must do the same as `run`, which is still called for eager runs.  An
-    exception of either quarantines the key, except a ClosedError: then the next call tries again.
+    exception of either quarantines the key, except a ClosedError or PoolSealedError: then the next
+    call tries again.
+
+    `repeatable`: a run that the driver refused half-way may be run again from its start, since what
+    it reads is changed by its last launch alone.  Then a call with `build="record"` whose recorded
+    run is refused runs eagerly; without it, or for a step that is `strict`, it raises the driver's
+    error if anything was done before.
 
     `store`: a key's graph is restored from it when the key is first called, bound to the slots'
     buffers, without a warm-up; one that does not fit is captured as usual (`store.statistics()`
@@ -163,6 +178,7 @@ class GraphedStep(Closeable):
         preconditions: Mapping[str, Callable[[], bool]] | None = None,
         preload: Callable[[], object] | None = None,
         builder: Builder | None = None,
+        repeatable: bool = False,
         mode: CaptureMode = CaptureMode.THREAD_LOCAL,
         pool: CapturePool | None = None,
         settings: ReplaySettings | None = None,
@@ -183,8 +199,6 @@ class GraphedStep(Closeable):
                 raise InputError(f"{what}: a function is needed, not {type(function).__name__}")
         options: list[tuple[str, object, type]] = [
             ("pool", pool, CapturePool),
-            ("settings", settings, ReplaySettings),
-            ("profile", profile, ReplayProfile),
         ]
         if store is not None:
             from ostinato.cache.store import GraphStore
@@ -224,6 +238,7 @@ class GraphedStep(Closeable):
         self.store = store
         self.build = build
         self.warmups = least
+        self._repeatable = repeatable
         self.enabled = _settings.graphs_enabled(enabled)
         self.profiling = False
         """Set it while a profiler times single operations: calls run eagerly then."""
@@ -235,14 +250,8 @@ class GraphedStep(Closeable):
         self._builder = builder
         self.mode = mode
         self.pool = pool
-        if profile is not None and (settings is None or settings.profile is None):
-            settings = replace(settings or ReplaySettings(), profile=True)
-        self.settings = _settings.replay_settings(settings)
+        self.settings, self.profile = resolved(settings, profile)
         self._plain = self.settings.plain
-        self.profile = profile
-        if self.profile is None and self.settings.profile:
-            every, printer = self.settings.print_every, _print if self.settings.printed else None
-            self.profile = ReplayProfile(print_every=every, printer=printer or _log.info)
         self._identity: int | str = next(_numbers) if share is None else share
         self._sizes = sizes_of(cache, share)
         self._work = "" if store is None else work_digest(run, builder)
@@ -538,13 +547,10 @@ class GraphedStep(Closeable):
         with self.stream.turn.lock:  # another thread's call may have other sizes
             if self._sizes.running:
                 with self._sizes.nested(self.stream):
-                    return self._replay_held(call, executable)
+                    self._replay_held(call, executable)
+                return
             self._set_sizes(call)
-            try:
-                run_replay(call.key, executable, self.stream, self.settings, self.profile)
-            except NotLaunched as refused:
-                assert refused.__cause__ is not None
-                raise refused.__cause__ from None
+            replay_as_set(call.key, executable, self.stream, self.settings, self.profile)
 
     def _count_given_back(self) -> None:
         """Counts the launches of graphs that are not held any more.  Under the step's lock."""
@@ -578,10 +584,18 @@ class GraphedStep(Closeable):
             has_graph=has_graph,
             runs=state.runs,
             warmups=self.warmups,
-            capped=None if has_graph else self._capped(call.key),
+            capped=None if has_graph else self._sealed() or self._capped(call.key),
             strict=self.strict,
             records=self.build == "record",
         )
+
+    def _sealed(self) -> tuple[Reason, str] | None:
+        """Why the step's pool would refuse a capture."""
+        pool = self.pool
+        captures = self.build == "capture" and self._builder is None
+        if pool is None or pool.state is not PoolState.SEALED or not captures:
+            return None
+        return Reason.POOL_SEALED, pool.sealed_text("a capture")
 
     def _capped(self, key: StepKey) -> tuple[Reason, str] | None:
         """Why the cache would refuse a capture of a key."""
@@ -697,8 +711,8 @@ class GraphedStep(Closeable):
     def _install(
         self, call: Call, state: KeyState, make: Callable[[], GraphExec]
     ) -> Decision | None:
-        """Puts the executable of `make` into the cache; an error of `make` other than a
-        ClosedError quarantines the key."""
+        """Puts the executable of `make` into the cache; an error of `make` quarantines the key,
+        except a ClosedError, a PoolSealedError and what is lost with the context."""
         try:
             self._keys.add(call.key)
             self.cache.get_or_capture(call.key, make)
@@ -707,6 +721,8 @@ class GraphedStep(Closeable):
         except CaptureLimitError as limit:  # another thread's capture, or one that `make` made
             reason, detail = self._capped(call.key) or (Reason.CAPTURE_TIME, str(limit))
             return Decision(Action.EAGER, reason, detail)
+        except PoolSealedError as error:  # the key is captured once its pool is open again
+            return Decision(Action.EAGER, Reason.POOL_SEALED, str(error))
         except ClosedError as error:  # a mistake of this call, which an eager run finds too
             return Decision(Action.EAGER, Reason.BUILD_FAILED, str(error))
         except Exception as error:
@@ -716,24 +732,30 @@ class GraphedStep(Closeable):
 
     def _build_by_record(self, call: Call, state: KeyState, decision: Decision) -> Decision:
         """Records a real run at the bucketed sizes and builds the graph; the answer of the run is
-        kept, also if the graph cannot be built."""
+        kept, also if the graph cannot be built.  If the driver refuses a part of the run, the call
+        is run eagerly from its start, where that is known to do nothing twice."""
         self._sizes.begin(call.sizes, self.stream)
         look = None
         if self.verify != "off":
             from ostinato.replay.check import watch_promises
 
             look = watch_promises(self.slots, call.sizes, self.stream)
+        recording: Recording | None = None
         try:
             before = self.stream.submitted
             with record(self.stream) as recording:
                 self._run(call.buckets)
             self._sizes.end()
             state.counts.ran_eagerly(self.stream.submitted - before, decision.reason)
-        except (ContextPoisonedError, ClosedError):
+        except (ContextPoisonedError, ClosedError, PoolSealedError):
             raise
         except Exception as error:
             self._quarantine(call.key, state, Reason.BUILD_FAILED, str(error))
-            raise
+            # What was done before the refusal must not be done twice.
+            again = self._repeatable or recording is None or recording.did_nothing
+            if self.strict or not (again and isinstance(error, DriverError)):
+                raise
+            return self._fall_back(call, state, Reason.BUILD_FAILED, str(error))
         state.runs += 1
         try:
             finding = look() if look is not None else None
@@ -743,8 +765,10 @@ class GraphedStep(Closeable):
         if finding is not None:
             return self._mismatched(call, state, finding)
 
+        recorded = recording
+
         def make() -> GraphExec:
-            return recording.build().instantiate()
+            return recorded.build().instantiate()
 
         return self._install(call, state, make) or decision
 
@@ -872,10 +896,3 @@ def _evict(cache: GraphCache, keys: set[Hashable]) -> None:
     for key in keys.copy():
         cache.evict(key)
     keys.clear()
-
-
-def _print(line: str) -> None:
-    """To standard error, as OSTINATO_PROFILE asks."""
-    import sys
-
-    print(line, file=sys.stderr)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ostinato import CacheStatistics
-from ostinato.errors import ContextPoisonedError, OstinatoError
+from ostinato.errors import ContextPoisonedError, LogitsError, OstinatoError
 from ostinato.models import AnswerText, DecoderStatistics, SamplingOptions, TextGenerator
 from ostinato.modules import CacheStatistics as ModuleStatistics
 from ostinato.serve.scheduler import Action, Decode, Place, Read, Scheduler
@@ -405,21 +405,27 @@ class Engine:
         return True
 
     def _guarded(self, slots: Iterable[int], act: Callable[[], None]) -> None:
-        """What goes wrong in a step ends the answers that the step was for, and no others; on a
-        device that is lost, all of them."""
+        """What goes wrong in a step ends the answers that the step was for, and no others; of
+        logits that hold NaN, those whose they are; on a device that is lost, all of them."""
         try:
             act()
+            return
         except ContextPoisonedError:
             raise
-        except (OstinatoError, MemoryError) as error:
-            for slot in slots:
-                self._decoder.reset(slot)
+        except LogitsError as error:
             with self._lock:
-                for slot in slots:
-                    number = self._scheduler.request_in(slot)
-                    if number is not None:
-                        self._end(number, End.FAILED, str(error))
-                    self._scheduler.forget(slot)
+                self._took(error.chosen)
+            broken = {slot: str(LogitsError({slot: at}, {})) for slot, at in error.failed.items()}
+        except (OstinatoError, MemoryError) as error:
+            broken = dict.fromkeys(slots, str(error))
+        for slot in broken:
+            self._decoder.reset(slot)
+        with self._lock:
+            for slot, words in broken.items():
+                number = self._scheduler.request_in(slot)
+                if number is not None:
+                    self._end(number, End.FAILED, words)
+                self._scheduler.forget(slot)
 
     def _place(self, action: Place) -> None:
         with self._lock:

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ostinato.driver.api import CudaContext
+from ostinato.driver.cuda.libcuda import INSTALL as INSTALL_CUDA
 from ostinato.driver.forking import new_lock
-from ostinato.errors import InputError, NotAvailableError
+from ostinato.errors import InputError, NoCudaError, NotAvailableError
 
 __all__ = [
     "BlasHandle",
@@ -126,7 +127,7 @@ _loading = new_lock()
 def load_cublaslt() -> Cublaslt:
     """The library of this machine, loaded once for the process.  Touches no device.
 
-    Raises NotAvailableError with the line that installs it.
+    Raises NotAvailableError with the line that installs it (NoCudaError if all of CUDA is missing).
     """
     with _loading:
         if not _loaded:
@@ -138,9 +139,7 @@ def _load() -> Cublaslt:
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
     except ImportError as error:
-        raise NotAvailableError(
-            f"cuBLASLt cannot be looked for ({error}); install ostinato[cuda13] (or [cuda12])"
-        ) from None
+        raise NoCudaError(f"cuBLASLt cannot be looked for ({error}); {INSTALL_CUDA}") from None
     try:
         found = load_nvidia_dynamic_lib("cublasLt")
         path = found.abs_path

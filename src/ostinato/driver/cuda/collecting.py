@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ostinato.driver.cuda.libcuda import Libcuda, require_gpu
 from ostinato.driver.extension import load_extension
 from ostinato.driver.forking import new_lock
 from ostinato.errors import NotAvailableError
@@ -115,13 +116,19 @@ def collect_modules() -> ModuleCollector:
 
     Kernels that were loaded before cannot be saved; those that this library compiled always can.
     It costs one copy of each module's code, and nothing for a launch.  `close()` ends it.
-    Raises NotAvailableError where there is no libcupti, or a profiler uses it.
+    Raises NoCudaError without a GPU or its driver, NotAvailableError where there is no libcupti, or
+    a profiler uses it.
     """
     global _collector  # CUPTI has one listener in a process
     with _lock:
         if _collector is None:
+            lib = Libcuda()
             cupti, path = _find()
-            _collector = ModuleCollector(cupti, path)
+            try:
+                _collector = ModuleCollector(cupti, path)
+            except NotAvailableError:
+                require_gpu(lib, 0)  # only now: it starts the driver
+                raise
         else:
             _collector.listen()
         return _collector

@@ -30,9 +30,9 @@ from ostinato import settings
 from ostinato.driver.api import Capabilities, CudaContext, DeviceProperties, StreamHandle
 from ostinato.driver.cuda.collecting import collect_modules
 from ostinato.driver.cuda.executables import ExecCalls
-from ostinato.driver.cuda.libcuda import BRANCHES, INSTALL, Libcuda, in_words
+from ostinato.driver.cuda.libcuda import BRANCHES, INSTALL, Libcuda, in_words, require_gpu
 from ostinato.driver.cuda.modules import IMAGE_KINDS
-from ostinato.errors import NoCudaError, NotAvailableError, OstinatoError, explain
+from ostinato.errors import NoCudaError, NotAvailableError, OstinatoError
 
 __all__ = ["CudaDriver", "gpu_count"]
 
@@ -166,7 +166,7 @@ def _start(lib: Libcuda, ordinal: int) -> ctypes.c_int | None:
     None if it could not be made: opening it with cuda.core then raises the reason.
     Raises NoCudaError.
     """
-    _check_device(lib, ordinal)
+    require_gpu(lib, ordinal)
     device, context = ctypes.c_int(), ctypes.c_void_p()
     lib["cuDeviceGet"](byref(device), ordinal)
     status = lib["cuDevicePrimaryCtxRetain"](byref(context), device)
@@ -182,23 +182,3 @@ def gpu_count() -> int:
     except NotAvailableError:
         return 0
     return count.value if seen else 0
-
-
-def _check_device(lib: Libcuda, ordinal: int) -> None:
-    """Raises NoCudaError if there is no such GPU, before anything touches it."""
-    count = ctypes.c_int()
-    for symbol, arguments in (("cuInit", (0,)), ("cuDeviceGetCount", (byref(count),))):
-        status = lib[symbol](*arguments)
-        if status:
-            words = explain(status)
-            raise NoCudaError(
-                f"{symbol} failed with status {status}: {words.meaning}. {words.advice} If there "
-                f"is a GPU: {INSTALL}"
-            )
-    if count.value == 0:
-        raise NoCudaError(f"the driver sees no GPU; {INSTALL}")
-    if not 0 <= ordinal < count.value:
-        raise NoCudaError(
-            f"there is no cuda:{ordinal}: the driver sees {count.value} GPU(s), numbered from 0. "
-            f"If one is missing, see CUDA_VISIBLE_DEVICES, or {INSTALL}"
-        )

@@ -26,7 +26,7 @@ from ctypes import Structure, Union, c_char, c_int, c_size_t, c_ubyte, c_uint, c
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ostinato.errors import NoCudaError, NotAvailableError
+from ostinato.errors import NoCudaError, NotAvailableError, explain
 
 __all__ = [
     "BRANCHES",
@@ -56,6 +56,7 @@ __all__ = [
     "UpdateResultInfo",
     "in_words",
     "parse_prototypes",
+    "require_gpu",
 ]
 
 INSTALL = 'install the NVIDIA driver, and then: pip install "ostinato[cuda13]"'
@@ -664,3 +665,23 @@ class Libcuda:
 def in_words(version: Version) -> str:
     """ "12.4"."""
     return f"{version[0]}.{version[1]}"
+
+
+def require_gpu(lib: Libcuda, ordinal: int) -> None:
+    """Raises NoCudaError if there is no such GPU.  Starts the driver, and touches no GPU."""
+    count = ctypes.c_int()
+    for symbol, arguments in (("cuInit", (0,)), ("cuDeviceGetCount", (ctypes.byref(count),))):
+        status = lib[symbol](*arguments)
+        if status:
+            words = explain(status)
+            raise NoCudaError(
+                f"{symbol} failed with status {status}: {words.meaning}. {words.advice} If there "
+                f"is a GPU: {INSTALL}"
+            )
+    if count.value == 0:
+        raise NoCudaError(f"the driver sees no GPU; {INSTALL}")
+    if not 0 <= ordinal < count.value:
+        raise NoCudaError(
+            f"there is no cuda:{ordinal}: the driver sees {count.value} GPU(s), numbered from 0. "
+            f"If one is missing, see CUDA_VISIBLE_DEVICES, or {INSTALL}"
+        )

@@ -24,7 +24,7 @@ from ostinato import (
     every_node,
 )
 from ostinato.cache import Buckets
-from ostinato.errors import InputError
+from ostinato.errors import InputError, NoCudaError
 from ostinato.interop.cupy.adopting import external_stream
 from ostinato.interop.graphing.capturing import captured, no_collection
 from ostinato.interop.graphing.errors import explained
@@ -79,14 +79,17 @@ def graphed(
     * Random numbers of cuRAND (`cupy.random.rand` and others of the legacy interface) would be the
       same in each replay: such a function runs eagerly, with the reason.
 
-    Raises InputError for options that do not fit the function.
+    Raises InputError for options that do not fit the function, NoCudaError.
     """
     if function is None:
         given = {k: v for k, v in locals().items() if k != "function"}
         return lambda f: graphed(f, **given)
     if isinstance(function, Graphed):
         raise InputError(f"{function!r} is graphed already")
-    index = int(cupy.cuda.runtime.getDevice())
+    try:
+        index = int(cupy.cuda.runtime.getDevice())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise NoCudaError(f"CuPy has no CUDA device here ({error})") from error
     if device is None:
         device = _devices.of(index)
     else:

@@ -16,7 +16,7 @@ import torch
 
 from ostinato import Device, GraphCache
 from ostinato.cache import Buckets
-from ostinato.errors import InputError, NotAvailableError
+from ostinato.errors import InputError, NoCudaError
 from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.library import LIMITS, Devices, Options, cuda_index, name_of
 from ostinato.interop.graphing.moves import MOST
@@ -87,7 +87,7 @@ def graphed(
     * `cache`, or `budget` for the bytes of a cache of its own; `device`, if not that which torch
       has as its current one.
 
-    Raises InputError for options that do not fit the function, NotAvailableError without CUDA.
+    Raises InputError for options that do not fit the function, NoCudaError.
     """
     if function is None:
         given = {k: v for k, v in locals().items() if k != "function"}
@@ -95,7 +95,7 @@ def graphed(
     if isinstance(function, Graphed):
         raise InputError(f"{function!r} is graphed already")
     if not torch.cuda.is_available():
-        raise NotAvailableError("torch has no CUDA device here, so there is nothing to capture")
+        raise NoCudaError("torch has no CUDA device here, so there is nothing to capture")
     index = torch.cuda.current_device() if device is None else cuda_index(device)
     library = Torch(device or _devices.of(index), index, generators)
     options = Options.given(

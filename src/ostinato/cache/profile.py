@@ -8,16 +8,24 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Stream
 from ostinato.errors import ContextPoisonedError, InputError, OstinatoError
 from ostinato.graph import GraphExec
-from ostinato.settings import ResolvedReplaySettings
+from ostinato.settings import ReplaySettings, ResolvedReplaySettings, replay_settings
 
-__all__ = ["NotLaunched", "Percentiles", "ReplayEvent", "ReplayProfile", "run_replay"]
+__all__ = [
+    "NotLaunched",
+    "Percentiles",
+    "ReplayEvent",
+    "ReplayProfile",
+    "replay_as_set",
+    "resolved",
+    "run_replay",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +77,8 @@ class Percentiles:
 
 
 class ReplayProfile:
-    """Collects replay events: the latest `keep`, one in `print_every` printed, all to `sinks`.
+    """Collects replay events: the latest `keep`, the first and then one in `print_every` printed,
+    all to `sinks`.
 
     `printer` takes the printed lines; without one they go to the log, at level INFO.  A sink is
     called with each event on the replaying thread; what it raises goes to the caller.  Raises
@@ -145,7 +154,7 @@ class ReplayProfile:
                 (done - launched) / 1e3 if settings.synchronize else 0.0,
             )
             self._events.append(event)
-        if event.number % self._print_every == 0:
+        if event.number % self._print_every == 1 % self._print_every:
             self._printer(
                 f"ostinato: replay {event.number} of {name}: upload {event.upload:.1f} us, launch "
                 f"{event.launch:.1f} us, sync {event.synchronize:.1f} us, "
@@ -229,6 +238,51 @@ def run_replay(
         run.launch(stream)
     if settings.synchronize:
         stream.synchronize()
+
+
+def replay_as_set(
+    key: Hashable,
+    run: GraphExec,
+    stream: Stream,
+    settings: ResolvedReplaySettings,
+    profile: ReplayProfile | None,
+) -> None:
+    """`run_replay`, but raises what `GraphExec.launch` does in place of NotLaunched."""
+    try:
+        run_replay(key, run, stream, settings, profile)
+    except NotLaunched as refused:
+        assert refused.__cause__ is not None
+        raise refused.__cause__ from None
+
+
+def resolved(
+    settings: ReplaySettings | None, profile: ReplayProfile | None
+) -> tuple[ResolvedReplaySettings, ReplayProfile | None]:
+    """What is done around a replay, and the profile that collects it: the one given, which switches
+    profiling on unless the settings say otherwise, or one of its own if the settings want one.
+
+    Raises SettingsError, and InputError for what is neither.
+    """
+    for what, value, kind in (
+        ("settings", settings, ReplaySettings),
+        ("profile", profile, ReplayProfile),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise InputError(f"{what}: a {kind.__name__} is needed, not {value!r}")
+    if profile is not None and (settings is None or settings.profile is None):
+        settings = replace(settings or ReplaySettings(), profile=True)
+    decided = replay_settings(settings)
+    if profile is None and decided.profile:
+        printer = _print if decided.printed else _log.info
+        profile = ReplayProfile(print_every=decided.print_every, printer=printer)
+    return decided, profile
+
+
+def _print(line: str) -> None:
+    """To standard error, as OSTINATO_PROFILE asks."""
+    import sys
+
+    print(line, file=sys.stderr)
 
 
 def _nvtx() -> Any:
