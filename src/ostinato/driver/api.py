@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NewType, Protocol, TypeAlias
@@ -67,7 +67,9 @@ __all__ = [
     "KernelNodeParams",
     "KernelSetter",
     "KernelTable",
+    "LaunchAttributes",
     "LaunchConfig",
+    "Link",
     "MemOp",
     "MemOpKind",
     "MemcpyNodeParams",
@@ -462,6 +464,33 @@ class KernelNodeParams:
         return KernelNodeParams(self.function, self.config, arguments, self.extra_attributes)
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchAttributes:
+    """What a kernel node of an executable keeps, whatever it is given later.
+
+    CUDA changes none of these in a whole update or with a node's parameters, and does not refuse
+    most of them (libcuda 580.159: another cluster size gives SUCCESS, and the kernel runs with the
+    old one).  `others`: attributes that `LaunchConfig` has no field for, in words.  `function`: the
+    kernel, where the node may have attributes that the driver does not tell, else None.
+    """
+
+    cluster: Dim3 | None
+    """None also for a cluster of one block."""
+    cooperative: bool
+    priority: int
+    """0 also for none."""
+    others: tuple[str, ...] = ()
+    function: FunctionHandle | None = None
+
+    @classmethod
+    def of(cls, config: LaunchConfig) -> LaunchAttributes:
+        """Those of a config.  Whether it is programmatic is not one: a node's edges say that."""
+        cluster = config.cluster
+        if cluster is not None and max(cluster) <= 1:
+            cluster = None
+        return cls(cluster, config.cooperative, config.priority or 0)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelTable:
     """Kernel launches as columns, for `Driver.graph_add_kernels`: to make the records of a launch
@@ -734,11 +763,18 @@ class UpdateOutcome:
 # -------------------------------------------------------------------------------------- the driver
 
 
+Link: TypeAlias = tuple[int, int, tuple[int, ...]]
+"""An edge of a `FrozenGraph`."""
+
+
 class FrozenGraph(Protocol):
     """What a definition held when `Driver.graph_freeze` was called.  Later changes do not show.
 
     `kind` and `params` are of a node by its index in `nodes`; they raise what `node_kind` and
-    `node_params` would have raised then.  `holders`: the nodes with graphs inside.
+    `node_params` would have raised then.  `holders`: the nodes with graphs inside.  `links`: the
+    edges, as the places of two nodes and their data (from port, to port, type), which is empty for
+    a plain edge; `plain`: all edges are.  `attributes`: of each kernel node, None for other nodes;
+    raises what `params` of a kernel node would raise.
     """
 
     @property
@@ -751,7 +787,13 @@ class FrozenGraph(Protocol):
 
     def params(self, index: int) -> NodeParams: ...
 
-    def edges(self) -> tuple[Edge, ...]: ...
+    @property
+    def plain(self) -> bool: ...
+
+    def links(self) -> frozenset[Link]: ...
+
+    @property
+    def attributes(self) -> Sequence[LaunchAttributes | None]: ...
 
 
 class KernelSetter(Protocol):
@@ -1062,12 +1104,15 @@ class Driver(Protocol):
 
     def graph_edges(self, graph: GraphHandle) -> tuple[Edge, ...]: ...
 
-    def graph_freeze(self, graph: GraphHandle, *, shown: bool = False) -> FrozenGraph:
+    def graph_freeze(
+        self, graph: GraphHandle, *, ours: Container[NodeHandle] | None = None
+    ) -> FrozenGraph:
         """All of a definition, read at once, to be decoded node by node later.
 
-        Child graphs and bodies are frozen by calls of their own.  `shown`: all of it is going to be
-        decoded; otherwise `KernelNodeParams.extra_attributes` are read from the definition when a
-        node is decoded, as nothing can set them.
+        Child graphs and bodies are frozen by calls of their own.  `ours`: nodes that this library
+        made, whose kernels have no attributes but those of `LaunchConfig`.  If they are all of the
+        nodes, `KernelNodeParams.extra_attributes` are read from the definition when a node is
+        decoded: reading them takes most of the time.
         """
         ...
 

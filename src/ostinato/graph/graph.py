@@ -226,7 +226,7 @@ class Graph(Closeable):
         return self._read(self.handle, find)
 
     def _read(self, handle: GraphHandle, find: KnownRanges) -> tuple[Node, ...]:
-        frozen = self.context.driver.graph_freeze(handle, shown=True)
+        frozen = self.context.driver.graph_freeze(handle)
         return tuple(
             self.read_node(frozen, index, find, partial(self._read, find=find))
             for index in range(len(frozen.nodes))

@@ -768,6 +768,9 @@ class _Labels(MutableMapping[NodeHandle, NodeLabel]):
         label = self._known[node] = launches.label(row)
         return label
 
+    def __contains__(self, node: object) -> bool:
+        return node in self._known
+
     def __setitem__(self, node: NodeHandle, label: NodeLabel) -> None:
         self._known[node] = label
 
