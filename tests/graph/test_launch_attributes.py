@@ -6,7 +6,9 @@ and the kernel runs with the old one.  The host driver does the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,14 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import ChildGraphNodeParams
+from ostinato.driver.api import (
+    ChildGraphNodeParams,
+    FunctionHandle,
+    KernelArguments,
+    KernelNodeParams,
+)
 from ostinato.errors import UpdateRefusedError
+from tests.emulator.stub import Stub, build, stub_device
 from tests.sources import kernel
 
 SIZES = [(2, 4), (4, 2), (2, 8), (None, 2), (2, None)]
@@ -214,3 +222,109 @@ def _update_refused(run: ost.GraphExec, graph: ost.Graph) -> str:
     except UpdateRefusedError as error:
         return str(error)
     return ""
+
+
+# --- attributes that only CUDA has, on a libcuda that holds graphs and runs nothing
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = build(tmp_path_factory.mktemp("libcuda"))
+    if made is None:
+        pytest.skip("needs a C compiler")
+    return made
+
+
+class Foreign:
+    """Graphs of one kernel as another library makes them, on the stub."""
+
+    def __init__(self, stub: Stub) -> None:
+        self.stub, self.device = stub, stub.device
+        self.params = KernelNodeParams(
+            stub.kernel.function,
+            ost.LaunchConfig(1, 32),
+            KernelArguments(bytes(28), stub.kernel.slots),
+        )
+
+    def graph(self, attributes: dict[int, bytes], *, function: int = 0) -> ost.Graph:
+        driver = self.device.driver
+        handle = driver.graph_create()
+        params = replace(self.params, function=FunctionHandle(function or self.params.function))
+        node = driver.graph_add_node(handle, (), params)
+        for which, value in attributes.items():
+            self.stub.set_attribute(node, which, value)
+        return ost.Graph.adopt(self.device, handle, owner=None)
+
+    def ours(self, *, function: int = 0) -> ost.Graph:
+        graph = ost.Graph.create(self.device)
+        params = replace(self.params, function=FunctionHandle(function or self.params.function))
+        graph.add(params)
+        return graph
+
+
+@pytest.fixture
+def foreign(library: Path, launcher: str) -> Iterator[Foreign]:
+    with stub_device(library) as stub:
+        yield Foreign(stub)
+
+
+HIDDEN = {
+    "access policy window of 4096 bytes": (1, struct.pack("=QQ", 0x1000, 4096)),
+    "cluster scheduling: spread": (5, struct.pack("=I", 1)),
+    "memory synchronisation domains 2 and 3": (9, b"\2\3"),
+    "memory synchronisation domain: remote": (10, struct.pack("=I", 1)),
+    "preferred cluster 4 × 1 × 1": (11, struct.pack("=3I", 4, 1, 1)),
+    "updatable from the device": (13, struct.pack("=I", 1)),
+    "shared memory carveout 50 %": (14, struct.pack("=I", 50)),
+}
+
+
+@pytest.mark.parametrize("words", HIDDEN)
+def test_attributes_without_a_field_are_compared_too(foreign: Foreign, words: str) -> None:
+    which, value = HIDDEN[words]
+    graphs = [foreign.graph({}), foreign.graph({which: value}), foreign.ours()]
+    for before, after in ((0, 1), (1, 0), (1, 2), (2, 1)):
+        run = graphs[before].instantiate()
+        with pytest.raises(UpdateRefusedError, match=rf"node 0 \(blend\): .*{words}.* cannot be"):
+            run.update(graphs[after])
+        run.update(graphs[before])
+        if before == 1:
+            with pytest.raises(UpdateRefusedError, match=words):
+                run.set_params(0, foreign.params)
+            run.set_params(0, replace(run.nodes[0].kernel, arguments=foreign.params.arguments))
+    graphs[0].instantiate().update(graphs[2])
+
+
+def test_what_is_kept_is_what_the_executable_was_made_with(foreign: Foreign) -> None:
+    """And not what the definition has by now."""
+    four, two = (struct.pack("=3I", size, 1, 1) for size in (4, 2))
+    made = foreign.graph({4: two})
+    run = made.instantiate()
+    foreign.stub.set_attribute(made.nodes[0].handle, 4, four)
+    config = ost.LaunchConfig(8, 32, cluster=4)
+    with pytest.raises(UpdateRefusedError, match="a cluster of 2 × 1 × 1; a cluster of 4"):
+        run.set_config(0, config)
+    with pytest.raises(UpdateRefusedError, match="a cluster of 2 × 1 × 1; a cluster of 4"):
+        run.update(made)
+    run.update(foreign.graph({4: two}))
+
+
+def test_a_kernel_with_a_secret_is_replaced_by_itself_only(library: Path, launcher: str) -> None:
+    """From compute capability 10 on a kernel may have a preferred cluster size, which no driver
+    tells (sgl-project/sglang#37657: a hang).  A kernel that this library launched has none."""
+    for capability, told in (((9, 0), True), ((10, 0), False)):
+        with stub_device(library, capability) as stub:
+            foreign = Foreign(stub)
+            run = foreign.graph({}).instantiate()
+            run.update(foreign.graph({}))
+            if told:
+                run.update(foreign.graph({}, function=0x78))
+            else:
+                with pytest.raises(UpdateRefusedError, match="preferred cluster size"):
+                    run.update(foreign.graph({}, function=0x78))
+                with pytest.raises(UpdateRefusedError, match="preferred cluster size"):
+                    run.set_params(0, replace(foreign.params, function=FunctionHandle(0x78)))
+                run.set_params(0, foreign.params)
+                with pytest.raises(UpdateRefusedError, match="preferred cluster size"):
+                    foreign.ours().instantiate().update(foreign.graph({}))
+            foreign.ours().instantiate().update(foreign.ours(function=0x78))

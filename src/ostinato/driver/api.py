@@ -23,9 +23,9 @@ import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NewType, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NewType, Protocol, TypeAlias, TypeVar
 
-from ostinato.errors import InputError
+from ostinato.errors import GraphError, InputError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,6 +95,7 @@ GraphHandle = NewType("GraphHandle", int)
 NodeHandle = NewType("NodeHandle", int)
 ExecHandle = NewType("ExecHandle", int)
 ConditionalHandle = NewType("ConditionalHandle", int)
+H = TypeVar("H", bound=int)
 
 Dim3: TypeAlias = tuple[int, int, int]
 
@@ -258,6 +259,17 @@ def _shared_bytes(value: int) -> int:
             f"shared={value!r}: bytes of dynamic shared memory are a whole number of 0 or more"
         )
     return number
+
+
+def not_null(handle: H, what: str) -> H:
+    """A handle as a driver gave it.  Raises GraphError for 0: the driver made nothing, and did not
+    say so."""
+    if not handle:
+        raise GraphError(
+            f"the driver gave a null {what} (handle 0) and no error, so nothing was made; close the "
+            "device and open it again"
+        )
+    return handle
 
 
 def _priority(value: int) -> int:
@@ -773,8 +785,9 @@ class FrozenGraph(Protocol):
     `kind` and `params` are of a node by its index in `nodes`; they raise what `node_kind` and
     `node_params` would have raised then.  `holders`: the nodes with graphs inside.  `links`: the
     edges, as the places of two nodes and their data (from port, to port, type), which is empty for
-    a plain edge; `plain`: all edges are.  `attributes`: of each kernel node, None for other nodes;
-    raises what `params` of a kernel node would raise.
+    a plain edge; `plain`: all edges are.  `attributes`: of a kernel node, None for another node;
+    raises what `params` of a kernel node would raise.  `kinds_of_attributes`: those of all nodes,
+    each once.
     """
 
     @property
@@ -792,8 +805,10 @@ class FrozenGraph(Protocol):
 
     def links(self) -> frozenset[Link]: ...
 
+    def attributes(self, index: int) -> LaunchAttributes | None: ...
+
     @property
-    def attributes(self) -> Sequence[LaunchAttributes | None]: ...
+    def kinds_of_attributes(self) -> frozenset[LaunchAttributes]: ...
 
 
 class KernelSetter(Protocol):

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from ostinato.driver.api import (
     KernelArguments,
+    KernelNodeParams,
     LaunchAttributes,
-    LaunchConfig,
     NodeParams,
     UpdateVerdict,
     whole_number,
@@ -136,19 +136,27 @@ def keeps(where: str, old: LaunchAttributes, new: LaunchAttributes, index: int) 
     return UpdateRefusedError(f"{where}: {why}. Instantiate again.", node_index=index)
 
 
-def require_kept(node: Node, old: LaunchConfig, new: LaunchConfig) -> None:
-    """Raises UpdateRefusedError if a kernel node would keep launch attributes of its old config
-    that the new one does not have."""
-    if old is new:
-        return
+def require_kept(
+    node: Node, old: KernelNodeParams, new: KernelNodeParams, *, by_function: bool
+) -> None:
+    """Raises UpdateRefusedError if a kernel node would keep launch attributes that the new
+    parameters do not have.  `by_function`: it may have some that the driver does not tell."""
     where = f"node {node.index} ({node.name})"
-    has, asked = LaunchAttributes.of(old), LaunchAttributes.of(new)
+    has, asked = (
+        replace(
+            LaunchAttributes.of(params.config),
+            others=params.extra_attributes,
+            function=params.function if by_function else None,
+        )
+        for params in (old, new)
+    )
     if has != asked:
         raise keeps(where, has, asked, node.index)
-    if old.programmatic != new.programmatic:
+    programmatic = old.config.programmatic
+    if programmatic != new.config.programmatic:
         raise UpdateRefusedError(
-            f"{where}: programmatic={old.programmatic} cannot change in an executable, as the "
-            "edges into the node say it; instantiate again",
+            f"{where}: programmatic={programmatic} cannot change in an executable, as the edges "
+            "into the node say it; instantiate again",
             node_index=node.index,
         )
 

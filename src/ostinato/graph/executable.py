@@ -28,6 +28,7 @@ from ostinato.driver.api import (
     NodeKind,
     NodeParams,
     UpdateVerdict,
+    not_null,
 )
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, Entry
@@ -177,6 +178,7 @@ class GraphExec(Launcher, Closeable):
             blamed = next((n for n in graph.nodes if n.handle == error.node), None)
             what = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
             raise GraphError(f"instantiating the graph failed{what}: {error}") from error
+        not_null(handle, "executable")
         release = _Release(context, handle)
         try:
             executable = cls(graph, release)

@@ -56,8 +56,10 @@ class _Comparison:
 
     def graphs(self, old: FrozenGraph, new: FrozenGraph, path: tuple[int, ...]) -> Kept | None:
         plain = old.plain and new.plain
-        if plain and not old.holders and not new.holders and _one_kind(old, new):
-            return None  # whatever the pairs are
+        if plain and not old.holders and not new.holders:
+            kinds = old.kinds_of_attributes
+            if len(kinds) < 2 and kinds >= new.kinds_of_attributes:
+                return None  # whatever the pairs are
         if len(old.nodes) == len(new.nodes) and old.links() == new.links():
             classes: Iterable[_Class] | None = (((i,), (i,)) for i in range(len(old.nodes)))
         else:
@@ -74,14 +76,12 @@ class _Comparison:
         classes: Iterable[_Class],
         path: tuple[int, ...],
     ) -> Kept | None:
-        left, right = old.attributes, new.attributes
         for before, after in classes:
-            was, first = left[before[0]], right[after[0]]
+            was, first = old.attributes(before[0]), new.attributes(after[0])
             # Each with the first of the others: what is equal to one is equal to all.
-            pairs = [(was, b) for b in after] + [(left[a], after[0]) for a in before[1:]]
-            for one, b in pairs if was is not None and first is not None else ():
-                other = right[b]
-                assert one is not None and other is not None, "they are of one kind"
+            pairs = [(before[0], b) for b in after] + [(a, after[0]) for a in before[1:]]
+            for a, b in pairs if was is not None and first is not None else ():
+                one, other = old.attributes(a), new.attributes(b)
                 if one is not other and one != other:
                     return Kept(new, path, b, one, other)
             if was is None and first is None:
@@ -105,13 +105,6 @@ class _Comparison:
                 if found is not None:
                     return found
         return None
-
-
-def _one_kind(old: FrozenGraph, new: FrozenGraph) -> bool:
-    """Whether all kernels have the same attributes."""
-    # By identity first: that is a tenth of hashing them all.
-    some = {id(one): one for frozen in (old, new) for one in frozen.attributes}
-    return len({*some.values()} - {None}) < 2
 
 
 def _classes(old: FrozenGraph, new: FrozenGraph, *, data: bool) -> list[_Class] | None:

@@ -99,6 +99,14 @@ class _Frozen:
         """The graphs inside a node."""
         return [self._graphs[inner] for inner in _inner(frozen, index)]
 
+    def hides(self, node: NodeHandle) -> bool:
+        """Whether a kernel node may have launch attributes that the driver does not tell."""
+        for frozen in self._graphs.values():
+            if node in frozen.nodes:
+                attributes = frozen.attributes(frozen.nodes.index(node))
+                return attributes is not None and attributes.function is not None
+        return False
+
     def at(self, handle: GraphHandle) -> _Frozen | None:
         """The graph inside that has this handle, as one of its own; None if there is none."""
         outer = self._graphs.get(handle)
@@ -379,7 +387,11 @@ class Shadow:
         before, signature = old.params, old.signature
         if not (isinstance(params, KernelNodeParams) and isinstance(before, KernelNodeParams)):
             return Setting(old.node, params, None, {}, owners)
-        require_kept(change.node, before.config, params.config)
+        other = params.function != before.function
+        same = before.config, before.extra_attributes
+        if other or (params.config, params.extra_attributes) != same:
+            by_function = other and self._frozen.hides(old.node.handle)
+            require_kept(old.node, before, params, by_function=by_function)
         reach = dict(old.reach)
         if change.whole:
             if change.signature is not None or params.function != before.function:

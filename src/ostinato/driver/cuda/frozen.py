@@ -140,7 +140,8 @@ class EdgeArrays:
     @property
     def plain(self) -> bool:
         """Whether no edge says more than the order."""
-        return not any(bytes(self.data))
+        raw = bytes(self.data)
+        return raw == bytes(len(raw))
 
     def edges(self) -> tuple[Edge, ...]:
         sources, targets, data = self.sources, self.targets, self.data
@@ -221,7 +222,7 @@ class Frozen:
             if isinstance(held[index][1], ChildGraphNodeParams | ConditionalNodeParams)
         ]
         self._programmatic: frozenset[int] | None = None
-        self._attributes: list[LaunchAttributes | None] | None = None
+        self._kinds: frozenset[LaunchAttributes] | None = None
 
     def kind(self, index: int) -> NodeKind:
         held = self._held[index]
@@ -257,38 +258,33 @@ class Frozen:
     def links(self) -> frozenset[Link]:
         return self._edges.links(self.nodes)
 
-    @property
-    def attributes(self) -> Sequence[LaunchAttributes | None]:
-        if self._attributes is None:
-            self._attributes = self._read_attributes()
-        return self._attributes
-
-    def _read_attributes(self) -> list[LaunchAttributes | None]:
-        held, shapes = self._held, self._decoder.shapes
-        kernels = [entry for entry in held if not isinstance(entry, Other)]
-        known = {
-            shape: shapes(shape, self._read, False).attributes
-            for shape in {entry[1] for entry in kernels}
-        }
-        made: Iterable[LaunchAttributes] = [known[entry[1]] for entry in kernels]
-        if self._by_function:
-            made = [
-                replace(one, function=FunctionHandle(entry[0]))
-                for one, entry in zip(made, kernels, strict=True)
-            ]
-        if not self._others:
-            return [*made]
-        rest = iter(made)
-        return [
-            self._attributes_of(index, entry) if isinstance(entry, Other) else next(rest)
-            for index, entry in enumerate(held)
-        ]
-
-    def _attributes_of(self, index: int, entry: Other) -> LaunchAttributes | None:
-        if entry.kind is not NodeKind.KERNEL:
+    def attributes(self, index: int) -> LaunchAttributes | None:
+        held = self._held[index]
+        if not isinstance(held, Other):
+            return self._attributes_of(held[1], held[0] if self._by_function else 0)
+        if held.kind is not NodeKind.KERNEL:
             return None
         params = self.params(index)
         assert isinstance(params, KernelNodeParams)
         function = params.function if self._by_function else None
         has = LaunchAttributes.of(params.config)
         return replace(has, others=params.extra_attributes, function=function)
+
+    def _attributes_of(self, shape: bytes, function: int) -> LaunchAttributes:
+        has = self._decoder.shapes(shape, self._read, False).attributes
+        return replace(has, function=FunctionHandle(function)) if function else has
+
+    @property
+    def kinds_of_attributes(self) -> frozenset[LaunchAttributes]:
+        if self._kinds is None:
+            held = self._held
+            if self._others:
+                held = [entry for entry in held if not isinstance(entry, Other)]
+            if self._by_function:
+                kinds = {(entry[1], entry[0]) for entry in held}
+            else:  # a comprehension of one thing: most updates wait for this
+                kinds = {(shape, 0) for shape in {entry[1] for entry in held}}
+            made = {self._attributes_of(*kind) for kind in kinds}
+            others = map(self.attributes, self._others)
+            self._kinds = frozenset(made.union(one for one in others if one is not None))
+        return self._kinds

@@ -175,10 +175,11 @@ class Frozen:
         self.nodes = tuple(graph.nodes)
         self._held = [(node.kind, node.shown) for node in graph.nodes.values()]
         self.holders = [index for index, node in enumerate(graph.nodes.values()) if node.inner]
-        self.attributes = [
+        self._attributes = [
             LaunchAttributes.of(params.config) if isinstance(params, KernelNodeParams) else None
             for _, params in self._held
         ]
+        self.kinds_of_attributes = frozenset(one for one in self._attributes if one is not None)
         place = {node: index for index, node in enumerate(graph.nodes.values())}
         self._links = frozenset(
             (place[source], place[node], _link_data(data))
@@ -195,6 +196,9 @@ class Frozen:
 
     def links(self) -> frozenset[Link]:
         return self._links
+
+    def attributes(self, index: int) -> LaunchAttributes | None:
+        return self._attributes[index]
 
 
 def _link_data(data: EdgeData) -> tuple[int, ...]:
