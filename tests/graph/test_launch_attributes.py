@@ -22,6 +22,7 @@ from ostinato.driver.api import (
     KernelArguments,
     KernelNodeParams,
 )
+from ostinato.driver.cuda.kept import Fate, attribute_fates
 from ostinato.errors import UpdateRefusedError
 from tests.emulator.stub import Stub, build, stub_device
 from tests.sources import kernel
@@ -328,3 +329,27 @@ def test_a_kernel_with_a_secret_is_replaced_by_itself_only(library: Path, launch
                 with pytest.raises(UpdateRefusedError, match="preferred cluster size"):
                     foreign.ours().instantiate().update(foreign.graph({}))
             foreign.ours().instantiate().update(foreign.ours(function=0x78))
+
+
+def test_what_this_driver_keeps_is_found(library: Path) -> None:
+    """The stub keeps every attribute, tells each, and refuses none."""
+    with stub_device(library) as stub:
+        fates = attribute_fates(stub.device.driver)
+    assert len(fates) == 8
+    assert all(fate.read_back for fate in fates)
+    assert {fate.attribute: fate.update for fate in fates}["cluster size"] is Fate.KEPT
+    assert {fate.update for fate in fates} == {Fate.KEPT, Fate.UNSEEN}
+    assert {fate.set_params for fate in fates} == {Fate.KEPT, Fate.UNSEEN}
+
+
+@pytest.mark.gpu
+def test_what_the_gpus_driver_keeps(cuda_device: Device) -> None:
+    """Another answer of a newer driver means that the library refuses what it need not."""
+    fates = {fate.attribute: fate for fate in attribute_fates(cuda_device.driver)}
+    for fate in fates.values():
+        print(fate)  # for the table of known faults
+    size = fates["cluster size"]
+    assert size.read_back
+    assert size.update is size.set_params is Fate.KEPT
+    # Documented for cuGraphExecUpdate, and what the host driver does.
+    assert fates["cooperative"].update is Fate.REFUSED

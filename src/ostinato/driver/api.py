@@ -266,8 +266,8 @@ def not_null(handle: H, what: str) -> H:
     say so."""
     if not handle:
         raise GraphError(
-            f"the driver gave a null {what} (handle 0) and no error, so nothing was made; close the "
-            "device and open it again"
+            f"the driver gave a null {what} (handle 0) and no error, so nothing was made; close "
+            "the device and open it again"
         )
     return handle
 

@@ -11,7 +11,7 @@ import itertools
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ostinato.driver.api import (
     ChildGraphNodeParams,
@@ -277,7 +277,7 @@ class Frozen:
     @property
     def kinds_of_attributes(self) -> frozenset[LaunchAttributes]:
         if self._kinds is None:
-            held = self._held
+            held: Sequence[Any] = self._held
             if self._others:
                 held = [entry for entry in held if not isinstance(entry, Other)]
             if self._by_function:
