@@ -50,6 +50,13 @@ extern "C" __global__ void scatter(const float* x, const int* at, float* out, un
 extern "C" __global__ void number(unsigned long long value, unsigned long long* out) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *out = value;
 }
+extern "C" __global__ void cluster_size(unsigned* out) {
+    unsigned size = 1;
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+#endif
+    if (blockIdx.x == 0 && threadIdx.x == 0) *out = size;
+}
 """
 
 
@@ -112,9 +119,17 @@ def number(launch, value, out):
     out[0] = value
 
 
+@ost.host_kernel("out: *out u32")
+def cluster_size(launch, out):
+    out[0] = 1 if launch.cluster is None else launch.cluster[0]
+
+
 SOURCE = ost.Source(
     cuda=CUDA,
-    host=[fill, scale, halve, add, axpy, axpy_rows, increment, total, scatter, number],
+    host=[
+        *(fill, scale, halve, add, axpy, axpy_rows, increment, total, scatter, number),
+        cluster_size,
+    ],
     name="tests",
 )
 BLOCK = 128

@@ -8,6 +8,7 @@ after a run without faults; a refused destruction may leave the one thing that i
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import logging
@@ -782,3 +783,156 @@ def test_a_fault_at_every_call(
         assert all(more > 0 for more in left.values()), (at, outcome.struck[0], left)
         assert left.keys() <= refused, (at, outcome.struck[0], left)
     assert at > 1, "the scenario makes calls"
+
+
+# --- handles that are null, from a driver that says SUCCESS
+
+
+class Nulls(World):
+    """A world whose driver gives null handles from a call on that it is told."""
+
+    def __init__(self, patched: pytest.MonkeyPatch, folder: Path) -> None:
+        super().__init__()
+        self.patched, self.folder = patched, folder
+        self.host: Any = self.faults.inner
+
+    def give(self, call: str) -> None:
+        """The driver's call gives 0 from here on, having made nothing."""
+        self.patched.setattr(self.faults, call, lambda *_, **__: 0, raising=False)
+
+    def give_no_graph(self) -> None:
+        """The end of a capture gives none."""
+        end = self.host.stream_end_capture
+
+        def ended(stream: Any) -> int:
+            self.host.graph_destroy(end(stream))
+            return 0
+
+        self.patched.setattr(self.faults, "stream_end_capture", ended, raising=False)
+
+    def give_inside(self, **changes: Any) -> None:
+        """Nodes that hold graphs say that these are null."""
+        read = self.host.node_params
+
+        def node_params(node: Any) -> Any:
+            params = read(node)
+            same = set(changes) & set(type(params).__dataclass_fields__)
+            return dataclasses.replace(params, **changes) if same else params
+
+        self.patched.setattr(self.faults, "node_params", node_params, raising=False)
+
+
+def _saved(world: Nulls, inside: bool) -> Path:
+    """The file of a graph, whose launch is in a child graph or not."""
+    graph = ost.capture_function(world.stream, lambda: world.submit(world.b))
+    if inside:
+        outer = ost.Graph.create(world.device)
+        outer.add_child(graph)
+        graph = outer
+    path = world.folder / "a.graph"
+    graph.save(path, inputs={"b": world.b}, check=False)
+    return path
+
+
+def _loads(inside: bool, call: str) -> Callable[[Nulls], Callable[[], object]]:
+    def make(world: Nulls) -> Callable[[], object]:
+        path = _saved(world, inside)
+        loaded = ost.load_graph(world.device, path)
+
+        def work() -> object:
+            if call == "graph_create":
+                count = itertools.count()
+                create = world.host.graph_create
+                last = 1 if inside else 0
+                world.patched.setattr(
+                    world.faults,
+                    call,
+                    lambda: 0 if next(count) == last else create(),
+                    raising=False,
+                )
+                return ost.load_graph(world.device, path)
+            world.give(call)
+            return loaded.instantiate()
+
+        return work
+
+    return make
+
+
+def _captures(world: Nulls) -> Callable[[], object]:
+    world.give_no_graph()
+    return lambda: ost.capture_function(world.stream, lambda: world.submit(world.b))
+
+
+def _gives(call: str, work: Callable[[Nulls], object]) -> Callable[[Nulls], Callable[[], object]]:
+    def make(world: Nulls) -> Callable[[], object]:
+        world.give(call)
+        return lambda: work(world)
+
+    return make
+
+
+def _child(world: Nulls) -> Callable[[], object]:
+    graph, child = ost.Graph.create(world.device), world.run.graph
+    world.give_inside(graph=0)
+    return lambda: graph.add_child(child)
+
+
+def _body(world: Nulls) -> Callable[[], object]:
+    graph = ost.Graph.create(world.device)
+    condition = graph.condition(1)
+    world.give_inside(bodies=(0,))
+    return lambda: graph.add_conditional(ost.ConditionalKind.IF, condition)
+
+
+NULLS: dict[str, tuple[str, Callable[[Nulls], Callable[[], object]]]] = {
+    "an executable": (
+        "null executable",
+        _gives("graph_instantiate", lambda w: w.run.graph.instantiate()),
+    ),
+    "an executable that is uploaded": (
+        "null executable",
+        _gives("graph_instantiate", lambda w: w.run.graph.instantiate(upload=w.stream)),
+    ),
+    "an executable of a file": ("null executable", _loads(False, "graph_instantiate")),
+    "an executable for one launch": (
+        "null executable",
+        _gives("graph_instantiate", lambda w: _by_graph(w)),
+    ),
+    "a graph for one launch": ("null graph", _gives("graph_create", lambda w: _by_graph(w))),
+    "a graph": ("null graph", _gives("graph_create", lambda w: ost.Graph.create(w.device))),
+    "a clone": ("null graph", _gives("graph_clone", lambda w: w.run.graph.clone())),
+    "a capture": ("without an error and without a graph", _captures),
+    "a graph of a file": ("null graph", _loads(False, "graph_create")),
+    "a child graph of a file": ("null graph", _loads(True, "graph_create")),
+    "a condition": (
+        "null condition",
+        _gives("conditional_create", lambda w: w.run.graph.condition(1)),
+    ),
+    "a child graph": ("null child graph", _child),
+    "a body": ("null body", _body),
+}
+
+
+def _by_graph(world: Nulls) -> object:
+    return world.stream.submit_as_graph(fill_operation(world.outs[0], 1))
+
+
+@pytest.mark.parametrize("name", NULLS)
+def test_a_null_handle_is_an_error(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is raised where it was given, nothing leaks, and all goes on once handles come again."""
+    world = Nulls(monkeypatch, tmp_path)
+    words, make = NULLS[name]
+    work = make(world)
+    gc.collect()
+    before = census(world.faults)
+    with pytest.raises(OstinatoError, match=words):
+        work()
+    gc.collect()
+    world.device.context.collect()
+    assert census(world.faults) == before
+    monkeypatch.undo()
+    assert world.answers() == SIX
+    world.assert_sound()

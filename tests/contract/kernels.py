@@ -68,6 +68,13 @@ extern "C" __global__ void numbers(
     signed char a, unsigned short b, int c, float d, long long e, double f, double* out) {
     if (INDEX == 0) { out[0] = a; out[1] = b; out[2] = c; out[3] = d; out[4] = e; out[5] = f; }
 }
+extern "C" __global__ void cluster_size(unsigned* out) {
+    unsigned size = 1;
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+#endif
+    if (INDEX == 0) *out = size;
+}
 extern "C" __global__ void nothing() {}
 """
 
@@ -120,6 +127,11 @@ def numbers(launch, a, b, c, d, e, f, out):
     out[:6] = (a, b, c, d, e, f)
 
 
+@host_kernel("out: *out u32")
+def cluster_size(launch, out):
+    out[0] = 1 if launch.cluster is None else launch.cluster[0]
+
+
 @host_kernel("")
 def nothing(launch):
     pass
@@ -137,6 +149,7 @@ KERNELS: dict[str, HostKernel] = {
         count_up,
         copy_struct,
         numbers,
+        cluster_size,
         nothing,
     )
 }

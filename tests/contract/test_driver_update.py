@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,8 @@ from ostinato.driver.api import (
     ExecHandle,
     GraphHandle,
     HostNodeParams,
+    KernelNodeParams,
+    LaunchConfig,
     MemcpyNodeParams,
     MemsetNodeParams,
     NodeHandle,
@@ -352,6 +355,49 @@ def test_an_update_reaches_into_children(rig: Rig) -> None:
     driver.exec_launch(run, rig.stream)
     assert rig.values(x, 4) == [2.0] * 4
     driver.exec_destroy(run)
+
+
+def _in_clusters(rig: Rig, out: int, cluster: int | None) -> KernelNodeParams:
+    config = LaunchConfig(8, 32, cluster=cluster)
+    return replace(rig.params("cluster_size", out), config=config)
+
+
+def _cluster_seen(rig: Rig, run: ExecHandle, out: int) -> int:
+    rig.driver.memset(out, 0, 4, 1, rig.stream)
+    rig.driver.exec_launch(run, rig.stream)
+    return int(rig.values(out, 1, "u4")[0])
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 8), (None, 2), (2, None)])
+def test_an_update_keeps_the_cluster_size(rig: Rig, before: int | None, after: int | None) -> None:
+    """`GraphExec.update` must compare it: the driver does not say so."""
+    driver, out = rig.driver, rig.zeros(1, "u4")
+    if not driver.capabilities.clusters:
+        pytest.skip("no device with clusters")
+    graph, other = driver.graph_create(), driver.graph_create()
+    rig.add(graph, (), _in_clusters(rig, out, before))
+    rig.add(other, (), _in_clusters(rig, out, after))
+    run = driver.graph_instantiate(graph)
+    assert driver.exec_update(run, other).verdict == UpdateVerdict.SUCCESS
+    assert _cluster_seen(rig, run, out) == (before or 1)
+    driver.exec_destroy(run)
+    driver.graph_destroy(graph)
+    driver.graph_destroy(other)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (None, 2), (2, None)])
+def test_one_node_keeps_its_cluster_size(rig: Rig, before: int | None, after: int | None) -> None:
+    driver, out, graph = rig.driver, rig.zeros(1, "u4"), rig.driver.graph_create()
+    if not driver.capabilities.clusters:
+        pytest.skip("no device with clusters")
+    node = rig.add(graph, (), _in_clusters(rig, out, before))
+    run = driver.graph_instantiate(graph)
+    with refused(Status.NOT_SUPPORTED):
+        driver.exec_set_params(run, node, _in_clusters(rig, out, after))
+    driver.exec_set_params(run, node, _in_clusters(rig, out, before))
+    assert _cluster_seen(rig, run, out) == (before or 1)
+    driver.exec_destroy(run)
+    driver.graph_destroy(graph)
 
 
 def test_updating_with_nodes_that_are_gone(chain: Chain) -> None:

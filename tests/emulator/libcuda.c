@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PARAMS = 4, BYTES = 32, INVALID_VALUE = 1, NOT_FOUND = 500 };
+enum { PARAMS = 4, BYTES = 32, ATTRIBUTES = 16, INVALID_VALUE = 1, NOT_FOUND = 500 };
 
 static const size_t offsets[PARAMS] = {0, 8, 16, 24}, sizes[PARAMS] = {8, 8, 8, 4};
 
@@ -31,6 +31,7 @@ typedef struct Node {
     unsigned char bytes[BYTES];
     size_t packed; /* bytes of a buffer with the arguments */
     void *extra[5];
+    unsigned char attributes[ATTRIBUTES][64]; /* by CUlaunchAttributeID */
     struct Node *before; /* the one dependency, or NULL */
 } Node;
 
@@ -143,6 +144,12 @@ int cuLaunchKernelEx(const void *config, void *function, void **params, void **e
     Kernel kernel = {.func = function, .params = params};
     memcpy(kernel.grid, config, 28);
     capture.last = add(capture.graph, &kernel, capture.last);
+    const char *attribute = *(const char *const *)((const char *)config + 40);
+    for (unsigned left = *(const unsigned *)((const char *)config + 48); left > 0; left--) {
+        unsigned which = *(const unsigned *)attribute;
+        if (which < ATTRIBUTES) memcpy(capture.last->attributes[which], attribute + 8, 64);
+        attribute += 72;
+    }
     return 0;
 }
 
@@ -228,8 +235,15 @@ int cuGraphKernelNodeSetParams_v2(Node *node, const Kernel *params) {
     return 0;
 }
 
-int cuGraphKernelNodeGetAttribute(const Node *node, int which, void *value) {
-    memset(value, 0, 64);
+int cuGraphKernelNodeGetAttribute(const Node *node, unsigned which, void *value) {
+    if (which >= ATTRIBUTES) return INVALID_VALUE;
+    memcpy(value, node->attributes[which], 64);
+    return 0;
+}
+
+int cuGraphKernelNodeSetAttribute(Node *node, unsigned which, const void *value) {
+    if (which >= ATTRIBUTES) return INVALID_VALUE;
+    memcpy(node->attributes[which], value, 64);
     return 0;
 }
 
@@ -239,6 +253,8 @@ int cuGraphInstantiateWithParams(Exec **exec, const Graph *graph, void *params) 
     (*exec)->copies = calloc(graph->count + 1, sizeof(Node));
     for (size_t i = 0; i < graph->count; i++)
         copy_kernel(&(*exec)->copies[i], &graph->nodes[i]->kernel);
+    for (size_t i = 0; i < graph->count; i++)
+        memcpy((*exec)->copies[i].attributes, graph->nodes[i]->attributes, 64 * ATTRIBUTES);
     return 0;
 }
 

@@ -65,8 +65,13 @@ class Stub:
         self._dll.stub_exec_bytes(executable, ctypes.c_size_t(index), data, launch)
         return bytes(data)[:28], tuple(launch)
 
+    def set_attribute(self, node: int, which: int, value: bytes) -> None:
+        """Sets a launch attribute of a definition's node, as other code does by its handle."""
+        raw = value.ljust(64, b"\0")
+        assert not self._dll.cuGraphKernelNodeSetAttribute(ctypes.c_void_p(node), which, raw)
 
-def core_device() -> SimpleNamespace:
+
+def core_device(capability: tuple[int, int] = (9, 0)) -> SimpleNamespace:
     """What `cuda.core.Device` gives, as far as the driver asks it."""
     properties = SimpleNamespace(
         multiprocessor_count=1,
@@ -81,14 +86,14 @@ def core_device() -> SimpleNamespace:
         cooperative_launch=True,
     )
     return SimpleNamespace(
-        name="stub", compute_capability=(9, 0), properties=properties, set_current=lambda: None
+        name="stub", compute_capability=capability, properties=properties, set_current=lambda: None
     )
 
 
 @contextmanager
-def stub_device(path: Path) -> Iterator[Stub]:
+def stub_device(path: Path, capability: tuple[int, int] = (9, 0)) -> Iterator[Stub]:
     """A device on the library that `build` made."""
-    opened = core_device()
+    opened = core_device(capability)
     with (
         mock.patch.object(cuda_driver, "_import_device", lambda: lambda _: opened),
         mock.patch.object(cuda_driver, "Libcuda", lambda: Libcuda(str(path))),

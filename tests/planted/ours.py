@@ -13,6 +13,7 @@ __all__ = ["FAULTS"]
 FOOTGUNS = "tests/test_footguns.py::"
 STEP = "tests/replay/test_step.py::"
 EXECUTABLE = "tests/graph/test_executable.py::"
+ATTRIBUTES = "tests/graph/test_launch_attributes.py::"
 STEP_KEYS = "tests/replay/test_step_keys.py::"
 BUDGET = "tests/cache/test_budget.py::"
 CHANGES = "tests/graph/test_change_paths.py::"
@@ -645,8 +646,40 @@ _FAULTS = (
         "What a definition was changed to after it was instantiated is taken for what runs.",
         "ostinato.graph.shadow:_Frozen.node",
         "return self._read(graph, self.outer, index,",
-        "return self._read(graph, _Frozen(graph).outer, index,",
+        "return self._read(graph, _Frozen.of(graph).outer, index,",
         (CHANGES + "test_a_definition_that_is_changed_afterwards_does_not_show",),
+    ),
+    Fault(
+        "an-update-keeps-attributes",
+        "A whole update keeps the old launch attributes, and says nothing.",
+        "ostinato.graph.shadow:Shadow.after_update",
+        "self._require_kept(self._frozen, frozen)",
+        "pass",
+        (ATTRIBUTES + "test_an_update_keeps_no_cluster_size_silently",),
+    ),
+    Fault(
+        "a-child-keeps-attributes",
+        "The kernels of another child graph keep the old launch attributes.",
+        "ostinato.graph.shadow:Shadow._changed_inside",
+        "self._require_kept(before, frozen, node)",
+        "pass",
+        (ATTRIBUTES + "test_another_child_graph_keeps_no_cluster_size_silently",),
+    ),
+    Fault(
+        "pairs-by-place",
+        "Nodes of an update are compared by their places, also if they come in another order.",
+        "ostinato.graph.pairing:_Comparison.graphs",
+        "and old.links() == new.links()",
+        "",
+        (ATTRIBUTES + "test_nodes_in_another_order_are_compared_along_the_edges",),
+    ),
+    Fault(
+        "a-null-executable",
+        "An executable that the driver did not make looks ready.",
+        "ostinato.graph.executable:GraphExec.instantiate",
+        'not_null(handle, "executable")',
+        "pass",
+        ("tests/test_faults.py::test_a_null_handle_is_an_error",),
     ),
     Fault(
         "rebound-copy-is-dropped",

@@ -1209,9 +1209,35 @@ packed_bytes(void *const *extra)
     return PyBytes_FromStringAndSize(buffer, buffer == NULL ? 0 : (Py_ssize_t)size);
 }
 
+/* Shapes that were made into bytes: most nodes share one of a few, and its bytes. */
+enum { RECENT = 8 };
+
+typedef struct {
+    const Shape *raw[RECENT];
+    PyObject *bytes[RECENT];
+    int next;
+} Recent;
+
+static PyObject *
+shape_bytes(const Shape *shape, Py_ssize_t size, Recent *recent)
+{
+    for (int i = 0; i < RECENT && recent->bytes[i] != NULL; i++)
+        if (memcmp(recent->raw[i], shape, (size_t)size) == 0)
+            return Py_NewRef(recent->bytes[i]);
+    PyObject *made = PyBytes_FromStringAndSize((const char *)shape, size);
+    if (made == NULL)
+        return NULL;
+    Py_XDECREF(recent->bytes[recent->next]);
+    recent->bytes[recent->next] = Py_NewRef(made);
+    recent->raw[recent->next] = shape;
+    recent->next = (recent->next + 1) % RECENT;
+    return made;
+}
+
 /* What a node gives: its kind if it is no kernel, None for a kernel that Python must read. */
 static PyObject *
-as_entry(const Raw *raw, Py_ssize_t shape_size, PyObject *layouts, PyObject *missing)
+as_entry(const Raw *raw, Py_ssize_t shape_size, Recent *recent, PyObject *layouts,
+         PyObject *missing)
 {
     if (raw->kind != 0)
         return PyLong_FromLong(raw->kind);
@@ -1235,9 +1261,10 @@ as_entry(const Raw *raw, Py_ssize_t shape_size, PyObject *layouts, PyObject *mis
         else
             data = PyBytes_FromStringAndSize(NULL, 0);
     }
-    if (data != NULL)
-        made = Py_BuildValue("Oy#OO", function, (const char *)&raw->shape, shape_size, data,
-                             packed ? Py_True : Py_False);
+    PyObject *shape = data == NULL ? NULL : shape_bytes(&raw->shape, shape_size, recent);
+    if (shape != NULL)
+        made = PyTuple_Pack(4, function, shape, data, packed ? Py_True : Py_False);
+    Py_XDECREF(shape);
     Py_XDECREF(data);
     Py_XDECREF(layout);
     Py_DECREF(function);
@@ -1277,12 +1304,15 @@ read_nodes(PyObject *Py_UNUSED(module), PyObject *args)
         return PyLong_FromLong(status);
     }
     Py_ssize_t shape_size = LAUNCH_BYTES + attributes * (Py_ssize_t)sizeof raw->shape.attributes[0];
+    Recent recent = {0};
     list = PyList_New(count);
     for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
-        PyObject *entry = as_entry(raw + i, shape_size, layouts, missing);
+        PyObject *entry = as_entry(raw + i, shape_size, &recent, layouts, missing);
         if (entry == NULL || PyList_SetItem(list, i, entry) < 0)
             Py_CLEAR(list);
     }
+    for (int i = 0; i < RECENT; i++)
+        Py_XDECREF(recent.bytes[i]);
     PyMem_Free(raw);
     return list;
 }

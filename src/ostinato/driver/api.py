@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NewType, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NewType, Protocol, TypeAlias, TypeVar
 
-from ostinato.errors import InputError
+from ostinato.errors import GraphError, InputError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,7 +67,9 @@ __all__ = [
     "KernelNodeParams",
     "KernelSetter",
     "KernelTable",
+    "LaunchAttributes",
     "LaunchConfig",
+    "Link",
     "MemOp",
     "MemOpKind",
     "MemcpyNodeParams",
@@ -93,6 +95,7 @@ GraphHandle = NewType("GraphHandle", int)
 NodeHandle = NewType("NodeHandle", int)
 ExecHandle = NewType("ExecHandle", int)
 ConditionalHandle = NewType("ConditionalHandle", int)
+H = TypeVar("H", bound=int)
 
 Dim3: TypeAlias = tuple[int, int, int]
 
@@ -256,6 +259,17 @@ def _shared_bytes(value: int) -> int:
             f"shared={value!r}: bytes of dynamic shared memory are a whole number of 0 or more"
         )
     return number
+
+
+def not_null(handle: H, what: str) -> H:
+    """A handle as a driver gave it.  Raises GraphError for 0: the driver made nothing, and did not
+    say so."""
+    if not handle:
+        raise GraphError(
+            f"the driver gave a null {what} (handle 0) and no error, so nothing was made; close "
+            "the device and open it again"
+        )
+    return handle
 
 
 def _priority(value: int) -> int:
@@ -460,6 +474,33 @@ class KernelNodeParams:
         """A copy with other bytes for all arguments, which lie where they lay."""
         arguments = KernelArguments(data, self.arguments.layout, self.arguments.packed)
         return KernelNodeParams(self.function, self.config, arguments, self.extra_attributes)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchAttributes:
+    """What a kernel node of an executable keeps, whatever it is given later.
+
+    CUDA changes none of these in a whole update or with a node's parameters, and does not refuse
+    most of them (libcuda 580.159: another cluster size gives SUCCESS, and the kernel runs with the
+    old one).  `others`: attributes that `LaunchConfig` has no field for, in words.  `function`: the
+    kernel, where the node may have attributes that the driver does not tell, else None.
+    """
+
+    cluster: Dim3 | None
+    """None also for a cluster of one block."""
+    cooperative: bool
+    priority: int
+    """0 also for none."""
+    others: tuple[str, ...] = ()
+    function: FunctionHandle | None = None
+
+    @classmethod
+    def of(cls, config: LaunchConfig) -> LaunchAttributes:
+        """Those of a config.  Whether it is programmatic is not one: a node's edges say that."""
+        cluster = config.cluster
+        if cluster is not None and max(cluster) <= 1:
+            cluster = None
+        return cls(cluster, config.cooperative, config.priority or 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -734,11 +775,19 @@ class UpdateOutcome:
 # -------------------------------------------------------------------------------------- the driver
 
 
+Link: TypeAlias = tuple[int, int, tuple[int, ...]]
+"""An edge of a `FrozenGraph`."""
+
+
 class FrozenGraph(Protocol):
     """What a definition held when `Driver.graph_freeze` was called.  Later changes do not show.
 
     `kind` and `params` are of a node by its index in `nodes`; they raise what `node_kind` and
-    `node_params` would have raised then.  `holders`: the nodes with graphs inside.
+    `node_params` would have raised then.  `holders`: the nodes with graphs inside.  `links`: the
+    edges, as the places of two nodes and their data (from port, to port, type), which is empty for
+    a plain edge; `plain`: all edges are.  `attributes`: of a kernel node, None for another node;
+    raises what `params` of a kernel node would raise.  `kinds_of_attributes`: those of all nodes,
+    each once.
     """
 
     @property
@@ -751,7 +800,15 @@ class FrozenGraph(Protocol):
 
     def params(self, index: int) -> NodeParams: ...
 
-    def edges(self) -> tuple[Edge, ...]: ...
+    @property
+    def plain(self) -> bool: ...
+
+    def links(self) -> frozenset[Link]: ...
+
+    def attributes(self, index: int) -> LaunchAttributes | None: ...
+
+    @property
+    def kinds_of_attributes(self) -> frozenset[LaunchAttributes]: ...
 
 
 class KernelSetter(Protocol):
@@ -1062,12 +1119,15 @@ class Driver(Protocol):
 
     def graph_edges(self, graph: GraphHandle) -> tuple[Edge, ...]: ...
 
-    def graph_freeze(self, graph: GraphHandle, *, shown: bool = False) -> FrozenGraph:
+    def graph_freeze(
+        self, graph: GraphHandle, *, ours: Container[NodeHandle] | None = None
+    ) -> FrozenGraph:
         """All of a definition, read at once, to be decoded node by node later.
 
-        Child graphs and bodies are frozen by calls of their own.  `shown`: all of it is going to be
-        decoded; otherwise `KernelNodeParams.extra_attributes` are read from the definition when a
-        node is decoded, as nothing can set them.
+        Child graphs and bodies are frozen by calls of their own.  `ours`: nodes that this library
+        made, whose kernels have no attributes but those of `LaunchConfig`.  If they are all of the
+        nodes, `KernelNodeParams.extra_attributes` are read from the definition when a node is
+        decoded: reading them takes most of the time.
         """
         ...
 

@@ -27,6 +27,7 @@ from ostinato.driver.api import (
     MemsetNodeParams,
     NodeParams,
     StreamHandle,
+    not_null,
 )
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, Entry
@@ -326,10 +327,10 @@ class Stream(Closeable):
         driver, retire = self.context.driver, self.context.retire
 
         def launch(handle: StreamHandle) -> None:
-            graph = driver.graph_create()
+            graph = not_null(driver.graph_create(), "graph")
             try:
                 driver.graph_add_node(graph, (), operation.params)
-                executable = driver.graph_instantiate(graph)
+                executable = not_null(driver.graph_instantiate(graph), "executable")
             finally:
                 retire(lambda: driver.graph_destroy(graph))
             try:

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from ostinato.driver.api import KernelArguments, NodeParams, UpdateVerdict, whole_number
+from ostinato.driver.api import (
+    KernelArguments,
+    KernelNodeParams,
+    LaunchAttributes,
+    NodeParams,
+    UpdateVerdict,
+    whole_number,
+)
 from ostinato.driver.signature import Signature, pack_by_size
 from ostinato.errors import ContextPoisonedError, DriverError, InputError, UpdateRefusedError
 from ostinato.graph.node import Node
@@ -19,7 +26,9 @@ __all__ = [
     "argument_bytes",
     "argument_index",
     "is_whole",
+    "keeps",
     "refused",
+    "require_kept",
     "whole_place",
 ]
 
@@ -98,6 +107,68 @@ def refused(node: Node, error: DriverError) -> Exception:
         f"node {node.index} ({node.name}, {node.kind.name}) cannot be changed so: {error}",
         node_index=node.index,
     )
+
+
+def keeps(where: str, old: LaunchAttributes, new: LaunchAttributes, index: int) -> Exception:
+    """The error to raise where a node would keep its launch attributes, and others are asked for.
+
+    `index`: of the node of the graph itself.
+    """
+    pairs = [
+        (_cluster(old), _cluster(new)),
+        (f"cooperative {old.cooperative}", f"cooperative {new.cooperative}"),
+        (f"priority {old.priority}", f"priority {new.priority}"),
+        (_rest(old, new), _rest(new, old)),
+    ]
+    differ = [pair for pair in pairs if pair[0] != pair[1]]
+    if differ:
+        has, asked = (", ".join(words) for words in zip(*differ, strict=True))
+        why = (
+            f"it has {has}; {asked} cannot be set: an executable keeps the launch attributes that "
+            "it was made with, and the driver does not say so"
+        )
+    else:
+        why = (
+            "another kernel is asked for. On this device a kernel of another library may have a "
+            "preferred cluster size, which the driver does not tell, and which an executable "
+            "keeps; so only the same kernel is known to be right"
+        )
+    return UpdateRefusedError(f"{where}: {why}. Instantiate again.", node_index=index)
+
+
+def require_kept(
+    node: Node, old: KernelNodeParams, new: KernelNodeParams, *, by_function: bool
+) -> None:
+    """Raises UpdateRefusedError if a kernel node would keep launch attributes that the new
+    parameters do not have.  `by_function`: it may have some that the driver does not tell."""
+    where = f"node {node.index} ({node.name})"
+    has, asked = (
+        replace(
+            LaunchAttributes.of(params.config),
+            others=params.extra_attributes,
+            function=params.function if by_function else None,
+        )
+        for params in (old, new)
+    )
+    if has != asked:
+        raise keeps(where, has, asked, node.index)
+    programmatic = old.config.programmatic
+    if programmatic != new.config.programmatic:
+        raise UpdateRefusedError(
+            f"{where}: programmatic={programmatic} cannot change in an executable, as the edges "
+            "into the node say it; instantiate again",
+            node_index=node.index,
+        )
+
+
+def _cluster(attributes: LaunchAttributes) -> str:
+    size = attributes.cluster
+    return "no cluster" if size is None else f"a cluster of {size[0]} × {size[1]} × {size[2]}"
+
+
+def _rest(one: LaunchAttributes, other: LaunchAttributes) -> str:
+    """Attributes that `LaunchConfig` has no field for, where they are not those of the other."""
+    return ", ".join(word for word in one.others if word not in other.others) or "no such attribute"
 
 
 def argument_index(

@@ -28,6 +28,7 @@ from ostinato.driver.api import (
     NodeKind,
     NodeParams,
     UpdateVerdict,
+    not_null,
 )
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, Entry
@@ -177,6 +178,7 @@ class GraphExec(Launcher, Closeable):
             blamed = next((n for n in graph.nodes if n.handle == error.node), None)
             what = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
             raise GraphError(f"instantiating the graph failed{what}: {error}") from error
+        not_null(handle, "executable")
         release = _Release(context, handle)
         try:
             executable = cls(graph, release)
@@ -428,7 +430,8 @@ class GraphExec(Launcher, Closeable):
         An operation (`ostinato.prepare`) brings its own signature and what it keeps alive;
         parameters alone bring none, and with another function than before no argument has a name or
         a known type from here on.  `keep` lives as long as the executable, or until the node is set
-        again.  Raises UpdateRefusedError, and ClosedError for an operation that was made with
+        again.  Raises UpdateRefusedError, also for a kernel with other launch attributes (cluster,
+        cooperative, programmatic, priority), and ClosedError for an operation that was made with
         memory that is closed by now; the executable is then as before.
         """
         with self._lock:
@@ -512,23 +515,14 @@ class GraphExec(Launcher, Closeable):
     def set_config(self, node: Node | int, config: LaunchConfig) -> None:
         """Sets a kernel node's grid, block and dynamic shared memory.
 
-        Raises UpdateRefusedError also for launch attributes (cluster, cooperative, programmatic,
-        priority) that differ: an executable keeps those it was made with.
+        Raises UpdateRefusedError also if `config` has other launch attributes (cluster,
+        cooperative, programmatic, priority): an executable keeps those it was made with.
         """
         if not isinstance(config, LaunchConfig):
             raise InputError(f"set_config: a LaunchConfig is needed, not {type(config).__name__}")
         with self._lock:
             found = self._shadow.node(node)
             kernel = self._kernel(found)
-            old = kernel.config
-            fixed = ("cluster", "cooperative", "programmatic", "priority")
-            changed = [name for name in fixed if getattr(old, name) != getattr(config, name)]
-            if changed:
-                raise UpdateRefusedError(
-                    f"node {found.index} ({found.name}): {', '.join(changed)} cannot change in an "
-                    "executable; instantiate again",
-                    node_index=found.index,
-                )
             self._apply([Change(found, replace(kernel, config=config))])
 
     def set_memset(self, node: Node | int, dst: Buffer, value: int, element_size: int = 1) -> None:
@@ -639,7 +633,10 @@ class GraphExec(Launcher, Closeable):
         """Takes every parameter from another graph of the same topology.
 
         Raises UpdateRefusedError with the failing node and the reason; the executable is then as
-        before.  It silently keeps launch attributes that the driver cannot read from the graph.
+        before.  Launch attributes (cluster, cooperative, memory synchronisation domain, …) and
+        programmatic edges must be the same: CUDA keeps the old ones and says SUCCESS.  They are
+        compared before, as far as the driver tells them: not those that other code set through the
+        handle of a node that this library made, except cluster, cooperative and priority.
         """
         if not isinstance(graph, Graph):
             raise InputError(f"update: a Graph is needed, not {type(graph).__name__}")

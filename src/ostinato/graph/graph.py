@@ -33,6 +33,7 @@ from ostinato.driver.api import (
     NodeHandle,
     NodeKind,
     NodeParams,
+    not_null,
     whole_number,
 )
 from ostinato.driver.closeable import Closeable
@@ -92,10 +93,8 @@ class Graph(Closeable):
         labels: Mapping[NodeHandle, NodeLabel] | None = None,
         keep: Iterable[object] = (),
     ) -> None:
-        if not handle:
-            raise GraphError("the driver gave a null graph; nothing was captured")
         self.context = context
-        self._handle = handle
+        self._handle = not_null(handle, "graph")
         self.owner = owner
         self.labels: MutableMapping[NodeHandle, NodeLabel] = dict(labels or {})
         self.keep: list[object] = list(keep)
@@ -226,7 +225,7 @@ class Graph(Closeable):
         return self._read(self.handle, find)
 
     def _read(self, handle: GraphHandle, find: KnownRanges) -> tuple[Node, ...]:
-        frozen = self.context.driver.graph_freeze(handle, shown=True)
+        frozen = self.context.driver.graph_freeze(handle)
         return tuple(
             self.read_node(frozen, index, find, partial(self._read, find=find))
             for index in range(len(frozen.nodes))
@@ -264,14 +263,14 @@ class Graph(Closeable):
             arguments = LazyArguments(params, signature, find)
         elif isinstance(params, ConditionalNodeParams):
             name = params.kind.name.lower()
-            children = tuple(inside(body) for body in params.bodies)
+            children = tuple(inside(not_null(body, "body")) for body in params.bodies)
             defaults = self.context.driver.condition_defaults(handle)
         else:
             name = kind.name.lower()
             if isinstance(params, HostNodeParams) and params.function is not None:
                 name = getattr(params.function, "__qualname__", name)
             elif isinstance(params, ChildGraphNodeParams):
-                children = (inside(params.graph),)
+                children = (inside(not_null(params.graph, "child graph")),)
         return Node(
             index,
             handle,
@@ -360,7 +359,7 @@ class Graph(Closeable):
                 find = KnownRanges(driver.memory_range)
                 return self._node(index, handle, NodeKind.KERNEL, params, find, self._read_inside)
             return self._read_one(index, handle)
-        except DriverError as error:
+        except (DriverError, GraphError) as error:
             why = f"adding a {type(params).__name__} failed, as it could not be read: {error}"
             self.recount()
             try:
@@ -400,7 +399,8 @@ class Graph(Closeable):
         driver = self.context.driver
         params = driver.node_params(node)
         assert isinstance(params, ChildGraphNodeParams)
-        originals, copies = driver.graph_nodes(original), driver.graph_nodes(params.graph)
+        copy_of_it = not_null(params.graph, "child graph")
+        originals, copies = driver.graph_nodes(original), driver.graph_nodes(copy_of_it)
         kinds = [[driver.node_kind(n) for n in nodes] for nodes in (originals, copies)]
         if kinds[0] != kinds[1]:  # a copy keeps the order, as far as is known
             return
@@ -535,9 +535,10 @@ class Graph(Closeable):
         value = whole_number(default)
         if value is None or not 0 <= value < 1 << 32:
             raise InputError(f"default={default!r}: a whole number of 32 bits is needed")
-        return self.context.driver.conditional_create(
+        handle = self.context.driver.conditional_create(
             self.handle, default=value, reset_at_launch=reset_at_launch
         )
+        return not_null(handle, "condition")
 
     def add_conditional(
         self,

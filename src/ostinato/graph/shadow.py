@@ -8,15 +8,15 @@ instead, and folded into the record when it is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ostinato.driver.api import (
     ChildGraphNodeParams,
     ConditionalNodeParams,
-    Edge,
-    EdgeData,
+    Driver,
     EmptyNodeParams,
     FrozenGraph,
     GraphHandle,
@@ -26,9 +26,10 @@ from ostinato.driver.api import (
     NodeParams,
 )
 from ostinato.errors import InputError, UpdateRefusedError
-from ostinato.graph.changes import Change, Setting
+from ostinato.graph.changes import Change, Setting, keeps, require_kept
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node, every_node, given_reach, index_below
+from ostinato.graph.pairing import kept_of_graphs
 from ostinato.graph.pointers import PlainMove, PointerIndex
 from ostinato.memory.ranges import KnownRanges
 
@@ -73,15 +74,46 @@ class Live:
 class _Frozen:
     """A graph and the graphs inside its nodes, as they were when this was made."""
 
-    def __init__(self, graph: Graph) -> None:
-        self._freeze = graph.context.driver.graph_freeze
+    def __init__(
+        self, driver: Driver, handle: GraphHandle, ours: Container[NodeHandle] | None = None
+    ) -> None:
+        """`ours`: nodes that this library made."""
+        self._freeze = partial(driver.graph_freeze, ours=ours)
         self._graphs: dict[GraphHandle, FrozenGraph] = {}
-        self.outer = self._add(graph.handle)
+        self.outer = self._add(handle)
+
+    @classmethod
+    def of(cls, graph: Graph) -> _Frozen:
+        # In an adopted graph another library may remove a node of ours, and add one that gets its
+        # handle.
+        return cls(graph.context.driver, graph.handle, graph.labels if graph.owned else None)
 
     def _add(self, handle: GraphHandle) -> FrozenGraph:
         made = self._graphs[handle] = self._freeze(handle)
-        for inner in _inner(made):
-            self._add(inner)
+        for index in made.holders:
+            for inner in _inner(made, index):
+                self._add(inner)
+        return made
+
+    def inside(self, frozen: FrozenGraph, index: int) -> list[FrozenGraph]:
+        """The graphs inside a node."""
+        return [self._graphs[inner] for inner in _inner(frozen, index)]
+
+    def hides(self, node: NodeHandle) -> bool:
+        """Whether a kernel node may have launch attributes that the driver does not tell."""
+        for frozen in self._graphs.values():
+            if node in frozen.nodes:
+                attributes = frozen.attributes(frozen.nodes.index(node))
+                return attributes is not None and attributes.function is not None
+        return False
+
+    def at(self, handle: GraphHandle) -> _Frozen | None:
+        """The graph inside that has this handle, as one of its own; None if there is none."""
+        outer = self._graphs.get(handle)
+        if outer is None:
+            return None
+        made = copy(self)
+        made.outer = outer
         return made
 
     def shape(self) -> object:
@@ -90,8 +122,8 @@ class _Frozen:
 
     def _shape(self, frozen: FrozenGraph) -> object:
         kinds = [frozen.kind(index) for index in range(len(frozen.nodes))]
-        inside = [self._shape(self._graphs[inner]) for inner in _inner(frozen)]
-        return kinds, _places(frozen.edges(), frozen.nodes), inside
+        inside = [self._shape(each) for at in frozen.holders for each in self.inside(frozen, at)]
+        return kinds, frozen.links(), inside
 
     def node(self, graph: Graph, index: int, find: KnownRanges) -> Node:
         """One of its own nodes."""
@@ -102,12 +134,12 @@ class _Frozen:
         find = KnownRanges(graph.context.driver.memory_range)
         return tuple(self.node(graph, index, find) for index in range(len(self.outer.nodes)))
 
-    def _inside(self, graph: Graph, find: KnownRanges, handle: GraphHandle) -> tuple[Node, ...]:
+    def _body(self, graph: Graph, find: KnownRanges, handle: GraphHandle) -> tuple[Node, ...]:
         frozen = self._graphs[handle]
         return tuple(self._read(graph, frozen, index, find) for index in range(len(frozen.nodes)))
 
     def _read(self, graph: Graph, frozen: FrozenGraph, index: int, find: KnownRanges) -> Node:
-        node = graph.read_node(frozen, index, find, partial(self._inside, graph, find))
+        node = graph.read_node(frozen, index, find, partial(self._body, graph, find))
         _ = node.arguments  # decoded now: memory may be closed before they are asked for
         return node
 
@@ -122,7 +154,7 @@ class Shadow:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._frozen = _Frozen(graph)
+        self._frozen = _Frozen.of(graph)
         self._handles = self._frozen.outer.nodes
         self._single: dict[int, Node] = {}
         """Nodes that were read one by one."""
@@ -345,7 +377,7 @@ class Shadow:
         made = {change.node.handle: self._changed(change) for change in changes}
         for change in changes:
             if isinstance(change.params, ChildGraphNodeParams):
-                made.update(self._changed_inside(change.node, change.params.graph))
+                made.update(self._changed_inside(change, change.params.graph))
         now = self._folded()
         return replace(now, settings={**now.settings, **made})
 
@@ -355,6 +387,11 @@ class Shadow:
         before, signature = old.params, old.signature
         if not (isinstance(params, KernelNodeParams) and isinstance(before, KernelNodeParams)):
             return Setting(old.node, params, None, {}, owners)
+        other = params.function != before.function
+        same = before.config, before.extra_attributes
+        if other or (params.config, params.extra_attributes) != same:
+            by_function = other and self._frozen.hides(old.node.handle)
+            require_kept(old.node, before, params, by_function=by_function)
         reach = dict(old.reach)
         if change.whole:
             if change.signature is not None or params.function != before.function:
@@ -367,38 +404,75 @@ class Shadow:
                 reach[place] = nbytes
         return Setting(old.node, params, signature, reach, owners)
 
-    def _changed_inside(self, node: Node, child: GraphHandle) -> dict[NodeHandle, Setting]:
+    def _changed_inside(self, change: Change, child: GraphHandle) -> dict[NodeHandle, Setting]:
         """What the nodes inside a child graph node hold once it got another child.
 
-        Raises UpdateRefusedError unless the child has the same nodes and edges, in the same order.
+        Raises UpdateRefusedError unless the child has the same nodes and edges, in the same order,
+        and its kernels the same launch attributes.
         """
-        driver = self._graph.context.driver
+        node = change.node
         assert isinstance(node.params, ChildGraphNodeParams)
-        before, frozen = driver.graph_freeze(node.params.graph), driver.graph_freeze(child)
-        (inside,) = node.children
-        shapes = [
-            ([one.kind(i) for i in range(len(one.nodes))], _places(one.edges(), one.nodes))
-            for one in (before, frozen)
-        ]
-        if shapes[0] != shapes[1]:
+        graphs = [o for _, o in change.owners if isinstance(o, Graph) and o.owned and not o.closed]
+        ours = next((graph.labels for graph in graphs if graph.handle == child), None)
+        before = self._inside(node.params.graph)
+        frozen = _Frozen(self._graph.context.driver, child, ours)
+        self._require_kept(before, frozen, node)
+        if before.shape() != frozen.shape():
             raise UpdateRefusedError(
                 f"node {node.index} ({node.name}): the child graph that it is to have has other "
                 "nodes or edges, or in another order; instantiate again",
                 node_index=node.index,
             )
-        made: dict[NodeHandle, Setting] = {}
-        for index, inner in enumerate(inside):
+        return dict(self._set_inside(node.children[0], frozen, frozen.outer))
+
+    def _inside(self, graph: GraphHandle) -> _Frozen:
+        """A graph inside, as it was when the executable was made, or updated."""
+        updated = None if self._now.updated is None else self._now.updated[1].at(graph)
+        found = updated or self._frozen.at(graph)
+        assert found is not None, "a node's child is one of those that were read with it"
+        return found
+
+    def _set_inside(
+        self, nodes: Sequence[Node], whole: _Frozen, frozen: FrozenGraph
+    ) -> Iterator[tuple[NodeHandle, Setting]]:
+        for index, inner in enumerate(nodes):
             params = frozen.params(index)
             if isinstance(params, EmptyNodeParams):
                 continue
-            made[inner.handle] = self._changed(Change(inner, params, whole=True))
-            if isinstance(params, ChildGraphNodeParams):
-                made.update(self._changed_inside(inner, params.graph))
-        return made
+            yield inner.handle, self._changed(Change(inner, params, whole=True))
+            for body, graph in zip(inner.children, whole.inside(frozen, index), strict=True):
+                yield from self._set_inside(body, whole, graph)
+
+    def _require_kept(self, old: _Frozen, new: _Frozen, around: Node | None = None) -> None:
+        """Raises UpdateRefusedError if the driver would take `new` for `old`, but not all of it.
+
+        `around`: the child graph node that is changed, None for the whole graph.
+        """
+        kept = kept_of_graphs(old, new)
+        if kept is None:
+            return
+        path = kept.path if around is None else (around.index, *kept.path)
+        inside = "".join(f" inside node {index}" for index in reversed(path))
+        if kept.index is None or kept.old is None or kept.new is None:
+            raise UpdateRefusedError(
+                f"the edges{inside} are not the same: programmatic in one graph, plain in the "
+                "other. An executable keeps its edges. Instantiate again.",
+                node_index=path[0] if path else None,
+            )
+        params = kept.graph.params(kept.index)
+        assert isinstance(params, KernelNodeParams)
+        name = self._graph.context.driver.function_info(params.function).name
+        where = f"node {kept.index} ({name}){inside}"
+        raise keeps(where, kept.old, kept.new, path[0] if path else kept.index)
 
     def after_update(self, graph: Graph) -> Now:
-        """The record once every parameter came from `graph` as it is now."""
-        return Now(updated=(graph, _Frozen(graph)))
+        """The record once every parameter came from `graph` as it is now.
+
+        Raises UpdateRefusedError if the driver would not take all of it, and not say so.
+        """
+        frozen = _Frozen.of(graph)
+        self._require_kept(self._frozen, frozen)
+        return Now(updated=(graph, frozen))
 
     def commit(self, now: Now) -> list[object]:
         """Stores a record that the driver took.  Returns what was pointed at before it, and may not
@@ -444,24 +518,12 @@ def _kept_reach(
     return {at: n for at, n in reach.items() if same and old[at : at + 8] == new[at : at + 8]}
 
 
-def _inner(frozen: FrozenGraph) -> Iterator[GraphHandle]:
-    """The graphs inside its nodes."""
-    for index in frozen.holders:
-        params = frozen.params(index)
-        if isinstance(params, ChildGraphNodeParams):
-            yield params.graph
-        elif isinstance(params, ConditionalNodeParams):
-            yield from params.bodies
-
-
-def _places(edges: Sequence[Edge], nodes: Sequence[NodeHandle]) -> set[tuple[int, int, EdgeData]]:
-    """The edges by the places of their nodes."""
-    place = {node: i for i, node in enumerate(nodes)}
-    return {
-        (place[e.source], place[e.target], e.data)
-        for e in edges
-        if e.source in place and e.target in place
-    }
+def _inner(frozen: FrozenGraph, index: int) -> tuple[GraphHandle, ...]:
+    """The graphs inside one of its nodes."""
+    params = frozen.params(index)
+    if isinstance(params, ChildGraphNodeParams):
+        return (params.graph,)
+    return params.bodies if isinstance(params, ConditionalNodeParams) else ()
 
 
 def _under_handles(first: Sequence[Node], new: Sequence[Node]) -> tuple[Node, ...]:

@@ -71,6 +71,9 @@ class CudaDriver(ExecCalls):
         self._device = device
         self._properties = self._read_properties()
         self._capabilities = self._read_capabilities()
+        # The preferred cluster size, which these devices have, cannot be read from a node: the
+        # getter does not give it (sgl-project/sglang#37657), and an update does not change it.
+        self._hides_attributes = self._properties.compute_capability >= (10, 0)
 
     @property
     def name(self) -> str:

@@ -7,9 +7,11 @@ arguments.  Most nodes of a graph have one of a few shapes, so each is decoded o
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ostinato.driver.api import (
     ChildGraphNodeParams,
@@ -19,7 +21,9 @@ from ostinato.driver.api import (
     FunctionHandle,
     KernelArguments,
     KernelNodeParams,
+    LaunchAttributes,
     LaunchConfig,
+    Link,
     NodeHandle,
     NodeKind,
     NodeParams,
@@ -90,6 +94,7 @@ class _Shape(NamedTuple):
     config: LaunchConfig
     words: tuple[str, ...]
     """Attributes that a config has no field for, if they were read."""
+    attributes: LaunchAttributes
 
 
 class Shapes:
@@ -119,7 +124,8 @@ def _decoded(raw: bytes, attributes: tuple[int, ...], programmatic: bool) -> _Sh
                 value.ljust(_VALUE_BYTES, b"\0")
             )
     config = settable(found).config(sizes, programmatic=programmatic)
-    return _Shape(config, attribute_words(found))
+    words = attribute_words(found)
+    return _Shape(config, words, replace(LaunchAttributes.of(config), others=words))
 
 
 class EdgeArrays:
@@ -131,6 +137,12 @@ class EdgeArrays:
         self.targets = (ctypes.c_uint64 * count)()
         self.data = (cu.EdgeDataStruct * count)()
 
+    @property
+    def plain(self) -> bool:
+        """Whether no edge says more than the order."""
+        raw = bytes(self.data)
+        return raw == bytes(len(raw))
+
     def edges(self) -> tuple[Edge, ...]:
         sources, targets, data = self.sources, self.targets, self.data
         return tuple(
@@ -138,9 +150,22 @@ class EdgeArrays:
             for i in range(self.count)
         )
 
+    def links(self, nodes: Sequence[NodeHandle]) -> frozenset[Link]:
+        """The edges by the places of these nodes."""
+        place: dict[int, int] = {node: index for index, node in enumerate(nodes)}
+        count = self.count
+        data: Iterable[tuple[int, ...]] = itertools.repeat(())
+        if not self.plain:
+            data = [
+                (one.from_port, one.to_port, one.type) if any(bytes(one)) else ()
+                for one in self.data[:count]
+            ]
+        ends = (map(place.__getitem__, handles[:count]) for handles in (self.sources, self.targets))
+        return frozenset(zip(*ends, data, strict=False))
+
     def programmatic(self) -> frozenset[int]:
         """The nodes that may start before one that they depend on has ended."""
-        if not any(bytes(self.data)):  # all edges are plain
+        if self.plain:
             return frozenset()
         programmatic = EdgeType.PROGRAMMATIC
         return frozenset(
@@ -167,30 +192,37 @@ class Decoder(Protocol):
 
 
 class Frozen:
-    """`attributes`: those that the shapes hold; `rest`: those to be read when a node is decoded."""
+    """`others`: the indices of the nodes that are no `RawKernel`.  `read`: the attributes that the
+    shapes hold; `rest`: those to be read when a node is decoded.  `by_function`: a node may have
+    attributes that the driver does not tell."""
 
     def __init__(
         self,
         decoder: Decoder,
         nodes: tuple[NodeHandle, ...],
         held: Sequence[RawKernel | Other],
+        others: Sequence[int],
         edges: EdgeArrays,
-        attributes: tuple[int, ...],
+        read: tuple[int, ...],
         rest: tuple[int, ...],
+        *,
+        by_function: bool,
     ) -> None:
         self.nodes = nodes
         self._decoder = decoder
         self._held = held
+        self._others = others
         self._edges = edges
-        self._attributes = attributes
+        self._read = read
         self._rest = rest
+        self._by_function = by_function
         self.holders = [
             index
-            for index, entry in enumerate(held)
-            if isinstance(entry, Other)
-            and isinstance(entry.params, ChildGraphNodeParams | ConditionalNodeParams)
+            for index in others
+            if isinstance(held[index][1], ChildGraphNodeParams | ConditionalNodeParams)
         ]
         self._programmatic: frozenset[int] | None = None
+        self._kinds: frozenset[LaunchAttributes] | None = None
 
     def kind(self, index: int) -> NodeKind:
         held = self._held[index]
@@ -212,12 +244,47 @@ class Frozen:
         function, raw, data, packed = held
         node = self.nodes[index]
         decoder = self._decoder
-        shape = decoder.shapes(raw, self._attributes, node in self._programmatic)
+        shape = decoder.shapes(raw, self._read, node in self._programmatic)
         words = decoder.words_of(node, self._rest) if self._rest else shape.words
         decoder.note_config(node, shape.config)
         layout = decoder.layout_of(function) if data else ()
         arguments = packed_arguments(data, layout) if packed else KernelArguments(data, layout)
         return KernelNodeParams(FunctionHandle(function), shape.config, arguments, words)
 
-    def edges(self) -> tuple[Edge, ...]:
-        return self._edges.edges()
+    @property
+    def plain(self) -> bool:
+        return self._edges.plain
+
+    def links(self) -> frozenset[Link]:
+        return self._edges.links(self.nodes)
+
+    def attributes(self, index: int) -> LaunchAttributes | None:
+        held = self._held[index]
+        if not isinstance(held, Other):
+            return self._attributes_of(held[1], held[0] if self._by_function else 0)
+        if held.kind is not NodeKind.KERNEL:
+            return None
+        params = self.params(index)
+        assert isinstance(params, KernelNodeParams)
+        function = params.function if self._by_function else None
+        has = LaunchAttributes.of(params.config)
+        return replace(has, others=params.extra_attributes, function=function)
+
+    def _attributes_of(self, shape: bytes, function: int) -> LaunchAttributes:
+        has = self._decoder.shapes(shape, self._read, False).attributes
+        return replace(has, function=FunctionHandle(function)) if function else has
+
+    @property
+    def kinds_of_attributes(self) -> frozenset[LaunchAttributes]:
+        if self._kinds is None:
+            held: Sequence[Any] = self._held
+            if self._others:
+                held = [entry for entry in held if not isinstance(entry, Other)]
+            if self._by_function:
+                kinds = {(entry[1], entry[0]) for entry in held}
+            else:  # a comprehension of one thing: most updates wait for this
+                kinds = {(shape, 0) for shape in {entry[1] for entry in held}}
+            made = {self._attributes_of(*kind) for kind in kinds}
+            others = map(self.attributes, self._others)
+            self._kinds = frozenset(made.union(one for one in others if one is not None))
+        return self._kinds

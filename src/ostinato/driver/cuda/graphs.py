@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from ctypes import byref
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -137,6 +138,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
         self._conditionals = _Conditionals()
         self.shapes = Shapes()
         self._read_addresses = tuple(lib.address(symbol) for symbol in _READ)
+        self._hides_attributes = False
+        """Whether kernels of other libraries may have launch attributes that cannot be read."""
         self._configs_read: dict[int, LaunchConfig] = {}
         """Node to the config last read from it.  An update that passes this same object keeps the
         node's attributes, which need not be read from the driver again then."""
@@ -192,20 +195,24 @@ class GraphCalls(StreamCalls, ModuleCalls):
         return made
 
     # --- reading all of a graph at once
-    def graph_freeze(self, graph: GraphHandle, *, shown: bool = False) -> Frozen:
+    def graph_freeze(
+        self, graph: GraphHandle, *, ours: Container[NodeHandle] | None = None
+    ) -> Frozen:
         seam = "graph_freeze"
         array, edges = self._node_array(seam, graph), self._edge_arrays(seam, graph)
         nodes = _handles(array)
-        attributes = SHOWN if shown else SETTABLE
+        all_ours = ours is not None and all(map(ours.__contains__, nodes))
+        attributes = SETTABLE if all_ours else SHOWN
         raw = self._within(seam, lambda: self._read_nodes(array, nodes, attributes))
         if isinstance(raw, int):
             raise self._error(raw, seam)
-        held = [
-            entry if isinstance(entry, tuple) else self._read_other(node, entry)
-            for node, entry in zip(nodes, raw, strict=True)
-        ]
-        rest = () if shown else SHOWN[len(SETTABLE) :]
-        return Frozen(self, nodes, held, edges, attributes, rest)
+        others = [index for index, entry in enumerate(raw) if not isinstance(entry, tuple)]
+        held: list[Any] = raw
+        for index in others:
+            held[index] = self._read_other(nodes[index], held[index])
+        rest = SHOWN[len(SETTABLE) :] if all_ours else ()
+        by_function = self._hides_attributes and not all_ours
+        return Frozen(self, nodes, held, others, edges, attributes, rest, by_function=by_function)
 
     def _read_nodes(
         self,

@@ -24,6 +24,8 @@ from ostinato.driver.api import (
     GraphHandle,
     HostNodeParams,
     KernelNodeParams,
+    LaunchAttributes,
+    Link,
     MemcpyNodeParams,
     MemsetNodeParams,
     NodeHandle,
@@ -173,7 +175,18 @@ class Frozen:
         self.nodes = tuple(graph.nodes)
         self._held = [(node.kind, node.shown) for node in graph.nodes.values()]
         self.holders = [index for index, node in enumerate(graph.nodes.values()) if node.inner]
-        self._incoming = [tuple(node.incoming) for node in graph.nodes.values()]
+        self._attributes = [
+            LaunchAttributes.of(params.config) if isinstance(params, KernelNodeParams) else None
+            for _, params in self._held
+        ]
+        self.kinds_of_attributes = frozenset(one for one in self._attributes if one is not None)
+        place = {node: index for index, node in enumerate(graph.nodes.values())}
+        self._links = frozenset(
+            (place[source], place[node], _link_data(data))
+            for node in place
+            for source, data in node.incoming
+        )
+        self.plain = not any(data for _, _, data in self._links)
 
     def kind(self, index: int) -> NodeKind:
         return self._held[index][0]
@@ -181,12 +194,16 @@ class Frozen:
     def params(self, index: int) -> NodeParams:
         return self._held[index][1]
 
-    def edges(self) -> tuple[Edge, ...]:
-        return tuple(
-            Edge(source.handle, node, data)
-            for node, incoming in zip(self.nodes, self._incoming, strict=True)
-            for source, data in incoming
-        )
+    def links(self) -> frozenset[Link]:
+        return self._links
+
+    def attributes(self, index: int) -> LaunchAttributes | None:
+        return self._attributes[index]
+
+
+def _link_data(data: EdgeData) -> tuple[int, ...]:
+    numbers = (data.from_port, data.to_port, int(data.type))
+    return numbers if any(numbers) else ()
 
 
 class GraphDefinition:

@@ -41,7 +41,7 @@ import math
 import os
 import platform
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -595,7 +595,9 @@ class HostDriver:
         with self._entered("graph_edges") as call:
             return self._graphs.find(call, graph).edges()
 
-    def graph_freeze(self, graph: GraphHandle, *, shown: bool = False) -> FrozenGraph:
+    def graph_freeze(
+        self, graph: GraphHandle, *, ours: Container[NodeHandle] | None = None
+    ) -> FrozenGraph:
         with self._entered("graph_freeze") as call:
             definition = self._graphs.find(call, graph)
             return Frozen(definition)

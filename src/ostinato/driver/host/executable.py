@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from ostinato.driver.api import (
@@ -17,6 +17,9 @@ from ostinato.driver.api import (
     ExecHandle,
     FreeNodeParams,
     InstantiateFlags,
+    KernelNodeParams,
+    LaunchAttributes,
+    LaunchConfig,
     MemcpyNodeParams,
     MemsetNodeParams,
     NodeHandle,
@@ -381,6 +384,13 @@ class Executable:
             self._set_child(call, node, self.definition.tables.graphs.find(call, params.graph))
             return
         self._compiler.check(call, params)
+        if params != _with_attributes(node.params, params):
+            raise driver_error(
+                Status.NOT_SUPPORTED,
+                call,
+                "launch attributes cannot change on an executable",
+                node=node.original,
+            )
         why = _why_not(node.params, params, self._memory.is_pinned)
         if why:
             raise driver_error(Status.INVALID_VALUE, call, why, node=node.original)
@@ -482,6 +492,26 @@ def _why_not(old: NodeParams, new: NodeParams, is_pinned: Callable[[int], bool])
     return ""
 
 
+def _with_attributes(old: NodeParams, new: NodeParams) -> NodeParams:
+    """The new parameters of a node with the launch attributes of its old ones.
+
+    cuGraphExecUpdate keeps these and says SUCCESS (libcuda 580.159, measured of the cluster size).
+    """
+    if not (isinstance(old, KernelNodeParams) and isinstance(new, KernelNodeParams)):
+        return new
+    was, is_ = old.config, new.config
+    if LaunchAttributes.of(was) == LaunchAttributes.of(is_):
+        return new
+    config = LaunchConfig(
+        *(is_.grid, is_.block, is_.shared),
+        cluster=was.cluster,
+        cooperative=was.cooperative,
+        programmatic=is_.programmatic,
+        priority=was.priority,
+    )
+    return replace(new, config=config)
+
+
 def _compare(
     old: GraphDefinition, new: GraphDefinition, is_pinned: Callable[[int], bool]
 ) -> UpdateOutcome:
@@ -519,6 +549,12 @@ def _compare_nodes(was: Node, is_: Node, is_pinned: Callable[[int], bool]) -> Up
         return changed
     if _why_not(was.params, is_.params, is_pinned):
         return changed
+    if (
+        isinstance(was.params, KernelNodeParams)
+        and isinstance(is_.params, KernelNodeParams)
+        and was.params.config.cooperative != is_.params.config.cooperative
+    ):
+        return UpdateOutcome(UpdateVerdict.ATTRIBUTES_CHANGED, is_.handle)
     if isinstance(was.params, ConditionalNodeParams):
         assert isinstance(is_.params, ConditionalNodeParams)
         if was.params.kind != is_.params.kind or was.params.size != is_.params.size:
@@ -538,11 +574,12 @@ def _adopt(old: GraphDefinition, new: GraphDefinition) -> list[Node]:
     """Gives the nodes of `old` the parameters of `new`; the nodes whose steps change."""
     changed: list[Node] = []
     for was, is_ in zip(old.nodes.values(), new.nodes.values(), strict=True):
-        differs = was.params != is_.params
-        if isinstance(is_.params, ConditionalNodeParams) and differs:
-            was.graph.conditions[is_.params.handle] = is_.condition
+        params = _with_attributes(was.params, is_.params)
+        differs = was.params != params
+        if isinstance(params, ConditionalNodeParams) and differs:
+            was.graph.conditions[params.handle] = is_.condition
         if differs:
-            was.params = is_.params
+            was.params = params
         for inner, new_inner in zip(was.inner, is_.inner, strict=True):
             differs = bool(_adopt(inner, new_inner)) or differs
         if differs:

@@ -29,6 +29,7 @@ from ostinato.driver.api import (
     MemoryRange,
     NodeHandle,
     NodeParams,
+    not_null,
 )
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.stream import Event, Operation, Stream
@@ -301,8 +302,11 @@ class Loader:
             graph = LoadedGraph(self._context, self._driver.graph_create())
             graph.labels = _Labels()
             self._conditions = [
-                self._driver.conditional_create(
-                    graph.handle, default=c.default, reset_at_launch=c.reset_at_launch
+                not_null(
+                    self._driver.conditional_create(
+                        graph.handle, default=c.default, reset_at_launch=c.reset_at_launch
+                    ),
+                    "condition",
                 )
                 for c in self.manifest.conditions
             ]
@@ -628,7 +632,7 @@ class Loader:
         """Adds a node that is no kernel, and what is inside of it."""
         child = GraphHandle(0)
         if isinstance(node.params, ChildGraphNodeParams):
-            child = self._driver.graph_create()
+            child = not_null(self._driver.graph_create(), "graph")
         try:
             if child:
                 self._build(graph, child, node.inner[0])
@@ -645,7 +649,7 @@ class Loader:
         added = self._driver.node_params(made) if _read_back(node) else None
         if isinstance(added, ConditionalNodeParams):
             for body, inner in zip(added.bodies, node.inner, strict=True):
-                self._build(graph, body, inner)
+                self._build(graph, not_null(body, "body"), inner)
         elif isinstance(added, AllocNodeParams):
             block = next(i for i, b in enumerate(self.manifest.blocks) if b.node == place)
             self.bases[block] = added.address
@@ -767,6 +771,9 @@ class _Labels(MutableMapping[NodeHandle, NodeLabel]):
         launches, row = known
         label = self._known[node] = launches.label(row)
         return label
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._known
 
     def __setitem__(self, node: NodeHandle, label: NodeLabel) -> None:
         self._known[node] = label

@@ -1,0 +1,183 @@
+"""Which launch attributes an executable keeps without a word, tried on this machine's driver.
+
+For each attribute: a kernel node that has one value is instantiated, and is then to get another,
+by a whole update (cuGraphExecUpdate) and by parameters of one node
+(cuGraphExecKernelNodeSetParams, after the definition's node got the other value).  A kernel can see
+the size of its cluster; of the other attributes only the driver's answer is known.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections.abc import Callable
+from ctypes import byref
+from dataclasses import dataclass
+
+from ostinato.driver.api import (
+    ExecHandle,
+    GraphHandle,
+    Image,
+    KernelArguments,
+    KernelNodeParams,
+    LaunchConfig,
+    NodeHandle,
+)
+from ostinato.driver.cuda import libcuda as cu
+from ostinato.driver.cuda.driver import CudaDriver
+
+__all__ = ["AttributeFate", "Fate", "attribute_fates"]
+
+_PTX = """
+.version 7.8
+.target sm_90
+.address_size 64
+
+// Writes how many blocks its cluster has.
+.visible .entry cluster(.param .u64 out)
+{
+    .reg .u32 %r<2>;
+    .reg .u64 %t<2>;
+    ld.param.u64 %t1, [out];
+    cvta.to.global.u64 %t1, %t1;
+    mov.u32 %r1, %cluster_nctaid.x;
+    st.global.u32 [%t1], %r1;
+    ret;
+}
+"""
+
+
+class Fate(enum.Enum):
+    """What becomes of another value."""
+
+    REFUSED = "refused"
+    APPLIED = "the kernel has the new value"
+    KEPT = "SUCCESS, and the kernel has the old value"
+    UNSEEN = "SUCCESS, and a kernel does not see which value it has"
+
+
+@dataclass(frozen=True, slots=True)
+class AttributeFate:
+    """`read_back`: whether the driver tells the value of a node that it was set on."""
+
+    attribute: str
+    read_back: bool
+    update: Fate
+    set_params: Fate
+
+
+def _dimensions(size: int) -> bytes:
+    return bytes(cu.Dimensions(size, 1, 1))
+
+
+def _number(value: int) -> bytes:
+    return bytes(ctypes.c_int(value))
+
+
+# Name, identity, the value before and the value after, None for a node that was not given one.
+# A node with a preferred cluster size also has a cluster size, which must divide it.
+_TRIED: tuple[tuple[str, int, bytes | None, bytes], ...] = (
+    ("cluster size", cu.ATTRIBUTE_CLUSTER_DIMENSION, _dimensions(2), _dimensions(4)),
+    ("preferred cluster size", cu.ATTRIBUTE_PREFERRED_CLUSTER, None, _dimensions(4)),
+    ("cooperative", cu.ATTRIBUTE_COOPERATIVE, None, _number(1)),
+    ("priority", cu.ATTRIBUTE_PRIORITY, None, _number(-1)),
+    ("cluster scheduling", cu.ATTRIBUTE_CLUSTER_SCHEDULING, _number(1), _number(2)),
+    ("memory synchronisation domain", cu.ATTRIBUTE_MEM_SYNC_DOMAIN, None, _number(1)),
+    ("memory synchronisation map", cu.ATTRIBUTE_MEM_SYNC_DOMAIN_MAP, None, b"\1\0"),
+    ("shared memory carveout", cu.ATTRIBUTE_SHARED_CARVEOUT, _number(25), _number(75)),
+)
+
+
+def attribute_fates(driver: CudaDriver) -> tuple[AttributeFate, ...]:
+    """The attributes that this GPU and driver have, and what becomes of each; empty without
+    clusters.
+
+    Raises DriverError.  The memory that it takes, less than 1 MiB, is freed at the end of the
+    process.
+    """
+    if not driver.capabilities.clusters:
+        return ()
+    module = driver.module_load(Image("ptx", _PTX.encode()))
+    function, out = driver.module_function(module, "cluster"), driver.mem_alloc(4)
+    driver.function_load(function)
+    layout = driver.layout_of(function)
+    data = out.to_bytes(8, "little").ljust(layout[-1].offset + layout[-1].size, b"\0")
+    kernel = KernelNodeParams(function, LaunchConfig(8, 32), KernelArguments(data, layout))
+    trials = (_Trial(driver, kernel, out, *tried) for tried in _TRIED)
+    return tuple(fate for trial in trials if (fate := trial.fate()) is not None)
+
+
+class _Trial:
+    """One attribute and its two values."""
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        kernel: KernelNodeParams,
+        out: int,
+        name: str,
+        identity: int,
+        before: bytes | None,
+        after: bytes,
+    ) -> None:
+        self._driver, self._kernel, self._out = driver, kernel, out
+        self._name, self._identity = name, identity
+        self._before, self._after = before, after
+        self._stream = driver.stream_create()
+
+    def fate(self) -> AttributeFate | None:
+        """None if no node can have the attribute here."""
+        made = [self._graph(value) for value in (self._before, self._after)]
+        if None in made:
+            return None
+        (first, node), (second, other) = (one for one in made if one is not None)
+        held = self._driver._attributes_of(other, (self._identity,)).get(self._identity)
+        return AttributeFate(
+            self._name,
+            held is not None and bytes(held)[: len(self._after)] == self._after,
+            self._changed(first, lambda run: self._update(run, second)),
+            self._changed(first, lambda run: self._set_params(run, node)),
+        )
+
+    def _graph(self, value: bytes | None) -> tuple[GraphHandle, NodeHandle] | None:
+        """A graph of one kernel node with this value of the attribute, None for its default."""
+        graph = self._driver.graph_create()
+        node = self._driver.graph_add_node(graph, (), self._kernel)
+        if self._identity == cu.ATTRIBUTE_PREFERRED_CLUSTER:
+            self._set(node, cu.ATTRIBUTE_CLUSTER_DIMENSION, _dimensions(2))
+        if value is not None and self._set(node, self._identity, value):
+            return None
+        return graph, node
+
+    def _set(self, node: NodeHandle, identity: int, value: bytes) -> int:
+        raw = cu.LaunchAttributeValue.from_buffer_copy(value.ljust(64, b"\0"))
+        symbol = "cuGraphKernelNodeSetAttribute"
+        return self._driver._status("attribute_fates", symbol, node, identity, byref(raw))
+
+    def _changed(self, graph: GraphHandle, change: Callable[[ExecHandle], int]) -> Fate:
+        """What becomes of a change of a new executable."""
+        run = self._driver.graph_instantiate(graph)
+        try:
+            if change(run):
+                return Fate.REFUSED
+            if self._identity != cu.ATTRIBUTE_CLUSTER_DIMENSION:
+                return Fate.UNSEEN
+            self._driver.exec_launch(run, self._stream)
+            seen = bytearray(4)
+            self._driver.memcpy_to_host(memoryview(seen), self._out, self._stream)
+            new = int.from_bytes(self._after[:4], "little")
+            return Fate.APPLIED if int.from_bytes(seen, "little") == new else Fate.KEPT
+        finally:
+            self._driver.exec_destroy(run)
+
+    def _update(self, run: ExecHandle, graph: GraphHandle) -> int:
+        info = cu.UpdateResultInfo()
+        symbol = "cuGraphExecUpdate_v2"
+        return self._driver._status("attribute_fates", symbol, run, graph, byref(info))
+
+    def _set_params(self, run: ExecHandle, node: NodeHandle) -> int:
+        if status := self._set(node, self._identity, self._after):
+            return status
+        block = self._driver._kernel_block("attribute_fates", self._kernel, node)
+        symbol = "cuGraphExecKernelNodeSetParams_v2"
+        return self._driver._status("attribute_fates", symbol, run, node, block)
