@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 import tracemalloc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +24,13 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import ChildGraphNodeParams, MemcpyNodeParams, MemsetNodeParams
+from ostinato.driver.api import (
+    ChildGraphNodeParams,
+    MemcpyNodeParams,
+    MemOp,
+    MemOpKind,
+    MemsetNodeParams,
+)
 from ostinato.driver.signature import pack_by_size
 from ostinato.errors import (
     CaptureBrokenError,
@@ -43,6 +51,7 @@ from tests.interrupted import interrupt, lines
 from tests.sources import config, kernel, preload
 
 N = 256
+AUTO_FREE = ost.InstantiateFlags.AUTO_FREE_ON_LAUNCH
 
 pytestmark = pytest.mark.usefixtures("launcher")  # compiled, and in Python
 
@@ -3598,3 +3607,183 @@ def test_nothing_is_launched_on_a_device_that_was_closed() -> None:
     device.close()
     with pytest.raises(ClosedError, match="closed; open it again"):
         run.launch(stream)
+
+
+# ------------------------------------------------------------- loops, bodies and memory of graphs
+
+
+@ost.host_kernel("go_on: cond, counter: *u32, limit: u32")
+def count_up(launch, go_on, counter, limit):
+    counter[0] += 1
+    launch.set_conditional(go_on, int(counter[0] < limit))
+
+
+LOOPS = ost.Source(
+    cuda=r"""
+    extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(
+        cudaGraphConditionalHandle handle, unsigned int value);
+
+    extern "C" __global__ void count_up(
+        cudaGraphConditionalHandle go_on, unsigned* counter, unsigned limit) {
+        *counter += 1;
+        cudaGraphSetConditional(go_on, *counter < limit);
+    }
+    """,
+    host=[count_up],
+    name="loops",
+)
+
+
+@pytest.fixture
+def counting(device: Device) -> ost.Kernel:
+    """A kernel that counts, and sets a condition while it has not reached a limit."""
+    return device.modules.get_or_compile(LOOPS, "count_up")
+
+
+def emptied(stream: ost.Stream, body: ost.Graph, x: ost.Buffer) -> None:
+    """A capture into the body that an exception ends."""
+    with pytest.raises(ZeroDivisionError), ost.capture(stream, into=body):
+        ost.fill(stream, x, 1)
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("inside", ["nothing", "a broken capture", "a fill", "a child", "a branch"])
+def test_a_loop_that_no_kernel_ends_is_refused(
+    device: Device, stream: ost.Stream, inside: str
+) -> None:
+    """A launch of it hung."""
+    graph, x = ost.Graph.create(device), ones(device)
+    (body,) = graph.add_conditional(ost.ConditionalKind.WHILE, graph.condition(1)).bodies
+    if inside == "a broken capture":
+        emptied(stream, body, x)
+    elif inside == "a fill":
+        body.add_memset(x, 1)
+    elif inside == "a child":
+        body.add_child(ost.capture_function(stream, lambda: ost.fill(stream, x, 1)))
+    elif inside == "a branch":
+        body.add_conditional(ost.ConditionalKind.IF, graph.condition(1))
+    with pytest.raises(GraphError, match=r"WHILE at node 0 .*could never end.*fill the body"):
+        graph.instantiate()
+
+
+@pytest.mark.parametrize("starts", [True, False])
+@pytest.mark.parametrize("deep", [True, False])
+def test_a_loop_whose_kernels_lack_its_condition_is_warned_of(
+    device: Device, counting: ost.Kernel, starts: bool, deep: bool
+) -> None:
+    graph, counter = ost.Graph.create(device), device.zeros(1, np.uint32)
+    outer = graph
+    if deep:
+        (outer,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+    mine, others = graph.condition(int(starts)), graph.condition(0)
+    (body,) = outer.add_conditional(ost.ConditionalKind.WHILE, mine).bodies
+    body.add_kernel(counting, config(1), others, counter, 3)
+    outer.add_conditional(ost.ConditionalKind.IF, others)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graph.instantiate()
+    assert [str(w.message).count("may never end") for w in caught] == [1] * starts
+    assert all(w.filename == __file__ for w in caught)
+
+
+def test_loops_that_end_are_not_warned_of(
+    device: Device, stream: ost.Stream, counting: ost.Kernel
+) -> None:
+    """The condition is set in the body, in a child graph in it, or in a branch in it."""
+    for way in ("body", "child", "branch"):
+        graph, counter = ost.Graph.create(device), device.zeros(1, np.uint32)
+        handle = graph.condition(1)
+        (body,) = graph.add_conditional(ost.ConditionalKind.WHILE, handle).bodies
+        count = partial(ost.launch, stream, counting, ost.LaunchConfig(1, 1), handle, counter, 3)
+        if way == "child":
+            body.add_child(ost.capture_function(stream, count))
+        else:
+            if way == "branch":
+                (body,) = body.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+            with ost.capture(stream, into=body):
+                count()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run = graph.instantiate()
+        run.launch(stream)
+        assert counter.to_numpy(stream).tolist() == [3]
+
+
+@pytest.mark.parametrize("what", ["host", "record", "wait", "write"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_body_refuses_what_it_cannot_hold_at_once(
+    device: Device, stream: ost.Stream, what: str, depth: int
+) -> None:
+    """CUDA says INVALID_VALUE of all of the graph, when it is instantiated; `depth`: in how many
+    child graphs."""
+
+    def add(graph: ost.Graph) -> None:
+        if what == "host":
+            graph.add_host(print)
+        elif what == "write":
+            graph.add_batch_mem_op([MemOp(MemOpKind.WRITE, x.address, 1)], keep=(x,))
+        else:
+            (graph.add_event_record if what == "record" else graph.add_event_wait)(event)
+
+    graph, x, event = ost.Graph.create(device), ones(device), device.create_event()
+    (body,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+    inner = body
+    for _ in range(depth):
+        child = ost.Graph.create(device)
+        add(child) if inner is body else child.add_child(inner)
+        inner = child
+    with pytest.raises(GraphError, match="can hold kernels, copies, fills"):
+        add(body) if inner is body else body.add_child(inner)
+    assert len(body) == 0
+
+
+def test_a_host_function_captured_into_a_body_is_named(device: Device, stream: ost.Stream) -> None:
+    graph = ost.Graph.create(device)
+    (body,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+    with pytest.raises((GraphError, CaptureBrokenError)) as caught:
+        with ost.capture(stream, into=body):
+            stream.call(print)
+        graph.instantiate()
+    if isinstance(caught.value, GraphError):
+        assert "node 0 (if), body 0, node 0 (print) of kind HOST" in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", [ost.InstantiateFlags.NONE, AUTO_FREE])
+def test_memory_of_a_graph_without_a_free_node_is_freed_with_the_executable(
+    device: Device, stream: ost.Stream, flags: ost.InstantiateFlags
+) -> None:
+    """It was gone for good, with each executable."""
+    size, left = 64 << 20, []
+    for _ in range(4):
+        graph = ost.Graph.create(device)
+        graph.add_alloc(size)
+        with graph.instantiate(flags=flags) as run:
+            for _ in range(1 + (flags is AUTO_FREE)):
+                run.launch(stream)
+            stream.synchronize()
+        device.synchronize()
+        left.append(device.memory_info()[0])
+        graph.close()
+    assert left[0] - left[-1] < size, left
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_memory_that_another_graph_has_freed_is_not_freed_again(
+    device: Device, stream: ost.Stream, launched: bool
+) -> None:
+    graph, other = ost.Graph.create(device), ost.Graph.create(device)
+    alloc = graph.add_alloc(1 << 20)
+    run = graph.instantiate()
+    if launched:
+        other.add_free(alloc.alloc.address)
+        run.launch(stream)
+        other.instantiate().launch(stream)
+        stream.synchronize()
+    run.close()
+    device.synchronize()
+    assert device.context.retired == 0
+    again = graph.instantiate()  # one at a time: the first is gone
+    again.launch(stream)
+    again.close()
+    device.synchronize()
+    assert (ones(device).to_numpy(stream) == 1).all()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = [
+    "BODY_PARAMS",
     "AllocNodeParams",
     "BatchMemOpNodeParams",
     "Capabilities",
@@ -660,6 +661,18 @@ NodeParams: TypeAlias = (
 )
 
 
+BODY_PARAMS = (
+    KernelNodeParams,
+    MemcpyNodeParams,
+    MemsetNodeParams,
+    ChildGraphNodeParams,
+    EmptyNodeParams,
+    ConditionalNodeParams,
+)
+"""The nodes that the body of a conditional node may hold, also inside its child graphs (CUDA
+programming guide, "Conditional Graph Nodes")."""
+
+
 class EdgeType(enum.IntEnum):
     """The type of an edge (CUgraphDependencyType)."""
 
@@ -738,7 +751,8 @@ class FrozenGraph(Protocol):
     """What a definition held when `Driver.graph_freeze` was called.  Later changes do not show.
 
     `kind` and `params` are of a node by its index in `nodes`; they raise what `node_kind` and
-    `node_params` would have raised then.  `holders`: the nodes with graphs inside.
+    `node_params` would have raised then.  `holders`: the nodes with graphs inside; `memory_nodes`:
+    alloc and free nodes.
     """
 
     @property
@@ -746,6 +760,9 @@ class FrozenGraph(Protocol):
 
     @property
     def holders(self) -> Sequence[int]: ...
+
+    @property
+    def memory_nodes(self) -> Sequence[int]: ...
 
     def kind(self, index: int) -> NodeKind: ...
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
+    BODY_PARAMS,
     AllocNodeParams,
     BatchMemOpNodeParams,
     ChildGraphNodeParams,
@@ -40,6 +41,7 @@ from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream, handle_of, require_callable
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
+from ostinato.graph.bodies import BODY_RULE, wrongly_in_a_body
 from ostinato.graph.launching import prepare_node
 from ostinato.graph.node import (
     Argument,
@@ -340,6 +342,7 @@ class Graph(Closeable):
             child = next((graph for graph in kept if isinstance(graph, Graph)), None)
             if child is not None and child.closed:
                 raise ClosedError("the graph that is to be a child node was closed before")
+        self._require_fitting(params, child)
         # Before the driver knows the node: an interruption must not leave it without its memory.
         before = len(self.keep)
         self.keep.extend(kept)
@@ -370,6 +373,9 @@ class Graph(Closeable):
             except DriverError:
                 self.spoil(f"{why}, and could not be taken back; make the graph again")
             raise GraphError(why) from error
+
+    def _require_fitting(self, params: NodeParams, child: Graph | None) -> None:
+        """Raises GraphError for a node that this graph cannot hold.  `child`: the child graph."""
 
     def _place_of_last(self, node: NodeHandle, count: int | None) -> int:
         """The index of the node that was added last, to `count` others if their number is known.
@@ -505,7 +511,12 @@ class Graph(Closeable):
         return self.add(EventWaitNodeParams(handle_of(event)), after, keep=(event.owner,))
 
     def add_alloc(self, nbytes: int, after: Sequence[NodeRef] = ()) -> Node:
-        """Adds an allocation; `node.alloc.address` is where it will be, for nodes after it."""
+        """Adds an allocation; `node.alloc.address` is where it will be, for nodes after it.
+
+        Without a free node in this graph the memory stays after a launch, until a graph with a free
+        node for it is launched or the executable is closed, which frees it.  Meanwhile the
+        executable cannot be launched again, unless it was instantiated with AUTO_FREE_ON_LAUNCH.
+        """
         size = whole_number(nbytes)
         if size is None or size < 1:
             raise InputError(f"nbytes={nbytes!r}: a whole number of 1 or more is needed")
@@ -550,6 +561,10 @@ class Graph(Closeable):
         """Adds an IF (size 1, or 2 with an else), WHILE (1) or SWITCH (any) node.
 
         The bodies are filled as graphs of their own, by hand or with `capture(stream, into=body)`.
+        They hold kernels, copies, fills, empty nodes, child graphs of these, and conditional nodes;
+        `add` of a body raises GraphError for others.  The body of a WHILE needs a kernel that sets
+        the condition: without a kernel `instantiate` raises GraphError, and it warns if no kernel
+        in it has `handle` among its arguments.
         """
         if not isinstance(kind, ConditionalKind):
             raise InputError(f"kind={kind!r}: ConditionalKind.IF, WHILE or SWITCH is needed")
@@ -875,6 +890,13 @@ class _Body(Graph):
     def spoil(self, why: str) -> None:
         super().spoil(why)
         self._parent.spoil(why)
+
+    def _require_fitting(self, params: NodeParams, child: Graph | None) -> None:
+        what = "" if isinstance(params, BODY_PARAMS) else f"a {type(params).__name__}"
+        if child is not None:
+            what = wrongly_in_a_body(child.nodes, "a child graph with ", inside=True)
+        if what:
+            raise GraphError(f"adding {what} to a body failed: {BODY_RULE}")
 
     @property
     def handle(self) -> GraphHandle:

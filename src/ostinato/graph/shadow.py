@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ostinato.driver.api import (
+    AllocNodeParams,
     ChildGraphNodeParams,
-    ConditionalNodeParams,
     Edge,
     EdgeData,
     EmptyNodeParams,
+    FreeNodeParams,
     FrozenGraph,
     GraphHandle,
     KernelNodeParams,
@@ -26,6 +27,7 @@ from ostinato.driver.api import (
     NodeParams,
 )
 from ostinato.errors import InputError, UpdateRefusedError
+from ostinato.graph.bodies import check_loops, graphs_inside
 from ostinato.graph.changes import Change, Setting
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node, every_node, given_reach, index_below
@@ -75,11 +77,11 @@ class _Frozen:
 
     def __init__(self, graph: Graph) -> None:
         self._freeze = graph.context.driver.graph_freeze
-        self._graphs: dict[GraphHandle, FrozenGraph] = {}
+        self.graphs: dict[GraphHandle, FrozenGraph] = {}
         self.outer = self._add(graph.handle)
 
     def _add(self, handle: GraphHandle) -> FrozenGraph:
-        made = self._graphs[handle] = self._freeze(handle)
+        made = self.graphs[handle] = self._freeze(handle)
         for inner in _inner(made):
             self._add(inner)
         return made
@@ -90,7 +92,7 @@ class _Frozen:
 
     def _shape(self, frozen: FrozenGraph) -> object:
         kinds = [frozen.kind(index) for index in range(len(frozen.nodes))]
-        inside = [self._shape(self._graphs[inner]) for inner in _inner(frozen)]
+        inside = [self._shape(self.graphs[inner]) for inner in _inner(frozen)]
         return kinds, _places(frozen.edges(), frozen.nodes), inside
 
     def node(self, graph: Graph, index: int, find: KnownRanges) -> Node:
@@ -103,7 +105,7 @@ class _Frozen:
         return tuple(self.node(graph, index, find) for index in range(len(self.outer.nodes)))
 
     def _inside(self, graph: Graph, find: KnownRanges, handle: GraphHandle) -> tuple[Node, ...]:
-        frozen = self._graphs[handle]
+        frozen = self.graphs[handle]
         return tuple(self._read(graph, frozen, index, find) for index in range(len(frozen.nodes)))
 
     def _read(self, graph: Graph, frozen: FrozenGraph, index: int, find: KnownRanges) -> Node:
@@ -157,6 +159,24 @@ class Shadow:
         """Whether the definition has other nodes than when it was read."""
         graph = self._graph
         return graph.context.driver.graph_nodes(graph.handle) != self._handles
+
+    def check_loops(self) -> None:
+        """Raises GraphError for a WHILE of the definition that cannot end (`bodies`)."""
+        check_loops(self._graph.context.driver, self._frozen.outer, self._frozen.graphs)
+
+    def left_allocated(self) -> list[int]:
+        """The addresses of the definition's alloc nodes that it has no free node for."""
+        found = [
+            frozen.params(index)
+            for frozen in self._frozen.graphs.values()
+            for index in frozen.memory_nodes
+        ]
+        freed = {params.address for params in found if isinstance(params, FreeNodeParams)}
+        return [
+            params.address
+            for params in found
+            if isinstance(params, AllocNodeParams) and params.address not in freed
+        ]
 
     # --- reading
     @property
@@ -447,11 +467,7 @@ def _kept_reach(
 def _inner(frozen: FrozenGraph) -> Iterator[GraphHandle]:
     """The graphs inside its nodes."""
     for index in frozen.holders:
-        params = frozen.params(index)
-        if isinstance(params, ChildGraphNodeParams):
-            yield params.graph
-        elif isinstance(params, ConditionalNodeParams):
-            yield from params.bodies
+        yield from graphs_inside(frozen.params(index))
 
 
 def _places(edges: Sequence[Edge], nodes: Sequence[NodeHandle]) -> set[tuple[int, int, EdgeData]]:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from ostinato.driver.api import (
+    AllocNodeParams,
     ChildGraphNodeParams,
     ConditionalNodeParams,
     Edge,
     EdgeType,
+    FreeNodeParams,
     FunctionHandle,
     KernelArguments,
     KernelNodeParams,
@@ -166,6 +168,10 @@ class Decoder(Protocol):
     def note_config(self, node: int, config: LaunchConfig) -> None: ...
 
 
+_HOLDERS = (ChildGraphNodeParams, ConditionalNodeParams)
+_MEMORY_NODES = (AllocNodeParams, FreeNodeParams)
+
+
 class Frozen:
     """`attributes`: those that the shapes hold; `rest`: those to be read when a node is decoded."""
 
@@ -184,12 +190,9 @@ class Frozen:
         self._edges = edges
         self._attributes = attributes
         self._rest = rest
-        self.holders = [
-            index
-            for index, entry in enumerate(held)
-            if isinstance(entry, Other)
-            and isinstance(entry.params, ChildGraphNodeParams | ConditionalNodeParams)
-        ]
+        others = [(i, entry.params) for i, entry in enumerate(held) if isinstance(entry, Other)]
+        self.holders = [i for i, params in others if isinstance(params, _HOLDERS)]
+        self.memory_nodes = [i for i, params in others if isinstance(params, _MEMORY_NODES)]
         self._programmatic: frozenset[int] | None = None
 
     def kind(self, index: int) -> NodeKind:

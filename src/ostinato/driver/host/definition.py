@@ -173,6 +173,9 @@ class Frozen:
         self.nodes = tuple(graph.nodes)
         self._held = [(node.kind, node.shown) for node in graph.nodes.values()]
         self.holders = [index for index, node in enumerate(graph.nodes.values()) if node.inner]
+        self.memory_nodes = [
+            index for index, (kind, _) in enumerate(self._held) if kind in MEMORY_KINDS
+        ]
         self._incoming = [tuple(node.incoming) for node in graph.nodes.values()]
 
     def kind(self, index: int) -> NodeKind:
@@ -212,6 +215,14 @@ class GraphDefinition:
         while graph.owner is not None:
             graph = graph.owner.graph
         return graph
+
+    @property
+    def in_body(self) -> bool:
+        """Whether it is the body of a conditional node, or a child graph somewhere in one."""
+        graph = self
+        while not graph.body and graph.owner is not None:
+            graph = graph.owner.graph
+        return graph.body
 
     def walk(self) -> Iterable[Node]:
         """Every node; those of children and bodies come right after the node that holds them."""
