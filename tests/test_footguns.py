@@ -44,6 +44,7 @@ from ostinato.errors import (
     VerificationError,
 )
 from ostinato.graph.launching import _touched
+from ostinato.graph.races import unordered
 from ostinato.replay import HeldReplay
 from ostinato.replay.profile import run_replay
 from ostinato.testing import FaultyDriver, HeldStream
@@ -3787,3 +3788,160 @@ def test_memory_that_another_graph_has_freed_is_not_freed_again(
     again.close()
     device.synchronize()
     assert (ones(device).to_numpy(stream) == 1).all()
+
+
+# --------------------------------------------------- nodes added by hand to a graph under capture
+
+
+def is_chain(graph: ost.Graph) -> bool:
+    """Whether each of its nodes waits for the one before."""
+    handles = [node.handle for node in graph.nodes]
+    return {(e.source, e.target) for e in graph.edges} == {*itertools.pairwise(handles)}
+
+
+@pytest.mark.parametrize("reached", ["into", "adopted"])
+@pytest.mark.parametrize(
+    "how", ["kernel", "operation", "memset", "memcpy", "host", "empty", "child", "record", "branch"]
+)
+def test_a_node_added_to_a_graph_under_capture_has_its_place_in_it(
+    device: Device, stream: ost.Stream, how: str, reached: str
+) -> None:
+    """What was captured next did not wait for it: 7 for 12."""
+    x, out = ones(device), device.zeros(N, np.float32)
+    fours, scale = device.array(np.full(N, 4, np.float32)), kernel(device, "scale")
+    double, event = ost.prepare(scale, config(N), x, N), device.create_event()
+    child = ost.capture_function(stream, lambda: stream.submit(double))
+    graph = into = ost.Graph.create(device) if reached == "into" else None
+    bodies: tuple[ost.Graph, ...] = ()
+    with ost.capture(stream, into=into) as capture:
+        ost.launch(stream, scale, config(N), x, N)
+        if graph is None:
+            handle = stream.capture_info.graph
+            graph = ost.Graph.adopt(device, handle, owner=capture)
+        if how == "branch":
+            bodies = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+        else:
+            adds: dict[str, Callable[[ost.Graph], object]] = {
+                "kernel": lambda graph: graph.add_kernel(scale, config(N), x, N),
+                "operation": lambda graph: graph.add_operation(double),
+                "memset": lambda graph: graph.add_memset(x, 0x40800000, 4),
+                "memcpy": lambda graph: graph.add_memcpy(x, fours),
+                "host": lambda graph: graph.add_host(lambda: None),
+                "empty": lambda graph: graph.add_empty(),
+                "child": lambda graph: graph.add_child(child),
+                "record": lambda graph: graph.add_event_record(event),
+            }
+            adds[how](graph)
+        ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
+    del graph
+    for body in bodies:
+        body.add_operation(double)
+    assert is_chain(capture.graph)
+    gc.collect()
+    device.synchronize()
+    capture.graph.instantiate().launch(stream)
+    expected = 4 if how in ("host", "empty", "record") else 8
+    assert (out.to_numpy(stream) == expected).all()
+
+
+def test_a_node_added_under_capture_still_waits_for_what_it_is_told(
+    device: Device, stream: ost.Stream
+) -> None:
+    graph, x, scale = ost.Graph.create(device), ones(device), kernel(device, "scale")
+    with ost.capture(stream, into=graph):
+        ost.launch(stream, scale, config(N), x, N)
+        first = graph.node(0)
+        ost.launch(stream, scale, config(N), x, N)
+        added = graph.add_empty(after=[first])
+        ost.launch(stream, scale, config(N), x, N)
+    order = {(e.source, e.target) for e in graph.edges}
+    one, two, three, four = (node.handle for node in graph.nodes)
+    assert three == added.handle
+    assert order == {(one, two), (one, three), (two, three), (three, four)}
+
+
+def test_another_thread_adds_nothing_to_a_graph_under_capture(
+    device: Device, stream: ost.Stream
+) -> None:
+    graph, x, scale = ost.Graph.create(device), ones(device), kernel(device, "scale")
+    raised: list[BaseException] = []
+
+    def add() -> None:
+        try:
+            graph.add_empty()
+        except CaptureError as error:
+            raised.append(error)
+
+    with ost.capture(stream, into=graph):
+        ost.launch(stream, scale, config(N), x, N)
+        other = threading.Thread(target=add)
+        other.start()
+        other.join()
+    assert "another thread is capturing" in str(raised[0])
+    assert len(graph) == 1
+
+
+def test_nodes_added_under_a_capture_that_is_dropped_go_with_it(
+    device: Device, stream: ost.Stream
+) -> None:
+    graph, x = ost.Graph.create(device), ones(device)
+    scale = kernel(device, "scale")
+    with pytest.raises(ZeroDivisionError), ost.capture(stream, into=graph):
+        (body,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+        body.add_kernel(scale, config(N), x, N)
+        graph.add_kernel(scale, config(N), x, N)
+        raise ZeroDivisionError
+    assert len(graph) == 0
+    assert not graph.labels  # another node may get the handle
+
+
+def test_a_node_that_nothing_orders_is_found_whoever_added_it(device: Device) -> None:
+    """The names of what was submitted and of the nodes differ then."""
+    stream = device.create_stream()
+    x, y, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    add = kernel(device, "add")
+    middle = ost.prepare(add, config(N), x, x, y, N)
+
+    def work(stream: ost.Stream, ordered: bool) -> None:
+        ost.launch(stream, kernel(device, "fill"), config(N), out, 0.0, N)
+        info = stream.capture_info
+        if info.graph:
+            driver = device.driver
+            added = driver.graph_add_node(info.graph, info.dependencies, middle.params)
+            if ordered:
+                driver.stream_set_capture_dependencies(stream.handle, [added])
+        else:
+            stream.submit(middle)
+        ost.launch(stream, add, config(N), y, y, out, N)
+
+    slots = [
+        ost.Slot("x", x, ost.Role.INPUT),
+        ost.Slot("y", y, ost.Role.SCRATCH),
+        ost.Slot("out", out, ost.Role.OUTPUT),
+    ]
+    for ordered in (True, False):
+        step = ost.GraphedStep(
+            lambda stream, ordered=ordered: work(stream, ordered),
+            stream=stream,
+            cache=ost.GraphCache(device),
+            slots=slots,
+            verify="first",
+            warmups=0,
+        )
+        assert ("nothing orders" in step().detail) is not ordered
+
+
+def test_a_branch_that_nothing_orders_is_found(device: Device, stream: ost.Stream) -> None:
+    """A conditional node counts for what its bodies read and write."""
+    x, y, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    add, graph = kernel(device, "add"), ost.Graph.create(device)
+    reads = ost.prepare(add, config(N), y, y, out, N)
+    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1))
+    branch.bodies[0].add_kernel(add, config(N), x, x, y, N)
+    late = graph.add_operation(reads)
+    assert unordered(graph, [reads]) is not None
+    graph.add_edges([(branch.node, late)])
+    assert unordered(graph, [reads]) is None
+    beside = ost.prepare(add, config(N), x, x, device.zeros(N, np.float32), N)
+    graph.add_operation(beside)  # the branch only reads x, too
+    assert unordered(graph, [reads, beside]) is None

@@ -1052,6 +1052,14 @@ class Driver(Protocol):
 
     def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo: ...
 
+    def stream_set_capture_dependencies(
+        self, stream: StreamHandle, nodes: Sequence[NodeHandle]
+    ) -> None:
+        """From here on, what is captured next on the stream depends on these nodes of the graph
+        that is being captured, and not on those of before.  ILLEGAL_STATE (401) if the stream does
+        not capture, INVALID_VALUE for a node of another graph."""
+        ...
+
     def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
         """Sets which calls of this thread captures forbid; returns the mode before.
 

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from ostinato.driver.api import Driver, EventHandle, MemoryRange
+from ostinato.driver.api import Driver, EventHandle, GraphHandle, MemoryRange, NodeHandle
 from ostinato.driver.callbacks import in_host_function
 from ostinato.driver.forking import FORKED, new_lock, switch_off_in_children
 from ostinato.errors import (
@@ -97,6 +97,17 @@ class Tap:
 
     def awaited(self, event: Event | None) -> None:
         """Called before the host waits for an event (or asks for its state), or for the device."""
+
+    def fills(self, graph: GraphHandle, what: str) -> Stream | None:
+        """The stream whose capture puts its work into the graph, if this tap follows such a one.
+
+        Called before the graph is changed by hand; raises to refuse that.  `what` names the change.
+        """
+        return None
+
+    def added(self, graph: object, node: NodeHandle, label: object) -> None:
+        """Called after a node was added by hand to the graph that a capture fills; the `Graph` that
+        it was added through keeps what the node points at."""
 
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """Called when the driver refused a call on this stream, or one that is no stream's."""

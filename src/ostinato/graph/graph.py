@@ -37,7 +37,7 @@ from ostinato.driver.api import (
     whole_number,
 )
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context, HasContext, context_of
+from ostinato.driver.context import Context, HasContext, Tap, context_of
 from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream, handle_of, require_callable
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
@@ -77,6 +77,8 @@ class Graph(Closeable):
     graph keeps its `owner`.  Changing a definition does not change executables made before.
 
     Methods that add a node take `after`, the nodes that the new one waits for (none by default).
+    While something is captured into the graph, a new node also waits for what was captured so far
+    on the stream that began the capture, and what is captured there next waits for it.
     They raise GraphError with the driver's reason, ClosedError, and InputError for arguments that
     do not fit.
 
@@ -334,6 +336,14 @@ class Graph(Closeable):
         """
         driver = self.context.driver
         dependencies = node_handles(after)
+        tap, stream = self._filled_by("adding a node")
+        if stream is not None:
+            # Its place in the capture: behind what was captured, and before what is captured next.
+            captured = driver.stream_capture_info(stream.handle).dependencies
+            others = [node for node in captured if node not in dependencies]
+            dependencies += others
+            if edge_data is not None:
+                edge_data = [*edge_data, *(EdgeData() for _ in others)]
         if operation is not None and operation.once:
             raise GraphError(f"{operation.name} cannot be a node: {operation.once}")
         kept = (*keep, *(() if operation is None else operation.keep))
@@ -353,8 +363,11 @@ class Graph(Closeable):
             del self.keep[before:]  # there is no such node
             self._count = count
             raise GraphError(f"adding a {type(params).__name__} failed: {error}") from error
-        self.labels[handle] = NodeLabel(operation, line or caller_line())
+        label = self.labels[handle] = NodeLabel(operation, line or caller_line())
         try:
+            if tap is not None and stream is not None:
+                driver.stream_set_capture_dependencies(stream.handle, [handle])
+                tap.added(self, handle, label)
             if child is not None:
                 self._label_copies(child.labels, child.handle, handle)
             index = self._place_of_last(handle, count)
@@ -373,6 +386,14 @@ class Graph(Closeable):
             except DriverError:
                 self.spoil(f"{why}, and could not be taken back; make the graph again")
             raise GraphError(why) from error
+
+    def _filled_by(self, what: str) -> tuple[Tap, Stream] | tuple[None, None]:
+        """The capture under way that fills this graph, if there is one, and its stream."""
+        for tap in self.context.taps:
+            stream = tap.fills(self.handle, what)
+            if stream is not None:
+                return tap, stream
+        return None, None
 
     def _require_fitting(self, params: NodeParams, child: Graph | None) -> None:
         """Raises GraphError for a node that this graph cannot hold.  `child`: the child graph."""
@@ -606,7 +627,7 @@ class Graph(Closeable):
         why = ""
         if self.instantiated or isinstance(self, _Body):
             why = "an executable of the graph may have been made; replace nodes before"
-        elif any(getattr(c, "into", None) is self for c in tuple(self.context.captures)):
+        elif self._filled_by("replacing a node")[0] is not None:
             why = "something is captured into the graph; end that capture before"
         elif driver.node_kind(old) is NodeKind.CONDITIONAL:
             why = "it is a conditional node, whose bodies would go with it"

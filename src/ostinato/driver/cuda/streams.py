@@ -27,6 +27,7 @@ _ACTIVE = int(CaptureStatus.ACTIVE)
 _NONE = CaptureInfo(CaptureStatus.NONE)
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
+_SET_DEPENDENCIES = 1
 # The legacy default stream: the null handle, or CU_STREAM_LEGACY.
 _LEGACY = (0, 1)
 _LAST_DEFAULT_STREAM = 2  # CU_STREAM_PER_THREAD
@@ -189,6 +190,14 @@ class StreamCalls(CudaCalls):
         if count and nodes:  # the driver's array: copied before any other call
             dependencies = tuple(map(NodeHandle, (c_uint64 * count).from_address(nodes)))
         return CaptureInfo(CaptureStatus.ACTIVE, number, GraphHandle(graph), dependencies)
+
+    def stream_set_capture_dependencies(
+        self, stream: StreamHandle, nodes: Sequence[NodeHandle]
+    ) -> None:
+        given = (ctypes.c_void_p * len(nodes))(*nodes) if nodes else None
+        symbol = "cuStreamUpdateCaptureDependencies_v2"
+        seam = "stream_set_capture_dependencies"
+        self._call(seam, symbol, stream, given, None, len(nodes), _SET_DEPENDENCIES)
 
     def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
         value = ctypes.c_int(int(mode))

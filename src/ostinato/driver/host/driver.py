@@ -556,6 +556,12 @@ class HostDriver:
         with self._entered("stream_capture_info") as call:
             return self._streams.find(call, stream).capture_info()
 
+    def stream_set_capture_dependencies(
+        self, stream: StreamHandle, nodes: Sequence[NodeHandle]
+    ) -> None:
+        with self._entered("stream_set_capture_dependencies") as call:
+            self._streams.find(call, stream).set_dependencies(call, nodes)
+
     def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
         self._enter("thread_exchange_capture_mode")
         return self._captures.exchange_mode(mode)

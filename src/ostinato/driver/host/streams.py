@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from ostinato.driver.api import (
     EdgeType,
     EventHandle,
     KernelNodeParams,
+    NodeHandle,
     NodeKind,
     NodeParams,
     StreamHandle,
@@ -92,6 +94,14 @@ class Stream:
             capture.graph.handle,
             tuple(node.handle for node in self.dependencies),
         )
+
+    def set_dependencies(self, call: str, nodes: Sequence[NodeHandle]) -> None:
+        """Replaces what the next captured node depends on."""
+        capture = self.capture
+        if capture is None:
+            raise driver_error(Status.ILLEGAL_STATE, call, "the stream does not capture")
+        capture.refuse_broken(call)
+        self.dependencies = tuple(capture.graph.nodes_of(call, nodes))
 
     def wait_event(self, call: str, event: Event) -> None:
         """Makes later work wait for the event's last record: a task, or edges of a capture."""
