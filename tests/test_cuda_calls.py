@@ -179,6 +179,9 @@ CALLS: dict[str, Callable[[CudaDriver], object]] = {
     ),
     "stream_end_capture": lambda d: d.stream_end_capture(STREAM),
     "stream_capture_info": lambda d: d.stream_capture_info(STREAM),
+    "stream_set_capture_dependencies": (
+        lambda d: d.stream_set_capture_dependencies(STREAM, (NODE,))
+    ),
     "thread_exchange_capture_mode": lambda d: d.thread_exchange_capture_mode(CaptureMode.RELAXED),
     "graph_create": lambda d: d.graph_create(),
     "graph_destroy": lambda d: d.graph_destroy(GRAPH),

@@ -3945,3 +3945,78 @@ def test_a_branch_that_nothing_orders_is_found(device: Device, stream: ost.Strea
     beside = ost.prepare(add, config(N), x, x, device.zeros(N, np.float32), N)
     graph.add_operation(beside)  # the branch only reads x, too
     assert unordered(graph, [reads, beside]) is None
+
+
+# ------------------------------------------------------- work on the default stream in a capture
+
+
+class DefaultStream:
+    """The legacy default stream, as a library uses it that is not given another one."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, 0)
+
+
+def test_another_threads_work_on_the_default_stream_goes_on_beside_captures(
+    device: Device, stream: ost.Stream
+) -> None:
+    """With the streams that there are by default: both threads are right."""
+    x, y, scale = ones(device), ones(device), kernel(device, "scale")
+    default, enough = device.adopt_stream(DefaultStream()), threading.Event()
+    begun, raised, turns = threading.Event(), list[BaseException](), 0
+
+    def works() -> None:
+        nonlocal turns
+        try:
+            while not enough.is_set() or turns < 4:
+                ost.launch(default, scale, config(N), y, N)
+                ost.launch(default, kernel(device, "halve"), config(N), y, N)
+                turns += 1
+                begun.set()
+        except BaseException as error:
+            raised.append(error)
+            begun.set()
+
+    other = threading.Thread(target=works)
+    other.start()
+    begun.wait(30)
+    for _ in range(8):
+        with ost.capture(stream) as capture:
+            ost.launch(stream, scale, config(N), x, N)
+            at = turns
+            while turns < at + 2 and not raised:  # work of the other thread, inside of the capture
+                time.sleep(0)
+        capture.graph.instantiate().launch(stream)
+        stream.synchronize()
+    enough.set()
+    other.join()
+    assert not raised
+    assert (x.to_numpy(stream) == 256).all()
+    default.synchronize()
+    assert (y.to_numpy(stream) == 1).all()
+
+
+@pytest.mark.parametrize("asked", ["parameter", "environment"])
+def test_work_on_the_default_stream_in_a_capture_can_be_found(
+    device: Device, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """Without being asked for it ran once and was missing from each replay."""
+    x, scale = ones(device), kernel(device, "scale")
+    default = device.adopt_stream(DefaultStream())
+    if asked == "environment":
+        monkeypatch.setenv("OSTINATO_BLOCKING_CAPTURES", "1")
+        stream = device.create_stream()
+    else:
+        stream = device.create_stream(blocking=True)
+
+    def work() -> None:
+        ost.launch(stream, scale, config(N), x, N)
+        ost.fill(default, x, 0)
+
+    with pytest.raises(CaptureBrokenError, match=r"906.*legacy default stream") as caught:
+        ost.capture_function(stream, work)
+    assert "ost.fill(default, x, 0)" in (caught.value.location or "")
+    assert "a stream of its own" in str(caught.value)
+    run = ost.capture_function(stream, lambda: ost.launch(stream, scale, config(N), x, N))
+    run.instantiate().launch(stream)
+    assert (x.to_numpy(stream) == 2).all()

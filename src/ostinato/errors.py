@@ -256,7 +256,8 @@ _MEANINGS: dict[int, StatusMeaning] = {
     ),
     Status.STREAM_CAPTURE_IMPLICIT: StatusMeaning(
         "the call would depend on the legacy default stream, which waits for all streams",
-        "Give the call a stream of its own (not stream 0).",
+        "Give the call a stream of its own (not stream 0): the one that is captured, if it belongs "
+        "into the graph.",
     ),
     Status.CAPTURED_EVENT: StatusMeaning(
         "the event was last recorded inside a capture, so it has no time and no state",

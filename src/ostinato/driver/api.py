@@ -916,8 +916,12 @@ class Driver(Protocol):
         ...
 
     # --- streams and events
-    def stream_create(self, *, priority: int = 0) -> StreamHandle:
-        """A stream that does not wait for the legacy default stream."""
+    def stream_create(self, *, priority: int = 0, blocking: bool = False) -> StreamHandle:
+        """A stream.  `blocking`: its work and that of the legacy default stream wait for each
+        other, in the order of their submission.  While it captures, every use of the legacy stream
+        by any thread gets 906 and breaks the capture.  While only others capture, the legacy stream
+        works as always, and no graph holds that work.
+        """
         ...
 
     def stream_destroy(self, stream: StreamHandle) -> None:

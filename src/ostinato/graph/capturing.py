@@ -363,6 +363,11 @@ class _Session(Tap):
         meaning = explain(cause.status)
         place = f" at {where}" if where else ""
         hint = "" if where or self.trace else " capture(stream, trace=True) finds the line."
+        if hint and cause.status == Status.STREAM_CAPTURE_INVALIDATED:
+            hint += (
+                " If none is found, another thread broke it: on a blocking stream, any thread's "
+                "work on the legacy default stream does."
+            )
         after = (
             "The driver refused to end it as well, so the stream captures until a later call can."
             if self._in_driver

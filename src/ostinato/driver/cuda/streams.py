@@ -61,9 +61,10 @@ class StreamCalls(CudaCalls):
             self._host_functions.release(number)
         self._host_functions.sweep()
 
-    def stream_create(self, *, priority: int = 0) -> StreamHandle:
+    def stream_create(self, *, priority: int = 0, blocking: bool = False) -> StreamHandle:
+        flags = 0 if blocking else _NON_BLOCKING
         return StreamHandle(
-            self._handle("stream_create", "cuStreamCreateWithPriority", _NON_BLOCKING, priority)
+            self._handle("stream_create", "cuStreamCreateWithPriority", flags, priority)
         )
 
     def stream_destroy(self, stream: StreamHandle) -> None:

@@ -52,6 +52,8 @@ class Stream:
 
     handle: StreamHandle
     queue: WorkQueue
+    blocking: bool = False
+    """Whether it and the legacy stream wait for each other; True for the legacy stream itself."""
     joined: Capture | None = None
     """The last capture that it began or was pulled into, also if that has ended."""
     dependencies: tuple[Node, ...] = ()
@@ -326,6 +328,19 @@ class Captures:
                 Status.STREAM_CAPTURE_UNSUPPORTED,
                 call,
                 f"stream {under_way[0].origin.handle:#x} is capturing",
+            )
+
+    def refuse_implicit(self, call: str) -> None:
+        """Raises 906 for a use of the legacy stream while a blocking stream captures, and breaks
+        the capture, whatever its mode and whichever thread calls."""
+        harmed = [c for c in self.under_way if any(member.blocking for member in c.streams)]
+        for capture in harmed:
+            capture.broken = True
+        if harmed:
+            raise driver_error(
+                Status.STREAM_CAPTURE_IMPLICIT,
+                call,
+                f"stream {harmed[0].origin.handle:#x} captures, and waits for the legacy stream",
             )
 
     # --- begin and end

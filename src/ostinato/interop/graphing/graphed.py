@@ -725,7 +725,12 @@ class Graphed(Guarded):
         return "evicted" if line.captures or line.restored else "warmed up"
 
     def explain(self) -> str:
-        """A table: each key, what is done with its calls, and why."""
+        """A table: each key, what is done with its calls, and why.
+
+        Nobody sees what a captured function puts on CUDA's legacy default stream: it ran at the
+        capture and is missing from each replay.  OSTINATO_BLOCKING_CAPTURES=1 in the environment
+        makes such a function run eagerly, and the reason here names its line.
+        """
         return explained(self.statistics().keys)
 
     def inspect(self) -> str:
