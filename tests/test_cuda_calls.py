@@ -223,7 +223,7 @@ for _name, _params in NODES.items():
 APART = {
     *("name", "capabilities", "properties", "close", "pinned_view", "memory_view"),
     *("exec_prepare_launch", "function_prepare_launch", "exec_prepare_kernel", "cuda_context"),
-    *("function_code", "code_image", "condition_defaults"),
+    *("function_code", "code_image", "condition_defaults", "on_host_failure", "unraised"),
 }
 
 STUB = r"""

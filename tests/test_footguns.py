@@ -38,6 +38,7 @@ from ostinato.errors import (
     ClosedError,
     DriverError,
     GraphError,
+    HostFunctionError,
     InputError,
     OutOfMemoryError,
     UpdateRefusedError,
@@ -4020,3 +4021,73 @@ def test_work_on_the_default_stream_in_a_capture_can_be_found(
     run = ost.capture_function(stream, lambda: ost.launch(stream, scale, config(N), x, N))
     run.instantiate().launch(stream)
     assert (x.to_numpy(stream) == 2).all()
+
+
+# ------------------------------------------------------------- host functions that raise in replays
+
+
+def fails() -> None:
+    raise ZeroDivisionError("in a host function")
+
+
+@pytest.mark.parametrize("waits", ["stream", "event", "device", "copy", "launch", "replay", "work"])
+def test_a_host_function_that_raises_in_a_replay_is_said_by_the_next_call(
+    device: Device, stream: ost.Stream, waits: str
+) -> None:
+    """It was only logged."""
+    x, scale = ones(device), kernel(device, "scale")
+    graph = ost.capture_function(stream, lambda: ost.launch(stream, scale, config(N), x, N))
+    good = graph.instantiate(upload=stream)
+    good.launch(stream)
+    good.launch(stream)  # the short way of a launch
+    run = ost.capture_function(stream, lambda: stream.call(fails)).instantiate()
+    done = device.create_event()
+    calls: dict[str, Callable[[], object]] = {
+        "stream": stream.synchronize,
+        "event": done.synchronize,
+        "device": device.synchronize,
+        "copy": lambda: x.to_numpy(stream),
+        "launch": lambda: ost.launch(stream, scale, config(N), x, N),
+        "replay": lambda: good.launch(stream),
+        "work": lambda: ost.fill(stream, x, 0),
+    }
+    for _ in range(2):
+        run.launch(stream)
+        stream.record(done)
+        if waits in ("launch", "replay", "work"):  # none of these waits for it
+            while not device.context.failures:
+                time.sleep(0.001)
+            while not device.context.taps:
+                time.sleep(0.001)
+        with pytest.raises(HostFunctionError, match=r"host function fails .*ZeroDiv") as caught:
+            calls[waits]()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert caught.value.__cause__.__traceback__ is not None
+        calls[waits]()  # it is said once, and everything works
+        assert device.context.taps == ()
+    stream.synchronize()
+
+
+def test_host_functions_that_raise_do_not_break_a_capture(
+    device: Device, stream: ost.Stream
+) -> None:
+    """Nor is a step put aside because of them: what follows the capture says it."""
+    x, scale, other = ones(device), kernel(device, "scale"), device.create_stream()
+    with ost.capture(stream) as capture:
+        other.call(fails)
+        while not device.context.failures:
+            time.sleep(0.001)
+        ost.launch(stream, scale, config(N), x, N)
+    run = capture.graph.instantiate()
+    with pytest.raises(HostFunctionError):
+        run.launch(stream)
+    run.launch(stream)
+    assert (x.to_numpy(stream) == 2).all()
+
+
+def test_many_host_functions_that_raise_are_one_error(device: Device, stream: ost.Stream) -> None:
+    for _ in range(3):
+        stream.call(fails)
+    with pytest.raises(HostFunctionError, match="and so did 2 calls after it"):
+        stream.synchronize()
+    stream.synchronize()

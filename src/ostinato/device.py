@@ -203,6 +203,7 @@ class Device(Closeable):
 
     def close(self) -> None:
         """Waits for the device's work, destroys what was made on it, and gives it back."""
+        self.context.say_unsaid()
         self.modules.close()
         self.context.close()
         self._finalizer.detach()

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NewType, Protocol, TypeAlias
 
-from ostinato.errors import InputError
+from ostinato.errors import DriverError, InputError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +61,7 @@ __all__ = [
     "FunctionHandle",
     "FunctionInfo",
     "GraphHandle",
+    "HostFailureListener",
     "HostNodeParams",
     "Image",
     "InstantiateFlags",
@@ -333,6 +334,9 @@ class LaunchConfig(_LaunchFields):
     def threads_per_block(self) -> int:
         return self.block[0] * self.block[1] * self.block[2]
 
+
+HostFailureListener: TypeAlias = Callable[[Callable[[], object], BaseException], object]
+"""A host function, and what it raised: see `Driver.on_host_failure`."""
 
 Pack: TypeAlias = Callable[[tuple[object, ...]], bytes | None]
 """Packs a kernel's values into its parameter buffer; returns None if a value does not have exactly
@@ -962,7 +966,21 @@ class Driver(Protocol):
     def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
         """Calls `function` in stream order, on a driver's thread.  It must not call the driver.
 
-        An exception that it raises is logged: no caller can catch it.
+        An exception that it raises is logged, and told to the listeners of `on_host_failure`: no
+        caller can catch it.
+        """
+        ...
+
+    def on_host_failure(self, listener: HostFailureListener) -> None:
+        """From here on `listener` is called with each host function that raised, of a stream or a
+        graph, and with what it raised: on the driver's thread, before the work after it runs."""
+        ...
+
+    def unraised(self, patience: float) -> DriverError | None:
+        """The failure that has poisoned the context, if no call has raised it yet.
+
+        Waits for work under way, for `patience` seconds at most; a driver that cannot wait for a
+        limited time waits only if they are infinite.  Raises nothing.
         """
         ...
 

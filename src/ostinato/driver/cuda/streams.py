@@ -13,6 +13,7 @@ from ostinato.driver.api import (
     CaptureStatus,
     EventHandle,
     GraphHandle,
+    HostFailureListener,
     NodeHandle,
     StreamHandle,
 )
@@ -132,6 +133,9 @@ class StreamCalls(CudaCalls):
         if status:
             functions.release(number)
             raise self._error(status, "launch_host_function")
+
+    def on_host_failure(self, listener: HostFailureListener) -> None:
+        self._host_functions.listeners.append(listener)
 
     # --- capture
     def stream_begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:

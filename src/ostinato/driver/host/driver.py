@@ -65,6 +65,7 @@ from ostinato.driver.api import (
     FunctionHandle,
     FunctionInfo,
     GraphHandle,
+    HostFailureListener,
     HostNodeParams,
     Image,
     InstantiateFlags,
@@ -367,6 +368,12 @@ class HostDriver:
                 capture.broken = True  # its graph would lack the refused operation
                 raise
             capture.add(call, stream, params)
+
+    def on_host_failure(self, listener: HostFailureListener) -> None:
+        self._context.listeners.append(listener)
+
+    def unraised(self, patience: float) -> DriverError | None:
+        return self._context.unraised(patience)
 
     def _order_with_legacy(self, call: str, stream: Stream) -> None:
         """Makes what is submitted next to a blocking stream wait for the legacy stream, and the
