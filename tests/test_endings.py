@@ -124,3 +124,18 @@ def test_an_exception_of_the_script_comes_first() -> None:
     end = ended("host", "launch('breaks')\nraise KeyError('of the script')")
     assert end.returncode == 1
     assert end.stderr.index("of the script") < end.stderr.index("kernel breaks")
+
+
+@pytest.mark.gpu
+def test_a_fault_on_a_gpu_is_said_at_the_end(cuda_device: Device) -> None:
+    end = ended(
+        "cuda",
+        """
+        wild = ost.Source(cuda='extern "C" __global__ void wild(float* x) { *(float*)8 = 1; }')
+        kernel = device.modules.get_or_compile(wild, "wild")
+        ost.launch(stream, kernel, ost.LaunchConfig(1, 1), x)
+        time.sleep(2)
+        """,
+    )
+    assert end.returncode == 1, end.stderr
+    assert "status 700" in end.stderr

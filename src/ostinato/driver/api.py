@@ -980,7 +980,8 @@ class Driver(Protocol):
         """The failure that has poisoned the context, if no call has raised it yet.
 
         Waits for work under way, for `patience` seconds at most; a driver that cannot wait for a
-        limited time waits only if they are infinite.  Raises nothing.
+        limited time waits only if they are infinite.  With 0 no call is made that a capture could
+        forbid.  Raises no failure of work.
         """
         ...
 

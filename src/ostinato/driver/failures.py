@@ -84,7 +84,7 @@ def _at_exit() -> None:
     failed = False
     for thing in tuple(_watched):
         try:
-            error = thing.unsaid(max(0.0, end - time.monotonic()))
+            error = thing.unsaid(max(0.001, end - time.monotonic()))
         except OstinatoError:  # closed, or in a forked child
             continue
         if error is not None:

@@ -113,12 +113,12 @@ class CudaDriver(ExecCalls):
             self._calls["cuCtxPopCurrent_v2"](byref(ctypes.c_void_p()))
 
     def unraised(self, patience: float) -> DriverError | None:
-        if self._off is not None:
+        if self._off is not None or not patience:
             return None
         if patience == math.inf:
             status = self._status("unraised", "cuCtxSynchronize")
-        else:  # no call waits for a limited time, so this only asks
-            status = self._status("unraised", "cuStreamQuery", self._upload_stream)
+        else:  # no call waits for a limited time, so this only asks, and of no handle of ours
+            status = self._status("unraised", "cuStreamQuery", StreamHandle(0))
         found = driver_error(status, "work under way")
         return found if isinstance(found, ContextPoisonedError) else None
 
