@@ -181,6 +181,9 @@ CALLS: dict[str, Callable[[CudaDriver], object]] = {
     ),
     "stream_end_capture": lambda d: d.stream_end_capture(STREAM),
     "stream_capture_info": lambda d: d.stream_capture_info(STREAM),
+    "stream_set_capture_dependencies": (
+        lambda d: d.stream_set_capture_dependencies(STREAM, (NODE,))
+    ),
     "thread_exchange_capture_mode": lambda d: d.thread_exchange_capture_mode(CaptureMode.RELAXED),
     "graph_create": lambda d: d.graph_create(),
     "graph_destroy": lambda d: d.graph_destroy(GRAPH),
@@ -222,7 +225,7 @@ for _name, _params in NODES.items():
 APART = {
     *("name", "capabilities", "properties", "close", "pinned_view", "memory_view"),
     *("exec_prepare_launch", "function_prepare_launch", "exec_prepare_kernel", "cuda_context"),
-    *("function_code", "code_image", "condition_defaults"),
+    *("function_code", "code_image", "condition_defaults", "on_host_failure", "unraised"),
 }
 
 STUB = r"""

@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 import tracemalloc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +25,13 @@ import pytest
 import ostinato as ost
 from ostinato.cache.profile import run_replay
 from ostinato.device import Device
-from ostinato.driver.api import ChildGraphNodeParams, MemcpyNodeParams, MemsetNodeParams
+from ostinato.driver.api import (
+    ChildGraphNodeParams,
+    MemcpyNodeParams,
+    MemOp,
+    MemOpKind,
+    MemsetNodeParams,
+)
 from ostinato.driver.signature import pack_by_size
 from ostinato.errors import (
     CaptureBrokenError,
@@ -31,18 +39,21 @@ from ostinato.errors import (
     ClosedError,
     DriverError,
     GraphError,
+    HostFunctionError,
     InputError,
     OutOfMemoryError,
     UpdateRefusedError,
     VerificationError,
 )
 from ostinato.graph.launching import _touched
+from ostinato.graph.races import unordered
 from ostinato.replay import HeldReplay
 from ostinato.testing import FaultyDriver, HeldStream
 from tests.interrupted import interrupt, lines
 from tests.sources import config, kernel, preload
 
 N = 256
+AUTO_FREE = ost.InstantiateFlags.AUTO_FREE_ON_LAUNCH
 
 pytestmark = pytest.mark.usefixtures("launcher")  # compiled, and in Python
 
@@ -3598,3 +3609,485 @@ def test_nothing_is_launched_on_a_device_that_was_closed() -> None:
     device.close()
     with pytest.raises(ClosedError, match="closed; open it again"):
         run.launch(stream)
+
+
+# ------------------------------------------------------------- loops, bodies and memory of graphs
+
+
+@ost.host_kernel("go_on: cond, counter: *u32, limit: u32")
+def count_up(launch, go_on, counter, limit):
+    counter[0] += 1
+    launch.set_conditional(go_on, int(counter[0] < limit))
+
+
+LOOPS = ost.Source(
+    cuda=r"""
+    extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(
+        cudaGraphConditionalHandle handle, unsigned int value);
+
+    extern "C" __global__ void count_up(
+        cudaGraphConditionalHandle go_on, unsigned* counter, unsigned limit) {
+        *counter += 1;
+        cudaGraphSetConditional(go_on, *counter < limit);
+    }
+    """,
+    host=[count_up],
+    name="loops",
+)
+
+
+@pytest.fixture
+def counting(device: Device) -> ost.Kernel:
+    """A kernel that counts, and sets a condition while it has not reached a limit."""
+    return device.modules.get_or_compile(LOOPS, "count_up")
+
+
+def emptied(stream: ost.Stream, body: ost.Graph, x: ost.Buffer) -> None:
+    """A capture into the body that an exception ends."""
+    with pytest.raises(ZeroDivisionError), ost.capture(stream, into=body):
+        ost.fill(stream, x, 1)
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("inside", ["nothing", "a broken capture", "a fill", "a child", "a branch"])
+def test_a_loop_that_no_kernel_ends_is_refused(
+    device: Device, stream: ost.Stream, inside: str
+) -> None:
+    """A launch of it hung."""
+    graph, x = ost.Graph.create(device), ones(device)
+    (body,) = graph.add_conditional(ost.ConditionalKind.WHILE, graph.condition(1)).bodies
+    if inside == "a broken capture":
+        emptied(stream, body, x)
+    elif inside == "a fill":
+        body.add_memset(x, 1)
+    elif inside == "a child":
+        body.add_child(ost.capture_function(stream, lambda: ost.fill(stream, x, 1)))
+    elif inside == "a branch":
+        body.add_conditional(ost.ConditionalKind.IF, graph.condition(1))
+    with pytest.raises(GraphError, match=r"WHILE at node 0 .*could never end.*fill the body"):
+        graph.instantiate()
+
+
+@pytest.mark.parametrize("starts", [True, False])
+@pytest.mark.parametrize("deep", [True, False])
+def test_a_loop_whose_kernels_lack_its_condition_is_warned_of(
+    device: Device, counting: ost.Kernel, starts: bool, deep: bool
+) -> None:
+    graph, counter = ost.Graph.create(device), device.zeros(1, np.uint32)
+    outer = graph
+    if deep:
+        (outer,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+    mine, others = graph.condition(int(starts)), graph.condition(0)
+    (body,) = outer.add_conditional(ost.ConditionalKind.WHILE, mine).bodies
+    body.add_kernel(counting, config(1), others, counter, 3)
+    outer.add_conditional(ost.ConditionalKind.IF, others)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graph.instantiate()
+    assert [str(w.message).count("may never end") for w in caught] == [1] * starts
+    assert all(w.filename == __file__ for w in caught)
+
+
+def test_loops_that_end_are_not_warned_of(
+    device: Device, stream: ost.Stream, counting: ost.Kernel
+) -> None:
+    """The condition is set in the body, in a child graph in it, or in a branch in it."""
+    for way in ("body", "child", "branch"):
+        graph, counter = ost.Graph.create(device), device.zeros(1, np.uint32)
+        handle = graph.condition(1)
+        (body,) = graph.add_conditional(ost.ConditionalKind.WHILE, handle).bodies
+        count = partial(ost.launch, stream, counting, ost.LaunchConfig(1, 1), handle, counter, 3)
+        if way == "child":
+            body.add_child(ost.capture_function(stream, count))
+        else:
+            if way == "branch":
+                (body,) = body.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+            with ost.capture(stream, into=body):
+                count()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run = graph.instantiate()
+        run.launch(stream)
+        assert counter.to_numpy(stream).tolist() == [3]
+
+
+@pytest.mark.parametrize("what", ["host", "record", "wait", "write"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_body_refuses_what_it_cannot_hold_at_once(
+    device: Device, stream: ost.Stream, what: str, depth: int
+) -> None:
+    """CUDA says INVALID_VALUE of all of the graph, when it is instantiated; `depth`: in how many
+    child graphs."""
+
+    def add(graph: ost.Graph) -> None:
+        if what == "host":
+            graph.add_host(print)
+        elif what == "write":
+            graph.add_batch_mem_op([MemOp(MemOpKind.WRITE, x.address, 1)], keep=(x,))
+        else:
+            (graph.add_event_record if what == "record" else graph.add_event_wait)(event)
+
+    graph, x, event = ost.Graph.create(device), ones(device), device.create_event()
+    (body,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+    inner = body
+    for _ in range(depth):
+        child = ost.Graph.create(device)
+        add(child) if inner is body else child.add_child(inner)
+        inner = child
+    with pytest.raises(GraphError, match="can hold kernels, copies, fills"):
+        add(body) if inner is body else body.add_child(inner)
+    assert len(body) == 0
+
+
+def test_a_host_function_captured_into_a_body_is_named(device: Device, stream: ost.Stream) -> None:
+    graph = ost.Graph.create(device)
+    (body,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+    with pytest.raises((GraphError, CaptureBrokenError)) as caught:
+        with ost.capture(stream, into=body):
+            stream.call(print)
+        graph.instantiate()
+    if isinstance(caught.value, GraphError):
+        assert "node 0 (if), body 0, node 0 (print) of kind HOST" in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", [ost.InstantiateFlags.NONE, AUTO_FREE])
+def test_memory_of_a_graph_without_a_free_node_is_freed_with_the_executable(
+    device: Device, stream: ost.Stream, flags: ost.InstantiateFlags
+) -> None:
+    """It was gone for good, with each executable."""
+    size, left = 64 << 20, []
+    for _ in range(4):
+        graph = ost.Graph.create(device)
+        graph.add_alloc(size)
+        with graph.instantiate(flags=flags) as run:
+            for _ in range(1 + (flags is AUTO_FREE)):
+                run.launch(stream)
+            stream.synchronize()
+        device.synchronize()
+        left.append(device.memory_info()[0])
+        graph.close()
+    assert left[0] - left[-1] < size, left
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_memory_that_another_graph_has_freed_is_not_freed_again(
+    device: Device, stream: ost.Stream, launched: bool
+) -> None:
+    graph, other = ost.Graph.create(device), ost.Graph.create(device)
+    alloc = graph.add_alloc(1 << 20)
+    run = graph.instantiate()
+    if launched:
+        other.add_free(alloc.alloc.address)
+        run.launch(stream)
+        other.instantiate().launch(stream)
+        stream.synchronize()
+    run.close()
+    device.synchronize()
+    assert device.context.retired == 0
+    again = graph.instantiate()  # one at a time: the first is gone
+    again.launch(stream)
+    again.close()
+    device.synchronize()
+    assert (ones(device).to_numpy(stream) == 1).all()
+
+
+# --------------------------------------------------- nodes added by hand to a graph under capture
+
+
+def is_chain(graph: ost.Graph) -> bool:
+    """Whether each of its nodes waits for the one before."""
+    handles = [node.handle for node in graph.nodes]
+    return {(e.source, e.target) for e in graph.edges} == {*itertools.pairwise(handles)}
+
+
+@pytest.mark.parametrize("reached", ["into", "adopted"])
+@pytest.mark.parametrize(
+    "how", ["kernel", "operation", "memset", "memcpy", "host", "empty", "child", "record", "branch"]
+)
+def test_a_node_added_to_a_graph_under_capture_has_its_place_in_it(
+    device: Device, stream: ost.Stream, how: str, reached: str
+) -> None:
+    """What was captured next did not wait for it: 7 for 12."""
+    x, out = ones(device), device.zeros(N, np.float32)
+    fours, scale = device.array(np.full(N, 4, np.float32)), kernel(device, "scale")
+    double, event = ost.prepare(scale, config(N), x, N), device.create_event()
+    child = ost.capture_function(stream, lambda: stream.submit(double))
+    graph = into = ost.Graph.create(device) if reached == "into" else None
+    bodies: tuple[ost.Graph, ...] = ()
+    with ost.capture(stream, into=into) as capture:
+        ost.launch(stream, scale, config(N), x, N)
+        if graph is None:
+            handle = stream.capture_info.graph
+            graph = ost.Graph.adopt(device, handle, owner=capture)
+        if how == "branch":
+            bodies = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+        else:
+            adds: dict[str, Callable[[ost.Graph], object]] = {
+                "kernel": lambda graph: graph.add_kernel(scale, config(N), x, N),
+                "operation": lambda graph: graph.add_operation(double),
+                "memset": lambda graph: graph.add_memset(x, 0x40800000, 4),
+                "memcpy": lambda graph: graph.add_memcpy(x, fours),
+                "host": lambda graph: graph.add_host(lambda: None),
+                "empty": lambda graph: graph.add_empty(),
+                "child": lambda graph: graph.add_child(child),
+                "record": lambda graph: graph.add_event_record(event),
+            }
+            adds[how](graph)
+        ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
+    del graph
+    for body in bodies:
+        body.add_operation(double)
+    assert is_chain(capture.graph)
+    gc.collect()
+    device.synchronize()
+    capture.graph.instantiate().launch(stream)
+    expected = 4 if how in ("host", "empty", "record") else 8
+    assert (out.to_numpy(stream) == expected).all()
+
+
+def test_a_node_added_under_capture_still_waits_for_what_it_is_told(
+    device: Device, stream: ost.Stream
+) -> None:
+    graph, x, scale = ost.Graph.create(device), ones(device), kernel(device, "scale")
+    with ost.capture(stream, into=graph):
+        ost.launch(stream, scale, config(N), x, N)
+        first = graph.node(0)
+        ost.launch(stream, scale, config(N), x, N)
+        added = graph.add_empty(after=[first])
+        ost.launch(stream, scale, config(N), x, N)
+    order = {(e.source, e.target) for e in graph.edges}
+    one, two, three, four = (node.handle for node in graph.nodes)
+    assert three == added.handle
+    assert order == {(one, two), (one, three), (two, three), (three, four)}
+
+
+def test_another_thread_adds_nothing_to_a_graph_under_capture(
+    device: Device, stream: ost.Stream
+) -> None:
+    graph, x, scale = ost.Graph.create(device), ones(device), kernel(device, "scale")
+    raised: list[BaseException] = []
+
+    def add() -> None:
+        try:
+            graph.add_empty()
+        except CaptureError as error:
+            raised.append(error)
+
+    with ost.capture(stream, into=graph):
+        ost.launch(stream, scale, config(N), x, N)
+        other = threading.Thread(target=add)
+        other.start()
+        other.join()
+    assert "another thread is capturing" in str(raised[0])
+    assert len(graph) == 1
+
+
+def test_nodes_added_under_a_capture_that_is_dropped_go_with_it(
+    device: Device, stream: ost.Stream
+) -> None:
+    graph, x = ost.Graph.create(device), ones(device)
+    scale = kernel(device, "scale")
+    with pytest.raises(ZeroDivisionError), ost.capture(stream, into=graph):
+        (body,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+        body.add_kernel(scale, config(N), x, N)
+        graph.add_kernel(scale, config(N), x, N)
+        raise ZeroDivisionError
+    assert len(graph) == 0
+    assert not graph.labels  # another node may get the handle
+
+
+def test_a_node_that_nothing_orders_is_found_whoever_added_it(device: Device) -> None:
+    """The names of what was submitted and of the nodes differ then."""
+    stream = device.create_stream()
+    x, y, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    add = kernel(device, "add")
+    middle = ost.prepare(add, config(N), x, x, y, N)
+
+    def work(stream: ost.Stream, ordered: bool) -> None:
+        ost.launch(stream, kernel(device, "fill"), config(N), out, 0.0, N)
+        info = stream.capture_info
+        if info.graph:
+            driver = device.driver
+            added = driver.graph_add_node(info.graph, info.dependencies, middle.params)
+            if ordered:
+                driver.stream_set_capture_dependencies(stream.handle, [added])
+        else:
+            stream.submit(middle)
+        ost.launch(stream, add, config(N), y, y, out, N)
+
+    slots = [
+        ost.Slot("x", x, ost.Role.INPUT),
+        ost.Slot("y", y, ost.Role.SCRATCH),
+        ost.Slot("out", out, ost.Role.OUTPUT),
+    ]
+    for ordered in (True, False):
+        step = ost.GraphedStep(
+            lambda stream, ordered=ordered: work(stream, ordered),
+            stream=stream,
+            cache=ost.GraphCache(device),
+            slots=slots,
+            verify="first",
+            warmups=0,
+        )
+        assert ("nothing orders" in step().detail) is not ordered
+
+
+def test_a_branch_that_nothing_orders_is_found(device: Device, stream: ost.Stream) -> None:
+    """A conditional node counts for what its bodies read and write."""
+    x, y, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    add, graph = kernel(device, "add"), ost.Graph.create(device)
+    reads = ost.prepare(add, config(N), y, y, out, N)
+    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1))
+    branch.bodies[0].add_kernel(add, config(N), x, x, y, N)
+    late = graph.add_operation(reads)
+    assert unordered(graph, [reads]) is not None
+    graph.add_edges([(branch.node, late)])
+    assert unordered(graph, [reads]) is None
+    beside = ost.prepare(add, config(N), x, x, device.zeros(N, np.float32), N)
+    graph.add_operation(beside)  # the branch only reads x, too
+    assert unordered(graph, [reads, beside]) is None
+
+
+# ------------------------------------------------------- work on the default stream in a capture
+
+
+class DefaultStream:
+    """The legacy default stream, as a library uses it that is not given another one."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, 0)
+
+
+def test_another_threads_work_on_the_default_stream_goes_on_beside_captures(
+    device: Device, stream: ost.Stream
+) -> None:
+    """With the streams that there are by default: both threads are right."""
+    x, y, scale = ones(device), ones(device), kernel(device, "scale")
+    default, enough = device.adopt_stream(DefaultStream()), threading.Event()
+    begun, raised, turns = threading.Event(), list[BaseException](), 0
+
+    def works() -> None:
+        nonlocal turns
+        try:
+            while not enough.is_set() or turns < 4:
+                ost.launch(default, scale, config(N), y, N)
+                ost.launch(default, kernel(device, "halve"), config(N), y, N)
+                turns += 1
+                begun.set()
+        except BaseException as error:
+            raised.append(error)
+            begun.set()
+
+    other = threading.Thread(target=works)
+    other.start()
+    begun.wait(30)
+    for _ in range(8):
+        with ost.capture(stream) as capture:
+            ost.launch(stream, scale, config(N), x, N)
+            at = turns
+            while turns < at + 2 and not raised:  # work of the other thread, inside of the capture
+                time.sleep(0)
+        capture.graph.instantiate().launch(stream)
+        stream.synchronize()
+    enough.set()
+    other.join()
+    assert not raised
+    assert (x.to_numpy(stream) == 256).all()
+    default.synchronize()
+    assert (y.to_numpy(stream) == 1).all()
+
+
+@pytest.mark.parametrize("asked", ["parameter", "environment"])
+def test_work_on_the_default_stream_in_a_capture_can_be_found(
+    device: Device, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """Without being asked for it ran once and was missing from each replay."""
+    x, scale = ones(device), kernel(device, "scale")
+    default = device.adopt_stream(DefaultStream())
+    if asked == "environment":
+        monkeypatch.setenv("OSTINATO_BLOCKING_CAPTURES", "1")
+        stream = device.create_stream()
+    else:
+        stream = device.create_stream(blocking=True)
+
+    def work() -> None:
+        ost.launch(stream, scale, config(N), x, N)
+        ost.fill(default, x, 0)
+
+    with pytest.raises(CaptureBrokenError, match=r"906.*legacy default stream") as caught:
+        ost.capture_function(stream, work)
+    assert "ost.fill(default, x, 0)" in (caught.value.location or "")
+    assert "a stream of its own" in str(caught.value)
+    run = ost.capture_function(stream, lambda: ost.launch(stream, scale, config(N), x, N))
+    run.instantiate().launch(stream)
+    assert (x.to_numpy(stream) == 2).all()
+
+
+# ------------------------------------------------------------- host functions that raise in replays
+
+
+def fails() -> None:
+    raise ZeroDivisionError("in a host function")
+
+
+@pytest.mark.parametrize("waits", ["stream", "event", "device", "copy", "launch", "replay", "work"])
+def test_a_host_function_that_raises_in_a_replay_is_said_by_the_next_call(
+    device: Device, stream: ost.Stream, waits: str
+) -> None:
+    """It was only logged."""
+    x, scale = ones(device), kernel(device, "scale")
+    graph = ost.capture_function(stream, lambda: ost.launch(stream, scale, config(N), x, N))
+    good = graph.instantiate(upload=stream)
+    good.launch(stream)
+    good.launch(stream)  # the short way of a launch
+    run = ost.capture_function(stream, lambda: stream.call(fails)).instantiate()
+    done = device.create_event()
+    calls: dict[str, Callable[[], object]] = {
+        "stream": stream.synchronize,
+        "event": done.synchronize,
+        "device": device.synchronize,
+        "copy": lambda: x.to_numpy(stream),
+        "launch": lambda: ost.launch(stream, scale, config(N), x, N),
+        "replay": lambda: good.launch(stream),
+        "work": lambda: ost.fill(stream, x, 0),
+    }
+    for _ in range(2):
+        run.launch(stream)
+        stream.record(done)
+        if waits in ("launch", "replay", "work"):  # none of these waits for it
+            while not device.context.failures:
+                time.sleep(0.001)
+            while not device.context.taps:
+                time.sleep(0.001)
+        with pytest.raises(HostFunctionError, match=r"host function fails .*ZeroDiv") as caught:
+            calls[waits]()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert caught.value.__cause__.__traceback__ is not None
+        calls[waits]()  # it is said once, and everything works
+        assert device.context.taps == ()
+    stream.synchronize()
+
+
+def test_host_functions_that_raise_do_not_break_a_capture(
+    device: Device, stream: ost.Stream
+) -> None:
+    """Nor is a step put aside because of them: what follows the capture says it."""
+    x, scale, other = ones(device), kernel(device, "scale"), device.create_stream()
+    with ost.capture(stream) as capture:
+        other.call(fails)
+        while not device.context.failures:
+            time.sleep(0.001)
+        ost.launch(stream, scale, config(N), x, N)
+    run = capture.graph.instantiate()
+    with pytest.raises(HostFunctionError):
+        run.launch(stream)
+    run.launch(stream)
+    assert (x.to_numpy(stream) == 2).all()
+
+
+def test_many_host_functions_that_raise_are_one_error(device: Device, stream: ost.Stream) -> None:
+    for _ in range(3):
+        stream.call(fails)
+    with pytest.raises(HostFunctionError, match="and so did 2 calls after it"):
+        stream.synchronize()
+    stream.synchronize()

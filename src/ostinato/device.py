@@ -68,14 +68,23 @@ class Device(Closeable):
         return self.driver.properties
 
     # --- streams
-    def create_stream(self, *, priority: int = 0) -> Stream:
-        """A new stream that does not wait for the legacy default stream.
+    def create_stream(self, *, priority: int = 0, blocking: bool | None = None) -> Stream:
+        """A new stream.
 
         `priority`: work of streams with lower numbers goes first; 0 is the lowest priority, and the
         driver takes the nearest one that it has.
+
+        `blocking`: its work waits for what was submitted to the legacy default stream before, and
+        what is submitted there later waits for it.  None: OSTINATO_BLOCKING_CAPTURES, off by
+        default.  It is for finding work that a captured function puts on the default stream: while
+        a stream captures that is not blocking, such work runs at once, is missing from the graph,
+        and nothing says so.  While a blocking one captures, the driver refuses it with status 906
+        and breaks the capture, whichever thread submits it.
         """
         self.context.require_open()
-        handle = self.driver.stream_create(priority=priority)
+        if blocking is None:
+            blocking = settings.blocking_captures()
+        handle = self.driver.stream_create(priority=priority, blocking=blocking)
         return Stream(self.context, handle, owned=True)
 
     def adopt_stream(self, stream: object) -> Stream:
@@ -180,7 +189,7 @@ class Device(Closeable):
     def _copy_stream(self) -> Stream:
         with self._lock:
             if self._copies is None:
-                self._copies = self.create_stream()
+                self._copies = self.create_stream(blocking=False)
             return self._copies
 
     # --- lifetime
@@ -194,6 +203,7 @@ class Device(Closeable):
 
     def close(self) -> None:
         """Waits for the device's work, destroys what was made on it, and gives it back."""
+        self.context.say_unsaid()
         self.modules.close()
         self.context.close()
         self._finalizer.detach()

@@ -23,6 +23,7 @@
     ├── VerificationError           a replay gave another answer than the eager run
     ├── StateLostError              a check could not restore the state that it had changed
     ├── EagerRunError               a strict step would have run eagerly; nothing ran
+    ├── HostFunctionError           a host function of a stream or graph raised
     ├── CompileError                the compiler refused the source; carries its log
     ├── GroupError                  ranks that work together cannot go on; the same on all of them
     │   ├── RankLostError           a rank died, left, raised, or is not heard of any more
@@ -59,6 +60,7 @@ __all__ = [
     "GraphError",
     "GraphFileError",
     "GroupError",
+    "HostFunctionError",
     "InputError",
     "LogitsError",
     "ModelError",
@@ -259,7 +261,8 @@ _MEANINGS: dict[int, StatusMeaning] = {
     ),
     Status.STREAM_CAPTURE_IMPLICIT: StatusMeaning(
         "the call would depend on the legacy default stream, which waits for all streams",
-        "Give the call a stream of its own (not stream 0).",
+        "Give the call a stream of its own (not stream 0): the one that is captured, if it belongs "
+        "into the graph.",
     ),
     Status.CAPTURED_EVENT: StatusMeaning(
         "the event was last recorded inside a capture, so it has no time and no state",
@@ -454,6 +457,15 @@ class StateLostError(OstinatoError):
 
 class EagerRunError(OstinatoError):
     """A strict step cannot replay a graph for this call; says why.  Nothing of the call ran."""
+
+
+class HostFunctionError(OstinatoError):
+    """A host function of a stream or graph raised; its exception is the cause (`__cause__`).
+
+    The function's caller is the driver, long after it was submitted.  So the next call on a stream
+    of the device, or the wait under way, raises this once.  What it did not do is not done; the
+    work after it ran, and the device is sound.
+    """
 
 
 class CompileError(OstinatoError):

@@ -19,6 +19,7 @@ __all__ = [
     "ReplaySettings",
     "ResolvedReplaySettings",
     "Variable",
+    "blocking_captures",
     "cache_dir",
     "collectives_way",
     "device_name",
@@ -140,6 +141,11 @@ COLLECT_MODULES = Variable(
     '"1" alone: opening a CUDA device begins to collect the code of other libraries\' kernels',
     _one,
 )
+BLOCKING_CAPTURES = Variable(
+    "OSTINATO_BLOCKING_CAPTURES",
+    '"1" alone: new streams wait for the default stream, so that work there breaks captures',
+    _one,
+)
 
 ALL: tuple[Variable[object], ...] = (
     DEVICE,
@@ -151,6 +157,7 @@ ALL: tuple[Variable[object], ...] = (
     SKIP_UPLOAD,
     SKIP_SYNC,
     COLLECT_MODULES,
+    BLOCKING_CAPTURES,
     GROUP,
     GROUP_DEADLINE,
     COLLECTIVES,
@@ -226,6 +233,11 @@ def replay_settings(
 def graphs_enabled(given: bool | None = None, environ: Mapping[str, str] | None = None) -> bool:
     """Whether steps may use graphs: `given`, else True unless OSTINATO_NO_GRAPHS is "1"."""
     return not NO_GRAPHS.read(environ) if given is None else given
+
+
+def blocking_captures() -> bool:
+    """Whether a new stream waits for the legacy default stream, if it is not told."""
+    return BLOCKING_CAPTURES.read()
 
 
 def group_deadline() -> float:

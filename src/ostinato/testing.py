@@ -21,9 +21,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ostinato.driver.api import Capabilities, CudaContext, DeviceProperties, Driver, StreamHandle
+from ostinato.driver.api import (
+    Capabilities,
+    CudaContext,
+    DeviceProperties,
+    Driver,
+    HostFailureListener,
+    StreamHandle,
+)
 from ostinato.driver.stream import Stream
-from ostinato.errors import InputError, Status, driver_error
+from ostinato.errors import DriverError, InputError, Status, driver_error
 
 if TYPE_CHECKING:
     # To a type checker a wrapped driver has every call of the seam, as this one has; at run time
@@ -139,6 +146,12 @@ class FaultyDriver(_WrappedDriver):
     def close(self) -> None:
         self.inner.close()
 
+    def on_host_failure(self, listener: HostFailureListener) -> None:
+        self.inner.on_host_failure(listener)
+
+    def unraised(self, patience: float) -> DriverError | None:
+        return self.inner.unraised(patience)
+
     def _note(self, call: str) -> None:
         with self._guard:
             self.calls.append(call)
@@ -187,7 +200,9 @@ def _no_shortcut(*_: object) -> None:
     `exec_set_params`, which can be made to fail."""
 
 
-_NEVER_FAIL = frozenset({"name", "capabilities", "properties", "cuda_context", "close"})
+_NEVER_FAIL = frozenset(
+    {"name", "capabilities", "properties", "cuda_context", "close", "on_host_failure", "unraised"}
+)
 
 
 class HeldStream:

@@ -19,7 +19,8 @@ from ostinato.driver.api import (
     MemsetNodeParams,
     NodeKind,
 )
-from tests.contract.kernels import Rig
+from ostinato.errors import Status
+from tests.contract.kernels import Rig, refused
 
 LOCAL = CaptureMode.THREAD_LOCAL
 
@@ -236,3 +237,28 @@ def test_programmatic_launches_become_programmatic_edges(rig: Rig) -> None:
     assert edge.data.type == EdgeType.PROGRAMMATIC
     rig.run(graph)
     driver.graph_destroy(graph)
+
+
+def test_what_is_captured_next_depends_on_what_is_set(rig: Rig) -> None:
+    """As for a node that was added to the graph of a capture by hand."""
+    driver, x = rig.driver, rig.array([1.0] * 4)
+    other = driver.graph_create()
+    foreign = rig.add(other, (), EmptyNodeParams())
+    with refused(Status.ILLEGAL_STATE):
+        driver.stream_set_capture_dependencies(rig.stream, ())
+    driver.stream_begin_capture(rig.stream, LOCAL)
+    rig.launch("scale", x, 3.0, 4)
+    info = driver.stream_capture_info(rig.stream)
+    added = rig.add(info.graph, info.dependencies, "add", x, x, x, 4)
+    with refused(Status.INVALID_VALUE):
+        driver.stream_set_capture_dependencies(rig.stream, (foreign,))
+    assert driver.stream_capture_info(rig.stream).dependencies == info.dependencies
+    driver.stream_set_capture_dependencies(rig.stream, (added,))
+    assert driver.stream_capture_info(rig.stream).dependencies == (added,)
+    rig.launch("scale", x, 5.0, 4)
+    graph = driver.stream_end_capture(rig.stream)
+    assert rig.edges(graph) == {(0, 1), (1, 2)}
+    rig.run(graph)
+    assert rig.values(x, 4) == [30.0] * 4
+    driver.graph_destroy(graph)
+    driver.graph_destroy(other)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,6 +20,7 @@ from ostinato.driver.api import (
     StreamHandle,
 )
 from ostinato.errors import DriverError, Status, StreamCaptureError
+from ostinato.testing import HeldStream
 from tests.contract.kernels import Rig, refused
 
 LOCAL, GLOBAL, RELAXED = CaptureMode.THREAD_LOCAL, CaptureMode.GLOBAL, CaptureMode.RELAXED
@@ -420,3 +422,90 @@ def test_destroying_streams_that_capture(rig: Rig) -> None:
         driver.stream_end_capture(rig.stream)
     assert_sound(rig)
     driver.event_destroy(event)
+
+
+# --- the legacy stream beside captures
+
+LEGACY = StreamHandle(0)
+ON_LEGACY: dict[str, Callable[[Rig, int, EventHandle], object]] = {
+    "fill": lambda rig, x, event: rig.driver.memset(x, 0, 1, 16, LEGACY),
+    "copy": lambda rig, x, event: rig.driver.memcpy(x + 16, x, 16, LEGACY),
+    "kernel": lambda rig, x, event: rig.launch("fill", x, 0.0, 4, stream=LEGACY),
+    "host": lambda rig, x, event: rig.driver.launch_host_function(LEGACY, lambda: None),
+    "record": lambda rig, x, event: rig.driver.event_record(event, LEGACY),
+    "wait": lambda rig, x, event: rig.driver.stream_wait_event(LEGACY, event),
+}
+
+
+@pytest.mark.parametrize("mode", list(CaptureMode))
+@pytest.mark.parametrize("thread", ["own", "other"])
+@pytest.mark.parametrize("what", ON_LEGACY)
+def test_the_legacy_stream_breaks_a_blocking_streams_capture(
+    rig: Rig, what: str, thread: str, mode: CaptureMode
+) -> None:
+    """Of any mode, whichever thread uses it; the stream works again afterwards."""
+    driver, x, event = rig.driver, rig.zeros(8), rig.driver.event_create()
+    driver.event_record(event, rig.stream)
+    driver.stream_synchronize(rig.stream)
+    stream = driver.stream_create(blocking=True)
+    driver.stream_begin_capture(stream, mode)
+    rig.launch("fill", x, 1.0, 4, stream=stream)
+    with refused(Status.STREAM_CAPTURE_IMPLICIT):
+        if thread == "own":
+            ON_LEGACY[what](rig, x, event)
+        else:
+            with ThreadPoolExecutor(1) as others:
+                others.submit(ON_LEGACY[what], rig, x, event).result()
+    with refused(Status.STREAM_CAPTURE_INVALIDATED):
+        driver.stream_end_capture(stream)
+    ON_LEGACY[what](rig, x, event)
+    driver.stream_synchronize(LEGACY)
+    driver.stream_begin_capture(stream, mode)
+    rig.launch("fill", x, 2.0, 4, stream=stream)
+    graph = driver.stream_end_capture(stream)
+    rig.run(graph)
+    assert rig.values(x, 4) == [2.0] * 4
+    driver.graph_destroy(graph)
+    driver.stream_destroy(stream)
+    driver.event_destroy(event)
+
+
+@pytest.mark.parametrize("thread", ["own", "other"])
+@pytest.mark.parametrize("what", ON_LEGACY)
+def test_the_legacy_stream_passes_by_another_streams_capture(
+    rig: Rig, what: str, thread: str
+) -> None:
+    """The work runs at once, and the graph lacks it."""
+    driver, x, event = rig.driver, rig.array([1.0] * 8), rig.driver.event_create()
+    driver.event_record(event, rig.stream)
+    driver.stream_synchronize(rig.stream)
+    driver.stream_begin_capture(rig.stream, CaptureMode.THREAD_LOCAL)
+    rig.launch("scale", x, 3.0, 4)
+    if thread == "own":
+        ON_LEGACY[what](rig, x, event)
+    else:
+        with ThreadPoolExecutor(1) as others:
+            others.submit(ON_LEGACY[what], rig, x, event).result()
+    graph = driver.stream_end_capture(rig.stream)
+    assert len(driver.graph_nodes(graph)) == 1
+    driver.stream_synchronize(LEGACY)
+    expected = 0.0 if what in ("fill", "kernel") else 1.0
+    assert rig.values(x, 4) == [expected] * 4
+    rig.run(graph)
+    assert rig.values(x, 4) == [3 * expected] * 4
+    driver.graph_destroy(graph)
+    driver.event_destroy(event)
+
+
+def test_blocking_streams_and_the_legacy_stream_wait_for_each_other(rig: Rig) -> None:
+    driver, x = rig.driver, rig.array([1.0] * 4)
+    stream = driver.stream_create(blocking=True)
+    with HeldStream(driver, LEGACY) as held:
+        rig.launch("fill", x, 2.0, 4, stream=LEGACY)
+        rig.launch("scale", x, 3.0, 4, stream=stream)
+        rig.launch("add", x, x, x, 4, stream=LEGACY)
+        assert not driver.stream_query(stream)
+        held.release()
+    driver.stream_synchronize(LEGACY)
+    assert rig.values(x, 4) == [12.0] * 4
+    driver.stream_destroy(stream)

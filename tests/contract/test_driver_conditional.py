@@ -14,14 +14,16 @@ from ostinato.driver.api import (
     ConditionalNodeParams,
     EmptyNodeParams,
     EventRecordNodeParams,
+    EventWaitNodeParams,
     GraphHandle,
     HostNodeParams,
     MemOp,
     MemOpKind,
     NodeHandle,
+    NodeParams,
     UpdateVerdict,
 )
-from ostinato.errors import DriverError, Status
+from ostinato.errors import Status
 from tests.contract.kernels import Rig, copy_of, refused, words
 
 IF, WHILE, SWITCH = ConditionalKind.IF, ConditionalKind.WHILE, ConditionalKind.SWITCH
@@ -173,17 +175,27 @@ def test_what_a_body_may_hold(rig: Rig, graph: GraphHandle) -> None:
     driver.graph_destroy(child)
 
 
-def test_what_a_body_may_not_hold(rig: Rig) -> None:
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_a_body_may_not_hold(rig: Rig, depth: int) -> None:
+    """`depth`: in how many child graphs of the body it is."""
     driver, event = rig.driver, rig.driver.event_create()
     write = BatchMemOpNodeParams((MemOp(MemOpKind.WRITE, rig.zeros(1), 1),))
-    for params in (HostNodeParams(lambda: None), EventRecordNodeParams(event), write):
+    records, waits = EventRecordNodeParams(event), EventWaitNodeParams(event)
+    for params in (HostNodeParams(lambda: None), records, waits, write):
         graph = driver.graph_create()
         handle = driver.conditional_create(graph, default=1)
         _, (body,) = conditional(rig, graph, handle, IF)
-        with pytest.raises(DriverError):  # when it is added, or at the latest here
-            rig.add(body, (), params)
+        children: list[GraphHandle] = []
+        with refused(Status.INVALID_VALUE, Status.NOT_SUPPORTED, Status.NOT_PERMITTED):
+            inner: NodeParams = params  # refused when it is added, or at the latest at the end
+            for _ in range(depth):
+                children.append(driver.graph_create())
+                rig.add(children[-1], (), inner)
+                inner = ChildGraphNodeParams(children[-1])
+            rig.add(body, (), inner)
             driver.graph_instantiate(graph)
-        driver.graph_destroy(graph)
+        for made in (graph, *children):
+            driver.graph_destroy(made)
     driver.event_destroy(event)
 
 

@@ -14,7 +14,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import CaptureBrokenError, DriverError, EagerRunError, Status, driver_error
 from ostinato.interop.graphing.capturing import captured
-from ostinato.interop.graphing.errors import disturbed
+from ostinato.interop.graphing.errors import disturbed, explained
 from ostinato.interop.graphing.graphed import Graphed
 from tests.interop.library import Array, Lib
 
@@ -176,6 +176,11 @@ def test_which_errors_are_of_others() -> None:
     assert disturbed(chained(KeyError("x"), torch_broken, CaptureBrokenError("the capture")))
     assert not disturbed(refused) and not disturbed(torch_refused)
     assert not disturbed(chained(torch_refused, torch_broken))
+    implicit = RuntimeError(
+        "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
+    )
+    assert not disturbed(chained(implicit, torch_broken))
+    assert "give it the stream that is current in ostinato" in explained(implicit, ost, "")
     assert not disturbed(chained(refused, broken, ValueError("mine")))
     assert not disturbed(ValueError("mine")) and not disturbed(CaptureBrokenError("the capture"))
     for status in (Status.STREAM_CAPTURE_UNJOINED, Status.STREAM_CAPTURE_ISOLATION):

@@ -576,3 +576,16 @@ def test_the_reason_names_what_changed_and_nothing_else(lib: Lib, make: Make) ->
         step(lib.array(numbers()))
     reason = step.statistics().keys[-1].reason
     assert "uses itself (counts)" in reason, reason
+
+
+def test_explain_says_what_stays_unseen(
+    lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work on the default stream, unless captures are made so that it breaks them."""
+    step, x = make(lambda x: x.line(1.0)), lib.array(numbers())
+    step(x)
+    assert "default stream" not in step.explain()
+    step(x)
+    assert "OSTINATO_BLOCKING_CAPTURES=1 finds it" in step.explain()
+    monkeypatch.setenv("OSTINATO_BLOCKING_CAPTURES", "1")
+    assert "default stream" not in step.explain()

@@ -25,12 +25,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NewType, Protocol, TypeAlias, TypeVar
 
-from ostinato.errors import GraphError, InputError
+from ostinato.errors import DriverError, GraphError, InputError
 
 if TYPE_CHECKING:
     import numpy as np
 
 __all__ = [
+    "BODY_PARAMS",
     "AllocNodeParams",
     "BatchMemOpNodeParams",
     "Capabilities",
@@ -60,6 +61,7 @@ __all__ = [
     "FunctionHandle",
     "FunctionInfo",
     "GraphHandle",
+    "HostFailureListener",
     "HostNodeParams",
     "Image",
     "InstantiateFlags",
@@ -346,6 +348,9 @@ class LaunchConfig(_LaunchFields):
     def threads_per_block(self) -> int:
         return self.block[0] * self.block[1] * self.block[2]
 
+
+HostFailureListener: TypeAlias = Callable[[Callable[[], object], BaseException], object]
+"""A host function, and what it raised: see `Driver.on_host_failure`."""
 
 Pack: TypeAlias = Callable[[tuple[object, ...]], bytes | None]
 """Packs a kernel's values into its parameter buffer; returns None if a value does not have exactly
@@ -701,6 +706,18 @@ NodeParams: TypeAlias = (
 )
 
 
+BODY_PARAMS = (
+    KernelNodeParams,
+    MemcpyNodeParams,
+    MemsetNodeParams,
+    ChildGraphNodeParams,
+    EmptyNodeParams,
+    ConditionalNodeParams,
+)
+"""The nodes that the body of a conditional node may hold, also inside its child graphs (CUDA
+programming guide, "Conditional Graph Nodes")."""
+
+
 class EdgeType(enum.IntEnum):
     """The type of an edge (CUgraphDependencyType)."""
 
@@ -783,9 +800,10 @@ class FrozenGraph(Protocol):
     """What a definition held when `Driver.graph_freeze` was called.  Later changes do not show.
 
     `kind` and `params` are of a node by its index in `nodes`; they raise what `node_kind` and
-    `node_params` would have raised then.  `holders`: the nodes with graphs inside.  `links`: the
-    edges, as the places of two nodes and their data (from port, to port, type), which is empty for
-    a plain edge; `plain`: all edges are.  `attributes`: of a kernel node, None for another node;
+    `node_params` would have raised then.  `holders`: the nodes with graphs inside; `memory_nodes`:
+    alloc and free nodes.  `links`: the edges, as the places of two nodes and their data (from
+    port, to port, type), which is empty for a plain edge; `plain`: all edges are.
+    `attributes`: of a kernel node, None for another node;
     raises what `params` of a kernel node would raise.  `kinds_of_attributes`: those of all nodes,
     each once.
     """
@@ -795,6 +813,9 @@ class FrozenGraph(Protocol):
 
     @property
     def holders(self) -> Sequence[int]: ...
+
+    @property
+    def memory_nodes(self) -> Sequence[int]: ...
 
     def kind(self, index: int) -> NodeKind: ...
 
@@ -956,8 +977,12 @@ class Driver(Protocol):
         ...
 
     # --- streams and events
-    def stream_create(self, *, priority: int = 0) -> StreamHandle:
-        """A stream that does not wait for the legacy default stream."""
+    def stream_create(self, *, priority: int = 0, blocking: bool = False) -> StreamHandle:
+        """A stream.  `blocking`: its work and that of the legacy default stream wait for each
+        other, in the order of their submission.  While it captures, every use of the legacy stream
+        by any thread gets 906 and breaks the capture.  While only others capture, the legacy stream
+        works as always, and no graph holds that work.
+        """
         ...
 
     def stream_destroy(self, stream: StreamHandle) -> None:
@@ -998,7 +1023,22 @@ class Driver(Protocol):
     def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
         """Calls `function` in stream order, on a driver's thread.  It must not call the driver.
 
-        An exception that it raises is logged: no caller can catch it.
+        An exception that it raises is logged, and told to the listeners of `on_host_failure`: no
+        caller can catch it.
+        """
+        ...
+
+    def on_host_failure(self, listener: HostFailureListener) -> None:
+        """From here on `listener` is called with each host function that raised, of a stream or a
+        graph, and with what it raised: on the driver's thread, before the work after it runs."""
+        ...
+
+    def unraised(self, patience: float) -> DriverError | None:
+        """The failure that has poisoned the context, if no call has raised it yet.
+
+        Waits for work under way, for `patience` seconds at most; a driver that cannot wait for a
+        limited time waits only if they are infinite.  With 0 no call is made that a capture could
+        forbid.  Raises no failure of work.
         """
         ...
 
@@ -1091,6 +1131,14 @@ class Driver(Protocol):
         ...
 
     def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo: ...
+
+    def stream_set_capture_dependencies(
+        self, stream: StreamHandle, nodes: Sequence[NodeHandle]
+    ) -> None:
+        """From here on, what is captured next on the stream depends on these nodes of the graph
+        that is being captured, and not on those of before.  ILLEGAL_STATE (401) if the stream does
+        not capture, INVALID_VALUE for a node of another graph."""
+        ...
 
     def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
         """Sets which calls of this thread captures forbid; returns the mode before.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import threading
 import weakref
 from collections import deque
@@ -25,8 +26,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from ostinato.driver.api import Driver, EventHandle, MemoryRange
+from ostinato.driver.api import Driver, EventHandle, GraphHandle, MemoryRange, NodeHandle
 from ostinato.driver.callbacks import in_host_function
+from ostinato.driver.failures import HostFailures, said_at_exit
 from ostinato.driver.forking import FORKED, new_lock, switch_off_in_children
 from ostinato.errors import (
     CaptureError,
@@ -34,6 +36,7 @@ from ostinato.errors import (
     ContextPoisonedError,
     DriverError,
     InputError,
+    OstinatoError,
     StreamCaptureError,
 )
 
@@ -55,6 +58,8 @@ __all__ = [
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+_LOCK_PATIENCE = 1.0
+"""Seconds that a thread of the driver waits for the lock of a context."""
 _BACKLOG = 64
 """If more objects than this are retired, `collect` does not wait for a pause between captures."""
 
@@ -98,6 +103,17 @@ class Tap:
     def awaited(self, event: Event | None) -> None:
         """Called before the host waits for an event (or asks for its state), or for the device."""
 
+    def fills(self, graph: GraphHandle, what: str) -> Stream | None:
+        """The stream whose capture puts its work into the graph, if this tap follows such a one.
+
+        Called before the graph is changed by hand; raises to refuse that.  `what` names the change.
+        """
+        return None
+
+    def added(self, graph: object, node: NodeHandle, label: object) -> None:
+        """Called after a node was added by hand to the graph that a capture fills; the `Graph` that
+        it was added through keeps what the node points at."""
+
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """Called when the driver refused a call on this stream, or one that is no stream's."""
 
@@ -128,6 +144,29 @@ class Watcher(Protocol):
     def memory_closed(self, memory: MemoryRange) -> None:
         """Called when memory that it watches is given back.  May be called on any thread."""
         ...
+
+
+class _Raising(Tap):
+    """Makes the next call on a stream raise that a host function has raised."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = weakref.ref(context)
+
+    def entering(
+        self, stream: Stream, what: str, entry: Entry, operation: Operation | None
+    ) -> None:
+        context = self._context()
+        if context is not None and not context.captures_here():
+            context.raise_failures()
+
+
+def _call(
+    noted: Callable[[Callable[[], object], BaseException], None] | None,
+    function: Callable[[], object],
+    error: BaseException,
+) -> None:
+    if noted is not None:
+        noted(function, error)
 
 
 class HasContext(Protocol):
@@ -219,7 +258,12 @@ class Context:
         """Whether the device was closed, or this is a forked child."""
         self._forked = False
         self._advice = "open it again"
+        self.failures = HostFailures()
+        """Host functions that raised and that no call has told of yet."""
+        noted = weakref.WeakMethod(self._host_function_raised)  # the driver must not keep this
+        driver.on_host_failure(lambda function, error: _call(noted(), function, error))
         switch_off_in_children(self)
+        said_at_exit(self)
 
     def after_fork(self) -> None:
         """In a forked child: no call reaches the driver from here on."""
@@ -288,6 +332,43 @@ class Context:
         except DriverError as error:
             self.report(error)
             raise
+
+    # --- failures of work that nobody waits for
+    def _host_function_raised(self, function: Callable[[], object], error: BaseException) -> None:
+        """Called on a driver's thread, which must not wait for what waits for the driver."""
+        self.failures.note(function, error)
+        # Without the lock the next wait still raises it.
+        if self._lock.acquire(timeout=_LOCK_PATIENCE):
+            try:
+                if not any(isinstance(tap, _Raising) for tap in self.taps):
+                    self.add_tap(_Raising(self))
+            finally:
+                self._lock.release()
+
+    def raise_failures(self) -> None:
+        """Raises HostFunctionError, once, if a host function has raised."""
+        with self._lock:
+            self.taps = tuple(tap for tap in self.taps if not isinstance(tap, _Raising))
+            error = self.failures.take()
+        if error is not None:
+            raise error
+
+    def captures_here(self) -> bool:
+        """Whether the calling thread captures."""
+        me = threading.get_ident()
+        return any(one.thread == me for one in tuple(self.captures.values()))
+
+    def unsaid(self, patience: float) -> OstinatoError | None:
+        """A failure that no call has raised yet; waits for work for `patience` seconds at most."""
+        failed = None if self.closed else self.driver.unraised(patience)
+        return self.failures.take() or failed
+
+    def say_unsaid(self) -> None:
+        """Waits for the device, which is being closed, and logs a failure that no call has
+        raised."""
+        unsaid = self.unsaid(0 if self.captures else math.inf)
+        if unsaid is not None:
+            _log.error("closing %s: %s", self.driver.name, str(unsaid))
 
     # --- taps
     def add_tap(self, tap: Tap) -> None:
@@ -507,6 +588,8 @@ class Context:
         with self.reporting():
             self._wait_for_all()
         self.collect()
+        if self.failures:
+            self.raise_failures()
 
     def _wait_for_all(self) -> None:
         """Waits for the device, and notes that objects retired before need no marks: a mark that is
@@ -540,6 +623,7 @@ class Context:
         """Waits for the device, destroys what waits, and gives the driver back.  Idempotent."""
         if self.closed:
             return
+        self.say_unsaid()
         try:
             self._wait_for_all()
         except DriverError as error:

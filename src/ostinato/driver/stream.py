@@ -157,6 +157,8 @@ class Event(Closeable):
         """Waits for the work before its last record.  Raises as `done`."""
         with self.context.reporting():
             self.context.driver.event_synchronize(self._awaited())
+        if self.context.failures:
+            self.context.raise_failures()
 
     def _awaited(self) -> EventHandle:
         """The driver's handle, for a call by which the host learns that the event was reached."""
@@ -373,7 +375,11 @@ class Stream(Closeable):
             tap.failed(self, error)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Calls `function` in stream order on a driver's thread.  It must not call the driver."""
+        """Calls `function` in stream order on a driver's thread.  It must not call the driver.
+
+        If it raises, the next call on a stream of the device that waits or submits work raises
+        HostFunctionError; at the latest the end of the process says it.
+        """
         require_callable(function)
         name = getattr(function, "__qualname__", type(function).__name__)
         self.submit(Operation(HostNodeParams(function), name, keep=(function,)))
@@ -401,7 +407,8 @@ class Stream(Closeable):
             tap.waited(self, event)
 
     def synchronize(self) -> None:
-        """Waits for all work of the stream.  Raises DriverError (status 900) while it captures."""
+        """Waits for all work of the stream.  Raises DriverError (status 900) while it captures, and
+        HostFunctionError if a host function has raised."""
         self.guarded("synchronize", self.context.driver.stream_synchronize, Entry.ONCE)
         self.context.collect()
 
@@ -421,10 +428,13 @@ class Stream(Closeable):
         refuses it."""
         handle = self.enter(what, entry, operation)
         try:
-            return call(handle)
+            result = call(handle)
         except DriverError as error:
             self.report(error)
             raise
+        if entry is Entry.ONCE and self.context.failures:
+            self.context.raise_failures()  # of the work that was waited for
+        return result
 
     # --- capture state
     @property

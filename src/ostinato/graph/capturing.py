@@ -23,7 +23,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ostinato.driver.api import CaptureMode, CaptureStatus, GraphHandle, NodeHandle
+from ostinato.driver.api import (
+    CaptureMode,
+    CaptureStatus,
+    Driver,
+    GraphHandle,
+    NodeHandle,
+    NodeKind,
+)
 from ostinato.driver.context import Entry, Tap
 from ostinato.driver.location import caller_line, caller_location, describe_line
 from ostinato.driver.stream import Event, Operation, Stream, require_stream
@@ -40,6 +47,7 @@ from ostinato.errors import (
     StreamCaptureError,
     explain,
 )
+from ostinato.graph.bodies import graphs_inside
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import NodeLabel
 from ostinato.graph.submissions import Submission
@@ -224,7 +232,10 @@ class _Session(Tap):
         try:
             for node in reversed(nodes):
                 if node not in before:
+                    inside = list(_inside(driver, node))
                     driver.graph_remove_node(node)
+                    for gone in (node, *inside):  # a later node may get the handle
+                        into.labels.pop(gone, None)
         except (ClosedError, ContextPoisonedError):
             pass  # nothing can launch it any more
         except DriverError as error:
@@ -301,6 +312,30 @@ class _Session(Tap):
         if info.status is CaptureStatus.ACTIVE and info.capture_id == self._id:
             self.forked_at = caller_location()
 
+    def fills(self, graph: GraphHandle, what: str) -> Stream | None:
+        """Refuses what another thread would change in the graph of this capture."""
+        if not self._in_driver:
+            return None
+        info = self.stream.context.driver.stream_capture_info(self.stream.handle)
+        if info.status is not CaptureStatus.ACTIVE or (info.graph, info.capture_id) != (
+            graph,
+            self._id,
+        ):
+            return None
+        if threading.get_ident() != self._thread and self.mode is not CaptureMode.RELAXED:
+            raise CaptureError(
+                f"{what}: another thread is capturing {self.stream!r} into this graph; nothing was "
+                "done. Wait until the capture has ended"
+            )
+        return self.stream
+
+    def added(self, graph: object, node: NodeHandle, label: object) -> None:
+        assert isinstance(label, NodeLabel)
+        self.labels[node] = label
+        self.noted.append(label)
+        if graph is not self.into:
+            self.keep.append(graph)
+
     def failed(self, stream: Stream | None, error: DriverError) -> None:
         """Notes the line of the first refused call that can have broken this capture."""
         mine = threading.get_ident() == self._thread or self.mode is CaptureMode.GLOBAL
@@ -328,6 +363,11 @@ class _Session(Tap):
         meaning = explain(cause.status)
         place = f" at {where}" if where else ""
         hint = "" if where or self.trace else " capture(stream, trace=True) finds the line."
+        if hint and cause.status == Status.STREAM_CAPTURE_INVALIDATED:
+            hint += (
+                " If none is found, another thread broke it: on a blocking stream, any thread's "
+                "work on the legacy default stream does."
+            )
         after = (
             "The driver refused to end it as well, so the stream captures until a later call can."
             if self._in_driver
@@ -357,7 +397,9 @@ class Capture:
     """One capture on one stream (and on the streams that are forked from it).
 
     `mode`: what other threads may do meanwhile.  `into` captures into an existing graph, such as a
-    conditional body.  After an exception in the block the graph is as it was before.  A call that
+    conditional body.  A node that the block adds to the graph by hand takes its place in the
+    capture: it waits for what was captured before on `stream`, and what is captured there next
+    waits for it.  After an exception in the block the graph is as it was before.  A call that
     the driver refuses may cost the graph: CUDA destroys it with the capture, and later uses of it
     raise GraphError.  `pool`: one that the work allocates from; it must be open.  `contained`
     refuses work that this thread submits to a stream outside of the capture: the graph would lack
@@ -517,6 +559,15 @@ class Capture:
         """The operations that this library put into the capture so far, in order."""
         noted = self._session.noted
         return tuple(Submission(made.operation.name, made.line) for made in noted if made.operation)
+
+
+def _inside(driver: Driver, node: NodeHandle) -> Iterator[NodeHandle]:
+    """The nodes inside a node that was added by hand."""
+    if driver.node_kind(node) in (NodeKind.CHILD_GRAPH, NodeKind.CONDITIONAL):
+        for graph in graphs_inside(driver.node_params(node)):
+            for inner in driver.graph_nodes(graph):
+                yield inner
+                yield from _inside(driver, inner)
 
 
 def _leaves(graph: Graph) -> list[NodeHandle]:

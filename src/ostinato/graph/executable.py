@@ -8,6 +8,7 @@ content of the executable is unknown, and every later launch raises GraphError.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,9 +43,11 @@ from ostinato.errors import (
     DriverError,
     GraphError,
     InputError,
+    Status,
     StreamCaptureError,
     UpdateRefusedError,
 )
+from ostinato.graph.bodies import BODY_RULE, wrongly_in_a_body
 from ostinato.graph.changes import VERDICTS, Change, refused, whole_place
 from ostinato.graph.graph import Graph, fill_params
 from ostinato.graph.manifest import Touch, dangling, touches, walk
@@ -58,6 +61,7 @@ from ostinato.memory.ranges import Target, range_of
 
 __all__ = ["GraphExec", "UpdateReport"]
 
+_log = logging.getLogger(__name__)
 _EXACT = (str, int)
 """What names an argument."""
 
@@ -90,6 +94,8 @@ class _Release:
         self.shadow: Shadow | None = None
         self._context = context
         self._done = False
+        self._left: list[int] = []
+        """Addresses of alloc nodes, to be freed before the executable is destroyed."""
 
     def retire(self, prepared: Mapping[Stream, object]) -> None:
         """Destroys it, and releases what its nodes point at, once its last launch on each of the
@@ -97,6 +103,30 @@ class _Release:
         self._context.retire(self._destroy, tuple(prepared))
 
     def _destroy(self) -> None:
+        if self.shadow is not None and not self._done and not self._left:
+            self._left = self.shadow.left_allocated()
+            if self._left:
+                # Memory of the last launch, which CUDA keeps allocated although nothing can reach
+                # it any more.  Freeing waits for the device.
+                self._context.retire(self._free_and_destroy, quiet=True)
+                return
+        self._destroy_now()
+
+    def _free_and_destroy(self) -> None:
+        """Frees before the executable is destroyed: until then nothing else has the addresses."""
+        driver = self._context.driver
+        for address in self._left:
+            try:
+                driver.mem_free(address)
+            except StreamCaptureError:
+                raise  # the context tries again later
+            except DriverError as error:
+                # Not allocated: it was never launched, or another graph has freed the memory.
+                if error.status != Status.INVALID_VALUE:
+                    _log.warning("freeing the memory of an alloc node failed: %s", str(error))
+        self._destroy_now()
+
+    def _destroy_now(self) -> None:
         if not self._done:
             self._done = True
             try:
@@ -177,11 +207,15 @@ class GraphExec(Launcher, Closeable):
         except DriverError as error:
             blamed = next((n for n in graph.nodes if n.handle == error.node), None)
             what = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
+            misplaced = wrongly_in_a_body(graph.nodes)
+            if misplaced:
+                what = f" at {misplaced}: {BODY_RULE}. The driver says"
             raise GraphError(f"instantiating the graph failed{what}: {error}") from error
         not_null(handle, "executable")
         release = _Release(context, handle)
         try:
             executable = cls(graph, release)
+            executable._shadow.check_loops()
         except BaseException:
             release.retire({})
             context.collect()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
+    BODY_PARAMS,
     AllocNodeParams,
     BatchMemOpNodeParams,
     ChildGraphNodeParams,
@@ -37,10 +38,11 @@ from ostinato.driver.api import (
     whole_number,
 )
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context, HasContext, context_of
+from ostinato.driver.context import Context, HasContext, Tap, context_of
 from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream, handle_of, require_callable
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
+from ostinato.graph.bodies import BODY_RULE, wrongly_in_a_body
 from ostinato.graph.launching import prepare_node
 from ostinato.graph.node import (
     Argument,
@@ -76,6 +78,8 @@ class Graph(Closeable):
     graph keeps its `owner`.  Changing a definition does not change executables made before.
 
     Methods that add a node take `after`, the nodes that the new one waits for (none by default).
+    While something is captured into the graph, a new node also waits for what was captured so far
+    on the stream that began the capture, and what is captured there next waits for it.
     They raise GraphError with the driver's reason, ClosedError, and InputError for arguments that
     do not fit.
 
@@ -331,6 +335,14 @@ class Graph(Closeable):
         """
         driver = self.context.driver
         dependencies = node_handles(after)
+        tap, stream = self._filled_by("adding a node")
+        if stream is not None:
+            # Its place in the capture: behind what was captured, and before what is captured next.
+            captured = driver.stream_capture_info(stream.handle).dependencies
+            others = [node for node in captured if node not in dependencies]
+            dependencies += others
+            if edge_data is not None:
+                edge_data = [*edge_data, *(EdgeData() for _ in others)]
         if operation is not None and operation.once:
             raise GraphError(f"{operation.name} cannot be a node: {operation.once}")
         kept = (*keep, *(() if operation is None else operation.keep))
@@ -339,6 +351,7 @@ class Graph(Closeable):
             child = next((graph for graph in kept if isinstance(graph, Graph)), None)
             if child is not None and child.closed:
                 raise ClosedError("the graph that is to be a child node was closed before")
+        self._require_fitting(params, child)
         # Before the driver knows the node: an interruption must not leave it without its memory.
         before = len(self.keep)
         self.keep.extend(kept)
@@ -349,8 +362,11 @@ class Graph(Closeable):
             del self.keep[before:]  # there is no such node
             self._count = count
             raise GraphError(f"adding a {type(params).__name__} failed: {error}") from error
-        self.labels[handle] = NodeLabel(operation, line or caller_line())
+        label = self.labels[handle] = NodeLabel(operation, line or caller_line())
         try:
+            if tap is not None and stream is not None:
+                driver.stream_set_capture_dependencies(stream.handle, [handle])
+                tap.added(self, handle, label)
             if child is not None:
                 self._label_copies(child.labels, child.handle, handle)
             index = self._place_of_last(handle, count)
@@ -369,6 +385,17 @@ class Graph(Closeable):
             except DriverError:
                 self.spoil(f"{why}, and could not be taken back; make the graph again")
             raise GraphError(why) from error
+
+    def _filled_by(self, what: str) -> tuple[Tap, Stream] | tuple[None, None]:
+        """The capture under way that fills this graph, if there is one, and its stream."""
+        for tap in self.context.taps:
+            stream = tap.fills(self.handle, what)
+            if stream is not None:
+                return tap, stream
+        return None, None
+
+    def _require_fitting(self, params: NodeParams, child: Graph | None) -> None:
+        """Raises GraphError for a node that this graph cannot hold.  `child`: the child graph."""
 
     def _place_of_last(self, node: NodeHandle, count: int | None) -> int:
         """The index of the node that was added last, to `count` others if their number is known.
@@ -505,7 +532,12 @@ class Graph(Closeable):
         return self.add(EventWaitNodeParams(handle_of(event)), after, keep=(event.owner,))
 
     def add_alloc(self, nbytes: int, after: Sequence[NodeRef] = ()) -> Node:
-        """Adds an allocation; `node.alloc.address` is where it will be, for nodes after it."""
+        """Adds an allocation; `node.alloc.address` is where it will be, for nodes after it.
+
+        Without a free node in this graph the memory stays after a launch, until a graph with a free
+        node for it is launched or the executable is closed, which frees it.  Meanwhile the
+        executable cannot be launched again, unless it was instantiated with AUTO_FREE_ON_LAUNCH.
+        """
         size = whole_number(nbytes)
         if size is None or size < 1:
             raise InputError(f"nbytes={nbytes!r}: a whole number of 1 or more is needed")
@@ -551,6 +583,10 @@ class Graph(Closeable):
         """Adds an IF (size 1, or 2 with an else), WHILE (1) or SWITCH (any) node.
 
         The bodies are filled as graphs of their own, by hand or with `capture(stream, into=body)`.
+        They hold kernels, copies, fills, empty nodes, child graphs of these, and conditional nodes;
+        `add` of a body raises GraphError for others.  The body of a WHILE needs a kernel that sets
+        the condition: without a kernel `instantiate` raises GraphError, and it warns if no kernel
+        in it has `handle` among its arguments.
         """
         if not isinstance(kind, ConditionalKind):
             raise InputError(f"kind={kind!r}: ConditionalKind.IF, WHILE or SWITCH is needed")
@@ -592,7 +628,7 @@ class Graph(Closeable):
         why = ""
         if self.instantiated or isinstance(self, _Body):
             why = "an executable of the graph may have been made; replace nodes before"
-        elif any(getattr(c, "into", None) is self for c in tuple(self.context.captures)):
+        elif self._filled_by("replacing a node")[0] is not None:
             why = "something is captured into the graph; end that capture before"
         elif driver.node_kind(old) is NodeKind.CONDITIONAL:
             why = "it is a conditional node, whose bodies would go with it"
@@ -876,6 +912,13 @@ class _Body(Graph):
     def spoil(self, why: str) -> None:
         super().spoil(why)
         self._parent.spoil(why)
+
+    def _require_fitting(self, params: NodeParams, child: Graph | None) -> None:
+        what = "" if isinstance(params, BODY_PARAMS) else f"a {type(params).__name__}"
+        if child is not None:
+            what = wrongly_in_a_body(child.nodes, "a child graph with ", inside=True)
+        if what:
+            raise GraphError(f"adding {what} to a body failed: {BODY_RULE}")
 
     @property
     def handle(self) -> GraphHandle:

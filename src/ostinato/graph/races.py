@@ -5,10 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ostinato.driver.api import NodeHandle
+from ostinato.driver.api import (
+    ConditionalNodeParams,
+    KernelNodeParams,
+    MemoryRange,
+    NodeHandle,
+    NodeParams,
+)
+from ostinato.driver.signature import Access
 from ostinato.driver.stream import Operation
+from ostinato.errors import DriverError
+from ostinato.graph.bodies import graphs_inside
 from ostinato.graph.graph import Graph
 from ostinato.graph.order import conflict
+from ostinato.memory import Buffer
 
 __all__ = ["unordered"]
 
@@ -17,24 +27,112 @@ def unordered(graph: Graph, operations: Sequence[Operation]) -> tuple[Operation,
     """The first two operations that conflict and that no path orders, or None.
 
     `operations` are those that the graph was captured from, in the order of their submission, with
-    the memory that they read and write.  Also None if their names are not those of the graph's
-    nodes.  Operations whose memory is not known are left out.
+    the memory that they read and write.  If other nodes are in the graph, such as some that were
+    added by hand, an operation is that of a node with the same parameters, and a conditional node
+    counts for what the operations in its bodies read and write.  Operations whose memory is not
+    known are left out.
     """
-    nodes = [handle for handle, label in graph.labels.items() if label.operation is not None]
-    names = [label.operation.name for label in graph.labels.values() if label.operation is not None]
+    every = graph.context.driver.graph_nodes(graph.handle)
     edges = graph.edges
+    nodes = list(every)
     if len(edges) == len(nodes) - 1 and _is_chain(nodes, {e.source: e.target for e in edges}):
         return None
-    if names != [operation.name for operation in operations]:
-        return None
+    placed = _by_name(graph, every, operations) or _by_params(graph, every, operations)
+    nodes, found = [node for node, _ in placed], [operation for _, operation in placed]
     reached = _reached(graph, nodes)
-    for later, second in enumerate(operations):
-        for earlier, first in enumerate(operations[:later]):
+    for later, second in enumerate(found):
+        for earlier, first in enumerate(found[:later]):
             ordered = reached[nodes[later]] >> earlier & 1 or reached[nodes[earlier]] >> later & 1
             known = None not in (first.reads, first.writes, second.reads, second.writes)
             if known and not ordered and conflict(first, second):
                 return first, second
     return None
+
+
+_Placed = tuple[NodeHandle, Operation]
+
+
+def _by_name(
+    graph: Graph, every: Sequence[NodeHandle], operations: Sequence[Operation]
+) -> list[_Placed]:
+    """Each operation with its node, if all nodes were captured from just these; else nothing."""
+    labels = [(node, label.operation) for node, label in graph.labels.items()]
+    names = [None if made is None else made.name for _, made in labels]
+    nodes = [node for node, _ in labels]
+    if {*nodes} != {*every} or names != [operation.name for operation in operations]:
+        return []
+    return list(zip(nodes, operations, strict=True))
+
+
+def _by_params(
+    graph: Graph, every: Sequence[NodeHandle], operations: Sequence[Operation]
+) -> list[_Placed]:
+    """The nodes that have an operation's parameters, each with the first one that is left, and the
+    conditional nodes."""
+    left = list(operations)
+    placed: list[_Placed] = []
+    for node in every:
+        try:
+            params = graph.context.driver.node_params(node)
+        except DriverError:
+            continue
+        if isinstance(params, ConditionalNodeParams):
+            reads, writes = _in_bodies(graph, params)
+            placed.append((node, Operation(params, params.kind.name.lower(), reads, writes)))
+            continue
+        at = next((i for i, one in enumerate(left) if _alike(one.params, params)), None)
+        if at is not None:
+            placed.append((node, left.pop(at)))
+    return placed
+
+
+def _alike(one: NodeParams, other: NodeParams) -> bool:
+    if isinstance(one, KernelNodeParams) and isinstance(other, KernelNodeParams):
+        return (one.function, one.arguments.data) == (other.function, other.arguments.data)
+    return one == other
+
+
+_Ranges = tuple[MemoryRange, ...] | None
+
+
+def _in_bodies(graph: Graph, params: NodeParams) -> tuple[_Ranges, _Ranges]:
+    """What the operations in the graphs inside a node read and write; None if that is not known."""
+    reads: _Ranges = ()
+    writes: _Ranges = ()
+    driver = graph.context.driver
+    for inner in graphs_inside(params):
+        for node in driver.graph_nodes(inner):
+            held = driver.node_params(node)
+            label = graph.labels.get(node)
+            if graphs_inside(held):
+                touched = _in_bodies(graph, held)
+            else:
+                touched = _touched(graph, None if label is None else label.operation)
+            reads = None if reads is None or touched[0] is None else reads + touched[0]
+            writes = None if writes is None or touched[1] is None else writes + touched[1]
+    return reads, writes
+
+
+def _touched(graph: Graph, operation: Operation | None) -> tuple[_Ranges, _Ranges]:
+    """What an operation reads and writes, by the kernel's signature where nobody has asked yet."""
+    if operation is None:
+        return None, None
+    params, signature = operation.params, operation.signature
+    if operation.reads is not None or not isinstance(params, KernelNodeParams) or not signature:
+        return operation.reads, operation.writes
+    if any(parameter.type == "bytes" for parameter in signature.parameters):
+        return None, None  # a struct may hold pointers
+    given = {kept.address: kept.range for kept in operation.keep if isinstance(kept, Buffer)}
+    touched: dict[Access, list[MemoryRange]] = {Access.READ: [], Access.WRITE: []}
+    for index in signature.pointers:
+        address = int.from_bytes(params.arguments.raw(index), "little")
+        memory = given.get(address) or graph.context.driver.memory_range(address)
+        if address and memory is None:
+            return None, None
+        for access, ranges in touched.items():
+            if memory is not None and access in signature.parameters[index].access:
+                ranges.append(memory)
+    return tuple(touched[Access.READ]), tuple(touched[Access.WRITE])
 
 
 def _is_chain(nodes: Sequence[NodeHandle], after: dict[NodeHandle, NodeHandle]) -> bool:

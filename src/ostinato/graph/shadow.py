@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ostinato.driver.api import (
+    AllocNodeParams,
     ChildGraphNodeParams,
-    ConditionalNodeParams,
     Driver,
     EmptyNodeParams,
+    FreeNodeParams,
     FrozenGraph,
     GraphHandle,
     KernelNodeParams,
@@ -26,6 +27,7 @@ from ostinato.driver.api import (
     NodeParams,
 )
 from ostinato.errors import InputError, UpdateRefusedError
+from ostinato.graph.bodies import check_loops, graphs_inside
 from ostinato.graph.changes import Change, Setting, keeps, require_kept
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node, every_node, given_reach, index_below
@@ -79,7 +81,7 @@ class _Frozen:
     ) -> None:
         """`ours`: nodes that this library made."""
         self._freeze = partial(driver.graph_freeze, ours=ours)
-        self._graphs: dict[GraphHandle, FrozenGraph] = {}
+        self.graphs: dict[GraphHandle, FrozenGraph] = {}
         self.outer = self._add(handle)
 
     @classmethod
@@ -89,19 +91,19 @@ class _Frozen:
         return cls(graph.context.driver, graph.handle, graph.labels if graph.owned else None)
 
     def _add(self, handle: GraphHandle) -> FrozenGraph:
-        made = self._graphs[handle] = self._freeze(handle)
+        made = self.graphs[handle] = self._freeze(handle)
         for index in made.holders:
-            for inner in _inner(made, index):
+            for inner in graphs_inside(made.params(index)):
                 self._add(inner)
         return made
 
     def inside(self, frozen: FrozenGraph, index: int) -> list[FrozenGraph]:
         """The graphs inside a node."""
-        return [self._graphs[inner] for inner in _inner(frozen, index)]
+        return [self.graphs[inner] for inner in graphs_inside(frozen.params(index))]
 
     def hides(self, node: NodeHandle) -> bool:
         """Whether a kernel node may have launch attributes that the driver does not tell."""
-        for frozen in self._graphs.values():
+        for frozen in self.graphs.values():
             if node in frozen.nodes:
                 attributes = frozen.attributes(frozen.nodes.index(node))
                 return attributes is not None and attributes.function is not None
@@ -109,7 +111,7 @@ class _Frozen:
 
     def at(self, handle: GraphHandle) -> _Frozen | None:
         """The graph inside that has this handle, as one of its own; None if there is none."""
-        outer = self._graphs.get(handle)
+        outer = self.graphs.get(handle)
         if outer is None:
             return None
         made = copy(self)
@@ -134,12 +136,12 @@ class _Frozen:
         find = KnownRanges(graph.context.driver.memory_range)
         return tuple(self.node(graph, index, find) for index in range(len(self.outer.nodes)))
 
-    def _body(self, graph: Graph, find: KnownRanges, handle: GraphHandle) -> tuple[Node, ...]:
-        frozen = self._graphs[handle]
+    def _inside(self, graph: Graph, find: KnownRanges, handle: GraphHandle) -> tuple[Node, ...]:
+        frozen = self.graphs[handle]
         return tuple(self._read(graph, frozen, index, find) for index in range(len(frozen.nodes)))
 
     def _read(self, graph: Graph, frozen: FrozenGraph, index: int, find: KnownRanges) -> Node:
-        node = graph.read_node(frozen, index, find, partial(self._body, graph, find))
+        node = graph.read_node(frozen, index, find, partial(self._inside, graph, find))
         _ = node.arguments  # decoded now: memory may be closed before they are asked for
         return node
 
@@ -189,6 +191,24 @@ class Shadow:
         """Whether the definition has other nodes than when it was read."""
         graph = self._graph
         return graph.context.driver.graph_nodes(graph.handle) != self._handles
+
+    def check_loops(self) -> None:
+        """Raises GraphError for a WHILE of the definition that cannot end (`bodies`)."""
+        check_loops(self._graph.context.driver, self._frozen.outer, self._frozen.graphs)
+
+    def left_allocated(self) -> list[int]:
+        """The addresses of the definition's alloc nodes that it has no free node for."""
+        found = [
+            frozen.params(index)
+            for frozen in self._frozen.graphs.values()
+            for index in frozen.memory_nodes
+        ]
+        freed = {params.address for params in found if isinstance(params, FreeNodeParams)}
+        return [
+            params.address
+            for params in found
+            if isinstance(params, AllocNodeParams) and params.address not in freed
+        ]
 
     # --- reading
     @property
@@ -516,14 +536,6 @@ def _kept_reach(
     old, new = before.arguments.data, now.arguments.data
     same = before.function == now.function and len(old) == len(new)
     return {at: n for at, n in reach.items() if same and old[at : at + 8] == new[at : at + 8]}
-
-
-def _inner(frozen: FrozenGraph, index: int) -> tuple[GraphHandle, ...]:
-    """The graphs inside one of its nodes."""
-    params = frozen.params(index)
-    if isinstance(params, ChildGraphNodeParams):
-        return (params.graph,)
-    return params.bodies if isinstance(params, ConditionalNodeParams) else ()
 
 
 def _under_handles(first: Sequence[Node], new: Sequence[Node]) -> tuple[Node, ...]:

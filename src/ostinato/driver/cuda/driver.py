@@ -20,6 +20,7 @@ Nothing of `cuda.*` is imported, and libcuda is not loaded, before a `CudaDriver
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -32,7 +33,14 @@ from ostinato.driver.cuda.collecting import collect_modules
 from ostinato.driver.cuda.executables import ExecCalls
 from ostinato.driver.cuda.libcuda import BRANCHES, INSTALL, Libcuda, in_words, require_gpu
 from ostinato.driver.cuda.modules import IMAGE_KINDS
-from ostinato.errors import NoCudaError, NotAvailableError, OstinatoError
+from ostinato.errors import (
+    ContextPoisonedError,
+    DriverError,
+    NoCudaError,
+    NotAvailableError,
+    OstinatoError,
+    driver_error,
+)
 
 __all__ = ["CudaDriver", "gpu_count"]
 
@@ -105,6 +113,16 @@ class CudaDriver(ExecCalls):
             yield
         finally:
             self._calls["cuCtxPopCurrent_v2"](byref(ctypes.c_void_p()))
+
+    def unraised(self, patience: float) -> DriverError | None:
+        if self._off is not None or not patience:
+            return None
+        if patience == math.inf:
+            status = self._status("unraised", "cuCtxSynchronize")
+        else:  # no call waits for a limited time, so this only asks, and of no handle of ours
+            status = self._status("unraised", "cuStreamQuery", StreamHandle(0))
+        found = driver_error(status, "work under way")
+        return found if isinstance(found, ContextPoisonedError) else None
 
     def close(self) -> None:
         """Ends this object's use of the primary context, which other libraries may still use."""

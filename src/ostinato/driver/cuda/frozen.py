@@ -14,10 +14,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ostinato.driver.api import (
+    AllocNodeParams,
     ChildGraphNodeParams,
     ConditionalNodeParams,
     Edge,
     EdgeType,
+    FreeNodeParams,
     FunctionHandle,
     KernelArguments,
     KernelNodeParams,
@@ -191,6 +193,10 @@ class Decoder(Protocol):
     def note_config(self, node: int, config: LaunchConfig) -> None: ...
 
 
+_HOLDERS = (ChildGraphNodeParams, ConditionalNodeParams)
+_MEMORY_NODES = (AllocNodeParams, FreeNodeParams)
+
+
 class Frozen:
     """`others`: the indices of the nodes that are no `RawKernel`.  `read`: the attributes that the
     shapes hold; `rest`: those to be read when a node is decoded.  `by_function`: a node may have
@@ -216,11 +222,9 @@ class Frozen:
         self._read = read
         self._rest = rest
         self._by_function = by_function
-        self.holders = [
-            index
-            for index in others
-            if isinstance(held[index][1], ChildGraphNodeParams | ConditionalNodeParams)
-        ]
+        params = {index: held[index][1] for index in others}
+        self.holders = [i for i in others if isinstance(params[i], _HOLDERS)]
+        self.memory_nodes = [i for i in others if isinstance(params[i], _MEMORY_NODES)]
         self._programmatic: frozenset[int] | None = None
         self._kinds: frozenset[LaunchAttributes] | None = None
 

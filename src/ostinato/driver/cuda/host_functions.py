@@ -19,7 +19,9 @@ import ctypes
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from ostinato.driver.api import HostFailureListener
 from ostinato.driver.callbacks import run_host_function
 from ostinato.driver.cuda.libcuda import Libcuda
 from ostinato.driver.forking import new_lock
@@ -32,20 +34,30 @@ _NO_DESTRUCTOR_SYNC = 1
 _MOVE_REFERENCE = 1
 _SEMAPHORE_BYTES = 64  # sem_t has 32 with glibc and musl on 64 bit
 
+
+class _Registered(NamedTuple):
+    """A function, and who is told if it raises."""
+
+    function: Callable[[], object]
+    listeners: list[HostFailureListener]
+
+
 # Of the process, not of a driver object: graphs outlive it and call into these.
 _numbers = itertools.count(1)
-_functions: dict[int, Callable[[], object]] = {}
+_functions: dict[int, _Registered] = {}
 _CallbackType = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def _run(function: Callable[[], object] | None, number: int | None) -> None:
-    if function is None:
+def _run(registered: _Registered | None, number: int | None) -> None:
+    if registered is None:
         _log.error("host function %s was called after it was given up; it did not run", number)
         return
     try:
-        run_host_function(function)
-    except BaseException:  # the caller is the driver, in C: nothing could catch it
+        run_host_function(registered.function)
+    except BaseException as error:  # the caller is the driver, in C: nothing could catch it
         _log.exception("a host function in a stream or graph raised")
+        for listener in tuple(registered.listeners):
+            listener(registered.function, error)
 
 
 def _run_kept(number: int | None) -> None:
@@ -74,6 +86,8 @@ class HostFunctions:
 
     def __init__(self, lib: Libcuda) -> None:
         self._lib = lib
+        self.listeners: list[HostFailureListener] = []
+        """Who is told of a function that raised."""
         self._lock = new_lock()
         self._with_graphs: dict[int, int] = {}
         """Number of a function to the address of its semaphore."""
@@ -86,7 +100,7 @@ class HostFunctions:
     def add(self, function: Callable[[], object]) -> int:
         """Keeps `function` until `release`, or until it ran through `once_pointer`."""
         number = next(_numbers)
-        _functions[number] = function
+        _functions[number] = _Registered(function, self.listeners)
         return number
 
     def add_to_graph(self, graph: int, function: Callable[[], object]) -> int:
@@ -156,7 +170,8 @@ class HostFunctions:
         """The Python function behind a host node's raw values; None if it is not one of ours."""
         if pointer not in (_KEPT_POINTER, _ONCE_POINTER):
             return None
-        return _functions.get(user_data)
+        registered = _functions.get(user_data)
+        return None if registered is None else registered.function
 
 
 def _load_libc() -> ctypes.CDLL:

@@ -124,6 +124,8 @@ size_t, CUstreamCaptureMode)
 cuStreamEndCapture(CUstream, CUgraph *)
 cuStreamGetCaptureInfo_v3(CUstream, CUstreamCaptureStatus *, cuuint64_t *, CUgraph *, \
 const CUgraphNode **, const CUgraphEdgeData **, size_t *)
+cuStreamUpdateCaptureDependencies_v2(CUstream, CUgraphNode *, const CUgraphEdgeData *, size_t, \
+unsigned int)
 cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *)
 cuEventCreate(CUevent *, unsigned int)
 cuEventDestroy_v2(CUevent)

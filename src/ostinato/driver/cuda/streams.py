@@ -13,6 +13,7 @@ from ostinato.driver.api import (
     CaptureStatus,
     EventHandle,
     GraphHandle,
+    HostFailureListener,
     NodeHandle,
     StreamHandle,
 )
@@ -27,6 +28,7 @@ _ACTIVE = int(CaptureStatus.ACTIVE)
 _NONE = CaptureInfo(CaptureStatus.NONE)
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
+_SET_DEPENDENCIES = 1
 # The legacy default stream: the null handle, or CU_STREAM_LEGACY.
 _LEGACY = (0, 1)
 _LAST_DEFAULT_STREAM = 2  # CU_STREAM_PER_THREAD
@@ -60,9 +62,10 @@ class StreamCalls(CudaCalls):
             self._host_functions.release(number)
         self._host_functions.sweep()
 
-    def stream_create(self, *, priority: int = 0) -> StreamHandle:
+    def stream_create(self, *, priority: int = 0, blocking: bool = False) -> StreamHandle:
+        flags = 0 if blocking else _NON_BLOCKING
         return StreamHandle(
-            self._handle("stream_create", "cuStreamCreateWithPriority", _NON_BLOCKING, priority)
+            self._handle("stream_create", "cuStreamCreateWithPriority", flags, priority)
         )
 
     def stream_destroy(self, stream: StreamHandle) -> None:
@@ -131,6 +134,9 @@ class StreamCalls(CudaCalls):
             functions.release(number)
             raise self._error(status, "launch_host_function")
 
+    def on_host_failure(self, listener: HostFailureListener) -> None:
+        self._host_functions.listeners.append(listener)
+
     # --- capture
     def stream_begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
         self._refuse_legacy("stream_begin_capture", stream)
@@ -189,6 +195,14 @@ class StreamCalls(CudaCalls):
         if count and nodes:  # the driver's array: copied before any other call
             dependencies = tuple(map(NodeHandle, (c_uint64 * count).from_address(nodes)))
         return CaptureInfo(CaptureStatus.ACTIVE, number, GraphHandle(graph), dependencies)
+
+    def stream_set_capture_dependencies(
+        self, stream: StreamHandle, nodes: Sequence[NodeHandle]
+    ) -> None:
+        given = (ctypes.c_void_p * len(nodes))(*nodes) if nodes else None
+        symbol = "cuStreamUpdateCaptureDependencies_v2"
+        seam = "stream_set_capture_dependencies"
+        self._call(seam, symbol, stream, given, None, len(nodes), _SET_DEPENDENCIES)
 
     def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
         value = ctypes.c_int(int(mode))

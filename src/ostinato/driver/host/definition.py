@@ -187,6 +187,9 @@ class Frozen:
             for source, data in node.incoming
         )
         self.plain = not any(data for _, _, data in self._links)
+        self.memory_nodes = [
+            index for index, (kind, _) in enumerate(self._held) if kind in MEMORY_KINDS
+        ]
 
     def kind(self, index: int) -> NodeKind:
         return self._held[index][0]
@@ -229,6 +232,14 @@ class GraphDefinition:
         while graph.owner is not None:
             graph = graph.owner.graph
         return graph
+
+    @property
+    def in_body(self) -> bool:
+        """Whether it is the body of a conditional node, or a child graph somewhere in one."""
+        graph = self
+        while not graph.body and graph.owner is not None:
+            graph = graph.owner.graph
+        return graph.body
 
     def walk(self) -> Iterable[Node]:
         """Every node; those of children and bodies come right after the node that holds them."""

@@ -65,6 +65,7 @@ from ostinato.driver.api import (
     FunctionHandle,
     FunctionInfo,
     GraphHandle,
+    HostFailureListener,
     HostNodeParams,
     Image,
     InstantiateFlags,
@@ -141,7 +142,9 @@ class HostDriver:
         self._executables: Table[Executable] = Table("executable")
         self._streams: Table[Stream] = Table("stream")
         legacy = StreamHandle(0)
-        self._streams[legacy] = Stream(legacy, WorkQueue(self._context, "ostinato-host-legacy"))
+        self._streams[legacy] = Stream(
+            legacy, WorkQueue(self._context, "ostinato-host-legacy"), blocking=True
+        )
         self._enter = self._context.enter
         self._finalizer = weakref.finalize(self, self._context.shut_down)
         switch_off_in_children(self._context)
@@ -341,6 +344,8 @@ class HostDriver:
         with self._entered(call):
             target = self._streams.find(call, stream)
             target.refuse_capturing(call)
+            if target.blocking:
+                self._order_with_legacy(call, target)
             return target
 
     # --- work, streams and events
@@ -349,6 +354,8 @@ class HostDriver:
         """Makes work a task of the stream's queue or, while the stream captures, a node."""
         compiler = self._compiler
         with self._lock:
+            if stream.blocking:
+                self._order_with_legacy(call, stream)
             capture = stream.capture
             if capture is None:
                 compiler.check(call, params)
@@ -361,6 +368,25 @@ class HostDriver:
                 capture.broken = True  # its graph would lack the refused operation
                 raise
             capture.add(call, stream, params)
+
+    def on_host_failure(self, listener: HostFailureListener) -> None:
+        self._context.listeners.append(listener)
+
+    def unraised(self, patience: float) -> DriverError | None:
+        return self._context.unraised(patience)
+
+    def _order_with_legacy(self, call: str, stream: Stream) -> None:
+        """Makes what is submitted next to a blocking stream wait for the legacy stream, and the
+        other way round.  Raises 906 for the legacy stream while a blocking one captures."""
+        if stream.handle == 0:
+            self._captures.refuse_implicit(call)
+            others = [s for s in self._streams.values() if s.blocking and s is not stream]
+        else:
+            others = [] if stream.capture is not None else [self._streams[StreamHandle(0)]]
+        for other in others:
+            mark = Mark(other.queue, other.queue.submitted)
+            if not mark.done():
+                stream.queue.submit(mark.wait)
 
     def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
         call = self._enter("launch_host_function")
@@ -377,12 +403,12 @@ class HostDriver:
         target = self._streams.find(call, stream)
         self._submit(call, target, KernelNodeParams(function, config, arguments))
 
-    def stream_create(self, *, priority: int = 0) -> StreamHandle:
+    def stream_create(self, *, priority: int = 0, blocking: bool = False) -> StreamHandle:
         # One thread runs each stream: there is nothing that a priority could change.
         with self._entered("stream_create"):
             handle = StreamHandle(new_handle())
             name = f"ostinato-host-stream-{len(self._streams)}"
-            self._streams[handle] = Stream(handle, WorkQueue(self._context, name))
+            self._streams[handle] = Stream(handle, WorkQueue(self._context, name), blocking)
             return handle
 
     def stream_destroy(self, stream: StreamHandle) -> None:
@@ -401,6 +427,8 @@ class HostDriver:
         with self._entered(call):
             target = self._streams.find(call, stream)
             target.refuse_capturing(call)
+            if target.handle == 0:
+                self._captures.refuse_implicit(call)
             self._captures.forbid(call)  # captures of other streams forbid it, too
             return target.queue
 
@@ -417,7 +445,11 @@ class HostDriver:
     def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
         call = self._enter("stream_wait_event")
         with self._lock:
-            self._streams.find(call, stream).wait_event(call, self._events.find(call, event))
+            target = self._streams.find(call, stream)
+            found = self._events.find(call, event)
+            if target.handle == 0:
+                self._captures.refuse_implicit(call)
+            target.wait_event(call, found)
 
     def event_create(self, *, timing: bool = False) -> EventHandle:
         with self._entered("event_create"):
@@ -433,7 +465,10 @@ class HostDriver:
     def event_record(self, event: EventHandle, stream: StreamHandle) -> None:
         call = self._enter("event_record")
         with self._lock:
-            self._events.find(call, event).record(call, self._streams.find(call, stream))
+            found, target = self._events.find(call, event), self._streams.find(call, stream)
+            if target.blocking:
+                self._order_with_legacy(call, target)
+            found.record(call, target)
 
     def _last_record(self, call: str, event: EventHandle) -> Mark | None:
         with self._entered(call):
@@ -555,6 +590,12 @@ class HostDriver:
     def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo:
         with self._entered("stream_capture_info") as call:
             return self._streams.find(call, stream).capture_info()
+
+    def stream_set_capture_dependencies(
+        self, stream: StreamHandle, nodes: Sequence[NodeHandle]
+    ) -> None:
+        with self._entered("stream_set_capture_dependencies") as call:
+            self._streams.find(call, stream).set_dependencies(call, nodes)
 
     def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
         self._enter("thread_exchange_capture_mode")
@@ -708,7 +749,10 @@ class HostDriver:
         call = self._enter("exec_launch")
         with self._lock:
             found = self._executables.find(call, executable)
-            found.launch(self._streams.find(call, stream))
+            target = self._streams.find(call, stream)
+            if target.blocking:
+                self._order_with_legacy(call, target)
+            found.launch(target)
 
     def exec_prepare_launch(
         self, executable: ExecHandle, stream: StreamHandle
@@ -720,6 +764,8 @@ class HostDriver:
         def launch() -> int:
             self._enter("exec_launch")
             with self._lock:
+                if target.blocking:
+                    self._order_with_legacy("exec_launch", target)
                 found.launch_prepared(target)
             return 0
 

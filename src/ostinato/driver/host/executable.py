@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from ostinato.driver.api import (
+    BODY_PARAMS,
     AllocNodeParams,
     ChildGraphNodeParams,
     ConditionalNodeParams,
@@ -51,18 +52,6 @@ from ostinato.errors import Status, driver_error
 
 __all__ = ["Executable", "check_instantiable"]
 
-# What the body of a conditional node may hold (CUDA programming guide, "Conditional Graph Nodes").
-_BODY_KINDS = frozenset(
-    {
-        NodeKind.KERNEL,
-        NodeKind.MEMCPY,
-        NodeKind.MEMSET,
-        NodeKind.CHILD_GRAPH,
-        NodeKind.EMPTY,
-        NodeKind.CONDITIONAL,
-    }
-)
-
 _SETTABLE = frozenset(
     {
         NodeKind.KERNEL,
@@ -100,11 +89,11 @@ def check_instantiable(
     if capturing:
         raise driver_error(Status.INVALID_VALUE, call, "the graph is still being captured")
     for node in graph.walk():
-        if node.graph.body and node.kind not in _BODY_KINDS:
+        if node.graph.in_body and not isinstance(node.params, BODY_PARAMS):
             raise driver_error(
                 Status.INVALID_VALUE,
                 call,
-                f"a {node.kind.name} node in the body of a conditional node",
+                f"a {node.kind.name} node in a conditional node's body, or in a child graph there",
                 node=node.handle,
             )
         if not knows(node.params):

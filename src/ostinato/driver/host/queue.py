@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeAlias
 
+from ostinato.driver.api import HostFailureListener
 from ostinato.driver.callbacks import mark_thread
 from ostinato.driver.forking import FORKED, new_lock
 from ostinato.driver.host.kernel import HostKernel
@@ -62,6 +63,9 @@ class HostContext:
     def __init__(self, total_memory: int) -> None:
         self.memory = MemoryTable(total_memory)
         self.failure: Failure | None = None
+        self.raised = False
+        """Whether a call has raised the failure."""
+        self.listeners: list[HostFailureListener] = []
         self.closed = False
         self.why_closed = "the host driver was closed"
         self.queues: set[WorkQueue] = set()
@@ -87,7 +91,23 @@ class HostContext:
         """Raises the failure that poisoned the context, if one did."""
         failure = self.failure
         if failure is not None:
+            self.raised = True
             raise driver_error(failure.status, call, failure.detail) from failure.cause
+
+    def unraised(self, patience: float) -> DriverError | None:
+        """As `Driver.unraised`."""
+        end = time.monotonic() + patience
+        while not self.stopped and time.monotonic() < end:
+            if all(queue.reached(queue.submitted) for queue in self.queues.copy()):
+                break
+            time.sleep(0.001)
+        if self.failure is None or self.raised:
+            return None
+        try:
+            self.raise_failure("work under way")
+        except DriverError as error:
+            return error
+        return None
 
     def fail(self, error: BaseException) -> None:
         """Poisons the context; the first failure is kept."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from ostinato.driver.api import (
     EdgeType,
     EventHandle,
     KernelNodeParams,
+    NodeHandle,
     NodeKind,
     NodeParams,
     StreamHandle,
@@ -50,6 +52,8 @@ class Stream:
 
     handle: StreamHandle
     queue: WorkQueue
+    blocking: bool = False
+    """Whether it and the legacy stream wait for each other; True for the legacy stream itself."""
     joined: Capture | None = None
     """The last capture that it began or was pulled into, also if that has ended."""
     dependencies: tuple[Node, ...] = ()
@@ -92,6 +96,14 @@ class Stream:
             capture.graph.handle,
             tuple(node.handle for node in self.dependencies),
         )
+
+    def set_dependencies(self, call: str, nodes: Sequence[NodeHandle]) -> None:
+        """Replaces what the next captured node depends on."""
+        capture = self.capture
+        if capture is None:
+            raise driver_error(Status.ILLEGAL_STATE, call, "the stream does not capture")
+        capture.refuse_broken(call)
+        self.dependencies = tuple(capture.graph.nodes_of(call, nodes))
 
     def wait_event(self, call: str, event: Event) -> None:
         """Makes later work wait for the event's last record: a task, or edges of a capture."""
@@ -316,6 +328,19 @@ class Captures:
                 Status.STREAM_CAPTURE_UNSUPPORTED,
                 call,
                 f"stream {under_way[0].origin.handle:#x} is capturing",
+            )
+
+    def refuse_implicit(self, call: str) -> None:
+        """Raises 906 for a use of the legacy stream while a blocking stream captures, and breaks
+        the capture, whatever its mode and whichever thread calls."""
+        harmed = [c for c in self.under_way if any(member.blocking for member in c.streams)]
+        for capture in harmed:
+            capture.broken = True
+        if harmed:
+            raise driver_error(
+                Status.STREAM_CAPTURE_IMPLICIT,
+                call,
+                f"stream {harmed[0].origin.handle:#x} captures, and waits for the legacy stream",
             )
 
     # --- begin and end

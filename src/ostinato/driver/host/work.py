@@ -138,7 +138,7 @@ class WorkCompiler:
                 return _memset_step(self.context, params)
             case HostNodeParams():
                 assert params.function is not None, "checked when it was submitted or added"
-                return _host_step(params.function)
+                return _host_step(self.context, params.function)
             case BatchMemOpNodeParams():
                 return _batch_step(self.context, params.operations)
             case _:
@@ -267,13 +267,15 @@ def _memset_step(context: HostContext, params: MemsetNodeParams) -> Step:
     return deep
 
 
-def _host_step(function: Callable[[], object]) -> Step:
+def _host_step(context: HostContext, function: Callable[[], object]) -> Step:
     def step() -> None:
         try:
             function()
-        except BaseException:
+        except BaseException as error:
             # The caller went on long ago and cannot catch it.  CUDA has no status for it either.
             logger.exception("a host function raised; the stream goes on")
+            for listener in tuple(context.listeners):
+                listener(function, error)
 
     return step
 

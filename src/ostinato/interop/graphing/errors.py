@@ -35,6 +35,11 @@ def explained(error: Exception, library: ModuleType, cannot: str) -> str:
             ". The line waits for the GPU, or does something else that no graph can hold "
             f"({cannot})"
         )
+    if _status(error) == Status.STREAM_CAPTURE_IMPLICIT:
+        hint = (
+            ". The line, or a library that it calls, works on the legacy default stream, which no "
+            f"graph can hold: give it the stream that is current in {library.__name__}"
+        )
     return f"it cannot be captured: {kind}: {text}{place}{hint}"
 
 
@@ -62,4 +67,6 @@ def _status(error: BaseException) -> int | None:
     text = str(error).lower()
     if "previous error during capture" in text:
         return Status.STREAM_CAPTURE_INVALIDATED
+    if "legacy stream depend" in text:
+        return Status.STREAM_CAPTURE_IMPLICIT
     return Status.STREAM_CAPTURE_UNSUPPORTED if "captur" in text else None

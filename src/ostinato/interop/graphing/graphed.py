@@ -65,7 +65,7 @@ from ostinato.interop.graphing.statistics import GraphedKeyStatistics, GraphedSt
 from ostinato.interop.graphing.stored import Stored
 from ostinato.interop.graphing.subject import Subject
 from ostinato.interop.graphing.trees import Unknown
-from ostinato.settings import graphs_enabled
+from ostinato.settings import BLOCKING_CAPTURES, blocking_captures, graphs_enabled
 
 __all__ = ["EAGER", "Graphed"]
 
@@ -725,8 +725,17 @@ class Graphed(Guarded):
         return "evicted" if line.captures or line.restored else "warmed up"
 
     def explain(self) -> str:
-        """A table: each key, what is done with its calls, and why."""
-        return explained(self.statistics().keys)
+        """A table: each key, what is done with its calls, and why.
+
+        Nobody sees what a captured function puts on CUDA's legacy default stream: it ran at the
+        capture and is missing from each replay.  OSTINATO_BLOCKING_CAPTURES=1 in the environment
+        makes such a function run eagerly, and the reason here names its line.
+        """
+        statistics = self.statistics()
+        text = explained(statistics.keys)
+        if statistics.captures and not blocking_captures():
+            text += f"\nnot seen: {_UNSEEN}"
+        return text
 
     def inspect(self) -> str:
         """The graphs that are kept, each as the library's table of its nodes."""
@@ -772,6 +781,12 @@ class Graphed(Guarded):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+_UNSEEN = (
+    "work that a captured function put on the legacy default stream, which no replay repeats "
+    f"({BLOCKING_CAPTURES.name}=1 finds it)"
+)
 
 
 def _itself(array: Any) -> Any:
