@@ -2342,7 +2342,7 @@ def test_an_adopted_graph_is_seen_to_touch_memory(device: Device, stream: ost.St
     cache = ost.GraphCache(device)
     cache.install("foreign", foreign.instantiate())
     assert cache.touching(x[N // 2 :]) == ["foreign"]
-    assert cache.touching(device.zeros(4)) == []
+    assert cache.touching(device.zeros(4, "bytes")) == []
 
 
 # ------------------------------------------------------------------------------ numbers and sizes
@@ -2767,7 +2767,7 @@ def test_memory_is_given_back_while_graphs_are_adopted(device: Device) -> None:
     first, ended, failures = Graph(), threading.Event(), list[BaseException]()
     watchers = device.context.watchers
     watchers.add(first)
-    buffers = [device.empty(8) for _ in range(800)]
+    buffers = [device.empty(8, "bytes") for _ in range(800)]
 
     def adopt() -> None:
         kept: list[Graph] = []
@@ -3229,7 +3229,7 @@ def test_a_fill_by_hand_is_checked_as_a_change_of_one(
     with pytest.raises(InputError):
         graph.add_memset(ones(device), value, size)
     with pytest.raises(InputError):
-        graph.add_memset(device.zeros(0), 0)
+        graph.add_memset(device.zeros(0, "bytes"), 0)
     assert len(graph) == 0
 
 

@@ -140,6 +140,6 @@ def test_a_poisoned_context(device: Device, body: str) -> None:
 
 def test_this_process_is_not_poisoned_by_it(device: Device) -> None:
     stream = device.create_stream()
-    before = device.zeros(64)
+    before = device.zeros(64, "bytes")
     assert run_script(TOLD_APART, device).returncode == 0
     assert not before.to_numpy(stream).any()

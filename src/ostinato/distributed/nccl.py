@@ -285,8 +285,8 @@ class NcclCollectives(Collectives):
         with (
             device.array(data) as first,
             device.array(data) as second,
-            device.zeros(out.nbytes) as wanted,
-            device.zeros(out.nbytes) as found,
+            device.zeros(out.nbytes, "bytes") as wanted,
+            device.zeros(out.nbytes, "bytes") as found,
         ):
             into = (first, second) if alike else (wanted, found)
             answers: list[bytes] = []
