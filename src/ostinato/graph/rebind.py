@@ -251,7 +251,7 @@ def moves_of(
                 "kernels would read as other values; nothing was changed. Give memory of that "
                 f'type, or say that its bytes are meant (buffer.view(dtype="{was.name}"))'
             )
-        moves.append(Move(memory, to, target, None if was == holds else holds))
+        moves.append(Move(memory, to, target, holds if was is None else None))
     ordered = sorted(moves, key=lambda m: m.old.address)
     for left, right in itertools.pairwise(ordered):
         if left.old.end > right.old.address:

@@ -30,9 +30,10 @@ class DeviceArray(Closeable):
         positions = ost.DeviceArray(device, 4, "i4")
         positions.set([0, 7, 7, 9], stream)
 
-    `dtype`: a number or a struct, in words of signatures ("u32") or as NumPy takes it; the whole is 1 byte to 64 KiB.  Its content is
-    undefined until it is set.  Writes go through pinned memory in stream order, so no replay reads
-    a half-written value.  `depth`: writes that may be under way before `set` waits for the oldest.
+    `dtype`: a number or a struct, in words of signatures ("u32") or as NumPy takes it; the whole is
+    1 byte to 64 KiB.  Its content is undefined until it is set.  Writes go through pinned memory in
+    stream order, so no replay reads a half-written value.  `depth`: writes that may be under way
+    before `set` waits for the oldest.
     Raises InputError, OutOfMemoryError.
     """
 
