@@ -227,13 +227,25 @@ def space_of(driver: Driver) -> Space:
 
 
 def _pointed(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype as a signature names it: uint8 for flags, structs and other types of one byte, and
-    uint16 for bfloat16, which NumPy has only as an extension."""
-    if dtype.kind == "b" or dtype.names is not None:
+    """The dtype as a signature names it: of a struct that of its fields, if all have one; uint8 for
+    other structs, for flags, and for other types of one byte; and uint16 for bfloat16, which NumPy
+    has only as an extension."""
+    if dtype.names is not None:
+        fields = {_pointed(dtype[name].base) for name in dtype.names}
+        packed = sum(dtype[name].itemsize for name in dtype.names) == dtype.itemsize
+        return fields.pop() if packed and len(fields) == 1 else _SCALARS["u8"].dtype
+    if dtype.kind == "b":
         return _SCALARS["u8"].dtype
     if dtype.kind == "V" and dtype.itemsize <= 2:
         return _SCALARS["u8" if dtype.itemsize == 1 else "u16"].dtype
     return dtype
+
+
+def _agrees(held: np.dtype[Any] | None, wanted: np.dtype[Any] | None) -> bool:
+    """Whether a pointer to `wanted` may point at memory that holds this; None: nothing is said."""
+    if held is None or wanted is None or _pointed(held) == wanted:
+        return True
+    return held.names is not None and wanted == _SCALARS["u8"].dtype
 
 
 PLAIN_CODES = frozenset("P").union(s.code for s in _SCALARS.values()) - {"e"}
@@ -363,7 +375,7 @@ class Signature(_LaidOut):
             what = f"parameter {parameter.name!r}"
             if space is not None:
                 space.require(value, what, "the kernel is of")
-            if held is not None and _pointed(held) != parameter.dtype:
+            if held is not None and not _agrees(held, parameter.dtype):
                 raise InputError(_wrong_type(parameter, held))
             return _address_bytes(address, what)
         if parameter.type == "bytes":
@@ -439,9 +451,7 @@ def address_for(value: object, element: Element | None) -> int | None:
     address, held = _memory(value)
     if element is None or address is None:
         return address
-    if held is not None and _pointed(held) != element.dtype:
-        return None
-    return address if element.space.takes(value) else None
+    return address if _agrees(held, element.dtype) and element.space.takes(value) else None
 
 
 def _memory(value: object) -> tuple[int | None, np.dtype[Any] | None]:
