@@ -3698,6 +3698,7 @@ PAIR = np.dtype([("a", "<i4"), ("b", "<f4")])
         ("bf16", ["bf16", "bfloat16", "u16"]),
         ("f16", ["f16", "f2", "half"]),
         ("float32", ["f32", "f4", np.float32, np.dtype("<f4")]),
+        ("bytes", ["f32", "u1", "c8", "?", "i64", "i1", "u2", "f2", PAIR]),
         ("i64", ["i64", np.longlong]),
     ],
 )

@@ -74,7 +74,7 @@ for _ in range(3):
     refused("graph launch", lambda: run.launch(other))
     refused("prepared graph launch", lambda: run.launch(stream))
     refused("read", lambda: x.to_numpy(stream))
-    refused("allocate", lambda: device.empty(16))
+    refused("allocate", lambda: device.empty(16, "f32"))
     refused("event", lambda: event.done)
     refused("memory_info", device.memory_info)
     refused("device", device.synchronize)

@@ -236,7 +236,7 @@ class Context:
         """
         if other.space is not self.space:
             raise InputError(
-                f"{what} is of {other.space.name}, and {of} {self.space.name} (# counts the "
+                f"{what} is of another device ({other.space.name}), and {of} {self.space.name} (# counts the "
                 "devices opened in this process): use objects of one device together"
             )
 

@@ -5,7 +5,8 @@ A signature is text such as ``"x: *f32, y: *const f32, out: *out f32, n: u32"``:
 * ``*f32`` a pointer that is read and written, ``*const`` one only read, ``*out`` one only written;
 * ``i8 u8 i16 u16 f16 bf16 i32 u32 f32 i64 u64 f64`` scalars, also by NumPy's names (``float32``,
   ``u4``);
-* ``cond`` a conditional handle; ``bytes[24]`` a struct by value (aligned to 8).
+* ``cond`` a conditional handle; ``bytes[24]`` a struct by value (aligned to 8); ``*bytes`` a pointer
+  to memory of any type (``void*``).
 
 Both drivers pack arguments by it; the recorder takes a launch's reads and writes from it.  The
 layout is C's: each parameter aligned to its own size, as nvcc lays out a kernel's parameters.
@@ -202,8 +203,8 @@ class Space:
         if not self.takes(memory):
             theirs = memory._pointer[1].space  # type: ignore[attr-defined]
             raise InputError(
-                f"{what} is memory of {theirs.name}, and {of} {self.name} "
-                "(# counts the devices opened in this process); make it on that device, and copy "
+                f"{what} is memory of another device ({theirs.name}), and {of} {self.name} "
+                "(# counts the devices opened in this process): make it on that device, and copy "
                 "through the host: buffer.copy_from(other.to_numpy(its_stream), stream)"
             )
 
@@ -415,10 +416,12 @@ def _parse_parameter(part: str, text: str) -> Parameter:
     }[match["access"]]
     if kind == "bytes" and match["size"] and not pointer and int(match["size"]) > 0:
         return Parameter(name, kind, np.dtype(np.uint8), False, access, int(match["size"]))
+    if kind == "bytes" and pointer and match["size"] is None:
+        return Parameter(name, kind, BYTES, True, access, 8)
     if kind not in _SCALARS or match["size"] is not None:
         raise InputError(
             f"signature {text!r}: {part.strip()!r} has no known type; "
-            f"there are: {', '.join(_SCALARS)}, bytes[N]"
+            f"there are: {', '.join(_SCALARS)}, bytes[N], *bytes"
         )
     dtype = _SCALARS[kind].dtype
     return Parameter(name, kind, dtype, pointer, access, 8 if pointer else dtype.itemsize)

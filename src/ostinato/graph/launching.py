@@ -222,7 +222,7 @@ def _touched(
         access = Access.READ | Access.WRITE
         if signature is not None:
             parameter = signature.parameters[index]
-            if parameter.type == "bytes":
+            if parameter.type == "bytes" and not parameter.pointer:
                 return None, None  # a struct may hold pointers
             if not parameter.pointer:
                 continue

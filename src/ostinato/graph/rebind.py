@@ -35,7 +35,7 @@ from ostinato.driver.api import (
     NodeParams,
     ParameterSlot,
 )
-from ostinato.driver.signature import Parameter, Signature, Space, held_by
+from ostinato.driver.signature import BYTES, Parameter, Signature, Space, held_by
 from ostinato.errors import ClosedError, InputError
 from ostinato.graph.changes import Change, Place, Setting
 from ostinato.graph.node import Node
@@ -192,9 +192,10 @@ def words_of(
     found = []
     for index, (slot, parameter) in enumerate(zip(layout, typed, strict=True)):
         sort = Sort.UNKNOWN
-        if parameter is not None and parameter.type != "bytes":
+        if parameter is not None and (parameter.type != "bytes" or parameter.pointer):
             sort = Sort.POINTER if parameter.pointer else Sort.SCALAR
         holds = parameter.dtype if parameter is not None and sort is Sort.POINTER else None
+        holds = None if holds is BYTES else holds
         label = f"argument {index}" + (f" ({parameter.name})" if parameter else "")
         for at in slot.words:
             inside = "" if at == slot.offset else f" +{at - slot.offset}"
