@@ -236,8 +236,8 @@ class Context:
         """
         if other.space is not self.space:
             raise InputError(
-                f"{what} is of another device ({other.space.name}), and {of} {self.space.name} (# counts the "
-                "devices opened in this process): use objects of one device together"
+                f"{what} is of another device ({other.space.name}), and {of} {self.space.name} "
+                "(# counts the devices opened in this process): use objects of one device together"
             )
 
     def turn(self, handle: int) -> Turn:

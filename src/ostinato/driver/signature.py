@@ -5,8 +5,8 @@ A signature is text such as ``"x: *f32, y: *const f32, out: *out f32, n: u32"``:
 * ``*f32`` a pointer that is read and written, ``*const`` one only read, ``*out`` one only written;
 * ``i8 u8 i16 u16 f16 bf16 i32 u32 f32 i64 u64 f64`` scalars, also by NumPy's names (``float32``,
   ``u4``);
-* ``cond`` a conditional handle; ``bytes[24]`` a struct by value (aligned to 8); ``*bytes`` a pointer
-  to memory of any type (``void*``).
+* ``cond`` a conditional handle; ``bytes[24]`` a struct by value (aligned to 8);
+* ``*bytes`` a pointer to memory of any type (``void*``).
 
 Both drivers pack arguments by it; the recorder takes a launch's reads and writes from it.  The
 layout is C's: each parameter aligned to its own size, as nvcc lays out a kernel's parameters.
