@@ -1373,7 +1373,7 @@ def test_padding_of_every_type_is_poisoned(device: Device, dtype: type) -> None:
     x = device.zeros(8, dtype)
     out = device.zeros(1, np.float32)
 
-    @ost.host_kernel("x: *const u8, n: u32, out: *f32")
+    @ost.host_kernel("x: *const bytes, n: u32, out: *f32")
     def total(launch, x, n, out):
         out[0] = float(x[:n].sum(dtype=np.float64))
 
@@ -1721,7 +1721,16 @@ def test_poison_of_two_inputs_is_no_row_in_use(device: Device) -> None:
     everything = device.array(np.array([8], np.uint32))
 
     def work(stream: ost.Stream, rows: int) -> None:
-        ost.launch(stream, kernel(device, "scatter"), config(1), tokens, at, kv, rows, everything)
+        ost.launch(
+            stream,
+            kernel(device, "scatter"),
+            config(1),
+            tokens.view(dtype="f32"),
+            at,
+            kv.view(dtype="f32"),
+            rows,
+            everything,
+        )
 
     slots = [
         ost.Slot("tokens", tokens, ost.Role.INPUT, size="rows"),
@@ -2420,7 +2429,7 @@ def test_memory_that_no_address_can_reach_is_an_error(device: Device) -> None:
     pool = ost.CapturePool(device)
     for empty in (device.empty, device.zeros, device.pinned, pool.empty):
         with pytest.raises((OutOfMemoryError, InputError)):
-            empty((1 << 40, 1 << 40))
+            empty((1 << 40, 1 << 40), "u1")
 
 
 def test_more_rows_than_a_slot_has_are_refused(device: Device) -> None:
@@ -3032,7 +3041,7 @@ def test_what_is_no_type_no_array_or_no_buffer_is_refused(
         (lambda: device.empty(N, "f99"), "f99"),
         (lambda: device.array([1.0], "f99"), "f99"),
         (lambda: ost.DeviceScalar(device, "f99"), "f99"),
-        (lambda: device.array([[1.0], [1.0, 2.0]]), "no array"),
+        (lambda: device.array([[1.0], [1.0, 2.0]], "f32"), "cannot read"),
         (lambda: ost.copy(stream, x, np.ones(N, np.float32)), "src is ndarray.*copy_from"),  # type: ignore[arg-type]
         (lambda: ost.copy(stream, np.ones(N, np.float32), x), "dst is ndarray"),  # type: ignore[arg-type]
     ):
@@ -3686,19 +3695,19 @@ def test_memory_of_the_type_or_of_none_is_taken(device: Device, door: str, way: 
     world.stream.synchronize()
 
 
-PAIR = np.dtype([("a", "<i4"), ("b", "<f4")])
+MIXED = np.dtype([("a", "<i4"), ("b", "<f4")])
 
 
 @pytest.mark.parametrize(
     ("word", "fitting"),
     [
-        ("u8", ["uint8", "u1", np.bool_, PAIR]),
+        ("u8", ["uint8", "u1", np.bool_, MIXED]),
         ("i8", ["int8", "i1"]),
         ("u16", ["u16", "bf16", np.uint16]),
         ("bf16", ["bf16", "bfloat16", "u16"]),
         ("f16", ["f16", "f2", "half"]),
         ("float32", ["f32", "f4", np.float32, np.dtype("<f4")]),
-        ("bytes", ["f32", "u1", "c8", "?", "i64", "i1", "u2", "f2", PAIR]),
+        ("bytes", ["f32", "u1", "c8", "?", "i64", "i1", "u2", "f2", MIXED]),
         ("i64", ["i64", np.longlong]),
     ],
 )
@@ -3712,7 +3721,7 @@ def test_what_a_pointer_may_point_at(host_device: Device, word: str, fitting: li
     for dtype in [*fitting, "bytes"]:
         made.arguments(host_device.zeros(2, dtype))
     mine = {host_device.zeros(2, dtype).dtype for dtype in fitting}
-    for dtype in ("bool", PAIR, "u1", "i1", "u2", "f2", "f4", "i64", "c8"):
+    for dtype in ("bool", MIXED, "u1", "i1", "u2", "f2", "f4", "i64", "c8"):
         memory = host_device.zeros(2, dtype)
         if memory.dtype not in mine:
             with pytest.raises(InputError, match="'x' points at"):
