@@ -188,7 +188,7 @@ def ours(device: ost.Device, checkpoint: RandomFile, threads: int | None = None)
 
 def copied(device: ost.Device, checkpoint: RandomFile) -> Loaded:
     """The file's bytes as they are, to memory that is used again."""
-    with device.empty(_PIECE) as buffer, device.create_stream() as stream:
+    with device.empty(_PIECE, "bytes") as buffer, device.create_stream() as stream:
         for name in checkpoint.tensor_names():
             stored = checkpoint.stored(name)
             for start in range(0, stored.size, _PIECE):

@@ -56,7 +56,7 @@ def child(device_name: str, case: str, many: int) -> dict[str, object]:
         graph, short = (_graph(each, streams["own"]) for each in (chain, one))
         waiting = _graph(chain, streams["own"], upload=False)
         operation = ost.prepare(one.kernel, one.config, *one.operands(one.arena)[0])
-        filled, uploaded = device.empty(1 << 20), np.zeros(1 << 20, np.uint8)
+        filled, uploaded = device.empty(1 << 20, "bytes"), np.zeros(1 << 20, np.uint8)
         works: dict[str, Callable[[ost.Stream], object]] = {
             "launch": one.submit,
             "fill": lambda stream: ost.fill(stream, filled, 0),

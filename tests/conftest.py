@@ -107,6 +107,17 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 @pytest.fixture
+def other_device(device: Device) -> Iterator[Device]:
+    """A second device of the same driver."""
+    try:
+        opened = open_device("host" if device.name == "host" else "cuda:1")
+    except NotAvailableError as error:
+        pytest.skip(f"no second device: {error}")
+    with opened:
+        yield preload(opened)
+
+
+@pytest.fixture
 def host_device() -> Iterator[Device]:
     """The host device, for rules that only it can show."""
     with open_device("host") as opened:

@@ -353,7 +353,7 @@ def launch(world: World) -> Case:
 
 @scenario
 def close(world: World) -> Case:
-    run, buffer = world.other.instantiate(), world.device.zeros(N)
+    run, buffer = world.other.instantiate(), world.device.zeros(N, "bytes")
 
     def work() -> None:
         run.launch(world.stream)

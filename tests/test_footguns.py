@@ -1384,7 +1384,7 @@ def test_padding_of_every_type_is_poisoned(device: Device, dtype: type) -> None:
     x = device.zeros(8, dtype)
     out = device.zeros(1, np.float32)
 
-    @ost.host_kernel("x: *const u8, n: u32, out: *f32")
+    @ost.host_kernel("x: *const bytes, n: u32, out: *f32")
     def total(launch, x, n, out):
         out[0] = float(x[:n].sum(dtype=np.float64))
 
@@ -1732,7 +1732,16 @@ def test_poison_of_two_inputs_is_no_row_in_use(device: Device) -> None:
     everything = device.array(np.array([8], np.uint32))
 
     def work(stream: ost.Stream, rows: int) -> None:
-        ost.launch(stream, kernel(device, "scatter"), config(1), tokens, at, kv, rows, everything)
+        ost.launch(
+            stream,
+            kernel(device, "scatter"),
+            config(1),
+            tokens.view(dtype="f32"),
+            at,
+            kv.view(dtype="f32"),
+            rows,
+            everything,
+        )
 
     slots = [
         ost.Slot("tokens", tokens, ost.Role.INPUT, size="rows"),
@@ -2353,7 +2362,7 @@ def test_an_adopted_graph_is_seen_to_touch_memory(device: Device, stream: ost.St
     cache = ost.GraphCache(device)
     cache.install("foreign", foreign.instantiate())
     assert cache.touching(x[N // 2 :]) == ["foreign"]
-    assert cache.touching(device.zeros(4)) == []
+    assert cache.touching(device.zeros(4, "bytes")) == []
 
 
 # ------------------------------------------------------------------------------ numbers and sizes
@@ -2431,7 +2440,7 @@ def test_memory_that_no_address_can_reach_is_an_error(device: Device) -> None:
     pool = ost.CapturePool(device)
     for empty in (device.empty, device.zeros, device.pinned, pool.empty):
         with pytest.raises((OutOfMemoryError, InputError)):
-            empty((1 << 40, 1 << 40))
+            empty((1 << 40, 1 << 40), "u1")
 
 
 def test_more_rows_than_a_slot_has_are_refused(device: Device) -> None:
@@ -2778,7 +2787,7 @@ def test_memory_is_given_back_while_graphs_are_adopted(device: Device) -> None:
     first, ended, failures = Graph(), threading.Event(), list[BaseException]()
     watchers = device.context.watchers
     watchers.add(first)
-    buffers = [device.empty(8) for _ in range(800)]
+    buffers = [device.empty(8, "bytes") for _ in range(800)]
 
     def adopt() -> None:
         kept: list[Graph] = []
@@ -3043,7 +3052,7 @@ def test_what_is_no_type_no_array_or_no_buffer_is_refused(
         (lambda: device.empty(N, "f99"), "f99"),
         (lambda: device.array([1.0], "f99"), "f99"),
         (lambda: ost.DeviceScalar(device, "f99"), "f99"),
-        (lambda: device.array([[1.0], [1.0, 2.0]]), "no array"),
+        (lambda: device.array([[1.0], [1.0, 2.0]], "f32"), "cannot read"),
         (lambda: ost.copy(stream, x, np.ones(N, np.float32)), "src is ndarray.*copy_from"),  # type: ignore[arg-type]
         (lambda: ost.copy(stream, np.ones(N, np.float32), x), "dst is ndarray"),  # type: ignore[arg-type]
     ):
@@ -3240,7 +3249,7 @@ def test_a_fill_by_hand_is_checked_as_a_change_of_one(
     with pytest.raises(InputError):
         graph.add_memset(ones(device), value, size)
     with pytest.raises(InputError):
-        graph.add_memset(device.zeros(0), 0)
+        graph.add_memset(device.zeros(0, "bytes"), 0)
     assert len(graph) == 0
 
 
@@ -3343,7 +3352,7 @@ def test_a_copy_between_types_or_shapes_is_no_conversion(
         np.arange(6),
         np.arange(6.0).reshape(1, 2, 3),
         device.array(np.arange(6, dtype=np.float32)),
-        device.array(wanted.view(np.uint8)),
+        device.array(wanted).view(dtype="bytes"),
     ):
         assert np.array_equal(x.copy_from(source, stream).to_numpy(stream), wanted)
         ost.fill(stream, x, 0)
@@ -4091,3 +4100,269 @@ def test_many_host_functions_that_raise_are_one_error(device: Device, stream: os
     with pytest.raises(HostFunctionError, match="and so did 2 calls after it"):
         stream.synchronize()
     stream.synchronize()
+
+
+class Borrowed:
+    """Another library's array, over memory of ours."""
+
+    def __init__(self, buffer: ost.Buffer, typestr: str) -> None:
+        self.buffer = buffer
+        self.__cuda_array_interface__ = {
+            "shape": buffer.shape,
+            "typestr": typestr,
+            "data": (buffer.address, False),
+            "version": 3,
+        }
+
+
+DOORS = {
+    "launch": lambda w, x: ost.launch(w.stream, w.scale, config(N), x, N),
+    "prepare": lambda w, x: ost.prepare(w.scale, config(N), x, N),
+    "node": lambda w, x: w.graph.add_kernel(w.scale, config(N), x, N),
+    "capture": lambda w, x: ost.capture_function(
+        w.stream, lambda: ost.launch(w.stream, w.scale, config(N), x, N)
+    ),
+    "record": lambda w, x: w.record(x),
+    "patch": lambda w, x: w.run.patch(0, "x", x),
+    "patch by index": lambda w, x: w.run.patch(0, 0, x),
+    "patcher": lambda w, x: w.run.patcher(0, "x")(x),
+    "patch_all": lambda w, x: w.run.patch_all([(0, "n", 1), (0, "x", x)]),
+    "set_params": lambda w, x: w.run.set_params(0, ost.prepare(w.scale, config(N), x, N)),
+    "rebind": lambda w, x: w.run.rebind({w.x: x}),
+    "rebind a range": lambda w, x: w.run.rebind({w.x.range: x}),
+}
+"""Where memory is given to a kernel."""
+
+
+class Scaled:
+    """A graph of one kernel that doubles `x`, and what else the doors need."""
+
+    def __init__(self, device: Device) -> None:
+        self.stream, self.scale = device.create_stream(), kernel(device, "scale")
+        self.x = ones(device)
+        self.graph = ost.Graph.create(device)
+        self.graph.add_kernel(self.scale, config(N), self.x, N)
+        self.run = self.graph.instantiate()
+
+    def record(self, x: object) -> None:
+        with ost.record(self.stream):
+            ost.launch(self.stream, self.scale, config(N), x, N)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("way", ["buffer", "view", "scalar", "foreign"])
+def test_memory_of_another_type_is_no_argument(device: Device, door: str, way: str) -> None:
+    """[1, 2, 3, 4] are int64: as float32 they are other numbers."""
+    world = Scaled(device)
+    for dtype in ("int64", "float64", "int32", "uint32", "f16", "bf16", "bool", "uint8"):
+        values = device.zeros(2 * N, dtype)
+        given: object = values
+        if way == "view":
+            given = device.zeros(8 * N, "bytes").view(dtype=dtype)
+        elif way == "scalar":
+            given = ost.DeviceArray(device, 2 * N, dtype)
+        elif way == "foreign":
+            given = Borrowed(values, values.dtype.str)
+        with pytest.raises(InputError, match=r"points at f32|holds float32|points at float32"):
+            DOORS[door](world, given)
+    world.run.launch(world.stream)  # as it was
+    assert (world.x.to_numpy(world.stream) == 2).all()
+    assert len(world.graph) == 1
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("way", ["same", "bytes", "view", "foreign", "range", "address"])
+def test_memory_of_the_type_or_of_none_is_taken(device: Device, door: str, way: str) -> None:
+    world = Scaled(device)
+    bytes_, wide = device.zeros(4 * N, "bytes"), device.zeros(N // 2, "f64")
+    given = {
+        "same": lambda: device.zeros(N, "f32"),
+        "bytes": lambda: bytes_,
+        "view": lambda: wide.view(dtype="f32"),
+        "foreign": lambda: Borrowed(device.zeros(N, "f32"), "<f4"),
+        "range": lambda: wide.range,
+        "address": lambda: wide.address if "rebind" not in door else wide.range,
+    }[way]()
+    DOORS[door](world, given)
+    world.run.launch(world.stream)
+    world.stream.synchronize()
+
+
+MIXED = np.dtype([("a", "<i4"), ("b", "<f4")])
+
+
+@pytest.mark.parametrize(
+    ("word", "fitting"),
+    [
+        ("u8", ["uint8", "u1", np.bool_, MIXED]),
+        ("i8", ["int8", "i1"]),
+        ("u16", ["u16", "bf16", np.uint16]),
+        ("bf16", ["bf16", "bfloat16", "u16"]),
+        ("f16", ["f16", "f2", "half"]),
+        ("float32", ["f32", "f4", np.float32, np.dtype("<f4")]),
+        ("bytes", ["f32", "u1", "c8", "?", "i64", "i1", "u2", "f2", MIXED]),
+        ("i64", ["i64", np.longlong]),
+    ],
+)
+def test_what_a_pointer_may_point_at(host_device: Device, word: str, fitting: list[Any]) -> None:
+    """Flags and structs as their bytes, bfloat16 as its bits: signatures have no other name."""
+
+    @ost.host_kernel(f"x: *{word}", name="takes")
+    def takes(launch: object, x: object) -> None: ...
+
+    made = host_device.modules.get_or_compile(ost.Source(host=[takes]), "takes")
+    for dtype in [*fitting, "bytes"]:
+        made.arguments(host_device.zeros(2, dtype))
+    mine = {host_device.zeros(2, dtype).dtype for dtype in fitting}
+    for dtype in ("bool", MIXED, "u1", "i1", "u2", "f2", "f4", "i64", "c8"):
+        memory = host_device.zeros(2, dtype)
+        if memory.dtype not in mine:
+            with pytest.raises(InputError, match="'x' points at"):
+                made.arguments(memory)
+
+
+def test_a_dtype_is_asked_for(device: Device) -> None:
+    """`zeros(4)` was four bytes, and a kernel that was told n=1024 ran past them."""
+    pool = device.pool()
+    for make in (device.zeros, device.empty, device.pinned, pool.empty):
+        with pytest.raises(TypeError, match="dtype"):
+            make(4)  # type: ignore[call-arg]
+        with pytest.raises(InputError, match="dtype None"):
+            make(4, None)
+        for word in ("f32", "float32", "f4", np.float32, np.dtype(np.float32)):
+            assert make(4, word).dtype == np.float32
+        assert make(4, "f16").dtype == np.float16  # NumPy's "f16" has 128 bits
+        assert make(4, "bytes").nbytes == 4
+        for word in ("i8", "u8"):  # 8 bits or 8 bytes
+            with pytest.raises(InputError, match="8 bits in signatures and 8 bytes in NumPy"):
+                make(4, word)
+    for values in (1.0, [1, 2], ((1, 2), (3, 4))):
+        with pytest.raises(InputError, match="has no dtype"):
+            device.array(values)
+        assert device.array(values, "u32").dtype == np.uint32
+    assert device.array(np.float64(1)).dtype == np.float64
+
+
+@pytest.mark.parametrize("way", ["copy", "copy_from", "node", "set"])
+def test_a_copy_does_not_reinterpret(device: Device, stream: ost.Stream, way: str) -> None:
+    x, y = device.array(np.arange(8), "f32"), device.zeros(4, "f64")
+    graph = ost.Graph.create(device)
+    graph.add_memcpy(ones(device), ones(device))
+    run = graph.instantiate()
+    call = {
+        "copy": lambda to, come: ost.copy(stream, to, come),
+        "copy_from": lambda to, come: to.copy_from(come, stream),
+        "node": graph.add_memcpy,
+        "set": lambda to, come: run.set_memcpy(0, to, come),
+    }[way]
+    with pytest.raises(InputError, match="float32 is not converted to float64"):
+        call(y, x)
+    with pytest.raises(InputError, match="float32 is not converted to uint8"):
+        call(device.zeros(32, "uint8"), x)
+    for to, come in ((y, x.view(dtype="f64")), (device.zeros(32, "bytes"), x)):
+        call(to, come)
+    call(y, device.zeros(32, "bytes"))
+
+
+ELSEWHERE = {
+    **DOORS,
+    "copy to": lambda w, x: ost.copy(w.stream, x, w.x),
+    "copy from": lambda w, x: ost.copy(w.stream, w.x, x),
+    "copy_from": lambda w, x: w.x.copy_from(x, w.stream),
+    "copy in": lambda w, x: x.copy_from(np.zeros(N, np.float32), w.stream),
+    "copy out": lambda w, x: x.to_numpy(w.stream),
+    "fill": lambda w, x: ost.fill(w.stream, x, 1),
+    "memcpy node": lambda w, x: w.graph.add_memcpy(w.x, x),
+    "memset node": lambda w, x: w.graph.add_memset(x, 1),
+    "set_memcpy": lambda w, x: w.copying.set_memcpy(0, w.x, x),
+    "set_memset": lambda w, x: w.filling.set_memset(0, x, 1),
+    "slot": lambda w, x: ost.GraphedStep(
+        lambda *_: None,
+        stream=w.stream,
+        cache=ost.GraphCache(w.stream.context),
+        slots=[ost.Slot("x", x, ost.Role.STATE)],
+    ),
+}
+"""Where memory of another device could be given."""
+
+
+@pytest.mark.parametrize("door", ELSEWHERE)
+@pytest.mark.parametrize("way", ["buffer", "view", "state"])
+def test_memory_of_another_device_is_refused(
+    device: Device, other_device: Device, door: str, way: str
+) -> None:
+    """It poisoned the context, and the advice was to look for a fault in the kernel."""
+    world = Scaled(device)
+    for name, add in (
+        ("copying", lambda g: g.add_memcpy(world.x, ones(device))),
+        ("filling", lambda g: g.add_memset(world.x, 0)),
+    ):
+        graph = ost.Graph.create(device)
+        add(graph)
+        setattr(world, name, graph.instantiate())
+    there = ones(other_device)
+    if way == "view":
+        there = other_device.zeros(8 * N, "bytes").view(4 * N, N, "f32")
+    elif way == "state":
+        there = ost.DeviceArray(other_device, N, "f32").buffer
+    ours, theirs = device.context.space.name, other_device.context.space.name
+    assert ours != theirs
+    with pytest.raises(InputError) as caught:
+        ELSEWHERE[door](world, there)
+    assert ours in str(caught.value) and theirs in str(caught.value)
+    world.run.launch(world.stream)  # the context is sound, and the graph as it was
+    assert (world.x.to_numpy(world.stream) == 2).all()
+    assert len(world.graph) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "launch", "submit", "capture", "replay", "upload", "instantiate", "wait", "record",
+        "event node", "set", "child", "update", "pool", "into", "node",
+    ],
+)  # fmt: skip
+def test_what_is_of_another_device_is_refused(
+    device: Device, other_device: Device, call: str
+) -> None:
+    """Kernels, graphs, streams and events: each gave a bare status, or the wrong stream."""
+    here, there = Scaled(device), Scaled(other_device)
+    operation = ost.prepare(here.scale, config(N), here.x, N)
+    theirs = there.stream
+    event = here.stream.record()
+    state = ost.DeviceScalar(device, "u32", initial=1, stream=here.stream)
+    calls: dict[str, Callable[[], object]] = {
+        "launch": lambda: ost.launch(theirs, here.scale, config(N), there.x, N),
+        "submit": lambda: theirs.submit(operation),
+        "capture": lambda: ost.capture_function(theirs, lambda: theirs.submit(operation)),
+        "replay": lambda: here.run.launch(theirs),
+        "upload": lambda: here.run.upload(theirs),
+        "instantiate": lambda: here.graph.instantiate(upload=theirs),
+        "wait": lambda: theirs.wait(event),
+        "record": lambda: theirs.record(event),
+        "event node": lambda: there.graph.add_event_wait(event),
+        "set": lambda: state.set(2, theirs),
+        "child": lambda: there.graph.add_child(here.graph),
+        "update": lambda: there.run.update(here.graph),
+        "pool": lambda: ost.Capture(theirs, pool=device.pool()),
+        "into": lambda: ost.Capture(theirs, into=here.graph),
+        "node": lambda: there.graph.add_operation(operation),
+    }
+    with pytest.raises(InputError) as caught:
+        calls[call]()
+    for opened in (device, other_device):
+        assert opened.context.space.name in str(caught.value)
+    for world in (here, there):
+        world.run.launch(world.stream)
+        assert (world.x.to_numpy(world.stream) == 2).all()
+
+
+@pytest.mark.gpu
+def test_two_devices_on_one_gpu_share_their_memory(cuda_device: Device) -> None:
+    with preload(ost.open_device(cuda_device.name)) as second:
+        world, x = Scaled(cuda_device), ones(second)
+        for give in DOORS.values():
+            give(world, x)
+        ost.copy(world.stream, world.x, x)
+        second.create_stream().wait(world.stream.record())
+        cuda_device.synchronize()

@@ -245,7 +245,7 @@ def test_a_step_goes_on(device: Device, step_size: int, build: str, verify: obje
 
 def test_memory_is_given_back(device: Device, step_size: int) -> None:
     def work() -> None:
-        buffer = device.zeros(1000)
+        buffer = device.zeros(1000, "bytes")
         buffer.close()
         device.context.collect()
 

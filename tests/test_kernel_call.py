@@ -35,7 +35,7 @@ from ostinato.driver.launcher import (
     set_nodes,
     without_extension,
 )
-from ostinato.driver.signature import Signature
+from ostinato.driver.signature import BYTES, Signature, Space
 from ostinato.errors import ClosedError, DriverError
 
 needs_extension = pytest.mark.skipif(not compiled(), reason="the extension was not built")
@@ -60,8 +60,19 @@ class Placed:
 class Interfaced:
     """A device array of another library."""
 
-    def __init__(self, address: int) -> None:
-        self.__cuda_array_interface__ = {"data": (address, False)}
+    def __init__(self, address: int, typestr: str | None = None) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "typestr": typestr}
+
+
+class Held:
+    """Memory that says what it holds, and of which device it is, as a buffer does."""
+
+    def __init__(self, address: int, dtype: np.dtype[Any], space: Space) -> None:
+        self.dtype = dtype
+        self._pointer = (address, space.element(dtype))
+
+
+SPACE, OTHER = Space("here"), Space("there")
 
 
 TYPES = ["*f32", "*const i32", "i8", "u8", "i16", "u16", "bf16", "i32", "u32", "i64", "u64", "f32"]
@@ -76,7 +87,13 @@ values = st.one_of(
     st.booleans(),
     st.none(),
     st.integers(0, (1 << 64) - 1).map(Placed),
-    st.integers(0, (1 << 64) - 1).map(Interfaced),
+    st.builds(Interfaced, st.integers(0, (1 << 64) - 1), st.sampled_from([None, "<f4", "<i8"])),
+    st.builds(
+        Held,
+        st.integers(0, (1 << 64) - 1),
+        st.sampled_from([BYTES, *map(np.dtype, ("f4", "i4", "u4", "f8", "?"))]),
+        st.sampled_from([SPACE, SPACE, OTHER]),
+    ),
     st.sampled_from(
         [Placed(None), Placed(True), np.int32(3), np.uint64(9), np.float32(2), b"abcd"]
     ),
@@ -89,14 +106,14 @@ def test_both_pack_the_same_bytes_or_none(pairs: list[tuple[str, Any]], short: b
     signature = Signature.parse(", ".join(f"p{i}: {kind}" for i, (kind, _) in enumerate(pairs)))
     codes = "".join(parameter.code for parameter in signature.parameters)
     given_values = tuple(value for _, value in pairs)
-    fast = packer(codes, signature.layout)
+    fast = packer(codes, signature.layout, signature.elements(SPACE))
     with without_extension():
-        slow = packer(codes, signature.layout)
+        slow = packer(codes, signature.layout, signature.elements(SPACE))
     if short and pairs:
         assert fast(given_values[1:]) is None and slow(given_values[1:]) is None
     found, wanted = fast(given_values), slow(given_values)
     if found is not None:  # what is packed at all is what the careful way packs
-        assert found == signature.pack(given_values).data
+        assert found == signature.pack(given_values, None, SPACE).data
     floats = [value for _, value in pairs if isinstance(value, float)]
     if not any(abs(value) > 3e38 for value in floats):  # `struct` refuses those; infinity then
         assert found == wanted
@@ -109,7 +126,7 @@ def test_what_raises_when_asked_for_its_address_is_left_to_the_careful_way(launc
             raise AttributeError("not now")
 
     signature = Signature.parse("x: *f32")
-    pack = packer("P", signature.layout)
+    pack = packer("P", signature.layout, signature.elements(SPACE))
     assert pack((Refuses(),)) is None
     assert pack((Placed(8),)) == (8).to_bytes(8, "little")
 
@@ -118,7 +135,7 @@ def test_what_raises_when_asked_for_its_address_is_left_to_the_careful_way(launc
 def test_nonsense_makes_no_packer() -> None:
     for codes, slots in (("z", [ParameterSlot(0, 4)]), ("Q", [ParameterSlot(-8, 8)])):
         with pytest.raises(ValueError, match="slot 0"):
-            packer(codes, slots)
+            packer(codes, slots, [None])
 
 
 # ----------------------------------------------------------------------------------------- calling
@@ -286,7 +303,7 @@ def test_arguments_packed_by_a_library_go_as_they_are(launcher: str) -> None:
 def test_a_functions_launches_in_one_call() -> None:
     lib = FakeCuda(SIGNATURE.layout)
     driver = Driver(lib)
-    pack = packer("PBif", SIGNATURE.layout)
+    pack = packer("PBif", SIGNATURE.layout, SIGNATURE.elements(SPACE))
     call = driver.function_prepare_launch(FunctionHandle(5), pack)
     assert call is not None
     values = (Placed(0x7F00_0000_0010), 7, -3, 0.5)
@@ -315,10 +332,10 @@ def test_a_functions_launches_in_one_call() -> None:
 def test_where_there_is_no_shortcut_it_is_said(launcher: str) -> None:
     driver = Driver(FakeCuda())
     many = Signature.parse(", ".join(f"p{i}: u64" for i in range(300)))
-    slow = packer("Q" * 300, many.layout)
+    slow = packer("Q" * 300, many.layout, [None] * 300)
     assert slow((1,) * 300) == (1).to_bytes(8, "little") * 300
     assert driver.function_prepare_launch(FunctionHandle(5), slow) is None
-    short = packer("P", SIGNATURE.layout[:1])
+    short = packer("P", SIGNATURE.layout[:1], SIGNATURE.elements(SPACE)[:1])
     found = driver.function_prepare_launch(FunctionHandle(5), short)
     assert (found is None) == (launcher == "python")
 

@@ -288,7 +288,7 @@ def test_nonsense_is_refused_and_not_called(launcher: str, arguments: tuple[obje
 
 def test_an_executable_is_launched_by_position(launcher: str, host_device: Device) -> None:
     stream = host_device.create_stream()
-    x = host_device.zeros(4)
+    x = host_device.zeros(4, "bytes")
     run = ost.capture_function(stream, lambda: ost.fill(stream, x, 1)).instantiate()
     with pytest.raises(TypeError):
         run.launch()
@@ -313,7 +313,8 @@ def test_without_the_extension_everything_still_imports() -> None:
         "import ostinato as ost\n"
         "from ostinato.driver import launcher\n"
         "assert not launcher.compiled() and 'ctypes' in launcher.description()\n"
-        "device = ost.open_device('host'); stream = device.create_stream(); x = device.zeros(4)\n"
+        "device = ost.open_device('host'); stream = device.create_stream()\n"
+        "x = device.zeros(4, 'bytes')\n"
         "run = ost.capture_function(stream, lambda: ost.fill(stream, x, 3)).instantiate()\n"
         "run.launch(stream); run.launch(stream)\n"
         "assert (x.to_numpy(stream).view('u1') == 3).all()\n"

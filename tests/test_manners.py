@@ -72,7 +72,7 @@ def test_whole_numbers_of_numpy_are_whole_numbers(
     assert run.graph.node(kind(0)).name == "add"
     run.launch(stream)
     assert out.to_numpy(stream).tolist() == [4, 6, 8, 0]
-    device.empty((kind(2), kind(3)))
+    device.empty((kind(2), kind(3)), "bytes")
 
 
 def test_what_is_no_whole_number_is_named(device: Device, stream: ost.Stream) -> None:
@@ -87,8 +87,9 @@ def test_what_is_no_whole_number_is_named(device: Device, stream: ost.Stream) ->
         lambda: x[0, 1],
         lambda: x[None],
         lambda: x.view(1.5),
-        lambda: device.empty(2.5),
-        lambda: device.empty(None),
+        lambda: device.empty(2.5, "f32"),
+        lambda: device.empty(None, "f32"),
+        lambda: device.empty(2, None),
         lambda: ost.LaunchConfig(1.5, 32),
         lambda: ost.LaunchConfig(None, 32),
         lambda: ost.LaunchConfig(1, 32, shared=1.5),
@@ -163,7 +164,7 @@ def test_pinned_memory_is_the_hosts(device: Device) -> None:
 @pytest.mark.gpu
 def test_numpy_cannot_read_memory_of_a_gpu(cuda_device: Device) -> None:
     with pytest.raises(NotAvailableError, match="to_numpy"):
-        np.asarray(cuda_device.zeros(4))
+        np.asarray(cuda_device.zeros(4, "bytes"))
     cupy = pytest.importorskip("cupy")
     x = cuda_device.array(VALUES)
     assert cupy.from_dlpack(x).data.ptr == x.address

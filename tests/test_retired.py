@@ -86,7 +86,7 @@ def stream(device: Device) -> ost.Stream:
 
 def adopted(device: Device, stream: ost.Stream) -> tuple[ost.GraphExec, weakref.ref[Owner]]:
     """An executable that ran, of a graph that somebody else owns."""
-    x = device.zeros(4)
+    x = device.zeros(4, "bytes")
     owner = Owner(ost.capture_function(stream, lambda: ost.fill(stream, x, 1)))
     graph = ost.Graph.adopt(device, owner.graph.handle, owner=owner)
     run = graph.instantiate(upload=stream)
@@ -133,7 +133,7 @@ def test_a_finaliser_that_closes_something_while_others_are_looked_at(
 ) -> None:
     """Garbage collection runs between any two lines, and anybody's finaliser may close things."""
     runs = [adopted(device, stream)[0] for _ in range(3)]
-    other = device.zeros(4)
+    other = device.zeros(4, "bytes")
     device.synchronize()
     with caplog.at_level(logging.WARNING):
         for run in runs:
@@ -149,7 +149,7 @@ def test_what_another_capture_forbids_to_destroy_is_destroyed_later(
     device: Device, faults: FaultyDriver
 ) -> None:
     before = device.memory_info()[0]
-    x = device.zeros(1000)
+    x = device.zeros(1000, "bytes")
     fault = faults.fail("mem_free", status=900, times=2)
     x.close()
     device.synchronize()

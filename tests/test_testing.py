@@ -109,7 +109,7 @@ def test_a_device_over_a_faulty_driver() -> None:
     faults = FaultyDriver(HostDriver())
     with Device(faults) as device:
         stream = device.create_stream()
-        x = device.zeros(4)
+        x = device.zeros(4, "bytes")
         faults.fail("memset", status=1)
         with pytest.raises(ost.OstinatoError):
             ost.fill(stream, x, 1)
@@ -121,7 +121,7 @@ def test_a_device_over_a_faulty_driver() -> None:
 
 def test_a_held_stream_stands_until_released(host_device: Device) -> None:
     stream = host_device.create_stream()
-    x = host_device.zeros(4)
+    x = host_device.zeros(4, "bytes")
     stream.synchronize()
     with HeldStream(stream) as held:
         assert held.wait_until_held()

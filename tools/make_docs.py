@@ -97,7 +97,7 @@ def join_picture() -> str:
     key = JoinKey.of(JoinKind.INNER, 1, 8, rows=1000, right_rows=1000, capacity=1000)
     with ost.open_device("host") as device:
         stream = device.create_stream()
-        ring, state, block = (device.zeros(1 << 15) for _ in range(3))
+        ring, state, block = (device.zeros(1 << 15, "bytes") for _ in range(3))
         kernels = dict(zip(KERNELS, device.modules.preload([(source(), KERNELS)]), strict=True))
         with ost.capture(stream) as capture:
             for one in chain_of(key, multiprocessors=132):

@@ -115,11 +115,12 @@ class Device(Closeable):
         return Event(self.context, timing=timing)
 
     # --- memory
-    def empty(
-        self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8, *, name: str = ""
-    ) -> Buffer:
+    def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str = "") -> Buffer:
         """Device memory; its content is undefined.  Raises OutOfMemoryError, and InputError for a
         shape or dtype that device memory cannot have, as the methods below do.
+
+        `dtype`: a word of signatures ("f32", "bf16"), NumPy's name or type ("u4", np.float32), or
+        "bytes" for memory that pointers of any type may point at; views give it other types.
 
         `name`: shown in tables and pictures of graphs, as in the methods below.
         """
@@ -130,17 +131,20 @@ class Device(Closeable):
     ) -> Buffer:
         """Device memory with these values; they are there when this returns.
 
-        Without a dtype theirs, in the byte order of this machine.  Raises InputError for values
+        Values with a dtype of their own (a NumPy array) need no other; it is taken in the byte
+        order of this machine.  Raises InputError for Python's numbers without a dtype, for values
         that the dtype cannot hold, as `Buffer.copy_from` does, and OutOfMemoryError.
         """
         refuse_masked(values)
         if dtype is not None:
             array = exact_array(device_dtype(dtype), values)
         else:
-            try:
-                array = np.asarray(values)
-            except ValueError as error:  # rows of several lengths
-                raise InputError(f"the values are no array: {error}") from None
+            if not hasattr(values, "dtype"):
+                raise InputError(
+                    f"{type(values).__name__} has no dtype: give one, such as "
+                    'device.array([1.0, 2.0], "f32")'
+                )
+            array = np.asarray(values)
             if not is_native(array.dtype):
                 array = array.astype(array.dtype.newbyteorder("="))
         buffer = allocate(self.context, array.shape, array.dtype, name=name)
@@ -149,10 +153,8 @@ class Device(Closeable):
         stream.synchronize()
         return buffer
 
-    def zeros(
-        self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8, *, name: str = ""
-    ) -> Buffer:
-        """Device memory filled with zero bytes when this returns."""
+    def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str = "") -> Buffer:
+        """Device memory filled with zero bytes when this returns; `dtype` as for `empty`."""
         buffer = allocate(self.context, shape, dtype, name=name)
         if buffer.nbytes:
             stream = self._copy_stream()
@@ -169,7 +171,7 @@ class Device(Closeable):
         """
         return adopt_array(self.context, array)
 
-    def pinned(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8) -> Buffer:
+    def pinned(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Buffer:
         """Page-locked host memory, for copies that do not wait; `.array` is the NumPy view."""
         return allocate(self.context, shape, dtype, pinned=True)
 

@@ -78,7 +78,7 @@ def test_what_a_graph_brings_is_measured(device: Device) -> None:
     kept = []
 
     def make() -> ost.GraphExec:
-        kept.append(device.empty(16 << 20))
+        kept.append(device.empty(16 << 20, "bytes"))
         return two_nodes(device)
 
     with ost.GraphCache(device) as cache:
@@ -104,7 +104,7 @@ def test_captures_at_the_same_time_are_not_measured(host_device: Device) -> None
     kept = []
 
     def make(cache: ost.GraphCache) -> ost.GraphExec:
-        kept.append(host_device.empty(16 << 20))
+        kept.append(host_device.empty(16 << 20, "bytes"))
         cache.get_or_capture("inner", lambda: two_nodes(host_device))
         return two_nodes(host_device)
 
@@ -254,14 +254,14 @@ def test_graphs_in_one_block_are_charged_with_their_share(
 def test_memory_that_is_given_back_in_a_capture_hides_nothing(device: Device) -> None:
     """A capture that takes 16 MiB while 16 MiB of a closed buffer are given back took 16 MiB."""
     stream = device.create_stream()
-    old = [device.empty(16 << 20)]
+    old = [device.empty(16 << 20, "bytes")]
     kept = []
 
     def make() -> ost.GraphExec:
         old.pop().close()
         stream.synchronize()
         device.context.collect()
-        kept.append(device.empty(16 << 20))
+        kept.append(device.empty(16 << 20, "bytes"))
         return two_nodes(device)
 
     with ost.GraphCache(device) as cache:

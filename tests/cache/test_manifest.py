@@ -152,7 +152,7 @@ def test_memory_nodes(device: Device, cache: ost.GraphCache) -> None:
 
 def test_rows_of_a_copy(device: Device, cache: ost.GraphCache) -> None:
     """A copy reaches from its first row to the end of its last, gaps included."""
-    x, y = device.zeros((8, 16)), device.zeros((8, 16))
+    x, y = device.zeros((8, 16), "bytes"), device.zeros((8, 16), "bytes")
     graph = ost.Graph.create(device.context)
     rows = MemcpyNodeParams(y.address, x[1].address, 4, height=3, dst_pitch=4, src_pitch=16)
     graph.add(rows, keep=[x, y])

@@ -320,7 +320,7 @@ def test_a_tensor_over_a_buffer_is_never_a_copy(cuda_device: Device, stream: ost
     from ostinato.interop.torch import as_tensor
 
     with pytest.raises(InputError, match="from_numpy"):
-        as_tensor(cuda_device.pinned(4))
+        as_tensor(cuda_device.pinned(4, "bytes"))
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     with ost.open_device("cuda:1") as other:

@@ -136,7 +136,7 @@ def test_closed_on_another_thread_during_a_capture(
 ) -> None:
     graph = scaled(device, stream, x)
     run = graph.instantiate(upload=stream)
-    spare = device.zeros(1 << 16)
+    spare = device.zeros(1 << 16, "bytes")
     run.launch(stream)
     stream.synchronize()
 

@@ -74,7 +74,7 @@ for _ in range(3):
     refused("graph launch", lambda: run.launch(other))
     refused("prepared graph launch", lambda: run.launch(stream))
     refused("read", lambda: x.to_numpy(stream))
-    refused("allocate", lambda: device.empty(16))
+    refused("allocate", lambda: device.empty(16, "f32"))
     refused("event", lambda: event.done)
     refused("memory_info", device.memory_info)
     refused("device", device.synchronize)
@@ -140,6 +140,6 @@ def test_a_poisoned_context(device: Device, body: str) -> None:
 
 def test_this_process_is_not_poisoned_by_it(device: Device) -> None:
     stream = device.create_stream()
-    before = device.zeros(64)
+    before = device.zeros(64, "bytes")
     assert run_script(TOLD_APART, device).returncode == 0
     assert not before.to_numpy(stream).any()

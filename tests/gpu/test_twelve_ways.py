@@ -111,7 +111,7 @@ def pageable_copy_out(bench: Bench) -> None:
 
 @way
 def allocation_outside_the_pool(bench: Bench) -> None:
-    bench.device.empty(1 << 20)  # breaks it
+    bench.device.empty(1 << 20, "bytes")  # breaks it
 
 
 @way
@@ -274,7 +274,7 @@ def test_a_collected_graph_does_not_break_it(bench: Bench, times: int) -> None:
 
     def doomed() -> list[object]:
         graph = ost.capture_function(stream, lambda: ost.fill(stream, x, 0))
-        return [graph.instantiate(upload=stream), graph, device.zeros(64), stream.record()]
+        return [graph.instantiate(upload=stream), graph, device.zeros(64, "bytes"), stream.record()]
 
     def survives() -> None:
         garbage = doomed()
@@ -304,7 +304,7 @@ def test_another_threads_call_breaks_a_global_capture(bench: Bench) -> None:
     raised: list[BaseException | None] = []
 
     def allocates() -> None:
-        bench.device.empty(1 << 20)  # breaks it
+        bench.device.empty(1 << 20, "bytes")  # breaks it
 
     for _ in range(TIMES):
         with (

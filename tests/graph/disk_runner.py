@@ -24,7 +24,7 @@ def main(folder: Path, name: str) -> int:
     failed = 0
     with ost.open_device(name) as device:
         stream = device.create_stream()
-        held = [device.empty(1 << 16)]  # so that addresses are others
+        held = [device.empty(1 << 16, "bytes")]  # so that addresses are others
         for path in sorted(folder.glob("*.graph")):
             if any(path.with_suffix(end).exists() for end in (".out.npz", ".error.txt")):
                 continue

@@ -216,7 +216,7 @@ def test_sealed_pool_is_refused_before_it_begins(device: Device, stream: ost.Str
         ost.Capture(stream, pool=pool).begin()
     assert not stream.is_capturing
     with pytest.raises(PoolSealedError):
-        pool.empty(16)
+        pool.empty(16, "bytes")
     pool.open()
     with ost.capture(stream, pool=pool):
         ost.fill(stream, y, 2)
@@ -241,15 +241,15 @@ def test_pool_growth_in_a_capture_is_reported_with_its_line(
 
 def test_pieces_of_a_pool_share_its_memory(device: Device) -> None:
     pool = device.pool(reserve=1024, slab=512)
-    pieces = [pool.empty(size) for size in (1, 256, 257)]  # of 256, 256 and 512 bytes
+    pieces = [pool.empty(size, "bytes") for size in (1, 256, 257)]  # of 256, 256 and 512 bytes
     assert pool.statistics().reserved == pool.statistics().allocated == 1024
-    pieces += [pool.empty(4), pool.empty(2048)]
+    pieces += [pool.empty(4, "bytes"), pool.empty(2048, "bytes")]
     assert pool.statistics().reserved == 1024 + 512 + 2048
     assert pool.statistics().grown_in_capture == ()  # there was no capture
     ends = sorted((piece.address, piece.address + piece.nbytes) for piece in pieces)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
     pool.close()
-    for refused in (pool.open, pool.seal, lambda: pool.empty(4)):
+    for refused in (pool.open, pool.seal, lambda: pool.empty(4, "bytes")):
         with pytest.raises(ClosedError, match="is closed"):
             refused()
 
@@ -279,7 +279,7 @@ def test_another_thread_destroys_nothing_in_a_global_capture(
     device: Device, stream: ost.Stream, x: ost.Buffer
 ) -> None:
     """Not even the backlog that it would destroy beside a capture in another mode."""
-    doomed = [device.zeros(64) for _ in range(100)]
+    doomed = [device.zeros(64, "bytes") for _ in range(100)]
 
     def closing() -> None:
         while doomed:
@@ -317,7 +317,7 @@ def test_garbage_collected_in_a_capture_does_not_break_it(
     """Also more of it than is left waiting beside another thread's capture."""
     made = [ost.capture_function(stream, lambda: ost.fill(stream, x, 0)) for _ in range(many)]
     doomed = [graph.instantiate() for graph in made]
-    spare, other = device.zeros(64), device.zeros(64)
+    spare, other = device.zeros(64, "bytes"), device.zeros(64, "bytes")
     with ost.capture(stream) as capture:
         ost.fill(stream, x, 1)
         doomed.clear()
@@ -415,7 +415,7 @@ def test_a_graph_whose_half_capture_cannot_be_taken_back_cannot_be_launched(
     """Nor a graph with it in a body; also where the driver has destroyed it."""
     faults = FaultyDriver(host_device.driver)
     device = preload(Device(faults))
-    stream, x = device.create_stream(), device.zeros(8)
+    stream, x = device.create_stream(), device.zeros(8, "bytes")
     with ost.capture(stream) as capture:
         ost.fill(stream, x, 1)
     graph = into = capture.graph
@@ -433,7 +433,7 @@ def test_a_graph_whose_half_capture_cannot_be_taken_back_cannot_be_launched(
 def test_a_node_that_is_refused_keeps_nothing_alive(host_device: Device) -> None:
     faults = FaultyDriver(host_device.driver)
     device = Device(faults)
-    graph, x, y = ost.Graph.create(device), device.zeros(8), device.zeros(8)
+    graph, x, y = ost.Graph.create(device), device.zeros(8, "bytes"), device.zeros(8, "bytes")
     graph.add_memset(x, 1, 1)
     faults.fail("graph_add_node")
     with pytest.raises(ost.errors.GraphError):

@@ -708,7 +708,7 @@ def test_buffers_that_do_not_fit_are_refused(host_device: Device, work: Work, pa
     for buffers, why in (
         ({"x": ints(host_device, 1)}, "'x' has 4 bytes, and the graph was captured with 12"),
         ({"nothing": work.x}, "names no nothing; it names x, y, w"),
-        ({"x": host_device.zeros(16).view(2, 12)}, "aligned to"),
+        ({"x": host_device.zeros(16, "bytes").view(2, 12)}, "aligned to"),
     ):
         with pytest.raises(InputError, match=why):
             ost.load_graph(host_device, path, buffers=buffers)

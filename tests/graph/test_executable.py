@@ -141,7 +141,7 @@ def test_config_memset_memcpy(sums: Sum, device: Device) -> None:
     # The copy runs last; the fill of `elsewhere` came before it.
     np.testing.assert_array_equal(elsewhere.to_numpy(sums.stream), sums.expected)
     with pytest.raises(InputError):
-        sums.run.set_memcpy(3, elsewhere, device.zeros(1))
+        sums.run.set_memcpy(3, elsewhere, device.zeros(1, "bytes"))
     with pytest.raises(UpdateRefusedError, match="cooperative"):
         sums.run.set_config(2, ost.LaunchConfig(1, 128, cooperative=True))
 
@@ -192,7 +192,7 @@ def test_rebind_keeps_the_offset(device: Device, stream: ost.Stream) -> None:
 def test_rebind_never_touches_a_number_that_looks_like_an_address(
     device: Device, stream: ost.Stream
 ) -> None:
-    x, y = device.zeros(64), device.zeros(64)
+    x, y = device.zeros(64, "bytes"), device.zeros(64, "bytes")
     out = device.zeros(1, np.uint64)
     with ost.capture(stream) as capture:
         ost.launch(stream, kernel(device, "number"), config(1), x.address, out)
@@ -469,7 +469,7 @@ def test_a_launch_while_recording_becomes_a_child(sums: Sum, stream: ost.Stream)
 
 def test_events_between_graph_and_stream(device: Device, stream: ost.Stream) -> None:
     """Record and wait nodes built by hand order a graph against work outside of it."""
-    x, inside, outside = device.zeros(N), device.create_event(), device.create_event()
+    x, inside, outside = device.zeros(N, "bytes"), device.create_event(), device.create_event()
     graph = ost.Graph.create(device)
     wait = graph.add_event_wait(outside)
     filled = graph.add_memset(x, 7, after=[wait])

@@ -61,7 +61,11 @@ def test_bytes_go_where_they_belong(mover: Any, host_device: Device, seed: int) 
             at, size = int(rng.integers(0, 20)), int(rng.choice(SIZES))
             values = rng.integers(0, 256, at + size, np.uint8)
             made.append(
-                (host_device.array(values) if at + size else host_device.zeros(1), at, size)
+                (
+                    host_device.array(values) if at + size else host_device.zeros(1, "bytes"),
+                    at,
+                    size,
+                )
             )
         return made
 
@@ -69,7 +73,7 @@ def test_bytes_go_where_they_belong(mover: Any, host_device: Device, seed: int) 
         return [(buffer.address + at, size) for buffer, at, size in of]
 
     count, outs = int(rng.integers(0, MOST + 1)), int(rng.integers(1, MOST + 1))
-    inputs, outputs, other = arrays(count), arrays(outs), host_device.zeros(4)
+    inputs, outputs, other = arrays(count), arrays(outs), host_device.zeros(4, "bytes")
     with ost.capture(stream) as capture:
         one.begin(stream, places(inputs))
         ost.fill(stream, other, 1)

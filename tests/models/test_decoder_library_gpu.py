@@ -94,7 +94,7 @@ def test_a_product_is_right_and_always_the_same(
         "weight": gpu.array(weight),
         "inputs": gpu.array(inputs),
         "out": gpu.array(before),
-        "workspace": gpu.zeros(library.workspace_bytes),
+        "workspace": gpu.zeros(library.workspace_bytes, "bytes"),
     }
     operations = library.product(product).operations("product", **given)
     stream, seen = gpu.create_stream(), set()

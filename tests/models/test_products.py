@@ -71,7 +71,7 @@ def buffers(device: Device) -> dict[str, ost.Buffer]:
             (np.ones((4, 8), np.float32).view(np.uint32) >> 16).astype(np.uint16)
         ),
         "out": device.array(np.full((4, 6), 10, np.float32)),
-        "workspace": device.zeros(64),
+        "workspace": device.zeros(64, "bytes"),
     }
 
 

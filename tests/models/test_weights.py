@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_not_adopted(host_device: Device) -> None:
     with pytest.raises(InputError, match="'embed' is float32"):
         adopt_weights(host_device, config, tensors, np.uint16)
     with pytest.raises(InputError, match="multiple of 16"):
-        room = host_device.empty(64 * 4 + 8)
+        room = host_device.empty(64 * 4 + 8, "bytes")
         adopted(final_norm=room.view(8, 64, np.float32))
     with ost.open_device("host") as other, pytest.raises(InputError, match="another device"):
         adopted(final_norm=other.zeros(64, np.float32))

@@ -180,7 +180,7 @@ def test_loading_in_a_capture_says_where(
     cuda_device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = cuda_device.create_stream()
-    x = cuda_device.zeros(4)
+    x = cuda_device.zeros(4, "bytes")
     said = ""
     try:
         with ost.capture(stream):

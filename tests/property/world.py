@@ -101,7 +101,7 @@ class World:
         self.workers_of_others = _workers()
         self.device = Device(self.faults)
         self.device.modules.preload([(SOURCE, list(SOURCE.host))])
-        self.device.zeros(1).close()  # makes the device's own stream
+        self.device.zeros(1, "bytes").close()  # makes the device's own stream
         self.device.synchronize()
         self.baseline = self.driver.census()
         self.wrong: list[str] = []
@@ -470,5 +470,5 @@ class World:
     def calls_of_everything(self) -> Iterator[Callable[[], object]]:
         """A call of each kind of thing there is.  Mixins add to it."""
         yield self.device.synchronize
-        yield lambda: self.device.zeros(4)
+        yield lambda: self.device.zeros(4, "bytes")
         yield self.device.create_stream

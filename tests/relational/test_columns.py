@@ -72,7 +72,7 @@ def test_nulls_are_refused(joiner: Joiner) -> None:
 
 def test_a_column_at_an_odd_address_is_refused(joiner: Joiner) -> None:
     """A GPU cannot read it, and the process would lose its context."""
-    memory = joiner.device.zeros(32)
+    memory = joiner.device.zeros(32, "bytes")
     for dtype, offset in ((np.int64, 4), (np.int32, 1)):
         with pytest.raises(InputError, match="column 'k' begins at"):
             joiner.columns({"k": memory.view(offset, 2, dtype)}, "k")
@@ -187,7 +187,7 @@ def test_too_many_rows(host_device: Device) -> None:
     """Without the memory: a view that says that it has them."""
     rows = 2**32 - 1
     buffer = ost.Buffer(
-        host_device.context, host_device.empty(8).address, (rows,), np.dtype(np.int32)
+        host_device.context, host_device.empty(8, "bytes").address, (rows,), np.dtype(np.int32)
     )
     with pytest.raises(InputError, match=f"column 'k' has {rows} rows; a join takes fewer"):
         KeyColumns(host_device, host_device.create_stream(), ("k",), (buffer,))

@@ -963,7 +963,7 @@ def test_memory_of_another_device_is_refused(device: Device) -> None:
     """At once: a graph that points at it would end the context of a GPU."""
     stream, cache = device.create_stream(), GraphCache(device)
     with ost.open_device("host") as other:
-        slot = ost.Slot("x", other.zeros(8), ost.Role.STATE)
+        slot = ost.Slot("x", other.zeros(8, "bytes"), ost.Role.STATE)
         for wrong in ({"slots": [slot]}, {"pool": other.pool()}):
             with pytest.raises(InputError, match="of another device"):
                 ost.GraphedStep(lambda stream: None, stream=stream, cache=cache, **wrong)  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ class ReadsNow(Rig):
 
     def run(self, stream: ost.Stream, rows: int) -> None:
         self.runs += 1
-        size = self.step.size("rows") if rows > 2 else self.w
+        size = self.step.size("rows") if rows > 2 else self.w.view(dtype="u32")
         ost.launch(stream, self.kernel, ONE, self.x, self.w, self.y, self.total, size)
 
 
@@ -173,7 +173,8 @@ class ReadsNone(Rig):
 
     def run(self, stream: ost.Stream, rows: int) -> None:
         self.runs += 1
-        ost.launch(stream, self.kernel, ONE, self.x, self.w, self.y, self.total, self.w)
+        count = self.w.view(dtype="u32")
+        ost.launch(stream, self.kernel, ONE, self.x, self.w, self.y, self.total, count)
 
 
 def test_a_step_that_reads_no_size_is_restored_and_joins_captures(

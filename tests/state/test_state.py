@@ -76,7 +76,7 @@ def test_an_entry_whose_end_was_not_marked_is_waited_for(host_device: Device, cl
     device = Device(faults)
     stream = device.create_stream()
     ring = StagingRing(device.context, 8, depth=1)
-    x, y = device.zeros(8), device.zeros(8)
+    x, y = device.zeros(8, "bytes"), device.zeros(8, "bytes")
     with HeldStream(stream) as held:
         faults.fail("event_record")
         with pytest.raises(DriverError):
@@ -199,7 +199,7 @@ def test_writes_on_another_stream_break_no_capture(device: Device, mode: ost.Cap
 def test_the_ring_waits_only_when_it_is_full(device: Device) -> None:
     stream = device.create_stream()
     ring = StagingRing(device.context, 8, depth=2)
-    x = device.zeros(8)
+    x = device.zeros(8, "bytes")
     with HeldStream(stream) as held:
         ring.write(x, b"11111111", stream)
         ring.write(x, b"22222222", stream)
@@ -221,7 +221,7 @@ def test_a_ring_without_room(device: Device, nbytes: int, depth: int) -> None:
 def test_a_closed_ring_takes_nothing_and_keeps_what_is_under_way(device: Device) -> None:
     stream = device.create_stream()
     ring = StagingRing(device.context, 8, depth=2)
-    x = device.zeros(8)
+    x = device.zeros(8, "bytes")
     with HeldStream(stream):
         ring.write(x, b"11111111", stream)
         ring.close()

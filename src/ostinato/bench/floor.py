@@ -78,7 +78,7 @@ def measure_bandwidth(device: ost.Device, nbytes: int = _BYTES) -> Bandwidth:
     nbytes = max(1 << 26, min(nbytes, free // 4) // (1 << 26) * (1 << 26))
     stream = device.create_stream()
     tile = np.random.default_rng(3).integers(0, 255, 1 << 26, np.uint8)
-    source, target = device.empty(nbytes), device.empty(nbytes)
+    source, target = device.empty(nbytes, "bytes"), device.empty(nbytes, "bytes")
     seen = device.zeros(1, np.uint32)
 
     def fill() -> None:

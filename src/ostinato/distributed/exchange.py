@@ -190,7 +190,7 @@ class ExchangeCollectives(Collectives):
                 raise NotAvailableError(f"{group.size} ranks are more than {_MOST_RANKS}")
             if not device.capabilities.shares_memory:
                 raise NotAvailableError(f"{device.name} cannot share its memory")
-            self._window = device.zeros(self.layout.nbytes, np.uint8, name="window of the ranks")
+            self._window = device.zeros(self.layout.nbytes, "bytes", name="window of the ranks")
             handle = driver.memory_share(self._window.address)
         except OstinatoError as problem:
             error = str(problem)

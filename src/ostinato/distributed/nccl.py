@@ -213,15 +213,15 @@ class NcclCollectives(Collectives):
             raise NotAvailableError(f"all_gather of lines of {layout.nbytes} bytes, no whole words")
         if self._scratch is None or self._scratch.nbytes < out.nbytes:
             # The smaller one stays with the operations that use it.
-            self._scratch = self.device.empty(out.nbytes, np.uint8, name="gathered parts")
-        parts = self._scratch.view(0, out.nbytes, np.uint8)
+            self._scratch = self.device.empty(out.nbytes, "bytes", name="gathered parts")
+        parts = self._scratch.view(0, out.nbytes)
         kernel = self.device.modules.get_or_compile(kernels(), "interleave")
         words = layout.nbytes // 4
         threads = min(1024, -(-words // 32) * 32)
         shape = LaunchConfig((layout.lines, size, 1), threads)
         return (
             *self._operations("all_gather", source, parts, source.nbytes),
-            prepare(kernel, shape, parts, out, layout.lines, size, words),
+            prepare(kernel, shape, parts, out.view(dtype="u32"), layout.lines, size, words),
         )
 
     def broadcast(self, buffer: Buffer, root: int = 0) -> tuple[Operation, ...]:
@@ -287,8 +287,8 @@ class NcclCollectives(Collectives):
         with (
             device.array(data) as first,
             device.array(data) as second,
-            device.zeros(out.nbytes) as wanted,
-            device.zeros(out.nbytes) as found,
+            device.zeros(out.nbytes, "bytes") as wanted,
+            device.zeros(out.nbytes, "bytes") as found,
         ):
             into = (first, second) if alike else (wanted, found)
             answers: list[bytes] = []

@@ -266,15 +266,19 @@ static PyType_Spec launcher_spec = {
 
 /* --------------------------------------------------------------------------------------- Packer */
 
+/* `element` and `raw` are what a pointer takes, and NULL for other slots, and for a pointer that takes
+ * any memory. */
 typedef struct {
     char code;
     uint32_t offset;
+    PyObject *element, *raw;
 } Slot;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *address;    /* the name of the attribute */
-    PyObject *address_of; /* called for the address of what has no such attribute */
+    PyObject *pointer;     /* the name of the attribute that buffers have: (address, element) */
+    PyObject *address_for; /* called with a value and an element, for the address of all others */
+    PyObject *elements;    /* owns those of the slots */
     Slot *slots;
     Py_ssize_t count, size;
 } Packer;
@@ -294,15 +298,17 @@ width_of(char code)
 static PyObject *
 packer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"codes", "offsets", "size", "address_of", NULL};
+    static char *names[] = {"codes", "offsets", "size", "elements", "address_for", NULL};
     const char *codes;
     Py_ssize_t count, size;
-    PyObject *offsets, *address_of;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s#O!nO:Packer", names, &codes, &count,
-                                     &PyTuple_Type, &offsets, &size, &address_of))
+    PyObject *offsets, *elements, *address_for;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s#O!nO!O:Packer", names, &codes, &count,
+                                     &PyTuple_Type, &offsets, &size, &PyTuple_Type, &elements,
+                                     &address_for))
         return NULL;
-    if (PyTuple_Size(offsets) != count || size < 0) {
-        PyErr_SetString(PyExc_ValueError, "an offset for each code, and a size, are needed");
+    if (PyTuple_Size(offsets) != count || PyTuple_Size(elements) != count || size < 0) {
+        PyErr_SetString(PyExc_ValueError,
+                        "an offset and an element for each code, and a size, are needed");
         return NULL;
     }
     Packer *self = (Packer *)new_object(type);
@@ -310,10 +316,11 @@ packer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     self->count = count;
     self->size = size;
-    self->address_of = Py_NewRef(address_of);
-    self->address = PyUnicode_InternFromString("address");
+    self->address_for = Py_NewRef(address_for);
+    self->elements = Py_NewRef(elements);
+    self->pointer = PyUnicode_InternFromString("_pointer");
     self->slots = PyMem_Malloc((count ? count : 1) * sizeof(Slot));
-    if (self->address == NULL || self->slots == NULL) {
+    if (self->pointer == NULL || self->slots == NULL) {
         if (self->slots == NULL)
             PyErr_NoMemory();
         Py_DECREF(self);
@@ -328,7 +335,12 @@ packer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
             Py_DECREF(self);
             return NULL;
         }
-        self->slots[i] = (Slot){codes[i], (uint32_t)offset};
+        PyObject *pair = PyTuple_GetItem(elements, i), *element = NULL, *raw = NULL;
+        if (pair != Py_None && !PyArg_ParseTuple(pair, "OO", &element, &raw)) {
+            Py_DECREF(self);
+            return NULL;
+        }
+        self->slots[i] = (Slot){codes[i], (uint32_t)offset, element, raw};
     }
     return (PyObject *)self;
 }
@@ -337,8 +349,9 @@ static void
 packer_dealloc(PyObject *op)
 {
     Packer *self = (Packer *)op;
-    Py_XDECREF(self->address);
-    Py_XDECREF(self->address_of);
+    Py_XDECREF(self->pointer);
+    Py_XDECREF(self->address_for);
+    Py_XDECREF(self->elements);
     PyMem_Free(self->slots);
     free_object(op);
 }
@@ -350,10 +363,49 @@ interrupted(void)
     return PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception);
 }
 
+static int
+pack_word(PyObject *number, unsigned char *to)
+{
+    if (!PyLong_CheckExact(number))
+        return 0;
+    uint64_t bits = PyLong_AsUnsignedLongLong(number);
+    if (bits == UINT64_MAX && PyErr_Occurred())
+        return 0;
+    memcpy(to, &bits, sizeof bits); /* little endian, as every machine with a GPU of NVIDIA's is */
+    return 1;
+}
+
+/* The address of memory that the slot takes; 0 if it takes other memory. */
+static int
+pack_pointer(Packer *self, const Slot *slot, PyObject *value, unsigned char *to)
+{
+    PyObject *pointer = PyObject_GetAttr(value, self->pointer);
+    if (pointer != NULL) {
+        PyObject *element = PyTuple_CheckExact(pointer) ? PyTuple_GetItem(pointer, 1) : NULL;
+        if (element != NULL && (element == slot->element || element == slot->raw)) {
+            int packed = pack_word(PyTuple_GetItem(pointer, 0), to);
+            Py_DECREF(pointer);
+            return packed;
+        }
+        Py_DECREF(pointer);
+    }
+    if (interrupted())
+        return 0;
+    PyErr_Clear();
+    PyObject *element = slot->element == NULL ? Py_None : slot->element;
+    PyObject *address = PyObject_CallFunctionObjArgs(self->address_for, value, element, NULL);
+    if (address == NULL)
+        return 0;
+    int packed = pack_word(address, to);
+    Py_DECREF(address);
+    return packed;
+}
+
 /* One value; 0 if it does not have exactly the type of its slot.  An exception may be set then. */
 static int
-pack_one(Packer *self, char code, PyObject *value, unsigned char *to)
+pack_one(Packer *self, const Slot *slot, PyObject *value, unsigned char *to)
 {
+    char code = slot->code;
     if (code == 'f' || code == 'd') {
         if (!PyFloat_CheckExact(value))
             return 0;
@@ -364,21 +416,8 @@ pack_one(Packer *self, char code, PyObject *value, unsigned char *to)
         memcpy(to, code == 'd' ? (void *)&number : (void *)&narrow, code == 'd' ? 8 : 4);
         return 1;
     }
-    if (code == 'P' && !PyLong_CheckExact(value)) {
-        PyObject *address = PyObject_GetAttr(value, self->address);
-        if (address == NULL || !PyLong_CheckExact(address)) {
-            if (interrupted())
-                return 0;
-            PyErr_Clear();
-            Py_XDECREF(address);
-            address = PyObject_CallFunctionObjArgs(self->address_of, value, NULL);
-            if (address == NULL)
-                return 0;
-        }
-        int packed = PyLong_CheckExact(address) && pack_one(self, code, address, to);
-        Py_DECREF(address);
-        return packed;
-    }
+    if (code == 'P' && !PyLong_CheckExact(value))
+        return pack_pointer(self, slot, value, to);
     if (!PyLong_CheckExact(value))
         return 0;
     int width = width_of(code);
@@ -398,7 +437,7 @@ pack_one(Packer *self, char code, PyObject *value, unsigned char *to)
         if (width < 8 && bits >> (8 * width))
             return 0;
     }
-    memcpy(to, &bits, width); /* little endian, as every machine with a GPU of NVIDIA's is */
+    memcpy(to, &bits, width); /* little endian, as above */
     return 1;
 }
 
@@ -410,8 +449,8 @@ pack_all(Packer *self, PyObject *values, unsigned char *bytes)
         return 0;
     memset(bytes, 0, self->size);
     for (Py_ssize_t i = 0; i < self->count; i++) {
-        Slot slot = self->slots[i];
-        if (!pack_one(self, slot.code, PyTuple_GetItem(values, i), bytes + slot.offset)) {
+        const Slot *slot = self->slots + i;
+        if (!pack_one(self, slot, PyTuple_GetItem(values, i), bytes + slot->offset)) {
             if (interrupted())
                 return -1;
             PyErr_Clear(); /* Signature.pack looks again, and words the error */
@@ -446,9 +485,11 @@ static PyMethodDef packer_methods[] = {
 };
 
 static PyType_Slot packer_slots[] = {
-    {Py_tp_doc, "Packer(codes, offsets, size, address_of)\n--\n\n"
+    {Py_tp_doc, "Packer(codes, offsets, size, elements, address_for)\n--\n\n"
                 "Packs kernel arguments.  `codes`: one of `struct` for each, and P for an address: "
-                "an int, an object with an `address`, or one that `address_of` returns one for."},
+                "an int; that of an object whose `_pointer` is (address, element) with an element "
+                "of the slot's; or what `address_for(value, element)` returns.  `elements`: for "
+                "each slot the two elements that it takes, or None."},
     {Py_tp_new, packer_new},
     {Py_tp_dealloc, packer_dealloc},
     {Py_tp_methods, packer_methods},

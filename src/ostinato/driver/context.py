@@ -30,6 +30,7 @@ from ostinato.driver.api import Driver, EventHandle, GraphHandle, MemoryRange, N
 from ostinato.driver.callbacks import in_host_function
 from ostinato.driver.failures import HostFailures, said_at_exit
 from ostinato.driver.forking import FORKED, new_lock, switch_off_in_children
+from ostinato.driver.signature import Space, space_of
 from ostinato.errors import (
     CaptureError,
     ClosedError,
@@ -230,6 +231,8 @@ class Context:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
+        self.space: Space = space_of(driver)
+        """Its memory, and what may be used together: two devices on one GPU have the same."""
         self.taps: tuple[Tap, ...] = ()
         self.memory_epoch: object = object()
         """Another object after each time that memory of the context was closed."""
@@ -269,6 +272,17 @@ class Context:
         """In a forked child: no call reaches the driver from here on."""
         self._forked = self.closed = True
         self.cool()
+
+    def require_same(self, other: Context, what: str, of: str) -> None:
+        """Raises InputError unless both are of one device (or of two that were opened on one GPU).
+
+        `what` is of the other one, and `of` ("the stream is of") of this one.
+        """
+        if other.space is not self.space:
+            raise InputError(
+                f"{what} is of another device ({other.space.name}), and {of} {self.space.name} "
+                "(# counts the devices opened in this process): use objects of one device together"
+            )
 
     def turn(self, handle: int) -> Turn:
         """The turn of the stream with this handle; one object as long as a `Stream` holds it."""

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ostinato.driver.extension import load_extension
-from ostinato.driver.signature import address_of, buffer_struct
+from ostinato.driver.signature import Element, address_for, buffer_struct
 
 if TYPE_CHECKING:
     from ostinato.driver.api import (
@@ -129,22 +129,30 @@ def prepare(function: Any, executable: int, stream: int) -> Callable[[], int]:
     return partial(function, ctypes.c_void_p(executable), ctypes.c_void_p(stream))
 
 
-def packer(codes: str, slots: Sequence[ParameterSlot]) -> Pack:
+def packer(codes: str, slots: Sequence[ParameterSlot], elements: Sequence[Element | None]) -> Pack:
     """A function that packs the values of one launch into bytes.
 
     It returns None if a value does not have exactly the type of its slot; `Signature.pack` then
-    converts the value or raises the error.  `codes`: one of `signature.PLAIN_CODES` for each slot.
-    An address is an int, an object with an `address`, or one that `signature.address_of` knows.
+    converts the value or raises the error.  `codes`: one of `signature.PLAIN_CODES` for each slot;
+    `elements`: what a pointer takes (`Signature.elements`), None for the other slots.
+    An address is an int; that of a buffer (`Buffer._pointer`), whose element is the slot's or its
+    space's raw one; or what `signature.address_for` returns.
     """
     if _extension is not None:
         offsets = tuple(slot.offset for slot in slots)
         size = max((slot.offset + slot.size for slot in slots), default=0)
-        pack: Pack = _extension.Packer(codes, offsets, size, address_of).pack
+        taken = tuple([None if e is None else (e, e.space.raw) for e in elements])
+        pack: Pack = _extension.Packer(codes, offsets, size, taken, address_for).pack
         return pack
-    return partial(_pack, buffer_struct(codes, slots), codes)
+    return partial(_pack, buffer_struct(codes, slots), codes, tuple(elements))
 
 
-def _pack(packing: struct.Struct, codes: str, values: tuple[object, ...]) -> bytes | None:
+def _pack(
+    packing: struct.Struct,
+    codes: str,
+    elements: tuple[Element | None, ...],
+    values: tuple[object, ...],
+) -> bytes | None:
     if len(values) != len(codes):
         return None
     words = list(values)
@@ -154,11 +162,18 @@ def _pack(packing: struct.Struct, codes: str, values: tuple[object, ...]) -> byt
             if (kind is float) != (code in "fd"):
                 return None
         elif code == "P":
-            address = getattr(words[index], "address", None)
+            element = elements[index]
+            pointer = getattr(words[index], "_pointer", None)
+            if (
+                type(pointer) is tuple
+                and element is not None
+                and (pointer[1] is element or pointer[1] is element.space.raw)
+            ):
+                words[index] = pointer[0]
+                continue
+            address = address_for(words[index], element)
             if type(address) is not int:
-                address = address_of(words[index])
-                if type(address) is not int:
-                    return None
+                return None
             words[index] = address
         else:
             return None

@@ -3,44 +3,64 @@
 A signature is text such as ``"x: *f32, y: *const f32, out: *out f32, n: u32"``:
 
 * ``*f32`` a pointer that is read and written, ``*const`` one only read, ``*out`` one only written;
-* ``i8 u8 i16 u16 f16 bf16 i32 u32 f32 i64 u64 f64`` scalars;
-* ``cond`` a conditional handle; ``bytes[24]`` a struct by value (aligned to 8).
+* ``i8 u8 i16 u16 f16 bf16 i32 u32 f32 i64 u64 f64`` scalars, also by NumPy's names (``float32``,
+  ``u4``);
+* ``cond`` a conditional handle; ``bytes[24]`` a struct by value (aligned to 8);
+* ``*bytes`` a pointer to memory of any type (``void*``).
 
 Both drivers pack arguments by it; the recorder takes a launch's reads and writes from it.  The
 layout is C's: each parameter aligned to its own size, as nvcc lays out a kernel's parameters.
+
+Memory that says what it holds, and of which device it is, has an `Element`; a pointer takes memory
+of its own type and device, or bytes of no type.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 import struct
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import isinf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import KernelArguments, ParameterSlot
+from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError
 
+if TYPE_CHECKING:
+    from ostinato.driver.api import Driver
+
 __all__ = [
+    "BYTES",
     "PLAIN_CODES",
     "Access",
+    "Element",
     "Parameter",
     "Signature",
+    "Space",
+    "address_for",
     "address_of",
     "array_interface",
+    "as_dtype",
     "buffer_struct",
+    "dtype_name",
     "element_bytes",
     "exact_array",
     "exact_bytes",
+    "held_by",
     "is_native",
     "pack_by_size",
     "pack_untyped",
     "refuse_masked",
+    "space_of",
 ]
 
 
@@ -74,6 +94,160 @@ _SCALARS = {
     "f64": _Scalar(np.dtype(np.float64), "d"),
     "cond": _Scalar(np.dtype(np.uint64), "Q"),
 }
+
+BYTES = np.dtype(np.uint8, metadata={"ostinato": "bytes"})
+"""The dtype "bytes": memory of which only the size is known, for pointers of any type.  To NumPy it
+is uint8; told from that by identity."""
+
+_WORDS = {
+    **{word: scalar.dtype for word, scalar in _SCALARS.items() if word not in ("i8", "u8", "cond")},
+    "bfloat16": _SCALARS["bf16"].dtype,
+    "bytes": BYTES,
+}
+"""The words for dtypes that are not NumPy's.  NumPy's "f16" would be a float of 128 bits."""
+
+
+def _numpys_words() -> dict[str, str]:
+    """The types of the table by NumPy's names: "float32" and "f4" are "f32"."""
+    words = {"bfloat16": "bf16"}
+    for word, scalar in _SCALARS.items():
+        if word not in ("bf16", "cond"):
+            words[scalar.dtype.name] = word
+            words.setdefault(f"{scalar.dtype.kind}{scalar.dtype.itemsize}", word)
+    return {name: word for name, word in words.items() if name not in _SCALARS}
+
+
+_NUMPYS = _numpys_words()
+
+
+def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """The dtype of a word of signatures ("f32", "bf16": its bits as uint16), of "bytes" (`BYTES`),
+    or of what NumPy takes.
+
+    Raises InputError for what is no dtype, and for "i8" and "u8", which have 8 bits in signatures
+    and 8 bytes in NumPy.
+    """
+    if isinstance(dtype, str):
+        known = _WORDS.get(dtype)
+        if known is not None:
+            return known
+        if dtype in ("i8", "u8"):
+            kind = "int" if dtype == "i8" else "uint"
+            raise InputError(
+                f"dtype {dtype!r} has 8 bits in signatures and 8 bytes in NumPy: give "
+                f'"{kind}8" or "{kind}64"'
+            )
+    elif dtype is None:
+        raise InputError('dtype None: a type is needed ("f32"; "bytes" for memory of any type)')
+    try:
+        return np.dtype(dtype)
+    except TypeError as error:
+        raise InputError(f"dtype {dtype!r}: {error}") from None
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """NumPy's name of a dtype; "bytes" for `BYTES`."""
+    return "bytes" if dtype is BYTES else dtype.name
+
+
+# ------------------------------------------------------------ what memory holds, and whose it is
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Element:
+    """What a piece of memory holds, and of which device it is.
+
+    There is one object for each pair, so that the packers, also in C, compare identities.
+    """
+
+    space: Space
+    dtype: np.dtype[Any] | None
+    """As signatures can name it (`_pointed`); None for bytes of no type."""
+
+
+class Space:
+    """The memory that the kernels of one device use: one for each context of a driver, which two
+    devices that were opened on one GPU share.
+
+    `host_memory`: whether kernels also use the pinned memory of other devices that have this.
+    """
+
+    def __init__(self, name: str, *, host_memory: bool = False) -> None:
+        self.name = f"{name} #{next(_opened)}"
+        self.host_memory = host_memory
+        self.raw = Element(self, None)
+        self._elements: dict[np.dtype[Any], Element] = {}
+
+    def element(self, dtype: np.dtype[Any]) -> Element:
+        """The element of memory with this dtype."""
+        if dtype is BYTES:
+            return self.raw
+        found = self._elements.get(dtype)
+        if found is None:
+            kind = _pointed(dtype)
+            # Two threads may come here at once: only one object for a kind is ever handed out.
+            found = self._elements.setdefault(kind, Element(self, kind))
+            self._elements.setdefault(dtype, found)
+        return found
+
+    def takes(self, memory: object) -> bool:
+        """Whether kernels can use what a value stands for; True where that is not known."""
+        pointer = getattr(memory, "_pointer", None)
+        if type(pointer) is not tuple or pointer[1].space is self:
+            return True
+        both = self.host_memory and pointer[1].space.host_memory
+        return both and getattr(memory, "pinned", False) is True
+
+    def require(self, memory: object, what: str, of: str = "it is used on") -> None:
+        """Raises InputError, with `what` in front, for memory of another device."""
+        if not self.takes(memory):
+            theirs = memory._pointer[1].space  # type: ignore[attr-defined]
+            raise InputError(
+                f"{what} is memory of another device ({theirs.name}), and {of} {self.name} "
+                "(# counts the devices opened in this process): make it on that device, and copy "
+                "through the host: buffer.copy_from(other.to_numpy(its_stream), stream)"
+            )
+
+
+_opened = itertools.count(1)
+_spaces: weakref.WeakValueDictionary[int, Space] = weakref.WeakValueDictionary()
+"""By the handle of a CUDA context."""
+_spaces_lock = new_lock()
+
+
+def space_of(driver: Driver) -> Space:
+    """The space of a driver's memory: one for all drivers of one CUDA context."""
+    cuda = driver.cuda_context
+    if cuda is None:
+        return Space(driver.name)
+    with _spaces_lock:
+        found = _spaces.get(cuda.context)
+        if found is None:
+            found = _spaces[cuda.context] = Space(driver.name, host_memory=True)
+        return found
+
+
+def _pointed(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype as a signature names it: of a struct that of its fields, if all have one; uint8 for
+    other structs, for flags, and for other types of one byte; and uint16 for bfloat16, which NumPy
+    has only as an extension."""
+    if dtype.names is not None:
+        fields = {_pointed(dtype[name].base) for name in dtype.names}
+        packed = sum(dtype[name].itemsize for name in dtype.names) == dtype.itemsize
+        return fields.pop() if packed and len(fields) == 1 else _SCALARS["u8"].dtype
+    if dtype.kind == "b":
+        return _SCALARS["u8"].dtype
+    if dtype.kind == "V" and dtype.itemsize <= 2:
+        return _SCALARS["u8" if dtype.itemsize == 1 else "u16"].dtype
+    return dtype
+
+
+def _agrees(held: np.dtype[Any] | None, wanted: np.dtype[Any] | None) -> bool:
+    """Whether a pointer to `wanted` may point at memory that holds this; None: nothing is said."""
+    if held is None or wanted is None or _pointed(held) == wanted:
+        return True
+    return held.names is not None and wanted == _SCALARS["u8"].dtype
+
 
 PLAIN_CODES = frozenset("P").union(s.code for s in _SCALARS.values()) - {"e"}
 """The codes that `launcher.packer` takes, `P` for an address: numbers that have exactly one Python
@@ -160,13 +334,22 @@ class Signature(_LaidOut):
         known = ", ".join(p.name for p in self.parameters)
         raise InputError(f"{where}there is no parameter {name!r}; there are: {known}")
 
+    def elements(self, space: Space) -> tuple[Element | None, ...]:
+        """What each pointer takes on a device; None for the other parameters."""
+        return tuple([space.element(p.dtype) if p.pointer else None for p in self.parameters])
+
     def pack(
-        self, values: Sequence[object], layout: tuple[ParameterSlot, ...] | None = None
+        self,
+        values: Sequence[object],
+        layout: tuple[ParameterSlot, ...] | None = None,
+        space: Space | None = None,
     ) -> KernelArguments:
         """Packs values (buffers, addresses, numbers, bytes).
 
         `layout`: the function's own, with a slot of the same size for each parameter, where a
-        struct by value is aligned otherwise than the signature can say.  Raises InputError by name.
+        struct by value is aligned otherwise than the signature can say.  `space`: of the kernel's
+        device, where that is known.  Raises InputError by name, also for memory that holds another
+        type than its pointer's, or is of another device.
         """
         if len(values) != len(self.parameters):
             raise InputError(
@@ -176,20 +359,26 @@ class Signature(_LaidOut):
         layout = self.layout if layout is None else layout
         data = bytearray(_end(layout))
         for parameter, slot, value in zip(self.parameters, layout, values, strict=True):
-            data[slot.offset : slot.offset + slot.size] = self.pack_one(parameter, value)
+            data[slot.offset : slot.offset + slot.size] = self.pack_one(parameter, value, space)
         return KernelArguments(bytes(data), layout)
 
     @staticmethod
-    def pack_one(parameter: Parameter, value: object) -> bytes:
-        """The bytes of one argument.  Raises InputError if the value does not fit the type."""
+    def pack_one(parameter: Parameter, value: object, space: Space | None = None) -> bytes:
+        """The bytes of one argument.  Raises InputError if the value does not fit the type, and for
+        memory of another type or device."""
         if parameter.pointer:
-            address = address_of(value)
+            address, held = _memory(value)
             if address is None:
                 raise InputError(
                     f"parameter {parameter.name!r} is a pointer; {type(value).__name__} has no "
                     "device address (give a Buffer, an array on the device, or an address)"
                 )
-            return _address_bytes(address, f"parameter {parameter.name!r}")
+            what = f"parameter {parameter.name!r}"
+            if space is not None:
+                space.require(value, what, "the kernel is of")
+            if held is not None and not _agrees(held, parameter.dtype):
+                raise InputError(_wrong_type(parameter, held))
+            return _address_bytes(address, what)
         if parameter.type == "bytes":
             if isinstance(value, np.generic | np.ndarray):
                 value = _array_bytes(value, f"parameter {parameter.name!r}")
@@ -203,11 +392,23 @@ class Signature(_LaidOut):
         return exact_bytes(parameter.dtype, value, f"parameter {parameter.name!r}")
 
 
+def _wrong_type(parameter: Parameter, held: np.dtype[Any]) -> str:
+    """The error for memory that holds something else than its parameter points at."""
+    word = parameter.type if parameter.type not in ("i8", "u8") else parameter.dtype.name
+    return (
+        f"parameter {parameter.name!r} points at {parameter.type}, and the memory holds "
+        f"{held.name}, which the kernel would read as other values: make it of that type "
+        f'(device.array(values, "{word}")), or say that its bytes are meant '
+        f'(buffer.view(dtype="{word}"))'
+    )
+
+
 def _parse_parameter(part: str, text: str) -> Parameter:
     match = _PARAMETER.match(part)
     if match is None:
         raise InputError(f"signature {text!r}: cannot read {part.strip()!r} (like 'x: *f32')")
     name, kind, pointer = match["name"], match["type"], match["star"] is not None
+    kind = _NUMPYS.get(kind, kind)
     access = {
         "const": Access.READ,
         "out": Access.WRITE,
@@ -215,10 +416,12 @@ def _parse_parameter(part: str, text: str) -> Parameter:
     }[match["access"]]
     if kind == "bytes" and match["size"] and not pointer and int(match["size"]) > 0:
         return Parameter(name, kind, np.dtype(np.uint8), False, access, int(match["size"]))
+    if kind == "bytes" and pointer and match["size"] is None:
+        return Parameter(name, kind, BYTES, True, access, 8)
     if kind not in _SCALARS or match["size"] is not None:
         raise InputError(
             f"signature {text!r}: {part.strip()!r} has no known type; "
-            f"there are: {', '.join(_SCALARS)}, bytes[N]"
+            f"there are: {', '.join(_SCALARS)}, bytes[N], *bytes"
         )
     dtype = _SCALARS[kind].dtype
     return Parameter(name, kind, dtype, pointer, access, 8 if pointer else dtype.itemsize)
@@ -239,16 +442,55 @@ def buffer_struct(codes: Iterable[str], slots: Sequence[ParameterSlot]) -> struc
 def address_of(value: object) -> int | None:
     """The device address that a value stands for, or None if it has none.
 
-    Plain whole numbers are addresses; so is whatever has an integer `address`, a
-    `__cuda_array_interface__`, or torch's `data_ptr()` while it lives on a device.
+    Plain whole numbers are addresses; so is whatever has an integer `address`, or a
+    `__cuda_array_interface__`.
     """
+    return _memory(value)[0]
+
+
+def address_for(value: object, element: Element | None) -> int | None:
+    """`address_of`, for a pointer that takes this element; None for memory that holds another, or
+    is of another device.  Without an element any memory will do."""
+    address, held = _memory(value)
+    if element is None or address is None:
+        return address
+    return address if _agrees(held, element.dtype) and element.space.takes(value) else None
+
+
+def _memory(value: object) -> tuple[int | None, np.dtype[Any] | None]:
+    """The address that a value stands for, or None; and what the memory holds, if it says so: a
+    buffer, and a device array of another library."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        return int(value)
+        return int(value), None
+    pointer = getattr(value, "_pointer", None)
+    if type(pointer) is tuple:
+        return pointer[0], None if pointer[1].dtype is None else value.dtype  # type: ignore[attr-defined]
     address = getattr(value, "address", None)
     if isinstance(address, int):
-        return address
+        return address, None
     interface = array_interface(value)
-    return None if interface is None else int(interface["data"][0])
+    if interface is None:
+        return None, None
+    return int(interface["data"][0]), _type_of(interface.get("typestr"))
+
+
+def held_by(target: object) -> np.dtype[Any] | None:
+    """What a buffer, also a closed one, or another library's device array holds, as signatures name
+    it; None for bytes of no type, and for what does not say it."""
+    dtype = getattr(target, "dtype", None)
+    if not isinstance(dtype, np.dtype):
+        interface = array_interface(target)
+        dtype = None if interface is None else _type_of(interface.get("typestr"))
+    return None if dtype is None or dtype is BYTES else _pointed(dtype)
+
+
+@lru_cache(maxsize=256)
+def _type_of(typestr: object) -> np.dtype[Any] | None:
+    """None for what is missing, and for a type that NumPy does not have."""
+    try:
+        return np.dtype(typestr) if isinstance(typestr, str) else None
+    except TypeError:
+        return None
 
 
 def array_interface(value: object) -> dict[str, Any] | None:
@@ -482,7 +724,9 @@ def _rounded(dtype: np.dtype[Any], value: float, what: str) -> bytes:
     return made.astype(dtype).tobytes()
 
 
-def pack_untyped(slots: Sequence[ParameterSlot], values: Sequence[object]) -> KernelArguments:
+def pack_untyped(
+    slots: Sequence[ParameterSlot], values: Sequence[object], space: Space | None = None
+) -> KernelArguments:
     """Packs values for a function whose signature is not known, only its parameter sizes.
 
     Floats become float32 or float64 by size, whole numbers two's complement by size, things with
@@ -494,7 +738,7 @@ def pack_untyped(slots: Sequence[ParameterSlot], values: Sequence[object]) -> Ke
         raise InputError(f"the function takes {len(slots)} arguments, {len(values)} were given")
     data = bytearray(_end(slots))
     for index, (slot, value) in enumerate(zip(slots, values, strict=True)):
-        data[slot.offset : slot.offset + slot.size] = pack_by_size(slot.size, value, index)
+        data[slot.offset : slot.offset + slot.size] = pack_by_size(slot.size, value, index, space)
     return KernelArguments(bytes(data), tuple(slots))
 
 
@@ -503,8 +747,9 @@ def _end(slots: Sequence[ParameterSlot]) -> int:
     return max((slot.offset + slot.size for slot in slots), default=0)
 
 
-def pack_by_size(size: int, value: object, index: int) -> bytes:
-    """The bytes of one argument whose size alone is known.  Raises InputError by index."""
+def pack_by_size(size: int, value: object, index: int, space: Space | None = None) -> bytes:
+    """The bytes of one argument whose size alone is known.  Raises InputError by index, also for
+    memory of another device."""
     what = f"argument {index}"
     if isinstance(value, bytes | bytearray | memoryview | np.generic):
         raw = _array_bytes(value, what) if isinstance(value, np.generic) else bytes(value)
@@ -527,6 +772,8 @@ def pack_by_size(size: int, value: object, index: int) -> bytes:
         raise InputError(f"{what}: {type(value).__name__} is neither a number nor device memory")
     if size != 8:
         raise InputError(f"{what} takes {size} bytes; a device address has 8")
+    if space is not None:
+        space.require(value, what, "the kernel is of")
     return _address_bytes(address, what)
 
 

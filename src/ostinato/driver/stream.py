@@ -51,13 +51,16 @@ def require_callable(function: object) -> None:
         raise InputError(f"a host function is called, and {function!r} cannot be")
 
 
-def require_stream(stream: object, call: str) -> None:
-    """Raises InputError for what is no stream: of another library, say, or a device."""
+def require_stream(stream: object, call: str, context: Context | None = None) -> None:
+    """Raises InputError for what is no stream: of another library, say, or a device; and for a
+    stream of another device than `context`, if that is given."""
     if not isinstance(stream, Stream):
         raise InputError(
             f"{call}: a Stream is needed, not {type(stream).__name__} "
             "(device.create_stream, or device.adopt_stream for another library's)"
         )
+    if context is not None and stream.context is not context:
+        stream.context.require_same(context, f"{call}: what it is called on", "the stream is of")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,9 @@ class Operation:
         return self._closed_memory() is None
 
     def require_usable(self, context: Context) -> None:
-        """Raises ClosedError if memory that it was made with is closed.  Looks again only after
-        memory of the context was closed: operations are often submitted by the thousand."""
+        """Raises ClosedError if memory that it was made with is closed, InputError if it was made
+        with something of another device.  Looks again only after memory of the context was closed:
+        operations are often submitted by the thousand."""
         epoch = context.memory_epoch  # read before the look: what is closed meanwhile changes it
         if self._found_open[0] is epoch:
             return
@@ -99,6 +103,14 @@ class Operation:
             raise ClosedError(
                 f"{self.name}: {closed!r} is closed, which the operation was made with"
             )
+        for owner in self.keep:
+            of = getattr(owner, "context", None)
+            if of is not context and isinstance(of, Context):
+                space = context.space
+                if hasattr(owner, "_pointer"):
+                    space.require(owner, f"{self.name}: {owner!r}")
+                else:
+                    context.require_same(of, f"{self.name}: {owner!r}", "it is used on")
         self._found_open[0] = epoch
 
     def _closed_memory(self) -> object:
@@ -173,6 +185,7 @@ class Event(Closeable):
         Raises InputError unless both were made with `timing`, DriverError unless both were recorded
         (outside of captures) and reached.
         """
+        self.context.require_same(start.context, f"{start!r}", "the other event is of")
         if not (self.timing and start.timing):
             raise InputError("both events must be made with timing=True to be subtracted")
         return self.context.driver.event_elapsed(start._awaited(), self._awaited())
@@ -194,11 +207,18 @@ class _DriverEvent:
         finalizer.atexit = False
 
 
-def handle_of(event: Event) -> EventHandle:
-    """Raises InputError for what is no event: the driver would take a stream's handle for one."""
+def handle_of(event: Event, context: Context) -> EventHandle:
+    """Raises InputError for what is no event: the driver would take a stream's handle for one; and
+    for an event of another device than `context`."""
     if not isinstance(event, Event):
         raise InputError(
             f"an Event is needed, not {type(event).__name__} (side.wait(stream.record()))"
+        )
+    if event.context is not context:
+        context.require_same(
+            event.context,
+            f"{event!r} (wait for it on the host: event.synchronize())",
+            "it is used on",
         )
     return event.handle
 
@@ -388,7 +408,7 @@ class Stream(Closeable):
         """Records an event (a new one if none is given) after the work submitted so far."""
         if event is None:
             event = Event(self.context)
-        handle = handle_of(event)
+        handle = handle_of(event, self.context)
         record = self.context.driver.event_record
         self.guarded("record", lambda h: record(handle, h), Entry.ORDER)
         for tap in self.context.taps:
@@ -400,7 +420,7 @@ class Stream(Closeable):
 
         An event recorded inside a capture pulls this stream into the capture (fork and join).
         """
-        handle = handle_of(event)
+        handle = handle_of(event, self.context)
         wait = self.context.driver.stream_wait_event
         self.guarded("wait", lambda h: wait(h, handle), Entry.ORDER)
         for tap in self.context.taps:

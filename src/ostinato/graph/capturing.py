@@ -429,7 +429,10 @@ class Capture:
         if not isinstance(pool, CapturePool | None):
             raise InputError(f"pool: a CapturePool is needed, not {type(pool).__name__}")
         if pool is not None and pool.context is not stream.context:
-            raise InputError("the pool is of another device than the stream")
+            theirs, ours = pool.context.space.name, stream.context.space.name
+            raise InputError(f"the pool is of another device ({theirs}) than the stream ({ours})")
+        if into is not None:
+            stream.context.require_same(into.context, "into: the graph", "the stream is of")
         self.stream = stream
         self.mode = mode
         self.pool = pool

@@ -14,7 +14,7 @@ from ostinato.driver.api import (
     UpdateVerdict,
     whole_number,
 )
-from ostinato.driver.signature import Signature, pack_by_size
+from ostinato.driver.signature import Signature, Space, pack_by_size
 from ostinato.errors import ContextPoisonedError, DriverError, InputError, UpdateRefusedError
 from ostinato.graph.node import Node
 
@@ -201,13 +201,14 @@ def argument_bytes(
     arguments: KernelArguments,
     argument: int | str,
     value: object,
+    space: Space,
 ) -> tuple[int, bytes]:
-    """The index of a kernel argument and the bytes that a value has there.
+    """The index of a kernel argument and the bytes that a value has there, on this device.
 
     Raises InputError for a name that is not known, and a value that does not fit.
     """
     index = argument_index(node, signature, arguments, argument)
     size = arguments.slot(index).size
     if signature is not None and signature.layout == arguments.layout:
-        return index, Signature.pack_one(signature.parameters[index], value)
-    return index, pack_by_size(size, value, index)
+        return index, Signature.pack_one(signature.parameters[index], value, space)
+    return index, pack_by_size(size, value, index, space)

@@ -195,7 +195,7 @@ class GraphExec(Launcher, Closeable):
         context.collect()
         graph.require_launchable()
         if upload is not None:
-            require_stream(upload, "instantiate(upload=…)")
+            require_stream(upload, "instantiate(upload=…)", context)
             if upload.is_capturing:
                 raise CaptureError(
                     f"an executable cannot be uploaded on {upload!r}, which is capturing"
@@ -336,7 +336,7 @@ class GraphExec(Launcher, Closeable):
         A recording notes the launch. On a stream that captures it raises CaptureError: the driver
         would refuse it too (status 900, measured on driver 580) and break the capture.
         """
-        require_stream(stream, "launch(stream)")
+        require_stream(stream, "launch(stream)", self.context)
         call = self._prepare(stream)
         before = self._before_launch
         if before is not None:  # such a graph never gets the short way of launching
@@ -396,7 +396,7 @@ class GraphExec(Launcher, Closeable):
         Raises CaptureError on a stream that captures (the capture goes on), DriverError,
         ClosedError.
         """
-        require_stream(stream, "upload(stream)")
+        require_stream(stream, "upload(stream)", self.context)
         self._require_usable()
         handle = self.handle
         if stream.is_capturing:
@@ -570,6 +570,7 @@ class GraphExec(Launcher, Closeable):
             found = self._shadow.node(node)
             old = replace(found, params=self._shadow.params(found)).memset
             self._require_linear(found, old)
+            self.context.space.require(dst, "dst", "the executable is of")
             params = replace(made, pitch=old.pitch)
             self._apply([Change(found, params, (("dst", dst),))])
 
@@ -586,6 +587,7 @@ class GraphExec(Launcher, Closeable):
             found = self._shadow.node(node)
             old = replace(found, params=self._shadow.params(found)).memcpy
             self._require_linear(found, old)
+            self.context.space.require(dst, "dst", "the executable is of")
             params = replace(old, dst=made.dst, src=made.src, width=made.width)
             self._apply([Change(found, params, (("dst", dst), ("src", src)))])
 
@@ -646,7 +648,8 @@ class GraphExec(Launcher, Closeable):
         `targets`: {old: new}, or (old, new) pairs for arrays that cannot be keys; buffers, device
         arrays of any library, or MemoryRange.  Kernel arguments, memcpy and
         memset nodes are changed, and nothing else; the report lists every word, and what was left
-        and why.  Raises InputError if a new range is shorter than what is used of the old one (or,
+        and why.  Raises InputError for a new target that holds another type, or is of another
+        device, and if a new range is shorter than what is used of the old one (or,
         where that is not known, than the rest of the old one) or if what a node copies would
         overlap, ClosedError for a new target that is closed, UpdateRefusedError if the driver
         refuses; the executable is then as before.
@@ -654,8 +657,9 @@ class GraphExec(Launcher, Closeable):
         pairs = list(targets.items() if isinstance(targets, Mapping) else targets)
         with self._lock:
             find = self.context.driver.memory_range
-            moves = moves_of(pairs, self.context.owner_of)
-            plain = self._shadow.pointers().plain(moves, find)
+            moves = moves_of(pairs, self.context.owner_of, self.context.space)
+            typed = any(move.holds is not None for move in moves)
+            plain = None if typed else self._shadow.pointers().plain(moves, find)
             if plain is not None and write_words(self, plain):
                 self._shadow.moved(plain)
                 return plain.report
@@ -674,6 +678,7 @@ class GraphExec(Launcher, Closeable):
         """
         if not isinstance(graph, Graph):
             raise InputError(f"update: a Graph is needed, not {type(graph).__name__}")
+        self.context.require_same(graph.context, "update: the graph", "the executable is of")
         driver = self.context.driver
         with self._lock:
             executable = self.handle

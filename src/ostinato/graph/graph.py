@@ -345,6 +345,8 @@ class Graph(Closeable):
                 edge_data = [*edge_data, *(EdgeData() for _ in others)]
         if operation is not None and operation.once:
             raise GraphError(f"{operation.name} cannot be a node: {operation.once}")
+        if operation is not None:
+            operation.require_usable(self.context)
         kept = (*keep, *(() if operation is None else operation.keep))
         child = None
         if isinstance(params, ChildGraphNodeParams):
@@ -520,16 +522,21 @@ class Graph(Closeable):
                 f"add_child: a Graph is needed, not {type(graph).__name__} (an executable's and a "
                 "capture's is its .graph)"
             )
+        self.context.require_same(graph.context, "add_child: the graph", "the one around it is of")
         graph.require_launchable(as_part=True)
         return self.add(ChildGraphNodeParams(graph.handle), after, keep=(graph, *graph.kept))
 
     def add_event_record(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a record of an event, which the graph keeps: each launch records it."""
-        return self.add(EventRecordNodeParams(handle_of(event)), after, keep=(event.owner,))
+        return self.add(
+            EventRecordNodeParams(handle_of(event, self.context)), after, keep=(event.owner,)
+        )
 
     def add_event_wait(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a wait for an event's last record, which the graph keeps."""
-        return self.add(EventWaitNodeParams(handle_of(event)), after, keep=(event.owner,))
+        return self.add(
+            EventWaitNodeParams(handle_of(event, self.context)), after, keep=(event.owner,)
+        )
 
     def add_alloc(self, nbytes: int, after: Sequence[NodeRef] = ()) -> Node:
         """Adds an allocation; `node.alloc.address` is where it will be, for nodes after it.

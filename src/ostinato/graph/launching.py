@@ -39,7 +39,9 @@ def prepare(kernel: Kernel, config: LaunchConfig, *args: object) -> Operation:
     """A launch as a record, to be submitted often or added to a graph.
 
     Arguments: buffers and other device arrays for pointers, numbers for scalars, bytes for structs.
-    Raises InputError that names the parameter that does not fit.
+    Memory must hold the type of its pointer, if both say it ("bytes" fits all; `Buffer.view` gives
+    another type), and be of the kernel's device.  Raises InputError that names the parameter that
+    does not fit.
 
         operation = ost.prepare(kernel, ost.LaunchConfig(grid=8, block=256), x, n)
         stream.submit(operation)
@@ -62,7 +64,8 @@ def prepare_node(kernel: Kernel, config: LaunchConfig, args: Sequence[object]) -
 def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) -> None:
     """Launches a kernel on a stream, or into the capture or recording under way on it.
 
-    Arguments as for `prepare`.  Raises InputError, DriverError.
+    Arguments as for `prepare`.  Raises InputError, also for a kernel of another device than the
+    stream; DriverError.
 
         ost.launch(stream, kernel, ost.LaunchConfig(grid=8, block=256), x, n)
     """
@@ -76,6 +79,8 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
     except AttributeError:
         _require_types("launch", kernel, config, stream)
         raise
+    if kernel.context is not context:
+        _require_device(kernel, stream)
     try:
         submitting.add(thread)  # before the look at the taps: see `Turn`
         taps = context.taps
@@ -106,6 +111,12 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
             _announce(stream, kernel, config, packed, args)
     finally:
         submitting.discard(thread)
+
+
+def _require_device(kernel: Kernel, stream: Stream) -> None:
+    """Raises InputError for a kernel of another device than the stream."""
+    what = f"launch: kernel {kernel.name!r}"
+    stream.context.require_same(kernel.context, what, "the stream is of")
 
 
 def _announce(
@@ -211,7 +222,7 @@ def _touched(
         access = Access.READ | Access.WRITE
         if signature is not None:
             parameter = signature.parameters[index]
-            if parameter.type == "bytes":
+            if parameter.type == "bytes" and not parameter.pointer:
                 return None, None  # a struct may hold pointers
             if not parameter.pointer:
                 continue

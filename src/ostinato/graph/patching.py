@@ -28,7 +28,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.context import Context
 from ostinato.driver.launcher import packer, set_nodes, set_words
-from ostinato.driver.signature import PLAIN_CODES
+from ostinato.driver.signature import PLAIN_CODES, Element, Space
 from ostinato.errors import DriverError, InputError
 from ostinato.graph.changes import Change, argument_bytes, argument_index, refused
 from ostinato.graph.graph import Graph
@@ -303,12 +303,12 @@ class Argument:
     def _renew(self, run: Run) -> Live:
         """Looks the argument up in what the node holds now.  Raises InputError."""
         live = run._live(self._node)
-        slot, code, pointer = _found(live, self._argument)
+        slot, code, pointer, element = _found(live, self._argument, run.context.space)
         # Exact types only; whatever is unusual takes the careful way, which also words the errors.
         self._pack: Callable[[tuple[object, ...]], bytes | None] | None = None
         self._size = slot.size
         if code in PLAIN_CODES:  # then even bytes are packed, and not taken as they are
-            self._pack, self._size = packer(code, (ParameterSlot(0, slot.size),)), -1
+            self._pack, self._size = packer(code, (ParameterSlot(0, slot.size),), (element,)), -1
         self._place, self._pointer, self._live = slot.offset, pointer, live
         self._inner = _inner(slot.offset, slot.size)
         return live
@@ -337,7 +337,7 @@ class Argument:
             or place in live.reach
             or (self._inner and (live.owners or live.reach) and self._noted(live))
         ):
-            raw = self._raw(live, raw, value)
+            raw = self._raw(run, live, raw, value)
             _write_one(run, live, place, raw, *owner_of(run.context, value, self._pointer))
             return
         settled: Iterable[MemoryRange] = ()
@@ -365,7 +365,7 @@ class Argument:
     def write(self, run: Run, value: object) -> Write:
         """What `set` would write, for `write_all`."""
         live = self._current(run)
-        raw = self._raw(live, self._packed(value), value)
+        raw = self._raw(run, live, self._packed(value), value)
         return Write(live, self._place, raw, *owner_of(run.context, value, self._pointer))
 
     def _packed(self, value: object) -> bytes | None:
@@ -375,12 +375,12 @@ class Argument:
             return self._pack((value,))
         return value if type(value) is bytes and len(value) == self._size else None
 
-    def _raw(self, live: Live, raw: bytes | None, value: object) -> bytes:
+    def _raw(self, run: Run, live: Live, raw: bytes | None, value: object) -> bytes:
         """The value's bytes, if they were not packed by its exact type."""
         if raw is None:
             arguments = live.params.arguments
             index, raw = argument_bytes(
-                self._node, live.signature, arguments, self._argument, value
+                self._node, live.signature, arguments, self._argument, value, run.context.space
             )
             arguments.require_size(index, raw)
         return raw
@@ -410,17 +410,20 @@ class Patcher:
             self._set(self._run, value)
 
 
-def _found(live: Live, argument: int | str) -> tuple[ParameterSlot, str, bool]:
-    """Where an argument lies, its code in `struct` if a signature says it, and whether it may be a
-    pointer."""
+def _found(
+    live: Live, argument: int | str, space: Space
+) -> tuple[ParameterSlot, str, bool, Element | None]:
+    """Where an argument lies, its code in `struct` if a signature says it, whether it may be a
+    pointer, and what it takes then."""
     node, signature, arguments = live.node, live.signature, live.params.arguments
     index = argument_index(node, signature, arguments, argument)
     slot = arguments.slot(index)
     if signature is None:
-        return slot, "", True
+        return slot, "", True, None
     parameter = signature.parameters[index]
     code = parameter.code if signature.layout == arguments.layout else ""
-    return slot, code, parameter.pointer
+    element = space.element(parameter.dtype) if parameter.pointer else None
+    return slot, code, parameter.pointer, element
 
 
 _PLAIN = (int, float, bytes, bytearray, memoryview, np.generic, np.ndarray)

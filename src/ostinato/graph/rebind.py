@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ostinato.driver.api import (
     AllocNodeParams,
     BatchMemOpNodeParams,
@@ -33,7 +35,7 @@ from ostinato.driver.api import (
     NodeParams,
     ParameterSlot,
 )
-from ostinato.driver.signature import Parameter, Signature
+from ostinato.driver.signature import BYTES, Parameter, Signature, Space, held_by
 from ostinato.errors import ClosedError, InputError
 from ostinato.graph.changes import Change, Place, Setting
 from ostinato.graph.node import Node
@@ -143,11 +145,16 @@ class Rebinding:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Pointers into `old` are to point into `new`, memory of `target`."""
+    """Pointers into `old` are to point into `new`, memory of `target`.
+
+    `holds`: what the new memory holds, where the old did not say the same; each pointer must be of
+    that type.
+    """
 
     old: MemoryRange
     new: MemoryRange
     target: Target
+    holds: np.dtype[Any] | None = None
 
 
 class Sort(enum.Enum):
@@ -165,6 +172,8 @@ class Word:
     offset: int
     label: str
     sort: Sort
+    holds: np.dtype[Any] | None = None
+    """What a pointer's signature says that it points at."""
 
 
 @lru_cache(maxsize=4096)
@@ -183,12 +192,14 @@ def words_of(
     found = []
     for index, (slot, parameter) in enumerate(zip(layout, typed, strict=True)):
         sort = Sort.UNKNOWN
-        if parameter is not None and parameter.type != "bytes":
+        if parameter is not None and (parameter.type != "bytes" or parameter.pointer):
             sort = Sort.POINTER if parameter.pointer else Sort.SCALAR
+        holds = parameter.dtype if parameter is not None and sort is Sort.POINTER else None
+        holds = None if holds is BYTES else holds
         label = f"argument {index}" + (f" ({parameter.name})" if parameter else "")
         for at in slot.words:
             inside = "" if at == slot.offset else f" +{at - slot.offset}"
-            found.append(Word(at, label + inside, sort))
+            found.append(Word(at, label + inside, sort, holds))
     return tuple(found)
 
 
@@ -210,13 +221,15 @@ def plan_rebind(
 
 
 def moves_of(
-    targets: Sequence[tuple[Target, Target]], owner_of: Callable[[int], object | None]
+    targets: Sequence[tuple[Target, Target]],
+    owner_of: Callable[[int], object | None],
+    space: Space,
 ) -> list[Move]:
     """The moves between the targets' ranges, in the order of the old addresses.
 
     `owner_of` gives what holds the memory at an address, which a MemoryRange does not.  Raises
-    InputError for what is no pair and for old ranges that overlap, ClosedError for a new target
-    that is closed.
+    InputError for what is no pair, for a new target that holds another type than the old one or is
+    of another device, and for old ranges that overlap; ClosedError for a new target that is closed.
     """
     for pair in targets:  # a buffer of two rows would be taken for a pair of its rows
         if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -228,9 +241,18 @@ def moves_of(
     for old, new in targets:
         memory, to = range_of(old, "old target"), range_of(new, "new target")
         owner = owner_of(to.address) if isinstance(new, MemoryRange) else None
-        moves.append(Move(memory, to, new if owner is None else owner))
-    if any(getattr(move.target, "closed", False) for move in moves):
-        raise ClosedError("a new target is closed; nothing was changed")
+        target = new if owner is None else owner
+        if getattr(target, "closed", False):
+            raise ClosedError("a new target is closed; nothing was changed")
+        space.require(new, f"the new target {new!r}", "the executable is of")
+        was, holds = held_by(old), held_by(new)
+        if was is not None and holds is not None and was != holds:
+            raise InputError(
+                f"rebind: the old target holds {was.name} and the new one {holds.name}, which "
+                "kernels would read as other values; nothing was changed. Give memory of that "
+                f'type, or say that its bytes are meant (buffer.view(dtype="{was.name}"))'
+            )
+        moves.append(Move(memory, to, target, holds if was is None else None))
     ordered = sorted(moves, key=lambda m: m.old.address)
     for left, right in itertools.pairwise(ordered):
         if left.old.end > right.old.address:
@@ -323,6 +345,13 @@ class _Plan:
                 continue
             if word.sort is not Sort.POINTER and not self._confirmed(node, word, value):
                 continue
+            if move.holds is not None and word.holds is not None and move.holds != word.holds:
+                index, path = self._name(node)
+                raise InputError(
+                    f"node {index} ({path}) {word.label} points at {word.holds.name}, and the new "
+                    f"target holds {move.holds.name}; nothing was changed. Give memory of that "
+                    'type, or bytes of no type (buffer.view(dtype="bytes"))'
+                )
             nbytes = setting.reach.get(word.offset, move.old.end - value)
             new = self._moved(move, value, nbytes, node, word.label)
             by = "signature" if word.sort is Sort.POINTER else "allocation"

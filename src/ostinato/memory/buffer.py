@@ -20,7 +20,15 @@ from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams,
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, Entry, Watcher, members
 from ostinato.driver.process_memory import as_numpy
-from ostinato.driver.signature import exact_array, exact_bytes, is_native
+from ostinato.driver.signature import (
+    BYTES,
+    Element,
+    as_dtype,
+    dtype_name,
+    exact_array,
+    exact_bytes,
+    is_native,
+)
 from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import ClosedError, InputError, NotAvailableError
 
@@ -51,15 +59,12 @@ def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def device_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """The dtype, if memory of a device can have it.
+    """The dtype, if memory of a device can have it; words as `signature.as_dtype` takes them.
 
     Raises InputError for what is no dtype, Python objects, elements without bytes, elements that
     are arrays, and a foreign byte order: a kernel would read other numbers.
     """
-    try:
-        kind = np.dtype(dtype)
-    except TypeError as error:
-        raise InputError(f"dtype {dtype!r}: {error}") from None
+    kind = as_dtype(dtype)
     if kind.subdtype is not None:  # NumPy would add its axes to the shape of every copy
         raise InputError(
             f"dtype {kind!r} has elements that are arrays: give {kind.base.name}, and the axes "
@@ -118,13 +123,14 @@ class Buffer(Closeable):
         """What a view does differently."""
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         self._last_watcher: Callable[[], Watcher | None] = _nobody
-        # A plain attribute until `close`: the fastest for launches to read.
+        # Plain attributes until `close`: the fastest for launches to read.
         self.address = address
+        self._pointer: tuple[int, Element] = (address, self.context.space.element(self.dtype))
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            if name == "address" and "_range" in self.__dict__:
+            if name in ("address", "_pointer") and "_range" in self.__dict__:
                 self._require_open()
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -133,7 +139,9 @@ class Buffer(Closeable):
         state = " closed" if self.closed else ""
         at = f"{self._range.address:#x}"
         name = f"{self.name!r} " if self.name else ""
-        return f"<Buffer {name}{self.dtype.name}{list(self.shape)} at {at} on {place}{state}>"
+        return (
+            f"<Buffer {name}{dtype_name(self.dtype)}{list(self.shape)} at {at} on {place}{state}>"
+        )
 
     @property
     def size(self) -> int:
@@ -182,7 +190,8 @@ class Buffer(Closeable):
         shape: int | Sequence[int] | None = None,
         dtype: npt.DTypeLike | None = None,
     ) -> Buffer:
-        """The same memory, `offset` bytes on, with another shape or dtype.
+        """The same memory, `offset` bytes on, with another shape or dtype: "f32", np.float32, …,
+        "bytes" for pointers of any type.
 
         Without a shape: one dimension up to the end.  Raises InputError if it would reach outside.
         """
@@ -195,7 +204,7 @@ class Buffer(Closeable):
         new = (max(0, left) // kind.itemsize,) if shape is None else as_shape(shape)
         if start < 0 or math.prod(new) * kind.itemsize > left:
             raise InputError(
-                f"a view of {kind.name}{list(new)} at byte {start} reaches outside "
+                f"a view of {dtype_name(kind)}{list(new)} at byte {start} reaches outside "
                 f"{self.nbytes} bytes"
             )
         return self._part(start, new, kind)
@@ -310,7 +319,7 @@ class Buffer(Closeable):
     def copy_from(self, source: Buffer | npt.ArrayLike, stream: Stream) -> Self:
         """Copies `source` (as many elements, of this shape or with a single axis) into the buffer.
 
-        From a Buffer of this dtype, or from or into one of bytes: in stream order, capturable.
+        From a Buffer of this dtype, or from or into one of "bytes": in stream order, capturable.
         From a NumPy array or a list: the bytes are taken before this returns; not allowed during a
         capture (stage through pinned memory).
         Numbers are rounded to the buffer's float type, whole numbers too (2**24 + 1 becomes
@@ -319,15 +328,10 @@ class Buffer(Closeable):
         and what else `signature.exact_array` refuses.
         """
         self._require_open()
-        require_stream(stream, "copy_from(source, stream)")
+        require_stream(stream, "copy_from(source, stream)", self.context)
         if isinstance(source, Buffer):
-            if source.dtype == self.dtype:
+            if source.dtype is not BYTES and self.dtype is not BYTES:
                 self._require_shape(source.shape)
-            elif np.dtype(np.uint8) not in (source.dtype, self.dtype):
-                raise InputError(
-                    f"{source.dtype.name} is not converted to {self.dtype.name} on the device; "
-                    "ostinato.copy copies the bytes as they are"
-                )
             copy(stream, self, source)
             return self
         array = exact_array(self.dtype, source)
@@ -355,7 +359,7 @@ class Buffer(Closeable):
     def to_numpy(self, stream: Stream) -> npt.NDArray[Any]:
         """A copy of the content after the work on `stream` so far; waits for it."""
         self._require_open()
-        require_stream(stream, "to_numpy(stream)")
+        require_stream(stream, "to_numpy(stream)", self.context)
         out = np.empty(self.shape, self.dtype)
         if out.size:
             data, source = out.reshape(-1).view(np.uint8).data, self.address
@@ -379,6 +383,7 @@ class Buffer(Closeable):
         self._closed = True
         self.context.memory_epoch = object()
         self.__dict__.pop("address", None)
+        self.__dict__.pop("_pointer", None)
         everybody = () if self._finalizer is None else members(self.context.watchers)
         for watcher in (*self._told(), *everybody):  # others' memory and views are not given back
             watcher.memory_closed(self._range)
@@ -393,8 +398,9 @@ class _View(Buffer):
     base: Buffer
 
     def _place(self, address: int) -> None:
-        """Sets nothing: `address` is a property, which checks the buffer under the view, and those
+        """`address` and `_pointer` are properties, which check the buffer under the view, and those
         who watch watch that buffer."""
+        self._made: tuple[int, Element] | None = None
 
     def _told(self) -> tuple[Watcher, ...]:
         return ()
@@ -407,6 +413,17 @@ class _View(Buffer):
         if self._closed or (base._closed if type(base) is Buffer else base.closed):
             self._require_open()
         return self._range.address
+
+    @property
+    def _pointer(self) -> tuple[int, Element]:  # type: ignore[override]
+        base = self.base
+        if self._closed or (base._closed if type(base) is Buffer else base.closed):
+            self._require_open()
+        made = self._made
+        if made is None:
+            element = self.context.space.element(self.dtype)
+            made = self._made = (self._range.address, element)
+        return made
 
     @property
     def closed(self) -> bool:
@@ -423,7 +440,7 @@ class _View(Buffer):
 def allocate(
     context: Context,
     shape: int | Sequence[int],
-    dtype: npt.DTypeLike = np.uint8,
+    dtype: npt.DTypeLike,
     *,
     pinned: bool = False,
     name: str = "",
@@ -462,8 +479,9 @@ def require_buffer(dst: object, call: str) -> None:
 def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
     """A copy of all bytes of a buffer.
 
-    Raises InputError if the sizes differ, for buffers that overlap in part (a GPU copies in any
-    order), and for what is no buffer.
+    Raises InputError if the sizes or the dtypes differ (unless one is "bytes"), for buffers of
+    different devices and those that overlap in part (a GPU copies in any order), and for what is no
+    buffer.
     """
     for what, given in (("dst", dst), ("src", src)):
         if not isinstance(given, Buffer):
@@ -473,6 +491,19 @@ def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
             )
     if dst.nbytes != src.nbytes:
         raise InputError(f"{src.nbytes} bytes cannot be copied into {dst.nbytes}")
+    if (
+        dst.dtype is not src.dtype
+        and dst.dtype != src.dtype
+        and dst.dtype is not BYTES
+        and src.dtype is not BYTES
+    ):
+        raise InputError(
+            f"a copy takes the bytes as they are, and {src.dtype.name} is not converted to "
+            f"{dst.dtype.name}: convert on the host (dst.copy_from(src.to_numpy(stream), stream)) "
+            f'or in a kernel, or say that the bytes are meant (src.view(dtype="{dst.dtype.name}"))'
+        )
+    if dst.context is not src.context:
+        dst.context.space.require(src, "src", "dst is of")
     if 0 < abs(dst.address - src.address) < dst.nbytes:
         raise InputError(
             f"{src!r} cannot be copied into {dst!r}: they overlap; copy to other memory in between"
@@ -483,8 +514,8 @@ def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
 def copy(stream: Stream, dst: Buffer, src: Buffer) -> None:
     """Copies the bytes of `src` into `dst` (as many) in stream order; capturable.
 
-    Raises InputError if the sizes differ, for buffers that overlap in part, and for what is no
-    Buffer.
+    Raises InputError if the sizes or the dtypes differ (unless one is "bytes"), for buffers of
+    another device, for those that overlap in part, and for what is no Buffer.
     """
     require_stream(stream, "copy(stream, dst, src)")
     params = copy_params(dst, src)

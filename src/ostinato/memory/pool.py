@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import CaptureMode, whole_number
@@ -24,6 +23,7 @@ from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.forking import new_lock
 from ostinato.driver.location import caller_location
+from ostinato.driver.signature import BYTES
 from ostinato.errors import ClosedError, InputError, PoolSealedError
 from ostinato.memory.buffer import Buffer, allocate, as_shape, device_dtype
 
@@ -97,7 +97,7 @@ class CapturePool(Closeable):
         self._allocated: Counter[str] = Counter()
         self._growth: list[Growth] = []
         if first:
-            self._slabs.append(allocate(context, first))
+            self._slabs.append(allocate(context, first, BYTES))
 
     def __repr__(self) -> str:
         kept = f"{sum(slab.nbytes for slab in self._slabs)} bytes"
@@ -144,11 +144,12 @@ class CapturePool(Closeable):
     def empty(
         self,
         shape: int | Sequence[int],
-        dtype: npt.DTypeLike = np.uint8,
+        dtype: npt.DTypeLike,
         *,
         owner: str = "unnamed",
     ) -> Buffer:
-        """A buffer from the pool, aligned to 256 bytes; its content is undefined.
+        """A buffer from the pool, aligned to 256 bytes; its content is undefined.  `dtype` as for
+        `Device.empty`.
 
         `owner` labels the bytes in the statistics.  If the reserved memory is not enough during a
         capture, the pool grows, logs a warning, and keeps the line that needed the memory.  Raises
@@ -174,7 +175,7 @@ class CapturePool(Closeable):
             driver = self.context.driver
             before = driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
             try:
-                slab = allocate(self.context, size)
+                slab = allocate(self.context, size, BYTES)
             finally:
                 driver.thread_exchange_capture_mode(before)
             self._growth.append(growth)
@@ -186,7 +187,7 @@ class CapturePool(Closeable):
                 growth.location,
             )
         else:
-            slab = allocate(self.context, size)
+            slab = allocate(self.context, size, BYTES)
         self._slabs.append(slab)
         self._used = 0
         return slab

@@ -198,8 +198,10 @@ class BufferPlan:
     def buffer(self, bound: Bound) -> Buffer:
         """The buffer, or the layer's part of it, by the program's name."""
         name, layer = bound.name, bound.layer
-        if name in ("rows", "options", "stops"):
-            return {"rows": self.rows, "options": self.options, "stops": self.stops}[name].buffer
+        if name == "options":  # structs of several types, which kernels take as words
+            return self.options.buffer.view(dtype="bytes")
+        if name in ("rows", "stops"):
+            return {"rows": self.rows, "stops": self.stops}[name].buffer
         if name == "ring":
             return self.ring
         if name in self.buffers:

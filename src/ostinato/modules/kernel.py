@@ -203,8 +203,8 @@ class Kernel:
         self._pack: Pack = _pack_nothing
         self.call: PlainLaunch | None = None
         """Launches it with plain values in a plain config; None if the driver has no such call."""
-        if codes is not None:
-            self._pack = packer(codes, self.slots)
+        if codes is not None and signature is not None:
+            self._pack = packer(codes, self.slots, signature.elements(self.context.space))
             self.call = module.context.driver.function_prepare_launch(function, self._pack)
 
     def __repr__(self) -> str:
@@ -213,7 +213,8 @@ class Kernel:
     def arguments(self, *values: object) -> KernelArguments:
         """Packs arguments: buffers and other device arrays, addresses, numbers, bytes.
 
-        Raises InputError that names the parameter that a value does not fit.
+        Raises InputError that names the parameter that a value does not fit, also for memory of
+        another type or device.
         """
         # Exact types only; whatever is unusual takes the careful way below, which also words the
         # errors.
@@ -221,8 +222,8 @@ class Kernel:
         if data is not None:
             return KernelArguments(data, self.slots)
         if self.signature is None:
-            return pack_untyped(self.slots, values)
-        return self.signature.pack(values, self.slots)
+            return pack_untyped(self.slots, values, self.context.space)
+        return self.signature.pack(values, self.slots, self.context.space)
 
     def allow_shared(self, nbytes: int) -> None:
         """Lets launches ask for up to `nbytes` of dynamic shared memory a block (over 48 KiB).

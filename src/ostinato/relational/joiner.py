@@ -204,7 +204,7 @@ class Joiner(Closeable):
             self._ready()
             columns.require_open()
             require_no_capture(self.stream)
-            table = self.device.empty(columns.slots * SLOT.itemsize)
+            table = self.device.empty(columns.slots * SLOT.itemsize, "bytes")
             grouped = self.device.empty(rows, np.uint32)
             fill(self.stream, table, 0)
             work = self._workspace

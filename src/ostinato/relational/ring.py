@@ -56,11 +56,11 @@ class Ring:
         self._stream = stream
         self._context = device.context
         self._entry_bytes = RING_DEPTH * RING_PITCH
-        self.pinned = device.pinned(self._entry_bytes + RING_DEPTH * DONE.itemsize)
+        self.pinned = device.pinned(self._entry_bytes + RING_DEPTH * DONE.itemsize, "bytes")
         """What `begin` reads and the last kernel writes."""
         self.state = device.zeros(1, np.uint64)
         """How many turns `begin` has taken."""
-        self.block = device.zeros(MAX_BYTES)
+        self.block = device.zeros(MAX_BYTES, "bytes")
         """The block of the join under way, on the device."""
         self.pinned.array[:] = 0
         bytes_ = self.pinned.array.data

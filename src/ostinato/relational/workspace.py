@@ -75,7 +75,7 @@ class Workspace:
 
     def _reserve_table(self, slots: int) -> None:
         require_no_capture(self._stream)
-        table = self._device.empty(slots * SLOT.itemsize)
+        table = self._device.empty(slots * SLOT.itemsize, "bytes")
         fill(self._stream, table, 0)
         self._slots = 0
         self.growths += 1

@@ -161,8 +161,7 @@ def check_slots(slots: Sequence[Slot], context: Context) -> None:
     for given in slots:
         if not isinstance(given, Slot):
             raise InputError(f"slots: a list of Slots is needed, and {given!r} is not a Slot")
-        if given.buffer.context is not context:
-            raise InputError(f"slot {given.name!r}: its buffer is of another device than the step")
+        context.space.require(given.buffer, f"slot {given.name!r}: its buffer", "the step is of")
     for index, slot in enumerate(slots):
         for other in slots[:index]:
             if slot.name == other.name:

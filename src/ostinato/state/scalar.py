@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, Watcher, context_of
-from ostinato.driver.signature import exact_array, exact_bytes
+from ostinato.driver.signature import Element, exact_array, exact_bytes
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
 from ostinato.memory import Buffer, allocate
@@ -30,9 +30,10 @@ class DeviceArray(Closeable):
         positions = ost.DeviceArray(device, 4, "i4")
         positions.set([0, 7, 7, 9], stream)
 
-    `dtype` may be any NumPy number or struct dtype; the whole is 1 byte to 64 KiB.  Its content is
-    undefined until it is set.  Writes go through pinned memory in stream order, so no replay reads
-    a half-written value.  `depth`: writes that may be under way before `set` waits for the oldest.
+    `dtype`: a number or a struct, in words of signatures ("u32") or as NumPy takes it; the whole is
+    1 byte to 64 KiB.  Its content is undefined until it is set.  Writes go through pinned memory in
+    stream order, so no replay reads a half-written value.  `depth`: writes that may be under way
+    before `set` waits for the oldest.
     Raises InputError, OutOfMemoryError.
     """
 
@@ -62,6 +63,14 @@ class DeviceArray(Closeable):
     def address(self) -> int:
         """Where it begins.  Raises ClosedError after `close()`."""
         return self.buffer.address
+
+    @property
+    def _pointer(self) -> tuple[int, Element]:
+        return self.buffer._pointer
+
+    @property
+    def context(self) -> Context:
+        return self.buffer.context
 
     @property
     def range(self) -> MemoryRange:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ostinato.driver.api import CaptureMode, CaptureStatus, MemcpyNodeParams, whole_number
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
+from ostinato.driver.signature import BYTES
 from ostinato.driver.stream import Event, Operation, Stream, require_stream
 from ostinato.errors import CaptureError, ClosedError, InputError
 from ostinato.memory import Buffer, allocate
@@ -34,7 +35,7 @@ class StagingRing:
         self.nbytes = nbytes
         self.depth = depth = entries
         stride = -(-nbytes // 256) * 256
-        self._memory = allocate(context, stride * depth, pinned=True)
+        self._memory = allocate(context, stride * depth, BYTES, pinned=True)
         self._entries = [self._memory.view(i * stride, nbytes) for i in range(depth)]
         self._views: list[npt.NDArray[np.uint8]] = [entry.array for entry in self._entries]
         self._done: list[Event | None] = [None] * depth
@@ -64,7 +65,7 @@ class StagingRing:
         ClosedError, and CaptureError during a capture: each replay would copy whatever the entry
         holds by then.
         """
-        require_stream(stream, "set(value, stream)")
+        require_stream(stream, "set(value, stream)", self._memory.context)
         size = len(data)
         if size > min(self.nbytes, dst.nbytes):
             raise InputError(f"{size} bytes do not fit: {min(self.nbytes, dst.nbytes)} are there")

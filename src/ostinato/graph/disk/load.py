@@ -32,6 +32,7 @@ from ostinato.driver.api import (
     not_null,
 )
 from ostinato.driver.context import Context, HasContext, context_of
+from ostinato.driver.signature import BYTES
 from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import ContextPoisonedError, DriverError, GraphFileError, InputError
 from ostinato.files import UntrustedError, open_regular
@@ -410,7 +411,7 @@ class Loader:
         for index in wanted:
             block = blocks[index]
             nbytes = block.nbytes + block.phase
-            whole = allocate(self._context, nbytes, np.uint8, pinned=block.pinned)
+            whole = allocate(self._context, nbytes, BYTES, pinned=block.pinned)
             found[index] = whole, whole.address + block.phase
         return found
 
@@ -428,7 +429,7 @@ class Loader:
             block = blocks[index]
             before, after = _GUARD + block.phase, max(_GUARD, min(rooms.get(index, 0), most))
             whole = allocate(
-                self._context, before + block.nbytes + after, np.uint8, pinned=block.pinned
+                self._context, before + block.nbytes + after, BYTES, pinned=block.pinned
             )
             base = whole.address + before
             found[index] = whole, base
@@ -449,7 +450,7 @@ class Loader:
             end = -(-(places[-1] + blocks[index].nbytes) // _APART) * _APART
         if not wanted:
             return {}
-        whole = allocate(self._context, end, np.uint8)
+        whole = allocate(self._context, end, BYTES)
         pairs = zip(wanted, places, strict=True)
         return {index: (whole, whole.address + place) for index, place in pairs}
 
@@ -557,7 +558,11 @@ class Loader:
             base = range_of(owner).address
             into = self.bases[buffer.block] + buffer.into - base
             if isinstance(owner, Buffer):
-                view = owner.view(into, buffer.shape, np.dtype(buffer.dtype))
+                kind = np.dtype(buffer.dtype)
+                known = buffer.look is not None and buffer.look.typestr == buffer.dtype
+                if kind == np.uint8 and not known:
+                    kind = BYTES  # it was named without a type, or with one that NumPy lacks
+                view = owner.view(into, buffer.shape, kind)
                 view.name = buffer.name
                 made[buffer.name] = view
             else:

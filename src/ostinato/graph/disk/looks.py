@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ostinato.driver.api import MemoryRange
-from ostinato.driver.signature import array_interface, element_bytes
+from ostinato.driver.signature import BYTES, array_interface, element_bytes
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target
 
@@ -31,7 +31,7 @@ class Look:
 
 def look_of(target: Target) -> Look | None:
     """None for memory that says nothing but its size.  Raises InputError as `array_interface`."""
-    if isinstance(target, MemoryRange):
+    if isinstance(target, MemoryRange) or (isinstance(target, Buffer) and target.dtype is BYTES):
         return None
     if isinstance(target, Buffer | np.ndarray):
         return Look(target.dtype.str, tuple(target.shape), None)

@@ -539,7 +539,7 @@ def _loose(
             "kernel read it from a named buffer"
         )
         known = typed.get(layout[index].offset) if layout else None
-        if known is not None and known.type != "bytes":
+        if known is not None and (known.type != "bytes" or known.pointer):
             raise GraphFileError(why)
         yield Loose(at, theirs[at:end], why)
         at = end

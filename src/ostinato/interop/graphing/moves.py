@@ -116,7 +116,7 @@ class Mover:
             device.modules.get_or_compile(code, name) for name in (_FIRST, _LAST)
         ]
         fill_kernel(device)  # compiled now: during a capture a driver may refuse to load code
-        self.table = device.zeros(MOST, "u8")
+        self.table = device.zeros(MOST, "u64")
 
     @classmethod
     def of(cls, device: Device) -> Mover | None:

@@ -74,7 +74,7 @@ def convert_on_device(
     """
     if not isinstance(checkpoint, StoredCheckpoint):
         return False
-    staging = device.empty(staged_bytes(map(checkpoint.raw, checkpoint.tensor_names())))
+    staging = device.empty(staged_bytes(map(checkpoint.raw, checkpoint.tensor_names())), "bytes")
     with staging, device.create_stream() as stream:
         for name, out in tensors:
             raw, stored = checkpoint.raw(name), checkpoint.stored(name)

@@ -107,7 +107,7 @@ _WARPGROUP_PANELS, _BRICK_PANELS = 1, 2  # PANELS in common.cuh
 _ROPE_THREADS = 128
 
 _LIVE = "live: *const i32, "
-_WEIGHT = "weight: *const bf16, later: *const u8, "
+_WEIGHT = "weight: *const bf16, later: *const bytes, "
 _SAMPLED = (
     _LIVE + "logits: *const f32, options: *const u64, stops: *const i32, state: *i32, ring: *i32, "
     "history: *const i32, adjusted: *out f32, "

@@ -209,7 +209,7 @@ class LibraryProduct:
             device.array(np.tile(bits, (product.rows, 1))) as inputs,
             device.zeros((product.rows, product.outputs), np.float32) as out,
             device.zeros((product.rows, product.outputs), np.float32) as again,
-            device.zeros(self.workspace_bytes) as workspace,
+            device.zeros(self.workspace_bytes, "bytes") as workspace,
         ):
             self._call(weight, inputs, out, workspace)
             for operation in self._lifted(name, weight, inputs, again, workspace):
