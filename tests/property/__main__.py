@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         programs += 1
         if programs % LINES == 0:
             seconds = time.perf_counter() - begun
-            print(f"{programs} programs, {counts['launches']} launches, {seconds:.0f} s", flush=True)
+            print(
+                f"{programs} programs, {counts['launches']} launches, {seconds:.0f} s", flush=True
+            )
     summary: dict[str, Any] = {
         "device": given.device,
         "programs": programs,

@@ -201,9 +201,7 @@ class World:
         self.device.synchronize()
         for box, memory in self.memories.items():
             if not box.closed and self.driver.memory_range(memory.address) is not None:
-                self._compare(
-                    self.contents(memory), box.values, box.known, f"in the end, {box}"
-                )
+                self._compare(self.contents(memory), box.values, box.known, f"in the end, {box}")
         for token in self.tokens:
             if token.seen != token.expected:
                 self.wrong.append(f"a function ran {token.seen} times, not {token.expected}")
