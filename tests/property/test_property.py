@@ -19,7 +19,6 @@ from tests.property.engine import find, live, replay
 from tests.property.mutations import MUTATIONS
 from tests.property.threads import ThreadRules, Uncompiled
 
-
 HEAD = "from tests.property.__main__ import kind_of"
 """Begins a printed program."""
 ROOT = Path(__file__).parents[2]
