@@ -325,6 +325,23 @@ def rig(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     made.returns(0)
 
 
+def test_edges_with_different_data_go_to_libcuda_in_calls_of_their_own(rig: Rig) -> None:
+    """Some drivers give all edges of one call the data of the first."""
+    early = EdgeData(from_port=1, type=api.EdgeType.PROGRAMMATIC)
+    given = [(7, 9, early), (8, 9, EdgeData()), (7, 8, early)]
+    taken: list[tuple[int, int, EdgeData]] = []
+
+    def of_the_first(graph: int, sources: Any, targets: Any, data: Any, count: int) -> int:
+        first = EdgeData(data[0].from_port, data[0].to_port, api.EdgeType(data[0].type))
+        taken.extend((sources[i], targets[i], first) for i in range(count))
+        return 0
+
+    rig.driver._calls["cuGraphAddDependencies_v2"] = of_the_first
+    edges = [Edge(NodeHandle(a), NodeHandle(b), data) for a, b, data in given]
+    rig.driver.graph_add_edges(GRAPH, edges)
+    assert sorted(taken, key=str) == sorted(given, key=str)
+
+
 def test_no_call_of_the_protocol_is_left_out() -> None:
     members = {name for name in vars(api.Driver) if not name.startswith("_")}
     assert {name.split(" ")[0] for name in CALLS} | APART == members
