@@ -32,6 +32,7 @@ from tests.property.oracle import (
     Op,
     Ref,
     Seen,
+    Signal,
     Sum,
     Switch,
     Through,
@@ -258,6 +259,9 @@ class GraphRules(World):
             return graph.add_memset(self.buffer(op.dst), op.value, 4, after)
         if isinstance(op, Mark):
             return graph.add_host(op.token, after)
+        if isinstance(op, Signal):
+            assert isinstance(op.event, ost.Event)
+            return graph.add_event_record(op.event, after)
         if isinstance(op, Through):
             alloc = graph.add_alloc(4 * op.n, after)
             between, shape = alloc.alloc.address, config(op.n)
@@ -294,6 +298,14 @@ class GraphRules(World):
             end = self.op(specs[0])
             self.add(graph, end, (child,))
             ops += [Child(rewritten(of.ops, _again)), end]
+        self.define(graph, ops)
+
+    @rule(specs=OPS)
+    def build_with_an_event(self, specs: list[Spec]) -> None:
+        """A graph whose last node records an event, which other streams wait for: `play`."""
+        ops: list[Op] = [*(self.op(spec) for spec in specs), Signal(self.device.create_event())]
+        graph = ost.Graph.create(self.device)
+        self.add_all(graph, ops)
         self.define(graph, ops)
 
     @rule(
@@ -510,7 +522,18 @@ class GraphRules(World):
             return
         executable.apply()
         self.counts["launches"] += 1
+        last = executable.ops[-1] if executable.ops else None
+        if isinstance(last, Signal):
+            self.see_from_beside(on, last, boxes)
         self.look(on, boxes, f"replayed, {executable.ops}")
+
+    def see_from_beside(self, on: Lane, signal: Signal, boxes: list[Box]) -> None:
+        """Another stream waits for the event that the launch records, and sees all of it."""
+        beside = next((lane for lane in self.open_lanes if lane is not on), None)
+        if beside is not None:
+            beside.stream.wait(signal.event)  # type: ignore[arg-type]
+            self.look(beside, boxes, "behind an event of a graph")
+            on.stream.wait(beside.stream.record())
 
     @rule(
         when=lambda self: self.executables,

@@ -187,6 +187,16 @@ class Through:
 
 
 @dataclass(frozen=True, eq=False)
+class Signal:
+    """A record of an event, which changes nothing."""
+
+    event: object
+
+    def apply(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, eq=False)
 class Child:
     """A graph inside."""
 
@@ -234,7 +244,9 @@ class Loop:
         self.on.part(1)[:] = 0
 
 
-Op: TypeAlias = Affine | Sum | Copy | Fill | Seen | Mark | Through | Child | Branch | Switch | Loop
+Op: TypeAlias = (
+    Affine | Sum | Copy | Fill | Seen | Mark | Signal | Through | Child | Branch | Switch | Loop
+)
 
 
 def apply(ops: Iterable[Op]) -> None:
