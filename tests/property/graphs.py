@@ -725,7 +725,7 @@ class GraphRules(World):
         )
 
     @rule(
-        4,
+        8,
         when=lambda self: self.executables,
         which=BYTE,
         old=BYTE,
