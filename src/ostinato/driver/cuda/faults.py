@@ -402,15 +402,16 @@ def _legacy_work_is_not_captured(driver: CudaDriver) -> Finding:
 
 
 def _load_breaks_captures(driver: CudaDriver) -> Finding:
-    stream = driver.stream_create()
-    driver.stream_begin_capture(stream, CaptureMode.THREAD_LOCAL)
-    status = 0
+    bench, status = _Bench(driver), 0
+    driver.stream_begin_capture(bench.stream, CaptureMode.THREAD_LOCAL)
     try:
         module = driver.module_load(Image("ptx", _PTX.encode()))
         driver.function_load(driver.module_function(module, "nothing"))
     except DriverError as error:
         status = error.status
-    broken = driver.stream_capture_info(stream).status is not CaptureStatus.ACTIVE
+    broken = driver.stream_capture_info(bench.stream).status is not CaptureStatus.ACTIVE
+    with suppress(DriverError):
+        driver.stream_end_capture(bench.stream)
     return _either(
         broken or status != 0,
         f"a module loaded during a capture: status {status}, the capture "
@@ -419,6 +420,7 @@ def _load_breaks_captures(driver: CudaDriver) -> Finding:
 
 
 def _ptx_is_ascii(driver: CudaDriver) -> Finding:
+    _Bench(driver)  # the same without it is loaded
     text = _PTX.replace("// Writes a value", "// Écrit une valeur").encode()
     try:
         driver.module_load(Image("ptx", text))
