@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from ostinato.device import open_device
 from tests.property import engine
 from tests.property.engine import Failure, Step
 from tests.property.threads import ThreadRules, Uncompiled
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     if given.replay:
         return _replay(given)
+    open_device(given.device).close()  # where there is none, that is said, and no program fails
     counts: Counter[str] = Counter()
     begun = time.perf_counter()
     programs = 0
