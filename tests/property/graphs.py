@@ -345,7 +345,7 @@ class GraphRules(World):
         graph, at, stream = ost.Graph.create(self.device), self.ref(on), self.lane(lane).stream
         condition = graph.condition()
         if loop:
-            body = [self.op(spec) for spec in marks]
+            body = [self.in_a_body(spec) for spec in marks]
             if at.box in boxes_of(body):
                 at = whole(self.new_memory("plain", on))
             pointer = self.pointer(at)
@@ -362,7 +362,7 @@ class GraphRules(World):
             node = graph.add_conditional(
                 ost.ConditionalKind.SWITCH, condition, size=3, after=[decide]
             )
-            bodies = [[self.op(s) for s in some] for some in (marks, others, marks[:1])]
+            bodies = [[self.in_a_body(s) for s in some] for some in (marks, others, marks[:1])]
             for body_graph, some in zip(node.bodies, bodies, strict=True):
                 self.add_all(body_graph, some)
             ops = [Switch(at, tuple(map(tuple, bodies)))]
@@ -372,8 +372,8 @@ class GraphRules(World):
             node = graph.add_conditional(
                 ost.ConditionalKind.IF, condition, size=1 + branches, after=[decide]
             )
-            yes = [self.op(spec) for spec in marks]
-            no = [self.op(s) for s in others] if branches else []
+            yes = [self.in_a_body(spec) for spec in marks]
+            no = [self.in_a_body(s) for s in others] if branches else []
             self.add_all(node.bodies[0], yes)
             if no:
                 with ost.capture(stream, into=node.bodies[1]):
@@ -383,6 +383,11 @@ class GraphRules(World):
         end = self.op(then[0])
         self.add(graph, end, (node.node,))
         self.define(graph, [*ops, end], single=True)
+
+    def in_a_body(self, spec: Spec) -> Op:
+        """An operation in a body: nothing says that its kernels may have programmatic edges."""
+        op = self.op(spec)
+        return replace(op, programmatic=False) if isinstance(op, Seen) else op
 
     @rule(0.5, when=lambda self: self.definitions, which=BYTE, spec=SPEC, lane=BYTE)
     def extend(self, which: int, spec: Spec, lane: int) -> None:
