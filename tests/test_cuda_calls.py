@@ -70,7 +70,9 @@ from ostinato.driver.api import (
     StreamHandle,
 )
 from ostinato.driver.cuda import driver as cuda_driver
+from ostinato.driver.cuda import faults
 from ostinato.driver.cuda.driver import CudaDriver
+from ostinato.driver.cuda.faults import FAULTS, DriverFault, Verdict
 from ostinato.driver.cuda.libcuda import (
     FEATURES,
     REQUIRED,
@@ -328,6 +330,52 @@ def rig(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     made = Rig(stub, monkeypatch)
     yield made
     made.returns(0)
+
+
+def test_edges_with_different_data_go_to_libcuda_in_calls_of_their_own(rig: Rig) -> None:
+    """Some drivers give all edges of one call the data of the first."""
+    early = EdgeData(from_port=1, type=api.EdgeType.PROGRAMMATIC)
+    given = [(7, 9, early), (8, 9, EdgeData()), (7, 8, early)]
+    taken: list[tuple[int, int, EdgeData]] = []
+
+    def of_the_first(graph: int, sources: Any, targets: Any, data: Any, count: int) -> int:
+        first = EdgeData(data[0].from_port, data[0].to_port, api.EdgeType(data[0].type))
+        taken.extend((sources[i], targets[i], first) for i in range(count))
+        return 0
+
+    rig.driver._calls["cuGraphAddDependencies_v2"] = of_the_first
+    edges = [Edge(NodeHandle(a), NodeHandle(b), data) for a, b, data in given]
+    rig.driver.graph_add_edges(GRAPH, edges)
+    assert sorted(taken, key=str) == sorted(given, key=str)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_probe_of_a_driver_fault_ends_in_a_finding(
+    rig: Rig, fault: DriverFault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig.driver, "stream_create", lambda: StreamHandle(7))
+    before = rig.calls
+    found = fault.probe(rig.driver)
+    assert isinstance(found.verdict, Verdict) and found.detail
+    assert rig.calls > before
+
+
+def test_a_core_dump_is_asked_for_before_there_is_a_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, object, int]] = []
+
+    def setter(attribute: int, value: Any, size: Any) -> int:
+        asked.append((attribute, value._obj.value, size._obj.value))
+        return 0
+
+    lib = SimpleNamespace(cuInit=lambda flags: 0, cuCoredumpSetAttributeGlobal=setter)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: lib)
+    path = bytes(tmp_path / "core")
+    assert faults._ask_for_core_dump(tmp_path) == ""
+    assert asked == [(1, True, 1), (2, False, 1), (3, True, 1), (5, path, len(path) + 1)]
+    del lib.cuCoredumpSetAttributeGlobal
+    assert "no calls" in faults._ask_for_core_dump(tmp_path)
 
 
 def test_no_call_of_the_protocol_is_left_out() -> None:

@@ -120,6 +120,8 @@ LEFT_OUT = {
     _GPU + "test_poison.py": "breaks contexts on purpose",
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
     _GPU + "test_disk_foreign.py": "the tool excludes CUPTI, which collects machine code",
+    "tests/test_driver_faults.py": "makes faults on purpose, in other processes",
+    "tests/property/test_property.py": "half of its programs have conditional nodes",
     _CONDITIONAL: "memcheck breaks graphs with conditional nodes (docs/log.md)",
     _RUN: "its loops are conditional nodes",
     _GPU + "test_graphed_works.py": "whole models of other libraries, minutes under the tool",

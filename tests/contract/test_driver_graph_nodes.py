@@ -275,6 +275,18 @@ def test_free_nodes_are_for_alloc_nodes(rig: Rig, graph: GraphHandle) -> None:
 # --- edges
 
 
+def test_edges_added_at_once_keep_their_own_data(rig: Rig, graph: GraphHandle) -> None:
+    driver, cursor = rig.driver, rig.zeros(1, np.uint32)
+    a, b, c = (rig.add(graph, (), "increment", cursor) for _ in range(3))
+    fill = rig.add(graph, (), words(cursor, 0, 1))
+    wanted = [Edge(a, c, PROGRAMMATIC), Edge(b, c), Edge(fill, a)]
+    with refused(Status.INVALID_VALUE):  # the last one is not from a kernel: none is added
+        driver.graph_add_edges(graph, [*wanted, Edge(fill, b, PROGRAMMATIC)])
+    assert driver.graph_edges(graph) == ()
+    driver.graph_add_edges(graph, wanted)
+    assert set(driver.graph_edges(graph)) == set(wanted)
+
+
 def test_edges_come_and_go(rig: Rig, graph: GraphHandle) -> None:
     driver = rig.driver
     a, b, c = (rig.add(graph, (), EmptyNodeParams()) for _ in range(3))

@@ -16,6 +16,7 @@ import contextlib
 import random
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -74,7 +75,9 @@ def rule(
 
 class World(Protocol):
     """What has rules.  `end` checks that all is as it was in the beginning; `abandon` only tidies
-    up after a failure; `check` is called after each step."""
+    up after a failure; `check` is called after each step.  `counts`: what it counts by itself."""
+
+    counts: Counter[str]
 
     def begin(self) -> None: ...
 
@@ -111,15 +114,37 @@ class Failure:
         frames = traceback.extract_tb(self.error.__traceback__)
         return f"{type(self.error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
 
+    @property
+    def programme(self) -> str:
+        """The steps as lines that `replay` takes."""
+        return "\n".join(f"    {step}" for step in self.steps)
+
+
+Kind = Callable[[Sequence[Step]], str | None]
+"""Runs a program, and returns the kind of its failure; None if it went well."""
+
 
 def rules_of(kind: type) -> dict[str, _Marked]:
     found = {name: getattr(getattr(kind, name), "rule", None) for name in dir(kind)}
     return {name: marked for name, marked in found.items() if isinstance(marked, _Marked)}
 
 
-def find(kind: type[World], seed: int, steps: int) -> Failure | None:
-    """How a life of so many steps fails, or None."""
-    return _run(kind, _drawn(kind, random.Random(seed), steps), [])
+def find(
+    kind: type[World],
+    seed: int,
+    steps: int,
+    counts: Counter[str] | None = None,
+    done: list[Step] | None = None,
+) -> Failure | None:
+    """How a life of so many steps fails, or None.
+
+    `counts` is added to: steps by rule, and what the world counts.  `done` has the steps so far.
+    """
+    done = [] if done is None else done
+    failure = _run(kind, _drawn(kind, random.Random(seed), steps), done, counts)
+    if counts is not None:
+        counts.update(step.name for step in done)
+    return failure
 
 
 def live(kind: type[World], seed: int, steps: int) -> None:
@@ -132,11 +157,10 @@ def live(kind: type[World], seed: int, steps: int) -> None:
     if failure is None:
         return
     reduced = reduce(kind, failure)
-    text = "\n".join(f"    {step}" for step in reduced.steps)
     raise AssertionError(
         f"seed {seed}, step {len(failure.steps)}: {failure.error!r}\n"
         f"reduced to {len(reduced.steps)} steps{', at the end' if reduced.at_end else ''} "
-        f"({reduced.error!r}):\n{text}"
+        f"({reduced.error!r}):\n{reduced.programme}"
     ) from reduced.error
 
 
@@ -166,7 +190,10 @@ def _given(kind: type[World], steps: Sequence[Step]) -> Callable[[World], Iterat
 
 
 def _run(
-    kind: type[World], steps: Callable[[World], Iterator[Step]], done: list[Step]
+    kind: type[World],
+    steps: Callable[[World], Iterator[Step]],
+    done: list[Step],
+    counts: Counter[str] | None = None,
 ) -> Failure | None:
     world = kind()
     at_end = False
@@ -182,31 +209,57 @@ def _run(
         with contextlib.suppress(Exception):
             world.abandon()
         return Failure(error, done, at_end)
+    finally:
+        if counts is not None:
+            counts.update(getattr(world, "counts", {}))
     return None
 
 
 def reduce(kind: type[World], failure: Failure) -> Failure:
-    """The same failure by fewer steps, as far as there is patience: pieces are left out, large ones
-    first, for as long as it still fails in the same way."""
-    until = time.monotonic() + PATIENCE
-    piece = max(1, len(failure.steps) // 2)
+    """The same failure by fewer steps, as far as there is patience."""
+    found = [failure]
+
+    def run(steps: Sequence[Step]) -> str | None:
+        again = _run(kind, _given(kind, steps), [])
+        if again is None:
+            return None
+        if again.kind == failure.kind:
+            found.append(again)
+        return again.kind
+
+    shorter(failure.steps, failure.kind, run, PATIENCE)
+    return found[-1]
+
+
+def shorter(steps: Sequence[Step], kind: str, run: Kind, patience: float) -> list[Step]:
+    """Fewer steps that fail in the same way: pieces are left out, large ones first, until nothing
+    more can be, or for so many seconds."""
+    until = time.monotonic() + patience
+    steps = list(steps)
+    piece = max(1, len(steps) // 2)
     while time.monotonic() < until:
-        at, before = 0, len(failure.steps)
-        while at < len(failure.steps) and time.monotonic() < until:
-            fewer = failure.steps[:at] + failure.steps[at + piece :]
-            again = _run(kind, _given(kind, fewer), [])
-            if again is not None and again.kind == failure.kind:
-                failure = again
+        at, before = 0, len(steps)
+        while at < len(steps) and time.monotonic() < until:
+            fewer = steps[:at] + steps[at + piece :]
+            if run(fewer) == kind:
+                steps = fewer
             else:
                 at += piece
-        if piece == 1 and len(failure.steps) == before:
+        if piece == 1 and len(steps) == before:
             break
         piece = max(1, piece // 2)
-    return failure
+    return steps
 
 
 def replay(kind: type[World], programme: str) -> None:
     """Runs the steps of a failure as they were printed.  Raises what fails."""
+    failure = run_again(kind, programme)
+    if failure is not None:
+        raise failure.error
+
+
+def run_again(kind: type[World], programme: str) -> Failure | None:
+    """How the printed steps fail, or None."""
     steps: list[Step] = []
 
     class Noted:
@@ -215,6 +268,4 @@ def replay(kind: type[World], programme: str) -> None:
 
     for line in filter(None, map(str.strip, programme.splitlines())):
         eval(line, {"world": Noted()})
-    failure = _run(kind, _given(kind, steps), [])
-    if failure is not None:
-        raise failure.error
+    return _run(kind, _given(kind, steps), [])

@@ -68,6 +68,11 @@ def a_recording_knows_no_fork(right: Method, self: Any, *args: Any) -> None:
     pass
 
 
+@mutation(Graph, "add_event_record")
+def an_event_node_records_nothing(right: Method, self: Graph, event: Any, after: Any = ()) -> Any:
+    return self.add_empty(after)
+
+
 @mutation(Shadow, "commit")
 def what_an_executable_holds_is_not_noted(right: Method, self: Shadow, now: Any) -> list[object]:
     return []

@@ -19,6 +19,8 @@ SIZE = 32
 """Elements of a whole box."""
 BLOCK = 8
 """Elements that one block of a launch reaches."""
+PLAIN = (1, False, False, None)
+"""The launch attributes of a kernel that is given none: `Seen.attributes`."""
 
 Values: TypeAlias = npt.NDArray[np.int32]
 _numbers = count()
@@ -130,6 +132,27 @@ class Fill:
         self.dst.part(SIZE)[:] = self.value
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """dst = what the kernel itself sees of its launch: blocks, and blocks of a cluster.  The other
+    attributes change no answer."""
+
+    dst: Ref
+    blocks: int
+    cluster: int = 1
+    cooperative: bool = False
+    programmatic: bool = False
+    priority: int | None = None
+
+    @property
+    def attributes(self) -> tuple[object, ...]:
+        """What an executable keeps of a launch for ever."""
+        return self.cluster, self.cooperative, self.programmatic, self.priority
+
+    def apply(self) -> None:
+        self.dst.part(2)[:] = self.blocks, self.cluster
+
+
 class Token:
     """Counts the calls of one host function: `expected` by the oracle, `seen` by the function."""
 
@@ -148,6 +171,29 @@ class Mark:
 
     def apply(self) -> None:
         self.token.expected += 1
+
+
+@dataclass(frozen=True, eq=False)
+class Through:
+    """dst = src * m, by way of memory that the graph allocates and frees: four nodes."""
+
+    dst: Ref
+    src: Ref
+    m: int
+    n: int
+
+    def apply(self) -> None:
+        self.dst.part(self.n)[:] = self.src.part(self.n) * np.int32(self.m)
+
+
+@dataclass(frozen=True, eq=False)
+class Signal:
+    """A record of an event, which changes nothing."""
+
+    event: object
+
+    def apply(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +219,19 @@ class Branch:
 
 
 @dataclass(frozen=True, eq=False)
+class Switch:
+    """The body whose number is the last two bits of `on`; none if there is no such body."""
+
+    on: Ref
+    bodies: tuple[tuple[Op, ...], ...]
+
+    def apply(self) -> None:
+        which = int(self.on.part(1)[0]) & 3
+        if which < len(self.bodies):
+            apply(self.bodies[which])
+
+
+@dataclass(frozen=True, eq=False)
 class Loop:
     """`body` as often as the last two bits of `on` say; `on` counts down to zero."""
 
@@ -185,7 +244,9 @@ class Loop:
         self.on.part(1)[:] = 0
 
 
-Op: TypeAlias = Affine | Sum | Copy | Fill | Mark | Child | Branch | Loop
+Op: TypeAlias = (
+    Affine | Sum | Copy | Fill | Seen | Mark | Signal | Through | Child | Branch | Switch | Loop
+)
 
 
 def apply(ops: Iterable[Op]) -> None:
@@ -211,6 +272,8 @@ def inner(op: Op) -> tuple[tuple[Op, ...], ...]:
         return (op.ops,)
     if isinstance(op, Branch):
         return op.then, op.otherwise
+    if isinstance(op, Switch):
+        return op.bodies
     if isinstance(op, Loop):
         return (op.body,)
     return ()
@@ -243,6 +306,8 @@ def rewritten(ops: tuple[Op, ...], by) -> tuple[Op, ...]:  # type: ignore[no-unt
             op = replace(op, ops=rewritten(op.ops, by))
         elif isinstance(op, Branch):
             op = replace(op, then=rewritten(op.then, by), otherwise=rewritten(op.otherwise, by))
+        elif isinstance(op, Switch):
+            op = replace(op, bodies=tuple(rewritten(body, by) for body in op.bodies))
         elif isinstance(op, Loop):
             op = replace(op, body=rewritten(op.body, by))
         out.append(op)

@@ -355,7 +355,7 @@ class StepRules(World):
     def assert_nobody_left_graphs(self, cache: ost.GraphCache) -> None:
         """A step that is gone has taken its graphs along."""
         left = list(filter(lambda key: isinstance(key, StepKey), cache.keys()))
-        assert not left or self.driver._context.failure is not None, left
+        assert not left or self.driver.lost, left
 
     def calls_of_everything(self) -> Iterator[Callable[[], object]]:
         yield from super().calls_of_everything()
@@ -480,6 +480,7 @@ class StepRules(World):
             self.device.synchronize()  # nothing orders its halves
         assert decision.reason is not Reason.MISMATCH, decision
         self.note(modelled, sizes, decision)
+        self.counts["calls"] += 1
         work.apply(work.w, sizes, modelled.reached(sizes))
         self.look(modelled.lane, modelled.boxes, f"{type(work).__name__}{dict(sizes)}, {decision}")
         return True
@@ -528,6 +529,7 @@ class StepRules(World):
         for _ in range(times):
             self.order(lane, held.boxes)
             held.held.launch()
+            self.counts["launches"] += 1
             held.of.work.apply(held.w, held.sizes, held.reached)
             self.look(lane, held.boxes, f"held, {type(held.of.work).__name__}{held.sizes}")
 
@@ -711,7 +713,7 @@ class StepRules(World):
         of a run, what came before."""
         self.device.synchronize()
         work = modelled.work
-        found = [self.memories[box].data.copy() for box in modelled.boxes]
+        found = [self.contents(self.memories[box]).copy() for box in modelled.boxes]
         masks = [box.known for box in modelled.boxes]
         as_before = all((f[m] == b[m]).all() for f, b, m in zip(found, before, masks, strict=True))
         if as_before:

@@ -243,3 +243,9 @@ class ThreadRules(CacheRules):
             self.device.context.collect()
 
         return Job(None, [], call)
+
+
+class Uncompiled(ThreadRules):
+    """Without the compiled launch call."""
+
+    compiled = False

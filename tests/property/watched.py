@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from ostinato.driver.api import ExecHandle
 from ostinato.driver.host.driver import HostDriver
 from ostinato.driver.host.memory import POISON, Allocation, MemoryTable
@@ -41,6 +43,18 @@ class WatchedDriver(HostDriver):
         if found is not None and found._last is not None and not found._last.done():
             self.early.append("an executable was destroyed under its own launch")
         super().exec_destroy(executable)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a kernel has poisoned the context."""
+        return self._context.failure is not None
+
+    def view(self, address: int, count: int) -> np.ndarray:
+        """The memory itself, which keeps nothing of the library alive."""
+        allocation = self._memory.find(address)
+        assert allocation is not None
+        start = address - allocation.address
+        return allocation.data[start : start + 4 * count].view(np.int32)
 
     def census(self) -> Mapping[str, int]:
         """How many of each kind of thing there are."""

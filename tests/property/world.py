@@ -1,5 +1,7 @@
 """The world of the property test: a device, streams and memory beside their oracle.
 
+On the host driver.  `cuda.py` has what differs on a GPU.
+
 Every rule does something with the library and the same with NumPy.  Answers are compared in stream
 order, by a host function behind the work (`look`), so that the host need not wait and much can be
 under way at once; what it finds wrong is raised after the rule.  Work on several streams is ordered
@@ -11,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +37,7 @@ from tests.property.oracle import (
     Mark,
     Op,
     Ref,
+    Seen,
     Sum,
     Token,
     even,
@@ -65,8 +69,6 @@ class Memory:
 
     box: Box
     owner: ost.Buffer | ost.DeviceArray | None
-    data: np.ndarray
-    """The driver's bytes, which keep nothing of the library alive."""
     address: int
     pool: ost.CapturePool | None = None
     last: Lane | None = None
@@ -90,13 +92,15 @@ class World:
 
     # --- beginning and end
     def begin(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """Launches, changes, and what was refused, by the error."""
         self.around = contextlib.ExitStack()
         if not self.compiled:
             self.around.enter_context(launcher.without_extension())
         self.open()
 
     def open(self) -> None:
-        self.driver = WatchedDriver()
+        self.driver = self.new_driver()
         self.faults = FaultyDriver(self.driver)
         self.workers_of_others = _workers()
         self.device = Device(self.faults)
@@ -112,6 +116,14 @@ class World:
         self.pools: list[ost.CapturePool] = []
         for seed in range(4):
             self.new_memory("plain", seed)
+
+    def new_driver(self) -> WatchedDriver:
+        """The driver under test, with what this test must see of it."""
+        return WatchedDriver()
+
+    def contents(self, memory: Memory) -> np.ndarray:
+        """What is in memory now.  All work on it has ended."""
+        return self.driver.view(memory.address, len(memory.box))
 
     def end(self) -> None:
         self.settle()
@@ -150,7 +162,7 @@ class World:
         assert census == self.baseline, f"{census} is left of {self.baseline}"
         assert context.taps == () and context.captures_under_way == 0
         assert context.retired == 0
-        assert self.driver.early == []
+        assert not self.driver.early
 
     def sweep(self) -> None:
         """Destroys whatever is only waiting to be."""
@@ -172,8 +184,12 @@ class World:
             memory = self.memories.get(box)
             if memory is not None and not box.closed:
                 want, known = box.values.copy(), box.known.copy()
-                check = partial(self._compare, memory.data, want, known, f"{what}: {box}")
-                lane.stream.call(check)
+                found = self.found_by(lane, memory)
+                lane.stream.call(partial(self._compare, found, want, known, f"{what}: {box}"))
+
+    def found_by(self, lane: Lane, memory: Memory) -> np.ndarray:
+        """An array that has memory's content when what is submitted next to the lane runs."""
+        return self.contents(memory)
 
     def _compare(self, found: np.ndarray, want: np.ndarray, known: np.ndarray, what: str) -> None:
         if (found[known] != want[known]).any():
@@ -185,7 +201,7 @@ class World:
         self.device.synchronize()
         for box, memory in self.memories.items():
             if not box.closed and self.driver.memory_range(memory.address) is not None:
-                self._compare(memory.data, box.values, box.known, f"in the end, {box}")
+                self._compare(self.contents(memory), box.values, box.known, f"in the end, {box}")
         for token in self.tokens:
             if token.seen != token.expected:
                 self.wrong.append(f"a function ran {token.seen} times, not {token.expected}")
@@ -236,7 +252,7 @@ class World:
         kind, first, second, third = spec
         dst, src = self.ref(first), self.ref(second)
         n = min(len(dst), len(src))
-        match kind % 5:
+        match kind % 6:
             case 0:
                 n = min(n, third % SIZE + 1)
                 return even(Affine(dst, src, third % 5 - 2, third, n, -(-n // BLOCK)))
@@ -250,9 +266,25 @@ class World:
                 return Fill(dst, third)
             case 3:
                 return Fill(dst, third)
+            case 5:
+                return self.seen(dst, third)
             case _:
                 self.tokens.append(Token())
                 return Mark(self.tokens[-1])
+
+    def seen(self, dst: Ref, number: int) -> Seen:
+        """A launch with attributes that the device has."""
+        can = self.device.capabilities
+        cluster = (1, 2, 4, 8)[number % 4] if can.clusters else 1
+        extra = number // 4 % 4
+        return Seen(
+            dst,
+            blocks=cluster * (1 + number // 16 % 3),
+            cluster=cluster,
+            cooperative=extra == 1 and cluster == 1 and can.cooperative_launch,
+            programmatic=extra == 2 and can.programmatic_launch,
+            priority=-1 if extra == 3 else None,
+        )
 
     # --- operations of the oracle, on the device
     def pointer(self, ref: Ref) -> object:
@@ -276,9 +308,21 @@ class World:
             blocks = ost.LaunchConfig(grid=op.blocks, block=BLOCK)
             arguments = (self.pointer(op.dst), self.pointer(op.src), op.m, op.c, op.n)
             return kernel(self.device, "affine"), blocks, arguments
+        if isinstance(op, Seen):
+            return kernel(self.device, "seen"), self.shape(op), (self.pointer(op.dst),)
         assert isinstance(op, Sum)
         pointers = [self.pointer(r) for r in (op.dst, op.a, op.b)]
         return kernel(self.device, "total"), config(op.n), (*pointers, op.n)
+
+    def shape(self, op: Seen) -> ost.LaunchConfig:
+        return ost.LaunchConfig(
+            grid=op.blocks,
+            block=BLOCK,
+            cluster=op.cluster if op.cluster > 1 else None,
+            cooperative=op.cooperative,
+            programmatic=op.programmatic,
+            priority=op.priority,
+        )
 
     def submit(self, stream: ost.Stream, op: Op) -> None:
         """One operation onto a stream, or into what is made of it."""
@@ -319,11 +363,7 @@ class World:
     def take(
         self, box: Box, owner: ost.Buffer | ost.DeviceArray, pool: ost.CapturePool | None = None
     ) -> Memory:
-        allocation = self.driver._memory.find(owner.address)
-        assert allocation is not None
-        start = owner.address - allocation.address
-        data = allocation.data[start : start + 4 * len(box)].view(np.int32)
-        self.memories[box] = Memory(box, owner, data, owner.address, pool)
+        self.memories[box] = Memory(box, owner, owner.address, pool)
         return self.memories[box]
 
     def forget(self, memory: Memory) -> None:
@@ -406,7 +446,8 @@ class World:
     ) -> None:
         try:
             call()
-        except kinds:
+        except kinds as error:
+            self.counts[f"refused: {type(error).__name__}"] += 1
             return
         raise AssertionError(f"{kinds} was expected")
 

@@ -37,8 +37,17 @@ _PACKAGES = (
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    faults: Annotated[
+        bool,
+        typer.Option(
+            "--faults", help="Probe the GPU for known faults of drivers instead; takes seconds."
+        ),
+    ] = False,
 ) -> None:
     """Say what this machine can do: devices, versions, caches, settings, and what is missing."""
+    if faults:
+        _say_faults(as_json)
+        return
     found = findings()
     if as_json:
         print(json.dumps(found))
@@ -50,6 +59,25 @@ def doctor(
                 say(f"  {name:<18} {value}")
         else:
             say(f"  {rows}")
+
+
+def _say_faults(as_json: bool) -> None:
+    """Which known faults of drivers this machine has: docs/driver-faults.md."""
+    from ostinato.driver.cuda.faults import FAULTS, survey
+
+    found = survey()
+    if as_json:
+        rows = [
+            {"name": name, "verdict": one.verdict.value, "detail": one.detail}
+            for name, one in found.findings.items()
+        ]
+        print(json.dumps({"device": found.device, "driver": found.driver, "faults": rows}))
+        return
+    say(f"device {found.device}, driver {found.driver}")
+    for fault in FAULTS:
+        one = found.findings[fault.name]
+        say(f"{one.verdict.value:<15} {fault.name}: {fault.what}")
+        say(f"{'':<15} {one.detail}")
 
 
 def findings() -> dict[str, Any]:

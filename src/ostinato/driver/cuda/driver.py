@@ -3,6 +3,7 @@
 `CudaDriver` opens the device.  The calls are in the files beside this one, each file uses
 those below it, and keeps what it must remember of a handle:
 
+    faults           probes for known faults of drivers
     executables      instantiate, launch, change, update
     graphs           definitions, their nodes and edges
     streams          streams, events, captures

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from ctypes import byref
 from dataclasses import dataclass, field
 from functools import partial
@@ -274,7 +275,20 @@ class GraphCalls(StreamCalls, ModuleCalls):
             raise self._error(
                 Status.INVALID_VALUE, "graph_add_edges", "these edges would close a cycle"
             )
-        self._change_edges("graph_add_edges", "cuGraphAddDependencies_v2", graph, edges)
+        # Some drivers give all edges of one call the data of the first (docs/driver-faults.md).
+        added: list[Edge] = []
+        try:
+            for data in dict.fromkeys(edge.data for edge in edges):
+                alike = [edge for edge in edges if edge.data == data]
+                self._change_edges("graph_add_edges", "cuGraphAddDependencies_v2", graph, alike)
+                added += alike
+        except DriverError:
+            if added:
+                with suppress(DriverError):
+                    self._change_edges(
+                        "graph_add_edges", "cuGraphRemoveDependencies_v2", graph, added
+                    )
+            raise
 
     def graph_remove_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:
         if not edges:

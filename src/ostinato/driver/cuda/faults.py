@@ -1,0 +1,664 @@
+"""What drivers are known to do wrong, and a probe for each: `ostinato doctor --faults`.
+
+A probe makes the few calls that show one fault, and says whether this machine's driver has it.
+Each takes seconds.  Some of them end in a lost context if the driver is wrong in another way than
+the known one, so they run in a process of their own (`survey`), which has a deadline for each.
+`docs/driver-faults.md` has the drivers that a fault was seen with, the public reports, and what
+this library does about it.
+
+Probes use the calls of `CudaDriver` where these pass on what they are given, and libcuda's own
+where `CudaDriver` or what is above it may come to refuse the call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from ctypes import byref
+from dataclasses import dataclass
+from pathlib import Path
+
+from ostinato.driver.api import (
+    CaptureMode,
+    CaptureStatus,
+    Edge,
+    EdgeData,
+    EdgeType,
+    EmptyNodeParams,
+    ExecHandle,
+    GraphHandle,
+    Image,
+    KernelNodeParams,
+    LaunchConfig,
+    MemsetNodeParams,
+    NodeHandle,
+    NodeParams,
+    StreamHandle,
+)
+from ostinato.driver.cuda import libcuda as cu
+from ostinato.driver.cuda.driver import CudaDriver
+from ostinato.driver.signature import Signature
+from ostinato.errors import DriverError, OstinatoError
+
+__all__ = ["FAULTS", "DriverFault", "Finding", "Survey", "Verdict", "survey"]
+
+DEADLINE = 60.0
+"""Seconds for one probe, and for opening the device before the first one."""
+
+_LATE_US = 200
+_CHAIN = 100
+"""Kernels of the graphs that are timed."""
+_SLOWER = 1.08
+"""Times as long: more than runs of one chain differ by, less than the 1.2 of the fault."""
+
+_PTX = f"""
+.version 7.8
+.target sm_75
+.address_size 64
+
+.visible .entry nothing()
+{{
+    ret;
+}}
+
+// Writes a value after some time.
+.visible .entry late(.param .u64 out, .param .u32 value)
+{{
+    .reg .pred %p<2>;
+    .reg .u32 %r<2>;
+    .reg .u64 %t<4>;
+    ld.param.u64 %t1, [out];
+    cvta.to.global.u64 %t1, %t1;
+    ld.param.u32 %r1, [value];
+    mov.u64 %t2, %globaltimer;
+    add.u64 %t2, %t2, {1000 * _LATE_US};
+WAITING:
+    mov.u64 %t3, %globaltimer;
+    setp.lt.u64 %p1, %t3, %t2;
+    @%p1 bra WAITING;
+    st.global.u32 [%t1], %r1;
+    ret;
+}}
+
+.visible .entry take(.param .u64 out, .param .u64 source)
+{{
+    .reg .u32 %r<2>;
+    .reg .u64 %t<3>;
+    ld.param.u64 %t1, [out];
+    cvta.to.global.u64 %t1, %t1;
+    ld.param.u64 %t2, [source];
+    cvta.to.global.u64 %t2, %t2;
+    ld.global.u32 %r1, [%t2];
+    st.global.u32 [%t1], %r1;
+    ret;
+}}
+
+.visible .entry stray()
+{{
+    .reg .u32 %r<2>;
+    .reg .u64 %t<2>;
+    mov.u64 %t1, 8;
+    mov.u32 %r1, 1;
+    st.global.u32 [%t1], %r1;
+    ret;
+}}
+"""
+
+_CLUSTER_PTX = """
+.version 7.8
+.target sm_90
+.address_size 64
+
+// Writes how many blocks its cluster has.
+.visible .entry cluster(.param .u64 out)
+{
+    .reg .u32 %r<2>;
+    .reg .u64 %t<2>;
+    ld.param.u64 %t1, [out];
+    cvta.to.global.u64 %t1, %t1;
+    mov.u32 %r1, %cluster_nctaid.x;
+    st.global.u32 [%t1], %r1;
+    ret;
+}
+"""
+
+_SIGNATURES = {
+    "nothing": "",
+    "late": "out: *u32, value: u32",
+    "take": "out: *u32, source: *const u32",
+    "stray": "",
+    "cluster": "out: *u32",
+}
+
+
+class Verdict(enum.Enum):
+    """What a probe found."""
+
+    PRESENT = "present"
+    ABSENT = "absent"
+    NOT_APPLICABLE = "not applicable"
+    FAILED = "failed"
+    """The probe itself ended otherwise than it may: `Finding.detail` says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The answer of a probe: the verdict, and what was seen."""
+
+    verdict: Verdict
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class DriverFault:
+    """A known fault: its name, what happens in one line, and the probe.
+
+    `alone`: the probe needs a process without a context, and leaves one that is lost.
+    """
+
+    name: str
+    what: str
+    probe: Callable[[CudaDriver], Finding]
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What `survey` found: the device and the driver in words, and a finding for each fault."""
+
+    device: str
+    driver: str
+    findings: dict[str, Finding]
+
+
+def _present(detail: str) -> Finding:
+    return Finding(Verdict.PRESENT, detail)
+
+
+def _absent(detail: str) -> Finding:
+    return Finding(Verdict.ABSENT, detail)
+
+
+def _either(present: bool, detail: str) -> Finding:
+    return Finding(Verdict.PRESENT if present else Verdict.ABSENT, detail)
+
+
+def _not_applicable(detail: str) -> Finding:
+    return Finding(Verdict.NOT_APPLICABLE, detail)
+
+
+# ------------------------------------------------------------------------------------------ probes
+
+
+class _Bench:
+    """A stream, words of device memory and small kernels.  The end of the process frees them."""
+
+    def __init__(self, driver: CudaDriver, ptx: str = _PTX) -> None:
+        self.driver = driver
+        self.stream = driver.stream_create()
+        self._module = driver.module_load(Image("ptx", ptx.encode()))
+        self._words = driver.mem_alloc(4096)
+        driver.memset(self._words, 0, 4, 1024, self.stream)
+        driver.stream_synchronize(self.stream)
+
+    def word(self, index: int) -> int:
+        """The address of a word; words lie 256 bytes apart."""
+        return self._words + 256 * index
+
+    def write(self, index: int, value: int) -> None:
+        self.driver.memset(self.word(index), value, 4, 1, self.stream)
+
+    def read(self, index: int) -> int:
+        found = bytearray(4)
+        self.driver.memcpy_to_host(memoryview(found), self.word(index), self.stream)
+        return int.from_bytes(found, "little")
+
+    def kernel(
+        self, name: str, *arguments: object, grid: int = 1, cluster: int | None = None
+    ) -> KernelNodeParams:
+        function = self.driver.module_function(self._module, name)
+        self.driver.function_load(function)
+        config = LaunchConfig(grid, 1, cluster=cluster)
+        return KernelNodeParams(
+            function, config, Signature.parse(_SIGNATURES[name]).pack(arguments)
+        )
+
+    def chain(self, *params: NodeParams) -> tuple[GraphHandle, list[NodeHandle]]:
+        """A graph of nodes, one after the other."""
+        graph, nodes = self.driver.graph_create(), list[NodeHandle]()
+        for one in params:
+            nodes.append(self.driver.graph_add_node(graph, nodes[-1:], one))
+        return graph, nodes
+
+    def run(self, executable: ExecHandle) -> None:
+        self.driver.exec_launch(executable, self.stream)
+        self.driver.stream_synchronize(self.stream)
+
+
+def _update_keeps_attributes(driver: CudaDriver) -> Finding:
+    if not driver.capabilities.clusters:
+        return _not_applicable("this GPU has no clusters")
+    bench = _Bench(driver, _CLUSTER_PTX)
+    first, second = (
+        bench.chain(bench.kernel("cluster", bench.word(0), grid=8, cluster=size))[0]
+        for size in (2, 4)
+    )
+    executable, info = driver.graph_instantiate(first), cu.UpdateResultInfo()
+    status = driver._status("faults", "cuGraphExecUpdate_v2", executable, second, byref(info))
+    if status:
+        return _absent(f"the update was refused: status {status}, reason {info.result}")
+    bench.run(executable)
+    seen = bench.read(0)
+    if seen not in (2, 4):
+        return Finding(Verdict.FAILED, f"the kernel saw a cluster of {seen}, which no launch has")
+    return _either(
+        seen == 2, f"updated from clusters of 2 to 4, status 0: the kernel saw a cluster of {seen}"
+    )
+
+
+def _disabled_memset_loses_order(driver: CudaDriver) -> Finding:
+    bench = _Bench(driver)
+    graph, nodes = bench.chain(
+        bench.kernel("late", bench.word(0), 1),
+        MemsetNodeParams(bench.word(1), 0, 4, 8),
+        bench.kernel("take", bench.word(2), bench.word(0)),
+    )
+    executable = driver.graph_instantiate(graph)
+    driver._call("faults", "cuGraphNodeSetEnabled", executable, nodes[1], 0)
+    early, launches = 0, 10
+    for _ in range(launches):
+        bench.write(0, 0)
+        bench.run(executable)
+        driver.synchronize()
+        early += bench.read(2) == 0
+    return _either(
+        early > 0,
+        f"a memset of 8 words between two kernels, switched off: the second kernel began before "
+        f"the first had ended in {early} of {launches} launches",
+    )
+
+
+def _handles_are_given_again(driver: CudaDriver) -> Finding:
+    graphs, nodes, again = set[int](), set[int](), 0
+    for _ in range(16):
+        graph = driver.graph_create()
+        node = driver.graph_add_node(graph, (), EmptyNodeParams())
+        again += graph in graphs or node in nodes
+        graphs.add(graph)
+        nodes.add(node)
+        driver.graph_destroy(graph)
+    return _either(
+        again > 0, f"of 16 graphs made and destroyed, {again} had the handle of one before"
+    )
+
+
+def _conditions_have_equal_handles(driver: CudaDriver) -> Finding:
+    first, second = (driver.conditional_create(driver.graph_create()) for _ in range(2))
+    return _either(first == second, f"the first conditions of two graphs: {first:#x}, {second:#x}")
+
+
+def _first_edge_for_all(driver: CudaDriver) -> Finding:
+    if not driver.capabilities.programmatic_launch:
+        return _not_applicable("this GPU has no programmatic launch")
+    bench = _Bench(driver)
+    kernel = bench.kernel("nothing")
+    plain, early = EdgeData(), EdgeData(1, 0, EdgeType.PROGRAMMATIC)
+    wrong = []
+    for first, second in ((early, plain), (plain, early)):
+        graph = driver.graph_create()
+        a, b, c = (driver.graph_add_node(graph, (), kernel) for _ in range(3))
+        edges = [Edge(a, c, first), Edge(b, c, second)]
+        driver._change_edges("faults", "cuGraphAddDependencies_v2", graph, edges)
+        if set(driver.graph_edges(graph)) != set(edges):
+            wrong.append("cuGraphAddDependencies")
+        d = driver.graph_add_node(graph, (a, b), kernel, (first, second))
+        if not {Edge(a, d, first), Edge(b, d, second)} <= set(driver.graph_edges(graph)):
+            wrong.append("cuGraphAddNode")
+    told = " and of ".join(dict.fromkeys(wrong))
+    return _either(
+        bool(wrong),
+        f"two edges with different data in one call of {told} got the same"
+        if wrong
+        else "two edges with different data in one call have their own",
+    )
+
+
+def _broken_capture_destroys_its_graph(driver: CudaDriver) -> Finding:
+    bench = _Bench(driver)
+    graph, _ = bench.chain(EmptyNodeParams())
+    stream = driver.stream_create()
+    driver.stream_begin_capture_to_graph(stream, graph, (), CaptureMode.THREAD_LOCAL)
+    driver.memset(bench.word(0), 0, 4, 1, stream)
+    with suppress(DriverError):
+        driver.stream_synchronize(stream)
+    with suppress(DriverError):
+        driver.stream_end_capture(stream)
+    try:
+        count = len(driver.graph_nodes(graph))
+    except DriverError as error:
+        return _present(
+            f"a call that captures forbid, in a capture into a graph: asked for its nodes after "
+            f"the capture, the driver gives status {error.status}"
+        )
+    return _absent(f"the graph has {count} nodes after the capture broke")
+
+
+def _waiting_upload_slows_replays(driver: CudaDriver) -> Finding:
+    bench = _Bench(driver)
+    kernels = [bench.kernel("nothing") for _ in range(_CHAIN)]
+    replayed, waiting = (driver.graph_instantiate(bench.chain(*kernels)[0]) for _ in range(2))
+    begin, end = driver.event_create(timing=True), driver.event_create(timing=True)
+
+    def microseconds() -> float:
+        """Of one kernel, in the fastest of five rounds."""
+        rounds = []
+        for _ in range(5):
+            bench.run(replayed)
+            driver.event_record(begin, bench.stream)
+            for _ in range(20):
+                driver.exec_launch(replayed, bench.stream)
+            driver.event_record(end, bench.stream)
+            driver.stream_synchronize(bench.stream)
+            rounds.append(1000 * driver.event_elapsed(begin, end) / (20 * _CHAIN))
+        return min(rounds)
+
+    before = microseconds()
+    driver.exec_upload(waiting, bench.stream)
+    meanwhile = microseconds()
+    bench.run(waiting)
+    after = microseconds()
+    return _either(
+        meanwhile > _SLOWER * max(before, after),
+        f"a kernel of a replay of {_CHAIN} took {before:.2f} us, {meanwhile:.2f} while another "
+        f"executable was uploaded and not launched, {after:.2f} after its launch",
+    )
+
+
+def _legacy_work_is_not_captured(driver: CudaDriver) -> Finding:
+    bench = _Bench(driver)
+    driver.stream_begin_capture(bench.stream, CaptureMode.THREAD_LOCAL)
+    status = driver._status("faults", "cuMemsetD32Async", bench.word(0), 7, 1, StreamHandle(0))
+    try:
+        graph = driver.stream_end_capture(bench.stream)
+    except DriverError as error:
+        return _absent(f"the call gave status {status}, and the capture {error.status}")
+    driver.synchronize()
+    nodes, ran = len(driver.graph_nodes(graph)), bench.read(0) == 7
+    return _either(
+        not status and not nodes,
+        f"a memset on the legacy default stream while a non-blocking stream captured: status "
+        f"{status}, it {'ran at once' if ran else 'did not run'}, the graph has {nodes} nodes",
+    )
+
+
+def _load_breaks_captures(driver: CudaDriver) -> Finding:
+    bench, status = _Bench(driver), 0
+    driver.stream_begin_capture(bench.stream, CaptureMode.THREAD_LOCAL)
+    try:
+        module = driver.module_load(Image("ptx", _PTX.encode()))
+        driver.function_load(driver.module_function(module, "nothing"))
+    except DriverError as error:
+        status = error.status
+    broken = driver.stream_capture_info(bench.stream).status is not CaptureStatus.ACTIVE
+    with suppress(DriverError):
+        driver.stream_end_capture(bench.stream)
+    return _either(
+        broken or status != 0,
+        f"a module loaded during a capture: status {status}, the capture "
+        f"{'is broken' if broken else 'goes on'}",
+    )
+
+
+def _ptx_is_ascii(driver: CudaDriver) -> Finding:
+    _Bench(driver)  # the same without it is loaded
+    text = _PTX.replace("// Writes a value", "// Écrit une valeur").encode()
+    try:
+        driver.module_load(Image("ptx", text))
+    except DriverError as error:
+        return _present(f"PTX with É in a comment: status {error.status}")
+    return _absent("PTX with É in a comment was loaded")
+
+
+def _core_dump_hides_the_fault(driver: CudaDriver) -> Finding:
+    """The core dump was asked for before the driver was opened: `_ask_for_core_dump`."""
+    bench = _Bench(driver)
+    kernel = bench.kernel("stray")
+    driver.launch_kernel(bench.stream, kernel.function, kernel.config, kernel.arguments)
+    status = driver._status("faults", "cuStreamSynchronize", bench.stream)
+    return _either(
+        status == 0,
+        f"a kernel wrote to address 8, with core dumps on: the wait gave status {status}",
+    )
+
+
+_CORE_DUMP_ON_EXCEPTION, _CORE_DUMP_OF_HOST, _CORE_DUMP_LIGHT, _CORE_DUMP_FILE = 1, 2, 3, 5
+
+
+def _ask_for_core_dump(folder: Path) -> str:
+    """Has a fault of a context that is made later write a core dump there.  Returns why not."""
+    lib = ctypes.CDLL("libcuda.so.1")
+    if not hasattr(lib, "cuCoredumpSetAttributeGlobal"):
+        return "this driver has no calls for core dumps"
+    path = os.fsencode(folder / "core")
+    wanted: list[tuple[int, ctypes.Array[ctypes.c_char] | ctypes.c_bool]] = [
+        (_CORE_DUMP_ON_EXCEPTION, ctypes.c_bool(True)),
+        (_CORE_DUMP_OF_HOST, ctypes.c_bool(False)),
+        (_CORE_DUMP_LIGHT, ctypes.c_bool(True)),
+        (_CORE_DUMP_FILE, ctypes.create_string_buffer(path)),
+    ]
+    lib.cuInit(0)
+    for attribute, value in wanted:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        status = lib.cuCoredumpSetAttributeGlobal(attribute, byref(value), byref(size))
+        if status:
+            return f"core dumps cannot be asked for: status {status}"
+    return ""
+
+
+FAULTS: tuple[DriverFault, ...] = (
+    DriverFault(
+        "update-keeps-attributes",
+        "a whole update reports success and keeps the old launch attributes",
+        _update_keeps_attributes,
+    ),
+    DriverFault(
+        "disabled-memset-loses-order",
+        "a memset node that is switched off no longer orders the nodes around it",
+        _disabled_memset_loses_order,
+    ),
+    DriverFault(
+        "legacy-work-is-not-captured",
+        "work on the legacy default stream runs during a capture and is not in the graph",
+        _legacy_work_is_not_captured,
+    ),
+    DriverFault(
+        "first-edge-for-all",
+        "one call that adds several edges gives all of them the data of the first",
+        _first_edge_for_all,
+    ),
+    DriverFault(
+        "core-dump-hides-the-fault",
+        "with core dumps asked for by the API, the wait behind a fault reports success",
+        _core_dump_hides_the_fault,
+        alone=True,
+    ),
+    DriverFault(
+        "handles-are-given-again",
+        "a new graph or node has the handle of one that was destroyed",
+        _handles_are_given_again,
+    ),
+    DriverFault(
+        "conditions-have-equal-handles",
+        "conditions of two graphs have the same handle",
+        _conditions_have_equal_handles,
+    ),
+    DriverFault(
+        "broken-capture-destroys-its-graph",
+        "a refused call in a capture into an existing graph destroys that graph",
+        _broken_capture_destroys_its_graph,
+    ),
+    DriverFault(
+        "load-breaks-captures",
+        "a module that is loaded during a capture is refused, or breaks the capture",
+        _load_breaks_captures,
+    ),
+    DriverFault(
+        "waiting-upload-slows-replays",
+        "an executable that was uploaded and not launched slows the kernels of all replays",
+        _waiting_upload_slows_replays,
+    ),
+    DriverFault(
+        "ptx-is-ascii",
+        "PTX with a character outside ASCII, also in a comment, is refused",
+        _ptx_is_ascii,
+    ),
+)
+
+
+# -------------------------------------------------------------------------------- their process
+
+
+def probe(ordinal: int, names: Sequence[str]) -> int:
+    """Runs probes one after the other, and prints a line of JSON for each.  Returns 0."""
+    faults = {fault.name: fault for fault in FAULTS}
+    with tempfile.TemporaryDirectory() as folder:
+        why = _ask_for_core_dump(Path(folder)) if faults[names[0]].alone else ""
+        if why:
+            _say(names[0], _not_applicable(why))
+            return 0
+        driver = CudaDriver(ordinal)
+        for name in names:
+            try:
+                found = faults[name].probe(driver)
+            except OstinatoError as error:
+                found = Finding(Verdict.FAILED, f"{type(error).__name__}: {error}")
+            _say(name, found)
+    return 0
+
+
+def _say(name: str, found: Finding) -> None:
+    line = {"name": name, "verdict": found.verdict.value, "detail": found.detail}
+    print(json.dumps(line), flush=True)
+
+
+_PROGRAM = (
+    "import sys; from ostinato.driver.cuda.faults import probe; "
+    "sys.exit(probe(int(sys.argv[1]), sys.argv[2:]))"
+)
+
+Command = Callable[[Sequence[str]], list[str]]
+"""The command whose process probes the faults of these names."""
+
+
+def survey(device: str = "cuda:0") -> Survey:
+    """Probes every fault on a device, in other processes.
+
+    Takes some ten seconds.  Raises nothing for a probe that ends its process or does not end: its
+    finding says so.  On the device "host", and without a GPU, every fault is not applicable.
+    """
+    if not device.startswith("cuda"):
+        return _nowhere(device, "it is one of CUDA drivers, and this is the CPU driver")
+    ordinal = int(device.partition(":")[2] or 0)
+    try:
+        driver = CudaDriver(ordinal)
+    except OstinatoError as error:
+        return _nowhere(device, f"there is no GPU here: {error}")
+    properties = driver.properties
+    driver.close()
+
+    def command(names: Sequence[str]) -> list[str]:
+        return [sys.executable, "-P", "-c", _PROGRAM, str(ordinal), *names]
+
+    words = f"{_module_version()} (CUDA {properties.driver_version})"
+    return Survey(properties.name, words, run_probes(FAULTS, command))
+
+
+def _nowhere(device: str, why: str) -> Survey:
+    return Survey(device, "none", {fault.name: _not_applicable(why) for fault in FAULTS})
+
+
+def _module_version() -> str:
+    """The version of the kernel's driver, such as 580.159.04."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "a version that /proc does not tell"
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
+    return found[0] if found else "a version that /proc does not tell"
+
+
+def run_probes(
+    faults: Sequence[DriverFault], command: Command, deadline: float = DEADLINE
+) -> dict[str, Finding]:
+    """Findings by name.  One process probes all faults that are not `alone`; if it ends early, or
+    says nothing for `deadline` seconds, the next one goes on behind the fault that it was at."""
+    findings: dict[str, Finding] = {}
+    together = [fault.name for fault in faults if not fault.alone]
+    while together:
+        findings |= _run(command, together, deadline)
+        together = [name for name in together if name not in findings]
+    for fault in faults:
+        if fault.alone:
+            findings |= _run(command, [fault.name], deadline)
+    return {fault.name: findings[fault.name] for fault in faults}
+
+
+def _run(command: Command, names: Sequence[str], deadline: float) -> dict[str, Finding]:
+    """The findings of one process: at least the first one, a failure if it has none."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    findings: dict[str, Finding] = {}
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            command(names),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
+        ) as child,
+    ):
+        output = child.stdout
+        assert output is not None
+
+        def read() -> None:
+            for line in output:
+                lines.put(line)
+            lines.put("")
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        for name in names:
+            try:
+                line = lines.get(timeout=deadline)
+            except queue.Empty:
+                child.kill()
+                findings[name] = Finding(
+                    Verdict.FAILED, f"it did not end within {deadline:g} s, and was ended"
+                )
+                break
+            if not line:
+                status = child.wait()
+                errors.seek(0)
+                said = errors.read().decode("utf-8", "replace").strip().splitlines()
+                why = f": {said[-1]}" if said else ""
+                findings[name] = Finding(
+                    Verdict.FAILED, f"its process ended with status {status}{why}"
+                )
+                break
+            told = json.loads(line)
+            findings[told["name"]] = Finding(Verdict(told["verdict"]), told["detail"])
+        child.kill()
+        reader.join()
+    return findings
