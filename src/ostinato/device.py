@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,16 @@ from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHa
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
-from ostinato.driver.signature import exact_array, is_native, refuse_masked
+from ostinato.driver.signature import Signature, exact_array, is_native, refuse_masked
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError, SettingsError
 from ostinato.memory import Buffer, CapturePool, adopt_array, allocate
 from ostinato.memory.buffer import device_dtype, fill_operation
-from ostinato.modules import ModuleCache
+from ostinato.modules import CompileOptions, Kernel, ModuleCache, Source
+from ostinato.modules.source import as_source, only_kernel_of
+
+if TYPE_CHECKING:
+    from ostinato.driver.host.kernel import HostKernel
 
 __all__ = ["Device", "open_device"]
 
@@ -66,6 +70,26 @@ class Device(Closeable):
     @property
     def properties(self) -> DeviceProperties:
         return self.driver.properties
+
+    # --- kernels
+    def kernel(
+        self,
+        source: Source | str | HostKernel,
+        name: str | None = None,
+        *,
+        options: CompileOptions | Sequence[str] = (),
+        signature: Signature | str | None = None,
+    ) -> Kernel:
+        """The loaded kernel `name` of a source, compiled and loaded if it is not yet.
+
+            scale = device.kernel(SOURCE, "scale")
+
+        `name` may be left out where a source has one host kernel or one signature.  The rest is as
+        in `modules.get_or_compile`, which this calls; so are the errors.
+        """
+        if name is None:
+            name = only_kernel_of(as_source(source))
+        return self.modules.get_or_compile(source, name, options=options, signature=signature)
 
     # --- streams
     def create_stream(self, *, priority: int = 0) -> Stream:
