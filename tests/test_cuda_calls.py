@@ -220,7 +220,7 @@ for _name, _params in NODES.items():
 APART = {
     *("name", "capabilities", "properties", "close", "pinned_view", "memory_view"),
     *("exec_prepare_launch", "function_prepare_launch", "exec_prepare_kernel", "cuda_context"),
-    *("function_code", "code_image", "condition_defaults"),
+    *("function_code", "code_image", "condition_defaults", "memory_adopt", "memory_end_adopted"),
 }
 
 STUB = r"""

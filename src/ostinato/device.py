@@ -178,9 +178,12 @@ class Device(Closeable):
         return buffer
 
     def adopt_array(self, array: object) -> Buffer:
-        """A buffer over another library's device array, without a copy; it is kept alive.
+        """A buffer over another library's array, without a copy; it is kept alive.
 
-        Through `__cuda_array_interface__` or DLPack; C-contiguous only.  Raises InputError.
+        Through `__cuda_array_interface__` or DLPack; C-contiguous only.  On a GPU the array must be
+        on it; on the host device arrays of the CPU are adopted, such as NumPy's and torch's, so
+        that code over tensors can be tested there.  Not ordered with the library's own work: see
+        `memory.adopt_array`.  Raises InputError.
         """
         return adopt_array(self.context, array)
 

@@ -380,13 +380,13 @@ def as_source(value: Source | str | HostKernel) -> Source:
     """CUDA C++ text, or one host kernel, as a Source.  Raises InputError for anything else."""
     if isinstance(value, Source):
         return value
+    _refuse_file_name(value)
     if isinstance(value, str):
         return Source(value)
     from ostinato.driver.host.kernel import HostKernel
 
     if isinstance(value, HostKernel):
         return Source(host=[value], name=value.name)
-    _refuse_file_name(value)
     raise InputError(
         f"{type(value).__name__} is no kernel source; give a Source, CUDA C++ text or a host kernel"
     )

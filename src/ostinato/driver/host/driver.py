@@ -269,6 +269,14 @@ class HostDriver:
         self._wait_for_all(call)
         self._memory.end_shared(call, address)
 
+    def memory_adopt(self, address: int, nbytes: int, owner: object) -> bool:
+        return self._memory.adopt(self._enter("memory_adopt"), address, nbytes, owner)
+
+    def memory_end_adopted(self, address: int) -> None:
+        call = self._enter("memory_end_adopted")
+        self._wait_for_all(call)
+        self._memory.end_adopted(call, address)
+
     def memory_view(
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
     ) -> Any:
