@@ -86,11 +86,16 @@ def graphed(
         return lambda f: graphed(f, **given)
     if isinstance(function, Graphed):
         raise InputError(f"{function!r} is graphed already")
-    index = int(cupy.cuda.runtime.getDevice())
-    if device is None:
-        device = _devices.of(index)
+    index = None if device is None else cuda_index(device)
+    unavailable = ""
+    try:
+        current = int(cupy.cuda.runtime.getDevice())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        unavailable = f"CuPy has no CUDA device here ({error}), so there is nothing to capture"
+        device = device or _devices.of(None)
     else:
-        index = cuda_index(device)
+        index = current if index is None else index
+        device = device or _devices.of(index)
     options = Options.given(
         static=static,
         dynamic=dynamic,
@@ -105,8 +110,9 @@ def graphed(
     if name is None:
         name = name_of(function, next(_names))
     kept = cache or GraphCache(device, budget=budget, limits=LIMITS)
-    library = CuPy(device, index, writes=writes)
-    return Graphed(function, library, options, kept, name=name, owns_cache=cache is None)
+    library = CuPy(device, index or 0, writes=writes)
+    rest: dict[str, Any] = {"owns_cache": cache is None, "unavailable": unavailable}
+    return Graphed(function, library, options, kept, name=name, **rest)
 
 
 class CuPy:
