@@ -151,7 +151,7 @@ CALLS: dict[str, Callable[[CudaDriver], object]] = {
     "stream_synchronize": lambda d: d.stream_synchronize(STREAM),
     "stream_query": lambda d: d.stream_query(STREAM),
     "stream_wait_event": lambda d: d.stream_wait_event(STREAM, EVENT),
-    "event_create": lambda d: d.event_create(timing=True),
+    "event_create": lambda d: d.event_create(timing=True, blocking=True),
     "event_destroy": lambda d: d.event_destroy(EVENT),
     "event_record": lambda d: d.event_record(EVENT, STREAM),
     "event_query": lambda d: d.event_query(EVENT),

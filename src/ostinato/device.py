@@ -125,9 +125,13 @@ class Device(Closeable):
             self.context, StreamHandle(operator.index(answer[1])), owned=False, owner=stream
         )
 
-    def create_event(self, *, timing: bool = False) -> Event:
-        """A new event; with `timing`, `Event.elapsed_since` gives the time between two."""
-        return Event(self.context, timing=timing)
+    def create_event(self, *, timing: bool = False, blocking: bool = False) -> Event:
+        """A new event; with `timing`, `Event.elapsed_since` gives the time between two.
+
+        `blocking`: a thread that waits for it sleeps, where it would keep a core busy (CUDA's
+        BLOCKING_SYNC): it wakes some microseconds later.
+        """
+        return Event(self.context, timing=timing, blocking=blocking)
 
     # --- memory
     def empty(

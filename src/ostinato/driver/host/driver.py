@@ -427,7 +427,7 @@ class HostDriver:
         with self._lock:
             self._streams.find(call, stream).wait_event(call, self._events.find(call, event))
 
-    def event_create(self, *, timing: bool = False) -> EventHandle:
+    def event_create(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
         with self._entered("event_create"):
             handle = EventHandle(new_handle())
             self._events[handle] = Event(handle, timing)
