@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ostinato import settings
 from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHandle
-from ostinato.driver.closeable import Closeable
+from ostinato.driver.closeable import Closeable, elsewhere
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.signature import Signature, exact_array, is_native, refuse_masked
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["Device", "open_device"]
 
 
+@elsewhere(
+    stream="create_stream() makes one",
+    event="create_event() makes one",
+    alloc="empty(shape, dtype) allocates",
+    compile="kernel(source, name) compiles and loads one",
+    sync="synchronize() waits for its work",
+)
 class Device(Closeable):
     """One opened device, made by `open_device`.  `close()` or the end of `with` gives it back.
 

@@ -28,7 +28,7 @@ from ostinato.driver.api import (
     NodeParams,
     StreamHandle,
 )
-from ostinato.driver.closeable import Closeable
+from ostinato.driver.closeable import Closeable, elsewhere
 from ostinato.driver.context import Context, Entry
 from ostinato.driver.signature import Signature
 from ostinato.driver.waiting import wait_in_thread
@@ -220,6 +220,12 @@ def handle_of(event: Event) -> EventHandle:
     return event.handle
 
 
+@elsewhere(
+    sync="synchronize() waits for its work",
+    query="done says whether all its work is done",
+    wait_event="wait(event) makes later work wait for an event",
+    wait_stream="wait(other.record()) makes later work wait for another stream",
+)
 class Stream(Closeable):
     """An ordered queue of device work.
 
