@@ -438,7 +438,7 @@ class CompileOptions(_OptionFields):
     def __init__(
         self,
         std: str = "c++17",
-        defines: Mapping[str, str | None] | Iterable[tuple[str, str | None]] = (),
+        defines: Mapping[str, str | float | None] | Iterable[tuple[str, str | float | None]] = (),
         include: Iterable[str | PathLike[str]] = (),
         fast_math: bool = False,
         max_registers: int | None = None,
@@ -477,7 +477,7 @@ class CompileOptions(_OptionFields):
 
 
 def _macros(
-    defines: Mapping[str, str | None] | Iterable[tuple[str, str | None]],
+    defines: Mapping[str, str | float | None] | Iterable[tuple[str, str | float | None]],
 ) -> tuple[tuple[str, str | None], ...]:
     """Macros with their values as text.  Raises InputError.
 
