@@ -35,8 +35,8 @@ def main() -> None:
     shape = ost.LaunchConfig(grid=n // 256, block=256)
     with ost.open_device() as device:
         stream = device.create_stream()
-        scale_kernel = device.modules.get_or_compile(SOURCE, "scale")
-        add_kernel = device.modules.get_or_compile(SOURCE, "add")
+        scale_kernel = device.kernel(SOURCE, "scale")
+        add_kernel = device.kernel(SOURCE, "add")
         x = device.array(np.ones(n, np.float32))
         y = device.zeros(n, np.float32)
 

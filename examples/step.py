@@ -31,7 +31,7 @@ def main() -> None:
     rows, width = 8, 256
     with ost.open_device() as device:
         stream = device.create_stream()
-        kernel = device.modules.get_or_compile(SOURCE, "add_rows")
+        kernel = device.kernel(SOURCE, "add_rows")
         x = device.array(np.ones((rows, width), np.float32))
         total = device.zeros((rows, width), np.float32)
         graphs = ost.GraphCache(device, buckets=ost.PowersOfTwo(rows), budget="64 MiB")

@@ -25,8 +25,8 @@ from ostinato.models.program import SAMPLED_ROWS, decode_program, loop_call
 from ostinato.models.sharding import COLLECTIVES, Sharding, exchanging_products, shard_program
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.compiler import compile_plan, plan_compilation
+from ostinato.modules.cubin import KernelResources, kernel_resources
 from ostinato.relational import chain
-from tests.cubins import KernelResources, kernel_resources
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SMALL_ARCHITECTURES = ("sm_86", "sm_89", "sm_120")

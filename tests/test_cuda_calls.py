@@ -155,7 +155,7 @@ CALLS: dict[str, Callable[[CudaDriver], object]] = {
     "stream_synchronize": lambda d: d.stream_synchronize(STREAM),
     "stream_query": lambda d: d.stream_query(STREAM),
     "stream_wait_event": lambda d: d.stream_wait_event(STREAM, EVENT),
-    "event_create": lambda d: d.event_create(timing=True),
+    "event_create": lambda d: d.event_create(timing=True, blocking=True),
     "event_destroy": lambda d: d.event_destroy(EVENT),
     "event_record": lambda d: d.event_record(EVENT, STREAM),
     "event_query": lambda d: d.event_query(EVENT),
@@ -228,6 +228,7 @@ APART = {
     *("name", "capabilities", "properties", "close", "pinned_view", "memory_view"),
     *("exec_prepare_launch", "function_prepare_launch", "exec_prepare_kernel", "cuda_context"),
     *("function_code", "code_image", "condition_defaults", "on_host_failure", "unraised"),
+    *("memory_adopt", "memory_end_adopted"),
 }
 
 STUB = r"""

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.errors import InputError
+from ostinato.errors import InputError, NotAvailableError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -37,6 +37,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 class StandIn:
     """Runs a function, and keeps what it was called with.  Its answers are copies, in memory and
     objects of their own, as those of replays are."""
+
+    unavailable = ""
 
     def __init__(self, function: Any, static: tuple[str, ...], **options: Any) -> None:
         assert static == ("cached",)
@@ -353,6 +355,19 @@ def test_closed_in_the_middle_of_a_call() -> None:
     assert torch.equal(found, wanted)
     taken = len(steps.step.caches)
     assert 1 <= taken < 8 and steps.passed_on == {"closed": 8 - taken}
+
+
+def test_without_a_device_generate_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StandIn, "unavailable", "no CUDA device")
+    model = tiny("llama")
+    wanted, own = model.generate(torch.tensor(IDS), max_new_tokens=3), dict(vars(model))
+    with graphed(model) as steps:
+        assert vars(model) == own
+        assert model.generation_config.cache_implementation is None
+        assert torch.equal(model.generate(torch.tensor(IDS), max_new_tokens=3), wanted)
+        assert steps.step.caches == [] and "a table" in steps.explain()
+    with pytest.raises(NotAvailableError, match="would run eagerly: no CUDA device"):
+        graphed(model, strict=True)
 
 
 def test_a_model_ends_with_its_last_user() -> None:

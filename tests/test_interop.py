@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 import ostinato as ost
-from ostinato.errors import NotAvailableError
+from ostinato.errors import EagerRunError, NotAvailableError
 
 LIBRARIES = ("torch", "cupy", "numba", "triton", "transformers")
 
@@ -89,3 +89,37 @@ def test_other_arguments_are_no_generator(interop: types.ModuleType, kind: str) 
 def test_tensors_of_more_than_a_number_are_no_generator(interop: types.ModuleType) -> None:
     assert not found(interop, struct.pack("<QQQB7x", 4096, 5120, 8, 1))
     assert not found(interop, struct.pack("<QQQB7x", 4096, 4616, 8, 1)), "inside a block"
+
+
+def test_cupy_without_a_gpu_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decorator does not break a module's import on a machine without a GPU."""
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def no_device() -> int:
+        raise CUDARuntimeError("cudaErrorNoDevice")
+
+    cupy = types.ModuleType("cupy")
+    runtime = types.SimpleNamespace(getDevice=no_device, CUDARuntimeError=CUDARuntimeError)
+    cupy.cuda = types.SimpleNamespace(runtime=runtime, MemoryPool=MagicMock())  # type: ignore[attr-defined]
+    cupy.ndarray = type("ndarray", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    ours = [m for m in sys.modules if m.startswith("ostinato.interop.cupy")]
+    for module in ours:
+        monkeypatch.delitem(sys.modules, module)
+    graphed = importlib.import_module("ostinato.interop.cupy").graphed
+    for module in [m for m in sys.modules if m.startswith("ostinato.interop.cupy")]:
+        monkeypatch.delitem(sys.modules, module)
+
+    @graphed(verify="first")
+    def double(x: int) -> int:
+        return 2 * x
+
+    assert [double(n) for n in range(3)] == [0, 2, 4]
+    assert "CuPy has no CUDA device here (cudaErrorNoDevice)" in double.explain()
+    double.close()
+    strict = graphed(double.__wrapped__, strict=True)
+    with pytest.raises(EagerRunError, match="cudaErrorNoDevice"):
+        strict(1)
+    strict.close()

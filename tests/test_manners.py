@@ -6,7 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import InputError, NoCudaError, NotAvailableError, Status, explain
 from ostinato.graph.show.demangle import demangled
+from ostinato.testing import HeldStream
 from tests.processes import child_environment
 from tests.sources import config, kernel
 
@@ -153,6 +157,91 @@ def test_dlpack_keeps_the_memory(device: Device) -> None:
     others = [device.array(np.full((2, 3), 8, np.float32)) for _ in range(8)]
     assert there.tolist() == VALUES.tolist()
     assert len(others) == 8
+
+
+def test_the_host_device_adopts_arrays_of_the_cpu(host_device: Device) -> None:
+    """Parts of one array in any order: kernels see the whole, as long as one of them is there."""
+    stream = host_device.create_stream()
+    values = np.arange(12, dtype=np.float32)
+    free = host_device.memory_info()[0]
+    middle = host_device.adopt_array(values[4:8])
+    assert host_device.adopt_array(middle) is middle
+    ost.fill(stream, middle, 7)
+    first, last = (host_device.adopt_array(values[p]) for p in (slice(6), slice(6, 12)))
+    whole = host_device.adopt_array(values.reshape(3, 4))
+    assert (whole.shape, whole.dtype, whole.address) == ((3, 4), values.dtype, values.ctypes.data)
+    ost.fill(stream, whole[2], 5)
+    ost.copy(stream, first[:2], last[4:])
+    stream.synchronize()
+    assert values.tolist() == [5, 5, 2, 3, 7, 7, 7, 7, 5, 5, 5, 5]
+    assert host_device.memory_info()[0] == free  # not the device's
+    del whole, first, last
+    host_device.context.collect()
+    ost.fill(stream, middle, 1)
+    stream.synchronize()
+    assert values[4:8].tolist() == [1, 1, 1, 1]
+    assert host_device.adopt_array(np.empty((0, 3))).shape == (0, 3)
+
+
+def test_adopted_memory_is_kept_until_work_with_it_is_done(host_device: Device) -> None:
+    stream = host_device.create_stream()
+    values = np.zeros(1 << 16, np.uint8)
+    gone = weakref.ref(values)
+    with HeldStream(stream) as held:
+        buffer = host_device.adopt_array(values)
+        ost.fill(stream, buffer, 1)
+        del buffer, values
+        assert gone() is not None
+        held.release()
+    stream.synchronize()
+    host_device.context.collect()
+    assert gone() is None
+
+
+def test_a_step_over_arrays_of_the_cpu(host_device: Device) -> None:
+    @ost.kernel("x: *const f32, out: *f32, n: u32", "not compiled here")
+    def add_to(launch: object, x: Any, out: Any, n: int) -> None:
+        out[:n] += x[:n]
+
+    stream, loaded = host_device.create_stream(), host_device.kernel(add_to)
+    x, out = np.ones(4, np.float32), np.zeros(4, np.float32)
+    given, taken = map(host_device.adopt_array, (x, out))
+    step = ost.GraphedStep(
+        lambda s: ost.launch(s, loaded, ost.LaunchConfig(1, 1), given, taken, 4),
+        stream=stream,
+        cache=ost.GraphCache(host_device),
+        slots=[ost.Slot("x", given, ost.Role.INPUT), ost.Slot("out", taken, ost.Role.STATE)],
+        verify="first",
+        strict=True,
+    )
+    for _ in range(3):
+        step()
+        stream.synchronize()
+        x += 1
+    assert out.tolist() == [1 + 2 + 3] * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: np.zeros((4, 4), np.float32)[:, 1:], "strided arrays cannot be adopted; copy"),
+        (lambda: np.frombuffer(b"12345678"), "cannot be adopted: .*readonly"),
+        (lambda: np.zeros(3, "M8[s]"), "cannot be adopted: "),
+        (lambda: [1.0, 2.0], "list has neither"),
+    ],
+    ids=["strided", "read-only", "dates", "list"],
+)
+def test_an_array_that_cannot_be_adopted_says_why(
+    host_device: Device, make: Callable[[], Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        host_device.adopt_array(make())
+
+
+@pytest.mark.gpu
+def test_a_gpu_does_not_adopt_arrays_of_the_cpu(cuda_device: Device) -> None:
+    with pytest.raises(InputError, match=r"ndarray is in memory of the CPU.*device.array"):
+        cuda_device.adopt_array(np.zeros(4))
 
 
 def test_pinned_memory_is_the_hosts(device: Device) -> None:

@@ -3,7 +3,8 @@
 The ```python blocks of a page are one program, in order, with the lines that they would have in one
 file.  A ```text block right after one holds what it prints.  In front of a block may stand
 
-    <!-- needs a GPU and torch -->      it runs where both are (tests/gpu), and nowhere else
+    <!-- needs a GPU -->                it runs where one is (tests/gpu), and nowhere else
+    <!-- needs a GPU and torch -->      it runs where both are, and so for any other library
     <!-- a test file -->                it is a file of its own, and pytest passes it
     <!-- run by tests/test_x.py -->     that test runs it, because it needs more than its page
 
@@ -42,12 +43,12 @@ def _pages_with(text: str) -> tuple[str, ...]:
 
 PAGES = _pages_with("\n```python\n")
 """The pages with samples."""
-PAGES_FOR_GPUS = _pages_with("\n<!-- needs a GPU and torch -->\n")
-"""Those with samples that run only where both are."""
+PAGES_FOR_GPUS = _pages_with("\n<!-- needs a GPU")
+"""Those with samples that run only where one is."""
 
 _BLOCK = re.compile(
     r"""
-    (?:^<!--\ (?P<note>needs\ a\ GPU\ and\ torch|a\ test\ file|run\ by\ [\w/]+\.py)\ -->\n)?
+    (?:^<!--\ (?P<note>needs\ a\ GPU(?:\ and\ [\w.]+)?|a\ test\ file|run\ by\ [\w/]+\.py)\ -->\n)?
     ^(?:```python\n(?P<code>.*?)^```$ | <!--\ python\n(?P<hidden>.*?)^-->$)
     (?:\n\n```text\n(?P<output>.*?)^```$)?
     """,
@@ -70,6 +71,12 @@ class Sample:
     """Where in the page its output stands."""
     line: int
     """The line of the page on which its code begins."""
+
+    @property
+    def library(self) -> str:
+        """The library that it needs besides a GPU, or nothing."""
+        before, _, library = self.note.partition("needs a GPU and ")
+        return "" if before else library
 
 
 def samples(text: str) -> list[Sample]:

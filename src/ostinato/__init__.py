@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from ostinato.memory import fill as fill
     from ostinato.modules import Kernel as Kernel
     from ostinato.modules import Source as Source
+    from ostinato.modules.offline import compile as compile
+    from ostinato.modules.source import kernel as kernel
     from ostinato.replay import GraphedStep as GraphedStep
     from ostinato.replay import ReplayProfile as ReplayProfile
     from ostinato.replay import Role as Role
@@ -120,10 +122,12 @@ _HOMES = {
     "capture_function": "graph",
     "check_graph": "graph.disk.check",
     "collect_modules": "driver.cuda.collecting",
+    "compile": "modules.offline",
     "copy": "memory",
     "every_node": "graph",
     "fill": "memory",
     "host_kernel": "driver.host.kernel",
+    "kernel": "modules.source",
     "launch": "graph",
     "lift": "graph",
     "load_graph": "graph.disk.load",

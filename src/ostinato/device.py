@@ -5,26 +5,37 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato import settings
 from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHandle
-from ostinato.driver.closeable import Closeable
+from ostinato.driver.closeable import Closeable, elsewhere
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
-from ostinato.driver.signature import exact_array, is_native, refuse_masked
+from ostinato.driver.signature import Signature, exact_array, is_native, refuse_masked
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError, SettingsError
 from ostinato.memory import Buffer, CapturePool, adopt_array, allocate
 from ostinato.memory.buffer import device_dtype, fill_operation
-from ostinato.modules import ModuleCache
+from ostinato.modules import CompileOptions, Kernel, ModuleCache, Source
+from ostinato.modules.source import as_source, only_kernel_of
+
+if TYPE_CHECKING:
+    from ostinato.driver.host.kernel import HostKernel
 
 __all__ = ["Device", "open_device"]
 
 
+@elsewhere(
+    stream="create_stream() makes one",
+    event="create_event() makes one",
+    alloc="empty(shape, dtype) allocates",
+    compile="kernel(source, name) compiles and loads one",
+    sync="synchronize() waits for its work",
+)
 class Device(Closeable):
     """One opened device, made by `open_device`.  `close()` or the end of `with` gives it back.
 
@@ -66,6 +77,26 @@ class Device(Closeable):
     @property
     def properties(self) -> DeviceProperties:
         return self.driver.properties
+
+    # --- kernels
+    def kernel(
+        self,
+        source: Source | str | HostKernel,
+        name: str | None = None,
+        *,
+        options: CompileOptions | Sequence[str] = (),
+        signature: Signature | str | None = None,
+    ) -> Kernel:
+        """The loaded kernel `name` of a source, compiled and loaded if it is not yet.
+
+            scale = device.kernel(SOURCE, "scale")
+
+        `name` may be left out where a source has one host kernel or one signature.  The rest is as
+        in `modules.get_or_compile`, which this calls; so are the errors.
+        """
+        if name is None:
+            name = only_kernel_of(as_source(source))
+        return self.modules.get_or_compile(source, name, options=options, signature=signature)
 
     # --- streams
     def create_stream(self, *, priority: int = 0, blocking: bool | None = None) -> Stream:
@@ -110,9 +141,13 @@ class Device(Closeable):
             self.context, StreamHandle(operator.index(answer[1])), owned=False, owner=stream
         )
 
-    def create_event(self, *, timing: bool = False) -> Event:
-        """A new event; with `timing`, `Event.elapsed_since` gives the time between two."""
-        return Event(self.context, timing=timing)
+    def create_event(self, *, timing: bool = False, blocking: bool = False) -> Event:
+        """A new event; with `timing`, `Event.elapsed_since` gives the time between two.
+
+        `blocking`: a thread that waits for it sleeps, where it would keep a core busy (CUDA's
+        BLOCKING_SYNC): it wakes some microseconds later.
+        """
+        return Event(self.context, timing=timing, blocking=blocking)
 
     # --- memory
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str = "") -> Buffer:
@@ -165,9 +200,12 @@ class Device(Closeable):
         return buffer
 
     def adopt_array(self, array: object) -> Buffer:
-        """A buffer over another library's device array, without a copy; it is kept alive.
+        """A buffer over another library's array, without a copy; it is kept alive.
 
-        Through `__cuda_array_interface__` or DLPack; C-contiguous only.  Raises InputError.
+        Through `__cuda_array_interface__` or DLPack; C-contiguous only.  On a GPU the array must be
+        on it; on the host device arrays of the CPU are adopted, such as NumPy's and torch's, so
+        that code over tensors can be tested there.  Not ordered with the library's own work: see
+        `memory.adopt_array`.  Raises InputError.
         """
         return adopt_array(self.context, array)
 

@@ -146,3 +146,28 @@ def test_shared_memory_has_a_handle_and_garbage_opens_nothing(driver: Driver) ->
     with pytest.raises(DriverError):
         driver.memory_end_shared(address)
     driver.mem_free(address)
+
+
+def test_memory_of_the_process_is_adopted_where_kernels_can_read_it(rig: Rig) -> None:
+    driver, values = rig.driver, np.arange(64, dtype=np.float32)
+    address = values.ctypes.data
+    if not driver.capabilities.host_memory_is_device_memory:
+        for call in (
+            lambda: driver.memory_adopt(address, values.nbytes, values),
+            lambda: driver.memory_end_adopted(address),
+        ):
+            with refused(Status.NOT_SUPPORTED):
+                call()
+        return
+    assert driver.memory_adopt(address, values.nbytes, values)
+    rig.launch("fill", address, 3.0, 32)
+    assert rig.values(address, 64) == [3.0] * 32 + [*range(32, 64)]
+    for free in (driver.mem_free, driver.mem_free_pinned, driver.memory_end_shared):
+        with refused(Status.INVALID_VALUE):
+            free(address)
+    driver.memory_end_adopted(address)
+    with refused(Status.INVALID_VALUE):
+        driver.memset(address, 0, 1, 1, rig.stream)
+    with refused(Status.INVALID_VALUE):
+        driver.memory_end_adopted(address)
+    assert driver.memory_adopt(rig.zeros(4), 16, None) is False  # its own

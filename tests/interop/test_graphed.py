@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import ostinato as ost
-from ostinato.errors import ClosedError, EagerRunError, InputError
+from ostinato.errors import ClosedError, EagerRunError, InputError, NotAvailableError
 from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.graphing.library import Options
 from ostinato.interop.graphing.padding import Padding
 from tests.interop.library import Array, Lib, SubArray
 
@@ -589,3 +590,40 @@ def test_explain_says_what_stays_unseen(
     assert "OSTINATO_BLOCKING_CAPTURES=1 finds it" in step.explain()
     monkeypatch.setenv("OSTINATO_BLOCKING_CAPTURES", "1")
     assert "default stream" not in step.explain()
+
+
+def test_without_a_device_every_call_is_eager_and_says_why(lib: Lib) -> None:
+    """The library is not asked anything: it may have no stream and no mode to tell."""
+    why = "there is no device"
+
+    def made(**options: Any) -> Graphed:
+        return Graphed(
+            lambda x, by=2.0: x * by,
+            lib,
+            Options(**options),
+            ost.GraphCache(lib.device),
+            name="f",
+            owns_cache=True,
+            unavailable=why,
+        )
+
+    def refused(*_: object) -> Any:
+        raise AssertionError("the library was asked")
+
+    step, strict = made(), made(strict=True)
+    assert step.unavailable == why and why in step.explain()
+    lib.capturing = lib.stream = lib.modes = refused  # type: ignore[method-assign]
+    assert [step(x, by=3.0) for x in (1, 2, 3)] == [3, 6, 9]
+    assert step.invalidate() == 0
+    assert step(4) == 8
+    with pytest.raises(EagerRunError, match=why):
+        strict(4)
+    (line,) = step.statistics().keys
+    assert (line.calls, line.eager, line.captures) == (1, 1, 0)
+    assert line.decision == "eager" and line.reason == why and why in step.explain()
+    with pytest.raises(NotAvailableError, match=why):
+        step.save()
+    step.close()
+    with pytest.raises(ClosedError, match="call the function itself"):
+        step(4)
+    strict.close()

@@ -17,7 +17,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import InputError
+from ostinato.errors import EagerRunError, InputError
 from ostinato.interop.graphing import recheck
 from ostinato.interop.graphing.library import Options
 from ostinato.interop.graphing.padding import Padding
@@ -620,3 +620,55 @@ def test_results_of_transformers_are_made_without_their_constructor() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(like), "__post_init__", lambda self: pytest.fail("constructed"))
         assert join([3]).logits == 3 and vars(join([4])).keys() == vars(like).keys()
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_without_cuda_modules_and_functions_run_eagerly() -> None:
+    from ostinato.interop.torch import graphed
+
+    @graphed
+    def double(x: Any) -> Any:
+        return x * 2
+
+    model = Net()
+    step = graphed(model, store="never made", generators=[torch.Generator()])
+    check(double, double.__wrapped__, *[torch.randn(2, 4) for _ in range(3)])
+    check(step, model, *[torch.randn(2, 4) for _ in range(3)])
+    model.register_forward_hook(lambda m, args, out: out + 1)
+    check(step, model, torch.randn(2, 4))
+    assert list(step.state_dict()) == list(model.state_dict()) and step.double() is step
+    for one, calls in ((double, 3), (step, 4)):
+        assert "torch has no CUDA device here" in one.explain()
+        assert (one.statistics().eager, one.statistics().captures) == (calls, 0)
+    double.close()
+    with (
+        graphed(model, strict=True) as strict,
+        pytest.raises(EagerRunError, match="no CUDA device"),
+    ):
+        strict(torch.randn(2, 4).double())
+    with torch.enable_grad():
+        step(torch.randn(2, 4).double()).sum().backward()  # as the module itself
+    assert model.inner[0].weight.grad is not None
+    step.close()
+
+
+def test_tensors_of_the_cpu_are_adopted(host_device: Device) -> None:
+    stream = host_device.create_stream()
+    tensor = torch.zeros(4, 4)
+    ost.fill(stream, host_device.adopt_array(tensor), 3)
+    ost.fill(stream, host_device.adopt_array(tensor[1]), 5)  # a part of the same memory
+    half = host_device.adopt_array(torch.ones(3, dtype=torch.bfloat16))
+    stream.synchronize()
+    assert tensor.tolist() == [[3] * 4, [5] * 4, [3] * 4, [3] * 4]
+    assert half.to_numpy(stream).tolist() == [0x3F80] * 3
+    for wrong, said in (
+        (torch.zeros(4, 4).t(), "strided"),
+        (torch.zeros(4, requires_grad=True), "gradient"),
+    ):
+        with pytest.raises(InputError, match=said):
+            host_device.adopt_array(wrong)

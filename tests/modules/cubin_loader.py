@@ -25,7 +25,7 @@ from ostinato.driver.context import Context
 from ostinato.errors import InputError, NoCudaError, Status, driver_error
 from ostinato.modules import ModuleCache
 from ostinato.modules.compiler import compiler_identity
-from tests.cubins import KernelResources, kernel_resources
+from ostinato.modules.cubin import KernelResources, kernel_resources
 
 
 def needs_nvrtc() -> pytest.MarkDecorator:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import ostinato as ost
 from ostinato.driver.api import ParameterSlot
 from ostinato.errors import CompileError, InputError
 from ostinato.modules import CompileOptions, Source
@@ -18,13 +19,18 @@ from ostinato.modules.compiler import (
     plan_compilation,
     target_arch,
 )
-from ostinato.modules.cubin import kernel_names
-from tests.cubins import kernel_resources
+from ostinato.modules.cubin import kernel_names, kernel_resources
 from tests.modules.cubin_loader import kernel_text, needs_nvrtc
 
 pytestmark = needs_nvrtc()
 
 H100 = (9, 0)
+
+
+@ost.host_kernel("x: *u32")
+def one_word(launch: object, x: object) -> None: ...
+
+
 TEXT = kernel_text(1)
 
 
@@ -284,3 +290,50 @@ def test_device_functions_are_not_kernels() -> None:
 def test_a_damaged_cubin_is_said(size: int) -> None:
     with pytest.raises(InputError):
         kernel_names(compiled(TEXT).data[:size])
+
+
+# --------------------------------------------------------------------------------- without a device
+
+SEVERAL = """
+extern "C" __global__ void k(float* x, int n) { if (threadIdx.x < n) x[threadIdx.x] *= 2; }
+template <typename T> __global__ void t(T* x, T by) { *x *= by; }
+__global__ void plain() {}
+"""
+
+
+def test_kernels_are_compiled_and_reported_without_a_device() -> None:
+    source = Source(SEVERAL, signatures={"k": "x: *f32, n: i32", "t<double>": "x: *f64, by: f64"})
+    made = ost.compile(source, "plain", "t<float>", arch="sm_80")
+    assert made.arch == "sm_80" and made.data.startswith(b"\x7fELF")
+    assert [*made.symbols] == ["plain", "t<float>", "k", "t<double>"]
+    assert [slot.size for slot in made["t<double>"].parameters] == [8, 8]
+    assert made["k"].registers > 0 and made["k"].frame == 0
+    assert made["plain"].name == "_Z5plainv" and made["plain"].parameters == ()
+    with pytest.raises(InputError, match=r"no kernel 'kk'; there are: .*Did you mean 'k'"):
+        made["kk"]
+
+
+@pytest.mark.parametrize(
+    ("source", "names", "options", "said"),
+    [
+        (Source(SEVERAL), ("t",), {}, "no kernel 't'; there are: _Z5plainv, k"),
+        (Source(SEVERAL, signatures={"kk": "x: *f32"}), (), {}, "Did you mean 'k'"),
+        (Source(SEVERAL, signatures={"k": "x: *f32"}), (), {}, "takes 2 parameters"),
+        (Source(SEVERAL, signatures={"k": "x: *f32, n: i64"}), (), {}, "'n' has 8; mend"),
+        (Source(SEVERAL, signatures={"plain": "x: *f32"}), (), {}, "takes 0 parameters"),
+        (Source("", signatures={}), ("k",), {}, "there are: no kernels at all"),
+        (Source(SEVERAL), (), {"arch": "compute_90"}, "like 'sm_90'"),
+        (Source(kind="ptx", data=".version 8.0"), (), {}, "it is ptx, which the driver loads"),
+        (Source(host=[one_word]), (), {}, "no CUDA C.. to compile$"),
+    ],
+)
+def test_what_a_gpu_would_refuse_is_refused_without_one(
+    source: Source, names: tuple[str, ...], options: dict[str, str], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        ost.compile(source, *names, **options)
+
+
+def test_code_that_does_not_compile_raises_without_a_device() -> None:
+    with pytest.raises(CompileError, match=r"broken.cu\(2\): error(.|\n)*>    2 \| "):
+        ost.compile(Source("\nnonsense", name="broken.cu"))

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from ostinato.errors import InputError
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.compiler import compile_plan, plan_compilation
-from ostinato.modules.cubin import kernel_names
-from tests.cubins import kernel_resources
+from ostinato.modules.cubin import kernel_names, kernel_resources
 from tests.modules.cubin_loader import needs_nvrtc
 
 pytestmark = needs_nvrtc()
@@ -24,6 +23,7 @@ TEXT = """
 __device__ __noinline__ int f(int x) { return x * 3; }
 template <int N> __global__ void __launch_bounds__(N) t(float* x, char c) { x[threadIdx.x] = c; }
 template __global__ void t<64>(float*, char);
+__global__ void nothing() {}
 extern "C" __global__ void k(int* x, double y) {
     __shared__ int s[100];
     s[threadIdx.x] = f(*x);
@@ -120,13 +120,13 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "sections that are all the file": lambda: (
         header(64, N, 0)
         + b"".join(section(0, 0, 64 + N * 64 + 100_000) for _ in range(N))
-        + b".nv.info.".ljust(100_000, b"x")
+        + b".nv.constant0.".ljust(100_000, b"x")
     ),
     "names that are all the file": lambda: (
         header(64, N, 0)
         + section(0, 64 + N * 64, 100_010)
         + b"".join(section(i, 0, 0) for i in range(N - 1))
-        + b".nv.info.".ljust(100_009, b"x")
+        + b".nv.constant0.".ljust(100_009, b"x")
         + b"\0"
     ),
     "names without an end": lambda: header(64, 1, 0) + section(0, 64, 64),
@@ -149,8 +149,9 @@ def test_bombs_cost_no_more_than_their_size(bomb: str) -> None:
 
 
 def test_a_sound_one_tells_all() -> None:
-    assert kernel_names(real()) == ("_Z1tILi64EEvPfc", "k")  # and not `f`
-    t, k = kernel_resources(real())
+    assert kernel_names(real()) == ("_Z1tILi64EEvPfc", "_Z7nothingv", "k")  # and not `f`
+    t, nothing, k = kernel_resources(real())
+    assert (nothing.name, nothing.parameters) == ("_Z7nothingv", ())
     assert (t.name, t.max_threads, [p.size for p in t.parameters]) == (
         *("_Z1tILi64EEvPfc", 64),
         [8, 1],

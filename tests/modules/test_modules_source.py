@@ -21,6 +21,8 @@ from ostinato.modules.source import (
     digest_of,
     flags_of,
     include_dirs,
+    kernel,
+    only_kernel_of,
     pre_includes,
     reads_files,
 )
@@ -79,7 +81,11 @@ def test_a_source_cannot_be_changed() -> None:
         ({"cuda": "x", "headers": {"a.h": "1\0 2"}}, "'a.h'.*zero byte"),
         ({"cuda": "x", "headers": {"a\0.h": "1"}}, "zero byte"),
         ({"cuda": "x", "headers": {"a.h": b"1"}}, "'a.h'.*bytes"),
-        ({"cuda": b"x"}, "cuda is bytes"),
+        ({"cuda": b"x"}, "cuda is text, not bytes; .*from_file"),
+        ({"cuda": "// made by\n.version 8.0\n"}, r'is PTX: Source\(kind="ptx"'),
+        ({"cuda": "kernels/k.cubin"}, "'kernels/k.cubin' is the name of a file"),
+        ({"cuda": Path("k.cu")}, "the name of a file"),
+        ({"data": "k.ptx", "kind": "ptx"}, "the name of a file"),
         ({"cuda": "x", "name": "a\0b"}, "zero byte"),
         ({"cuda": "x", "name": 3}, "name is int"),
         ({"data": 5, "kind": "cubin"}, "data is int"),
@@ -94,11 +100,73 @@ def test_what_is_no_source_is_refused(arguments: dict[str, object], said: str) -
         Source(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("a.cu", b"\xef\xbb\xbf// text\n__global__ void k() {}", "cuda"),
+        ("a.bin", b"\x7fELF\x02 and so on", "cubin"),
+        ("a.bin", b"\x50\xed\x55\xba and so on", "fatbin"),
+        ("a.txt", b"// made by a compiler\n/* .target */\n.version 8.0\n.target sm_90", "ptx"),
+        ("a.ptx", b"$ broken", "ptx"),
+    ],
+)
+def test_a_file_is_read_as_what_it_holds(
+    name: str, content: bytes, kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    source = Source.from_file(path, signatures={"k": "x: *f32"})
+    assert (source.kind, source.name) == (kind, name)
+    text = content.removeprefix(b"\xef\xbb\xbf")
+    assert (source.cuda, source.data) == ((text.decode(), b"") if kind == "cuda" else (None, text))
+    assert source.signature("k") is not None
+
+
+def test_a_file_that_is_no_source_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latin.cu").write_bytes(b"// gr\xfc\xdfe")
+    for name, said in (("latin.cu", "UTF-8"), ("missing.cu", "No such file"), ("", "directory")):
+        with pytest.raises(InputError, match=rf"from_file\(.*{name}.*{said}"):
+            Source.from_file(tmp_path / name)
+
+
+def test_the_decorator_makes_a_source_in_both_languages() -> None:
+    @kernel("x: *f32, n: u32", "extern __global__ …", name="double")
+    def twice(launch, x, n):
+        x[:n] *= 2
+
+    assert isinstance(twice, Source)
+    assert (twice.cuda, twice.name, [*twice.host]) == (
+        "extern __global__ …",
+        "double.cu",
+        ["double"],
+    )
+    assert only_kernel_of(twice) == "double"
+    with pytest.raises(InputError, match=r"'wrong' is called as wrong\(launch, x\)"):
+
+        @kernel("x: *f32", "text")
+        def wrong(x): ...
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (Source("text"), "it has 0$"),
+        (Source("text", host=[scale], signatures={"a": "x: *f32"}), "it has 2: a, scale"),
+    ],
+)
+def test_a_name_is_left_out_where_there_is_one_kernel_alone(source: Source, said: str) -> None:
+    with pytest.raises(InputError, match=f"name the kernel .*{said}"):
+        only_kernel_of(source)
+
+
 def test_text_and_host_kernels_are_sources() -> None:
     assert as_source("text").cuda == "text"
     assert as_source(scale).host == {"scale": scale}
     with pytest.raises(InputError, match="int is no kernel source"):
         as_source(3)
+    for name in ("scale.cu", Path("scale.cu")):
+        with pytest.raises(InputError, match=r"scale.cu'.* is the name of a file.*from_file"):
+            as_source(name)
 
 
 # ------------------------------------------------------------------------------------------ options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import time
@@ -14,7 +15,7 @@ import typer
 from ostinato.cli.arguments import expanded, ready_file
 from ostinato.cli.plain import say
 from ostinato.cli.progress import fetched
-from ostinato.errors import InputError
+from ostinato.errors import InputError, NotAvailableError
 from ostinato.models.arguments import counted
 
 if TYPE_CHECKING:
@@ -63,13 +64,16 @@ def save(
     from ostinato.models.files.open import open_checkpoint
 
     ready_file(path, "FILE")
-    with (
-        open_device(device) as opened,
-        open_checkpoint(fetched(model)) as checkpoint,
-        Decoder(
-            opened, checkpoint, max_context=min(context, checkpoint.config.context_length)
-        ) as decoder,
-    ):
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(open_device(device))
+        if not opened.capabilities.compiles_cuda:
+            raise NotAvailableError(
+                "graph save needs a GPU, and this machine has none or another device was named: "
+                "the decoder's kernels for the CPU cannot be saved"
+            )
+        checkpoint = stack.enter_context(open_checkpoint(fetched(model)))
+        positions = min(context, checkpoint.config.context_length)
+        decoder = stack.enter_context(Decoder(opened, checkpoint, max_context=positions))
         graph = decoder.graph(rows)
         state, weights = _memory(graph)
         graph.save(path, inputs=state, outputs=state, constants=weights)

@@ -952,6 +952,19 @@ class Driver(Protocol):
         """Ends `memory_open_shared`.  Work that uses the memory must have ended."""
         ...
 
+    def memory_adopt(self, address: int, nbytes: int, owner: object) -> bool:
+        """Makes memory of this process the device's too, at its address, for kernels and copies.
+
+        `owner` is kept until `memory_end_adopted`.  Several calls may give parts of one memory.
+        False if the memory is the device's own: then there is nothing to end.  Only with
+        `host_memory_is_device_memory`, else NOT_SUPPORTED.
+        """
+        ...
+
+    def memory_end_adopted(self, address: int) -> None:
+        """Ends `memory_adopt` once the device's work under way is done."""
+        ...
+
     def memcpy(self, dst: int, src: int, nbytes: int, stream: StreamHandle) -> None:
         """Copies between device and pinned memory in stream order."""
         ...
@@ -1004,7 +1017,9 @@ class Driver(Protocol):
         """
         ...
 
-    def event_create(self, *, timing: bool = False) -> EventHandle: ...
+    def event_create(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
+        """An event; a thread that waits for a `blocking` one sleeps, where others may poll."""
+        ...
 
     def event_destroy(self, event: EventHandle) -> None: ...
 

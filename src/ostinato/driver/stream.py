@@ -29,9 +29,10 @@ from ostinato.driver.api import (
     StreamHandle,
     not_null,
 )
-from ostinato.driver.closeable import Closeable
+from ostinato.driver.closeable import Closeable, elsewhere
 from ostinato.driver.context import Context, Entry
 from ostinato.driver.signature import Signature
+from ostinato.driver.waiting import wait_in_thread
 from ostinato.errors import (
     ClosedError,
     DriverError,
@@ -131,11 +132,11 @@ class Event(Closeable):
     Every call on a closed event raises ClosedError.
     """
 
-    def __init__(self, context: Context, *, timing: bool = False) -> None:
+    def __init__(self, context: Context, *, timing: bool = False, blocking: bool = False) -> None:
         context.require_open()
         self.context = context
         self.timing = timing
-        self.owner: object = _DriverEvent(context, timing)
+        self.owner: object = _DriverEvent(context, timing, blocking)
         """What graphs keep; None once it is closed."""
         self._handle = self.owner.handle
 
@@ -172,6 +173,25 @@ class Event(Closeable):
         if self.context.failures:
             self.context.raise_failures()
 
+    async def wait_async(self) -> None:
+        """As `synchronize`, in asyncio: `await event.wait_async()`.  The event loop goes on.
+
+        A thread waits meanwhile; for an event made with `blocking` it sleeps.  Any number of tasks
+        may wait; a task that is cancelled does not disturb the others.  Raises as `done`, and what
+        made the context fail meanwhile.
+        """
+        driver, owner, handle = self.context.driver, self.owner, self._awaited()
+
+        def wait() -> None:
+            driver.event_synchronize(handle)
+            assert owner is not None  # kept until now: `close` does not destroy what is waited for
+
+        with self.context.reporting():
+            if driver.event_query(handle):
+                driver.event_synchronize(handle)  # raises if the context has failed
+            else:
+                await wait_in_thread(wait)
+
     def _awaited(self) -> EventHandle:
         """The driver's handle, for a call by which the host learns that the event was reached."""
         handle = self.handle
@@ -199,9 +219,9 @@ class Event(Closeable):
 class _DriverEvent:
     """An event of the driver, destroyed when neither an `Event` nor a graph keeps it."""
 
-    def __init__(self, context: Context, timing: bool) -> None:
+    def __init__(self, context: Context, timing: bool, blocking: bool) -> None:
         driver = context.driver
-        self.handle: EventHandle = driver.event_create(timing=timing)
+        self.handle: EventHandle = driver.event_create(timing=timing, blocking=blocking)
         handle = self.handle
         finalizer = weakref.finalize(self, context.retire, lambda: driver.event_destroy(handle))
         finalizer.atexit = False
@@ -223,6 +243,12 @@ def handle_of(event: Event, context: Context) -> EventHandle:
     return event.handle
 
 
+@elsewhere(
+    sync="synchronize() waits for its work",
+    query="done says whether all its work is done",
+    wait_event="wait(event) makes later work wait for an event",
+    wait_stream="wait(other.record()) makes later work wait for another stream",
+)
 class Stream(Closeable):
     """An ordered queue of device work.
 
@@ -431,6 +457,19 @@ class Stream(Closeable):
         HostFunctionError if a host function has raised."""
         self.guarded("synchronize", self.context.driver.stream_synchronize, Entry.ONCE)
         self.context.collect()
+
+    async def wait_async(self) -> None:
+        """Waits for the work submitted so far, in asyncio: `await stream.wait_async()`.
+
+        The event loop goes on, and so does this stream: later work is not waited for.  A thread
+        sleeps meanwhile.  Raises as `synchronize`, also what made the context fail meanwhile.
+        """
+        driver = self.context.driver
+        if self.guarded("wait_async", driver.stream_query, Entry.ONCE):
+            # Raises if the context has failed.  No `collect`: freeing memory waits for the device.
+            self.guarded("wait_async", driver.stream_synchronize, Entry.ONCE)
+        else:
+            await self.record(Event(self.context, blocking=True)).wait_async()
 
     @property
     def done(self) -> bool:

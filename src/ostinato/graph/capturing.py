@@ -20,8 +20,9 @@ import enum
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, _GeneratorContextManager
+from typing import Any
 
 from ostinato.driver.api import (
     CaptureMode,
@@ -31,6 +32,7 @@ from ostinato.driver.api import (
     NodeHandle,
     NodeKind,
 )
+from ostinato.driver.closeable import elsewhere
 from ostinato.driver.context import Entry, Tap
 from ostinato.driver.location import caller_line, caller_location, describe_line
 from ostinato.driver.stream import Event, Operation, Stream, require_stream
@@ -579,7 +581,16 @@ def _leaves(graph: Graph) -> list[NodeHandle]:
     return [n for n in graph.context.driver.graph_nodes(graph.handle) if n not in sources]
 
 
-@contextmanager
+@elsewhere(
+    **dict.fromkeys(
+        ("graph", "begin", "end"),
+        "capture() is for `with`: with ost.capture(stream) as capture: …; then capture.graph",
+    )
+)
+class _Block(_GeneratorContextManager[Capture]):
+    """What `capture` returns."""
+
+
 def capture(
     stream: Stream,
     *,
@@ -588,7 +599,7 @@ def capture(
     into: Graph | None = None,
     contained: bool = False,
     trace: bool = False,
-) -> Iterator[Capture]:
+) -> AbstractContextManager[Capture]:
     """Captures what the `with` block submits to `stream`; `capture.graph` afterwards.
 
     Nothing runs.  The capture ends on every path: an exception in the block is raised again as it
@@ -600,7 +611,12 @@ def capture(
             ost.launch(stream, kernel, config, x, n)
         run = capture.graph.instantiate(upload=stream)
     """
-    under_way = Capture(stream, mode=mode, pool=pool, into=into, contained=contained, trace=trace)
+    options = {"mode": mode, "pool": pool, "into": into, "contained": contained, "trace": trace}
+    return _Block(_captured, (stream,), options)
+
+
+def _captured(stream: Stream, **options: Any) -> Generator[Capture, None, None]:
+    under_way = Capture(stream, **options)
     # All inside: an interruption may come before any line, also right after `begin`.
     try:
         under_way.begin()

@@ -31,7 +31,7 @@ from ostinato.driver.api import (
     UpdateVerdict,
     not_null,
 )
-from ostinato.driver.closeable import Closeable
+from ostinato.driver.closeable import Closeable, elsewhere
 from ostinato.driver.context import Context, Entry
 from ostinato.driver.forking import new_lock
 from ostinato.driver.launcher import Launcher
@@ -150,6 +150,7 @@ class UpdateReport:
         return f"{count_text(self.nodes, 'node')} updated"
 
 
+@elsewhere(replay="launch(stream) replays it")
 class GraphExec(Launcher, Closeable):
     """An executable (CUgraphExec), made by `Graph.instantiate`.
 

@@ -37,7 +37,7 @@ from ostinato.driver.api import (
     not_null,
     whole_number,
 )
-from ostinato.driver.closeable import Closeable
+from ostinato.driver.closeable import Closeable, elsewhere
 from ostinato.driver.context import Context, HasContext, Tap, context_of
 from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream, handle_of, require_callable
@@ -70,6 +70,18 @@ __all__ = ["Conditional", "Graph", "fill_params"]
 NodeRef = Node | NodeHandle
 
 
+_DEFINITION = "a graph is a definition: run = graph.instantiate(upload=stream) can be "
+
+
+@elsewhere(
+    launch=f"{_DEFINITION}launched",
+    replay=f"{_DEFINITION}launched",
+    upload=f"{_DEFINITION}launched",
+    patch=f"{_DEFINITION}patched",
+    patcher=f"{_DEFINITION}patched",
+    rebind=f"{_DEFINITION}rebound",
+    update=f"{_DEFINITION}updated",
+)
 class Graph(Closeable):
     """A graph definition (CUgraph).
 

@@ -150,7 +150,10 @@ def _require_types(what: str, kernel: object, config: object, stream: object = N
         wanted.insert(0, ("stream", stream, Stream))
     for name, value, kind in wanted:
         if not isinstance(value, kind):
-            how = " (device.modules.get_or_compile makes one)" if kind is Kernel else ""
+            how = {
+                Kernel: " (device.kernel(source, name) makes one)",
+                LaunchConfig: " (ost.LaunchConfig(grid, block))",
+            }.get(kind, " (device.create_stream() makes one)")
             raise InputError(
                 f"{what}({order}): {name} must be a {kind.__name__}, not "
                 f"{type(value).__name__}{how}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,19 @@ __all__ = [
     "fill_operation",
     "require_buffer",
 ]
+
+
+_HINTS = dict.fromkeys(
+    ("numpy", "get", "cpu", "tolist", "item", "copy_to_host"),
+    "to_numpy(stream) copies the values to the host",
+) | {
+    "reshape": "view(shape=…) is the same memory with another shape",
+    "astype": "view(dtype=…) is the same bytes with another dtype",
+    "fill": "ost.fill(stream, buffer, value) fills it",
+    "data_ptr": "address says where it begins",
+    "ptr": "address says where it begins",
+}
+"""Names that other libraries have, and what to write instead."""
 
 
 def _nobody() -> None:
@@ -132,7 +145,13 @@ class Buffer(Closeable):
         def __getattr__(self, name: str) -> object:
             if name in ("address", "_pointer") and "_range" in self.__dict__:
                 self._require_open()
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            hint = _HINTS.get(name, "")
+            raise AttributeError(
+                f"{type(self).__name__.strip('_')!r} object has no attribute {name!r}"
+                + (f": {hint}" if hint else ""),
+                name=name,
+                obj=self,
+            )
 
     def __repr__(self) -> str:
         place = "pinned" if self.pinned else self.context.driver.name
@@ -199,7 +218,11 @@ class Buffer(Closeable):
         kind = self.dtype if dtype is None else device_dtype(dtype)
         start = whole_number(offset)
         if start is None:
-            raise InputError(f"offset={offset!r}: a whole number of bytes is needed")
+            given = f"view(shape={offset!r})" if isinstance(offset, Iterable) else "view(4)"
+            raise InputError(
+                f"offset={offset!r}: a whole number of bytes is needed; a shape is given by its "
+                f"name: {given}"
+            )
         left = self.nbytes - start
         new = (max(0, left) // kind.itemsize,) if shape is None else as_shape(shape)
         if start < 0 or math.prod(new) * kind.itemsize > left:
@@ -232,6 +255,13 @@ class Buffer(Closeable):
         if not -self.shape[0] <= place < self.shape[0]:
             raise InputError(f"row {place} of {self.shape[0]}")
         return self._part((place % self.shape[0]) * row_bytes, row, self.dtype)
+
+    def __setitem__(self, index: object, value: object) -> NoReturn:
+        raise TypeError(
+            f"elements of a {type(self).__name__.strip('_')} cannot be assigned: "
+            "buffer[2:5].copy_from(values, stream) copies rows, ost.fill(stream, buffer[2:5], "
+            "value) fills them"
+        )
 
     def __len__(self) -> int:
         return self.shape[0] if self.shape else 0

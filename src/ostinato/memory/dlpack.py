@@ -1,4 +1,4 @@
-"""Device arrays of other libraries as buffers, without a copy: CUDA array interface and DLPack.
+"""Arrays of other libraries as buffers, without a copy: CUDA array interface and DLPack.
 
 The layout of DLPack's structures is dlpack.h's (version 0.8, which version 1 keeps for
 unversioned capsules).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ from ostinato.memory.buffer import Buffer, device_dtype
 
 __all__ = ["adopt_array"]
 
-_CUDA_DEVICES = {2: "CUDA", 13: "CUDA managed"}
+_CPU = 1
+_CUDA_DEVICES = (2, 13)  # CUDA, CUDA managed
 
 
 class _Device(ctypes.Structure):
@@ -44,11 +46,13 @@ class _Tensor(ctypes.Structure):
 
 
 def adopt_array(context: Context, array: object) -> Buffer:
-    """A buffer over a C-contiguous device array of another library, which is kept alive.
+    """A buffer over a C-contiguous array of another library, which is kept alive.
 
-    Through `__cuda_array_interface__`, else `__dlpack__`.  Not ordered with the library's streams:
-    the caller must wait for work that fills the array before work of ours reads it.  bfloat16 comes
-    as its uint16 bits.  Raises InputError for host, strided and masked arrays and unknown types.
+    Through `__cuda_array_interface__`, else `__dlpack__`: device arrays, and on the host device
+    arrays of the CPU (NumPy's, torch's).  Not ordered with the library's streams: the caller must
+    wait for work that fills the array before work of ours reads it, and for ours before the library
+    reads it.  bfloat16 comes as its uint16 bits.  Raises InputError for arrays on another device,
+    read-only, strided and masked ones, those that torch tracks gradients of, and unknown types.
     """
     if isinstance(array, Buffer):
         return array
@@ -105,10 +109,20 @@ def _require_dense(
 def _from_dlpack(context: Context, array: Any) -> Buffer:
     # The capsule owns a reference to the array's memory until it is consumed or collected; it is
     # kept and never consumed, so its own destructor runs when the buffer is gone.
+    driver, what = context.driver, type(array).__name__
+    on_cpu = driver.capabilities.host_memory_is_device_memory
     device_type = int(array.__dlpack_device__()[0])
-    if device_type not in _CUDA_DEVICES:
-        raise InputError(f"{type(array).__name__} is on DLPack device {device_type}, not CUDA")
-    capsule = array.__dlpack__(stream=-1)
+    if device_type == _CPU and not on_cpu:
+        raise InputError(
+            f"{what} is in memory of the CPU, which {driver.name} cannot read in place; "
+            "device.array(values) copies it"
+        )
+    if device_type not in ((_CPU,) if on_cpu else _CUDA_DEVICES):
+        raise InputError(f"{what} is on DLPack device {device_type}, and not on {driver.name}")
+    try:
+        capsule = array.__dlpack__(stream=None if on_cpu else -1)  # -1: does not wait
+    except (BufferError, RuntimeError) as error:  # read-only; torch's: tracked for gradients
+        raise InputError(f"{what} cannot be adopted: {error}") from None
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     tensor = _Tensor.from_address(pointer(capsule, b"dltensor"))
@@ -118,7 +132,11 @@ def _from_dlpack(context: Context, array: Any) -> Buffer:
         strides = [tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim)]
         _require_dense(array, shape, strides, dtype.itemsize)
     address = (tensor.data or 0) + tensor.byte_offset
-    return Buffer(context, address, shape, dtype, base=(array, capsule))
+    buffer = Buffer(context, address, shape, dtype, base=(array, capsule))
+    if on_cpu and buffer.nbytes and driver.memory_adopt(address, buffer.nbytes, buffer.base):
+        end = weakref.finalize(buffer, context.retire, lambda: driver.memory_end_adopted(address))
+        end.atexit = False
+    return buffer
 
 
 def _dtype(kind: _DataType) -> np.dtype[Any]:

@@ -15,14 +15,18 @@ from ostinato.modules.source import CompileOptions, Source
 
 if TYPE_CHECKING:
     from ostinato.modules.ahead import CompilerPool
+    from ostinato.modules.cubin import KernelResources
+    from ostinato.modules.offline import CompiledSource
 
 __all__ = [
     "CacheStatistics",
     "CompileOptions",
+    "CompiledSource",
     "CompilerPool",
     "DiskStatistics",
     "DiskStore",
     "Kernel",
+    "KernelResources",
     "LoadedModule",
     "ModuleCache",
     "PreloadItem",
@@ -32,9 +36,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """What compiles ahead, in processes of its own, is loaded when it is first used."""
-    if name != "CompilerPool":
-        raise AttributeError(f"module 'ostinato.modules' has no attribute {name!r}")
-    from ostinato.modules.ahead import CompilerPool
+    """What compiles ahead, or without a device, is loaded when it is first used."""
+    if name == "CompilerPool":
+        from ostinato.modules.ahead import CompilerPool
 
-    return CompilerPool
+        return CompilerPool
+    if name == "KernelResources":
+        from ostinato.modules.cubin import KernelResources
+
+        return KernelResources
+    if name == "CompiledSource":
+        from ostinato.modules.offline import CompiledSource
+
+        return CompiledSource
+    raise AttributeError(f"module 'ostinato.modules' has no attribute {name!r}")

@@ -1,26 +1,28 @@
-"""The names of the kernels in a cubin, read from the ELF file itself: no driver, no cuobjdump.
+"""What a cubin says of its kernels, read from the ELF file itself: no driver, no cuobjdump.
 
-Section and attribute numbers as in NVIDIA's `cuobjdump -elf` output: every function has a section
-`.nv.info.<name>` with its attributes.  An attribute is a format byte, a number byte and a 16-bit
-value or length.
+Section names and attribute numbers as in NVIDIA's `cuobjdump -elf` output.  Every kernel has a
+section `.nv.constant0.<name>` for its parameters, also one that takes none; device functions have
+none.  `.nv.info.<name>` has attributes: a format byte, a number byte and a 16-bit value or length.
 
-A file that is not a cubin, or a damaged one, raises InputError or is read as far as it goes; the
-work and the memory are bounded by its size.
+`kernel_names` reads any file: one that is not a cubin, or a damaged one, raises InputError or is
+read as far as it goes; the work and the memory are bounded by its size.  `kernel_resources` is for
+code that the compiler has just made.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from ostinato.driver.api import ParameterSlot
 from ostinato.errors import InputError
 
-__all__ = ["kernel_names"]
+__all__ = ["KernelResources", "kernel_names", "kernel_resources"]
 
-_INFO = ".nv.info."
+_CONSTANTS = ".nv.constant0."
 _SIZED = 4  # the format whose 16-bit word is the length of what follows
-# EIATTR_KPARAM_INFO and EIATTR_CBANK_PARAM_SIZE: kernels have one of them, device functions none.
-_OF_KERNELS = (0x17, 0x19)
+_MAX_THREADS, _FRAME_SIZE, _PARAMETER, _REGISTERS = 0x05, 0x11, 0x17, 0x2F
 _NO_CONTENT = 8
 _ENTRY = struct.Struct("<IIQQQQIIQQ")
 
@@ -31,31 +33,27 @@ def kernel_names(data: bytes) -> tuple[str, ...]:
         raise InputError("this is not a cubin (a 64-bit ELF file)")
     try:
         names = {
-            name.removeprefix(_INFO)
-            for name, content in _sections(data)
-            if name.startswith(_INFO) and _is_of_kernel(content)
+            name.removeprefix(_CONSTANTS)
+            for name in _section_names(data)
+            if name.startswith(_CONSTANTS)
         }
     except (struct.error, IndexError, ValueError, OverflowError) as error:
         raise InputError(f"this cubin is damaged: {error}") from None
     return tuple(sorted(names))
 
 
-def _sections(data: bytes) -> list[tuple[str, memoryview]]:
-    """Name and content of each section.  Raises ValueError, IndexError or struct.error."""
+def _section_names(data: bytes) -> Iterator[str]:
+    """The name of each section.  Raises ValueError, IndexError or struct.error."""
     (table,) = struct.unpack_from("<Q", data, 0x28)
     entry_size, count, names_index = struct.unpack_from("<HHH", data, 0x3A)
     if entry_size != _ENTRY.size:
         raise ValueError(f"section headers of {entry_size} bytes")
     raw = [_ENTRY.unpack_from(data, table + entry_size * i) for i in range(count)]
-    whole, left, contents = memoryview(data), len(data), []
     for _, kind, _, _, offset, size, *_ in raw:
-        nbytes = 0 if kind == _NO_CONTENT else size
-        left -= nbytes
-        if left < 0 or offset + nbytes > len(data):
+        if offset + (0 if kind == _NO_CONTENT else size) > len(data):
             raise ValueError("its sections are larger than the file")
-        contents.append(whole[offset : offset + nbytes])
-    names = _names(contents[names_index].tobytes(), [at for at, *_ in raw])
-    return list(zip(names, contents, strict=True))
+    _, _, _, _, offset, size, *_ = raw[names_index]
+    return _names(data[offset : offset + size], [at for at, *_ in raw])
 
 
 def _names(table: bytes, offsets: list[int]) -> Iterator[str]:
@@ -69,11 +67,79 @@ def _names(table: bytes, offsets: list[int]) -> Iterator[str]:
         yield table[offset:end].decode("utf-8", "replace")
 
 
-def _is_of_kernel(content: memoryview) -> bool:
+@dataclass(frozen=True, slots=True)
+class KernelResources:
+    """A kernel as compiled for one architecture.
+
+    `name` is its symbol, `registers` those of a thread.  `max_threads` is from its launch bounds,
+    None without any.  `frame`: bytes of local memory a thread, for registers that spill and for
+    arrays.  `shared`: bytes of static shared memory a block.
+    """
+
+    name: str
+    registers: int
+    max_threads: int | None
+    frame: int
+    shared: int
+    parameters: tuple[ParameterSlot, ...]
+
+
+def kernel_resources(data: bytes) -> tuple[KernelResources, ...]:
+    """Of each kernel, in name order.  Raises InputError if it is no cubin."""
+    names = kernel_names(data)
+    if not names:
+        return ()
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    count, names_index = struct.unpack_from("<HH", data, 0x3C)
+    raw = [_ENTRY.unpack_from(data, table + _ENTRY.size * i) for i in range(count)]
+
+    def content(index: int) -> bytes:
+        _, _, _, _, offset, size, *_ = raw[index]
+        return data[offset : offset + size]
+
+    def text(strings: bytes, at: int) -> str:
+        return strings[at : strings.index(b"\0", at)].decode()
+
+    sections = {text(content(names_index), entry[0]): i for i, entry in enumerate(raw)}
+    symbols = sections[".symtab"]
+    strings = content(raw[symbols][6])
+    symbol_names = [text(strings, at) for at, _ in struct.iter_unpack("<I20s", content(symbols))]
+    of_module = list(_attributes(content(sections[".nv.info"])))
+
+    def by_symbol(wanted: int) -> dict[str, int]:
+        pairs = [struct.unpack_from("<II", body) for number, body in of_module if number == wanted]
+        return {symbol_names[index]: value for index, value in pairs}
+
+    registers, frames = by_symbol(_REGISTERS), by_symbol(_FRAME_SIZE)
+    found = []
+    for name in names:
+        info = list(_attributes(content(sections[f".nv.info.{name}"])))
+        bounds = [struct.unpack("<III", body) for number, body in info if number == _MAX_THREADS]
+        slots = {}
+        for number, body in info:
+            if number == _PARAMETER:
+                _, ordinal, offset, word = struct.unpack("<IHHI", body)
+                slots[ordinal] = ParameterSlot(offset, word >> 18)
+        shared = sections.get(f".nv.shared.{name}")
+        found.append(
+            KernelResources(
+                name=name,
+                registers=registers[name],
+                max_threads=bounds[0][0] * bounds[0][1] * bounds[0][2] if bounds else None,
+                frame=frames.get(name, 0),
+                shared=0 if shared is None else raw[shared][5],
+                parameters=tuple(slots[i] for i in sorted(slots)),
+            )
+        )
+    return tuple(found)
+
+
+def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Numbers and values: a format byte, a number byte, a word; format 4 has so many bytes more."""
     at = 0
-    while at + 4 <= len(content):
-        kind, number, word = struct.unpack_from("<BBH", content, at)
-        if number in _OF_KERNELS:
-            return True
-        at += 4 + (word if kind == _SIZED else 0)
-    return False
+    while at + 4 <= len(data):
+        kind, number, word = struct.unpack_from("<BBH", data, at)
+        at += 4
+        nbytes = word if kind == _SIZED else 0
+        yield number, data[at : at + nbytes] if nbytes else word.to_bytes(2, "little")
+        at += nbytes

@@ -9,7 +9,7 @@ retired: `Context.collect` unloads it outside of captures, after the device has 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ostinato.driver.api import (
     Driver,
@@ -19,6 +19,7 @@ from ostinato.driver.api import (
     KernelArguments,
     ModuleHandle,
     Pack,
+    ParameterSlot,
     PlainLaunch,
     whole_number,
 )
@@ -29,7 +30,7 @@ from ostinato.driver.launcher import packer
 from ostinato.driver.signature import PLAIN_CODES, Signature, pack_untyped
 from ostinato.errors import ClosedError, DriverError, InputError, Status
 
-__all__ = ["Kernel", "LoadedModule"]
+__all__ = ["Kernel", "LoadedModule", "check_signature", "entry_of"]
 
 
 class LoadedModule(Closeable):
@@ -113,23 +114,7 @@ class LoadedModule(Closeable):
         except DriverError as error:
             if error.status != Status.NOT_FOUND:
                 raise
-        # The Itanium mangling of a plain C++ name: _Z, its length, the name, the parameters.
-        mangled = [n for n in self.names if n.startswith(f"_Z{len(name)}{name}")]
-        if len(mangled) == 1:
-            return driver.module_function(self._handle, mangled[0])
-        if mangled:
-            raise InputError(
-                f"{self.name}: {name!r} is overloaded or a template: {', '.join(mangled)}; "
-                f"name one of them, or give the C++ name in full (like '{name}<float>')"
-            )
-        there = ", ".join(self.names) or "no kernels at all"
-        import difflib
-
-        close = difflib.get_close_matches(name, self.names, 1)
-        raise InputError(
-            f"{self.name} has no kernel {name!r}; there are: {there}."
-            + (f" Did you mean {close[0]!r}?" if close else "")
-        )
+        return driver.module_function(self._handle, entry_of(name, self.names, self.name))
 
     def close(self) -> None:
         """Unloads it once no capture is under way and the device is done.  Idempotent.
@@ -161,7 +146,7 @@ class _Unload:
 class Kernel:
     """A function on the device, ready to launch.  Keeps its module loaded.
 
-        scale = device.modules.get_or_compile(SOURCE, "scale")
+        scale = device.kernel(SOURCE, "scale")
         ost.launch(stream, scale, ost.LaunchConfig(grid=8, block=256), x, 2.0, n)
 
     `signature` is None if it is not known; then arguments are packed by the sizes that the driver
@@ -195,8 +180,9 @@ class Kernel:
         self.info: FunctionInfo = module.context.driver.function_info(function)
         self.signature = signature
         known = self.info.parameters
-        if signature is not None:
-            _check_signature(module.name, name, signature, self.info)
+        # Without any there is nothing to compare with: no parameters, or a driver that cannot tell.
+        if signature is not None and known:
+            check_signature(module.name, name, signature, known)
         self.slots = known or (signature.layout if signature is not None else ())
         """The layout of the parameters: the compiled code's own if the driver knows it."""
         codes = _codes(signature, self.slots)
@@ -242,6 +228,32 @@ class Kernel:
         return self.context.driver.function_occupancy(self.function, *sizes)
 
 
+def entry_of(name: str, entries: Sequence[str], module: str) -> str:
+    """The symbol of a kernel: its name, or a C++ entry's plain name if that is unique.
+
+    Raises InputError that lists the entries there are.
+    """
+    if name in entries:
+        return name
+    # The Itanium mangling of a plain C++ name: _Z, its length, the name, the parameters.
+    mangled = [n for n in entries if n.startswith(f"_Z{len(name)}{name}")]
+    if len(mangled) == 1:
+        return mangled[0]
+    if mangled:
+        raise InputError(
+            f"{module}: {name!r} is overloaded or a template: {', '.join(mangled)}; "
+            f"name one of them, or give the C++ name in full (like '{name}<float>')"
+        )
+    there = ", ".join(entries) or "no kernels at all"
+    import difflib
+
+    close = difflib.get_close_matches(name, entries, 1)
+    raise InputError(
+        f"{module} has no kernel {name!r}; there are: {there}."
+        + (f" Did you mean {close[0]!r}?" if close else "")
+    )
+
+
 def _size(value: object, what: str, least: int) -> int:
     """A whole number of at least so much.  Raises InputError, with `what` in it."""
     number = whole_number(value)
@@ -250,11 +262,10 @@ def _size(value: object, what: str, least: int) -> int:
     return number
 
 
-def _check_signature(module: str, name: str, signature: Signature, info: FunctionInfo) -> None:
+def check_signature(
+    module: str, name: str, signature: Signature, known: Sequence[ParameterSlot]
+) -> None:
     """Raises InputError unless the signature has the sizes that the code was compiled with."""
-    known = info.parameters
-    if not known:  # nothing to compare with: no parameters, or a driver that cannot tell
-        return
     wanted = signature.parameters
     if len(wanted) != len(known):
         raise InputError(

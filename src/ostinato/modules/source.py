@@ -5,7 +5,7 @@
         host=[scale],                       # a `host_kernel` of the same name
         name="scale.cu",
     )
-    device.modules.get_or_compile(SCALE, "scale")      # on a GPU and on the host device
+    device.kernel(SCALE, "scale")           # on a GPU and on the host device
 
 A source with both languages runs on both drivers, and its host kernels' signatures check and pack
 the arguments of the CUDA kernels of the same names.
@@ -16,14 +16,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Integral, Real
 from os import PathLike
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from ostinato.driver.signature import Signature
 from ostinato.errors import InputError
@@ -42,6 +43,8 @@ __all__ = [
     "digest_of",
     "flags_of",
     "include_dirs",
+    "kernel",
+    "only_kernel_of",
     "pre_includes",
     "reads_files",
     "require_entries",
@@ -73,6 +76,11 @@ def digest_of(parts: Iterable[str | bytes | int | None]) -> bytes:
 
 # ------------------------------------------------------------------------------------------ sources
 
+_MAGIC = {"cubin": b"\x7fELF", "fatbin": b"\x50\xed\x55\xba"}
+# Comments and blank lines may stand before the first directive.
+_PTX = re.compile(r"(?:\s|//[^\n]*\n|/\*.*?\*/)*\.version\s", re.DOTALL)
+_FILE_NAME = re.compile(r"[^\n;{}()#]*\.(?:cu|cuh|cubin|ptx|fatbin|c|cc|cpp|h|hpp)")
+
 BINARY_KINDS = frozenset({"ptx", "cubin", "fatbin"})
 """Kinds of `Source.data`: code that is compiled already, or that the driver itself assembles."""
 
@@ -96,7 +104,7 @@ class Source(_Content):
     """Kernels under one name, immutable.  Equal sources have the same content.
 
         SCALE = ost.Source(CUDA_TEXT, host=[scale], name="scale.cu")
-        kernel = device.modules.get_or_compile(SCALE, "scale")
+        kernel = device.kernel(SCALE, "scale")
 
     `cuda` is CUDA C++ text.  `data` with `kind` "ptx" (text or bytes), "cubin" or "fatbin" is
     compiled code instead.  `host` are the functions for the host driver, by entry name.
@@ -105,9 +113,10 @@ class Source(_Content):
     that has no signature here is refused if one of these is for no entry.  `headers` are texts that
     `#include` finds by name, before any folder.  `name` is shown in the compiler's messages.
 
-    Raises InputError for an unknown kind, for text and data together, for an empty source, for two
-    host kernels of one name, for text with a zero byte, which C would cut there, and for a
-    signature of no entry if there are host kernels alone.
+    Raises InputError for an unknown kind, for text and data together, for an empty source, for a
+    file's name in place of text (`Source.from_file`), for two host kernels of one name, for text
+    with a zero byte, which C would cut there, and for a signature of no entry if there are host
+    kernels alone.
     """
 
     __slots__ = ()
@@ -134,13 +143,15 @@ class Source(_Content):
                 f"source {name!r}: give CUDA C++ as `cuda`, or compiled code as `data` with its "
                 f"kind ({', '.join(sorted(BINARY_KINDS))}), not a mixture"
             )
+        _refuse_file_name(cuda)
+        _refuse_file_name(data)
         if not isinstance(data, str | bytes | bytearray | memoryview):
             raise InputError(f"source {name!r}: data is {type(data).__name__}; text or bytes")
         raw = data.encode() if isinstance(data, str) else bytes(data)
         if cuda is None and not raw and not functions:
             raise InputError(f"source {name!r} is empty: give CUDA C++, data or host kernels")
         if cuda is not None:
-            _require_text(f"source {name!r}: cuda", cuda)
+            _require_code(name, cuda)
         for header, text in dict(headers or {}).items():
             _require_text(f"source {name!r}: a header's name", header)
             _require_text(f"source {name!r}: header {header!r}", text)
@@ -166,6 +177,39 @@ class Source(_Content):
             name,
             tuple(sorted((n, id(f)) for n, f in functions.items())),
         )
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | PathLike[str],
+        *,
+        host: Mapping[str, HostKernel] | Iterable[HostKernel] = (),
+        signatures: Mapping[str, str | Signature] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Self:
+        """A source of what a file holds now: a cubin, a fatbin, PTX, or CUDA C++ (UTF-8).
+
+        What it holds is told by its first bytes; PTX also by the suffix `.ptx`.  The source has the
+        file's name.  Headers beside a CUDA C++ file are found if `CompileOptions.include` names
+        their folder.  Raises InputError if the file cannot be read.
+        """
+        try:
+            raw = Path(path).read_bytes()
+        except (OSError, TypeError, ValueError) as error:
+            raise InputError(f"Source.from_file({path!r}): {error}") from None
+        kind = next((k for k, magic in _MAGIC.items() if raw.startswith(magic)), "cuda")
+        if kind == "cuda" and (Path(path).suffix == ".ptx" or _PTX.match(raw.decode("latin-1"))):
+            kind = "ptx"
+        about: dict[str, Any] = {"host": host, "signatures": signatures, "name": Path(path).name}
+        if kind != "cuda":
+            return cls(kind=kind, data=raw, headers=headers, **about)
+        try:
+            return cls(raw.decode("utf-8-sig"), headers=headers, **about)
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"Source.from_file({path!r}): neither CUDA C++ in UTF-8 ({error}) nor a cubin, a "
+                "fatbin or PTX"
+            ) from None
 
     @property
     def has_device_code(self) -> bool:
@@ -236,6 +280,68 @@ def require_entries(
         )
 
 
+def _require_code(name: str, value: object) -> None:
+    """Raises InputError for compiled code and PTX as CUDA C++."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise InputError(
+            f"source {name!r}: cuda is text, not {type(value).__name__}; give compiled code as "
+            "`data` with its kind, or let Source.from_file read it"
+        )
+    _require_text(f"source {name!r}: cuda", value)
+    if _PTX.match(str(value)):
+        raise InputError(f'source {name!r} is PTX: Source(kind="ptx", data=text)')
+
+
+def _refuse_file_name(value: object) -> None:
+    """Raises InputError for the name of a file, which is no code."""
+    if isinstance(value, PathLike) or (isinstance(value, str) and _FILE_NAME.fullmatch(value)):
+        raise InputError(
+            f"{value!r} is the name of a file, and code is needed: Source.from_file reads files"
+        )
+
+
+def kernel(
+    signature: str, cuda: str, *, name: str | None = None
+) -> Callable[[Callable[..., object]], Source]:
+    """A decorator: makes a `Source` of one kernel in both languages, for both drivers.
+
+        @ost.kernel("x: *f32, factor: f32, n: u32", r\"\"\"
+        extern "C" __global__ void scale(float* x, float factor, unsigned n) { … }\"\"\")
+        def scale(launch, x, factor, n):
+            x[:n] *= factor
+
+        loaded = device.kernel(scale)
+
+    The function is the kernel for the CPU, as `host_kernel` has it, which must do the same.  `cuda`
+    is CUDA C++ text with a kernel of the function's name, or of `name`.  Raises InputError as
+    `host_kernel` and `Source` do.
+    """
+    from ostinato.driver.host.kernel import host_kernel
+
+    made = host_kernel(signature, name=name)
+
+    def decorate(function: Callable[..., object]) -> Source:
+        host = made(function)
+        return Source(cuda, host=[host], name=f"{host.name}.cu")
+
+    return decorate
+
+
+def only_kernel_of(source: Source) -> str:
+    """The name of the one kernel that a source is known to have.
+
+    Raises InputError if it is not known, or if there are several.
+    """
+    names = {*source.host, *source.signatures}
+    if len(names) == 1:
+        return names.pop()
+    known = f": {', '.join(sorted(names))}" if names else ""
+    raise InputError(
+        f"source {source.name!r}: name the kernel (device.kernel(source, name)), which is only "
+        f"known of a source with one host kernel or signature; it has {len(names)}{known}"
+    )
+
+
 def _require_text(what: str, value: object) -> None:
     """Raises InputError for what is no text, and for a zero byte, where C would cut the text."""
     if not isinstance(value, str):
@@ -274,6 +380,7 @@ def as_source(value: Source | str | HostKernel) -> Source:
     """CUDA C++ text, or one host kernel, as a Source.  Raises InputError for anything else."""
     if isinstance(value, Source):
         return value
+    _refuse_file_name(value)
     if isinstance(value, str):
         return Source(value)
     from ostinato.driver.host.kernel import HostKernel
@@ -331,7 +438,7 @@ class CompileOptions(_OptionFields):
     def __init__(
         self,
         std: str = "c++17",
-        defines: Mapping[str, str | None] | Iterable[tuple[str, str | None]] = (),
+        defines: Mapping[str, str | float | None] | Iterable[tuple[str, str | float | None]] = (),
         include: Iterable[str | PathLike[str]] = (),
         fast_math: bool = False,
         max_registers: int | None = None,
@@ -370,7 +477,7 @@ class CompileOptions(_OptionFields):
 
 
 def _macros(
-    defines: Mapping[str, str | None] | Iterable[tuple[str, str | None]],
+    defines: Mapping[str, str | float | None] | Iterable[tuple[str, str | float | None]],
 ) -> tuple[tuple[str, str | None], ...]:
     """Macros with their values as text.  Raises InputError.
 

@@ -14,13 +14,14 @@ padding, and `replay.slots` has the contract for them.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -362,14 +363,16 @@ class GraphedStep(Closeable):
         return state
 
     # --- calling
-    def __call__(self, **sizes: int) -> Decision:
+    def __call__(self, *unnamed: object, **sizes: int) -> Decision:
         """Runs the step once for these sizes; returns what was done and why.  Does not wait.
 
         Raises InputError for a size that is no whole number of 0 or more, or over a slot's rows;
         what `run` raises in an eager run; VerificationError and EagerRunError (see the class);
         StateLostError if a check could not put back what it changed; ContextPoisonedError;
-        ClosedError.
+        ClosedError; TypeError for a size without its name.
         """
+        if unnamed:
+            raise self._unnamed()
         with self.stream.turn.lock, self._lock:
             if self._sizes.running:  # called by `run`, or by that of a step with the same sizes
                 with self._sizes.nested(self.stream):
@@ -391,6 +394,14 @@ class GraphedStep(Closeable):
             if decision.action is Action.BUILD:
                 return self._build(call, state, decision)
             return self._run_eager(call, state, decision)
+
+    def _unnamed(self) -> TypeError:
+        """The error of a call that gives a size without its name."""
+        names = {slot.size: None for slot in self.slots if slot.size is not None}
+        with suppress(ValueError, TypeError):  # compiled code need not tell
+            names |= dict.fromkeys([*inspect.signature(self.run).parameters][1:])
+        given = ", ".join(f"{name}=…" for name in names)
+        return TypeError(f"the step {self.name!r} takes its sizes by name: step({given})")
 
     def _run(self, sizes: Mapping[str, int]) -> None:
         try:

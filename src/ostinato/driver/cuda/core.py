@@ -204,6 +204,12 @@ class CudaCalls:
     def memory_end_shared(self, address: int) -> None:
         self._call("memory_end_shared", "cuIpcCloseMemHandle", address)
 
+    def memory_adopt(self, address: int, nbytes: int, owner: object) -> bool:
+        raise self._refused("memory_adopt", "kernels cannot read this process's memory in place")
+
+    def memory_end_adopted(self, address: int) -> None:
+        raise self._refused("memory_end_adopted", "there is no such memory")
+
     def _memory_type(self, address: int) -> int:
         """CUmemorytype of an address: 1 host, 2 device; 0 if the driver does not know it."""
         kind = ctypes.c_uint()

@@ -29,6 +29,7 @@ _NONE = CaptureInfo(CaptureStatus.NONE)
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 _SET_DEPENDENCIES = 1
+_BLOCKING_SYNC = 1  # CU_EVENT_BLOCKING_SYNC
 # The legacy default stream: the null handle, or CU_STREAM_LEGACY.
 _LEGACY = (0, 1)
 _LAST_DEFAULT_STREAM = 2  # CU_STREAM_PER_THREAD
@@ -95,8 +96,8 @@ class StreamCalls(CudaCalls):
     def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
         self._call("stream_wait_event", "cuStreamWaitEvent", stream, event, 0)
 
-    def event_create(self, *, timing: bool = False) -> EventHandle:
-        flags = 0 if timing else _DISABLE_TIMING
+    def event_create(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
+        flags = (0 if timing else _DISABLE_TIMING) | (_BLOCKING_SYNC if blocking else 0)
         return EventHandle(self._handle("event_create", "cuEventCreate", flags))
 
     def event_destroy(self, event: EventHandle) -> None:

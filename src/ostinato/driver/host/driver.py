@@ -272,6 +272,14 @@ class HostDriver:
         self._wait_for_all(call)
         self._memory.end_shared(call, address)
 
+    def memory_adopt(self, address: int, nbytes: int, owner: object) -> bool:
+        return self._memory.adopt(self._enter("memory_adopt"), address, nbytes, owner)
+
+    def memory_end_adopted(self, address: int) -> None:
+        call = self._enter("memory_end_adopted")
+        self._wait_for_all(call)
+        self._memory.end_adopted(call, address)
+
     def memory_view(
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
     ) -> Any:
@@ -451,7 +459,7 @@ class HostDriver:
                 self._captures.refuse_implicit(call)
             target.wait_event(call, found)
 
-    def event_create(self, *, timing: bool = False) -> EventHandle:
+    def event_create(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
         with self._entered("event_create"):
             handle = EventHandle(new_handle())
             self._events[handle] = Event(handle, timing)

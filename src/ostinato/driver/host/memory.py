@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.forking import new_lock
 from ostinato.driver.host.kernel import HostKernel, PointerParameter
+from ostinato.driver.process_memory import as_numpy
 from ostinato.errors import Status, driver_error
 
 __all__ = ["POISON", "Allocation", "MemoryTable", "bytes_of"]
@@ -45,6 +46,8 @@ class Allocation:
     """Of a graph's allocation: whether a submitted launch allocates it and none frees it yet."""
     opened: int = 0
     """Of another device's memory: how often it was opened here."""
+    adopted: int = 0
+    """Of memory that is not the driver's: how often it, or a part of it, was adopted."""
     holders: int = 0
     """Of a graph's allocation: the definitions and executables that name it."""
 
@@ -129,6 +132,7 @@ class MemoryTable:
             allocation is None
             or allocation.address != address
             or allocation.pinned != pinned
+            or allocation.adopted
             or not self.remove(allocation)
         ):
             what = "pinned" if pinned else "device"
@@ -211,6 +215,55 @@ class MemoryTable:
             )
         allocation.opened -= 1
         if not allocation.opened:
+            self.remove(allocation)
+
+    # --- memory that others allocated
+
+    def adopt(self, call: str, address: int, nbytes: int, owner: object) -> bool:
+        """Makes memory of this process an allocation too, which keeps `owner`.
+
+        False if it lies in the driver's own memory.  Ranges that overlap are parts of one memory:
+        they become one allocation, until each is ended.
+        """
+        if nbytes <= 0:
+            raise driver_error(Status.INVALID_VALUE, call, f"{nbytes} bytes")
+        start, stop, count = address, address + nbytes, 1
+        kept = [owner]
+        with self.lock:
+            parts = [
+                a
+                for a in self._live
+                if a.address < address + nbytes and address < a.address + a.nbytes
+            ]
+            if any(not a.adopted for a in parts):
+                inside = parts[0].address <= start and stop <= parts[0].address + parts[0].nbytes
+                if len(parts) == 1 and inside:
+                    return False
+                raise driver_error(
+                    Status.INVALID_VALUE,
+                    call,
+                    f"{nbytes} bytes at {address:#x} overlap other memory",
+                )
+            for part in parts:
+                start, stop = min(start, part.address), max(stop, part.address + part.nbytes)
+                count += part.adopted
+                kept.append(part.data)
+            data = as_numpy(start, (stop - start,), np.dtype(np.uint8), kept)
+            whole = Allocation(start, stop - start, data, pinned=True, adopted=count)
+            live = [a for a in self._live if a not in parts]
+            bisect.insort(live, whole, key=_address)
+            self._generation += 1
+            self.decoded.clear()
+            self._live = live
+        return True
+
+    def end_adopted(self, call: str, address: int) -> None:
+        """Ends one `adopt` of a range that holds the address."""
+        allocation = self.find(address)
+        if allocation is None or not allocation.adopted:
+            raise driver_error(Status.INVALID_VALUE, call, f"{address:#x} was not adopted")
+        allocation.adopted -= 1
+        if not allocation.adopted:
             self.remove(allocation)
 
     def clear(self) -> None:

@@ -24,7 +24,7 @@ from ostinato import (
     every_node,
 )
 from ostinato.cache import Buckets
-from ostinato.errors import InputError, NoCudaError
+from ostinato.errors import InputError
 from ostinato.interop.cupy.adopting import external_stream
 from ostinato.interop.graphing.capturing import captured, no_collection
 from ostinato.interop.graphing.errors import explained
@@ -79,21 +79,23 @@ def graphed(
     * Random numbers of cuRAND (`cupy.random.rand` and others of the legacy interface) would be the
       same in each replay: such a function runs eagerly, with the reason.
 
-    Raises InputError for options that do not fit the function, NoCudaError.
+    Raises InputError for options that do not fit the function.
     """
     if function is None:
         given = {k: v for k, v in locals().items() if k != "function"}
         return lambda f: graphed(f, **given)
     if isinstance(function, Graphed):
         raise InputError(f"{function!r} is graphed already")
+    index = None if device is None else cuda_index(device)
+    unavailable = ""
     try:
-        index = int(cupy.cuda.runtime.getDevice())
+        current = int(cupy.cuda.runtime.getDevice())
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise NoCudaError(f"CuPy has no CUDA device here ({error})") from error
-    if device is None:
-        device = _devices.of(index)
+        unavailable = f"CuPy has no CUDA device here ({error}), so there is nothing to capture"
+        device = device or _devices.of(None)
     else:
-        index = cuda_index(device)
+        index = current if index is None else index
+        device = device or _devices.of(index)
     options = Options.given(
         static=static,
         dynamic=dynamic,
@@ -108,8 +110,9 @@ def graphed(
     if name is None:
         name = name_of(function, next(_names))
     kept = cache or GraphCache(device, budget=budget, limits=LIMITS)
-    library = CuPy(device, index, writes=writes)
-    return Graphed(function, library, options, kept, name=name, owns_cache=cache is None)
+    library = CuPy(device, index or 0, writes=writes)
+    rest: dict[str, Any] = {"owns_cache": cache is None, "unavailable": unavailable}
+    return Graphed(function, library, options, kept, name=name, **rest)
 
 
 class CuPy:

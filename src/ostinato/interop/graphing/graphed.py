@@ -36,6 +36,7 @@ from ostinato.errors import (
     ContextPoisonedError,
     EagerRunError,
     InputError,
+    NotAvailableError,
     OstinatoError,
     VerificationError,
 )
@@ -99,6 +100,7 @@ class Graphed(Guarded):
         name: str,
         owns_cache: bool,
         stored: Stored | None = None,
+        unavailable: str = "",
     ) -> None:
         self._function = function
         self._library = library
@@ -106,6 +108,8 @@ class Graphed(Guarded):
         self.cache = cache
         """Where the graphs are kept."""
         self.name = name
+        self.unavailable = unavailable
+        """Why nothing can be captured on this machine: every call is eager.  Empty if it can."""
         self._owns_cache = owns_cache
         self._lock = new_lock()
         self._lines: dict[Hashable, Line] = {}
@@ -132,8 +136,7 @@ class Graphed(Guarded):
         self._shapes: dict[Hashable, int] = {}
         self._shape = 0
         self._epoch = 0
-        self._stateful = 0
-        self._state_reason = ""
+        self._start_over()
         self._nested = 0
         # Not the other lock: another thread may hold that and wait for the capture that is under
         # way here.
@@ -149,6 +152,13 @@ class Graphed(Guarded):
         self.__wrapped__ = function
         self.__doc__ = getattr(function, "__doc__", None)
         self._own_names = frozenset(vars(self)) | {"_own_names"}
+
+    def _start_over(self) -> None:
+        """The state of one that was never called."""
+        self._lines.clear()
+        self._stateful, self._state_reason = 0, self.unavailable
+        if self.unavailable:
+            self._lines[None] = Line(f"{self.name} #{next(_numbers)}", "every call")
 
     def others(self) -> list[tuple[str, Any]]:
         """Attributes that the user gave it, which the function may read as its own."""
@@ -172,6 +182,8 @@ class Graphed(Guarded):
             result = way(args, kwargs)
             if result is not MISSED:
                 return result
+        if self.unavailable:
+            return self._only_eager(args, kwargs)
         if self._library.capturing():
             with self._nesting:
                 self._nested += 1
@@ -183,6 +195,16 @@ class Graphed(Guarded):
         if result is not EAGER:
             return result
         return self._function(*args, **kwargs)  # without the lock: it may take as long as it likes
+
+    def _only_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call where there is no device: the library cannot even tell modes and streams."""
+        if self._closed:
+            raise ClosedError(f"graphed {self.name} is closed; call the function itself")
+        with self._lock:
+            line = self._lines[None]
+            line.calls += 1
+            self._slowly(line, Work(args, kwargs), None)  # raises if it is a strict one
+        return self._function(*args, **kwargs)
 
     def _keyed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call by its key; EAGER if the caller is to run it."""
@@ -674,8 +696,10 @@ class Graphed(Guarded):
 
         Each is captured once more, which proves which words of it are addresses, launched, and
         checked in another process (`Graph.save`).  Nobody may use its memory meanwhile.  Raises
-        InputError without a store, ContextPoisonedError.
+        InputError without a store, NotAvailableError without a device, ContextPoisonedError.
         """
+        if self.unavailable:
+            raise NotAvailableError(f"graphed {self.name} has no graph to save: {self.unavailable}")
         if self._saving is None:
             raise InputError(f"graphed {self.name} has no store; give it one (store=folder)")
         with self._lock:
@@ -755,8 +779,7 @@ class Graphed(Guarded):
         with self._lock:
             names = [line.name for line in self._lines.values()]
             self._set_hot()
-            self._lines.clear()
-            self._stateful, self._state_reason = 0, ""
+            self._start_over()
             return sum(self.cache.evict(name) for name in names)
 
     # ------------------------------------------------------------------------------ lifetime

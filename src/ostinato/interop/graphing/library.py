@@ -275,15 +275,17 @@ class Devices:
         used to."""
         self._begin = begin
         self._lock = new_lock()
-        self._open: dict[int, Device] = {}
+        self._open: dict[int | None, Device] = {}
 
-    def of(self, index: int) -> Device:
-        """The device of a GPU."""
+    def of(self, index: int | None) -> Device:
+        """The device of a GPU; without one (None) the CPU's."""
         with self._lock:
             device = self._open.get(index)
             if device is None or device.context.closed:
-                self._begin(index)
-                device = self._open[index] = open_device(f"cuda:{index}")
+                if index is not None:
+                    self._begin(index)
+                name = "host" if index is None else f"cuda:{index}"
+                device = self._open[index] = open_device(name)
             return device
 
 

@@ -16,14 +16,14 @@ import torch
 
 from ostinato import Device, GraphCache
 from ostinato.cache import Buckets
-from ostinato.errors import InputError, NoCudaError
+from ostinato.errors import InputError
 from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.library import LIMITS, Devices, Options, cuda_index, name_of
 from ostinato.interop.graphing.moves import MOST
 from ostinato.interop.graphing.places import Current
 from ostinato.interop.graphing.recheck import MISSED, Checks, Inexpressible
 from ostinato.interop.graphing.stored import Stored, code_text
-from ostinato.interop.torch.library import Torch
+from ostinato.interop.torch.library import Torch, TorchWithoutCuda
 
 __all__ = ["GraphedModule", "graphed"]
 
@@ -63,7 +63,7 @@ def graphed(
     arguments, plain Python values, torch's modes (gradients, inference, autocast, determinism,
     default type, precision of products, kernels), and what the function uses besides its arguments
     as far as it can be seen (`interop.graphing.guards`).  What cannot be captured runs eagerly,
-    with a reason in `explain()`.
+    with a reason in `explain()`; so does everything where torch has no CUDA device.
 
     * `static`: names of parameters whose tensors are not copied (weights, key-value caches).  The
       graph works on their memory, and is bound anew when it has moved.  May be any object: its
@@ -87,17 +87,21 @@ def graphed(
     * `cache`, or `budget` for the bytes of a cache of its own; `device`, if not that which torch
       has as its current one.
 
-    Raises InputError for options that do not fit the function, NoCudaError.
+    Raises InputError for options that do not fit the function.
     """
     if function is None:
         given = {k: v for k, v in locals().items() if k != "function"}
         return lambda f: graphed(f, **given)
     if isinstance(function, Graphed):
         raise InputError(f"{function!r} is graphed already")
+    index = None if device is None else cuda_index(device)
+    unavailable = ""
     if not torch.cuda.is_available():
-        raise NoCudaError("torch has no CUDA device here, so there is nothing to capture")
-    index = torch.cuda.current_device() if device is None else cuda_index(device)
-    library = Torch(device or _devices.of(index), index, generators)
+        unavailable = "torch has no CUDA device here, so there is nothing to capture"
+        library: Torch = TorchWithoutCuda(device or _devices.of(None))
+    else:
+        index = torch.cuda.current_device() if index is None else index
+        library = Torch(device or _devices.of(index), index, generators)
     options = Options.given(
         static=static,
         dynamic=dynamic,
@@ -116,8 +120,8 @@ def graphed(
     called = function if module is None else module.forward
     if name is None:
         name = name_of(function, next(_names))
-    rest: dict[str, Any] = {"name": name, "owns_cache": owns}
-    if store is not None:
+    rest: dict[str, Any] = {"name": name, "owns_cache": owns, "unavailable": unavailable}
+    if store is not None and not unavailable:
         rest["stored"] = Stored(library, store, (code_text(called), options.results, MOST))
     if module is not None:
         return GraphedModule(module, called, library, options, kept, **rest)

@@ -21,7 +21,7 @@ from ostinato.interop.torch.capturing import Captures
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
 from ostinato.interop.torch.watching import ModuleWatch
 
-__all__ = ["Torch"]
+__all__ = ["Torch", "TorchWithoutCuda"]
 
 
 def _kept(*names: tuple[str, str]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -533,3 +533,12 @@ class Torch:
             torch.equal(generator.get_state(), saved)
             for generator, saved in zip(self._states(), state, strict=True)
         )
+
+
+class TorchWithoutCuda(Torch):
+    """What is asked of torch where it has no CUDA device, and no call is captured: what a function
+    is, and never a stream or a mode."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.index, self.generators = device, -1, ()
+        self.where = torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import cache_utils
 
 from ostinato import Closeable
-from ostinato.errors import InputError
+from ostinato.errors import InputError, NotAvailableError
 from ostinato.interop.generate_call import CACHE_NAMES
 from ostinato.interop.transformers.methods import Method, hooked
 
@@ -39,8 +39,11 @@ def graphed(model: Any, *, max_cache_len: int | None = None, **options: Any) -> 
     in Python (sliding windows), caches that are moved between devices, modules with
     hooks (a replay runs no Python), and calls that were given a `compile_config`.
 
-    Raises InputError if the model is graphed already or a wrapper of one (PEFT's), and what
-    `interop.torch.graphed` does.
+    Where torch has no CUDA device, `generate` stays as it is, and `explain()` says so.
+
+    Raises InputError if the model is graphed already or a wrapper of one (PEFT's),
+    NotAvailableError with `strict` and without a CUDA device, and what `interop.torch.graphed`
+    does.
     """
     return GraphedModel(model, max_cache_len, options)
 
@@ -74,11 +77,17 @@ class GraphedModel(Closeable):
         self.step = graphed_function(decode_step, static=("cached",), **options)
         self._settings: dict[str, Any] = {}
         self._config = model.generation_config
+        self._methods: list[Method] = []
+        if self.step.unavailable:
+            if options.get("strict"):
+                self.step.close()
+                raise NotAvailableError(f"generate would run eagerly: {self.step.unavailable}")
+            return
         if self._config.cache_implementation is None:
             self._set("cache_implementation", "static")
         if max_cache_len is not None:
             self._set("max_cache_len", max_cache_len)
-        self._methods = [Method(model, "get_compiled_call", self._compiled_call)]
+        self._methods.append(Method(model, "get_compiled_call", self._compiled_call))
         # Private to transformers: there may be none.  A model's own gives it other caches.
         known = hasattr(type(model), _PREPARE) and Method.free(model, _PREPARE)
         if known and "cache_implementation" in self._settings:

@@ -1,0 +1,42 @@
+"""Waiting for the device in asyncio: a thread waits, the event loop goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+__all__ = ["wait_in_thread"]
+
+
+async def wait_in_thread(wait: Callable[[], None]) -> None:
+    """Calls `wait`, which blocks, in a thread of its own, and raises what that raises.
+
+    Not in the loop's pool of threads: a few of these waits would fill it.  If this is cancelled, or
+    if the loop is closed, the thread ends when `wait` returns, and tells nobody.  It does not keep
+    the process from ending.
+    """
+    import asyncio  # here, since it takes tens of milliseconds to import
+
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def tell(error: Exception | None) -> None:
+        if done.done():  # cancelled
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        failed: Exception | None = None
+        try:
+            wait()
+        except Exception as error:
+            failed = error
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, failed)
+
+    threading.Thread(target=work, name="ostinato wait_async", daemon=True).start()
+    await done
