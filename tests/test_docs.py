@@ -223,6 +223,7 @@ def test_links_in_the_docs_lead_somewhere() -> None:
 
 
 def test_the_limits_are_those_of_the_code() -> None:
+    from ostinato.cli.doctor import LEAST_VERSIONS
     from ostinato.driver.cuda import libcuda
     from ostinato.models import config, program
     from ostinato.models.cuda import backend, products, shapes
@@ -257,6 +258,8 @@ def test_the_limits_are_those_of_the_code() -> None:
     )
     assert decoder["heads"][1] == f"up to {config._LIMITS['heads']:,}"
     assert decoder["stop tokens"] == [f"{program.STOP_TOKENS}"] * 2
+    libraries = {name.strip("`"): cells[0] for name, cells in rows("Other libraries").items()}
+    assert libraries.items() >= LEAST_VERSIONS.items()
     stops = f"{protocol._MOST_STOPS}, of up to {protocol._LONGEST_STOP:,} characters"
     assert server["stop texts of a request"][0] == stops
     command = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")

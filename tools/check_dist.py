@@ -5,7 +5,7 @@
 The wheel is built from the sdist.  Installed by itself: `import`, capture, patch and replay work,
 the decoder and the command say which extra they lack, and nothing is installed that the graph layer
 does not need.  With the `llm` extra added the command works; `--demo` also answers a prompt with
-the real model, which is fetched if it is not there (98 MB).  Exit status 0 if all of it is so.
+the real model, which is fetched if it is not there (93 MB).  Exit status 0 if all of it is so.
 """
 
 from __future__ import annotations
