@@ -202,7 +202,7 @@ ModelName = Annotated[
     ),
 ]
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", "-n", min=1, help="At most so many new tokens.")
+    int, typer.Option("--max-tokens", "-n", min=1, help="The most tokens of an answer.")
 ]
 # None: what the model's files advise (`TextGenerator.default_sampling`).
 Temperature = Annotated[
@@ -215,17 +215,17 @@ TopK = Annotated[
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(help="Choose among the likeliest tokens that have this probability together."),
+    typer.Option(help="Choose among the likeliest tokens that together have this probability."),
 ]
 MinP = Annotated[
     float | None,
     typer.Option(
-        help="Choose among tokens with at least this part of the likeliest one's probability."
+        help="Choose among tokens that are at least this fraction as probable as the likeliest."
     ),
 ]
 RepetitionPenalty = Annotated[
     float | None,
-    typer.Option(help="Above 1: tokens that were there before get less likely; 1 for none."),
+    typer.Option(help="Above 1: tokens that are in the text already get less likely; 1 is off."),
 ]
 Seed = Annotated[
     int | None,
@@ -233,8 +233,7 @@ Seed = Annotated[
         "--seed",
         "-s",
         min=0,
-        help="The same seed gives the same answer.  By default a fresh one, which the summary "
-        "tells.",
+        help="The same seed gives the same answer.  By default each run draws one, and shows it.",
         show_default=False,
     ),
 ]
@@ -255,14 +254,16 @@ MaxContext = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Positions in the KV cache, for prompt and answer.  By default 2048, or as many as "
-        "the model was trained for if those are less.",
+        help="Positions in the KV cache, for prompt and answer.  By default 2048, or what the "
+        "model was trained for if that is less.",
     ),
 ]
-Eager = Annotated[bool, typer.Option("--eager", help="No graphs: launch by launch.")]
+Eager = Annotated[
+    bool, typer.Option("--eager", help="No graphs: each kernel is launched by itself.")
+]
 TokensPerLaunch = Annotated[
     int,
-    typer.Option(min=1, max=256, help="Tokens of one graph launch, by a loop on the device."),
+    typer.Option(min=1, max=256, help="Tokens for each graph launch, by a loop on the device."),
 ]
 TensorParallel = Annotated[
     int,
@@ -270,8 +271,8 @@ TensorParallel = Annotated[
         "--tensor-parallel",
         min=1,
         max=64,
-        help="Split the model over so many GPUs of this machine, each with a process of its own: "
-        "those from --device on.  Without a GPU, over so many processes on the CPU.",
+        help="Split the model over this many GPUs of this machine, from --device on, with a "
+        "process for each.  Without a GPU, over this many processes on the CPU.",
     ),
 ]
 
@@ -288,7 +289,7 @@ WeightsOption = Annotated[
     WeightsName,
     typer.Option(
         "--weights",
-        help="On a GPU: a file's quantised matrices packed as they are, or as bfloat16; auto is "
+        help="On a GPU: keep a file's quantised matrices packed, or make them bfloat16; auto does "
         "what is faster.",
     ),
 ]
@@ -296,6 +297,6 @@ WeightsOption = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option(
-        min=1, help="CPU threads; by default OSTINATO_THREADS, else one a processor, 16 at most."
+        min=1, help="CPU threads.  By default OSTINATO_THREADS, else one per processor, 16 at most."
     ),
 ]

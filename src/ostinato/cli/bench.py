@@ -74,21 +74,21 @@ def bench(
     ] = None,
     tokens_per_launch: Annotated[
         str | None,
-        typer.Option(help="Ways with a WHILE node of so many tokens; 1 for none.  By default 16."),
+        typer.Option(help="Tokens for each launch of a WHILE node; 1 for none.  By default 16."),
     ] = None,
     prompt: Annotated[
         str | None,
         typer.Option(
-            help="Measure prompts of so many tokens as well, in an empty cache; several as "
-            "128,512.  By default none."
+            help="Also measure prompts of this many tokens, in an empty cache; several as 128,512.  "
+            "By default none."
         ),
     ] = None,
     library_rows: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Steps of so many rows and more multiply with cuBLASLt; 0 for never.  By "
-            "default it depends on the model's size.",
+            help="Steps of this many rows or more multiply with cuBLASLt; 0 for never.  By default "
+            "it depends on the model's size.",
         ),
     ] = None,
     weights: Annotated[
@@ -122,7 +122,7 @@ def bench(
         bool,
         typer.Option(
             "--profile",
-            help="One step of the first batch and context instead, launch by launch, from its "
+            help="Instead measure each launch of one step of the first batch and context, from its "
             "graph.",
         ),
     ] = False,

@@ -90,7 +90,8 @@ def generate(
     weights: WeightsOption = WeightsName.auto,
     eager: Eager = False,
     build: Annotated[
-        Build, typer.Option(help="Graphs from stream capture, or by hand from a recorded run.")
+        Build,
+        typer.Option(help="Make graphs by stream capture, or node by node from a recorded run."),
     ] = Build.capture,
     tokens_per_launch: TokensPerLaunch = 1,
     as_json: Annotated[

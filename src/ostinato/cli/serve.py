@@ -55,7 +55,7 @@ def serve(
             "--max-tokens",
             "-n",
             min=1,
-            help="Tokens of one answer at most.  By default what the context has room for.",
+            help="The most tokens of an answer.  By default what the context has room for.",
             show_default=False,
         ),
     ] = None,
@@ -73,13 +73,13 @@ def serve(
     piece: Annotated[
         int,
         typer.Option(
-            min=1, help="Tokens of new prompts that are read between two steps of the batch."
+            min=1, help="Tokens of new prompts that are processed between two steps of the batch."
         ),
     ] = 256,
     timeout: Annotated[
         float,
         typer.Option(
-            min=0, help="Seconds for one answer, its time in the queue too; 0 for no limit."
+            min=0, help="Seconds for one answer, including its time in the queue; 0 for no limit."
         ),
     ] = 600.0,
     grace: Annotated[
@@ -109,8 +109,8 @@ def serve(
         bool,
         typer.Option(
             "--reuse/--no-reuse",
-            help="What prompts have in common with those before is not read again.  Without, the "
-            "same prompt gives the same bits whatever was before it.",
+            help="Do not process again what a prompt has in common with earlier ones.  With "
+            "--no-reuse a prompt gives the same bits whatever came before it.",
         ),
     ] = True,
     temperature: Temperature = None,
