@@ -79,7 +79,7 @@ def bench(
     prompt: Annotated[
         str | None,
         typer.Option(
-            help="Also measure prompts of this many tokens, in an empty cache; several as 128,512.  "
+            help="Also measure prompts of this many tokens in an empty cache; several as 128,512.  "
             "By default none."
         ),
     ] = None,

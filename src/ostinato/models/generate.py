@@ -203,7 +203,8 @@ class TextGenerator(Closeable):
     ) -> Conversation:
         """A conversation that keeps its KV cache between turns; options as for `generate`.
 
-        A model without a chat template is spoken to in ChatML.  Raises InputError for a `system`
+        Greedy answers of a small model repeat themselves: `sampling=generator.default_sampling`
+        draws as `ostinato chat` does.  A model without a chat template is spoken to in ChatML.  Raises InputError for a `system`
         message that is no text.
         """
         return Conversation(
