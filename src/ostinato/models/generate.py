@@ -204,8 +204,8 @@ class TextGenerator(Closeable):
         """A conversation that keeps its KV cache between turns; options as for `generate`.
 
         Greedy answers of a small model repeat themselves: `sampling=generator.default_sampling`
-        draws as `ostinato chat` does.  A model without a chat template is spoken to in ChatML.  Raises InputError for a `system`
-        message that is no text.
+        draws as `ostinato chat` does.  A model without a chat template is spoken to in ChatML.
+        Raises InputError for a `system` message that is no text.
         """
         return Conversation(
             self,
