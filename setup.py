@@ -5,7 +5,7 @@
 `src/ostinato/models/native` decode on a CPU from packed weights.  Without a C compiler the package
 installs and works without them (`ostinato doctor` says so), and its wheel is one for any machine.
 The README's links are relative, so that they work in every copy of the repository; a package index
-shows them with the project's address before them.
+gets them with the project's address before them.
 """
 
 import re
@@ -72,13 +72,20 @@ class BdistWheel(bdist_wheel):
 
 
 def page() -> str:
-    """The README as a package index shows it."""
+    """The README as a package index shows it: relative links with the project's address before
+    them; without an address, links are their text, and pictures are left out."""
     here = Path(__file__).parent
     project = tomllib.loads((here / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    whole = f"{project['urls']['Repository']}/blob/main/"
+    address = project.get("urls", {}).get("Repository")
     text = (here / "README.md").read_text(encoding="utf-8")
-    text = re.sub(r"(!\[[^]]*\]\()(?!https?:|#)", rf"\1{whole.replace('/blob/', '/raw/')}", text)
-    return re.sub(r"((?<!!)\[[^]]*\]\()(?!https?:|#)", rf"\1{whole}", text)
+    picture, link = (
+        r"!(\[[^]]*\])\((?!https?:|#)([^)]*)\)",
+        r"(?<!!)\[([^]]*)\]\((?!https?:|#)([^)]*)\)",
+    )
+    if address is None:
+        return re.sub(link, r"\1", re.sub(picture, "", text))
+    text = re.sub(picture, rf"!\1({address}/raw/main/\2)", text)
+    return re.sub(link, rf"[\1]({address}/blob/main/\2)", text)
 
 
 setup(

@@ -34,7 +34,7 @@ from ostinato.bench.contest import random_tokens
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.shapes import SHAPES, shape_named
 from ostinato.bench.ways import DecoderWay, Way
-from ostinato.models import Decoder, TextGenerator, Tokenizer
+from ostinato.models import Decoder, SamplingOptions, TextGenerator, Tokenizer
 from ostinato.models.text.tokenizer_parts import TokenizerParts
 from ostinato.serve.server import ServeOptions, Server
 
@@ -150,7 +150,9 @@ def bound(decoder: Decoder, count: int, prompt: int, tokens: int) -> Bound:
 @contextmanager
 def served(generator: TextGenerator, slots: int) -> Iterator[Server]:
     """A server in a thread of this process, until the end of the block."""
-    options = ServeOptions(model="random", queue=slots, reuse=False, grace_seconds=10)
+    options = ServeOptions(
+        model="random", queue=slots, reuse=False, grace_seconds=10, sampling=SamplingOptions()
+    )
     server = Server(generator, options, Server.bind("127.0.0.1", 0))
     ready = threading.Event()
     thread = threading.Thread(target=server.run, args=(ready.set,), name="server")

@@ -4,7 +4,7 @@
     python examples/generate.py "Once upon a time" --raw --temperature 0.8 --seed 7
     python examples/generate.py "Hello" --eager          # the same answer, launch by launch
 
-The model (98 MB) is fetched on first use; `--model` takes a GGUF file or a folder instead.
+The model (93 MB) is fetched on first use; `--model` takes a GGUF file or a folder instead.
 """
 
 from __future__ import annotations

@@ -226,17 +226,21 @@ def test_the_commands_in_the_readme_exist() -> None:
         assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
 
 
+OTHERS = (ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md")
+
+
 def test_links_in_the_docs_lead_somewhere() -> None:
     """Files of this repository are linked from where the page is; setup.py makes the package
     index's links of the README's."""
-    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md"):
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *OTHERS):
         for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
             if "://" not in link:
                 assert (page.parent / link).exists(), f"{page.name} links to {link}"
-            assert not link.startswith(PROJECT["urls"]["Repository"]), f"{link} can be relative"
+            assert not link.startswith(PROJECT.get("urls", {}).get("Repository", " ")), link
 
 
 def test_the_limits_are_those_of_the_code() -> None:
+    from ostinato.cli.doctor import LEAST_VERSIONS
     from ostinato.driver.cuda import libcuda
     from ostinato.models import config, program
     from ostinato.models.cuda import backend, products, shapes
@@ -271,6 +275,8 @@ def test_the_limits_are_those_of_the_code() -> None:
     )
     assert decoder["heads"][1] == f"up to {config._LIMITS['heads']:,}"
     assert decoder["stop tokens"] == [f"{program.STOP_TOKENS}"] * 2
+    libraries = {name.strip("`"): cells[0] for name, cells in rows("Other libraries").items()}
+    assert libraries.items() >= LEAST_VERSIONS.items()
     stops = f"{protocol._MOST_STOPS}, of up to {protocol._LONGEST_STOP:,} characters"
     assert server["stop texts of a request"][0] == stops
     command = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")

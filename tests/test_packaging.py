@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+import pytest
+
+from tools import release
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "ostinato"
@@ -56,3 +63,67 @@ def test_what_the_makefile_imports_is_there() -> None:
     assert len(statements) == 2
     for statement in statements:
         exec(statement, {})
+
+
+@pytest.mark.parametrize("address", [None, "https://example.org/ostinato"])
+def test_the_page_on_the_index_has_no_link_that_leads_nowhere(
+    tmp_path: Path, address: str | None
+) -> None:
+    """The project's address stands in one place, and may be missing."""
+    for name in ("setup.py", "LICENSE"):
+        shutil.copy2(ROOT / name, tmp_path)
+    (tmp_path / "README.md").write_text(
+        "![a picture](docs/a.svg)\n![far](https://x.org/b.svg) [there](docs/a.md#here)\n"
+        "[in it](#part) [`code`](src/a.py) [far](https://x.org/)\n"
+    )
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    if address is not None:
+        project = project.replace(
+            "[project.scripts]", f'[project.urls]\nRepository = "{address}"\n\n[project.scripts]'
+        )
+    (tmp_path / "pyproject.toml").write_text(project, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "--long-description"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    wanted = (
+        "\n![far](https://x.org/b.svg) there\n[in it](#part) `code` [far](https://x.org/)"
+        if address is None
+        else f"![a picture]({address}/raw/main/docs/a.svg)\n"
+        f"![far](https://x.org/b.svg) [there]({address}/blob/main/docs/a.md#here)\n"
+        f"[in it](#part) [`code`]({address}/blob/main/src/a.py) [far](https://x.org/)"
+    )
+    assert done.stdout.strip() == wanted.strip()
+
+
+def test_the_address_stands_in_one_place() -> None:
+    address = PROJECT["project"].get("urls", {}).get("Repository", "ostinato.invalid")
+    kept = ["README.md", "setup.py", "mkdocs.yml", "SECURITY.md", "CITATION.cff", "CONTRIBUTING.md"]
+    for path in (*(ROOT / name for name in kept), *(ROOT / "docs").rglob("*.md")):
+        assert address not in path.read_text(encoding="utf-8"), path
+
+
+def test_a_release_has_one_version() -> None:
+    import ostinato
+
+    version = PROJECT["project"]["version"]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {version}\n" in citation and ostinato.__version__ == version
+    assert f"\nlicense: {PROJECT['project']['license']}\n" in citation
+    text, _ = release.notes((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version)
+    assert text.startswith("### Added\n") and "\n## " not in text
+
+
+def test_notes_are_the_versions_section() -> None:
+    changelog = (
+        "# Changelog\n\n## [1.2.0] - unreleased\n\n### Added\n- new\n\n## [1.1.0] - 2026-01-02\n\n"
+        "### Fixed\n- old\n\n[1.1.0]: https://x.org\n"
+    )
+    assert release.notes(changelog, "1.2.0") == ("### Added\n- new\n", "unreleased")
+    assert release.notes(changelog, "1.1.0") == ("### Fixed\n- old\n", "2026-01-02")
+    for version in ("1.2", "1x2.0", "2.0.0"):
+        with pytest.raises(ValueError, match=f"no section .* {re.escape(f'[{version}]')} - date"):
+            release.notes(changelog, version)

@@ -1,4 +1,4 @@
-"""Writes what is generated in the docs: docs/cli.md from the --help texts, docs/errors.md from
+"""Writes what is generated in the docs: the --help texts in docs/cli.md, docs/errors.md from
 ostinato.errors, pictures from captures, figures from benchmarks/results, what samples print.
 
 python -m tools.make_docs           writes them
@@ -36,16 +36,20 @@ from tools import figures, samples
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def cli_page() -> str:
-    """Every command's help, in the order of the commands."""
-    parts = [
-        "# The `ostinato` command\n\n"
-        "Generated from the `--help` texts by `make docs`; do not edit by hand.\n"
-    ]
+_HELP = re.compile(r"(?<=<!-- help: written by make docs -->\n).*?(?=<!-- end -->)", re.S)
+
+
+def with_help(page: str) -> str:
+    """The page of the command with every command's help, in the order of the commands, and the
+    variables that are read."""
+    parts: list[str] = []
     root = typer.main.get_command(app)
+    names = {"help_option_names": root.context_settings["help_option_names"]}
 
     def add(command: click.Command, path: str, depth: int) -> None:
-        context = click.Context(command, info_name=path, terminal_width=88, max_content_width=88)
+        context = click.Context(
+            command, info_name=path, terminal_width=88, max_content_width=88, **names
+        )
         text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
         parts.append(f"\n{'#' * depth} `{path}`\n\n```\n{text.strip()}\n```\n")
         for name, sub in getattr(command, "commands", {}).items():
@@ -56,7 +60,8 @@ def cli_page() -> str:
         "\n## Environment\n\nThe library reads these too.\n\n| variable | meaning |\n|---|---|\n"
     )
     parts += [f"| `{variable.name}` | {variable.doc} |\n" for variable in settings.ALL]
-    return "".join(parts)
+    (found,) = _HELP.finditer(page)
+    return page[: found.start()] + "".join(parts) + page[found.end() :]
 
 
 def graph_picture() -> str:
@@ -235,7 +240,6 @@ def with_lines(page: str) -> str:
 
 
 WRITTEN = {
-    "docs/cli.md": cli_page,
     "docs/errors.md": errors_page,
     "docs/graph.svg": graph_picture,
     "docs/join.svg": join_picture,
@@ -256,6 +260,7 @@ def main() -> int:
         except (figures.FigureError, samples.SampleError) as error:
             raise SystemExit(f"{name}: {error}") from error
     texts["docs/design.md"] = with_lines(texts["docs/design.md"])
+    texts["docs/cli.md"] = with_help((ROOT / "docs/cli.md").read_text(encoding="utf-8"))
     for name, text in texts.items():
         path = ROOT / name
         if path.exists() and path.read_text(encoding="utf-8") == text:

@@ -1,8 +1,9 @@
 """What mkdocs.yml cannot say of the documentation site.
 
 Links that leave docs/ lead to the repository.  In a copy of it they are relative and work as they
-are; its address stands in pyproject.toml alone.  In the reference, attributes without a word about
-them are left out, as far as they are not fields of records.
+are; its address stands in pyproject.toml alone, and until it does they are their text.  In the
+reference, attributes without a word about them are left out, as far as they are not fields of
+records.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LINK = re.compile(
 
 def on_config(config: Any) -> Any:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    config.repo_url = project["urls"]["Repository"]
+    config.repo_url = project.get("urls", {}).get("Repository")
     config.repo_name = project["name"]
     return config
 
@@ -38,6 +39,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
             return match[0]
         if not (ROOT / path).exists():
             raise SystemExit(f"{page.file.src_uri} links to {match['target']}, which is not there")
+        if config.repo_url is None:
+            return "" if match["image"] else match["text"][1:-1]
         kind = "raw" if match["image"] else "blob"
         anchor = match["anchor"] or ""
         return f"{match['image']}{match['text']}({config.repo_url}/{kind}/main/{path}{anchor})"

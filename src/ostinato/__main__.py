@@ -1,7 +1,6 @@
 """`ostinato`, and `python -m ostinato`: the command."""
 
 import signal
-import sys
 
 
 def main() -> None:
@@ -10,14 +9,6 @@ def main() -> None:
     # Ctrl-C just ends the process.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from ostinato.errors import NotAvailableError
-    from ostinato.models.extra import require_extra
-
-    try:
-        require_extra("the command")
-    except NotAvailableError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
     from ostinato.cli.main import main as command
 
     command()

@@ -28,11 +28,10 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | {"OSTINATO_DEVICE": "host", "COLUMNS": "100"} | changes
 
 
-def here(*arguments: str, input: bytes | None = None, **environ: str) -> Answer:
-    """The command in this process, as far as its exit status.  `input`: its standard input, if it
-    is not this process's."""
+def here(*arguments: str, input: bytes = b"", **environ: str) -> Answer:
+    """The command in this process, as far as its exit status.  `input`: its standard input."""
     out, err = io.StringIO(), io.StringIO()
-    stdin = sys.stdin if input is None else io.TextIOWrapper(io.BytesIO(input))
+    stdin = io.TextIOWrapper(io.BytesIO(input))
     with (
         mock.patch.dict(os.environ, environment(**environ)),
         mock.patch.object(sys, "stdin", stdin),

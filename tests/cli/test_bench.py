@@ -31,7 +31,7 @@ from ostinato.bench.replays import Replays
 from ostinato.bench.report import Result
 from ostinato.bench.shapes import SHAPES, traffic
 from ostinato.bench.ways import DecoderWay, Way
-from ostinato.cli.bench import _finish, bench
+from ostinato.cli.bench import _finish, _Output, bench
 from ostinato.device import Device
 from ostinato.errors import InputError
 from ostinato.models import Decoder, decode_program
@@ -40,6 +40,7 @@ from ostinato.models.host import packed_kernels
 from ostinato.modules import CompileOptions
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from tests.cli.commands import here, refused
+from tests.cli.terminal import Terminal
 
 TINY = SHAPES["tiny"]
 KEYS = {"schema", "benchmark", "ceiling", "summary", "machine", "settings", "rows", "skipped"}
@@ -129,6 +130,17 @@ def test_all_our_ways_are_compared(tmp_path: Path) -> None:
         f"batch {batch}, positions {at} to {at + 8}" for batch, at in ((1, 9), (3, 9), (1, 0))
     ]
     assert all(place in words for place in (*ways, *places, "the floor"))
+
+
+def test_json_is_for_programs() -> None:
+    """A terminal gets tables alone; `--json` is one object and nothing else."""
+    options = ("--shape", "tiny", "--quick", "--tokens-per-launch", "1", "--peers", "none")
+    answer = here("bench", *options, "--json")
+    assert answer.status == 0, answer.err
+    assert answer.out.count("\n") == 1 and set(json.loads(answer.out)) == KEYS
+    with Terminal("bench", *options) as terminal:
+        assert terminal.end() == 0, terminal.said
+    assert "floor: " in terminal.said and '"schema"' not in terminal.said
 
 
 def test_prompts_are_measured_beside_decoding(tmp_path: Path) -> None:
@@ -314,12 +326,12 @@ def test_a_result_that_cannot_be_written_is_printed(
     path.unlink()
     path.mkdir()  # in the way
     with pytest.raises(IsADirectoryError):
-        _finish(result, tmp_path, None, str)
+        _finish(result, _Output(tmp_path, None, False), str)
     assert result_of(capsys.readouterr().out)["summary"] == {"best": 1}
     assert list(tmp_path.iterdir()) == [path]
     path.rmdir()
     with pytest.raises(OSError, match="full"):
-        _finish(result, tmp_path, Path("/dev/full"), lambda: "<svg/>")
+        _finish(result, _Output(tmp_path, Path("/dev/full"), False), lambda: "<svg/>")
     assert result_of(capsys.readouterr().out)["summary"] == {"best": 1}
     assert json.loads(path.read_text(encoding="utf-8")) == result.as_dict()
 

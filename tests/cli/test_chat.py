@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.commands import COMMAND, Answer, environment, here, shell
 from tests.cli.terminal import Terminal, on_a_terminal
-from tests.models.model_files import CONFIG, write_gguf
+from tests.models.model_files import CONFIG, write_folder, write_gguf
 
 # No end token, so that an answer is as long as it may be; what it says is any text.
 ENDLESS = {"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.token_type": [1] * CONFIG.vocabulary}
@@ -74,6 +74,35 @@ def test_messages_of_several_lines(options: tuple[str, ...], tmp_path: Path) -> 
     # The end of the input ends a message, too.
     half = piped('"""one\ntwo', *options)
     assert half.out == piped('"""one\ntwo"""\n', *options).out != ""
+
+
+def test_without_options_the_models_files_decide_how_tokens_are_chosen(tmp_path: Path) -> None:
+    """Greedy answers of a small model are one line again and again."""
+    advised = {**ENDLESS, "general.sampling.temp": 1.7, "general.sampling.top_k": 9}
+    for name, metadata, plainly in (
+        ("advised", advised, ("-t", "1.7", "--top-k", "9")),
+        ("not", ENDLESS, ("-t", "0.7", "--min-p", "0.05", "--repetition-penalty", "1.1")),
+    ):
+        model = write_gguf(tmp_path / f"{name}.gguf", metadata=metadata)
+        options = ("-m", str(model), "-n", "20", "-s", "7")
+        default = piped("one\n", *options)
+        assert default.out == piped("one\n", *options, *plainly).out
+        assert default.out != piped("one\n", *options, "-t", "0").out
+        # One that is given leaves the others as they are.
+        hot = piped("one\n", *options, "-t", "50")
+        assert hot.out == piped("one\n", *options, *plainly, "-t", "50").out != default.out
+    folder = write_folder(tmp_path / "folder")
+    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
+    answer = here("chat", "-m", str(folder))
+    assert answer.status == 1 and "generation_config.json: the sampling options: temp" in answer.err
+
+
+def test_a_byte_order_mark_is_not_said(options: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    script = f"one\ntwo\n/save {file}\n".encode("utf-8-sig")
+    answer = piped(script, *options, "--system", "\ufeffBe.")
+    assert answer.status == 0, answer.err
+    assert asked(file) == ["one", "two"] and saved(file)[0] == ("system", "Be.")
 
 
 def test_commands_that_cannot_be_done_change_nothing(

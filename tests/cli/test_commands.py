@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from ostinato.driver import launcher
+from ostinato.models.config import tensor_shapes
 from tests.cli.commands import here, refused
-from tests.models.model_files import CONFIG, write_gguf
+from tests.models.model_files import CONFIG, TEMPLATE, write_folder, write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,18 @@ def test_version_and_help() -> None:
         answer = here(command, "--help")
         assert answer.status == 0 and answer.out.startswith(f"Usage: ostinato {command}")
         assert answer.out.isascii()  # shown as it is in any locale
+
+
+def test_every_summary_is_whole_in_eighty_columns() -> None:
+    for group in ((), ("model",), ("cache",), ("graph",)):
+        answer = here(*group, "-h", COLUMNS="80")
+        assert answer.status == 0
+        listed = answer.out.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+        assert len(listed) >= 3
+        for line in listed:
+            assert line.endswith(".") and not line.endswith("..."), line
+    for command in (("generate",), ("model", "show"), ("serve",)):
+        assert here(*command, "-h").out == here(*command, "--help").out != ""
 
 
 def test_help_and_version_load_neither_numpy_nor_a_driver() -> None:
@@ -74,6 +89,30 @@ def test_doctor_says_which_compiler_there_is(tmp_path: Path) -> None:
     found = json.loads(here("doctor", "--json", OSTINATO_CACHE_DIR=str(tmp_path)).out)
     assert found["ostinato"]["CUDA compiler"].startswith(("NVRTC 1", "not available: "))
     assert found["host"]["lacks"] == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("torch", "said"),
+    [
+        ("2.8.0", "2.8.0: too old, 2.9 or later is needed"),
+        ("2.8.0+cu128", "2.8.0+cu128: too old, 2.9 or later is needed"),
+        ("1.13.1", "1.13.1: too old, 2.9 or later is needed"),
+        ("2.9", "2.9"),
+        ("2.9.0a0+git1", "2.9.0a0+git1"),
+        ("2.11.0+cu130", "2.11.0+cu130"),
+        ("nightly", "nightly: too old, 2.9 or later is needed"),
+    ],
+)
+def test_doctor_says_which_packages_are_too_old(torch: str, said: str) -> None:
+    version = metadata.version
+
+    def found(package: str) -> str:
+        return torch if package == "torch" else version(package)
+
+    with mock.patch.object(metadata, "version", found):
+        packages = json.loads(here("doctor", "--json").out)["packages"]
+    assert packages["torch"] == said
+    assert packages["numpy"] == version("numpy")
 
 
 @pytest.mark.parametrize(
@@ -134,9 +173,49 @@ def test_model_list(tmp_path: Path) -> None:
     (row,) = json.loads(here("model", "list", "--json", OSTINATO_CACHE_DIR=str(tmp_path)).out)
     assert row["name"] == "smollm2-135m"
     assert row["present"] is False
-    assert "not fetched" in here("model", "list", OSTINATO_CACHE_DIR=str(tmp_path)).out
+    listed = here("model", "list", OSTINATO_CACHE_DIR=str(tmp_path)).out
+    assert "not fetched: 93 MB, by ostinato model pull" in listed
     answer = here("model", "remove", "smollm2-135m", OSTINATO_CACHE_DIR=str(tmp_path))
     assert answer.status == 0 and "was not there" in answer.out
+
+
+def test_model_show_says_what_a_model_is(tmp_path: Path) -> None:
+    advice = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
+    metadata = {"general.name": "A Tiny One", "general.license": "apache-2.0", **advice}
+    file = write_gguf(tmp_path / "tiny.gguf", kind="Q8_0", metadata=metadata)
+    found = json.loads(here("model", "show", str(file), "--json").out)
+    assert (found["name"], found["family"]) == ("A Tiny One", "llama")
+    assert (found["licence"], found["context"]) == ("apache-2.0", CONFIG.context_length)
+    count = sum(math.prod(shape) for shape in tensor_shapes(CONFIG).values())
+    assert found["parameters"] == count
+    assert found["sizes"]["KV heads"] == 2 and found["sizes"]["vocabulary"] == 280
+    assert found["weights"]["Q8_0"]["tensors"] == 15 and found["weights"]["F32"]["tensors"] == 5
+    assert found["tokenizer"] == {
+        "begin": "<|im_start|>",
+        "end": ["<|im_end|>", "<|endoftext|>"],
+    }
+    assert found["chat template"] == f"{len(TEMPLATE)} characters"
+    assert (found["sampling"]["temperature"], found["sampling"]["top_k"]) == (0.5, 20)
+    assert found["sampling from"] == found["path"] == str(file)
+    text = here("model", "show", str(file)).out
+    assert f"parameters     {count:,}\n" in text
+    assert "sampling       temperature 0.5; top_k 20; top_p 1; min_p 0; repetition" in text
+
+    folder = write_folder(tmp_path / "folder", model_type="llama")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nlicense: other\n")
+    found = json.loads(here("model", "show", str(folder), "--json").out)
+    assert (found["name"], found["family"], found["licence"]) == ("folder", "llama", "mit")
+    assert found["sampling"]["temperature"] == 0.7 and "advise none" in found["sampling from"]
+    (folder / "README.md").unlink()
+    assert "licence        not named in its files\n" in here("model", "show", str(folder)).out
+
+
+def test_model_show_fetches_nothing(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    answer = here("model", "show", "smollm2-135m", OSTINATO_CACHE_DIR=str(cache))
+    assert answer.status == 1 and "ostinato model pull smollm2-135m" in answer.err
+    assert not cache.exists()
+    refused(here("model", "show", "no such model"), "no file or folder")
 
 
 def generated(*arguments: str) -> dict:

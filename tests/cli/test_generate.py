@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from tests.cli.commands import Answer, here, refused, shell
+from tests.cli.commands import here, refused, shell
 from tests.cli.terminal import Terminal
 from tests.models.model_files import CONFIG, write_gguf
 
@@ -21,12 +18,6 @@ from tests.models.model_files import CONFIG, write_gguf
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
     return write_gguf(path, config=replace(CONFIG, context_length=4096))
-
-
-def fed(content: bytes, *arguments: str) -> Answer:
-    """The command with this on its standard input."""
-    with mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(content))):
-        return here(*arguments)
 
 
 def test_the_answer_alone_is_on_standard_output(tiny: Path) -> None:
@@ -86,11 +77,18 @@ def test_a_prompt_from_anywhere_is_the_same(tiny: Path, tmp_path: Path) -> None:
     options = ("--json", "-n", "3", "-m", str(tiny))
     file = tmp_path / "prompt"
     file.write_bytes("é ab\n".encode())
+    marked = tmp_path / "marked"
+    marked.write_text("é ab\n", encoding="utf-8-sig")
     wanted = json.loads(here("generate", "é ab", *options).out)
     for answer in (
-        fed("é ab\n".encode(), "generate", *options),
-        fed("é ab\r\n".encode(), "generate", "-", *options),
-        fed("é ab".encode(), "generate", "-f", "-", *options),
+        here("generate", *options, input="é ab\n".encode()),
+        here("generate", "-", *options, input="é ab\r\n".encode()),
+        here("generate", "-f", "-", *options, input="é ab".encode()),
+        here("generate", "é", "ab", *options),
+        here("generate", "é", *options[:3], "ab", *options[3:]),
+        here("generate", "\ufeffé ab", *options),
+        here("generate", *options, input="\ufeffé ab".encode()),
+        here("generate", "-f", str(marked), *options),
         here("generate", "-f", str(file), *options),
         shell(f"$O generate -f <(echo é ab) {' '.join(options)}"),
         shell(f"echo é ab | $O generate {' '.join(options)}", PYTHONIOENCODING="ascii"),
@@ -98,10 +96,29 @@ def test_a_prompt_from_anywhere_is_the_same(tiny: Path, tmp_path: Path) -> None:
         assert answer.status == 0, answer.err
         found = json.loads(answer.out)
         assert (found["text"], found["prompt_tokens"]) == (wanted["text"], wanted["prompt_tokens"])
-    # Only the line's own end is left out, and standard input is not read beside a prompt.
-    more = json.loads(fed("é ab\n\n".encode(), "generate", *options).out)
+    # Only the line's own end is left out.
+    more = json.loads(here("generate", *options, input="é ab\n\n".encode()).out)
     assert more["prompt_tokens"] == wanted["prompt_tokens"] + 1
-    assert json.loads(fed(b"x", "generate", "é ab", *options).out)["text"] == wanted["text"]
+
+
+def test_what_is_piped_in_follows_the_words(tiny: Path) -> None:
+    options = ("--json", "-n", "8", "-m", str(tiny))
+
+    def tokens(*words: str, piped: bytes = b"") -> tuple[int, list[int]]:
+        answer = here("generate", *words, *options, input=piped)
+        assert answer.status == 0, answer.err
+        found = json.loads(answer.out)
+        return found["prompt_tokens"], found["token_ids"]
+
+    wanted = tokens("the ab\n\n12\n in 34")
+    assert wanted != tokens("the ab")
+    assert tokens("the", "ab", piped=b"12\n in 34\n") == wanted
+    assert tokens("the ab", piped=b"\xef\xbb\xbf12\n in 34\r\n") == wanted
+    assert tokens("the ab", piped=b"") == tokens("the ab", piped=b"\n") == tokens("the ab")
+    assert tokens("", piped=b"the ab") == tokens("the ab")
+    refused(here("generate", "the", *options, input=b"caf\xe9"), "standard input: no UTF-8 text")
+    script = f"echo 12 | $O generate the ab {' '.join(options)}"
+    assert json.loads(shell(script).out)["token_ids"] == tokens("the ab\n\n12")[1]
 
 
 @pytest.mark.parametrize(
@@ -110,11 +127,12 @@ def test_a_prompt_from_anywhere_is_the_same(tiny: Path, tmp_path: Path) -> None:
         (b"caf\xe9", "no UTF-8 text: byte 3 is 0xe9"),
         (b"", "is empty"),
         (b"\n", "is empty"),
+        (b"\xef\xbb\xbf\n", "is empty"),
         (b"x" * (8 << 20) + b"yz", "more than 8388608 bytes"),
     ],
 )
 def test_what_is_no_prompt(tiny: Path, tmp_path: Path, content: bytes, words: str) -> None:
-    refused(fed(content, "generate", "-m", str(tiny)), words)
+    refused(here("generate", "-m", str(tiny), input=content), words)
     file = tmp_path / "prompt"
     file.write_bytes(content)
     refused(here("generate", "-m", str(tiny), "-f", str(file)), words)

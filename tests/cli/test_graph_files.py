@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import ostinato as ost
 from tests.cli.commands import here, refused
 from tests.cli.terminal import Terminal
 from tests.graph.disk_kernels import ONE, add, affine, kernel
+from tests.processes import child_environment
 
 
 @pytest.fixture
@@ -130,3 +133,48 @@ def test_save_says_that_it_needs_a_gpu_before_it_fetches_a_model(tmp_path: Path)
     answer = here("graph", "save", str(path), "--model", "no-such-model")
     assert answer.status == 1 and not path.exists()
     assert "graph save needs a GPU" in answer.err and "no-such-model" not in answer.err
+
+
+def test_the_base_install_is_enough_for_what_needs_no_model(path: Path, weights: Path) -> None:
+    """Every other command says which extra it needs, and what to install."""
+    program = (
+        "import sys\n"
+        "extras = ('gguf', 'tokenizers', 'jinja2', 'starlette', 'uvicorn', 'prometheus_client')\n"
+        "sys.modules.update(dict.fromkeys(extras))  # an import of None fails\n"
+        "from ostinato.cli.main import run\n"
+        "def ended(status, *words):\n"
+        "    print('>', *words, file=sys.stderr)\n"
+        "    assert run(words) == status, words\n"
+        f"file, weights = {str(path)!r}, {str(weights)!r}\n"
+        "for command in ('generate', 'chat', 'serve', 'inspect', 'bench', 'tune', 'model',\n"
+        "                'cache', 'graph', 'doctor'):\n"
+        "    ended(0, command, '--help')\n"
+        "for command in ('--help', '--version', 'doctor', 'doctor --json', 'cache list',\n"
+        "                'cache clear', 'cache prune --max-mib 1', 'model list'):\n"
+        "    ended(0, *command.split())\n"
+        "ended(0, 'graph', 'show', file)\n"
+        "ended(0, 'graph', 'run', file, '--constants', weights)\n"
+        "for command in ('generate x', 'chat', 'serve', 'inspect', 'bench --shape tiny',\n"
+        "                'tune --list', 'graph save x.graph', 'model show smollm2-135m'):\n"
+        "    ended(1, *command.split())\n"
+    )
+    environment = {"OSTINATO_DEVICE": "host", "OSTINATO_CACHE_DIR": str(path.parent / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).resolve().parents[2],  # the file names a kernel of the tests
+        env=child_environment(**environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = dict(part.split("\n", 1) for part in done.stderr.split("> ")[1:])
+    for command in ("generate x", "chat", "inspect", "bench --shape tiny", "tune --list"):
+        name = command.split()[0]
+        words = f"error: `ostinato {name}` needs gguf, tokenizers, jinja2, not installed here"
+        assert words in said[command], said[command]
+        assert "pip install 'ostinato[llm]'" in said[command]
+    assert "`ostinato graph save` needs gguf" in said["graph save x.graph"]
+    assert "`ostinato model show` needs gguf" in said["model show smollm2-135m"]
+    assert "pip install 'ostinato[llm,serve]'" in said["serve"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ostinato.errors import InputError
+from ostinato.errors import InputError, ModelFormatError
+from ostinato.models.files.advice import read_advice
+from ostinato.models.files.checkpoint import GgufTokenizerSource, JsonTokenizerSource
 from ostinato.models.sampling import (
+    READABLE,
     SamplingOptions,
     greedy,
     penalised,
@@ -224,3 +229,96 @@ def test_what_is_chosen_is_likely_enough_after_the_penalty(
     if min_p:
         assert values[token] >= values.max() + 0.8 * np.log(min_p) - 1e-2 * abs(values.max()) - 1e-4
     assert sample(logits, 0.0, **given) == greedy(values)
+
+
+# ------------------------------------------------------------------------- what a model's files say
+
+OWN = SamplingOptions(0.6, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.05)
+ADVICE: list[tuple[dict[str, Any], SamplingOptions]] = [
+    ({}, READABLE),
+    ({"eos_token_id": 2, "temperature": None}, READABLE),
+    (
+        {
+            "do_sample": True,
+            "temperature": 0.6,
+            "top_k": 20,
+            "top_p": 0.9,
+            "min_p": 0.1,
+            "repetition_penalty": 1.05,
+        },
+        OWN,
+    ),
+    # What is left open beside the way to draw is off, as the model's makers tried it.
+    ({"temperature": 0.6, "top_p": 0.9}, SamplingOptions(0.6, top_p=0.9)),
+    ({"top_k": 20}, SamplingOptions(1.0, top_k=20)),
+    # A penalty alone says nothing of how to draw.
+    ({"repetition_penalty": 1.3}, READABLE.with_named(repetition_penalty=1.3)),
+    ({"do_sample": False, "top_k": 20}, SamplingOptions()),
+    ({"do_sample": False, "repetition_penalty": 1.2}, SamplingOptions(repetition_penalty=1.2)),
+]
+
+
+@pytest.mark.parametrize(("given", "wanted"), ADVICE)
+def test_a_folders_generation_config_is_the_default(
+    tmp_path: Path, given: dict[str, Any], wanted: SamplingOptions
+) -> None:
+    source = JsonTokenizerSource(tmp_path)
+    assert read_advice(source).options() == READABLE, "there is no such file"
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    assert read_advice(source).options() == wanted
+
+
+@pytest.mark.parametrize(
+    ("metadata", "wanted"),
+    [
+        ({"general.name": "x"}, READABLE),
+        (
+            {
+                "general.sampling.temp": 0.6,
+                "general.sampling.top_k": 20,
+                "general.sampling.top_p": 0.9,
+                "general.sampling.min_p": 0.1,
+                "general.sampling.penalty_repeat": 1.05,
+            },
+            OWN,
+        ),
+        # llama.cpp takes these for greedy, and for all tokens.
+        ({"general.sampling.temp": -1.0, "general.sampling.top_k": -1}, SamplingOptions()),
+    ],
+)
+def test_a_gguf_files_metadata_are_the_default(
+    metadata: dict[str, Any], wanted: SamplingOptions
+) -> None:
+    assert read_advice(GgufTokenizerSource(Path("x.gguf"), metadata)).options() == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"temperature": "hot"}, "temperature is 'hot', must be a finite number"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_k": 2.5}, "top_k is 2.5, must be a whole number"),
+        ({"repetition_penalty": [1]}, "repetition_penalty is"),
+    ],
+)
+def test_advice_that_makes_no_sense_names_its_file(
+    tmp_path: Path, given: dict[str, Any], words: str
+) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(given))
+    advice = read_advice(JsonTokenizerSource(tmp_path))
+    with pytest.raises(ModelFormatError) as raised:
+        advice.options()
+    assert str(file) in str(raised.value) and words in str(raised.value)
+
+
+def test_who_names_the_likeliest_token_gets_it() -> None:
+    """Defaults are for drawing: a penalty that nobody asked for would change greedy answers."""
+    assert OWN.with_named(temperature=0, seed=5) == SamplingOptions(seed=5)
+    assert OWN.with_named(temperature=0.0, repetition_penalty=2.0) == SamplingOptions(
+        repetition_penalty=2.0
+    )
+    assert OWN.with_named(top_k=3) == SamplingOptions(0.6, 3, 0.9, 0, 0.1, 1.05)
+    with pytest.raises(InputError, match="temperature is -1"):
+        OWN.with_named(temperature=-1)

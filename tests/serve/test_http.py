@@ -212,6 +212,58 @@ def test_the_code_in_the_docs_runs(
     assert capsys.readouterr().out == text
 
 
+# ------------------------------------------------------------------------ how tokens are chosen
+
+
+def test_what_a_request_does_not_name_is_the_models(tmp_path: Path) -> None:
+    """The model's files decide, then the server's options; what a request names wins."""
+    advice = {"general.sampling.temp": 2.5, "general.sampling.top_k": 40}
+    path = write_gguf(tmp_path / "tiny.gguf", metadata=advice)
+    ask = {"model": MODEL, "prompt": "the ab", "max_tokens": 30, "seed": 4}
+    own = SamplingOptions(2.5, 40, seed=4)
+    set_by_server = SamplingOptions(1.5, top_p=0.5, repetition_penalty=1.5)
+    with open_device("host") as device, open_generator(device, path) as generator:
+        assert generator.default_sampling == SamplingOptions(2.5, 40)
+        tokens = tuple(generator.encode("the ab", chat=False))
+        cases = [
+            (None, {}, own),
+            (None, {"temperature": 1.5}, own.with_named(temperature=1.5)),
+            (None, {"top_k": 0, "min_p": 0.2}, own.with_named(top_k=0, min_p=0.2)),
+            (None, {"temperature": 0}, SamplingOptions()),
+            (set_by_server, {}, set_by_server.with_named(seed=4)),
+            (set_by_server, {"top_p": 0.9}, set_by_server.with_named(seed=4, top_p=0.9)),
+            (set_by_server, {"temperature": 0.0}, SamplingOptions()),
+        ]
+        texts = [alone(generator, Job(tokens, 30, sampling))[0] for _, _, sampling in cases]
+        assert len(set(texts)) == len(texts) - 1, "the cases say nothing"
+        for sampling in (None, set_by_server):
+            with running(generator, sampling=sampling) as server:
+                for (given, fields, _), text in zip(cases, texts, strict=True):
+                    if given == sampling:
+                        reply = call(server, "POST", COMPLETION, {**ask, **fields})
+                        assert json.loads(reply.body)["choices"][0]["text"] == text, fields
+
+
+def test_a_byte_order_mark_is_no_text(server: Server) -> None:
+    plain = {"model": MODEL, "prompt": "the ab", "max_tokens": 12, "seed": 4}
+    chat = {**ASK, "seed": 4}
+
+    def said(path: str, body: object) -> object:
+        reply = call(server, "POST", path, body)
+        assert reply.status == 200, reply
+        choice = json.loads(reply.body)["choices"][0]
+        return choice.get("text") or choice["message"]["content"]
+
+    wanted = said(COMPLETION, plain)
+    assert said(COMPLETION, {**plain, "prompt": "\ufeffthe ab"}) == wanted
+    assert said(COMPLETION, {**plain, "prompt": ["\ufeffthe ab"]}) == wanted
+    assert said(COMPLETION, b"\xef\xbb\xbf" + json.dumps(plain).encode()) == wanted
+    wanted = said(CHAT, chat)
+    part = {"type": "text", "text": "\ufeffab in 12?"}
+    for content in ("\ufeffab in 12?", [part]):
+        assert said(CHAT, {**chat, "messages": [{"role": "user", "content": content}]}) == wanted
+
+
 # ------------------------------------------------------------------------------- what is refused
 
 
@@ -379,10 +431,10 @@ def test_others_are_answered_while_a_large_body_is_read(
 ) -> None:
     hold, read = threading.Event(), []
 
-    def held(given: object, kind: Any) -> Any:
+    def held(given: object, kind: Any, sampling: SamplingOptions) -> Any:
         read.append(kind)
         assert hold.wait(SECONDS)
-        return read_request(given, kind)
+        return read_request(given, kind, sampling)
 
     replies: list[Reply] = []
     large = {**ASK, "metadata": {"a": "x" * (1 << 16)}}

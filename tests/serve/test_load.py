@@ -200,8 +200,11 @@ def test_ten_thousand_tokens_in_ever_new_batches_leave_no_memory_behind(tiny_mod
 
 
 def started(model: Path, *options: str) -> tuple[subprocess.Popen[bytes], str]:
-    """`ostinato serve` as a process of its own; where it is."""
-    arguments = ("serve", "--model", str(model), "--port", "0", "--device", "host", *options)
+    """`ostinato serve` as a process of its own, which adds nothing to what requests name; where it
+    is."""
+    plain = ("--temperature", "1", "--min-p", "0", "--repetition-penalty", "1")
+    arguments = ("serve", "--model", str(model), "--port", "0", "--device", "host", *plain)
+    arguments += options
     process = commands.start(*arguments)
     assert process.stderr is not None
     line = process.stderr.readline().decode()
@@ -310,6 +313,8 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path) -> N
     for options, words in (
         (("--port", "70000"), "--port"),
         (("--slots", "0"), "--slots"),
+        (("--temperature", "nan"), "temperature"),
+        (("--top-p", "2"), "--top-p"),
         (("--host", "no such host"), "host"),
         (("--api-key", " x"), "a key is text without spaces around it"),
         (("--api-key-file", str(empty)), "has no keys"),

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 __all__ = [
+    "BYTE_ORDER_MARK",
     "DeviceName",
     "Eager",
     "MaxContext",
@@ -46,6 +47,9 @@ __all__ = [
     "texts",
 ]
 
+BYTE_ORDER_MARK = "\ufeff"
+"""What some editors write before a text; it is no part of it."""
+
 _MAX_PROMPT = 8 << 20  # bytes; a tokenizer takes no more
 
 
@@ -58,7 +62,8 @@ def expanded(path: Path | None) -> Path | None:
 
 
 def text(value: str | None) -> str | None:
-    """For text that goes to a model: refuses bytes that are no text in the locale's encoding."""
+    """For text that goes to a model: refuses bytes that are no text in the locale's encoding, and
+    leaves out a byte order mark at the beginning."""
     try:
         (value or "").encode()
     except UnicodeEncodeError:
@@ -66,7 +71,7 @@ def text(value: str | None) -> str | None:
         raise typer.BadParameter(
             f"{value!r} is no text in this locale's encoding, {encoding}"
         ) from None
-    return value
+    return value if value is None else value.removeprefix(BYTE_ORDER_MARK)
 
 
 def finite(value: float | None) -> float | None:
@@ -115,16 +120,20 @@ def texts(values: list[str] | None) -> list[str] | None:
     return values
 
 
-def read_prompt(given: str | None, file: Path | None) -> str:
-    """The prompt as it was typed, from standard input, or from a file.
+def read_prompt(words: list[str] | None, file: Path | None) -> str:
+    """The prompt: the words that were typed, with blanks between them, or a file's text.  What is
+    piped in follows the words after a blank line; without words, or for `-`, it is the prompt.
 
     One newline at the end of a file or of standard input is left out: it ends the line and is no
-    part of it.  Raises BadParameter for what is no UTF-8 text, too long, empty, or not there.
+    part of it.  So is a byte order mark.  Raises BadParameter for what is no UTF-8 text, too long,
+    empty, or not there.
     """
+    given = None if not words else " ".join(words).removeprefix(BYTE_ORDER_MARK)
     if given is not None and file is not None:
         raise typer.BadParameter("a prompt or --file, not both", param_hint="--file")
     if given is not None and given != "-":
-        return given
+        piped = "" if sys.stdin.isatty() else _standard_input()
+        return "\n\n".join(part for part in (given, piped) if part)
     if file is None or str(file) == "-":
         if given is None and file is None and sys.stdin.isatty():
             raise typer.BadParameter(
@@ -132,29 +141,35 @@ def read_prompt(given: str | None, file: Path | None) -> str:
                 "(- reads what you type until Ctrl-D)",
                 param_hint="prompt",
             )
-        return _decoded(sys.stdin.buffer.read(_MAX_PROMPT + 1), "standard input", "prompt")
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(_MAX_PROMPT + 1)
-    except (OSError, ValueError) as error:  # ValueError: a name that holds a null character
-        reason = getattr(error, "strerror", None) or error
-        raise typer.BadParameter(f"{file}: {reason}", param_hint="--file") from None
-    return _decoded(content, str(file), "--file")
+        found, where, option = _standard_input(), "standard input", "prompt"
+    else:
+        try:
+            with file.open("rb") as opened:
+                content = opened.read(_MAX_PROMPT + 1)
+        except (OSError, ValueError) as error:  # ValueError: a name that holds a null character
+            reason = getattr(error, "strerror", None) or error
+            raise typer.BadParameter(f"{file}: {reason}", param_hint="--file") from None
+        found, where, option = _decoded(content, str(file), "--file"), str(file), "--file"
+    if not found:
+        raise typer.BadParameter(f"{where} is empty", param_hint=option)
+    return found
+
+
+def _standard_input() -> str:
+    return _decoded(sys.stdin.buffer.read(_MAX_PROMPT + 1), "standard input", "prompt")
 
 
 def _decoded(content: bytes, where: str, option: str) -> str:
     if len(content) > _MAX_PROMPT:
         raise typer.BadParameter(f"{where}: more than {_MAX_PROMPT} bytes", param_hint=option)
     try:
-        found = content.decode().removesuffix("\n").removesuffix("\r")
+        found = content.decode()
     except UnicodeDecodeError as error:
         raise typer.BadParameter(
             f"{where}: no UTF-8 text: byte {error.start} is {content[error.start]:#04x}",
             param_hint=option,
         ) from None
-    if not found:
-        raise typer.BadParameter(f"{where} is empty", param_hint=option)
-    return found
+    return found.removeprefix(BYTE_ORDER_MARK).removesuffix("\n").removesuffix("\r")
 
 
 def as_typed(message: str, command: Any) -> str:
@@ -187,28 +202,30 @@ ModelName = Annotated[
     ),
 ]
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", "-n", min=1, help="At most so many new tokens.")
+    int, typer.Option("--max-tokens", "-n", min=1, help="The most tokens of an answer.")
 ]
+# None: what the model's files advise (`TextGenerator.default_sampling`).
 Temperature = Annotated[
-    float,
+    float | None,
     typer.Option("--temperature", "-t", min=0.0, help="0 takes the likeliest token (greedy)."),
 ]
 TopK = Annotated[
-    int, typer.Option(min=0, help="Choose among this many of the likeliest tokens; 0 for all.")
+    int | None,
+    typer.Option(min=0, help="Choose among this many of the likeliest tokens; 0 for all."),
 ]
 TopP = Annotated[
-    float,
-    typer.Option(help="Choose among the likeliest tokens that have this probability together."),
+    float | None,
+    typer.Option(help="Choose among the likeliest tokens that together have this probability."),
 ]
 MinP = Annotated[
-    float,
+    float | None,
     typer.Option(
-        help="Choose among tokens with at least this part of the likeliest one's probability."
+        help="Choose among tokens that are at least this fraction as probable as the likeliest."
     ),
 ]
 RepetitionPenalty = Annotated[
-    float,
-    typer.Option(help="Above 1: tokens that were there before get less likely; 1 for none."),
+    float | None,
+    typer.Option(help="Above 1: tokens that are in the text already get less likely; 1 is off."),
 ]
 Seed = Annotated[
     int | None,
@@ -216,8 +233,7 @@ Seed = Annotated[
         "--seed",
         "-s",
         min=0,
-        help="The same seed gives the same answer.  By default a fresh one, which the summary "
-        "tells.",
+        help="The same seed gives the same answer.  By default each run draws one, and shows it.",
         show_default=False,
     ),
 ]
@@ -238,14 +254,16 @@ MaxContext = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Positions in the KV cache, for prompt and answer.  By default 2048, or as many as "
-        "the model was trained for if those are less.",
+        help="Positions in the KV cache, for prompt and answer.  By default 2048, or what the "
+        "model was trained for if that is less.",
     ),
 ]
-Eager = Annotated[bool, typer.Option("--eager", help="No graphs: launch by launch.")]
+Eager = Annotated[
+    bool, typer.Option("--eager", help="No graphs: each kernel is launched by itself.")
+]
 TokensPerLaunch = Annotated[
     int,
-    typer.Option(min=1, max=256, help="Tokens of one graph launch, by a loop on the device."),
+    typer.Option(min=1, max=256, help="Tokens for each graph launch, by a loop on the device."),
 ]
 TensorParallel = Annotated[
     int,
@@ -253,8 +271,8 @@ TensorParallel = Annotated[
         "--tensor-parallel",
         min=1,
         max=64,
-        help="Split the model over so many GPUs of this machine, each with a process of its own: "
-        "those from --device on.  Without a GPU, over so many processes on the CPU.",
+        help="Split the model over this many GPUs of this machine, from --device on, with a "
+        "process for each.  Without a GPU, over this many processes on the CPU.",
     ),
 ]
 
@@ -271,7 +289,7 @@ WeightsOption = Annotated[
     WeightsName,
     typer.Option(
         "--weights",
-        help="On a GPU: a file's quantised matrices packed as they are, or as bfloat16; auto is "
+        help="On a GPU: keep a file's quantised matrices packed, or make them bfloat16; auto does "
         "what is faster.",
     ),
 ]
@@ -279,6 +297,6 @@ WeightsOption = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option(
-        min=1, help="CPU threads; by default OSTINATO_THREADS, else one a processor, 16 at most."
+        min=1, help="CPU threads.  By default OSTINATO_THREADS, else one per processor, 16 at most."
     ),
 ]

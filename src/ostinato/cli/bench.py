@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -24,6 +24,7 @@ from ostinato.cli.endings import FAILED
 from ostinato.cli.plain import plain, say
 from ostinato.cli.progress import fetched
 from ostinato.cli.ranks import other_ranks, rank_devices
+from ostinato.models.extra import require_extra
 
 if TYPE_CHECKING:
     from ostinato.bench.decode import DecodeResult
@@ -73,21 +74,21 @@ def bench(
     ] = None,
     tokens_per_launch: Annotated[
         str | None,
-        typer.Option(help="Ways with a WHILE node of so many tokens; 1 for none.  By default 16."),
+        typer.Option(help="Tokens for each launch of a WHILE node; 1 for none.  By default 16."),
     ] = None,
     prompt: Annotated[
         str | None,
         typer.Option(
-            help="Measure prompts of so many tokens as well, in an empty cache; several as "
-            "128,512.  By default none."
+            help="Also measure prompts of this many tokens in an empty cache; several as 128,512.  "
+            "By default none."
         ),
     ] = None,
     library_rows: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Steps of so many rows and more multiply with cuBLASLt; 0 for never.  By "
-            "default it depends on the model's size.",
+            help="Steps of this many rows or more multiply with cuBLASLt; 0 for never.  By default "
+            "it depends on the model's size.",
         ),
     ] = None,
     weights: Annotated[
@@ -121,7 +122,7 @@ def bench(
         bool,
         typer.Option(
             "--profile",
-            help="One step of the first batch and context instead, launch by launch, from its "
+            help="Instead measure each launch of one step of the first batch and context, from its "
             "graph.",
         ),
     ] = False,
@@ -134,14 +135,20 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(callback=expanded, help="Write a picture (SVG) to this file.")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else: the result.")
+    ] = False,
 ) -> None:
-    """Measure decoding: launch by launch, captured, recorded, many tokens a launch, and the peers.
+    """Measure decoding, beside other libraries.
 
-    All take turns in one run; the numbers are medians, beside the floor that is set by reading
-    weights and cache at the bandwidth measured in the same run.  A prompt's time ends with the
-    first token after it.  The last line is the result as one JSON object.  The exit status is 1 if
-    our ways do not choose the same tokens.
+    Five ways take turns in one run: launch by launch, captured graphs, recorded graphs, many
+    tokens a launch, and the other libraries that are installed. The numbers are medians, beside
+    the floor that is set by reading weights and cache at the bandwidth measured in the same run.
+    A prompt's time ends with the first token after it. Where the output is no terminal, its last
+    line is the result as one JSON object. The exit status is 1 if our ways do not choose the same
+    tokens.
     """
+    require_extra("`ostinato bench`")
     from ostinato.bench.decode import measure
     from ostinato.bench.floor import measure_bandwidth
     from ostinato.bench.options import DecodeOptions
@@ -151,6 +158,7 @@ def bench(
 
     if shape is not None and model is not None:
         raise typer.BadParameter("give a shape or a model, not both", param_hint="--shape")
+    output = _Output(out, plot, as_json)
     if out is not None:
         ready_folder(out, "--out")
     if plot is not None:
@@ -218,10 +226,10 @@ def bench(
                 bandwidth = measure_bandwidth(used)
             with other_ranks(devices, work) as group:
                 if profile:
-                    ok = _profile(used, subject, opened, options, out, plot, log)
+                    ok = _profile(used, subject, opened, options, output, log)
                 else:
                     run = partial(measure, group=group, bandwidth=bandwidth)
-                    ok = _compare(run, used, subject, opened, options, out, plot, log)
+                    ok = _compare(run, used, subject, opened, options, output, log)
     if not ok:
         raise typer.Exit(FAILED)
 
@@ -232,8 +240,7 @@ def _compare(
     subject: str,
     opened: Callable[[], Checkpoint],
     options: DecodeOptions,
-    out: Path | None,
-    plot: Path | None,
+    output: _Output,
     log: Callable[[str], None],
 ) -> bool:
     from ostinato.bench import report
@@ -241,9 +248,10 @@ def _compare(
 
     found = run(device, opened, options, log=log)
     log("")
-    report.show(subject, device, found)
+    if not output.only_json:
+        report.show(subject, device, found)
     result = report.decode_result(device, subject, options, found)
-    _finish(result, out, plot, lambda: decode_svg(subject, device.properties.name, found.rows))
+    _finish(result, output, lambda: decode_svg(subject, device.properties.name, found.rows))
     return not found.unequal
 
 
@@ -252,8 +260,7 @@ def _profile(
     subject: str,
     opened: Callable[[], Checkpoint],
     options: DecodeOptions,
-    out: Path | None,
-    plot: Path | None,
+    output: _Output,
     log: Callable[[str], None],
 ) -> bool:
     from ostinato.bench import report
@@ -262,9 +269,10 @@ def _profile(
 
     found = profile_subject(device, opened, options, log=log)
     log("")
-    report.show_profile(subject, device, found)
+    if not output.only_json:
+        report.show_profile(subject, device, found)
     result = report.profile_result(device, subject, found)
-    _finish(result, out, plot, lambda: profile_svg(subject, device.properties.name, found))
+    _finish(result, output, lambda: profile_svg(subject, device.properties.name, found))
     return True
 
 
@@ -297,22 +305,31 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
         ) from None
 
 
-def _finish(
-    result: object, out: Path | None, plot: Path | None, picture: Callable[[], str]
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """Where the result goes besides standard output, which gets `only_json` or the tables too."""
+
+    folder: Path | None
+    picture: Path | None
+    only_json: bool
+
+
+def _finish(result: object, output: _Output, picture: Callable[[], str]) -> None:
     """Writes, draws and prints a result; one that cannot be written is still printed."""
     from ostinato.bench.report import Result
     from ostinato.models.files.reading import write_file
 
     assert isinstance(result, Result)
+    notes = sys.stderr if output.only_json else sys.stdout
     try:
-        if out is not None:
-            say(f"results: {result.write(out)}")
-        if plot is not None:
-            write_file(plot, picture())
-            say(f"drawn to {plot}")
+        if output.folder is not None:
+            say(f"results: {result.write(output.folder)}", stream=notes)
+        if output.picture is not None:
+            write_file(output.picture, picture())
+            say(f"drawn to {output.picture}", stream=notes)
     finally:
-        print(result.line())
+        if output.only_json or not sys.stdout.isatty():
+            print(result.line())
 
 
 @contextmanager

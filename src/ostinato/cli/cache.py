@@ -33,7 +33,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 @app.command("list")
 def list_kernels(folder: Folder = None, as_json: AsJson = False) -> None:
-    """List the kernels on disk, most recently used first, and say which files are damaged."""
+    """List the kernels on disk, and which files are damaged.
+
+    The most recently used ones come first.
+    """
     store = _store(folder)
     entries = store.entries()
     total = sum(entry.nbytes for entry in entries)
@@ -72,7 +75,10 @@ def prune(
 
 @app.command()
 def clear(folder: Folder = None, as_json: AsJson = False) -> None:
-    """Remove all kernels from disk; they are compiled again when they are needed."""
+    """Remove all kernels from disk.
+
+    They are compiled again when they are needed.
+    """
     _remove(_store(folder), -1, as_json)
 
 

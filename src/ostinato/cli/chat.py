@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ostinato.cli.arguments import (
+    BYTE_ORDER_MARK,
     DeviceName,
     Eager,
     MaxContext,
@@ -39,6 +40,7 @@ from ostinato.cli.progress import prompt_progress
 from ostinato.cli.speaker import sampling_options, show, speaker
 from ostinato.errors import InputError, ModelError
 from ostinato.models.arguments import counted
+from ostinato.models.extra import require_extra
 
 if TYPE_CHECKING:
     from ostinato.models import Conversation, Generation
@@ -61,11 +63,11 @@ def chat(
     context: typer.Context,
     model: ModelName = "smollm2-135m",
     max_tokens: MaxTokens = 1024,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
     seed: Seed = None,
     stop: Stops = None,
     system: System = None,
@@ -78,6 +80,9 @@ def chat(
 ) -> None:
     """Talk with a model; each turn reads only what is new.
 
+    Without options tokens are drawn as the model's files advise, or at temperature 0.7, min-p 0.05
+    and repetition penalty 1.1 where they advise nothing. --temperature 0 takes the likeliest ones.
+
     A line that ends with a backslash goes on in the next one; so does all between two
     triple quotes. /help lists the commands: /save FILE, /load FILE, /reset, /stats, /exit.
     Ctrl-C stops an answer; Ctrl-D, or Ctrl-C twice, ends the conversation. Answers go to standard
@@ -86,14 +91,17 @@ def chat(
 
     It uses one GPU: between two messages several ranks would have to wait without a deadline.
     """
-    sampling = sampling_options(
-        seed,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-    )
+    require_extra("`ostinato chat`")
+    from ostinato.models.sampling import READABLE
+
+    named = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    sampling_options(READABLE, seed, **named)  # raises before a model is loaded
     with (
         speaker(
             model,
@@ -105,6 +113,7 @@ def chat(
         ) as generator,
         _Interrupts() as interrupts,
     ):
+        sampling = sampling_options(generator.default_sampling, seed, **named)
         conversation = generator.chat(
             system=system,
             max_tokens=max_tokens,
@@ -116,8 +125,10 @@ def chat(
             conversation, interrupts, spell=lambda message: as_typed(message, context.command)
         )
         if session.interactive:
-            seeded = "" if sampling.is_greedy else f"; seed {sampling.seed}"
-            _note(f"{model} on {generator.device.name}{seeded}; /help for help, Ctrl-D to end")
+            how = "the likeliest tokens"
+            if not sampling.is_greedy:
+                how = f"temperature {sampling.temperature:g}, seed {sampling.seed}"
+            _note(f"{model} on {generator.device.name}; {how}; /help for help, Ctrl-D to end")
         session.run()
     if session.failed and not session.interactive:
         raise typer.Exit(FAILED)
@@ -227,7 +238,7 @@ class _Input:
         if self.interactive:
             print(prompt, end="", file=sys.stderr, flush=True)
         read = sys.stdin.buffer.readline()
-        return read.decode().rstrip("\r\n") if read else None
+        return read.decode().removeprefix(BYTE_ORDER_MARK).rstrip("\r\n") if read else None
 
     def drop(self) -> bool:
         """Drops what was half typed when Ctrl-C came; returns whether there was something."""

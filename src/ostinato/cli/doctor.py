@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,16 @@ from ostinato.models.arguments import counted
 
 __all__ = ["doctor", "findings"]
 
+LEAST_VERSIONS = {
+    "torch": "2.9",
+    "triton": "3.5",
+    "cupy-cuda13x": "13.6",
+    "cupy-cuda12x": "11.6",
+    "numba-cuda": "0.0.12",
+}
+"""Of the libraries that `ostinato.interop` works with, the oldest that have what it uses;
+docs/limits.md says how each was found."""
+
 _PACKAGES = (
     "numpy",
     "gguf",
@@ -25,11 +36,7 @@ _PACKAGES = (
     "tokenizers",
     "cuda-core",
     "cuda-bindings",
-    "torch",
-    "cupy-cuda13x",
-    "cupy-cuda12x",
-    "triton",
-    "numba-cuda",
+    *LEAST_VERSIONS,
     "nvtx",
     "huggingface-hub",
 )
@@ -44,7 +51,10 @@ def doctor(
         ),
     ] = False,
 ) -> None:
-    """Say what this machine can do: devices, versions, caches, settings, and what is missing."""
+    """Say what this machine can do, and what is missing.
+
+    Devices, versions of packages, caches and settings. Needs the base install only.
+    """
     if faults:
         _say_faults(as_json)
         return
@@ -234,9 +244,19 @@ def _yes(value: bool) -> str:
 
 def _version(package: str) -> str:
     try:
-        return metadata.version(package)
+        found = metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+    least = LEAST_VERSIONS.get(package, "0")
+    if _numbers(found) < _numbers(least):
+        return f"{found}: too old, {least} or later is needed"
+    return found
+
+
+def _numbers(version: str) -> list[int]:
+    """The release of a version: 2.9.0rc1+cu130 is [2, 9, 0]."""
+    release = re.match(r"\d+(?:\.\d+)*", version)
+    return [] if release is None else [int(number) for number in release[0].split(".")]
 
 
 def _setting(variable: settings.Variable[object]) -> str:

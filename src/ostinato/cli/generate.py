@@ -32,13 +32,14 @@ from ostinato.cli.arguments import (
     WeightsOption,
     expanded,
     read_prompt,
-    text,
+    texts,
 )
 from ostinato.cli.endings import INTERRUPTED
 from ostinato.cli.plain import say
 from ostinato.cli.progress import fetched, prompt_progress
 from ostinato.cli.ranks import other_ranks, rank_devices, rank_threads
 from ostinato.cli.speaker import sampling_options, show, speaker
+from ostinato.models.extra import require_extra
 
 __all__ = ["generate"]
 
@@ -52,10 +53,11 @@ class Build(StrEnum):
 
 def generate(
     prompt: Annotated[
-        str | None,
+        list[str] | None,
         typer.Argument(
-            callback=text,
-            help="What to say to the model; - or none at all reads it from standard input.",
+            callback=texts,
+            help="What to say to the model, in quotes or not.  What is piped in is added after a "
+            "blank line; it is the prompt if there are no words, or - alone.",
             show_default=False,
         ),
     ] = None,
@@ -88,7 +90,8 @@ def generate(
     weights: WeightsOption = WeightsName.auto,
     eager: Eager = False,
     build: Annotated[
-        Build, typer.Option(help="Graphs from stream capture, or by hand from a recorded run.")
+        Build,
+        typer.Option(help="Make graphs by stream capture, or node by node from a recorded run."),
     ] = Build.capture,
     tokens_per_launch: TokensPerLaunch = 1,
     as_json: Annotated[
@@ -105,19 +108,27 @@ def generate(
         bool, typer.Option("--quiet", "-q", help="No summary and no progress bars.")
     ] = False,
 ) -> None:
-    """Answer a prompt, printing the tokens as they come, then a summary.
+    """Answer a prompt, printing the text as it comes.
 
-    The answer goes to standard output, all else to the error stream. The model runs on the GPU
-    where there is one, else on the CPU with the same graphs. Ctrl-C stops it and still prints the
-    summary; the exit status is then 130.
+    The answer goes to standard output; progress and a summary go to the error stream. The model
+    runs on the GPU where there is one, else on the CPU with the same graphs. Ctrl-C stops the
+    answer and still prints the summary; the exit status is then 130.
+
+    Without options the likeliest token is always taken (greedy), so that the same prompt gives the
+    same answer. Small models repeat themselves then: --temperature 0.7 --min-p 0.05
+    --repetition-penalty 1.1 reads better. (chat and serve do so by themselves.)
 
     With --tensor-parallel this process is rank 0 and starts the others. Ctrl-C, and any rank that
     fails, dies or stops (OSTINATO_GROUP_DEADLINE), end all of them.
     """
+    require_extra("`ostinato generate`")
+    from ostinato.models.sampling import GREEDY
+
     if as_json and stream_json:
         raise typer.BadParameter("--json or --stream-json, not both", param_hint="--stream-json")
     wanted = read_prompt(prompt, file)
     sampling = sampling_options(
+        GREEDY,
         seed,
         temperature=temperature,
         top_k=top_k,

@@ -17,6 +17,7 @@ from ostinato.cli.plain import say
 from ostinato.cli.progress import fetched
 from ostinato.errors import InputError, NotAvailableError
 from ostinato.models.arguments import counted
+from ostinato.models.extra import require_extra
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,8 +29,8 @@ __all__ = ["app"]
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Save, show, run and check graphs in files. A graph file is a program: run and check none "
-    "that you would not run.",
+    help="Save, show, run and check graphs in files.\n\n"
+    "A graph file is a program: run and check none that you would not run.",
 )
 
 File = Annotated[Path, typer.Argument(callback=expanded, help="A graph file.", metavar="FILE")]
@@ -55,10 +56,12 @@ def save(
     context: Annotated[int, typer.Option(min=16, help="Positions of its cache.")] = 512,
     device: DeviceName = None,
 ) -> None:
-    """Save the decode step of a model, which runs without this library's decoder then.
+    """Save the decode step of a model.
 
-    Needs a GPU: the decoder's kernels for the CPU cannot be saved.
+    The file then runs without this library's decoder. Needs a GPU: the decoder's kernels for the
+    CPU cannot be saved.
     """
+    require_extra("`ostinato graph save`")
     from ostinato.device import open_device
     from ostinato.models.decoder import Decoder
     from ostinato.models.files.open import open_checkpoint
@@ -97,7 +100,10 @@ def _memory(graph: Graph) -> tuple[dict[str, object], dict[str, object]]:
 
 @app.command()
 def show(path: File, code: Code = None, as_json: AsJson = False) -> None:
-    """Show what a file holds. Needs no GPU, and loads none of its code."""
+    """Show what a file holds.
+
+    Needs no GPU, and loads none of the file's code.
+    """
     from ostinato.graph.disk.show import file_json, file_text
 
     say(json.dumps(file_json(path, code)) if as_json else file_text(path, code))
@@ -162,7 +168,7 @@ def run(
 def check(
     path: File, constants: Constants = None, code: Code = None, device: DeviceName = None
 ) -> None:
-    """Run a file on the inputs that are stored in it, and compare with its stored results."""
+    """Run a file on its stored inputs, and compare the results."""
     import ostinato as ost
 
     with ost.open_device(device) as opened:

@@ -13,6 +13,7 @@ from ostinato.cli.arguments import expanded, ready_file
 from ostinato.cli.plain import say
 from ostinato.cli.progress import fetched
 from ostinato.models.arguments import counted
+from ostinato.models.extra import require_extra
 from ostinato.models.files.reading import write_file
 
 __all__ = ["inspect"]
@@ -45,7 +46,8 @@ def inspect(
         Path | None, typer.Option(callback=expanded, help="Write a picture to this file.")
     ] = None,
 ) -> None:
-    """Capture a step of the model and show its graph: nodes, arguments, edges."""
+    """Capture a step of a model and show its graph."""
+    require_extra("`ostinato inspect`")
     from ostinato.device import open_device
     from ostinato.models.decoder import Decoder
     from ostinato.models.files.open import open_checkpoint

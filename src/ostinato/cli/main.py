@@ -31,7 +31,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Capture GPU work into CUDA graphs once, and play it again: here with a real model.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Capture GPU work into CUDA graphs once and replay it: here with a real model.",
     epilog="Exit status: 0 done; 1 failed; 2 for a bad option, argument or setting; 128 + n if "
     "signal n ended it.",
 )

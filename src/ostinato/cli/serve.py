@@ -12,8 +12,13 @@ from ostinato.cli.arguments import (
     DeviceName,
     Eager,
     MaxContext,
+    MinP,
     ModelName,
+    RepetitionPenalty,
+    Temperature,
     Threads,
+    TopK,
+    TopP,
     WeightsName,
     WeightsOption,
     expanded,
@@ -21,7 +26,7 @@ from ostinato.cli.arguments import (
     texts,
 )
 from ostinato.cli.plain import say
-from ostinato.cli.speaker import speaker
+from ostinato.cli.speaker import sampling_options, speaker
 
 __all__ = ["serve"]
 
@@ -50,7 +55,7 @@ def serve(
             "--max-tokens",
             "-n",
             min=1,
-            help="Tokens of one answer at most.  By default what the context has room for.",
+            help="The most tokens of an answer.  By default what the context has room for.",
             show_default=False,
         ),
     ] = None,
@@ -68,13 +73,13 @@ def serve(
     piece: Annotated[
         int,
         typer.Option(
-            min=1, help="Tokens of new prompts that are read between two steps of the batch."
+            min=1, help="Tokens of new prompts that are processed between two steps of the batch."
         ),
     ] = 256,
     timeout: Annotated[
         float,
         typer.Option(
-            min=0, help="Seconds for one answer, its time in the queue too; 0 for no limit."
+            min=0, help="Seconds for one answer, including its time in the queue; 0 for no limit."
         ),
     ] = 600.0,
     grace: Annotated[
@@ -104,16 +109,25 @@ def serve(
         bool,
         typer.Option(
             "--reuse/--no-reuse",
-            help="What prompts have in common with those before is not read again.  Without, the "
-            "same prompt gives the same bits whatever was before it.",
+            help="Do not process again what a prompt has in common with earlier ones.  With "
+            "--no-reuse a prompt gives the same bits whatever came before it.",
         ),
     ] = True,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
     device: DeviceName = None,
     threads: Threads = None,
     weights: WeightsOption = WeightsName.auto,
     eager: Eager = False,
 ) -> None:
     """Serve a model with OpenAI's chat and completion endpoints.
+
+    --temperature, --top-k, --top-p, --min-p and --repetition-penalty are for requests that name
+    none; without them the model's files decide, or temperature 0.7, min-p 0.05 and repetition
+    penalty 1.1 where these advise nothing. A request for temperature 0 gets the likeliest tokens.
 
     Requests join and leave one batch between its steps. Under /v1 are chat/completions,
     completions and models; /metrics is for Prometheus, /health and /ready for who supervises it.
@@ -127,19 +141,18 @@ def serve(
     keys = (*(api_key or ()), *_keys(api_key_file))
     if not all(key.strip() == key != "" for key in keys):
         raise typer.BadParameter("a key is text without spaces around it", param_hint="--api-key")
+    from ostinato.models.sampling import READABLE
     from ostinato.serve.app import HttpLimits
     from ostinato.serve.server import LOCAL, ServeOptions, Server
 
-    options = ServeOptions(
-        model=name or _name(model),
-        keys=keys,
-        limits=HttpLimits(max_body, max_tokens, min(max_choices, slots + queue)),
-        queue=queue,
-        piece=piece,
-        reuse=reuse,
-        seconds=timeout or None,
-        grace_seconds=grace,
-    )
+    named = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    sampling_options(READABLE, 0, **named)  # raises before a model is loaded
     listener = Server.bind(host, port)  # a port that is taken is known before a model is loaded
     with (
         listener,
@@ -153,6 +166,17 @@ def serve(
             graphs=False if eager else None,
         ) as generator,
     ):
+        options = ServeOptions(
+            model=name or _name(model),
+            keys=keys,
+            limits=HttpLimits(max_body, max_tokens, min(max_choices, slots + queue)),
+            queue=queue,
+            piece=piece,
+            reuse=reuse,
+            seconds=timeout or None,
+            grace_seconds=grace,
+            sampling=sampling_options(generator.default_sampling, 0, **named),
+        )
         server = Server(generator, options, listener)
         if not keys and listener.getsockname()[0] not in LOCAL:
             _say("no key is wanted, and other machines can reach this server: see --api-key")

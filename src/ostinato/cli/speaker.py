@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: a loaded model, its options, and how its text is printed."""
+"""What `generate`, `chat` and `serve` share: a loaded model, its options, how text is printed."""
 
 from __future__ import annotations
 
@@ -47,11 +47,13 @@ def speaker(
                 raise
 
 
-def sampling_options(seed: int | None, **options: Any) -> SamplingOptions:
-    """Without a seed, a fresh one that is short enough to be typed again."""
-    from ostinato.models.sampling import SamplingOptions
-
-    return SamplingOptions(seed=secrets.randbits(32) if seed is None else seed, **options)
+def sampling_options(
+    base: SamplingOptions, seed: int | None, **named: float | None
+) -> SamplingOptions:
+    """`base` with the options that are given.  Without a seed, a fresh one that is short enough to
+    be typed again.  Raises InputError."""
+    given = {name: value for name, value in named.items() if value is not None}
+    return base.with_named(seed=secrets.randbits(32) if seed is None else seed, **given)
 
 
 def show(piece: str) -> None:

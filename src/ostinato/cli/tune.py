@@ -15,6 +15,7 @@ import typer
 from ostinato.cli.arguments import finite, require_readable
 from ostinato.cli.plain import say
 from ostinato.errors import NotAvailableError
+from ostinato.models.extra import require_extra
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -62,14 +63,15 @@ def tune(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all stored tunings.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Search for the decode kernels' best shapes on this GPU; decoders then use them by themselves.
+    """Search for the decode kernels' best launch shapes on this GPU.
 
-    It begins with what is in use now.  Every candidate is timed as a captured graph of the real
-    step, and is taken only if its logits agree with the default's and are the same bits each time.
-    What is found is kept in the cache folder for this GPU, these sizes and this kernel code.  The
-    shapes are those of products with bfloat16 weights; products with packed ones go by a rule.
-    The host device has nothing to tune.
+    Decoders on this machine use what is found. The search begins with what is in use now. Every
+    candidate is timed as a captured graph of the real step, and is taken only if its logits agree
+    with the default's and are the same bits each time. What is found is kept in the cache folder
+    for this GPU, these sizes and this kernel code. The shapes are those of products with bfloat16
+    weights; products with packed ones go by a rule. The host device has nothing to tune.
     """
+    require_extra("`ostinato tune`")
     from ostinato.device import open_device
     from ostinato.models.cuda.tunings import TuningStore
 

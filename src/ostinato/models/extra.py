@@ -1,4 +1,4 @@
-"""The `llm` extra: what the decoder and the command need besides the graph layer's own needs."""
+"""The `llm` extra: what the decoder needs besides the graph layer's own needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ostinato.errors import NotAvailableError
 
 __all__ = ["require_extra"]
 
-_NEEDED = ("gguf", "tokenizers", "jinja2", "typer")
+_NEEDED = ("gguf", "tokenizers", "jinja2")
 
 
 @functools.cache

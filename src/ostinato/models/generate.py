@@ -26,6 +26,7 @@ from ostinato.errors import InputError
 from ostinato.models.arguments import quoted, require_function, token_ids, whole
 from ostinato.models.conversation import MAX_ANSWER, Conversation
 from ostinato.models.decoder import Decoder
+from ostinato.models.files.advice import read_advice
 from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.generation import Generation
@@ -57,6 +58,7 @@ class TextGenerator(Closeable):
             threading.Thread(
                 target=_load_tokenizer, args=(checkpoint, loading), name="tokenizer", daemon=True
             ).start()
+            self._advice = read_advice(checkpoint.tokenizer)
             self.decoder = Decoder(device, checkpoint, **options)
             try:
                 self.tokenizer = loading.result()
@@ -81,6 +83,16 @@ class TextGenerator(Closeable):
     def chats(self) -> bool:
         """Whether the model brings a chat template."""
         return self.tokenizer.chat_template is not None
+
+    @property
+    def default_sampling(self) -> SamplingOptions:
+        """What `ostinato chat` and `ostinato serve` choose tokens by where nothing else is said.
+
+        The model's own: `general.sampling.` in GGUF metadata, generation_config.json in a folder.
+        What these leave open is off, and the temperature 1.  Without any: temperature 0.7, min_p
+        0.05, repetition_penalty 1.1.  Raises ModelFormatError for values that make no sense.
+        """
+        return self._advice.options()
 
     def encode(
         self,
@@ -191,8 +203,9 @@ class TextGenerator(Closeable):
     ) -> Conversation:
         """A conversation that keeps its KV cache between turns; options as for `generate`.
 
-        A model without a chat template is spoken to in ChatML.  Raises InputError for a `system`
-        message that is no text.
+        Greedy answers of a small model repeat themselves: `sampling=generator.default_sampling`
+        draws as `ostinato chat` does.  A model without a chat template is spoken to in ChatML.
+        Raises InputError for a `system` message that is no text.
         """
         return Conversation(
             self,

@@ -9,7 +9,8 @@ float32 in [0, 1).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from ostinato.models.arguments import number, quoted, whole
 
 __all__ = [
     "GREEDY",
+    "READABLE",
     "SamplingOptions",
     "greedy",
     "penalised",
@@ -104,8 +106,20 @@ class SamplingOptions(_Sampling):
         """Whether the likeliest token is always taken; nothing random is drawn then."""
         return self.temperature == 0
 
+    def with_named(self, **named: Any) -> SamplingOptions:
+        """These options with the named ones in place of their own.
+
+        Who names the temperature 0 wants the likeliest token: what is not named then is off, and
+        only the seed stays.  Raises InputError.
+        """
+        greedy = named.get("temperature") == 0
+        return replace(SamplingOptions(seed=self.seed) if greedy else self, **named)
+
 
 GREEDY = SamplingOptions()
+READABLE = SamplingOptions(temperature=0.7, min_p=0.05, repetition_penalty=1.1)
+"""For models whose files advise nothing: neither one line again and again, as greedy choices of
+small models become, nor words at random."""
 
 
 def require_options(value: object, name: str) -> None:

@@ -28,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ostinato.errors import InputError, ModelError, OstinatoError
+from ostinato.models import SamplingOptions
 from ostinato.serve.engine import End, Engine, Job, Refused, Update
 from ostinato.serve.metrics import CONTENT_TYPE, Metrics
 from ostinato.serve.protocol import (
@@ -85,13 +86,14 @@ class HttpLimits:
 
 @dataclass(eq=False)
 class Service:
-    """What the routes share.  `model`: the name that clients call the model by.  `keys`: of which a
-    client must have one; none for no such check.  `hosts`: what clients may call the server; none
-    for any."""
+    """What the routes share.  `model`: the name that clients call the model by.  `sampling`: for
+    what requests do not name.  `keys`: of which a client must have one; none for no such check.
+    `hosts`: what clients may call the server; none for any."""
 
     engine: Engine
     metrics: Metrics
     model: str
+    sampling: SamplingOptions
     keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     limits: HttpLimits = field(default_factory=HttpLimits)
@@ -113,9 +115,11 @@ class Service:
             raise ApiError(415, "the content type must be application/json")
         body = await self._body(request)
         if len(body) <= _SMALL_BODY:
-            wanted = read_request(parse_json(body), kind)
+            wanted = read_request(parse_json(body), kind, self.sampling)
         else:
-            wanted = await asyncio.to_thread(lambda: read_request(parse_json(body), kind))
+            wanted = await asyncio.to_thread(
+                lambda: read_request(parse_json(body), kind, self.sampling)
+            )
         if wanted.model != self.model:
             raise _no_model(wanted.model)
         most = min(self.limits.choices, self.engine.most)  # for more there is never room

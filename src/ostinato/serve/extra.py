@@ -12,6 +12,10 @@ _NEEDED = {
     "starlette": "starlette",
     "uvicorn": "uvicorn",
     "prometheus_client": "prometheus-client",
+    # Of the decoder: one line installs all.
+    "gguf": "gguf",
+    "tokenizers": "tokenizers",
+    "jinja2": "jinja2",
 }
 
 

@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from ostinato.errors import InputError
@@ -133,8 +133,7 @@ class Wanted:
     def sampling_of(self, number: int, fresh: Callable[[], int]) -> SamplingOptions:
         """For the answer with this number; `fresh` gives a seed where the request names none."""
         seed = (self.sampling.seed + number) % _MOST_SEED if self.seeded else fresh()
-        s = self.sampling
-        return SamplingOptions(s.temperature, s.top_k, s.top_p, seed, s.min_p, s.repetition_penalty)
+        return replace(self.sampling, seed=seed)
 
 
 def parse_json(body: bytes) -> object:
@@ -152,15 +151,20 @@ def parse_json(body: bytes) -> object:
         return found
 
     try:
-        return json.loads(body.decode(), parse_constant=no_number, object_pairs_hook=once)
+        return json.loads(
+            body.decode("utf-8-sig"), parse_constant=no_number, object_pairs_hook=once
+        )
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is no UTF-8: byte {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {str(error)[:200]}") from None
 
 
-def read_request(given: object, kind: Kind) -> Wanted:
-    """Reads a request of one of the endpoints.  Raises ApiError (400)."""
+def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Wanted:
+    """Reads a request of one of the endpoints; `sampling` for what it does not name.
+
+    Raises ApiError (400).
+    """
     if not isinstance(given, dict):
         raise ApiError(400, "the body must be a JSON object")
     fields = _Fields(given)
@@ -181,12 +185,12 @@ def read_request(given: object, kind: Kind) -> Wanted:
     options = fields.take("stream_options", _stream_options, None)
     if options is not None and not stream:
         raise ApiError(400, "stream_options needs stream", param="stream_options")
-    sampling = {
-        "temperature": fields.take("temperature", _number, 1.0),
-        "top_p": fields.take("top_p", _number, 1.0),
-        "top_k": fields.take("top_k", _integer, 0),
-        "min_p": fields.take("min_p", _number, 0.0),
-        "repetition_penalty": fields.take("repetition_penalty", _number, 1.0),
+    named: dict[str, Any] = {
+        "temperature": fields.take("temperature", _number, None),
+        "top_p": fields.take("top_p", _number, None),
+        "top_k": fields.take("top_k", _integer, None),
+        "min_p": fields.take("min_p", _number, None),
+        "repetition_penalty": fields.take("repetition_penalty", _number, None),
         "seed": 0 if seed is None else seed % _MOST_SEED,
     }
     wanted = Wanted(
@@ -195,7 +199,7 @@ def read_request(given: object, kind: Kind) -> Wanted:
         prompts,
         n=fields.take("n", _count, 1),
         max_tokens=max_tokens,
-        sampling=_sampling(sampling),
+        sampling=_sampling(sampling, named),
         seeded=seed is not None,
         stop=fields.take("stop", _stops, ()),
         stream=stream,
@@ -247,6 +251,12 @@ def _same(value: object, known: object) -> bool:
 
 
 # --- values: each raises ValueError with what follows the field's name
+
+
+def _said(value: object) -> str:
+    """Text for the model: a byte order mark at its beginning, from a file mostly, is no part of
+    it."""
+    return _text(value).removeprefix("\ufeff")
 
 
 def _text(value: object) -> str:
@@ -312,14 +322,14 @@ def _stream_options(value: object) -> bool:
 def _prompts(value: object) -> tuple[Prompt, ...]:
     """Text, several texts, token ids, or several lists of them."""
     if isinstance(value, str):
-        return (_text(value),)
+        return (_said(value),)
     if not isinstance(value, list) or not value:
         raise ValueError("must be text, token ids, or a list of these")
     if isinstance(value[0], int):
         return (_tokens(value),)
     if len(value) > _MOST_PROMPTS:
         raise ValueError(f"must be {_MOST_PROMPTS} prompts at most")
-    return tuple(_text(one) if isinstance(one, str) else _tokens(one) for one in value)
+    return tuple(_said(one) if isinstance(one, str) else _tokens(one) for one in value)
 
 
 def _tokens(value: object) -> tuple[int, ...]:
@@ -361,7 +371,7 @@ def _message(given: object, index: int) -> dict[str, str]:
 def _content(value: object) -> str:
     """Text, or parts of it in a list."""
     if not isinstance(value, list):
-        return _text(value)
+        return _said(value)
     texts = []
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text":
@@ -369,17 +379,17 @@ def _content(value: object) -> str:
         for name, one in part.items():
             if name not in ("type", "text") and one not in (None, [], ""):
                 raise ValueError(f"has a part with {name[:80]!r}, which is no field of a text")
-        texts.append(_text(part.get("text")))
+        texts.append(_said(part.get("text")))
     return "".join(texts)
 
 
-def _sampling(values: Mapping[str, Any]) -> SamplingOptions:
+def _sampling(base: SamplingOptions, named: Mapping[str, Any]) -> SamplingOptions:
     try:
-        return SamplingOptions(**values)
+        return base.with_named(**{name: one for name, one in named.items() if one is not None})
     except InputError as error:
         words = str(error)
         name = words.split(" ", 1)[0]
-        raise ApiError(400, words, param=name if name in values else None) from None
+        raise ApiError(400, words, param=name if name in named else None) from None
 
 
 # --- answers

@@ -25,7 +25,7 @@ from typing import Any
 import uvicorn
 
 from ostinato.errors import InputError
-from ostinato.models import TextGenerator
+from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve.app import HttpLimits, Service, make_app
 from ostinato.serve.engine import Engine
 from ostinato.serve.metrics import Metrics
@@ -49,8 +49,9 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How a server serves.  `model`: the name that clients call the model by.  `queue`, `piece`,
-    `reuse`, `seconds`: see `Engine`.  `grace_seconds`: for the answers under way at the end."""
+    """How a server serves.  `model`: the name that clients call the model by.  `sampling`: for what
+    requests do not name; None for the generator's `default_sampling`.  `queue`, `piece`, `reuse`,
+    `seconds`: see `Engine`.  `grace_seconds`: for the answers under way at the end."""
 
     model: str
     keys: tuple[str, ...] = ()
@@ -60,6 +61,7 @@ class ServeOptions:
     reuse: bool = True
     seconds: float | None = 600.0
     grace_seconds: int = 600
+    sampling: SamplingOptions | None = None
 
 
 class Server:
@@ -88,6 +90,7 @@ class Server:
             self.engine,
             self.metrics,
             options.model,
+            generator.default_sampling if options.sampling is None else options.sampling,
             options.keys,
             LOCAL if address in LOCAL and not options.keys else (),
             options.limits,

