@@ -20,7 +20,7 @@ TESTS  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist wor
 TORCH_TESTS := $(addprefix tests/,interop test_accelerate.py test_generate_call.py test_graphed_generate.py \
     test_manners.py test_public_names.py)
 
-.PHONY: demo test test-all torch pythons check format native dist gpu sanitize bench docs site clean setup
+.PHONY: demo test test-all torch pythons check format native dist gpu sanitize bench docs site site-check clean setup
 
 $(VENV)/.runtime: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -81,6 +81,9 @@ docs: $(VENV)/.dev              ## what is generated in README.md and docs/: hel
 
 site: $(VENV)/.dev              ## the documentation site, under build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+site-check: site                ## the site in a headless browser, which has to be installed; not in CI
+	$(BIN)/python -m tools.site_check build/site build/site-check
 
 # A tree that is not installed, before what the caller has on the path.
 HERE := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH}

@@ -31,7 +31,7 @@ from ostinato.bench.profile import Profile, ProfileRow
 from ostinato.cli import app
 from ostinato.relational import JoinKey, JoinKind
 from ostinato.relational.chain import KERNELS, chain_of, source
-from tools import figures, samples
+from tools import figures, pictures, samples
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,7 +40,7 @@ def cli_page() -> str:
     """Every command's help, in the order of the commands."""
     parts = [
         "# The `ostinato` command\n\n"
-        "Generated from the `--help` texts by `make docs`; do not edit by hand.\n"
+        "<!-- Written from the `--help` texts by `make docs`: do not edit by hand. -->\n"
     ]
     root = typer.main.get_command(app)
 
@@ -156,7 +156,7 @@ def errors_page() -> str:
     )
     lines = [
         "# Errors by status number\n",
-        "Generated from `ostinato.errors` by `make docs`; do not edit by hand.\n",
+        "<!-- Written from `ostinato.errors` by `make docs`: do not edit by hand. -->\n",
         "Everything that the library raises on purpose is an `ost.errors.OstinatoError`. An error",
         "says what failed, which node, key or file, the driver's status where there is one, and",
         "what to do.\n",
@@ -237,6 +237,9 @@ def with_lines(page: str) -> str:
 WRITTEN = {
     "docs/cli.md": cli_page,
     "docs/errors.md": errors_page,
+    "docs/buckets.svg": pictures.buckets,
+    "docs/padding.svg": pictures.padding,
+    "docs/timeline.svg": pictures.timeline,
     "docs/graph.svg": graph_picture,
     "docs/join.svg": join_picture,
     "docs/profile-135M.svg": lambda: profile_picture("135M"),
