@@ -20,7 +20,7 @@ TESTS  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist wor
 TORCH_TESTS := $(addprefix tests/,interop test_accelerate.py test_generate_call.py test_graphed_generate.py \
     test_manners.py test_public_names.py)
 
-.PHONY: demo test test-all torch pythons check format native dist gpu sanitize bench docs site site-check clean setup
+.PHONY: demo test test-all torch pythons check format native dist first-hour gpu sanitize bench docs site site-check clean setup
 
 $(VENV)/.runtime: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -73,7 +73,10 @@ native: $(VENV)/.dev            ## what is compiled, beside its sources; one bui
 	$(BIN)/python -c "from ostinato.models.host import packed_kernels as k; print(k.description()); exit(not k.compiled())"
 
 dist: $(VENV)/.dev              ## wheel and sdist, checked, and used in environments of their own
-	$(BIN)/python tools/check_dist.py --demo
+	$(BIN)/python -m tools.check_dist --demo
+
+first-hour: $(VENV)/.dev        ## what a new user does first, from the checkout, in an environment of its own
+	$(BIN)/python -m tools.first_hour
 
 docs: $(VENV)/.dev              ## what is generated in README.md and docs/: help, tables, pictures
 	$(BIN)/python -m tools.make_docs

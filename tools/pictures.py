@@ -1,4 +1,4 @@
-"""The pictures of the docs that explain: drawn by `make docs`, in the reader's light or dark scheme.
+"""Pictures of the docs that explain, drawn by `make docs`, in the reader's light or dark scheme.
 
 Each function returns the text of an SVG file.  Times are those of results files, to scale.
 """
@@ -48,7 +48,7 @@ def timeline() -> str:
     # The profile is another run: its kernels are stretched to the time of this replay.
     kernels = figures.results(f"profile-135M-{figures.H100}")["summary"]["launch_us"]
     kernels = [us * replay / sum(kernels) for us in kernels]
-    # The last two kernels, which are long, end the step: the launches are as far apart as that says.
+    # The last two kernels, which are long, end the step: so far apart are the launches.
     apart = (eager - sum(kernels[-2:])) / (len(kernels) - 2)
     count = len(kernels)
 

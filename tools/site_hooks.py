@@ -48,6 +48,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
             page.meta["search"] = search
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
+    elif not re.search("^##+ ", markdown, re.M):
+        page.meta["hide"] = ["toc"]  # more room for its table
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
     def whole(match: re.Match[str]) -> str:
