@@ -40,7 +40,7 @@ def cli_page() -> str:
     """Every command's help, in the order of the commands."""
     parts = [
         "# The `ostinato` command\n\n"
-        "<!-- Written from the `--help` texts by `make docs`: do not edit by hand. -->\n"
+        "Generated from the `--help` texts by `make docs`; do not edit by hand.\n"
     ]
     root = typer.main.get_command(app)
 
