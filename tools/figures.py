@@ -41,6 +41,7 @@ PAGES = (
     "CONTRIBUTING.md",
     "docs/correctness.md",
     "docs/design.md",
+    "docs/index.md",
     "docs/performance.md",
     "docs/relational.md",
     "docs/serve.md",
@@ -345,6 +346,26 @@ def lengths_h200() -> Iterable[str]:
         ("of the floor", of(32), _share),
         ("64 sequences, tokens a second", of(64), _speed),
         ("of the floor", of(64), _share),
+    )
+
+
+def front() -> Iterable[str]:
+    """Of the site's first page: the best of the functions that were measured, and the worst."""
+    rows = results(f"torch_graphed-{H100}")["rows"]
+    ways = {
+        "eager": "PyTorch, eager",
+        "graphed": "**`graphed`**",
+        "make_graphed": "`make_graphed_callables`",
+        "by hand": "`torch.cuda.graph`, by hand",
+    }
+
+    def cell(work: str, way: str) -> str:
+        text = _short(row(rows, {"work": work, "way": way})["median_us"])
+        return f"**{text}**" if way == "graphed" else text
+
+    return _table(
+        ("one call, µs of the CPU (H100)", "a small Llama", "an encoder"),
+        ([title, cell("Llama", way), cell("encoder", way)] for way, title in ways.items()),
     )
 
 
@@ -715,7 +736,7 @@ def _size(count: float) -> str:
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     table.__name__: table
     for table in (
-        replay_cost, launch_cost, change_cost, modules, decode, batches, batches_h200,
+        front, replay_cost, launch_cost, change_cost, modules, decode, batches, batches_h200,
         rule_h200, lengths_h200, contexts, shapes, floor, profile, profile_batches,
         profile_batches_h200,
         prompts, prompt_attention, attention, startup, load, host, join, torch_graphed, generate,

@@ -31,7 +31,7 @@ from ostinato.bench.profile import Profile, ProfileRow
 from ostinato.cli import app
 from ostinato.relational import JoinKey, JoinKind
 from ostinato.relational.chain import KERNELS, chain_of, source
-from tools import figures, samples
+from tools import figures, pictures, samples
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -161,7 +161,7 @@ def errors_page() -> str:
     )
     lines = [
         "# Errors by status number\n",
-        "Generated from `ostinato.errors` by `make docs`; do not edit by hand.\n",
+        "<!-- Written from `ostinato.errors` by `make docs`: do not edit by hand. -->\n",
         "Everything that the library raises on purpose is an `ost.errors.OstinatoError`. An error",
         "says what failed, which node, key or file, the driver's status where there is one, and",
         "what to do.\n",
@@ -241,6 +241,9 @@ def with_lines(page: str) -> str:
 
 WRITTEN = {
     "docs/errors.md": errors_page,
+    "docs/buckets.svg": pictures.buckets,
+    "docs/padding.svg": pictures.padding,
+    "docs/timeline.svg": pictures.timeline,
     "docs/graph.svg": graph_picture,
     "docs/join.svg": join_picture,
     "docs/profile-135M.svg": lambda: profile_picture("135M"),

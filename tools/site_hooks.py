@@ -1,9 +1,8 @@
 """What mkdocs.yml cannot say of the documentation site.
 
 Links that leave docs/ lead to the repository.  In a copy of it they are relative and work as they
-are; its address stands in pyproject.toml alone, and until it does they are their text.  In the
-reference, attributes without a word about them are left out, as far as they are not fields of
-records.
+are; its address stands in pyproject.toml alone, and until it does they are their text.  The
+reference begins with what users call.
 """
 
 from __future__ import annotations
@@ -20,6 +19,20 @@ ROOT = Path(__file__).resolve().parent.parent
 _LINK = re.compile(
     r"(?P<image>!?)(?P<text>\[[^]]*\])\((?P<target>(?:\.\./)+[^)#\s]+)(?P<anchor>#[^)]*)?\)"
 )
+# In the search: a history has every word; what fewer readers look for comes after the rest.
+_SEARCH: dict[str, dict[str, Any]] = {
+    "log.md": {"exclude": True},
+    "torch.md": {"boost": 2},
+    "howto/": {"boost": 2},
+    "correctness.md": {"boost": 0.5},
+    "design.md": {"boost": 0.3},
+    "graph-file.md": {"boost": 0.7},
+    "performance.md": {"boost": 0.5},
+    "relational.md": {"boost": 0.5},
+    "reference/distributed.md": {"boost": 0.5},
+    "reference/driver.md": {"boost": 0.3},
+    "reference/relational.md": {"boost": 0.3},
+}
 
 
 def on_config(config: Any) -> Any:
@@ -30,7 +43,14 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """The page with whole links to what is not in docs/."""
+    """The page with whole links to what is not in docs/, and how it is to be shown."""
+    for start, search in _SEARCH.items():
+        if page.file.src_uri.startswith(start):
+            page.meta["search"] = search
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
+    elif not re.search("^##+ ", markdown, re.M):
+        page.meta["hide"] = ["toc"]  # more room for its table
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
     def whole(match: re.Match[str]) -> str:
@@ -48,12 +68,55 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     return _LINK.sub(whole, markdown)
 
 
-class QuietAttributes(griffe.Extension):
-    """Leaves out what an `__init__` sets without a docstring, and the labels of attributes."""
+# What other packages of ours call or read, and no user.
+_INTERNAL = re.compile(
+    r"""
+    \w+\.(enter|guarded|announce|report|submitted|entering|lose|read_node|recount|attach|claim)
+    | \w+\.(require_\w+|note_refused|watch|storages?|memory_closed|take_labels|spoil|kept|turn)
+    | (Capture|Recording)\.(submissions|needs_access|recorded|waited|awaited|failed)
+    | Graph\.(instantiated|replaced|add_operations?|add_recorded)
+    | Node\.(held|places|keep|defaults)
+    | GraphExec\.(suspect|instantiate)
+    | GraphCache\.refusal
+    | Group\.(note_progress|new_lane|detach)
+    | Kernel\.(slots|call)
+    | Operation\.(keep|once|usable)
+    | Event\.owner
+    | Stream\.(mark|launch)
+    | GraphedModule\.(guards|read|others|methods)
+    | (Token|Batch)Run\.end
+    | Slot\.(scratch_padding|rows|poisoned)
+    | KeyColumns\.(serial|stream|slots|of)
+    | JoinIndex\.(table|grouped)
+    """,
+    re.X,
+)
+_LAUNCH = "ostinato.driver.launcher.PythonLauncher.launch"
+
+
+class OfUsers(griffe.Extension):
+    """Orders the members of classes for those who call them, and leaves out what they do not call.
+
+    Calls come first, then attributes; records and enumerations are as they are written.  Left out
+    are `_INTERNAL`, what an `__init__` sets without a docstring, and the labels of attributes.
+    """
 
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
-        for name, member in list(cls.members.items()):
-            if isinstance(member, griffe.Attribute):
-                if member.labels == {"instance-attribute"} and not member.docstring:
-                    del cls.members[name]
-                member.labels -= {"class-attribute", "instance-attribute"}
+        bases = "".join(map(str, cls.bases))
+        record = "dataclass" in cls.labels or "Enum" in bases or "Flag" in bases
+        calls: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
+        if cls.path == "ostinato.graph.executable.GraphExec":
+            # Its base is the compiled launcher or the one in Python, which only a run can tell.
+            calls["launch"] = griffe.Alias("launch", _LAUNCH, parent=cls)
+        for name, member in cls.members.items():
+            if _INTERNAL.fullmatch(f"{cls.name}.{name}"):
+                continue
+            if not isinstance(member, griffe.Attribute):
+                calls[name] = member
+                continue
+            if member.labels == {"instance-attribute"} and not member.docstring:
+                continue
+            member.labels -= {"class-attribute", "instance-attribute"}
+            (calls if record else attributes)[name] = member
+        cls.members = calls | attributes

@@ -34,7 +34,7 @@ class Terminal:
     `said`: what was on the screen so far, without the sequences that move the cursor.
     """
 
-    def __init__(self, *arguments: str, **environ: str) -> None:
+    def __init__(self, *arguments: str, python: str = sys.executable, **environ: str) -> None:
         self._mine, theirs = pty.openpty()
         modes = termios.tcgetattr(theirs)
         # By default, Ctrl-C drops output that was not read yet, and shows ^C anywhere within it.
@@ -42,7 +42,7 @@ class Terminal:
         modes[3] = modes[3] & ~termios.ECHOCTL | termios.NOFLSH
         termios.tcsetattr(theirs, termios.TCSANOW, modes)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", ON_ITS_TERMINAL, *arguments],
+            [python, "-c", ON_ITS_TERMINAL, *arguments],
             env=environment(TERM="xterm", **environ),
             stdin=theirs,
             stdout=theirs,

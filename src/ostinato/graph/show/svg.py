@@ -1,4 +1,5 @@
-"""A graph as a picture in plain SVG, with no other program.  Equal graphs give equal text."""
+"""A graph as a picture in plain SVG, with no other program.  It follows the reader's light or dark
+scheme.  Equal graphs give equal text."""
 
 from __future__ import annotations
 
@@ -54,6 +55,14 @@ _STYLE = """
     .edge { stroke: #8b95a5; marker-end: url(#ostinato-edge); }
     .early { stroke: #3b6fd6; stroke-dasharray: 5 3; marker-end: url(#ostinato-early); }
     .again { stroke: #7c5bd0; marker-end: url(#ostinato-again); }
+    @media (prefers-color-scheme: dark) {
+      .card { fill: #14181f; stroke: #303947; }
+      text { fill: #a9b3c1; }
+      .name, .title { fill: #f0f3f7; }
+      .box { fill-opacity: 0.12; stroke-opacity: 0.9; }
+      .gap { fill: #14181f; }
+      .frame, .part { fill-opacity: 0.05; }
+    }
 """
 
 
