@@ -42,7 +42,7 @@ from typing import Any, cast
 
 import ostinato as ost
 from benchmarks import common
-from ostinato.graph.disk.show import file_json
+from ostinato.graphfile.show import file_json
 
 KEYS = 64
 LENGTH = 192
@@ -237,7 +237,7 @@ def _decode(
     way: str, spawned: int, name: str, what: str, shape: str, folder: Path
 ) -> dict[str, object]:
     if way == "save":
-        ost.collect_modules()
+        ost.graphfile.collect_modules()
     import torch
 
     from ostinato.bench import transformers_loop as loops

@@ -44,9 +44,8 @@ from functools import partial
 import ostinato as ost
 from benchmarks import common
 from benchmarks.common import Chain, Measured, measured
-from ostinato.cache import GraphCache, Multiples
 from ostinato.driver import launcher
-from ostinato.replay import HeldReplay
+from ostinato.step import GraphCache, HeldReplay, Multiples
 
 CALLS = {1: 2000, 32: 2000, 280: 600, 1000: 200}
 """Graph length to calls a turn: the longer ones take the GPU longer."""

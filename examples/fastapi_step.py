@@ -28,7 +28,7 @@ ROWS = 64
         if (blockIdx.x < *rows) x[blockIdx.x] *= 2.0f;
     }""",
 )
-def scale(launch: ost.HostLaunch, x: Any, rows: Any) -> None:
+def scale(launch: ost.lowlevel.HostLaunch, x: Any, rows: Any) -> None:
     x[: rows[0]] *= 2
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.kernels.checks import config_of
-from ostinato import fills
 from ostinato.distributed import exchange, nccl
 from ostinato.interop.graphing import moves
 from ostinato.models.config import LlamaConfig
@@ -27,6 +26,7 @@ from ostinato.modules import CompileOptions, Source
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.cubin import KernelResources, kernel_resources
 from ostinato.relational import chain
+from ostinato.step import fills
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SMALL_ARCHITECTURES = ("sm_86", "sm_89", "sm_120")
@@ -157,7 +157,7 @@ def library_checks() -> Iterator[KernelCheck]:
     for source in (dequantise_source(), repack_source(), unpack_source(), nccl.kernels()):
         yield KernelCheck(source.name, source, shared=dict.fromkeys(source.signatures, 0))
     yield KernelCheck("moves.cu", moves.source())
-    yield KernelCheck("fills.cu", fills.source())
+    yield KernelCheck("step/fills.cu", fills.source())
     # A multiprocessor's 2,048 threads all at once: these kernels wait for random reads.
     most = dict.fromkeys(("insert", "probe", "materialize"), 32)
     yield KernelCheck("join.cu", chain.source(), registers=most)

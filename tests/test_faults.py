@@ -36,10 +36,10 @@ from ostinato.errors import (
     StateLostError,
     Status,
 )
-from ostinato.graph.disk import child
+from ostinato.graphfile import child
 from ostinato.memory.buffer import fill_operation
 from ostinato.relational import Joiner
-from ostinato.replay import HeldReplay
+from ostinato.step import HeldReplay
 from ostinato.testing import FaultyDriver
 from tests.relational.tables import expected, pairs
 from tests.sources import config, kernel, preload
@@ -598,7 +598,7 @@ def graph_saved(world: World) -> Case:
             assert world.seen() == SIX  # saving leaves all as it was
         assert [p.name for p in folder.iterdir()] == ([] if error else ["one.graph"])
         if error is None:
-            loaded = ost.load_graph(world.device, path, buffers={"a": world.b})
+            loaded = ost.graphfile.load(world.device, path, buffers={"a": world.b})
             loaded.instantiate().launch(world.stream)
             assert loaded.outputs["0"].to_numpy(world.stream)[-1] == 10
 
@@ -615,12 +615,12 @@ def graph_loaded(world: World) -> Case:
     with tempfile.NamedTemporaryFile(suffix=".graph") as file:
         world.graph.save(file.name, check=False, **_named(world))
         whole = Path(file.name).read_bytes()
-    made: list[ost.LoadedGraph] = []
+    made: list[ost.graphfile.LoadedGraph] = []
 
     def work() -> None:
         with tempfile.NamedTemporaryFile(suffix=".graph") as file:
             Path(file.name).write_bytes(whole)
-            made.append(ost.load_graph(world.device, file.name, buffers={"0": world.outs[0]}))
+            made.append(ost.graphfile.load(world.device, file.name, buffers={"0": world.outs[0]}))
 
     def check(error: OstinatoError | None) -> None:
         assert bool(made) == (error is None)
@@ -837,7 +837,7 @@ def _saved(world: Nulls, inside: bool) -> Path:
 def _loads(inside: bool, call: str) -> Callable[[Nulls], Callable[[], object]]:
     def make(world: Nulls) -> Callable[[], object]:
         path = _saved(world, inside)
-        loaded = ost.load_graph(world.device, path)
+        loaded = ost.graphfile.load(world.device, path)
 
         def work() -> object:
             if call == "graph_create":
@@ -850,7 +850,7 @@ def _loads(inside: bool, call: str) -> Callable[[Nulls], Callable[[], object]]:
                     lambda: 0 if next(count) == last else create(),
                     raising=False,
                 )
-                return ost.load_graph(world.device, path)
+                return ost.graphfile.load(world.device, path)
             world.give(call)
             return loaded.instantiate()
 

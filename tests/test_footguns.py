@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 
 import ostinato as ost
-from ostinato.cache.profile import run_replay
 from ostinato.device import Device
 from ostinato.driver.api import (
     ChildGraphNodeParams,
@@ -45,15 +44,16 @@ from ostinato.errors import (
     UpdateRefusedError,
     VerificationError,
 )
+from ostinato.explain.races import unordered
+from ostinato.explain.times import run_replay
 from ostinato.graph.launching import _touched
-from ostinato.graph.races import unordered
-from ostinato.replay import HeldReplay
+from ostinato.step import HeldReplay
 from ostinato.testing import FaultyDriver, HeldStream
 from tests.interrupted import interrupt, lines
 from tests.sources import config, kernel, preload
 
 N = 256
-AUTO_FREE = ost.InstantiateFlags.AUTO_FREE_ON_LAUNCH
+AUTO_FREE = ost.lowlevel.InstantiateFlags.AUTO_FREE_ON_LAUNCH
 
 pytestmark = pytest.mark.usefixtures("launcher")  # compiled, and in Python
 
@@ -873,7 +873,7 @@ def test_a_held_launch_has_its_size_whatever_other_threads_call(
     assert isinstance(held, HeldReplay)
     ost.fill(stream, total, 0)
     with held:
-        monkeypatch.setattr("ostinato.cache.profile.run_replay", late)
+        monkeypatch.setattr("ostinato.explain.times.run_replay", late)
         held.launch()
     other.join()
     assert total.to_numpy(stream)[:, 0].tolist() == [2, 2, 2, 1, 0, 0, 0, 0]
@@ -3080,7 +3080,10 @@ def test_what_is_of_another_type_is_said_and_not_a_missing_attribute(
         (lambda: graph.add_empty(after=cast(Any, 0)), "a list of nodes"),
         (lambda: ost.Graph.adopt(device, cast(Any, 2.5), owner=None), "2.5 is no handle"),
         (lambda: ost.Graph.adopt(device, -1, owner=None), "-1 is no handle"),
-        (lambda: ost.replace_small_fills(device, cast(Any, run)), "not Device and GraphExec"),
+        (
+            lambda: ost.lowlevel.replace_small_fills(device, cast(Any, run)),
+            "not Device and GraphExec",
+        ),
         (lambda: add.allow_shared(cast(Any, 2.5)), "nbytes=2.5"),
         (lambda: add.occupancy(cast(Any, float("nan"))), "threads=nan"),
         (lambda: add.occupancy(32, cast(Any, "1")), "shared='1'"),
@@ -3257,7 +3260,7 @@ def test_a_refused_patch_by_bytes_leaves_the_argument(host_device: Device) -> No
     """Also while the executable does not know yet whether it points at memory that was closed."""
 
     @ost.host_kernel("p: bytes[16], out: *out f32")
-    def add_struct(launch: ost.HostLaunch, p: bytes, out: np.ndarray) -> None:
+    def add_struct(launch: ost.lowlevel.HostLaunch, p: bytes, out: np.ndarray) -> None:
         one, other = (launch.memory(int(word), 4 * N) for word in np.frombuffer(p, np.uint64))
         out[:N] = one.view(np.float32) + other.view(np.float32)
 
@@ -3759,9 +3762,9 @@ def test_a_host_function_captured_into_a_body_is_named(device: Device, stream: o
         assert "node 0 (if), body 0, node 0 (print) of kind HOST" in str(caught.value)
 
 
-@pytest.mark.parametrize("flags", [ost.InstantiateFlags.NONE, AUTO_FREE])
+@pytest.mark.parametrize("flags", [ost.lowlevel.InstantiateFlags.NONE, AUTO_FREE])
 def test_memory_of_a_graph_without_a_free_node_is_freed_with_the_executable(
-    device: Device, stream: ost.Stream, flags: ost.InstantiateFlags
+    device: Device, stream: ost.Stream, flags: ost.lowlevel.InstantiateFlags
 ) -> None:
     """It was gone for good, with each executable."""
     size, left = 64 << 20, []

@@ -25,7 +25,7 @@ N = 8
         if (threadIdx.x < n) x[threadIdx.x] *= by;
     }""",
 )
-def scale(launch: ost.HostLaunch, x: Any, by: float, n: int) -> None:
+def scale(launch: ost.lowlevel.HostLaunch, x: Any, by: float, n: int) -> None:
     x[:n] *= by
 
 

@@ -130,7 +130,7 @@ LEFT_OUT = {
     _GPU + "test_tensor_parallel_gpu.py": "processes on several GPUs, which wait for each other",
     _GPU + "test_samples_gpu.py": "what the samples of the docs launch other tests launch",
     "tests/models/test_served_answers.py": "batches that the decoder's tests run",
-    "tests/replay/test_load.py": "a hundred thousand requests by kernels that other tests run",
+    "tests/step/test_load.py": "a hundred thousand requests by kernels that other tests run",
     "tests/relational/test_peers.py": "thousands of joins by the kernels that test_join.py runs",
     "tests/test_fork.py": "a forked child has no device, and the tool none either",
     "tests/test_benchmarks.py": "times what other tests run",

@@ -21,12 +21,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ostinato import errors as errors
     from ostinato import testing as testing
-    from ostinato.cache import CacheStatistics as CacheStatistics
-    from ostinato.cache import CaptureLimits as CaptureLimits
-    from ostinato.cache import ExplicitBuckets as ExplicitBuckets
-    from ostinato.cache import GraphCache as GraphCache
-    from ostinato.cache import PowersOfTwo as PowersOfTwo
-    from ostinato.cache.store import GraphStore as GraphStore
     from ostinato.device import Device as Device
     from ostinato.device import open_device as open_device
     from ostinato.driver.api import CaptureMode as CaptureMode
@@ -46,7 +40,6 @@ if TYPE_CHECKING:
     from ostinato.driver.stream import Operation as Operation
     from ostinato.driver.stream import Stream as Stream
     from ostinato.errors import OstinatoError as OstinatoError
-    from ostinato.fills import replace_small_fills as replace_small_fills
     from ostinato.graph import Capture as Capture
     from ostinato.graph import Graph as Graph
     from ostinato.graph import GraphExec as GraphExec
@@ -58,10 +51,10 @@ if TYPE_CHECKING:
     from ostinato.graph import lift as lift
     from ostinato.graph import prepare as prepare
     from ostinato.graph import record as record
-    from ostinato.graph.disk.check import check_graph as check_graph
-    from ostinato.graph.disk.load import LoadedGraph as LoadedGraph
-    from ostinato.graph.disk.load import load_graph as load_graph
-    from ostinato.graph.disk.survey import Twin as Twin
+    from ostinato.graphfile.check import check_graph as check_graph
+    from ostinato.graphfile.load import LoadedGraph as LoadedGraph
+    from ostinato.graphfile.load import load_graph as load_graph
+    from ostinato.graphfile.survey import Twin as Twin
     from ostinato.memory import Buffer as Buffer
     from ostinato.memory import CapturePool as CapturePool
     from ostinato.memory import copy as copy
@@ -70,13 +63,20 @@ if TYPE_CHECKING:
     from ostinato.modules import Source as Source
     from ostinato.modules.offline import compile as compile
     from ostinato.modules.source import kernel as kernel
-    from ostinato.replay import GraphedStep as GraphedStep
-    from ostinato.replay import ReplayProfile as ReplayProfile
-    from ostinato.replay import Role as Role
-    from ostinato.replay import Slot as Slot
     from ostinato.settings import ReplaySettings as ReplaySettings
     from ostinato.state import DeviceArray as DeviceArray
     from ostinato.state import DeviceScalar as DeviceScalar
+    from ostinato.step import CacheStatistics as CacheStatistics
+    from ostinato.step import CaptureLimits as CaptureLimits
+    from ostinato.step import ExplicitBuckets as ExplicitBuckets
+    from ostinato.step import GraphCache as GraphCache
+    from ostinato.step import GraphedStep as GraphedStep
+    from ostinato.step import PowersOfTwo as PowersOfTwo
+    from ostinato.step import ReplayProfile as ReplayProfile
+    from ostinato.step import Role as Role
+    from ostinato.step import Slot as Slot
+    from ostinato.step.fills import replace_small_fills as replace_small_fills
+    from ostinato.step.store import GraphStore as GraphStore
 
 __version__ = "0.1.0"
 

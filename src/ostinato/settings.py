@@ -168,7 +168,7 @@ ALL: tuple[Variable[object], ...] = (
 class ReplaySettings:
     """What happens around each replay of a graph.
 
-        step = ost.GraphedStep(…, settings=ost.ReplaySettings(profile=True))
+        step = ost.GraphedStep(…, settings=ost.settings.ReplaySettings(profile=True))
 
     The environment, else the default given here, decides a field that is None.
 

@@ -15,7 +15,7 @@ import pytest
 import ostinato as ost
 from tests.cli.commands import here, refused
 from tests.cli.terminal import Terminal
-from tests.graph.disk_kernels import ONE, add, affine, kernel
+from tests.graphfile.file_kernels import ONE, add, affine, kernel
 from tests.processes import child_environment
 
 
@@ -49,7 +49,7 @@ def test_show_says_what_a_file_holds(path: Path) -> None:
     for words in (
         "passed its check",
         "addresses: 4 by signatures",
-        "kernel affine: tests.graph.disk_kernels:affine",
+        "kernel affine: tests.graphfile.file_kernels:affine",
         "2 kernel",
         "1  add  grid 1 block 1",
         "after 0",

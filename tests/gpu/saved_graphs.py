@@ -31,8 +31,8 @@ import numpy as np
 
 import ostinato as ost
 from ostinato.driver.api import ConditionalKind
-from ostinato.graph.disk.container import open_file
-from tests.graph import disk_runner
+from ostinato.graphfile.container import open_file
+from tests.graphfile import file_runner
 
 ROOT = Path(__file__).parents[2]
 NAMES = (
@@ -126,7 +126,7 @@ def run_elsewhere(folder: Path) -> str:
     """Runs all files of a folder in processes that have this library alone; what they said."""
     paths = [str(ROOT), *(p for p in sys.path if p)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, disk_runner.__file__, str(folder), "cuda"]
+    command = [sys.executable, file_runner.__file__, str(folder), "cuda"]
     while True:
         left = len(list(folder.glob("*.error.txt")))
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -517,7 +517,7 @@ def save(device: ost.Device, folder: Path, name: str, made: Maker) -> str:
     if given.twin:
         others = {n: a.copy() if hasattr(a, "get") else a.clone() for n, a in inputs.items()}
         other = given.capture(others)
-        twin = ost.Twin(other.graph, {**areas(others), **areas(other.outputs)})
+        twin = ost.graphfile.Twin(other.graph, {**areas(others), **areas(other.outputs)})
     device.synchronize()
     start = time.perf_counter()
     one.graph.save(
@@ -552,7 +552,7 @@ def size_of(array: Any) -> int:
 
 
 def saving(folder: Path, names: tuple[str, ...]) -> None:
-    ost.collect_modules()
+    ost.graphfile.collect_modules()
     begun = time.perf_counter()
     outcomes: dict[str, str] = {}
 

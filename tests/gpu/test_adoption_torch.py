@@ -340,7 +340,7 @@ def test_small_fills_of_torch_become_kernels(cuda_device: Device, stream: ost.St
     graph = adopt_graph(cuda_device, captured)
     fills = graph.count(ost.NodeKind.MEMSET)
     assert fills > 0
-    assert ost.replace_small_fills(cuda_device, graph) == fills
+    assert ost.lowlevel.replace_small_fills(cuda_device, graph) == fills
     assert graph.count(ost.NodeKind.MEMSET) == 0
     run = graph.instantiate(upload=stream)
     for scale in (1, 2, 3):

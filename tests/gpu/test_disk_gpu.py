@@ -16,7 +16,7 @@ from ostinato.device import Device
 from ostinato.driver.api import ConditionalKind
 from ostinato.errors import GraphFileError
 from tests.gpu.foreign import library
-from tests.graph import disk_runner
+from tests.graphfile import file_runner
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +69,7 @@ def run_elsewhere(folder: Path) -> None:
     """Runs all files of a folder in a process that has this library alone."""
     paths = [str(Path(__file__).parents[2]), *(p for p in sys.path if p)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, disk_runner.__file__, str(folder), "cuda"]
+    command = [sys.executable, file_runner.__file__, str(folder), "cuda"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -133,7 +133,7 @@ def test_our_own_kernels(cuda_device: Device, path: Path, typed: bool) -> None:
     found = np.load(path.with_suffix(".out.npz"))
     for name, values in wanted.items():
         assert found[name].tobytes() == values.tobytes(), name
-    loaded = ost.load_graph(device, path)
+    loaded = ost.graphfile.load(device, path)
     proofs = loaded.manifest.proofs()
     assert proofs["signature" if typed else "allocation"] >= 10
 
@@ -207,16 +207,21 @@ def test_gaps_in_structs_are_no_numbers(cuda_device: Device, path: Path) -> None
 
     graph, x, y = captured(b"\1\2\3\4\3\0\0\0")
     other, x2, y2 = captured(b"\1\0\0\xff\3\0\0\0")
-    graph.save(path, inputs={"x": x}, outputs={"y": y}, twin=ost.Twin(other, {"x": x2, "y": y2}))
+    graph.save(
+        path, inputs={"x": x}, outputs={"y": y}, twin=ost.graphfile.Twin(other, {"x": x2, "y": y2})
+    )
     np.savez(path.with_suffix(".in.npz"), x=np.array([5], np.float32))
     run_elsewhere(path.parent)
     assert np.load(path.with_suffix(".out.npz"))["y"].tolist() == [-15]
-    loaded = ost.load_graph(device, path)
+    loaded = ost.graphfile.load(device, path)
     assert [(s.offset, s.size) for s in loaded.manifest.graph.nodes[0].unused] == [(17, 3)]
     other, x2, y2 = captured(b"\1\2\3\4\4\0\0\0")
     with pytest.raises(GraphFileError, match=r"offset 20: 0x3 .* 0x4 .*the results depend on it"):
         graph.save(
-            path, inputs={"x": x}, outputs={"y": y}, twin=ost.Twin(other, {"x": x2, "y": y2})
+            path,
+            inputs={"x": x},
+            outputs={"y": y},
+            twin=ost.graphfile.Twin(other, {"x": x2, "y": y2}),
         )
 
 

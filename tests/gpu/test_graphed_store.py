@@ -23,7 +23,7 @@ import json, sys
 import ostinato as ost
 saving, folder = sys.argv[1] == "save", sys.argv[2]
 if saving:
-    ost.collect_modules()  # before torch loads a kernel
+    ost.graphfile.collect_modules()  # before torch loads a kernel
 import torch
 from ostinato.interop.torch import graphed
 

@@ -136,7 +136,7 @@ def test_what_a_file_brings_keeps_no_cluster_size_silently(seen: Seen, tmp_path:
     for size in (2, 4):
         path = tmp_path / f"{size}.graph"
         seen.captured(size).save(path, outputs={"out": seen.out}, check=False)
-        graphs[size] = ost.load_graph(seen.device, path, buffers={"out": seen.out})
+        graphs[size] = ost.graphfile.load(seen.device, path, buffers={"out": seen.out})
     run = graphs[2].instantiate()
     assert seen.ran(run) == 2
     for other in (graphs[4], seen.captured(4)):

@@ -104,7 +104,7 @@ def test_the_table_has_a_row_for_each_node(device: Device) -> None:
 
 def test_every_node_goes_into_bodies_and_children(device: Device) -> None:
     graph = everything(device)
-    found = [*ost.every_node(graph.nodes)]
+    found = [*ost.lowlevel.every_node(graph.nodes)]
     assert len(found) == graph.count() == 12
     assert [n for n in found if n in graph.nodes] == [*graph.nodes]
     names = [n.name for n in found]

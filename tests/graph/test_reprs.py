@@ -91,8 +91,8 @@ class Made:
                 self.work(self.device.create_stream())
         return recording
 
-    def profile(self) -> ost.ReplayProfile:
-        profile = ost.ReplayProfile()
+    def profile(self) -> ost.explain.ReplayProfile:
+        profile = ost.explain.ReplayProfile()
         step = ost.GraphedStep(
             self.work, stream=self.stream, cache=self.cache, warmups=0, profile=profile
         )

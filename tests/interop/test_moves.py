@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.fills import FILL
 from ostinato.interop.graphing import moves
 from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.library import Options
 from ostinato.interop.graphing.moves import MOST, NAMES, Mover, dense
 from ostinato.interop.graphing.padding import Padding
+from ostinato.step.fills import FILL
 from tests.emulator.emulator import Emulator
 from tests.interop.library import Array, Lib
 

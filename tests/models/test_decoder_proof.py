@@ -19,7 +19,7 @@ from ostinato.device import Device
 from ostinato.errors import Status, driver_error
 from ostinato.models.config import LlamaConfig, rope_inverse_frequencies
 from ostinato.models.decoder import Decoder
-from ostinato.replay import Reason
+from ostinato.step import Reason
 from tests.gpu.foreign import library
 from tests.models.model_files import hf_config, hf_name
 from tests.models.proof import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import ostinato as ost
-from ostinato.replay import Cause
+from ostinato.step import Cause
 from tests.planted.programme import (
     EXACT,
     INPUT,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import ostinato as ost
-from ostinato.cache import GraphCache
-from ostinato.replay import Cause
+from ostinato.step import Cause, GraphCache
 from tests.planted.programme import INPUT, OUTPUT, STATE, Caught, Programme, Values, plant
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import numpy as np
 
 import ostinato as ost
-from ostinato.replay import Cause
+from ostinato.step import Cause
 from tests.planted.programme import INPUT, OUTPUT, STATE, Caught, Programme, Values, plant
 from tests.sources import config, kernel
 

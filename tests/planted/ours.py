@@ -11,15 +11,15 @@ from tests.planted.faults import Fault
 __all__ = ["FAULTS"]
 
 FOOTGUNS = "tests/test_footguns.py::"
-STEP = "tests/replay/test_step.py::"
+STEP = "tests/step/test_step.py::"
 EXECUTABLE = "tests/graph/test_executable.py::"
 ATTRIBUTES = "tests/graph/test_launch_attributes.py::"
-STEP_KEYS = "tests/replay/test_step_keys.py::"
-BUDGET = "tests/cache/test_budget.py::"
+STEP_KEYS = "tests/step/test_step_keys.py::"
+BUDGET = "tests/step/test_budget.py::"
 CHANGES = "tests/graph/test_change_paths.py::"
-CACHE = "tests/cache/test_graph_cache.py::"
-THREADS = "tests/cache/test_graph_cache_threads.py::"
-MANIFEST = "tests/cache/test_manifest.py::"
+CACHE = "tests/step/test_graph_cache.py::"
+THREADS = "tests/step/test_graph_cache_threads.py::"
+MANIFEST = "tests/graph/test_manifest.py::"
 STATE = "tests/state/test_state.py::"
 CAPTURE = "tests/graph/test_capture.py::"
 
@@ -28,7 +28,7 @@ _FAULTS = (
     Fault(
         "check-advances-state",
         "A check does not put a STATE back before its second run, so the state advances twice.",
-        "ostinato.replay.check:_Check._start",
+        "ostinato.step.check:_Check._start",
         "slot.buffer.copy_from(values, self._stream)",
         "slot.role is Role.STATE or slot.buffer.copy_from(values, self._stream)",
         (STEP + "test_verify_passes_advances_state_once_and_samples_again",),
@@ -37,7 +37,7 @@ _FAULTS = (
     Fault(
         "checked-call-runs-twice",
         "A call that was checked is replayed once more, so its state advances twice.",
-        "ostinato.replay.step:GraphedStep._checked",
+        "ostinato.step.graphed_step:GraphedStep._checked",
         "if report.finding is None:\n",
         "if report.finding is None:\n        self._launch(call, state, executable)\n",
         (FOOTGUNS + "test_a_step_with_state_advances_once_a_call",),
@@ -46,7 +46,7 @@ _FAULTS = (
     Fault(
         "check-advances-undeclared-state",
         "A check does not put back memory that no slot declares, so it advances twice.",
-        "ostinato.replay.check:_Check._start",
+        "ostinato.step.check:_Check._start",
         "self._memory.restore()",
         "pass",
         (FOOTGUNS + "test_state_that_no_slot_declares_advances_once_a_call",),
@@ -55,7 +55,7 @@ _FAULTS = (
     Fault(
         "check-misses-moved-state",
         "A check saves what the graph writes, but not what the eager run writes.",
-        "ostinato.replay.check:_Check._run",
+        "ostinato.step.check:_Check._run",
         "with self._memory.saving():",
         "if True:",
         (FOOTGUNS + "test_state_that_was_moved_since_the_capture_advances_once",),
@@ -63,7 +63,7 @@ _FAULTS = (
     Fault(
         "check-writes-to-closed-memory",
         "A check writes to memory that was closed during it and belongs to another buffer now.",
-        "ostinato.replay.undeclared:Undeclared.restore",
+        "ostinato.step.undeclared:Undeclared.restore",
         "if not saved.lost:",
         "if True:",
         (FOOTGUNS + "test_a_check_does_not_write_to_what_the_step_closes_in_it",),
@@ -71,7 +71,7 @@ _FAULTS = (
     Fault(
         "poison-stays-in-inputs",
         "A check that passes leaves its poison in the padding of inputs.",
-        "ostinato.replay.check:_Check._tidy",
+        "ostinato.step.check:_Check._tidy",
         "if slot.role is Role.INPUT:\n",
         "if slot.role is Role.INPUT:\n            continue\n",
         (STEP + "test_verify_passes_advances_state_once_and_samples_again",),
@@ -79,7 +79,7 @@ _FAULTS = (
     Fault(
         "poison-stays-in-state",
         "A check that passes leaves its poison in padding rows of a STATE.",
-        "ostinato.replay.check:_Check._tidy",
+        "ostinato.step.check:_Check._tidy",
         "elif rows is not None and self._has_padding(slot):",
         "elif False:",
         (STEP + "test_verify_passes_advances_state_once_and_samples_again",),
@@ -87,7 +87,7 @@ _FAULTS = (
     Fault(
         "failed-check-is-not-undone",
         "A check that finds something, or is interrupted, leaves the memory as its runs left it.",
-        "ostinato.replay.check:check_replay",
+        "ostinato.step.check:check_replay",
         "check.restore(before)",
         "pass",
         (FOOTGUNS + "test_a_check_that_raises_leaves_everything_as_it_was",),
@@ -103,7 +103,7 @@ _FAULTS = (
     Fault(
         "step-runs-on-lost-state",
         "A step runs on although an earlier check could not put its memory back.",
-        "ostinato.replay.policy:decide",
+        "ostinato.step.policy:decide",
         "s.quarantine[0] is Reason.STATE_LOST:",
         "False:",
         (STEP + "test_state_that_a_check_cannot_put_back_is_said",),
@@ -111,7 +111,7 @@ _FAULTS = (
     Fault(
         "prepared-graph-is-not-checked",
         "A graph that was made before the first call is replayed without its first check.",
-        "ostinato.replay.step:GraphedStep._is_due",
+        "ostinato.step.graphed_step:GraphedStep._is_due",
         "return True",
         "return state.runs > 0",
         (FOOTGUNS + "test_a_graph_is_checked_however_it_was_made",),
@@ -119,7 +119,7 @@ _FAULTS = (
     Fault(
         "held-graph-is-not-checked",
         "A graph is held for many replays before its first check.",
-        "ostinato.replay.step:GraphedStep.hold",
+        "ostinato.step.graphed_step:GraphedStep.hold",
         'if self.verify != "off" and not state.is_checked(executable, call.padded):',
         "if False:",
         (FOOTGUNS + "test_a_graph_is_checked_however_it_was_made",),
@@ -127,7 +127,7 @@ _FAULTS = (
     Fault(
         "padding-is-checked-without-any",
         "A graph that was checked without padding is not checked again once it has some.",
-        "ostinato.replay.key_state:KeyState.is_checked",
+        "ostinato.step.key_state:KeyState.is_checked",
         "return known and padded <= self.checked_padded",
         "return known",
         (FOOTGUNS + "test_a_first_check_without_padding_is_repeated_with_some",),
@@ -136,7 +136,7 @@ _FAULTS = (
     Fault(
         "outputs-have-one-poison",
         "Both runs of a check start with equal outputs, so an output that no run writes passes.",
-        "ostinato.replay.check:_output_poison",
+        "ostinato.step.check:_output_poison",
         "_OUTPUT_POISONS[which]",
         "_OUTPUT_POISONS[0]",
         (FOOTGUNS + "test_an_output_that_no_run_writes_is_found",),
@@ -145,7 +145,7 @@ _FAULTS = (
     Fault(
         "whole-numbers-are-not-poisoned",
         "Padding of whole-number inputs is not poisoned, so a sum over it passes every check.",
-        "ostinato.replay.slots:Slot.poisoned",
+        "ostinato.step.slots:Slot.poisoned",
         "low, high = (used.min(), used.max()) if used.size else (0, 1)",
         "return padded",
         (FOOTGUNS + "test_padding_of_every_type_is_poisoned",),
@@ -153,7 +153,7 @@ _FAULTS = (
     Fault(
         "failed-check-keeps-undeclared-state",
         "A check that finds something leaves memory that no slot declares as its runs left it.",
-        "ostinato.replay.check:_Check._write_back",
+        "ostinato.step.check:_Check._write_back",
         "self._memory.restore()",
         "pass",
         (FOOTGUNS + "test_state_that_was_moved_since_the_capture_advances_once",),
@@ -161,7 +161,7 @@ _FAULTS = (
     Fault(
         "one-poison-for-floats",
         "Padding of floats is NaN in all runs, which a maximum swallows.",
-        "ostinato.replay.slots:Slot.poisoned",
+        "ostinato.step.slots:Slot.poisoned",
         "(np.nan, large, -large)[which]",
         "np.nan",
         (FOOTGUNS + "test_padding_of_every_type_is_poisoned",),
@@ -169,7 +169,7 @@ _FAULTS = (
     Fault(
         "poison-is-a-row-in-use",
         "The poison of two whole-number inputs is one row in use; writing that row again passes.",
-        "ostinato.replay.slots:Slot.poisoned",
+        "ostinato.step.slots:Slot.poisoned",
         "(low, high)[(which + turn) % 2]",
         "(low, high)[which]",
         (FOOTGUNS + "test_poison_of_two_inputs_is_no_row_in_use",),
@@ -177,7 +177,7 @@ _FAULTS = (
     Fault(
         "padding-of-one-size-is-enough",
         "A graph that was checked with padding of one size is not checked with that of another.",
-        "ostinato.replay.key_state:KeyState.is_checked",
+        "ostinato.step.key_state:KeyState.is_checked",
         "padded <= self.checked_padded",
         "bool(self.checked_padded or not padded)",
         (FOOTGUNS + "test_padding_of_each_size_is_checked",),
@@ -185,7 +185,7 @@ _FAULTS = (
     Fault(
         "two-poisons-are-enough",
         "A check believes what a replay with a third poison would show.",
-        "ostinato.replay.check:_Check.find",
+        "ostinato.step.check:_Check.find",
         "if self._needs_third(a) else",
         "if False else",
         (
@@ -196,7 +196,7 @@ _FAULTS = (
     Fault(
         "rebuilt-graph-is-not-checked",
         "A graph that was evicted and made again is replayed without a check.",
-        "ostinato.replay.key_state:KeyState.is_checked",
+        "ostinato.step.key_state:KeyState.is_checked",
         " and self.checked() is executable",
         "",
         (FOOTGUNS + "test_a_graph_that_was_made_again_is_checked_again",),
@@ -204,7 +204,7 @@ _FAULTS = (
     Fault(
         "mismatch-is-replayed-again",
         "A graph that a check found wrong is replayed at the next call.",
-        "ostinato.replay.step:GraphedStep._quarantine",
+        "ostinato.step.graphed_step:GraphedStep._quarantine",
         "state.quarantine = (reason, why)",
         "pass",
         (STEP + "test_verify_finds_a_frozen_number_and_keeps_the_eager_answer",),
@@ -213,7 +213,7 @@ _FAULTS = (
     Fault(
         "size-is-frozen",
         "The real size is not written to the device before a replay: the last call's is used.",
-        "ostinato.replay.step:GraphedStep._replay",
+        "ostinato.step.graphed_step:GraphedStep._replay",
         "self._set_sizes(call)",
         "pass",
         (STEP + "test_a_replay_reads_the_real_size_of_its_own_call",),
@@ -222,7 +222,7 @@ _FAULTS = (
     Fault(
         "size-is-frozen-while-held",
         "The real size is not written to the device before a replay of a held graph.",
-        "ostinato.replay.step:GraphedStep._replay_held",
+        "ostinato.step.graphed_step:GraphedStep._replay_held",
         "self._set_sizes(call)",
         "pass",
         (STEP + "test_a_replay_reads_the_real_size_of_its_own_call",),
@@ -230,7 +230,7 @@ _FAULTS = (
     Fault(
         "size-of-a-failed-write",
         "A size whose write failed half way is taken for the one that was there before.",
-        "ostinato.replay.sizes:DeviceSizes._write",
+        "ostinato.step.sizes:DeviceSizes._write",
         "self._there.pop(name, None)",
         "pass",
         (STEP + "test_a_size_whose_write_failed_half_way_is_written_again",),
@@ -238,7 +238,7 @@ _FAULTS = (
     Fault(
         "size-in-an-outer-capture",
         "A step inside a capture bakes in a real size that is not the one on the device.",
-        "ostinato.replay.sizes:DeviceSizes._require_there",
+        "ostinato.step.sizes:DeviceSizes._require_there",
         "if there != wanted:",
         "if False:",
         (STEP + "test_a_size_that_the_device_does_not_have_joins_no_capture",),
@@ -246,7 +246,7 @@ _FAULTS = (
     Fault(
         "size-of-a-later-call",
         "A graph around a step reads the size that a later call of the step left on the device.",
-        "ostinato.replay.sizes:DeviceSizes._fill",
+        "ostinato.step.sizes:DeviceSizes._fill",
         "fill(stream",
         "(lambda *_: None)(stream",
         (FOOTGUNS + "test_a_graph_around_a_step_has_the_size_of_its_call",),
@@ -254,7 +254,7 @@ _FAULTS = (
     Fault(
         "refused-recording-runs-again",
         "A recorded run that was refused half way is run again, and does its first half twice.",
-        "ostinato.replay.step:GraphedStep._build_by_record",
+        "ostinato.step.graphed_step:GraphedStep._build_by_record",
         "recording.did_nothing",
         "True",
         (STEP + "test_a_refused_launch_of_a_recorded_run",),
@@ -270,7 +270,7 @@ _FAULTS = (
     Fault(
         "eager-run-with-padding",
         "A call that is run eagerly gets the sizes of the bucket.",
-        "ostinato.replay.step:GraphedStep._run_eager",
+        "ostinato.step.graphed_step:GraphedStep._run_eager",
         "else:\n        self._run(call.sizes)",
         "else:\n        self._run(call.buckets)",
         (FOOTGUNS + "test_rows_of_a_state_that_padding_writes_are_found",),
@@ -279,16 +279,16 @@ _FAULTS = (
     Fault(
         "bucket-below-its-size",
         "The bucket of a size just over a power of two is that power: the last row is left out.",
-        "ostinato.cache.buckets:_next_power",
+        "ostinato.step.buckets:_next_power",
         "1 << (count - 1).bit_length() if count > 1 else 1",
         "1 << (count - 2).bit_length() if count > 1 else 1",
-        ("tests/cache/test_buckets.py::test_the_rules_of_every_scheme",),
+        ("tests/step/test_buckets.py::test_the_rules_of_every_scheme",),
         "vllm-project/vllm#7999",
     ),
     Fault(
         "small-bucket-is-believed",
         "A bucket scheme of the caller's own gives fewer rows than asked for, and they are used.",
-        "ostinato.replay.sizes:bucket_of",
+        "ostinato.step.sizes:bucket_of",
         "if bucket < size:",
         "if bucket < size - 1:",
         (FOOTGUNS + "test_a_bucket_that_is_too_small_for_its_size_is_refused",),
@@ -296,7 +296,7 @@ _FAULTS = (
     Fault(
         "bucket-over-the-slot",
         "A bucket with one row more than a slot has is captured, and writes behind the buffer.",
-        "ostinato.replay.step:GraphedStep._bucketed",
+        "ostinato.step.graphed_step:GraphedStep._bucketed",
         "buckets[slot.size] > len(slot.buffer)",
         "buckets[slot.size] // 2 > len(slot.buffer)",
         (FOOTGUNS + "test_more_rows_than_a_slot_has_are_refused",),
@@ -305,7 +305,7 @@ _FAULTS = (
     Fault(
         "key-without-sizes",
         "All sizes of a step share one graph, that of the first.",
-        "ostinato.replay.step:GraphedStep._bucketed",
+        "ostinato.step.graphed_step:GraphedStep._bucketed",
         "tuple(sorted(buckets.items()))",
         "()",
         (STEP + "test_sizes_of_one_bucket_share_a_graph",),
@@ -314,7 +314,7 @@ _FAULTS = (
     Fault(
         "key-of-two-steps",
         "Two steps in one cache have the same key and replay each other's graph.",
-        "ostinato.replay.step:GraphedStep.__init__",
+        "ostinato.step.graphed_step:GraphedStep.__init__",
         "next(_numbers) if share is None",
         "0 if share is None",
         (
@@ -326,7 +326,7 @@ _FAULTS = (
     Fault(
         "key-of-old-buckets",
         "A step goes on with the buckets that its cache had before.",
-        "ostinato.replay.step:GraphedStep._call",
+        "ostinato.step.graphed_step:GraphedStep._call",
         "self._calls.clear()",
         "pass",
         (FOOTGUNS + "test_other_buckets_are_other_graphs",),
@@ -334,7 +334,7 @@ _FAULTS = (
     Fault(
         "failed-capture-is-not-run",
         "A capture fails, and the call that needed it runs nothing.",
-        "ostinato.replay.step:GraphedStep._build",
+        "ostinato.step.graphed_step:GraphedStep._build",
         "return self._fall_back(call, state, failure.reason, failure.detail)",
         "return failure",
         (FOOTGUNS + "test_a_failed_capture_has_run_nothing",),
@@ -342,7 +342,7 @@ _FAULTS = (
     Fault(
         "refused-replay-is-not-run",
         "The driver refuses a replay, and the call runs nothing.",
-        "ostinato.replay.step:GraphedStep._refused",
+        "ostinato.step.graphed_step:GraphedStep._refused",
         "return self._fall_back(call, state, Reason.REFUSED, why)",
         "return Decision(Action.EAGER, Reason.REFUSED, why)",
         (STEP + "test_a_refused_replay_is_run_eagerly",),
@@ -387,7 +387,7 @@ _FAULTS = (
     Fault(
         "operation-is-missing-in-a-graph",
         "An operation that only the warm-up submits is not in the graph, and no error says so.",
-        "ostinato.replay.step:_require_all",
+        "ostinato.step.graphed_step:_require_all",
         "if missing is not None:",
         "if False:",
         (FOOTGUNS + "test_an_operation_that_only_the_warm_up_does_is_missed",),
@@ -488,7 +488,7 @@ _FAULTS = (
     Fault(
         "recording-writes-padding",
         "A recorded first run that writes padding rows of a state is believed.",
-        "ostinato.replay.step:GraphedStep._build_by_record",
+        "ostinato.step.graphed_step:GraphedStep._build_by_record",
         'if self.verify != "off":',
         "if False:",
         (FOOTGUNS + "test_rows_of_a_state_that_padding_writes_are_found",),
@@ -505,7 +505,7 @@ _FAULTS = (
     Fault(
         "race-in-a-tree",
         "A tree with as many edges as a chain is taken for a chain, and its races are not seen.",
-        "ostinato.graph.races:unordered",
+        "ostinato.explain.races:unordered",
         " and _is_chain(nodes, {e.source: e.target for e in edges})",
         "",
         (FOOTGUNS + "test_two_branches_of_a_tree_that_nothing_orders_are_found",),
@@ -551,7 +551,7 @@ _FAULTS = (
     Fault(
         "race-is-not-seen",
         "The check for operations that nothing orders takes every pair for ordered.",
-        "ostinato.graph.races:unordered",
+        "ostinato.explain.races:unordered",
         "ordered = reached[nodes[later]] >> earlier & 1 or reached[nodes[earlier]] >> later & 1",
         "ordered = True",
         (FOOTGUNS + "test_two_branches_that_nothing_orders_are_found",),
@@ -916,7 +916,7 @@ _FAULTS = (
     Fault(
         "held-graph-is-closed",
         "An eviction closes a graph that is held for replays.",
-        "ostinato.cache.graph_cache:Table.remove",
+        "ostinato.step.cache:Table.remove",
         "if entry.leases:",
         "if False:",
         (
@@ -929,7 +929,7 @@ _FAULTS = (
     Fault(
         "held-replay-has-no-lease",
         "A graph that a step holds for many replays is closed by an eviction.",
-        "ostinato.replay.step:GraphedStep.hold",
+        "ostinato.step.graphed_step:GraphedStep.hold",
         "lease.enter_context(self.cache.hold(call.key))",
         "self.cache.get(call.key)",
         (STEP + "test_what_is_held_outlives_an_eviction",),
@@ -937,7 +937,7 @@ _FAULTS = (
     Fault(
         "replaced-graph-is-replayed",
         "A graph that was put in the place of another is not the one that is replayed.",
-        "ostinato.cache.graph_cache:Table.put",
+        "ostinato.step.cache:Table.put",
         "self.entries[key] = entry",
         "self.entries.setdefault(key, before or entry)",
         (FOOTGUNS + "test_a_replaced_graph_is_not_replayed",),
@@ -954,18 +954,18 @@ _FAULTS = (
     Fault(
         "key-is-captured-for-ever",
         "A key that is evicted and captured over and over is not stopped by the cache's limits.",
-        "ostinato.cache.limits:refuse",
+        "ostinato.step.limits:refuse",
         "if recent >= limits.per_key:",
         "if False:",
         (
             STEP_KEYS + "test_a_key_that_is_captured_again_and_again_runs_eagerly",
-            "tests/cache/test_limits.py::test_a_key_that_is_captured_again_and_again_is_refused",
+            "tests/step/test_limits.py::test_a_key_that_is_captured_again_and_again_is_refused",
         ),
     ),
     Fault(
         "strict-step-runs-eagerly",
         "A strict step that has no graph to replay runs eagerly without a word.",
-        "ostinato.replay.policy:fall_back",
+        "ostinato.step.policy:fall_back",
         "Action.REFUSE if strict else Action.EAGER",
         "Action.EAGER",
         (STEP_KEYS + "test_a_strict_step_raises_and_runs_nothing",),
@@ -973,18 +973,18 @@ _FAULTS = (
     Fault(
         "destruction-hides-growth",
         "Memory that is given back inside a capture makes what the capture took look like nothing.",
-        "ostinato.cache.budget:MemoryMeter.__exit__",
+        "ostinato.step.budget:MemoryMeter.__exit__",
         "self._before - self.free + back",
         "self._before - self.free + 0 * back",
         (
             BUDGET + "test_memory_that_is_given_back_in_a_capture_hides_nothing",
-            "tests/replay/test_load.py::test_a_cache_under_load",
+            "tests/step/test_load.py::test_a_cache_under_load",
         ),
     ),
     Fault(
         "blocks-count-again-and-again",
         "Blocks that graphs gave back still count, so a full cache keeps fewer and fewer graphs.",
-        "ostinato.cache.budget:SharedBlocks.note",
+        "ostinato.step.budget:SharedBlocks.note",
         "self.grown -= back",
         "self.grown -= 0 * back",
         (BUDGET + "test_graphs_in_one_block_are_charged_with_their_share",),
@@ -992,10 +992,10 @@ _FAULTS = (
     Fault(
         "schedule-without-repeats",
         "Processes that replayed a key a different number of times have the same digest.",
-        "ostinato.cache.graph_cache:Table.schedule_digest",
+        "ostinato.step.cache:Table.schedule_digest",
         "latest.hits - self._hits_before",
         "latest.hits > self._hits_before",
-        ("tests/cache/test_schedule.py::test_where_a_digest_is_asked_for_changes_nothing",),
+        ("tests/step/test_schedule.py::test_where_a_digest_is_asked_for_changes_nothing",),
     ),
     Fault(
         "kernel-key-without-options",

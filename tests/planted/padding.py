@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 import ostinato as ost
-from ostinato.cache import Buckets, PowersOfTwo
-from ostinato.replay import Cause
+from ostinato.step import Buckets, Cause, PowersOfTwo
 from tests.planted.programme import INPUT, OUTPUT, STATE, Caught, Programme, Values, plant
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 import ostinato as ost
-from ostinato.cache import Buckets, GraphCache, Multiples, PowersOfTwo
 from ostinato.device import Device
 from ostinato.errors import OstinatoError
-from ostinato.replay import Cause
+from ostinato.step import Buckets, Cause, GraphCache, Multiples, PowersOfTwo
 from tests.sources import config, kernel
 
 __all__ = [

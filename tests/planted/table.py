@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ostinato.replay import Cause
+from ostinato.step import Cause
 from tests.planted.ours import FAULTS
 from tests.planted.users import PLANTS, Caught, Plant
 

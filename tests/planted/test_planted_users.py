@@ -11,7 +11,7 @@ import pytest
 
 from ostinato.device import Device
 from ostinato.errors import ClosedError, InputError, VerificationError
-from ostinato.replay import Cause
+from ostinato.step import Cause
 from tests.planted.programme import Played, Programme
 from tests.planted.users import PLANTS, Caught, Plant, play
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import ostinato as ost
 from ostinato.errors import ClosedError, DriverError, InputError
-from ostinato.replay import StepKey
+from ostinato.step import StepKey
 from tests.property.engine import BYTE, booleans, rule, sampled
 from tests.property.graphs import Executable, GraphRules
 from tests.property.oracle import Op, leaves, refs_of

@@ -12,16 +12,15 @@ from typing import Any
 from unittest import mock
 
 from ostinato import Graph, GraphCache, GraphedStep, Stream
-from ostinato.cache import buckets
-from ostinato.cache.flight import Flights
-from ostinato.cache.graph_cache import Table
 from ostinato.driver.context import Context
 from ostinato.driver.host.driver import HostDriver
 from ostinato.graph import capturing, executable, order, rebind, recording
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.shadow import Shadow
-from ostinato.replay import check, sizes
 from ostinato.state import staging
+from ostinato.step import buckets, check, sizes
+from ostinato.step.cache import Table
+from ostinato.step.flight import Flights
 
 Method = Callable[..., Any]
 MUTATIONS: dict[str, Callable[[], AbstractContextManager[object]]] = {}

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
-from ostinato.cache import Buckets, Multiples
 from ostinato.errors import CaptureError, ClosedError, EagerRunError, InputError, OstinatoError
-from ostinato.replay import Action, HeldReplay, Reason, StepKey
+from ostinato.step import Action, Buckets, HeldReplay, Multiples, Reason, StepKey
 from tests.property.engine import BYTE, booleans, integers, rule, sampled, tuples
 from tests.property.kernels import config, kernel
 from tests.property.oracle import SIZE, Box
@@ -422,7 +421,7 @@ class StepRules(World):
                 preconditions={"it is ready": lambda: ready["it is ready"]},
                 builder=build if isinstance(work, Looped) else None,
                 mode=list(ost.CaptureMode)[more // 8 % 3],
-                settings=ost.ReplaySettings(
+                settings=ost.settings.ReplaySettings(
                     upload=bool(more // 16 % 2), synchronize=more // 32 % 4 == 3
                 ),
             )

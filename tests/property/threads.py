@@ -12,7 +12,7 @@ from typing import Any
 
 import ostinato as ost
 from ostinato.errors import EagerRunError
-from ostinato.replay import Reason
+from ostinato.step import Reason
 from tests.property.caches import KEYS, CacheRules
 from tests.property.engine import BYTE, lists, rule, sampled, tuples
 from tests.property.graphs import Executable, boxes_of

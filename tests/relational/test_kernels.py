@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ostinato.cache import PowersOfTwo
 from ostinato.errors import CompileError
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.relational import IndexKey, JoinKey, JoinKind
 from ostinato.relational.block import BLOCK, COLUMN, DONE, SLOT, Pattern, block_bytes, cuda_header
 from ostinato.relational.chain import chain_of
+from ostinato.step import PowersOfTwo
 
 
 def test_the_header_would_notice_another_layout() -> None:

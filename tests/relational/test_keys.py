@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.cache import PowersOfTwo, capacity_class
 from ostinato.errors import InputError
 from ostinato.relational import IndexKey, JoinKey, JoinKind, ScanTopology, scan_topology
+from ostinato.step import PowersOfTwo, capacity_class
 
 LARGEST = 2**32 - 1
 CLASSES = list(PowersOfTwo())

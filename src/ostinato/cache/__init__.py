@@ -1,18 +1,18 @@
 """Graphs by key: which sizes share a graph, how many bytes graphs may take, and when they are
 evicted."""
 
-from ostinato.cache.buckets import (
+from ostinato.graph.manifest import Touch
+from ostinato.step.buckets import (
     Buckets,
     ExplicitBuckets,
     Multiples,
     PowersOfTwo,
     capacity_class,
 )
-from ostinato.cache.budget import Footprint, FootprintSource, parse_bytes
-from ostinato.cache.graph_cache import GraphCache
-from ostinato.cache.limits import CaptureLimits, Refusal, Refused
-from ostinato.cache.statistics import CacheStatistics, Evictions, KeyStatistics
-from ostinato.graph.manifest import Touch
+from ostinato.step.budget import Footprint, FootprintSource, parse_bytes
+from ostinato.step.cache import GraphCache
+from ostinato.step.cache_statistics import CacheStatistics, Evictions, KeyStatistics
+from ostinato.step.limits import CaptureLimits, Refusal, Refused
 
 __all__ = [
     "Buckets",

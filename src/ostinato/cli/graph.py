@@ -104,7 +104,7 @@ def show(path: File, code: Code = None, as_json: AsJson = False) -> None:
 
     Needs no GPU, and loads none of the file's code.
     """
-    from ostinato.graph.disk.show import file_json, file_text
+    from ostinato.graphfile.show import file_json, file_text
 
     say(json.dumps(file_json(path, code)) if as_json else file_text(path, code))
 
@@ -135,7 +135,7 @@ def run(
         ready_file(outputs, "--outputs")
     with ost.open_device(device) as opened:
         stream = opened.create_stream()
-        loaded = ost.load_graph(opened, path, constants=constants, code=code)
+        loaded = ost.graphfile.load(opened, path, constants=constants, code=code)
         given = {} if inputs is None else _arrays(inputs)
         unknown = given.keys() - loaded.inputs.keys()
         if unknown:
@@ -172,7 +172,7 @@ def check(
     import ostinato as ost
 
     with ost.open_device(device) as opened:
-        ost.check_graph(opened, path, constants=constants, code=code)
+        ost.graphfile.check(opened, path, constants=constants, code=code)
         say(f"{path}: the stored results, bit by bit, on {opened.properties.name}")
 
 

@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ostinato import Closeable, new_lock
 from ostinato.errors import DeadlineError, DisagreementError, GroupError, RankLostError
+from ostinato.lowlevel import Closeable, new_lock
 
 __all__ = ["Channel", "Exchanges", "Failure", "FirstFailure", "LocalChannel", "local_channels"]
 

@@ -31,7 +31,6 @@ import numpy.typing as npt
 
 from ostinato import (
     Buffer,
-    Closeable,
     Device,
     HostKernel,
     LaunchConfig,
@@ -42,6 +41,7 @@ from ostinato import (
 )
 from ostinato.distributed.group import Group, checked_root
 from ostinato.errors import GroupError, InputError
+from ostinato.lowlevel import Closeable
 
 __all__ = ["Collectives", "Gathered", "HostCollectives", "remembered"]
 

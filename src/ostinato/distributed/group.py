@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from ostinato import Closeable, new_lock, whole_number
 from ostinato.distributed.channel import Channel, Failure, local_channels
 from ostinato.errors import ClosedError, DisagreementError, GroupError, InputError
+from ostinato.lowlevel import Closeable, new_lock, whole_number
 from ostinato.settings import group_deadline
 
 __all__ = ["Attached", "Group", "GroupStatistics", "LocalGroups", "local_groups"]

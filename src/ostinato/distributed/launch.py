@@ -29,11 +29,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ostinato import whole_number
 from ostinato.distributed.channel import local_channels
 from ostinato.distributed.group import Group, checked_deadline
 from ostinato.distributed.sockets import Address, Hub, connect
 from ostinato.errors import InputError, NotAvailableError, RankLostError
+from ostinato.lowlevel import whole_number
 from ostinato.settings import group_of_process
 
 __all__ = ["Place", "join_group", "new_group_id", "open_group", "place_of"]

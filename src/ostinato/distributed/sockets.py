@@ -32,9 +32,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ostinato import new_lock
 from ostinato.distributed.channel import Channel, Exchanges, Failure, FirstFailure, waited_text
 from ostinato.errors import GroupError, InputError, RankLostError
+from ostinato.lowlevel import new_lock
 
 __all__ = ["Address", "Hub", "SocketChannel", "connect"]
 

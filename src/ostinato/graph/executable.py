@@ -622,7 +622,7 @@ class GraphExec(Launcher, Closeable):
                     why += (
                         ": nodes after a memset node that is off would not wait for those before "
                         "it. Make it a kernel before the graph is instantiated "
-                        "(ost.replace_small_fills), or give it memory that nothing reads "
+                        "(ost.lowlevel.replace_small_fills), or give it memory that nothing reads "
                         "(set_memset)"
                     )
                 raise UpdateRefusedError(

@@ -58,11 +58,11 @@ from ostinato.memory.buffer import copy_params, require_buffer
 from ostinato.memory.ranges import KnownRanges, Target
 
 if TYPE_CHECKING:
-    from ostinato.graph.disk.save import Keeping
-    from ostinato.graph.disk.survey import Twin
     from ostinato.graph.executable import GraphExec
     from ostinato.graph.show.diff import GraphDiff
     from ostinato.graph.show.outline import Outline
+    from ostinato.graphfile.saving import Keeping
+    from ostinato.graphfile.survey import Twin
     from ostinato.modules import Kernel
 
 __all__ = ["Conditional", "Graph", "fill_params"]
@@ -824,7 +824,7 @@ class Graph(Closeable):
         other memory at other addresses (`check`) before it is put in place.  Raises GraphFileError
         for what cannot be saved, with the node and the reason; docs/graph-file.md has all of it.
         """
-        from ostinato.graph.disk.save import save
+        from ostinato.graphfile.saving import save
 
         save(
             self,

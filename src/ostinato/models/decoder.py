@@ -49,8 +49,8 @@ from ostinato.models.sequences import Sequence, Sequences
 from ostinato.models.step_graphs import StepGraphs
 from ostinato.models.stepper import Stepper, TokenRing
 from ostinato.models.weights import Weights, load_weights
-from ostinato.replay import Decision
 from ostinato.settings import graphs_enabled
+from ostinato.step import Decision
 
 if TYPE_CHECKING:  # what only ranks need is imported where they are made
     from ostinato.distributed import Group

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ostinato import CacheStatistics, Event, Operation, Stream
-from ostinato.replay import StepStatistics
+from ostinato import Event, Operation, Stream
+from ostinato.step import CacheStatistics, StepStatistics
 
 __all__ = ["DecoderStatistics", "OperationTime", "OperationTimes", "Phases"]
 

@@ -27,7 +27,7 @@ from ostinato.models.arguments import whole
 from ostinato.models.calls import Call, overlap
 from ostinato.models.sequences import Sequence
 from ostinato.models.stepper import Stepper
-from ostinato.replay import Action, HeldReplay
+from ostinato.step import Action, HeldReplay
 
 __all__ = ["BatchRun", "Run", "RunOptions", "TokenRun"]
 

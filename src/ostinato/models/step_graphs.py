@@ -42,7 +42,7 @@ from ostinato.models.backend import Backend, BoundCall
 from ostinato.models.decoder_statistics import OperationTimes
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import Argument, KernelCall, decode_program, loop_call
-from ostinato.replay import Action, Decision, HeldReplay, Reason, StepStatistics
+from ostinato.step import Action, Decision, HeldReplay, Reason, StepStatistics
 
 if TYPE_CHECKING:
     from ostinato.models.ranks import Ranks

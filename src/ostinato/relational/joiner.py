@@ -17,7 +17,6 @@ import numpy as np
 
 from ostinato import (
     Buffer,
-    Closeable,
     Device,
     GraphCache,
     GraphExec,
@@ -27,10 +26,10 @@ from ostinato import (
     capture,
     fill,
     launch,
-    new_lock,
     open_device,
 )
 from ostinato.errors import ClosedError, DriverError, InputError, OutOfMemoryError
+from ostinato.lowlevel import Closeable, new_lock
 from ostinato.relational.block import SLOT, Pattern
 from ostinato.relational.chain import KERNELS, chain_of, source
 from ostinato.relational.columns import KeyColumns, On, Table, check_same_types, names_of, serials

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import HostLaunch, host_kernel
+from ostinato import host_kernel
+from ostinato.lowlevel import HostLaunch
 from ostinato.relational.block import BLOCK, COLUMN, DONE, MAX_BYTES, RING_DEPTH, RING_PITCH, SLOT
 from ostinato.relational.keys import SCAN_BLOCK
 

@@ -11,9 +11,9 @@ import enum
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-from ostinato import whole_number
-from ostinato.cache import capacity_class
 from ostinato.errors import InputError
+from ostinato.lowlevel import whole_number
+from ostinato.step import capacity_class
 
 __all__ = [
     "BUILD_CLASSES",

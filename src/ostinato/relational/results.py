@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import Buffer, Device, Stream
-from ostinato.cache import CacheStatistics
 from ostinato.relational.keys import JoinKey
 from ostinato.relational.workspace import Lease
+from ostinato.step import CacheStatistics
 
 __all__ = ["JoinResult", "JoinStatistics"]
 

@@ -19,8 +19,9 @@ from functools import partial
 
 import numpy as np
 
-from ostinato import Buffer, Device, Stream, new_lock
+from ostinato import Buffer, Device, Stream
 from ostinato.errors import ClosedError, GraphError
+from ostinato.lowlevel import new_lock
 from ostinato.relational.block import DONE, MAX_BYTES, RING_DEPTH, RING_PITCH, Pattern
 
 __all__ = ["Ring", "Turn"]

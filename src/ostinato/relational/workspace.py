@@ -11,10 +11,10 @@ from collections import deque
 import numpy as np
 
 from ostinato import Buffer, Device, Stream, fill
-from ostinato.cache import capacity_class
 from ostinato.errors import CaptureError
 from ostinato.relational.block import SLOT
 from ostinato.relational.keys import ScanTopology
+from ostinato.step import capacity_class
 
 __all__ = ["Lease", "OutputPool", "Workspace", "require_no_capture"]
 

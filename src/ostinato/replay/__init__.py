@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ostinato.cache.profile import Percentiles, ReplayEvent, ReplayProfile
-from ostinato.replay.held import HeldReplay
-from ostinato.replay.policy import Action, Decision, Reason, Situation, decide
-from ostinato.replay.sizes import StepKey
-from ostinato.replay.slots import Role, Slot
-from ostinato.replay.statistics import StepKeyStatistics, StepStatistics
-from ostinato.replay.step import GraphedStep
+from ostinato.explain.times import Percentiles, ReplayEvent, ReplayProfile
+from ostinato.step.graphed_step import GraphedStep
+from ostinato.step.held import HeldReplay
+from ostinato.step.policy import Action, Decision, Reason, Situation, decide
+from ostinato.step.sizes import StepKey
+from ostinato.step.slots import Role, Slot
+from ostinato.step.statistics import StepKeyStatistics, StepStatistics
 
 if TYPE_CHECKING:
-    from ostinato.replay.check import Cause, CheckReport, Finding
+    from ostinato.step.check import Cause, CheckReport, Finding
 
 __all__ = [
     "Action",
@@ -40,7 +40,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """What only checks need is loaded when it is first used."""
     if name not in ("Cause", "CheckReport", "Finding"):
-        raise AttributeError(f"module 'ostinato.replay' has no attribute {name!r}")
-    from ostinato.replay import check
+        raise AttributeError(f"module 'ostinato.step' has no attribute {name!r}")
+    from ostinato.step import check
 
     return getattr(check, name)

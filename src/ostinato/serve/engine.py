@@ -21,11 +21,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ostinato import CacheStatistics
 from ostinato.errors import ContextPoisonedError, LogitsError, OstinatoError
 from ostinato.models import AnswerText, DecoderStatistics, SamplingOptions, TextGenerator
 from ostinato.modules import CacheStatistics as ModuleStatistics
 from ostinato.serve.scheduler import Action, Decode, Place, Read, Scheduler
+from ostinato.step import CacheStatistics
 
 __all__ = ["End", "Engine", "EngineStatistics", "Job", "Refused", "Timing", "Update"]
 

@@ -21,9 +21,7 @@ from ostinato import (
     MemoryRange,
     Node,
     Stream,
-    every_node,
 )
-from ostinato.cache import Buckets
 from ostinato.errors import InputError
 from ostinato.interop.cupy.adopting import external_stream
 from ostinato.interop.graphing.capturing import captured, no_collection
@@ -40,6 +38,8 @@ from ostinato.interop.graphing.library import (
 from ostinato.interop.graphing.moves import dense
 from ostinato.interop.graphing.objects import Watch
 from ostinato.interop.graphing.trees import Join
+from ostinato.lowlevel import every_node
+from ostinato.step import Buckets
 
 __all__ = ["graphed"]
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from statistics import median
 from typing import Any, Self
 
-from ostinato import GraphCache, new_lock
+from ostinato import GraphCache
 from ostinato.errors import (
     CaptureLimitError,
     ClosedError,
@@ -66,6 +66,7 @@ from ostinato.interop.graphing.statistics import GraphedKeyStatistics, GraphedSt
 from ostinato.interop.graphing.stored import Stored
 from ostinato.interop.graphing.subject import Subject
 from ostinato.interop.graphing.trees import Unknown
+from ostinato.lowlevel import new_lock
 from ostinato.settings import BLOCKING_CAPTURES, blocking_captures, graphs_enabled
 
 __all__ = ["EAGER", "Graphed"]

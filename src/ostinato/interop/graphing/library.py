@@ -6,11 +6,19 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ostinato import Device, Graph, MemoryRange, PowersOfTwo, Stream, new_lock, open_device
-from ostinato.cache import Buckets, CaptureLimits
+from ostinato import (
+    Device,
+    Graph,
+    MemoryRange,
+    PowersOfTwo,
+    Stream,
+    open_device,
+)
 from ostinato.errors import InputError
 from ostinato.interop.graphing.objects import Watcher
 from ostinato.interop.graphing.padding import Padding
+from ostinato.lowlevel import new_lock
+from ostinato.step import Buckets, CaptureLimits
 
 __all__ = [
     "LIMITS",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ostinato import Graph, MemoryRange, Stream, replace_small_fills
+from ostinato import Graph, MemoryRange, Stream
 from ostinato.errors import InputError, UpdateRefusedError
 from ostinato.interop.graphing.library import NotGraphable
 from ostinato.interop.graphing.moves import MOST, Mover
@@ -13,6 +13,7 @@ from ostinato.interop.graphing.padding import cuts
 from ostinato.interop.graphing.records import Bound, Captured, Line, Work
 from ostinato.interop.graphing.subject import Subject
 from ostinato.interop.graphing.trees import Tree, Unknown
+from ostinato.lowlevel import replace_small_fills
 
 __all__ = ["Maker"]
 

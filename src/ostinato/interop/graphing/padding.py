@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ostinato.cache import Buckets
 from ostinato.errors import InputError
+from ostinato.step import Buckets
 
 __all__ = ["Cut", "Padding", "cuts"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ostinato import LoadedGraph, MemoryRange, Twin
+from ostinato import MemoryRange
 from ostinato.errors import ContextPoisonedError, InputError, OstinatoError
+from ostinato.graphfile import LoadedGraph, Twin
 from ostinato.interop.graphing.guards import same
 from ostinato.interop.graphing.library import NotGraphable
 from ostinato.interop.graphing.making import Maker

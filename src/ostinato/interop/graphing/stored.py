@@ -30,8 +30,9 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from ostinato import Buffer, Graph, GraphStore, LoadedGraph, MemoryRange, Stream, Twin
+from ostinato import Buffer, Graph, GraphStore, MemoryRange, Stream
 from ostinato.errors import InputError
+from ostinato.graphfile import LoadedGraph, Twin
 from ostinato.interop.graphing.guards import Guarded, Guards, Trail, in_words
 from ostinato.interop.graphing.library import Library
 from ostinato.interop.graphing.objects import Watch

@@ -25,13 +25,12 @@ from ostinato import (
     NodeKind,
     Source,
     Stream,
-    every_node,
     launch,
-    new_lock,
 )
 from ostinato.errors import GraphError, InputError, NotAvailableError
 from ostinato.interop.graphing.library import cuda_index
 from ostinato.interop.graphing.moves import NAMES
+from ostinato.lowlevel import every_node, new_lock
 
 try:
     import torch

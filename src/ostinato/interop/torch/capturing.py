@@ -12,12 +12,20 @@ from typing import Any
 
 import torch
 
-from ostinato import Device, Graph, MemoryRange, Node, NodeKind, Stream, every_node
+from ostinato import (
+    Device,
+    Graph,
+    MemoryRange,
+    Node,
+    NodeKind,
+    Stream,
+)
 from ostinato.interop.graphing import errors
 from ostinato.interop.graphing.capturing import captured, no_collection
 from ostinato.interop.graphing.errors import disturbed
 from ostinato.interop.graphing.library import CaptureDisturbed, NotGraphable
 from ostinato.interop.torch.adopting import adopt_graph, drawing
+from ostinato.lowlevel import every_node
 
 __all__ = ["Captures", "explained"]
 

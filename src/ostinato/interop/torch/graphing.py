@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ostinato import Device, GraphCache
-from ostinato.cache import Buckets
 from ostinato.errors import InputError
 from ostinato.interop.graphing.graphed import Graphed
 from ostinato.interop.graphing.library import LIMITS, Devices, Options, cuda_index, name_of
@@ -24,6 +23,7 @@ from ostinato.interop.graphing.places import Current
 from ostinato.interop.graphing.recheck import MISSED, Checks, Inexpressible
 from ostinato.interop.graphing.stored import Stored, code_text
 from ostinato.interop.torch.library import Torch, TorchWithoutCuda
+from ostinato.step import Buckets
 
 __all__ = ["GraphedModule", "graphed"]
 
@@ -81,7 +81,7 @@ def graphed(
       then that is not looked at in each call.
     * `generators`: those that the function draws from, besides the default one.
     * `store`: a folder of graphs.  A key that was saved there (`step.save()`, in a process that
-      collects machine code: `ostinato.collect_modules`) is restored when it is first called, bound
+      collects machine code: `ostinato.graphfile.collect_modules`) is restored when it is first called, bound
       to the tensors of this process, without a warm-up and a capture.  What does not fit is
       captured as usual; `statistics().not_restored` says why.
     * `cache`, or `budget` for the bytes of a cache of its own; `device`, if not that which torch

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ostinato import Closeable, Device, new_lock, open_device
+from ostinato import Device, open_device
 from ostinato.errors import ClosedError, InputError, OutOfMemoryError, UnsupportedModelError
 from ostinato.interop.generate_call import (
     NotCovered,
@@ -26,6 +26,7 @@ from ostinato.interop.generate_call import (
 )
 from ostinato.interop.transformers.llama import OwnWeights, config_of, drops_out
 from ostinato.interop.transformers.methods import Method, hooked
+from ostinato.lowlevel import Closeable, new_lock
 from ostinato.models import Decoder, DecoderStatistics, SamplingOptions, Weights
 
 __all__ = ["Accelerated", "AcceleratedStatistics", "accelerate"]

@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import cache_utils
 
-from ostinato import Closeable
 from ostinato.errors import InputError, NotAvailableError
 from ostinato.interop.generate_call import CACHE_NAMES
 from ostinato.interop.transformers.methods import Method, hooked
+from ostinato.lowlevel import Closeable
 
 __all__ = ["GraphedModel", "graphed"]
 
@@ -163,7 +163,7 @@ class GraphedModel(Closeable):
         """Writes the steps' graphs to the store; why some were not written, by key.
 
         As `save` of what `interop.torch.graphed` gives.  The process must collect machine code
-        (`ostinato.collect_modules`) since before torch loaded a kernel, and nobody may generate
+        (`ostinato.graphfile.collect_modules`) since before torch loaded a kernel, and nobody may generate
         meanwhile.  Raises InputError without a store."""
         refused: dict[str, str] = self.step.save(check=check)
         return refused

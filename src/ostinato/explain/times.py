@@ -1,0 +1,294 @@
+"""The time that a replay takes on the host: upload, launch, synchronise, in microseconds."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ostinato.driver.forking import new_lock
+from ostinato.driver.stream import Stream
+from ostinato.errors import ContextPoisonedError, InputError, OstinatoError
+from ostinato.graph import GraphExec
+from ostinato.settings import ReplaySettings, ResolvedReplaySettings, replay_settings
+
+__all__ = [
+    "NotLaunched",
+    "Percentiles",
+    "ReplayEvent",
+    "ReplayProfile",
+    "replay_as_set",
+    "resolved",
+    "run_replay",
+]
+
+_log = logging.getLogger(__name__)
+
+_PARTS = ("upload", "launch", "synchronize", "total")
+"""What `ReplayProfile.percentiles` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayEvent:
+    """One replay.  Microseconds of host time; `start` since the profile began.
+
+    `synchronize` is zero if the replay was not waited for; then no field includes the time that the
+    device took.
+    """
+
+    number: int
+    key: str
+    start: float
+    upload: float
+    launch: float
+    synchronize: float
+
+    @property
+    def total(self) -> float:
+        return self.upload + self.launch + self.synchronize
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Percentiles of durations in microseconds, by nearest rank; zeros if there are none."""
+
+    count: int
+    p50: float
+    p90: float
+    p99: float
+    largest: float
+
+    @classmethod
+    def of(cls, durations: Iterable[float]) -> Percentiles:
+        """The percentiles of durations, which come in any order."""
+        values = sorted(durations)
+        if not values:
+            return cls(0, 0.0, 0.0, 0.0, 0.0)
+
+        def rank(share: float) -> float:
+            return float(values[max(0, math.ceil(share * len(values)) - 1)])
+
+        return cls(len(values), rank(0.5), rank(0.9), rank(0.99), values[-1])
+
+
+class ReplayProfile:
+    """Collects replay events: the latest `keep`, the first and then one in `print_every` printed,
+    all to `sinks`.
+
+    `printer` takes the printed lines; without one they go to the log, at level INFO.  A sink is
+    called with each event on the replaying thread; what it raises goes to the caller.  Raises
+    InputError for `keep` below 0 and `print_every` below 1.
+
+        step = ost.GraphedStep(run, stream=stream, cache=cache, profile=ost.explain.ReplayProfile())
+        step.profile.percentiles("launch").p50
+    """
+
+    def __init__(
+        self,
+        *,
+        keep: int = 10_000,
+        print_every: int = 64,
+        printer: Callable[[str], object] = _log.info,
+        sinks: tuple[Callable[[ReplayEvent], object], ...] = (),
+    ) -> None:
+        if keep < 0 or print_every < 1:
+            raise InputError(f"keep={keep} must be 0 or more, print_every={print_every} 1 or more")
+        self._events: deque[ReplayEvent] = deque(maxlen=keep)
+        self._print_every = print_every
+        self._printer = printer
+        self._sinks = sinks
+        self._began = time.perf_counter_ns()
+        self._count = 0
+        self._lock = new_lock()
+        self._nvtx = _nvtx()
+
+    def __repr__(self) -> str:
+        return f"<ReplayProfile of {self._count} replays, {len(self._events)} kept>"
+
+    @property
+    def events(self) -> tuple[ReplayEvent, ...]:
+        """The latest events, oldest first."""
+        with self._lock:
+            return tuple(self._events)
+
+    @property
+    def count(self) -> int:
+        """All replays so far, also those no longer kept."""
+        return self._count
+
+    def run(
+        self, key: Hashable, run: GraphExec, stream: Stream, settings: ResolvedReplaySettings
+    ) -> None:
+        """Replays once and stores an event.  Raises what `run_replay` raises."""
+        name = str(key)
+        annotate = self._nvtx.annotate(f"replay {name}") if self._nvtx is not None else None
+        if annotate is not None:
+            annotate.__enter__()
+        try:
+            begin = time.perf_counter_ns()
+            with _not_launched:
+                if settings.upload:
+                    run.upload(stream)
+                uploaded = time.perf_counter_ns()
+                run.launch(stream)
+            launched = time.perf_counter_ns()
+            if settings.synchronize:
+                stream.synchronize()
+            done = time.perf_counter_ns()
+        finally:
+            if annotate is not None:
+                annotate.__exit__(None, None, None)
+        with self._lock:
+            self._count += 1
+            event = ReplayEvent(
+                self._count,
+                name,
+                (begin - self._began) / 1e3,
+                (uploaded - begin) / 1e3 if settings.upload else 0.0,
+                (launched - uploaded) / 1e3,
+                (done - launched) / 1e3 if settings.synchronize else 0.0,
+            )
+            self._events.append(event)
+        if event.number % self._print_every == 1 % self._print_every:
+            self._printer(
+                f"ostinato: replay {event.number} of {name}: upload {event.upload:.1f} us, launch "
+                f"{event.launch:.1f} us, sync {event.synchronize:.1f} us, "
+                f"total {event.total:.1f} us"
+            )
+        for sink in self._sinks:
+            sink(event)
+
+    def percentiles(self, part: str = "total", *, key: Hashable = None) -> Percentiles:
+        """Of "upload", "launch", "synchronize" or "total" of the events kept: of one key, or of
+        all.  Raises InputError for another part."""
+        if part not in _PARTS:
+            raise InputError(f"part={part!r}; there are {', '.join(_PARTS)}")
+        name = None if key is None else str(key)
+        return Percentiles.of(getattr(e, part) for e in self.events if name in (None, e.key))
+
+    def to_json_lines(self) -> str:
+        """One JSON object a line for each event kept."""
+        return "".join(json.dumps(asdict(e) | {"total": e.total}) + "\n" for e in self.events)
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """The events for chrome://tracing and Perfetto: complete events, microseconds."""
+        trace = []
+        for event in self.events:
+            at = event.start
+            for part in ("upload", "launch", "synchronize"):
+                duration = getattr(event, part)
+                if duration:
+                    trace.append(
+                        {
+                            "name": part,
+                            "cat": "replay",
+                            "ph": "X",
+                            "ts": at,
+                            "dur": duration,
+                            "pid": 0,
+                            "tid": 0,
+                            "args": {"key": event.key, "number": event.number},
+                        }
+                    )
+                at += duration
+        return {"traceEvents": trace, "displayTimeUnit": "ns"}
+
+
+class NotLaunched(Exception):
+    """A replay was refused before anything of it ran; `__cause__` says why."""
+
+
+class _NotLaunched:
+    """For a `with` block: turns what a launch raises into NotLaunched, except where the whole
+    context is lost.  A class, because a generator would cost a replay a microsecond."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
+        if isinstance(error, OstinatoError) and not isinstance(error, ContextPoisonedError):
+            raise NotLaunched(str(error)) from error
+
+
+_not_launched = _NotLaunched()
+
+
+def run_replay(
+    key: Hashable,
+    run: GraphExec,
+    stream: Stream,
+    settings: ResolvedReplaySettings,
+    profile: ReplayProfile | None,
+) -> None:
+    """One replay, with an upload before it and a synchronise after it if the settings ask for them.
+
+    Raises NotLaunched if nothing ran, what `Stream.synchronize` raises, and ContextPoisonedError.
+    """
+    if profile is not None and settings.profile:
+        profile.run(key, run, stream, settings)
+        return
+    with _not_launched:
+        if settings.upload:
+            run.upload(stream)
+        run.launch(stream)
+    if settings.synchronize:
+        stream.synchronize()
+
+
+def replay_as_set(
+    key: Hashable,
+    run: GraphExec,
+    stream: Stream,
+    settings: ResolvedReplaySettings,
+    profile: ReplayProfile | None,
+) -> None:
+    """`run_replay`, but raises what `GraphExec.launch` does in place of NotLaunched."""
+    try:
+        run_replay(key, run, stream, settings, profile)
+    except NotLaunched as refused:
+        assert refused.__cause__ is not None
+        raise refused.__cause__ from None
+
+
+def resolved(
+    settings: ReplaySettings | None, profile: ReplayProfile | None
+) -> tuple[ResolvedReplaySettings, ReplayProfile | None]:
+    """What is done around a replay, and the profile that collects it: the one given, which switches
+    profiling on unless the settings say otherwise, or one of its own if the settings want one.
+
+    Raises SettingsError, and InputError for what is neither.
+    """
+    for what, value, kind in (
+        ("settings", settings, ReplaySettings),
+        ("profile", profile, ReplayProfile),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise InputError(f"{what}: a {kind.__name__} is needed, not {value!r}")
+    if profile is not None and (settings is None or settings.profile is None):
+        settings = replace(settings or ReplaySettings(), profile=True)
+    decided = replay_settings(settings)
+    if profile is None and decided.profile:
+        printer = _print if decided.printed else _log.info
+        profile = ReplayProfile(print_every=decided.print_every, printer=printer)
+    return decided, profile
+
+
+def _print(line: str) -> None:
+    """To standard error, as OSTINATO_PROFILE asks."""
+    import sys
+
+    print(line, file=sys.stderr)
+
+
+def _nvtx() -> Any:
+    """The nvtx package where it is installed, for ranges in NVIDIA's profilers."""
+    try:
+        import nvtx
+    except ImportError:
+        return None
+    return nvtx

@@ -1,0 +1,326 @@
+"""The check of a graph file: loaded elsewhere, run on its stored inputs, compared bit by bit.
+
+All memory but inputs and constants is filled with a pattern before a launch, with other ones before
+the next two, and with what the third has left before the last: whatever the graph reads without
+having written it changes its results.  Each block lies between guards: a pointer whose reach is not
+known may lead out of the block, when its memory was that of a larger tensor before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.driver.api import KernelNodeParams, MemoryRange
+from ostinato.driver.context import Context, HasContext, context_of
+from ostinato.driver.stream import Stream
+from ostinato.errors import GraphFileError, OstinatoError
+from ostinato.graphfile.container import Contents, open_file, tensor_bytes
+from ostinato.graphfile.loading import Guard, LoadedGraph, Loader, constants_of
+from ostinato.graphfile.records import NamedBuffer
+from ostinato.graphfile.survey import Stray
+from ostinato.memory.ranges import Target
+
+__all__ = ["Trial", "check_graph"]
+
+_POISONS = (0xFF, 0x5A, 0)  # the first is not a number in every type of floats
+_TRIES = 6
+
+
+def check_graph(
+    device: Context | HasContext,
+    path: str | Path,
+    *,
+    constants: Mapping[str, Target] | str | Path | None = None,
+    code: str | Path | None = None,
+) -> None:
+    """Loads a graph file, launches it on the inputs that are stored in it, and compares.
+
+    It launches the file's code: check none that you would not run.  `constants` and `code` as for
+    `load_graph`.  Raises GraphFileError if a result differs, or the file has nothing to compare.
+    """
+    with Trial.of(context_of(device), Path(path), constants, code, ()) as trial:
+        what = trial.difference() or trial.effect(trial.unused(), lambda _: None, alone=False)[1]
+        if what:
+            raise GraphFileError(f"{path} does not give the stored results: {what}")
+
+
+class Trial:
+    """A loaded file with what it is to be run on, and what must come out."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        graph: LoadedGraph,
+        constants: Mapping[str, npt.NDArray[Any]],
+        contents: Contents,
+        stream: Stream,
+    ) -> None:
+        self._loader = loader
+        self._driver = graph.context.driver
+        self._graph = graph
+        self._constants = constants
+        self._contents = contents
+        self._stream = stream
+        self._run = graph.instantiate()
+        self._named = {buffer.name: buffer for buffer in loader.manifest.buffers}
+        self._inputs = {
+            name: self._fitting(buffer, contents.tensor(f"inputs/{name}"))
+            for name, buffer in self._named.items()
+            if "input" in buffer.roles
+        }
+        whole = [b for b in loader.manifest.buffers if "constant" in b.roles]
+        nbytes = [block.nbytes for block in loader.manifest.blocks]
+        self._kept = {b.block for b in whole if b.nbytes == nbytes[b.block]}
+        """Blocks that are a constant and nothing else."""
+        self.strays: dict[int, Stray] = {}
+        """The blocks that `difference` found a launch to write outside of."""
+
+    @classmethod
+    @contextmanager
+    def of(
+        cls,
+        context: Context,
+        path: Path,
+        given_constants: Mapping[str, Any] | str | Path | None,
+        code: str | Path | None,
+        avoid: Sequence[MemoryRange],
+        rooms: Mapping[int, int] | None = None,
+    ) -> Iterator[Trial]:
+        """Loads a file outside of the ranges `avoid`; `rooms` as for `Loader`."""
+        given, stored = constants_of(given_constants)
+        before: list[LoadedGraph] = []
+        folder = None if code is None else Path(code)
+        with (
+            open_file(path, folder) as contents,
+            Stream(context, context.driver.stream_create(), owned=True) as stream,
+        ):
+            if not contents.manifest.checked:
+                raise GraphFileError("it was saved with check=False, so it has no results")
+            values: dict[str, npt.NDArray[Any]] | None = None
+            for _ in range(_TRIES):
+                loader = Loader(context, contents, given, rooms=rooms or {})
+                if values is None:
+                    values = loader.values(stored, exact=isinstance(given_constants, Mapping))
+                graph = loader.load(values)
+                if not loader.overlaps(avoid):
+                    break
+                before.append(graph)  # kept: its memory makes the next one get other addresses
+            else:
+                raise GraphFileError(
+                    "too little memory is free to load it at other addresses than before"
+                )
+            names = contents.manifest.names("constant")
+            constants = {name: values[name] for name in names if name in values}
+            trial = cls(loader, graph, constants, contents, stream)
+            try:
+                yield trial
+            finally:
+                trial._run.close()
+                for one in (graph, *before):
+                    one.close()
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks that a launch may find in any state."""
+        blocks = self._loader.manifest.blocks
+        return [i for i, block in enumerate(blocks) if block.node is None and i not in self._kept]
+
+    def difference(self) -> str:
+        """What differs, in words, with patterns in all memory and then with what the last launch
+        left there; empty if nothing does."""
+        for poison in _POISONS:
+            for block in self.blocks:
+                self._fill(block, poison)
+            for guard in self._loader.guards:
+                self._fill_range(guard.memory, poison)
+            what = self._outcome()
+            for guard in self._loader.guards:
+                self._look_at(guard, poison)
+            if self.strays:
+                block, stray = next(iter(self.strays.items()))
+                return (
+                    f"a launch writes outside of its memory, {stray.before} bytes before and "
+                    f"{stray.behind} behind block {block}"
+                )
+            if what:
+                return what
+        what = self._outcome()
+        return f"{what} when it is launched again" if what else ""
+
+    def _look_at(self, guard: Guard, poison: int) -> None:
+        """Notes how far a launch wrote into a guard."""
+        found = np.empty(guard.memory.nbytes, np.uint8)
+        self._driver.memcpy_to_host(found.data, guard.memory.address, self._stream.handle)
+        touched = found != poison
+        if not touched.any():
+            return
+        known = self.strays.get(guard.block, Stray())
+        if guard.behind:
+            behind = found.size - int(touched[::-1].argmax())
+            known = replace(known, behind=max(known.behind, behind))
+        else:
+            before = found.size - int(touched.argmax())
+            known = replace(known, before=max(known.before, before))
+        self.strays[guard.block] = known
+
+    def blamed(
+        self, content: Mapping[int, npt.NDArray[np.uint8]], note: Callable[[int], None]
+    ) -> int | None:
+        """The block whose content the results depend on, or None.
+
+        `content`: of all blocks, as it was in the process that saved.  `note` is called with each
+        block before it is tried, as the launch may end the process.
+        """
+
+        def restore(but: int | None = None) -> None:
+            for block in self.blocks:
+                if block in content and block != but:
+                    self._write(block, 0, content[block])
+
+        restore()
+        if self._outcome():
+            return None
+        for block in self.blocks:
+            for poison in _POISONS:
+                restore()
+                self._fill(block, poison)
+                note(block)
+                if self._outcome():
+                    return block
+            restore()
+            self._fill(block, _POISONS[-1])
+            self._outcome()
+            restore(but=block)  # the block keeps what the launch wrote
+            if self._outcome():
+                return block
+        return None
+
+    def unused(self) -> list[tuple[int, int, bytes]]:
+        """The bytes that the file says have no effect, for `effect`."""
+        found = []
+        for place, node in enumerate(self._loader.manifest.graph.walk()):
+            if isinstance(node.params, KernelNodeParams):
+                data = node.params.arguments.data
+                found += [
+                    (place, s.offset, data[s.offset : s.offset + s.size]) for s in node.unused
+                ]
+        return found
+
+    def effect(
+        self,
+        loose: Sequence[tuple[int, int, bytes]],
+        note: Callable[[int], None],
+        *,
+        alone: bool = True,
+    ) -> tuple[int, str]:
+        """Which bytes of arguments have an effect, and which; empty if none has.
+
+        `loose`: place of the node in the manifest's `walk`, offset, and what the second capture has
+        there.  They are tried with these values, inverted, and zero: each `alone`, since two may
+        undo each other, and all together.  `note` is called with the index before each.
+        """
+        if not loose:
+            return 0, ""
+        data = {
+            place: node.params.arguments.data
+            for place, node in enumerate(self._loader.manifest.graph.walk())
+            if isinstance(node.params, KernelNodeParams)
+        }
+
+        def arbitrary(place: int, offset: int, other: bytes) -> bytes:
+            mine = data[place][offset : offset + len(other)]
+            pairs = zip(mine, other, strict=True)
+            return bytes(a ^ 0xFF if a ^ 0xFF != b else a ^ 0x5A for a, b in pairs)
+
+        theirs = {(place, offset): other for place, offset, other in loose}
+        others = {(p, offset): arbitrary(p, offset, other) for p, offset, other in loose}
+        # The other capture's values first: the arbitrary ones may be sizes, and end the process.
+        zeros = {place: bytes(len(other)) for place, other in theirs.items()}  # flags, counts
+        for values in (theirs, others, zeros):
+            for index, place in enumerate(theirs) if alone else ():
+                note(index)
+                what = self._changed({place: values[place]})
+                if what:
+                    return index, what
+            note(0)
+            what = self._changed(values)
+            if what:
+                return 0, what
+        return 0, ""
+
+    def _changed(self, values: Mapping[tuple[int, int], bytes]) -> str:
+        """What differs with these bytes in the arguments."""
+        before = self._run
+        try:
+            with self._loader.build(self._loader.manifest.with_data(values).graph) as graph:
+                self._run = graph.instantiate()
+                with self._run:
+                    for block in self.blocks:
+                        self._fill(block, _POISONS[0])  # clears the results of the last run
+                    return self._outcome()
+        except OstinatoError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._run = before
+
+    def _outcome(self) -> str:
+        """Runs on the stored inputs; what differs from the stored results."""
+        for name, array in self._constants.items():
+            buffer = self._named[name]
+            if buffer.block not in self._kept:
+                self._write(buffer.block, buffer.into, tensor_bytes(array))
+        for name, before in self._inputs.items():
+            self._write(self._named[name].block, self._named[name].into, before)
+        self._run.launch(self._stream)
+        self._stream.synchronize()
+        for name, buffer in self._named.items():
+            wanted = self._loader.manifest.tensors.get(f"results/{name}")
+            if wanted is None:
+                continue
+            found = np.empty(buffer.nbytes, np.uint8)
+            address = self._loader.bases[buffer.block] + buffer.into
+            if found.size:
+                self._driver.memcpy_to_host(found.data, address, self._stream.handle)
+            if sha256(found.data).hexdigest() != wanted:
+                return self._unlike(buffer, found)
+        return ""
+
+    def _unlike(self, buffer: NamedBuffer, found: npt.NDArray[np.uint8]) -> str:
+        """How a result differs, as far as the file has what it should be."""
+        name = buffer.name
+        if not self._contents.has_content(f"results/{name}"):
+            return f"bytes of {name!r} differ"
+        wrong = np.flatnonzero(
+            found != self._fitting(buffer, self._contents.tensor(f"results/{name}"))
+        )
+        return (
+            f"{wrong.size} of {buffer.nbytes} bytes of {name!r} differ, the first at "
+            f"{int(wrong[0])}"
+        )
+
+    @staticmethod
+    def _fitting(buffer: NamedBuffer, array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+        flat = tensor_bytes(array)
+        if flat.nbytes != buffer.nbytes:
+            raise GraphFileError(f"the content of {buffer.name!r} has {flat.nbytes} bytes")
+        return flat
+
+    def _write(self, block: int, into: int, data: npt.NDArray[np.uint8]) -> None:
+        if data.size:
+            address = self._loader.bases[block] + into
+            self._driver.memcpy_from_host(address, data.data, self._stream.handle)
+
+    def _fill(self, block: int, value: int) -> None:
+        nbytes = self._loader.manifest.blocks[block].nbytes
+        self._fill_range(MemoryRange(self._loader.bases[block], nbytes), value)
+
+    def _fill_range(self, memory: MemoryRange, value: int) -> None:
+        self._driver.memset(memory.address, value, 1, memory.nbytes, self._stream.handle)

@@ -1,0 +1,410 @@
+"""The file around a manifest: a zip without compression, with code and tensors beside it.
+
+    manifest.json           what `format` describes
+    manifest.sha256         the digest of manifest.json
+    code/<digest>           images of kernels, each by the SHA-256 of its bytes
+    tensors.safetensors     constants, inputs, and the results of the check
+
+Many graphs can share a folder, which then has images, constants and inputs, each once, under the
+digest of its bytes; of results there is the digest alone.  Every byte is compared with a digest
+when it is read.  Only files that belong to this user, and that nobody else may write, are read: a
+graph file is a program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.errors import GraphFileError
+from ostinato.files import UntrustedError, open_regular, replace_file, temporary_beside
+from ostinato.graphfile.format import parse, to_json
+from ostinato.graphfile.records import GraphManifest
+
+__all__ = [
+    "Contents",
+    "open_file",
+    "read_manifest",
+    "read_tensors",
+    "tensor_bytes",
+    "write_file",
+]
+
+_MANIFEST, _DIGEST, _TENSORS, _CODE = (
+    "manifest.json",
+    "manifest.sha256",
+    "tensors.safetensors",
+    "code/",
+)
+_ENTRY = re.compile(r"manifest\.json|manifest\.sha256|tensors\.safetensors|code/[0-9a-f]{64}")
+_MOST_MANIFEST = 1 << 28
+_MOST_CODE = 1 << 31
+_MOST_TENSOR = 1 << 46
+_MOST_ENTRIES = 1 << 16
+_MOST_HEADER = 1 << 26
+_MOST_THREADS = 8
+
+
+class Contents:
+    """An open graph file: its manifest, and code and tensors when they are asked for."""
+
+    def __init__(self, path: Path, file: BinaryIO, folder: Path | None) -> None:
+        self.path = path
+        self._file = file
+        self._folder = folder
+        self._entries = _entries(file)
+        self.raw = self._read(_MANIFEST, _MOST_MANIFEST)
+        """The manifest as it is in the file."""
+        if self._read(_DIGEST, 64).decode("ascii", "replace") != _digest(self.raw):
+            raise GraphFileError("the manifest is not what its digest says")
+        self.manifest = read_manifest(self.raw)
+
+    def code(self, digest: str) -> bytes:
+        """An image, from the file or from the shared folder."""
+        name, what = _CODE + digest, f"the code {digest[:12]}…"
+        if name in self._entries:
+            return _proven(self._read(name, _MOST_CODE), digest, what)
+        return self._shared(digest, _MOST_CODE, what)
+
+    def codes(self, digests: Sequence[str]) -> Iterator[bytes]:
+        """Images, in this order.  Those of the shared folder are read, and their digests made, by
+        threads, while the caller does something else."""
+        if len(digests) < 2 or any(_CODE + digest in self._entries for digest in digests):
+            yield from map(self.code, digests)
+            return
+        with ThreadPoolExecutor(min(len(digests), _MOST_THREADS)) as pool:
+            yield from pool.map(self.code, digests)
+
+    def tensor(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor, from the file or from the shared folder."""
+        digest = self.manifest.tensors.get(name)
+        if digest is None:
+            raise GraphFileError(f"the content of {name!r} is not in it; save it again")
+        what = f"the content of {name!r}"
+        place = self._places.get(name)
+        if place is None:
+            return np.frombuffer(self._shared(digest, _MOST_TENSOR, what), np.uint8)
+        start, nbytes = place
+        data = self._part(self._entries[_TENSORS].start + start, nbytes)
+        return np.frombuffer(_proven(data, digest, what), np.uint8)
+
+    def has_content(self, name: str) -> bool:
+        """Whether the file itself has a tensor, and not its digest alone."""
+        return name in self._places
+
+    def _shared(self, digest: str, most: int, what: str) -> bytes:
+        if self._folder is None:
+            raise GraphFileError(
+                f"{what} is not in it; give the folder that it was saved with (code=)"
+            )
+        try:
+            with open_regular(self._folder / digest, private=True) as file:
+                nbytes = os.fstat(file.fileno()).st_size
+                if nbytes > most:
+                    raise GraphFileError(f"{what} has {nbytes} bytes; at most {most} are read")
+                data = file.read()
+        except (OSError, UntrustedError) as error:
+            raise GraphFileError(f"{what} is not there ({error})") from None
+        return _proven(data, digest, what)
+
+    @cached_property
+    def _places(self) -> Mapping[str, tuple[int, int]]:
+        """Where tensors begin in their entry, and how many bytes they have.  It is not believed:
+        what lies there is compared with its digest."""
+        entry = self._entries.get(_TENSORS)
+        if entry is None:
+            return {}
+        head = self._part(entry.start, min(8, entry.nbytes))
+        length = int.from_bytes(head, "little")
+        if not 2 <= length <= min(_MOST_HEADER, entry.nbytes - 8):
+            raise GraphFileError("its tensors have no header")
+        found = {}
+        for name, tensor in _tensors(self._part(entry.start + 8, length)).items():
+            if tensor.end > entry.nbytes - 8 - length:
+                raise GraphFileError(f"its tensor {name[:80]!r} lies outside of the file")
+            found[name] = 8 + length + tensor.start, tensor.end - tensor.start
+        return found
+
+    def _read(self, name: str, most: int) -> bytes:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise GraphFileError(f"it has no {name}")
+        if entry.nbytes > most:
+            raise GraphFileError(
+                f"its {name} has {entry.nbytes} bytes, and at most {most} are read"
+            )
+        return self._part(entry.start, entry.nbytes)
+
+    def _part(self, start: int, nbytes: int) -> bytes:
+        self._file.seek(start)
+        data = self._file.read(nbytes)
+        if len(data) != nbytes:
+            raise GraphFileError("it is cut off")
+        return data
+
+
+def read_manifest(raw: bytes) -> GraphManifest:
+    """A manifest from the bytes of a file.  Raises GraphFileError."""
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise GraphFileError(f"its manifest cannot be read ({error})") from None
+    return parse(data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where an entry's bytes are in the file."""
+
+    start: int
+    nbytes: int
+
+
+def _entries(file: BinaryIO) -> dict[str, _Entry]:
+    """The entries by name.  Raises GraphFileError for any that do not belong there."""
+    with _archive(file) as archive:
+        entries = archive.infolist()
+    if len(entries) > _MOST_ENTRIES:
+        raise GraphFileError(f"it has {len(entries)} entries")
+    whole = os.fstat(file.fileno()).st_size
+    found: dict[str, _Entry] = {}
+    for entry in entries:
+        name = entry.filename
+        if not _ENTRY.fullmatch(name) or name in found:
+            raise GraphFileError(f"its entry {name[:80]!r} does not belong there")
+        plain = entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1
+        if not plain or entry.compress_size != entry.file_size:
+            raise GraphFileError(f"its entry {name} is compressed or encrypted")
+        # Digests say more than the zip's checksums, so the bytes are read past zipfile.
+        file.seek(max(0, entry.header_offset))
+        head = file.read(_LOCAL.size)
+        if len(head) != _LOCAL.size or head[:4] != b"PK\3\4":
+            raise GraphFileError(f"its entry {name} has no header")
+        name_bytes, extra_bytes = _LOCAL.unpack(head)[1:]
+        start = entry.header_offset + _LOCAL.size + name_bytes + extra_bytes
+        if start + entry.file_size > whole:
+            raise GraphFileError(f"its entry {name} is cut off")
+        found[name] = _Entry(start, entry.file_size)
+    return found
+
+
+_LOCAL = struct.Struct("<26sHH")  # a local header, up to the lengths of name and extra field
+
+
+def _proven(data: bytes, digest: str, what: str) -> bytes:
+    """The data, if it is what its digest says."""
+    if _digest(data) != digest:
+        raise GraphFileError(f"{what} is not what its digest says")
+    return data
+
+
+@contextmanager
+def open_file(path: Path, folder: Path | None = None) -> Iterator[Contents]:
+    """Opens a graph file; `folder` has what several files share.  Raises GraphFileError."""
+    try:
+        with open_regular(path, private=True) as file:
+            yield Contents(path, file, folder)
+    except GraphFileError as error:
+        raise _of_file(path, str(error)) from None
+    except FileNotFoundError:
+        raise _of_file(path, "there is no such file") from None
+    except UntrustedError as error:
+        why = f"{error}; a graph file is a program, so only a file (no link) that nobody else may"
+        raise _of_file(path, f"{why} write to is loaded") from None
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError) as error:
+        raise _of_file(path, f"it cannot be read ({error})") from None
+
+
+def _of_file(path: Path, why: str) -> GraphFileError:
+    return GraphFileError(f"{path}: {why}" if not why.startswith(str(path)) else why)
+
+
+def _archive(file: BinaryIO) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError):
+        raise
+    except Exception as error:  # zipfile lets struct's and the codecs' errors through
+        raise GraphFileError(f"it is no zip file ({error})") from None
+
+
+def write_file(
+    path: Path,
+    manifest: GraphManifest,
+    code: Mapping[str, bytes],
+    tensors: Mapping[str, npt.NDArray[Any]],
+    folder: Path | None,
+) -> None:
+    """Writes a graph file, in place of an older one; what files share goes to `folder`, if given.
+
+    Raises OSError if it cannot be written; then the old file is as it was.
+    """
+    digests = {name: _digest(tensor_bytes(array).data) for name, array in tensors.items()}
+    manifest = replace(manifest, tensors=digests)
+    temporary = temporary_beside(path)
+    try:
+        if folder is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for digest, data in code.items():
+                _share(folder / digest, memoryview(data))
+            for name, array in tensors.items():
+                if not name.startswith("results/"):
+                    _share(folder / digests[name], tensor_bytes(array).data)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file, zipfile.ZipFile(file, "w") as archive:
+            raw = json.dumps(to_json(manifest), separators=(",", ":")).encode()
+            archive.writestr(_MANIFEST, raw)
+            archive.writestr(_DIGEST, _digest(raw))
+            if folder is None:
+                if tensors:
+                    _write_tensors(archive, tensors)
+                for digest, data in code.items():
+                    archive.writestr(_CODE + digest, data)
+        temporary.replace(path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def _share(path: Path, data: memoryview) -> None:
+    """Puts a file in place, unless it is there and sound: it may have been torn or changed."""
+    if not _holds(path, data):
+        replace_file(path, data, private=True)
+
+
+def _holds(path: Path, data: memoryview) -> bool:
+    """Whether a file is ours, and has these bytes."""
+    try:
+        with open_regular(path, private=True) as file:
+            return os.fstat(file.fileno()).st_size == len(data) and file.read() == data
+    except (OSError, UntrustedError):
+        return False
+
+
+def _digest(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------- tensors
+
+# safetensors' names of types.  Whatever has none is written as bytes (the manifest has its type).
+_TYPES = {
+    np.dtype(t): n
+    for n, t in {
+        "BOOL": "?",
+        "U8": "u1",
+        "I8": "i1",
+        "U16": "<u2",
+        "I16": "<i2",
+        "F16": "<f2",
+        "U32": "<u4",
+        "I32": "<i4",
+        "F32": "<f4",
+        "U64": "<u8",
+        "I64": "<i8",
+        "F64": "<f8",
+    }.items()
+}
+_NAMES = {name: dtype for dtype, name in _TYPES.items()} | {
+    "BF16": np.dtype("<u2"),
+    "C64": np.dtype("<c8"),
+}
+_NO_NUMBER = np.dtype("V1")  # a byte of a type that NumPy does not have
+
+
+def tensor_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """The bytes of an array, flat."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _header(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    header: dict[str, object] = {}
+    at = 0
+    for name, array in tensors.items():
+        kind = _TYPES.get(array.dtype)
+        shape = list(array.shape) if kind is not None else [array.nbytes]
+        header[name] = {
+            "dtype": kind or "U8",
+            "shape": shape,
+            "data_offsets": [at, at + array.nbytes],
+        }
+        at += array.nbytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _write_tensors(archive: zipfile.ZipFile, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+    with archive.open(_TENSORS, "w", force_zip64=True) as file:
+        file.write(_header(tensors))
+        for array in tensors.values():
+            file.write(tensor_bytes(array).data)
+
+
+def read_tensors(data: bytes) -> dict[str, npt.NDArray[Any]]:
+    """The tensors of a safetensors file, by name, without a copy.  Raises GraphFileError."""
+    (length,) = struct.unpack_from("<Q", data) if len(data) >= 8 else (0,)
+    if not 2 <= length <= min(_MOST_HEADER, len(data) - 8):
+        raise GraphFileError("its tensors have no header")
+    body = memoryview(data)[8 + length :]
+    found = {}
+    for name, tensor in _tensors(data[8 : 8 + length]).items():
+        try:
+            part = np.frombuffer(body[tensor.start : tensor.end], tensor.dtype)
+            found[name] = part.reshape(tensor.shape)
+        except ValueError as error:
+            raise GraphFileError(f"its tensor {name[:80]!r} is damaged ({error})") from None
+    return found
+
+
+class _Tensor(NamedTuple):
+    """A tensor as a safetensors file's header has it."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def _tensors(header: bytes) -> dict[str, _Tensor]:
+    """The tensors that a header names.  Raises GraphFileError."""
+    try:
+        data = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise GraphFileError(f"the header of its tensors cannot be read ({error})") from None
+    if not isinstance(data, dict):
+        raise GraphFileError("the header of its tensors is no object")
+    return {name: _tensor(name, entry) for name, entry in data.items() if name != "__metadata__"}
+
+
+def _tensor(name: str, entry: object) -> _Tensor:
+    try:
+        if not isinstance(entry, dict):
+            raise TypeError("it is no object")
+        kind, shape = str(entry["dtype"]), tuple(entry["shape"])
+        dtype = _NAMES.get(kind, _NO_NUMBER)
+        start, end = entry["data_offsets"]
+        numbers = (*shape, start, end)
+        if not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers) or len(shape) > 32:
+            raise ValueError("its shape and offsets must be whole numbers of 0 or more")
+        if start > end:
+            raise ValueError("it ends before it begins")
+        if kind not in _NAMES and not kind.startswith("F8_"):
+            shape = (end - start,)  # how many elements a byte has is not known
+        return _Tensor(dtype, shape, start, end)
+    except (KeyError, TypeError, ValueError) as error:
+        raise GraphFileError(f"its tensor {name[:80]!r} is damaged ({error!r})") from None

@@ -1,0 +1,473 @@
+"""What a graph file says, as records.  Pure; `format` writes them as JSON and reads them back.
+
+A record of a node holds the node's parameters as the driver's protocol has them, with places in the
+manifest's lists for handles (functions, events, conditions) and zero for addresses.  Where an
+address belongs, a `PointerWord` says into which block of memory it goes.
+
+Nearly all nodes of most graphs are kernels, and there are thousands.  A graph's record has them as
+columns (`Kernels`): loading makes no record of each.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.driver.api import (
+    BatchMemOpNodeParams,
+    ConditionDefaults,
+    EdgeData,
+    FreeNodeParams,
+    FunctionHandle,
+    KernelArguments,
+    KernelNodeParams,
+    LaunchConfig,
+    MemcpyNodeParams,
+    MemsetNodeParams,
+    NodeParams,
+    ParameterSlot,
+)
+from ostinato.driver.signature import Signature
+from ostinato.graph.rebind import copy_extent, fill_extent
+from ostinato.graphfile.looks import Look
+
+__all__ = [
+    "PLAIN",
+    "PROOFS",
+    "WORD",
+    "Block",
+    "ConditionWord",
+    "EdgeRecord",
+    "FunctionRecord",
+    "GraphManifest",
+    "GraphRecord",
+    "Kernels",
+    "MachineRecord",
+    "NamedBuffer",
+    "NodeRecord",
+    "PointerWord",
+    "Words",
+    "addresses_of",
+    "fields_of",
+    "in_order",
+    "itemsize_of",
+    "starts_of",
+    "with_addresses",
+]
+
+WORD = 8
+"""The bytes of an address."""
+
+PLAIN = EdgeData()
+"""What nearly all edges have; read ones have this very object."""
+
+PROOFS = ("moved", "signature", "allocation", "field")
+"""How a word was found to be a pointer: it moved with its memory between two captures; its
+signature says so; its value lies in a live allocation; it is a field of the node's kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineRecord:
+    """Where a graph was saved."""
+
+    driver: str
+    device: str
+    compute_capability: tuple[int, int]
+    driver_version: str
+    library: str
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionRecord:
+    """A kernel: the entry `name` of an image.  `digest` is of the image's bytes, in the file under
+    "code/"; a kernel of the host has `target` in its place."""
+
+    name: str
+    kind: str
+    digest: str
+    target: str
+    parameters: tuple[ParameterSlot, ...]
+    shared: int
+    carveout: int
+    wide_clusters: bool
+    signature: Signature | None
+    """None if it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of memory that is allocated as one.
+
+    `phase` is its address modulo 256 when it was captured, which a new one has too.  `node` is the
+    place of the alloc node that allocates it, else None.
+    """
+
+    nbytes: int
+    phase: int
+    pinned: bool
+    node: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBuffer:
+    """An input, output or constant, `into` bytes into a block.  `stored`: the file has its content
+    (of a constant).  `look`: what was named, if that is known; `shape` and `dtype` are of bytes
+    where NumPy has no such type."""
+
+    name: str
+    roles: tuple[str, ...]
+    block: int
+    into: int
+    shape: tuple[int, ...]
+    dtype: str
+    stored: bool
+    look: Look | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * itemsize_of(self.dtype)
+
+
+class PointerWord(NamedTuple):
+    """An address of a node: at an offset of a kernel's arguments, in a field ("dst", "src",
+    "address"), or of an operation of a batch ("0", "1", …)."""
+
+    place: int | str
+    block: int
+    into: int
+    proof: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionWord:
+    """A word of a kernel's arguments that holds the handle of a condition."""
+
+    offset: int
+    condition: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    name: str
+    params: NodeParams
+    pointers: tuple[PointerWord, ...] = ()
+    conditions: tuple[ConditionWord, ...] = ()
+    hints: tuple[str, ...] = ()
+    """Launch attributes in words that a loaded graph does not have again."""
+    inner: tuple[GraphRecord, ...] = ()
+    """The child graph, or the bodies."""
+    unused: tuple[ParameterSlot, ...] = ()
+    """Bytes of a kernel's arguments that differed between two captures and have no effect."""
+
+
+class EdgeRecord(NamedTuple):
+    source: int
+    target: int
+    data: EdgeData
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernels:
+    """The kernel nodes of a graph as columns, in the order of the nodes: an entry a kernel, and in
+    `words` an entry a word.
+
+    `known`: the manifest's functions, of which `functions` has the places.  `laid`: whether the
+    arguments lie as the function's parameters do; else nothing is known but their bytes.  `packed`:
+    whether they are given as one buffer.
+    """
+
+    known: Sequence[FunctionRecord]
+    functions: Sequence[int]
+    launches: Sequence[LaunchConfig]
+    laid: Sequence[bool]
+    packed: Sequence[bool]
+    sizes: Sequence[int]
+    """How many bytes of arguments there are."""
+    starts: npt.NDArray[np.int64]
+    """Where they begin in `data`, at a multiple of a word; at last the end of all."""
+    data: bytes
+    words: Words
+    names: Mapping[int, str]
+    """By kernel, where it is not the function's."""
+    conditions: Mapping[int, tuple[ConditionWord, ...]]
+    hints: Mapping[int, tuple[str, ...]]
+    unused: Mapping[int, tuple[ParameterSlot, ...]]
+
+    @classmethod
+    def of(cls, known: Sequence[FunctionRecord], nodes: Iterable[NodeRecord]) -> Kernels:
+        """Those of nodes that are kernels."""
+        made = [(node, node.params) for node in nodes if isinstance(node.params, KernelNodeParams)]
+        arguments = [params.arguments for _, params in made]
+        functions = [int(params.function) for _, params in made]
+        words = [(i, word) for i, (node, _) in enumerate(made) for word in node.pointers]
+        proofs = {proof: place for place, proof in enumerate(PROOFS)}
+        return cls(
+            known,
+            functions,
+            [params.config for _, params in made],
+            [bool(one.layout) for one in arguments],
+            [one.packed for one in arguments],
+            [len(one.data) for one in arguments],
+            starts_of([len(one.data) for one in arguments]),
+            b"".join(one.data + bytes(-len(one.data) % WORD) for one in arguments),
+            Words(
+                _column(i for i, _ in words),
+                _column(int(word.place) for _, word in words),
+                _column(word.block for _, word in words),
+                _column(word.into for _, word in words),
+                _column(proofs[word.proof] for _, word in words),
+            ),
+            {i: n.name for i, (n, _) in enumerate(made) if n.name != known[functions[i]].name},
+            {i: node.conditions for i, (node, _) in enumerate(made) if node.conditions},
+            {i: node.hints for i, (node, _) in enumerate(made) if node.hints},
+            {i: node.unused for i, (node, _) in enumerate(made) if node.unused},
+        )
+
+    def __len__(self) -> int:
+        return len(self.functions)
+
+    def name(self, index: int) -> str:
+        return self.names.get(index) or self.known[self.functions[index]].name
+
+    def layout(self, index: int) -> tuple[ParameterSlot, ...]:
+        """Where the arguments lie; empty if that is not known."""
+        return self.known[self.functions[index]].parameters if self.laid[index] else ()
+
+    def nodes(self) -> list[NodeRecord]:
+        """A record of each."""
+        words = zip(*(column.tolist() for column in self.words), strict=True)
+        pointers: list[list[PointerWord]] = [[] for _ in self.functions]
+        for kernel, place, block, into, proof in words:
+            pointers[kernel].append(PointerWord(place, block, into, PROOFS[proof]))
+        made = []
+        for index, start in enumerate(self.starts[:-1].tolist()):
+            data = self.data[start : start + self.sizes[index]]
+            arguments = KernelArguments(data, self.layout(index), self.packed[index])
+            function = FunctionHandle(self.functions[index])
+            made.append(
+                NodeRecord(
+                    self.name(index),
+                    KernelNodeParams(function, self.launches[index], arguments),
+                    tuple(pointers[index]),
+                    self.conditions.get(index, ()),
+                    self.hints.get(index, ()),
+                    unused=self.unused.get(index, ()),
+                )
+            )
+        return made
+
+
+class Words(NamedTuple):
+    """The addresses in the arguments of kernels, as columns, in the order of the kernels: as
+    `PointerWord`, with the kernel's place in front, and the place of the proof in `PROOFS`."""
+
+    kernel: npt.NDArray[np.int64]
+    place: npt.NDArray[np.int64]
+    block: npt.NDArray[np.int64]
+    into: npt.NDArray[np.int64]
+    proof: npt.NDArray[np.int64]
+
+
+def _column(numbers: Iterable[int]) -> npt.NDArray[np.int64]:
+    return np.fromiter(numbers, np.int64)
+
+
+def starts_of(sizes: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where arguments of such sizes begin, each at a multiple of a word; at last where they end."""
+    ends = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum((np.asarray(sizes, np.int64) + WORD - 1) // WORD * WORD, out=ends[1:])
+    return ends
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphRecord:
+    """`others`: the nodes that are no kernels, by place; the kernels have the places that are
+    left."""
+
+    kernels: Kernels
+    others: Mapping[int, NodeRecord]
+    edges: Sequence[EdgeRecord]
+
+    @classmethod
+    def of(
+        cls,
+        known: Sequence[FunctionRecord],
+        nodes: Sequence[NodeRecord],
+        edges: Sequence[EdgeRecord],
+    ) -> GraphRecord:
+        """`known`: the manifest's functions."""
+        kernels = Kernels.of(known, nodes)
+        others = {i: n for i, n in enumerate(nodes) if not isinstance(n.params, KernelNodeParams)}
+        return cls(kernels, others, edges)
+
+    def __len__(self) -> int:
+        return len(self.kernels) + len(self.others)
+
+    @property
+    def nodes(self) -> list[NodeRecord]:
+        """A record of each node, made anew each time."""
+        kernels = iter(self.kernels.nodes())
+        return [self.others.get(place) or next(kernels) for place in range(len(self))]
+
+    def graphs(self) -> list[GraphRecord]:
+        """This one, and all inside of its nodes."""
+        inner = [graph for node in self.others.values() for graph in node.inner]
+        return [self, *(one for graph in inner for one in graph.graphs())]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """How many nodes and edges there are, with those inside of nodes."""
+        every = self.graphs()
+        return sum(map(len, every)), sum(len(graph.edges) for graph in every)
+
+    def walk(self) -> list[NodeRecord]:
+        """All nodes, those inside others too, each behind the one that it is in."""
+        found = []
+        for node in self.nodes:
+            found.append(node)
+            for inner in node.inner:
+                found += inner.walk()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class GraphManifest:
+    """The manifest of a file.  `checked`: the file passed the check before it was written.
+    `tensors`: the digests of the tensors' bytes, by name ("inputs/x").  `key`: of a store's graph,
+    as text; empty for others."""
+
+    machine: MachineRecord
+    functions: tuple[FunctionRecord, ...]
+    blocks: tuple[Block, ...]
+    buffers: tuple[NamedBuffer, ...]
+    conditions: tuple[ConditionDefaults, ...]
+    events: int
+    graph: GraphRecord
+    checked: bool
+    tensors: Mapping[str, str]
+    key: str = ""
+
+    def names(self, role: str) -> list[str]:
+        """The names of the buffers that have a role."""
+        return [buffer.name for buffer in self.buffers if role in buffer.roles]
+
+    def proofs(self) -> dict[str, int]:
+        """How many words were found to be pointers in which way."""
+        counts: dict[str, int] = {}
+        for node in self.graph.walk():
+            for word in node.pointers:
+                counts[word.proof] = counts.get(word.proof, 0) + 1
+        return counts
+
+    def with_data(self, changes: Mapping[tuple[int, int], bytes]) -> GraphManifest:
+        """With other bytes in arguments, also in place of an address: by the place of the node in
+        `graph.walk()` and offset."""
+        of: dict[int, dict[int, bytes]] = {}
+        for (place, offset), value in changes.items():
+            of.setdefault(place, {})[offset] = value
+        places = itertools.count()
+
+        def changed(graph: GraphRecord) -> GraphRecord:
+            return GraphRecord.of(self.functions, [*map(changed_node, graph.nodes)], graph.edges)
+
+        def changed_node(node: NodeRecord) -> NodeRecord:
+            mine = of.get(next(places))
+            if mine is not None and isinstance(node.params, KernelNodeParams):
+                data = bytearray(node.params.arguments.data)
+                for offset, value in mine.items():
+                    data[offset : offset + len(value)] = value
+                pointers = tuple(word for word in node.pointers if word.place not in mine)
+                return replace(node, params=node.params.with_data(bytes(data)), pointers=pointers)
+            return replace(node, inner=tuple(map(changed, node.inner))) if node.inner else node
+
+        return replace(self, graph=changed(self.graph))
+
+
+def fields_of(params: NodeParams) -> dict[str, int]:
+    """The fields of a node, no kernel, that hold addresses, and how many bytes are used there."""
+    match params:
+        case MemcpyNodeParams():
+            return {
+                "dst": copy_extent(params, params.dst_pitch, params.dst_height),
+                "src": copy_extent(params, params.src_pitch, params.src_height),
+            }
+        case MemsetNodeParams():
+            return {"dst": fill_extent(params)}
+        case FreeNodeParams():
+            return {"address": 0}
+        case BatchMemOpNodeParams():
+            return {str(i): operation.size for i, operation in enumerate(params.operations)}
+        case _:
+            return {}
+
+
+def addresses_of(params: NodeParams) -> dict[str, int]:
+    """What these fields hold."""
+    match params:
+        case MemcpyNodeParams():
+            return {"dst": params.dst, "src": params.src}
+        case MemsetNodeParams():
+            return {"dst": params.dst}
+        case FreeNodeParams():
+            return {"address": params.address}
+        case BatchMemOpNodeParams():
+            return {str(i): operation.address for i, operation in enumerate(params.operations)}
+        case _:
+            return {}
+
+
+def with_addresses(params: NodeParams, at: Mapping[str, int]) -> NodeParams:
+    """With other addresses in these fields; zero where there is none."""
+    match params:
+        case MemcpyNodeParams():
+            return replace(params, dst=at.get("dst", 0), src=at.get("src", 0))
+        case MemsetNodeParams():
+            return replace(params, dst=at.get("dst", 0))
+        case FreeNodeParams():
+            return FreeNodeParams(at.get("address", 0))
+        case BatchMemOpNodeParams():
+            operations = enumerate(params.operations)
+            return BatchMemOpNodeParams(
+                tuple(replace(o, address=at.get(str(i), 0)) for i, o in operations)
+            )
+        case _:
+            return params
+
+
+@lru_cache(maxsize=256)
+def itemsize_of(dtype: str) -> int:
+    """The bytes of an element of a type of NumPy, as text; 0 if it is no type of plain numbers."""
+    try:
+        found = np.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError):
+        return 0
+    return 0 if found.hasobject or found.str != dtype else found.itemsize
+
+
+def in_order(count: int, edges: Sequence[EdgeRecord]) -> list[int] | None:
+    """The nodes, each behind those that it depends on; None if the edges close a cycle."""
+    if all(source < target for source, target, _ in edges):
+        return list(range(count))
+    waiting = [0] * count
+    after: list[list[int]] = [[] for _ in range(count)]
+    for edge in edges:
+        waiting[edge.target] += 1
+        after[edge.source].append(edge.target)
+    ready = [node for node in range(count) if not waiting[node]]
+    order: list[int] = []
+    while ready:
+        node = heapq.heappop(ready)  # the smallest, so that a sound order stays as it is
+        order.append(node)
+        for follower in after[node]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heapq.heappush(ready, follower)
+    return order if len(order) == count else None

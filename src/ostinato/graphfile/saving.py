@@ -1,0 +1,808 @@
+"""Saving: a graph, its code and its named memory to a file, checked in a process of its own.
+
+Memory is saved in *blocks*: what a pointer reaches together.  A block is a named buffer with all
+that is known to be used through pointers into it; where it is not known how far a pointer reaches,
+the whole rest of the allocation between named buffers.  Blocks without a name are scratch: the file
+has their sizes alone.  That nothing depends on their content is what the check finds out.
+
+A pointer to a named buffer may reach further than the buffer: the pool of a framework gives the
+place of a large intermediate tensor, which is not needed any more, to a small result.  The check
+finds what is written outside of a block; then the block gets that too, and all begins anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.driver.api import (
+    AllocNodeParams,
+    ChildGraphNodeParams,
+    ConditionalHandle,
+    ConditionalNodeParams,
+    ConditionDefaults,
+    EventHandle,
+    EventRecordNodeParams,
+    EventWaitNodeParams,
+    FunctionHandle,
+    GraphHandle,
+    KernelNodeParams,
+    MemoryRange,
+    NodeParams,
+    ParameterSlot,
+)
+from ostinato.driver.context import Context
+from ostinato.driver.signature import Access
+from ostinato.driver.stream import Stream
+from ostinato.errors import DriverError, GraphFileError, InputError
+from ostinato.files import temporary_beside
+from ostinato.graphfile.container import tensor_bytes, write_file
+from ostinato.graphfile.looks import Look, look_of
+from ostinato.graphfile.machine import machine_of
+from ostinato.graphfile.records import (
+    Block,
+    EdgeRecord,
+    FunctionRecord,
+    GraphManifest,
+    GraphRecord,
+    NamedBuffer,
+    NodeRecord,
+    PointerWord,
+    with_addresses,
+)
+from ostinato.graphfile.survey import (
+    Address,
+    Loose,
+    Readable,
+    Stray,
+    Survey,
+    SurveyedGraph,
+    SurveyedNode,
+    Twin,
+    survey,
+)
+from ostinato.memory.ranges import KnownRanges, Target, merged, range_of
+from ostinato.memory.restoring import put_back
+
+__all__ = ["Keeping", "save"]
+
+Keeping = Literal["stored", "by name"]
+"""Whether a file has the content of constants, or who loads it gives them."""
+
+_CHECK_SECONDS = 120.0
+_MOST_STRAYS = 8
+_MOST_LOOSE = 1024  # each is tried by itself in the check
+
+_T = TypeVar("_T")
+
+
+class Runnable(Protocol):
+    """An executable graph, as far as it is used here."""
+
+    def launch(self, stream: Stream) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Savable(Readable, Protocol):
+    """What is asked of a graph here (`graph.Graph`)."""
+
+    @property
+    def before_launch(self) -> object: ...
+
+    def require_launchable(self) -> None: ...
+
+    def instantiate(self) -> Runnable: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A named buffer: where it is and what it is."""
+
+    name: str
+    roles: tuple[str, ...]
+    memory: MemoryRange
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    look: Look | None
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """An address that a node holds.  `place`: of the node in the survey's `walk`."""
+
+    address: int
+    access: Access
+    place: int
+    path: str
+
+
+class _ByAddress(Generic[_T]):
+    """Things by their addresses: a graph has thousands of blocks, and of addresses in them."""
+
+    def __init__(self, things: Sequence[_T], address_of: Callable[[_T], int]) -> None:
+        self._things = things
+        self._order = sorted(range(len(things)), key=lambda n: address_of(things[n]))
+        self._addresses = [address_of(things[n]) for n in self._order]
+
+    def inside(self, memory: MemoryRange) -> list[_T]:
+        """Those whose address lies in a range, in the order in which they were given."""
+        first = bisect_left(self._addresses, memory.address)
+        behind = bisect_left(self._addresses, memory.end)
+        return [self._things[n] for n in sorted(self._order[first:behind])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A block where it is now, and the nodes that touch it."""
+
+    memory: MemoryRange
+    names: tuple[str, ...]
+    pinned: bool
+    node: int | None
+    users: tuple[str, ...]
+    only_read: bool
+    """Whether every user is known to read it alone."""
+    empty: bool
+    """Whether it stands for buffers without bytes, which may be anywhere."""
+
+    def __str__(self) -> str:
+        users = ", ".join(self.users[:6]) + (", …" if len(self.users) > 6 else "")
+        return f"{self.memory.nbytes} bytes at {self.memory.address:#x} (used by {users})"
+
+
+def save(
+    graph: Savable,
+    path: Path,
+    *,
+    inputs: Mapping[str, Target],
+    outputs: Mapping[str, Target],
+    constants: Mapping[str, Target],
+    keeping: Keeping,
+    twin: Twin | None,
+    check: bool,
+    code: Path | None,
+    key: str = "",
+    run: Runnable | None = None,
+) -> None:
+    """See `Graph.save`.  `key`: of a store, as text.  `run`: an executable of the graph as it is,
+    for the launches; else one is made, which a graph with conditional nodes may have only one of.
+    """
+    if keeping not in ("stored", "by name"):
+        raise InputError(f'keeping={keeping!r}: "stored" or "by name"')
+    graph.require_launchable()
+    if graph.before_launch is not None:
+        raise GraphFileError(
+            "the graph draws random numbers, and the state of their generator is moved on before "
+            "each launch by what is no part of the graph; draw the numbers outside of the graph, "
+            "into a named buffer"
+        )
+    context = graph.context
+    context.synchronize()
+    named = _named(inputs, outputs, constants)
+    found = survey(graph, {n: one.memory for n, one in named.items()}, twin)
+    loose = [(place, one) for place, node in enumerate(found.graph.walk()) for one in node.loose]
+    if len(loose) > (_MOST_LOOSE if check else 0):
+        many = f"{len(loose)} such places are too many to try" if check else ""
+        raise GraphFileError(f"{loose[0][1].why} ({many or 'check=False tries nothing'})")
+    strayed: list[MemoryRange] = []
+    for _ in range(_MOST_STRAYS):
+        more = _saved(
+            *(graph, path, found, named, loose, strayed, keeping, check, code, key, run),
+        )
+        if not more:
+            return
+        strayed += more
+    raise GraphFileError(
+        f"{path}: each try writes outside of the memory that the last one was found to use, such "
+        f"as at {strayed[-1].address:#x}; name all memory that the graph uses"
+    )
+
+
+def _saved(
+    graph: Savable,
+    path: Path,
+    found: Survey,
+    named: Mapping[str, _Named],
+    loose: Sequence[tuple[int, Loose]],
+    strayed: Sequence[MemoryRange],
+    keeping: Keeping,
+    check: bool,
+    code: Path | None,
+    key: str,
+    run: Runnable | None,
+) -> list[MemoryRange]:
+    """Writes the file; or nothing, and returns what memory the graph was found to use besides.
+
+    `strayed`: what it was found to use before.
+    """
+    context = graph.context
+    pieces = _pieces(found, named, context, strayed)
+    plan = _Plan(graph, found, named, pieces, keeping)
+    manifest, images = plan.manifest(checked=check, key=key)
+    with Stream(context, context.driver.stream_create(), owned=True) as stream:
+        constants = plan.constant if keeping == "stored" else ()
+        needed = {*plan.given, *constants}
+        content = _Content(context, stream, pieces, None if check else needed)
+        tensors = plan.constants(content.first)
+        for name in plan.given:
+            tensors[f"inputs/{name}"] = plan.view(content.first, name)
+        rest: dict[str, npt.NDArray[Any]] = {}
+        if check:
+            after = _reference(graph, run, stream, content, plan)
+            for name in plan.changing:
+                tensors[f"results/{name}"] = plan.view(after, name)
+            rest = {} if keeping == "stored" else plan.all_constants(content.first)
+    draft = temporary_beside(path)
+    try:
+        write_file(draft if check else path, manifest, images, tensors, code)
+        if check:
+            strays = _check(draft, context, pieces, rest, content, code, loose)
+            if strays:
+                return [_grown(pieces[n], stray, named, context) for n, stray in strays.items()]
+            draft.replace(path)
+    except OSError as error:
+        raise GraphFileError(f"{path} cannot be written ({error}); nothing was saved") from error
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+    return []
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+def _named(
+    inputs: Mapping[str, Target], outputs: Mapping[str, Target], constants: Mapping[str, Target]
+) -> dict[str, _Named]:
+    """The named buffers.  Raises InputError for two of one name that are not the same memory."""
+    found: dict[str, _Named] = {}
+    for role, targets in (("input", inputs), ("output", outputs), ("constant", constants)):
+        for name, target in targets.items():
+            if not isinstance(name, str) or not name:
+                raise InputError(f"{name!r} is no name of an {role}: a text is needed")
+            memory = range_of(target, f"{role} {name!r}")
+            look = look_of(target)
+            shape, dtype = _kind_of(look, memory)
+            pinned = bool(getattr(target, "pinned", False))
+            made = _Named(name, (role,), memory, shape, dtype, look, pinned)
+            known = found.get(name)
+            if known is not None and known.memory != memory:
+                raise InputError(f"{name!r} is the name of two buffers; give each its own")
+            if known is not None and "constant" in (*known.roles, role):
+                raise InputError(f"{name!r} is a constant and something else; it is one of them")
+            found[name] = made if known is None else replace(known, roles=(*known.roles, role))
+    return found
+
+
+def _kind_of(look: Look | None, memory: MemoryRange) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type; bytes where they are not known, or the elements are not in order."""
+    if look is not None and look.strides is None:
+        with suppress(TypeError):
+            dtype = np.dtype(look.typestr)
+            fits = math.prod(look.shape) * dtype.itemsize == memory.nbytes
+            if dtype.kind in "biufc" and fits:
+                return look.shape, dtype
+    return (memory.nbytes,), np.dtype(np.uint8)
+
+
+def _pieces(
+    found: Survey,
+    named: Mapping[str, _Named],
+    context: Context,
+    strayed: Sequence[MemoryRange],
+) -> list[_Piece]:
+    """The blocks, in the order of their addresses, those of alloc nodes last."""
+    taken = merged(
+        MemoryRange(one.memory.address, max(1, one.memory.nbytes)) for one in named.values()
+    )
+    starts = [memory.address for memory in taken]
+    live = KnownRanges(context.driver.memory_range)
+    ranges = [*taken, *strayed]
+    for node in found.graph.walk():
+        for address in node.addresses:
+            if any(memory.holds(address.value) for memory in found.allocated.values()):
+                continue
+            if address.reach:
+                ranges.append(MemoryRange(address.value, address.reach))
+            else:
+                behind = bisect_right(starts, address.value)
+                near = taken[max(0, behind - 1) : behind + 1]
+                if not any(memory.holds(address.value) for memory in near):
+                    gap = _gap(address, near, live)
+                    if gap is not None:
+                        ranges.append(gap)
+    uses = [
+        _Use(address.value, address.access, place, node.path)
+        for place, node in enumerate(found.graph.walk())
+        for address in node.addresses
+    ]
+    used = _ByAddress(uses, lambda use: use.address)
+    names = _ByAddress(list(named.values()), lambda one: one.memory.address)
+    pieces = [
+        _piece(memory, None, used.inside(memory), names.inside(memory), context)
+        for memory in merged(ranges)
+    ]
+    for index, memory in found.allocated.items():
+        pieces.append(_piece(memory, index, used.inside(memory), (), context))
+    return pieces
+
+
+def _grown(
+    piece: _Piece, stray: Stray, named: Mapping[str, _Named], context: Context
+) -> MemoryRange:
+    """A block with what was written outside of it, up to the next named buffer behind that.
+
+    Raises GraphFileError if that leaves the allocation.
+    """
+    memory = piece.memory
+    allocation = context.driver.memory_range(memory.address)
+    start, end = memory.address - stray.before, memory.end + stray.behind
+    if allocation is None or start < allocation.address or end > allocation.end:
+        raise GraphFileError(
+            f"the graph writes {stray.before} bytes before and {stray.behind} behind {piece}, "
+            "and that is outside of its allocation; no file was written"
+        )
+    if stray.behind:
+        behind = [one.memory.address for one in named.values() if one.memory.address >= end]
+        end = min([allocation.end, *behind])
+    return MemoryRange(start, end - start)
+
+
+def _gap(address: Address, near: Sequence[MemoryRange], live: KnownRanges) -> MemoryRange | None:
+    """What lies around an address between the named buffers of its allocation, of which the next
+    ones are `near`; None for the place right behind a named buffer."""
+    allocation = live(address.value)
+    if allocation is None:
+        return None
+    start = max((m.end for m in near if m.end <= address.value), default=0)
+    end = min((m.address for m in near if m.address > address.value), default=allocation.end)
+    start, end = max(start, allocation.address), min(end, allocation.end)
+    return MemoryRange(start, end - start)
+
+
+def _piece(
+    memory: MemoryRange,
+    node: int | None,
+    uses: Sequence[_Use],
+    inside: Sequence[_Named],
+    context: Context,
+) -> _Piece:
+    """`uses`: addresses in it.  `inside`: named buffers that begin in it."""
+    users = {use.place: use.path for use in uses}
+    access = Access(0)
+    for use in uses:
+        access |= use.access
+    owner = context.owner_of(memory.address) if node is None else None
+    pinned = any(one.pinned for one in inside) or bool(getattr(owner, "pinned", False))
+    return _Piece(
+        memory,
+        tuple(one.name for one in inside),
+        pinned,
+        node,
+        tuple(users.values()),
+        bool(users) and Access.WRITE not in access,
+        node is None and bool(inside) and not any(one.memory.nbytes for one in inside),
+    )
+
+
+# ------------------------------------------------------------------------------------- the manifest
+
+
+class _Plan:
+    """What the file will say, and where its named buffers are in the blocks."""
+
+    def __init__(
+        self,
+        graph: Savable,
+        found: Survey,
+        named: Mapping[str, _Named],
+        pieces: Sequence[_Piece],
+        keeping: Keeping,
+    ) -> None:
+        self._graph = graph
+        self._found = found
+        self._named = named
+        self._pieces = pieces
+        self._starts = [piece.memory.address for piece in pieces if piece.node is None]
+        self._keeping = keeping
+        self._refuse_lost()
+        self._digests: dict[int, str] = {}  # by the identity of images, which `_codes` keeps
+        self._codes = [self._code(function) for function in found.functions]
+        self.given = [n for n, one in named.items() if "input" in one.roles]
+        """The names of what a launch is given."""
+        self.changing = [n for n, one in named.items() if "constant" not in one.roles]
+        """The names of what a launch may write."""
+        self.constant = [n for n, one in named.items() if "constant" in one.roles]
+
+    def _refuse_lost(self) -> None:
+        """Raises for memory that nothing writes and that has no name: it could not be restored."""
+        for piece in self._pieces:
+            if not piece.names and piece.node is None and piece.only_read:
+                raise GraphFileError(
+                    f"{piece} is only read and has no name, so its content would be lost; name it "
+                    "as an input or a constant"
+                )
+
+    def manifest(self, *, checked: bool, key: str) -> tuple[GraphManifest, dict[str, bytes]]:
+        """The manifest and the images by digest."""
+        images = {code.record.digest: code.image for code in self._codes if code.image}
+        known = {
+            int(found.node.params.handle): found.node.defaults
+            for found in self._found.graph.walk()
+            if isinstance(found.node.params, ConditionalNodeParams)
+        }
+        conditions = [_made_here(handle, known[handle]) for handle in self._found.conditions]
+        made = GraphManifest(
+            machine_of(self._graph.context),
+            tuple(code.record for code in self._codes),
+            tuple(
+                Block(p.memory.nbytes, p.memory.address % 256, p.pinned, p.node)
+                for p in self._pieces
+            ),
+            tuple(self._buffer(one) for one in self._named.values()),
+            tuple(conditions),
+            len(self._found.events),
+            self._record(self._found.graph),
+            checked,
+            {},
+            key,
+        )
+        return made, images
+
+    def _buffer(self, one: _Named) -> NamedBuffer:
+        block, into = self._place(one.memory.address)
+        stored = self._keeping == "stored" and "constant" in one.roles
+        return NamedBuffer(
+            *(one.name, one.roles, block, into, one.shape, one.dtype.str, stored, one.look)
+        )
+
+    def _code(self, function: FunctionHandle) -> _Code:
+        driver = self._graph.context.driver
+        user = next(
+            node
+            for node in self._found.graph.walk()
+            if isinstance(node.node.params, KernelNodeParams)
+            and node.node.params.function == function
+        )
+        try:
+            code = driver.function_code(function)
+        except DriverError as error:
+            raise GraphFileError(f"{user.path} cannot be saved: {error.detail or error}") from error
+        parameters = driver.function_info(function).parameters
+        signature = user.node.signature
+        known = signature is not None and signature.layout == parameters
+        digest = self._digests.get(id(code.data))
+        if digest is None:  # many kernels are of one image
+            digest = sha256(code.data).hexdigest() if code.data else ""
+            self._digests[id(code.data)] = digest
+        record = FunctionRecord(
+            code.name,
+            code.kind,
+            digest,
+            code.target,
+            parameters,
+            code.shared,
+            code.carveout,
+            code.wide_clusters,
+            signature if known else None,
+        )
+        return _Code(record, code.data)
+
+    def _place(self, address: int) -> tuple[int, int]:
+        """The block of an address, and how far in it is."""
+        # Blocks are in the order of their addresses, and apart; those of alloc nodes are behind.
+        behind = bisect_right(self._starts, address)
+        near = [*range(max(0, behind - 1), behind), *range(len(self._starts), len(self._pieces))]
+        for index in near:
+            if self._pieces[index].memory.holds(address):
+                return index, address - self._pieces[index].memory.address
+        for index in near:
+            if self._pieces[index].memory.end == address:
+                return index, self._pieces[index].memory.nbytes
+        raise AssertionError("every address has its block")
+
+    def _record(self, graph: SurveyedGraph) -> GraphRecord:
+        place = {node.node.handle: index for index, node in enumerate(graph.nodes)}
+        return GraphRecord.of(
+            [code.record for code in self._codes],
+            [self._node(node) for node in graph.nodes],
+            [EdgeRecord(place[e.source], place[e.target], e.data) for e in graph.edges],
+        )
+
+    def _node(self, entry: SurveyedNode) -> NodeRecord:
+        params = entry.node.params
+        words = tuple(PointerWord(a.place, *self._place(a.value), a.proof) for a in entry.addresses)
+        hints: tuple[str, ...] = ()
+        if isinstance(params, KernelNodeParams):
+            hints = params.extra_attributes
+        return NodeRecord(
+            entry.node.name,
+            self._without_handles(params, entry),
+            words,
+            entry.conditions,
+            hints,
+            tuple(self._record(graph) for graph in entry.inner),
+            tuple(ParameterSlot(one.offset, len(one.other)) for one in entry.loose if one.free),
+        )
+
+    def _without_handles(self, params: NodeParams, entry: SurveyedNode) -> NodeParams:
+        """The parameters with places in the manifest for handles, and zero for addresses."""
+        found = self._found
+        match params:
+            case KernelNodeParams():
+                data = bytearray(params.arguments.data)
+                places = [int(address.place) for address in entry.addresses]
+                for at in (*places, *(word.offset for word in entry.conditions)):
+                    data[at : at + 8] = bytes(8)
+                made = params.with_data(bytes(data))
+                function = FunctionHandle(found.functions.index(params.function))
+                return replace(made, function=function, extra_attributes=())
+            case ChildGraphNodeParams():
+                return ChildGraphNodeParams(GraphHandle(0))
+            case ConditionalNodeParams():
+                place = ConditionalHandle(found.conditions.index(int(params.handle)))
+                return ConditionalNodeParams(place, params.kind, params.size)
+            case EventRecordNodeParams():
+                return EventRecordNodeParams(EventHandle(found.events.index(int(params.event))))
+            case EventWaitNodeParams():
+                return EventWaitNodeParams(EventHandle(found.events.index(int(params.event))))
+            case AllocNodeParams():
+                return AllocNodeParams(params.nbytes)
+        return with_addresses(params, {})
+
+    # --- content
+    def view(self, content: Sequence[npt.NDArray[np.uint8]], name: str) -> npt.NDArray[Any]:
+        """A named buffer in the content of all blocks."""
+        one = self._named[name]
+        block, into = self._place(one.memory.address)
+        flat = content[block][into : into + one.memory.nbytes]
+        return (
+            flat.view(one.dtype).reshape(one.shape) if flat.size else np.empty(one.shape, one.dtype)
+        )
+
+    def constants(self, content: Sequence[npt.NDArray[np.uint8]]) -> dict[str, npt.NDArray[Any]]:
+        """What the file has of the constants."""
+        if self._keeping != "stored":
+            return {}
+        return {f"constants/{n}": array for n, array in self.all_constants(content).items()}
+
+    def all_constants(
+        self, content: Sequence[npt.NDArray[np.uint8]]
+    ) -> dict[str, npt.NDArray[Any]]:
+        return {name: self.view(content, name) for name in self.constant}
+
+
+def _made_here(handle: int, defaults: ConditionDefaults | None) -> ConditionDefaults:
+    if defaults is None:
+        raise GraphFileError(
+            f"the condition {handle:#x} was made by another library, and the driver does not "
+            "tell its first value; make the conditional node with this library"
+        )
+    return defaults
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    record: FunctionRecord
+    image: bytes
+
+
+# -------------------------------------------------------------------------------------- the check
+
+
+class _Content:
+    """The content of all blocks before the reference run, on the host."""
+
+    def __init__(
+        self,
+        context: Context,
+        stream: Stream,
+        pieces: Sequence[_Piece],
+        needed: Collection[str] | None,
+    ) -> None:
+        """`needed`: names whose blocks are read; None for all blocks."""
+        self._driver = context.driver
+        self._stream = stream
+        self._pieces = pieces
+        self._wanted = [
+            piece.node is None
+            and not piece.empty
+            and (needed is None or any(name in needed for name in piece.names))
+            for piece in pieces
+        ]
+        self.first = self.read()
+
+    def read(self) -> list[npt.NDArray[np.uint8]]:
+        """What is there now; nothing for the memory of alloc nodes, and what is not needed."""
+        made = []
+        for piece, wanted in zip(self._pieces, self._wanted, strict=True):
+            memory = piece.memory
+            host = np.empty(memory.nbytes if wanted else 0, np.uint8)
+            if host.size:
+                self._driver.memcpy_to_host(host.data, memory.address, self._stream.handle)
+            made.append(host)
+        return made
+
+    def restore(self) -> None:
+        """Puts all back as it was, also if it is interrupted.
+
+        Raises StateLostError if the driver refuses it twice.
+        """
+
+        def lost(refused: DriverError) -> str:
+            names = ", ".join(repr(name) for piece in self._pieces for name in piece.names)
+            return (
+                "saving launched the graph, and could not put back what that changed "
+                f"({refused}), so the content of {names or 'its memory'} is not valid: write it "
+                "again"
+            )
+
+        put_back(self._write_back, lost)
+
+    def _write_back(self) -> None:
+        for piece, host in zip(self._pieces, self.first, strict=True):
+            if host.size:
+                address = piece.memory.address
+                self._driver.memcpy_from_host(address, host.data, self._stream.handle)
+        self._stream.synchronize()  # later work may be on other streams
+
+
+def _reference(
+    graph: Savable, given: Runnable | None, stream: Stream, content: _Content, plan: _Plan
+) -> list[npt.NDArray[np.uint8]]:
+    """The content after a launch of the graph, which then is as it was before.
+
+    Raises GraphFileError if a second launch gives another result, or constants change.
+    """
+    run = graph.instantiate() if given is None else given
+    try:
+        after: list[list[npt.NDArray[np.uint8]]] = []
+        for _ in range(2):
+            try:
+                run.launch(stream)
+                stream.synchronize()
+                after.append(content.read())
+            finally:
+                content.restore()
+    finally:
+        if given is None:
+            run.close()
+    for name in plan.changing:
+        if not _same_bytes(plan.view(after[0], name), plan.view(after[1], name)):
+            raise GraphFileError(
+                f"two launches from the same state leave different bytes in {name!r}, so no check "
+                "can compare them (sums in any order, or memory without a name that they change); "
+                "save it with check=False if that is meant"
+            )
+    for name, before in plan.all_constants(content.first).items():
+        if not _same_bytes(plan.view(after[0], name), before):
+            raise GraphFileError(
+                f"the graph writes into the constant {name!r}; name it as an input and an output"
+            )
+    return after[0]
+
+
+def _same_bytes(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    return np.array_equal(tensor_bytes(one), tensor_bytes(other))  # without a copy: weights are GBs
+
+
+# A program that uses the library, since only a fresh process has none of this one's state.
+_PROGRAM = "import sys\nfrom ostinato.graphfile import child\nsys.exit(child.main(sys.argv[1]))"
+
+
+def _check(
+    draft: Path,
+    context: Context,
+    pieces: Sequence[_Piece],
+    constants: Mapping[str, npt.NDArray[Any]],
+    content: _Content,
+    code: Path | None,
+    loose: Sequence[tuple[int, Loose]],
+) -> dict[int, Stray]:
+    """Runs the file in a fresh process.  Raises GraphFileError with what differs, and why.
+
+    Returns the blocks that the graph writes outside of: if there are any, nothing else is known.
+    """
+    with tempfile.TemporaryDirectory(prefix="ostinato-") as name:
+        folder = Path(name)
+        job = {
+            "path": str(draft.absolute()),
+            "code": None if code is None else str(code.absolute()),
+            "device": context.driver.name,
+            "rooms": _rooms(pieces, context),
+            "avoid": [[p.memory.address, p.memory.nbytes] for p in pieces if p.node is None],
+            "constants": _written(folder / "constants.npz", constants),
+            "scratch": None,
+            "loose": [[place, one.offset, one.other.hex()] for place, one in loose],
+        }
+        answer = _asked(folder, job)
+        if answer["passed"]:
+            return {}
+        if answer["why"] == "strays":
+            return {int(n): Stray(*both) for n, both in answer["strays"].items()}
+        if answer["why"] == "loose":
+            first = loose[answer["loose"]][1]
+            raise GraphFileError(f"{first.why} (the results depend on it: {answer['what']})")
+        if answer["why"] == "content":
+            unnamed = {str(i): c for i, c in enumerate(content.first) if c.size}
+            job["scratch"] = _written(folder / "scratch.npz", unnamed)
+            again = _asked(folder, job)
+            blamed = again.get("block")
+            if blamed is not None:
+                piece = pieces[int(blamed)]
+                if piece.names:
+                    raise GraphFileError(
+                        f"{answer['what']}; they depend on what {', '.join(piece.names)} held "
+                        f"before ({piece}): name it as an input too, as the graph does not write "
+                        "all of it"
+                    )
+                raise GraphFileError(
+                    f"{answer['what']}; they depend on memory without a name: {piece}. Name it as "
+                    "an input (and output, if it is state) or a constant: MemoryRange("
+                    f"{piece.memory.address:#x}, {piece.memory.nbytes})"
+                )
+        raise GraphFileError(
+            f"the file did not pass its check, so it was not written: {answer['what']}"
+        )
+
+
+def _rooms(pieces: Sequence[_Piece], context: Context) -> dict[str, int]:
+    """How many bytes of its allocation are behind each block."""
+    live = KnownRanges(context.driver.memory_range)
+    found = {}
+    for index, piece in enumerate(pieces):
+        allocation = live(piece.memory.address) if piece.node is None else None
+        if allocation is not None:
+            found[str(index)] = max(0, allocation.end - piece.memory.end)
+    return found
+
+
+def _written(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> str | None:
+    if not arrays:
+        return None
+    with path.open("wb") as file:
+        np.savez(file, **{f"x{n}": array for n, array in arrays.items()})  # type: ignore[arg-type]
+    return str(path)
+
+
+def _asked(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of a fresh process."""
+    paper, reply = folder / "job.json", folder / "answer.json"
+    reply.unlink(missing_ok=True)
+    paper.write_text(json.dumps({**job, "answer": str(reply)}))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", _PROGRAM, str(paper)]
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_CHECK_SECONDS + len(job["loose"]) / 2,  # each is a few launches more
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        words = "it did not end"
+    else:
+        words = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    with suppress(OSError, ValueError):
+        answer: dict[str, Any] = json.loads(reply.read_text())
+        if {"passed", "block", "loose"} & answer.keys():
+            return {"passed": False, "why": "content", "what": words, **answer}
+    return {"passed": False, "why": "content", "what": f"the checking process failed: {words}"}

@@ -1,0 +1,154 @@
+"""What a graphed step does next: a pure function from its situation to a decision with a reason.
+
+Calls no driver and does no I/O.  A graph that fails costs speed, not correctness: the call runs
+eagerly, and the reason is counted.  If the eager run may be wrong too, or if the step is strict,
+the call raises.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ostinato.errors import InputError
+from ostinato.step import Refusal
+
+__all__ = ["Action", "Decision", "Reason", "Situation", "decide", "fall_back"]
+
+
+class Action(enum.Enum):
+    """What a call of a step does."""
+
+    EAGER = "eager"
+    """Runs launch by launch."""
+    BUILD = "build"
+    """Makes the graph of this key: captures and then replays it, or records a real run."""
+    REPLAY = "replay"
+    REFUSE = "refuse"
+    """Raises: neither a replay nor an eager run is known to be right, or the step is strict."""
+
+
+class Reason(enum.StrEnum):
+    """The reason of a decision."""
+
+    REPLAYED = "the graph of this key is there"
+    FIRST_USE = "the graph of this key is made now"
+    WARMING_UP = "warming up before the capture"
+    GRAPHS_OFF = "graphs are switched off"
+    PROFILING = "profiling per operation"
+    INSIDE_CAPTURE = "the stream is being captured, so the work joins that capture"
+    BUILD_FAILED = "building the graph failed before"
+    MISMATCH = "the replay gave another answer than the eager run"
+    HOST_STATE = "the step keeps state on the host, which a capture or a check has advanced"
+    STATE_LOST = "a check could not put back what it had changed"
+    PRECONDITION = "a precondition is not met"
+    OVER_BUCKETS = "the size is over the largest bucket"
+    OVER_SLOT = "the bucket has more rows than a slot"
+    REFUSED = "the replay was refused, and nothing of it ran"
+    RECAPTURED = Refusal.RECAPTURED.value
+    CAPTURE_TIME = Refusal.SECONDS.value
+    POOL_SEALED = "the capture pool is sealed"
+    EVICTED = "another thread evicted the graph before its first replay"
+
+    @property
+    def silent(self) -> bool:
+        """Whether the caller would not notice that a call ran eagerly for this reason: they did not
+        switch graphs off, it was no step on the way to a graph, and no capture was under way."""
+        return self not in _EXPECTED
+
+
+_EXPECTED = {
+    Reason.REPLAYED,
+    Reason.FIRST_USE,
+    Reason.WARMING_UP,
+    Reason.GRAPHS_OFF,
+    Reason.PROFILING,
+    Reason.INSIDE_CAPTURE,
+}
+
+
+@dataclass(slots=True)
+class Situation:
+    """All that the decision depends on.  Made for each call; not frozen, because that would take a
+    microsecond more."""
+
+    enabled: bool = True
+    profiling: bool = False
+    inside_capture: bool = False
+    quarantine: tuple[Reason, str] | None = None
+    """Why this key runs eagerly from now on, or is refused; and the text of the error."""
+    unmet: tuple[str, ...] = ()
+    """Names of the preconditions that are not met."""
+    over_buckets: str | None = None
+    over_slot: str | None = None
+    has_graph: bool = False
+    runs: int = 0
+    """Eager runs of this key so far."""
+    warmups: int = 1
+    capped: tuple[Reason, str] | None = None
+    """Why the cache, or the step's pool, would refuse a capture now, and the details."""
+    strict: bool = False
+    """Whether a silent eager run is an error."""
+    records: bool = False
+    """Whether the graph is built by recording, so that the recorded run is the first real run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do, why, and details as text."""
+
+    action: Action
+    reason: Reason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.action.value}: {self.reason.value}{detail}"
+
+    def __enter__(self) -> NoReturn:
+        """For `with step.hold(...)` where nothing is held.  Raises InputError, which says why."""
+        raise InputError(
+            f"no replay is held, because a call would do more than replay: {self}. Look whether "
+            "hold returned a HeldReplay, and call the step if not"
+        )
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_REPLAY = Decision(Action.REPLAY, Reason.REPLAYED)
+
+
+def decide(situation: Situation) -> Decision:
+    """The decision for a situation.  The first rule that holds wins, in this order."""
+    s = situation
+    if s.quarantine is not None and s.quarantine[0] is Reason.STATE_LOST:
+        return Decision(Action.REFUSE, *s.quarantine)  # an eager run would read lost state too
+    if not s.enabled:
+        return Decision(Action.EAGER, Reason.GRAPHS_OFF)
+    if s.profiling:
+        return Decision(Action.EAGER, Reason.PROFILING)
+    if s.inside_capture:
+        return Decision(Action.EAGER, Reason.INSIDE_CAPTURE)
+    if s.over_buckets is not None:
+        return fall_back(Reason.OVER_BUCKETS, s.over_buckets, strict=s.strict)
+    if s.over_slot is not None:
+        return fall_back(Reason.OVER_SLOT, s.over_slot, strict=s.strict)
+    if s.quarantine is not None:
+        reason, why = s.quarantine
+        return fall_back(reason, why, strict=s.strict or reason is Reason.HOST_STATE)
+    if s.unmet:
+        return fall_back(Reason.PRECONDITION, ", ".join(s.unmet), strict=s.strict)
+    if s.has_graph:
+        return _REPLAY
+    if not s.records and s.runs < s.warmups:
+        return Decision(Action.EAGER, Reason.WARMING_UP)
+    if s.capped is not None:
+        return fall_back(*s.capped, strict=s.strict)
+    return Decision(Action.BUILD, Reason.FIRST_USE)
+
+
+def fall_back(reason: Reason, detail: str, *, strict: bool) -> Decision:
+    """The decision where a replay was expected and is not possible: an eager run, or a refusal if
+    the step is strict."""
+    return Decision(Action.REFUSE if strict else Action.EAGER, reason, detail)

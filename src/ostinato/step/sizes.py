@@ -1,0 +1,277 @@
+"""The sizes of a step: checked, put into buckets, and kept on the device for its kernels."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ostinato.driver.api import MemoryRange
+from ostinato.driver.context import Context
+from ostinato.driver.forking import new_lock
+from ostinato.driver.stream import Stream
+from ostinato.errors import CaptureError, InputError
+from ostinato.graph import Recording
+from ostinato.memory import fill
+from ostinato.state import DeviceScalar
+from ostinato.step import Buckets, GraphCache
+
+__all__ = ["Call", "DeviceSizes", "StepKey", "bucket_of", "checked_sizes", "sizes_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """The key of a step's graph in a cache: the step, and its sizes in buckets.
+
+    `identity` is the step's own number, or the name under which steps share their graphs.
+    """
+
+    step: str = field(compare=False)
+    """The step's name, for people; not a part of the key."""
+    identity: int | str
+    sizes: tuple[tuple[str, int], ...]
+
+    def stable_key(self) -> tuple[object, ...]:
+        """The key without the step's own number, which differs between processes."""
+        shared = self.identity if isinstance(self.identity, str) else None
+        return (self.step, shared, self.sizes)
+
+    def __str__(self) -> str:
+        number = f"#{self.identity}" if isinstance(self.identity, int) else ""
+        return f"{self.step}{number}({', '.join(f'{n}={size}' for n, size in self.sizes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The real and the bucketed sizes of one call, and the key of its graph."""
+
+    key: StepKey
+    sizes: dict[str, int]
+    buckets: dict[str, int]
+    used: int
+    """The sum of the real sizes."""
+    room: int
+    """The sum of the bucketed sizes."""
+    padded: frozenset[str]
+    """The names of the sizes that have padding."""
+    over_buckets: str | None = None
+    over_slot: str | None = None
+
+
+def checked_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
+    """The sizes as whole numbers of 0 or more.  Raises InputError by name."""
+    checked: dict[str, int] = {}
+    for name, size in sizes.items():
+        if name == "stream":
+            raise InputError("a size cannot be called 'stream': that is the step's first argument")
+        try:
+            whole = -1 if isinstance(size, bool) else operator.index(size)  # type: ignore[arg-type]
+        except TypeError:
+            whole = -1
+        if whole < 0:
+            raise InputError(f"{name}={size!r}: a whole number of 0 or more is needed")
+        checked[name] = whole
+    return checked
+
+
+def bucket_of(schemes: Buckets, name: str, size: int) -> int:
+    """The bucket of a size.
+
+    Raises InputError if the bucket is smaller than the size: the caller may have written the
+    scheme, and rows over the bucket would not be computed.
+    """
+    bucket = schemes.bucket(size)
+    if bucket < size:
+        raise InputError(
+            f"{name}={size}: the buckets of the cache ({type(schemes).__name__}) give {bucket}; "
+            "a bucket must be as large as its sizes"
+        )
+    return bucket
+
+
+class DeviceSizes:
+    """The real sizes of the current or last call, in device memory.
+
+    Memory for a size is allocated at the first call that has the size, since a capture cannot
+    allocate.  A size that changed is written before the call: every size until the first run is
+    over, and after that only those for which `scalar` was called, and those that graphs from files
+    may read.  Steps that share their graphs share these (`sizes_of`): a graph reads the sizes of
+    the step that made it.
+
+    If a call is captured or recorded into a larger graph, that graph writes the sizes of the call
+    at each launch.
+    """
+
+    def __init__(self, context: Context, *, shared: bool = False) -> None:
+        self._shared = shared
+        self._context = context
+        self._scalars: dict[str, DeviceScalar] = {}
+        self._asked: set[str] = set()
+        self._restored: set[str] = set()
+        self._known = False
+        """Whether a run is over, so that `_asked` is complete."""
+        self._there: dict[str, int] = {}
+        """The values on the device; without those whose last write failed."""
+        self._now: Mapping[str, int] = {}
+        """The sizes of the call under way."""
+        self.running = False
+        """Whether a step's `run` is under way, and no call that it made itself."""
+        self._nested = False
+        """Whether such a call is under way."""
+        self._elsewhere = False
+        """Whether other graphs write the sizes too, so that each call must."""
+        self._joins = False
+        """Whether that call runs inside of a capture that is not the step's own."""
+        self.complete: Mapping[str, int] | None = None
+        """The sizes of which `set` has nothing to write; None if that is not known."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether any size may be read, so that each call must write it."""
+        return bool(self._asked or self._restored)
+
+    @property
+    def ranges(self) -> list[MemoryRange]:
+        """The memory of all sizes."""
+        return [scalar.range for scalar in self._scalars.values()]
+
+    @property
+    def memory(self) -> dict[str, MemoryRange]:
+        """The memory of all sizes, by names for graph files."""
+        return {f"size.{name}": scalar.range for name, scalar in self._scalars.items()}
+
+    def note_restored(self) -> None:
+        """Notes that a graph from a file may read any of the sizes that there are."""
+        self._restored.update(self._scalars)
+
+    def scalar(self, name: str, stream: Stream) -> DeviceScalar:
+        """The uint32 on the device that holds a size.  This call and all later ones write it.
+
+        Raises InputError if the current call has no size of that name, CaptureError if its memory
+        must be allocated, or its value written, inside of a capture.
+        """
+        if self._now and name not in self._now:
+            raise InputError(f"{name!r} is no size of this step; there are: {', '.join(self._now)}")
+        capturing = stream.is_capturing
+        if capturing and name not in self._scalars:
+            raise CaptureError(
+                f"the size {name!r} has no place on the device yet, and a capture cannot make one: "
+                "call the step once before, or ask for the size before the capture"
+            )
+        if capturing and self._joins and name in self._now and name not in self._asked:
+            self._join(name, stream)
+        self.complete = None
+        self._allocate(name)
+        self._asked.add(name)
+        # Inside a capture of the step's own it is written before the replay.
+        if name in self._now and not capturing and self._there.get(name) != self._now[name]:
+            self._write(name, self._now[name], stream)
+        return self._scalars[name]
+
+    def _allocate(self, name: str) -> None:
+        if name not in self._scalars:
+            self._scalars[name] = DeviceScalar(self._context, "uint32")
+
+    def begin(self, sizes: Mapping[str, int], stream: Stream) -> None:
+        """Before a run, outside of captures: allocates memory for sizes, and writes them."""
+        for name in sizes:
+            self._allocate(name)
+        self.set(sizes, stream)
+
+    def set(self, sizes: Mapping[str, int], stream: Stream) -> None:
+        """Writes the sizes that changed, in stream order."""
+        self.complete = None  # until all of them are written
+        self._now, self._joins = sizes, False
+        # Not in a run with these sizes, or in a call that it makes: it has others at each replay.
+        inside = self.running or self._nested
+        recorded = not inside and any(isinstance(t, Recording) for t in self._context.taps)
+        for name in self._asked | self._restored if self._known else tuple(self._scalars):
+            if name in sizes:
+                same = self._there.get(name) == sizes[name]
+                if same and recorded:
+                    self._fill(name, stream)
+                elif self._elsewhere or not same:
+                    self._write(name, sizes[name], stream)
+        self.complete = None if self._elsewhere else sizes
+
+    @contextmanager
+    def nested(self, stream: Stream) -> Iterator[None]:
+        """For a call that a run with these sizes makes.  The rest of that run finds its own on the
+        device again."""
+        sizes, joins, nested = self._now, self._joins, self._nested
+        try:
+            self.running, self._nested = False, True
+            yield
+        finally:
+            self.running, self._nested = True, nested
+            if stream.is_capturing:  # the call has written nothing
+                self.complete, self._now, self._joins = None, sizes, joins
+            else:
+                self.set(sizes, stream)
+
+    def begin_in_capture(self, sizes: Mapping[str, int], stream: Stream) -> None:
+        """Before a run inside a capture of more work, where no memory can be allocated.
+
+        Raises CaptureError if a size that the step reads has another value on the device.
+        """
+        self.complete, self._now = None, sizes
+        for name in tuple(self._asked):
+            if name in sizes:
+                self._join(name, stream)
+        self._joins = True
+
+    def _join(self, name: str, stream: Stream) -> None:
+        """Makes the graph of a capture write a size before work that reads it."""
+        self._require_there(name)
+        if not self._nested:
+            self._fill(name, stream)
+
+    def _fill(self, name: str, stream: Stream) -> None:
+        """Writes a size by an operation that the graph being made repeats."""
+        self._elsewhere = True
+        fill(stream, self._scalars[name].buffer, self._now[name])
+
+    def _require_there(self, name: str) -> None:
+        known = not (self._nested and self._elsewhere)
+        wanted, there = self._now[name], self._there.get(name) if known else None
+        if there != wanted:
+            raise CaptureError(
+                f"{name} is {there} on the device and {wanted} is wanted, which cannot be written "
+                "while a capture is under way: call the step with this size before"
+            )
+
+    def end(self) -> None:
+        """After a run: it has called `scalar` for each size that it reads."""
+        self._known, self._joins = True, False
+
+    def _write(self, name: str, value: int, stream: Stream) -> None:
+        self._there.pop(name, None)  # until it is written: it may be interrupted half way
+        self._scalars[name].set(value, stream)
+        self._there[name] = value
+
+    def close(self) -> None:
+        """Gives the memory back; if it is shared, once no step is left.  Idempotent."""
+        if self._shared:
+            return
+        for scalar in self._scalars.values():
+            scalar.close()
+
+
+_sizes: weakref.WeakKeyDictionary[GraphCache, weakref.WeakValueDictionary[str, DeviceSizes]] = (
+    weakref.WeakKeyDictionary()
+)
+_lock = new_lock()
+
+
+def sizes_of(cache: GraphCache, share: str | None) -> DeviceSizes:
+    """The sizes for a new step: its own, or those of all steps of the cache with this `share`."""
+    if share is None:
+        return DeviceSizes(cache.context)
+    with _lock:
+        known = _sizes.setdefault(cache, weakref.WeakValueDictionary())
+        made = known.get(share)
+        if made is None:
+            made = known[share] = DeviceSizes(cache.context, shared=True)
+        return made

@@ -1,0 +1,77 @@
+"""What a function does, as text that is the same in every process, for keys of a store.  Pure."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import numbers
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+
+import numpy as np
+
+from ostinato.step.schedule import stable_text
+
+__all__ = ["work_digest"]
+
+
+def work_digest(*functions: object) -> str:
+    """A digest of the functions' own code, defaults, and the numbers and texts in their closures,
+    also in tuples, lists, sets and dicts there.
+
+    An object that can be called has the code of its class's `__call__`.  Not of what they call, nor
+    of attributes and globals.  Another release of Python gives another.
+    """
+    made = hashlib.sha256()
+    for word in (word for function in functions for word in _words(function, 0)):
+        raw = word.encode("utf-8", "surrogatepass")
+        made.update(len(raw).to_bytes(8, "little") + raw)
+    return made.hexdigest()
+
+
+_DEEPEST = 16
+
+
+def _words(value: object, depth: int) -> Iterator[str]:
+    text = stable_text(value)
+    yield type(value).__qualname__ if text is None else text
+    if depth > _DEEPEST:
+        return
+    inner: tuple[object, ...] = ()
+    match value:
+        case _ if callable(value) and isinstance(type(value).__call__, FunctionType):
+            inner = (type(value).__call__,)  # a dataclass's text has its fields, but not its code
+        case _ if text is not None:
+            return
+        case functools.partial():
+            inner = (value.func, value.args, value.keywords)
+        case FunctionType():
+            cells = [_content(cell) for cell in value.__closure__ or ()]
+            inner = (value.__code__, value.__defaults__, value.__kwdefaults__, cells)
+        case CodeType():
+            yield value.co_code.hex()
+            inner = (value.co_names, value.co_varnames, value.co_consts)
+        case tuple() | list():
+            inner = tuple(value)
+        case dict():
+            inner = tuple(value.items())
+        case set() | frozenset():
+            inner = tuple(sorted(value, key=lambda one: [*_words(one, depth + 1)]))
+        case slice():  # a constant of code since Python 3.14
+            inner = (value.start, value.stop, value.step)
+        case numbers.Number() | str() | bytes() | np.generic():  # others than Python's own
+            inner = (repr(value),)
+        case type():
+            inner = (value.__module__, value.__qualname__)
+        case _ if isinstance(getattr(value, "__func__", None), FunctionType):
+            inner = (value.__func__,)  # type: ignore[attr-defined]  # a bound method
+    yield str(len(inner))  # so that no two lists run into the same words
+    for one in inner:
+        yield from _words(one, depth + 1)
+
+
+def _content(cell: object) -> object:
+    try:
+        return cell.cell_contents  # type: ignore[attr-defined]
+    except ValueError:  # the cell is empty
+        return None

@@ -1,0 +1,77 @@
+"""What a cache says of each key, with and without a graph."""
+
+from __future__ import annotations
+
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import CaptureError
+from ostinato.step import Evictions, records
+
+
+def graph_of(device: Device) -> ost.GraphExec:
+    graph = ost.Graph.create(device.context)
+    graph.add_empty()
+    return graph.instantiate()
+
+
+def test_a_key_keeps_its_counts_when_its_graph_leaves(device: Device) -> None:
+    stream = device.create_stream()
+
+    def fail() -> ost.GraphExec:
+        raise CaptureError("no")
+
+    with ost.GraphCache(device, max_graphs=1) as cache:
+        assert not cache.replay("a", stream)
+        with pytest.raises(CaptureError):
+            cache.get_or_capture("a", fail)
+        cache.get_or_capture("a", lambda: graph_of(device))
+        assert cache.replay("a", stream) and cache.replay("a", stream)
+        cache.get_or_capture("b", lambda: graph_of(device))
+        (gone,) = cache.statistics().gone
+        assert gone.key == "a" and gone.evictions == Evictions(count=1)
+        assert (gone.hits, gone.misses, gone.captures, gone.capture_failures) == (2, 1, 1, 1)
+        assert gone.all_captures_ms > 0
+        cache.install("a", graph_of(device))
+        cache.install("a", graph_of(device))
+        assert cache.replay("a", stream)
+        (a,) = cache.statistics().keys
+        assert (a.hits, a.installed, a.replaced, a.left) == (3, 2, 1, 2)
+        assert a.capture_ms is None and a.all_captures_ms == gone.all_captures_ms
+        assert cache.key_statistics("a") == a
+        assert cache.key_statistics("c") is None
+
+
+def test_keys_are_forgotten_before_they_fill_the_memory(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_REMEMBERED", 3)
+    stream = device.create_stream()
+    with ost.GraphCache(device) as cache:
+        for key in range(10):
+            assert not cache.replay(key, stream)
+        stats = cache.statistics()
+        assert [line.key for line in stats.gone] == [7, 8, 9]
+        assert (stats.misses, stats.forgotten) == (10, 7)
+
+
+def test_a_key_whose_hash_changes_is_forgotten_too(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call after it was the oldest raised KeyError."""
+
+    class Name:
+        hash = 10
+
+        def __hash__(self) -> int:
+            return self.hash
+
+    monkeypatch.setattr(records, "_REMEMBERED", 3)
+    stream, name = device.create_stream(), Name()
+    with ost.GraphCache(device) as cache:
+        assert not cache.replay(name, stream)
+        name.hash = 11
+        for key in range(5):
+            assert not cache.replay(key, stream)
+        assert [line.key for line in cache.statistics().gone] == [2, 3, 4]

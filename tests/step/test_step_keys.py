@@ -1,0 +1,366 @@
+"""What a step counts for each key, what it does over the cache's limits, and what strict means."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import CaptureError, EagerRunError, PoolSealedError
+from ostinato.explain import ReplayProfile
+from ostinato.step import (
+    Action,
+    CaptureLimits,
+    Decision,
+    GraphCache,
+    HeldReplay,
+    PowersOfTwo,
+    Reason,
+    key_state,
+)
+from ostinato.testing import FaultyDriver
+from tests.sources import config, kernel, preload
+
+N = 8
+
+
+class Counting:
+    """count += 1, and how often the function was called."""
+
+    def __init__(
+        self, device: Device, *, limits: CaptureLimits | None = None, **options: object
+    ) -> None:
+        self.device, self.stream = device, device.create_stream()
+        self.count = device.zeros(1, np.int32)
+        self.increment = kernel(device, "increment")
+        self.cache = GraphCache(device, buckets=PowersOfTwo(N), limits=limits)
+        self.runs = 0
+        self.broken = False
+        self.preparing: Callable[[], object] = lambda: None
+        self.step = ost.GraphedStep(
+            self.run,
+            stream=self.stream,
+            cache=self.cache,
+            name="counting",
+            **options,  # type: ignore[arg-type]
+        )
+
+    def run(self, stream: ost.Stream, rows: int) -> None:
+        self.runs += 1
+        self.preparing()
+        ost.launch(stream, self.increment, config(1), self.count, 1)
+        if self.broken and stream.is_capturing:
+            raise CaptureError("planted")
+
+    @property
+    def value(self) -> int:
+        return int(self.count.to_numpy(self.stream)[0])
+
+
+# --- by key
+def test_a_line_for_each_key(device: Device) -> None:
+    case = Counting(device)
+    for rows in (3, 3, 4, 3, 8):
+        case.step(rows=rows)
+    four, eight = case.step.statistics().keys
+    assert four.key == case.step.key(rows=4) and eight.key == case.step.key(rows=8)
+    assert (four.calls, four.eager, four.replayed, four.built) == (4, 1, 3, 1)
+    assert (four.used, four.padded) == (13, 16) and four.padding_waste == pytest.approx(3 / 16)
+    assert four.eager_reasons == eight.eager_reasons == {Reason.WARMING_UP.value: 1}
+    assert four.graph is not None and four.graph == case.cache.key_statistics(four.key)
+    assert four.graph.nbytes > 0 and (four.graph.capture_ms or 0) > 0 and four.graph.captures == 1
+    # Found three times: after its capture, and by the two calls after that.
+    assert (four.graph.hits, four.graph.misses) == (3, 2)
+    assert (eight.calls, eight.replayed, eight.quarantined) == (1, 0, None)
+    assert eight.graph is not None and eight.graph.nbytes == 0
+    case.cache.evict(four.key)
+    line = case.step.statistics().keys[0]
+    assert line.graph is not None and line.graph.evictions.asked == 1 and line.graph.nbytes == 0
+
+
+def test_replays_are_timed_now_and_then(device: Device) -> None:
+    case = Counting(device, warmups=0)
+    for _ in range(2 * key_state.TIMED_EVERY + 1):
+        case.step(rows=1)
+    (line,) = case.step.statistics().keys
+    assert line.us.count == 2, "one in so many, and not the first"
+    assert 0 < line.us.p50 <= line.us.p99 == line.us.largest
+    assert case.value == 2 * key_state.TIMED_EVERY + 1
+
+
+def test_held_launches_count_for_their_key(device: Device) -> None:
+    case = Counting(device, warmups=0)
+    case.step(rows=1)
+    with case.step.hold(rows=3) as held:  # type: ignore[union-attr]
+        assert isinstance(held, HeldReplay)
+        for _ in range(5):
+            held.launch()
+        during = case.step.statistics().keys[1]
+        assert (during.calls, during.replayed, during.used, during.padded) == (5, 5, 15, 20)
+    after = case.step.statistics()
+    assert (after.keys[1].calls, after.calls, after.replayed) == (5, 6, 6)
+
+
+def test_keys_that_were_dropped_count_on(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_state, "_REMEMBERED", 2)
+    case = Counting(device, warmups=0)
+    held = case.step.hold(rows=1)
+    assert isinstance(held, HeldReplay)
+    for rows in (2, 4, 8):
+        case.step(rows=rows)
+    held.launch()
+    statistics = case.step.statistics()
+    assert [line.key for line in statistics.keys] == [case.step.key(rows=r) for r in (4, 8)]
+    assert (statistics.calls, statistics.replayed) == (4, 4)
+    held.close()
+    assert case.step.statistics().calls == 4 == case.value
+
+
+def test_a_profile_by_key(host_device: Device) -> None:
+    profile = ReplayProfile()
+    case = Counting(host_device, warmups=0, profile=profile)
+    for rows in (1, 1, 8):
+        case.step(rows=rows)
+    one = profile.percentiles("launch", key=case.step.key(rows=1))
+    assert one.count == 2 and profile.percentiles("launch").count == 3
+    assert profile.percentiles(key="unknown").count == 0
+
+
+# --- limits
+def test_a_key_that_is_captured_again_and_again_runs_eagerly(device: Device) -> None:
+    case = Counting(device, warmups=0, limits=CaptureLimits(per_key=2, within=12))
+    seen: list[Decision] = []
+    for _ in range(30):
+        seen.append(case.step(rows=1))
+        case.cache.evict(case.step.key(rows=1))  # memory that moves at each step, say
+    assert case.value == 30, "each call has run once"
+    capped = [decision for decision in seen if decision.reason is Reason.RECAPTURED]
+    assert {decision.action for decision in capped} == {Action.EAGER}
+    assert "2 times in its last 12 uses" in capped[0].detail
+    statistics = case.step.statistics()
+    assert statistics.eager_reasons == {Reason.RECAPTURED.value: len(capped)}
+    assert statistics.quarantined == {}
+    assert 3 <= statistics.built == 30 - len(capped) <= 8, "captured again once it may be"
+
+
+def test_the_time_of_captures_runs_out(device: Device) -> None:
+    case = Counting(device, warmups=0, limits=CaptureLimits(seconds=1e-9))
+    assert case.step(rows=1).action is Action.BUILD  # one that begins is finished
+    assert case.step(rows=1).action is Action.REPLAY
+    late = case.step(rows=8)
+    assert (late.action, late.reason) == (Action.EAGER, Reason.CAPTURE_TIME)
+    assert case.step.prepare(rows=8).reason is Reason.CAPTURE_TIME
+    held = case.step.hold(rows=8)
+    assert isinstance(held, Decision) and held.reason is Reason.CAPTURE_TIME
+    assert case.value == 3
+
+
+def test_time_that_runs_out_inside_a_capture_quarantines_nothing(device: Device) -> None:
+    """Between the decision and the capture another thread may take what was left."""
+    case = Counting(device, limits=CaptureLimits(per_key=1))
+    key = case.step.key(rows=1)
+    asked = case.cache.refusal
+
+    def once_free(wanted: object) -> object:
+        case.cache.refusal = asked  # type: ignore[method-assign]
+        case.cache.get_or_capture(key, lambda: graph_of(device))
+        case.cache.evict(key)
+        return None
+
+    case.step(rows=1)
+    case.cache.refusal = once_free  # type: ignore[assignment, method-assign]
+    decision = case.step(rows=1)
+    assert (decision.action, decision.reason) == (Action.EAGER, Reason.RECAPTURED)
+    assert case.step.statistics().quarantined == {} and case.value == 2
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the call", "inside the capture"])
+def test_a_sealed_pool_quarantines_nothing(device: Device, late: bool) -> None:
+    """`late`: another thread seals the pool between the decision and the capture."""
+    pool = device.pool(name="scratch")
+    case = Counting(device, warmups=0, pool=pool, preload=pool.seal if late else None)
+    if not late:
+        pool.seal()
+    for _ in range(2):
+        decision = case.step(rows=2)
+        assert (decision.action, decision.reason) == (Action.EAGER, Reason.POOL_SEALED)
+        assert "pool.open()" in decision.detail
+    assert case.step.prepare(rows=2).reason is Reason.POOL_SEALED
+    pool.open()
+    assert [case.step(rows=2).action for _ in range(2)] == [Action.BUILD, Action.REPLAY]
+    pool.seal()  # a graph that is there needs nothing of the pool
+    assert case.step(rows=2).action is Action.REPLAY and case.value == 5
+    statistics = case.step.statistics()
+    assert statistics.quarantined == {}
+    assert statistics.eager_reasons == {Reason.POOL_SEALED.value: 2}
+
+
+def test_a_recorded_run_that_finds_its_pool_sealed_quarantines_nothing(device: Device) -> None:
+    pool = device.pool(name="scratch")
+    case = Counting(device, build="record")
+    case.preparing = lambda: pool.empty(4)
+    pool.seal()
+    with pytest.raises(PoolSealedError, match=r"pool\.open\(\)"):
+        case.step(rows=2)
+    pool.open()
+    assert [case.step(rows=2).action for _ in range(2)] == [Action.BUILD, Action.REPLAY]
+    assert case.value == 2
+
+
+def graph_of(device: Device) -> ost.GraphExec:
+    graph = ost.Graph.create(device.context)
+    graph.add_empty()
+    return graph.instantiate()
+
+
+def test_keys_are_asked_for_by_many_threads(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More sizes than the step keeps."""
+    monkeypatch.setattr(key_state, "_REMEMBERED", 1)
+    step, interval = Counting(host_device).step, sys.getswitchinterval()
+
+    def ask(thread: int) -> None:
+        for turn in range(2000):
+            rows = (turn + thread) % N + 1
+            assert dict(step.key(rows=rows).sizes) == {"rows": PowersOfTwo(N).bucket(rows)}
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(ask, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_graph_that_another_thread_evicts_at_once(
+    device: Device, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Counting(device, warmups=0, strict=strict)
+    get_or_capture = case.cache.get_or_capture
+
+    def evicted(key: object, make: Callable[[], ost.GraphExec]) -> ost.GraphExec:
+        made = get_or_capture(key, make)
+        case.cache.evict(key)
+        return made
+
+    monkeypatch.setattr(case.cache, "get_or_capture", evicted)
+    if strict:
+        with pytest.raises(EagerRunError, match="evicted the graph"):
+            case.step(rows=1)
+        assert case.value == 0
+    else:
+        decision = case.step(rows=1)
+        assert (decision.action, decision.reason) == (Action.EAGER, Reason.EVICTED)
+        assert case.value == 1
+        assert case.step.statistics().eager_reasons == {Reason.EVICTED.value: 1}
+
+
+# --- strict
+def unmet(case: Counting) -> None:
+    case.step.preconditions = {"workspace ready": lambda: False}
+
+
+def broken(case: Counting) -> None:
+    case.broken = True
+
+
+def small(case: Counting) -> None:
+    case.cache.buckets = PowersOfTwo(1)
+
+
+def capped(case: Counting) -> None:
+    case.cache.limits = CaptureLimits(seconds=1e-9)
+    case.cache.get_or_capture("other", lambda: graph_of(case.device))
+
+
+def sealed(case: Counting) -> None:
+    case.step.pool = case.device.pool(name="scratch")
+    case.step.pool.seal()
+
+
+SILENT: list[tuple[Callable[[Counting], None], Reason, str]] = [
+    (unmet, Reason.PRECONDITION, "workspace ready"),
+    (broken, Reason.BUILD_FAILED, "planted"),
+    (small, Reason.OVER_BUCKETS, "over the limit 1"),
+    (capped, Reason.CAPTURE_TIME, "at most 1e-09 s"),
+    (sealed, Reason.POOL_SEALED, "pool.open()"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "reason", "why"), SILENT, ids=[s.__name__ for s, _, _ in SILENT])
+def test_a_strict_step_raises_and_runs_nothing(
+    device: Device, spoil: Callable[[Counting], None], reason: Reason, why: str
+) -> None:
+    lax, strict = (Counting(device, warmups=0, strict=strict) for strict in (False, True))
+    for case in (lax, strict):
+        spoil(case)
+    assert lax.step(rows=2).reason is reason and lax.value == 1
+    for _ in range(3):
+        with pytest.raises(EagerRunError, match=why) as raised:
+            strict.step(rows=2)
+        assert reason.value in str(raised.value) and "counting" in str(raised.value)
+    assert strict.value == 0, "nothing ran"
+    statistics = strict.step.statistics()
+    assert (statistics.calls, statistics.eager, statistics.replayed) == (3, 0, 0)
+
+
+def test_a_strict_step_says_what_its_next_call_would_do(device: Device) -> None:
+    case = Counting(device, warmups=0, strict=True)
+    broken(case)
+    assert case.step.prepare(rows=2).reason is Reason.BUILD_FAILED
+    decision = case.step.hold(rows=2)
+    assert isinstance(decision, Decision) and decision.action is Action.REFUSE
+    with pytest.raises(EagerRunError):
+        case.step(rows=2)
+    case.broken = False
+    case.step.release(rows=2)
+    assert case.step(rows=2).action is Action.BUILD and case.value == 1
+
+
+def test_a_strict_step_runs_eagerly_where_that_was_asked_for(device: Device) -> None:
+    case = Counting(device, strict=True)
+    assert case.step(rows=1).reason is Reason.WARMING_UP
+    assert case.step(rows=1).action is Action.BUILD
+    case.step.enabled = False
+    assert case.step(rows=1).reason is Reason.GRAPHS_OFF
+    case.step.enabled, case.step.profiling = True, True
+    assert case.step(rows=1).reason is Reason.PROFILING
+    case.step.profiling = False
+    with ost.capture(case.stream):
+        assert case.step(rows=1).reason is Reason.INSIDE_CAPTURE
+    assert case.value == 4
+    recorded = Counting(device, strict=True, build="record")
+    assert recorded.step(rows=1).action is Action.BUILD
+    assert recorded.step(rows=1).action is Action.REPLAY and recorded.value == 2
+
+
+def test_a_recorded_run_counts_and_the_next_call_is_refused(host_device: Device) -> None:
+    """The recorded run is a real one: a strict step raises at the next call, not after it."""
+    faults = FaultyDriver(host_device.driver)
+    case = Counting(preload(Device(faults)), strict=True, build="record")
+    faults.fail("graph_instantiate", status=2)
+    assert case.step(rows=1).reason is Reason.BUILD_FAILED
+    faults.clear()
+    assert case.value == 1
+    with pytest.raises(EagerRunError, match="graph_instantiate"):
+        case.step(rows=1)
+    assert case.value == 1
+
+
+def test_a_refused_replay_of_a_strict_step(host_device: Device) -> None:
+    faults = FaultyDriver(host_device.driver)
+    case = Counting(preload(Device(faults)), warmups=0, strict=True)
+    case.step(rows=1)
+    faults.fail("exec_launch", status=1)
+    with pytest.raises(EagerRunError, match="refused, and nothing of it ran"):
+        case.step(rows=1)
+    faults.clear()
+    assert case.value == 1
+    assert case.step(rows=1).action is Action.BUILD and case.value == 2
