@@ -605,7 +605,7 @@ def graph_saved(world: World) -> Case:
     def work() -> None:
         here = patch.object(subprocess, "run", _checked_here)
         with here if world.faults.faults else nullcontext():
-            world.graph.save(path, **_named(world))
+            ost.graphfile.save(world.graph, path, **_named(world))
 
     return work, check
 
@@ -613,7 +613,7 @@ def graph_saved(world: World) -> Case:
 @scenario
 def graph_loaded(world: World) -> Case:
     with tempfile.NamedTemporaryFile(suffix=".graph") as file:
-        world.graph.save(file.name, check=False, **_named(world))
+        ost.graphfile.save(world.graph, file.name, check=False, **_named(world))
         whole = Path(file.name).read_bytes()
     made: list[ost.graphfile.LoadedGraph] = []
 
@@ -830,7 +830,7 @@ def _saved(world: Nulls, inside: bool) -> Path:
         outer.add_child(graph)
         graph = outer
     path = world.folder / "a.graph"
-    graph.save(path, inputs={"b": world.b}, check=False)
+    ost.graphfile.save(graph, path, inputs={"b": world.b}, check=False)
     return path
 
 

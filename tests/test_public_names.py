@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -43,8 +44,9 @@ def test_all_is_true(name: str) -> None:
 
 PUBLIC = [
     "ostinato",
-    *(f"ostinato.{name}" for name in ("cache", "errors", "graph", "memory", "models", "modules")),
-    *(f"ostinato.{name}" for name in ("relational", "replay", "state", "testing")),
+    *(f"ostinato.{name}" for name in ("errors", "explain", "graph", "graphfile", "lowlevel")),
+    *(f"ostinato.{name}" for name in ("memory", "models", "modules", "relational", "state")),
+    *(f"ostinato.{name}" for name in ("step", "testing")),
 ]
 
 
@@ -53,6 +55,37 @@ def test_every_public_name_has_a_docstring(name: str) -> None:
     module = importlib.import_module(name)
     for public in module.__all__:
         assert inspect.getdoc(getattr(module, public)), f"{name}.{public} has no docstring"
+
+
+FACE = """
+Buffer Capture CaptureLimits CaptureMode CapturePool ConditionalKind Device DeviceArray DeviceScalar
+Event ExplicitBuckets Graph GraphCache GraphExec GraphStore GraphedStep HostKernel Kernel
+LaunchConfig MemoryRange Node NodeKind Operation OstinatoError PowersOfTwo Role Slot Source Stream
+capture capture_function compile copy fill host_kernel kernel launch lift open_device prepare record
+errors explain graphfile lowlevel settings step testing
+"""
+LOWLEVEL = """
+Closeable FILL HostLaunch InstantiateFlags every_node fill_kernel load_extension new_lock
+replace_small_fills table whole_number
+"""
+
+
+def test_the_faces_have_these_names_and_type_checkers_see_them() -> None:
+    from ostinato import lowlevel
+
+    assert ostinato.__all__ == sorted(FACE.split()), "a name for users came or went"
+    assert set(lowlevel.__all__) == set(LOWLEVEL.split()), "a name for packages came or went"
+    tree = ast.parse(inspect.getsource(ostinato))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    told = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(told) == ostinato.__all__
+    for name, path in told.items():
+        assert getattr(ostinato, name) is pkgutil.resolve_name(path), name
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -30,7 +30,7 @@ TESTS = (
     *("tests/test_launcher.py", "tests/test_kernel_call.py", "tests/interop/test_recheck.py"),
 )
 MORE = (
-    *("tests/graph", "tests/cache", "tests/replay", "tests/state", "tests/property"),
+    *("tests/graph", "tests/graphfile", "tests/step", "tests/state", "tests/property"),
     "tests/test_footguns.py",
 )
 WHICH = "import sys; print(sys.version_info[:2], getattr(sys, 'abiflags', ''))"

@@ -11,7 +11,6 @@ import dataclasses
 import inspect
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -173,72 +172,6 @@ def errors_page() -> str:
     return "\n".join(lines) + "\n" + rows
 
 
-BEFORE = {
-    "errors, settings, device, …": (6, 1204),
-    "driver": (43, 10144),
-    "memory": (5, 732),
-    "modules": (19, 3656),
-    "graph": (21, 5544),
-    "state": (3, 306),
-    "cache": (7, 1063),
-    "replay": (11, 2212),
-    "interop": (6, 485),
-    "models": (62, 13085),
-    "models/native": (0, 0),
-    "relational": (11, 2278),
-    "bench": (15, 2544),
-    "cli": (14, 2302),
-}
-"""Files and lines by package at dc1d0c8, the last commit before the layout of today."""
-_LINES = re.compile(r"(?<=<!-- lines: counted by make docs -->\n).*?(?=<!-- end -->)", re.S)
-_ROW = re.compile(r"^\| `?([^`|]+?)`? \| \d+ \| [\d,]+ \| (\d+) \| ([\d,]+) \|$", re.M)
-
-
-def counted() -> dict[str, tuple[int, int]]:
-    """Files and lines by package, as they are: Python, C and CUDA, blank lines and comments too."""
-    counts = dict.fromkeys(BEFORE, (0, 0))
-    package = ROOT / "src" / "ostinato"
-    for path in package.rglob("*"):
-        if path.suffix in (".py", ".c", ".h", ".cu", ".cuh") or path.name == "py.typed":
-            folders = path.relative_to(package).parts[:-1]
-            name = folders[0] if folders else next(iter(BEFORE))
-            if folders[:2] == ("models", "native"):
-                name = "models/native"
-            files, lines = counts.get(name, (0, 0))
-            counts[name] = files + 1, lines + len(path.read_bytes().splitlines())
-    return counts
-
-
-def with_lines(page: str) -> str:
-    """The page of the design with its table of lines.  It is left as it is while it is near, so
-    that a change of the code does not always change the docs."""
-    (found,) = _LINES.finditer(page)
-    now = counted()
-    said = {name: int(lines.replace(",", "")) for name, _, lines in _ROW.findall(found[0])}
-    said.pop("all", None)
-    if said.keys() == now.keys() and all(
-        abs(lines - now[name][1]) <= max(100, lines // 10) for name, lines in said.items()
-    ):
-        return page
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=7", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    rows = {name: (*BEFORE.get(name, (0, 0)), *now[name]) for name in now}
-    rows["all"] = tuple(map(sum, zip(*rows.values(), strict=True)))
-    table = [
-        f"| package | files before | lines | files after `{commit}` | lines |",
-        "|---|---|---|---|---|",
-    ]
-    for name, numbers in rows.items():
-        title = name if " " in name or name == "all" else f"`{name}`"
-        table.append(f"| {title} | {' | '.join(f'{number:,}' for number in numbers)} |")
-    return page[: found.start()] + "\n".join(table) + "\n" + page[found.end() :]
-
-
 WRITTEN = {
     "docs/errors.md": errors_page,
     "docs/buckets.svg": pictures.buckets,
@@ -262,7 +195,6 @@ def main() -> int:
             texts[name] = samples.filled(name, text) if name in samples.PAGES else text
         except (figures.FigureError, samples.SampleError) as error:
             raise SystemExit(f"{name}: {error}") from error
-    texts["docs/design.md"] = with_lines(texts["docs/design.md"])
     texts["docs/cli.md"] = with_help((ROOT / "docs/cli.md").read_text(encoding="utf-8"))
     for name, text in texts.items():
         path = ROOT / name

@@ -147,7 +147,7 @@ _SMALL = " and ".join(
         *("every_way_of_running", "same_bits_for_a_batch", "a_loop_gives"),
     )
 )
-_MEASURED = ("tests/cache", "tests/contract", _ADOPTION[1], _WAYS, _KERNELS[-1], *_DECODER)
+_MEASURED = ("tests/step", "tests/contract", _ADOPTION[1], _WAYS, _KERNELS[-1], *_DECODER)
 
 
 def _memcheck(shares: int, name: str, *tests: str, keyword: str = "") -> list[Part]:
@@ -201,8 +201,8 @@ PARTS: tuple[Part, ...] = (
     *_memcheck(2, "graph", "tests/graph"),
     *_memcheck(
         1,
-        "state, replay, cache",
-        *("tests/state", "tests/replay", "tests/cache"),
+        "state, graph files, steps",
+        *("tests/state", "tests/graphfile", "tests/step"),
         keyword="not held_and_dropped",
     ),
     *_memcheck(1, "tiny", "tests/test_tiny.py", "tests/test_manners.py"),

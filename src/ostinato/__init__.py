@@ -10,7 +10,7 @@
     run.launch(stream)
 
 Names are loaded when they are first used: importing this package touches no driver, no file and
-no other library.
+no other library.  `ostinato.lowlevel` has more names, for packages that are built on this one.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ostinato import errors as errors
+    from ostinato import explain as explain
+    from ostinato import graphfile as graphfile
+    from ostinato import lowlevel as lowlevel
+    from ostinato import settings as settings
+    from ostinato import step as step
     from ostinato import testing as testing
     from ostinato.device import Device as Device
     from ostinato.device import open_device as open_device
     from ostinato.driver.api import CaptureMode as CaptureMode
     from ostinato.driver.api import ConditionalKind as ConditionalKind
-    from ostinato.driver.api import InstantiateFlags as InstantiateFlags
     from ostinato.driver.api import LaunchConfig as LaunchConfig
     from ostinato.driver.api import MemoryRange as MemoryRange
     from ostinato.driver.api import NodeKind as NodeKind
-    from ostinato.driver.api import whole_number as whole_number
-    from ostinato.driver.closeable import Closeable as Closeable
-    from ostinato.driver.cuda.collecting import collect_modules as collect_modules
-    from ostinato.driver.forking import new_lock as new_lock
     from ostinato.driver.host.kernel import HostKernel as HostKernel
-    from ostinato.driver.host.kernel import HostLaunch as HostLaunch
     from ostinato.driver.host.kernel import host_kernel as host_kernel
     from ostinato.driver.stream import Event as Event
     from ostinato.driver.stream import Operation as Operation
@@ -46,15 +45,10 @@ if TYPE_CHECKING:
     from ostinato.graph import Node as Node
     from ostinato.graph import capture as capture
     from ostinato.graph import capture_function as capture_function
-    from ostinato.graph import every_node as every_node
     from ostinato.graph import launch as launch
     from ostinato.graph import lift as lift
     from ostinato.graph import prepare as prepare
     from ostinato.graph import record as record
-    from ostinato.graphfile.check import check_graph as check_graph
-    from ostinato.graphfile.load import LoadedGraph as LoadedGraph
-    from ostinato.graphfile.load import load_graph as load_graph
-    from ostinato.graphfile.survey import Twin as Twin
     from ostinato.memory import Buffer as Buffer
     from ostinato.memory import CapturePool as CapturePool
     from ostinato.memory import copy as copy
@@ -63,96 +57,78 @@ if TYPE_CHECKING:
     from ostinato.modules import Source as Source
     from ostinato.modules.offline import compile as compile
     from ostinato.modules.source import kernel as kernel
-    from ostinato.settings import ReplaySettings as ReplaySettings
     from ostinato.state import DeviceArray as DeviceArray
     from ostinato.state import DeviceScalar as DeviceScalar
-    from ostinato.step import CacheStatistics as CacheStatistics
     from ostinato.step import CaptureLimits as CaptureLimits
     from ostinato.step import ExplicitBuckets as ExplicitBuckets
     from ostinato.step import GraphCache as GraphCache
     from ostinato.step import GraphedStep as GraphedStep
     from ostinato.step import PowersOfTwo as PowersOfTwo
-    from ostinato.step import ReplayProfile as ReplayProfile
     from ostinato.step import Role as Role
     from ostinato.step import Slot as Slot
-    from ostinato.step.fills import replace_small_fills as replace_small_fills
     from ostinato.step.store import GraphStore as GraphStore
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Buffer": "memory",
-    "CacheStatistics": "cache",
     "Capture": "graph",
-    "CaptureLimits": "cache",
+    "CaptureLimits": "step",
     "CaptureMode": "driver.api",
     "CapturePool": "memory",
-    "Closeable": "driver.closeable",
     "ConditionalKind": "driver.api",
     "Device": "device",
     "DeviceArray": "state",
     "DeviceScalar": "state",
     "Event": "driver.stream",
-    "ExplicitBuckets": "cache",
+    "ExplicitBuckets": "step",
     "Graph": "graph",
-    "GraphCache": "cache",
+    "GraphCache": "step",
     "GraphExec": "graph",
-    "GraphStore": "cache.store",
-    "GraphedStep": "replay",
+    "GraphStore": "step.store",
+    "GraphedStep": "step",
     "HostKernel": "driver.host.kernel",
-    "HostLaunch": "driver.host.kernel",
-    "InstantiateFlags": "driver.api",
     "Kernel": "modules",
     "LaunchConfig": "driver.api",
-    "LoadedGraph": "graph.disk.load",
     "MemoryRange": "driver.api",
     "Node": "graph",
     "NodeKind": "driver.api",
     "Operation": "driver.stream",
     "OstinatoError": "errors",
-    "PowersOfTwo": "cache",
-    "ReplayProfile": "replay",
-    "ReplaySettings": "settings",
-    "Role": "replay",
-    "Slot": "replay",
+    "PowersOfTwo": "step",
+    "Role": "step",
+    "Slot": "step",
     "Source": "modules",
     "Stream": "driver.stream",
-    "Twin": "graph.disk.survey",
     "capture": "graph",
     "capture_function": "graph",
-    "check_graph": "graph.disk.check",
-    "collect_modules": "driver.cuda.collecting",
     "compile": "modules.offline",
     "copy": "memory",
-    "every_node": "graph",
     "fill": "memory",
     "host_kernel": "driver.host.kernel",
     "kernel": "modules.source",
     "launch": "graph",
     "lift": "graph",
-    "load_graph": "graph.disk.load",
-    "new_lock": "driver.forking",
     "open_device": "device",
     "prepare": "graph",
     "record": "graph",
-    "replace_small_fills": "fills",
-    "whole_number": "driver.api",
 }
 
-_MODULES = ("errors", "testing")
+_MODULES = ("errors", "explain", "graphfile", "lowlevel", "settings", "step", "testing")
 
 __all__ = sorted((*_HOMES, *_MODULES))  # noqa: PLE0605 - one table serves the loader, dir(), this
 
+if not TYPE_CHECKING:  # so that a type checker sees misspelt names
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return importlib.import_module(f"ostinato.{name}")
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'ostinato' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"ostinato.{home}"), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            return importlib.import_module(f"ostinato.{name}")
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'ostinato' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"ostinato.{home}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -28,8 +28,13 @@ def path(host_device: ost.Device, tmp_path: Path) -> Path:
         ost.launch(stream, first, ONE, y, x, 2, 0, 3)
         ost.launch(stream, second, ONE, w, y, 3)
     made = tmp_path / "one.graph"
-    under_way.graph.save(
-        made, inputs={"x": x}, outputs={"y": y}, constants={"w": w}, keeping="by name"
+    ost.graphfile.save(
+        under_way.graph,
+        made,
+        inputs={"x": x},
+        outputs={"y": y},
+        constants={"w": w},
+        keeping="by name",
     )
     return made
 
@@ -104,7 +109,7 @@ def test_names_of_a_file_do_not_command_a_terminal(host_device: ost.Device, tmp_
         for buffer in named.values():
             ost.launch(stream, run, ONE, x, buffer, 3)
     path, found = tmp_path / "a\x1b[2Jb.graph", tmp_path / "out.npz"
-    under_way.graph.save(path, inputs={"x": x, **named}, outputs={"x": x, **named})
+    ost.graphfile.save(under_way.graph, path, inputs={"x": x, **named}, outputs={"x": x, **named})
     for command in (("show",), ("run", "--outputs", str(found)), ("check",), ("show", "--json")):
         with Terminal("graph", *command, str(path)) as terminal:
             assert terminal.end() == 0, terminal.said

@@ -520,7 +520,8 @@ def save(device: ost.Device, folder: Path, name: str, made: Maker) -> str:
         twin = ost.graphfile.Twin(other.graph, {**areas(others), **areas(other.outputs)})
     device.synchronize()
     start = time.perf_counter()
-    one.graph.save(
+    ost.graphfile.save(
+        one.graph,
         folder / f"{name}.graph",
         inputs=areas(inputs),
         outputs=areas(one.outputs),

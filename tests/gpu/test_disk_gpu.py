@@ -116,7 +116,8 @@ def test_our_own_kernels(cuda_device: Device, path: Path, typed: bool) -> None:
     loop = graph.add_conditional(ConditionalKind.WHILE, handle, after=[child])
     counted = loop.bodies[0].add_kernel(countdown, ost.LaunchConfig(1, 1), handle, left)
     loop.bodies[0].add_kernel(axpy, WIDE, x, y, one, n, after=[counted])
-    graph.save(
+    ost.graphfile.save(
+        graph,
         path,
         inputs={"x": x, "left": left},
         outputs={"y": y, "rank": rank, "left": left},
@@ -145,7 +146,7 @@ def test_a_module_whose_variable_was_changed_is_refused(cuda_device: Device, pat
         ost.launch(stream, change, ost.LaunchConfig(1, 1), y)
     ost.launch(stream, change, ost.LaunchConfig(1, 1), y)
     with pytest.raises(GraphFileError, match="a variable, changed, that was changed"):
-        under_way.graph.save(path, outputs={"y": y})
+        ost.graphfile.save(under_way.graph, path, outputs={"y": y})
 
 
 TABLES = ost.Source(
@@ -171,13 +172,13 @@ def test_variables_that_hold_addresses_are_as_they_were_loaded(
     )
     with ost.capture(stream) as under_way:
         ost.launch(stream, look, ost.LaunchConfig(1, 1), y)
-    under_way.graph.save(path, outputs={"y": y})
+    ost.graphfile.save(under_way.graph, path, outputs={"y": y})
     np.savez(path.with_suffix(".in.npz"))
     run_elsewhere(path.parent)
     assert np.load(path.with_suffix(".out.npz"))["y"].tolist() == [5]
     ost.launch(stream, turn, ost.LaunchConfig(1, 1))
     with pytest.raises(GraphFileError, match="a variable, table, that was changed"):
-        under_way.graph.save(path, outputs={"y": y})
+        ost.graphfile.save(under_way.graph, path, outputs={"y": y})
 
 
 GAPPED = ost.Source(
@@ -207,8 +208,12 @@ def test_gaps_in_structs_are_no_numbers(cuda_device: Device, path: Path) -> None
 
     graph, x, y = captured(b"\1\2\3\4\3\0\0\0")
     other, x2, y2 = captured(b"\1\0\0\xff\3\0\0\0")
-    graph.save(
-        path, inputs={"x": x}, outputs={"y": y}, twin=ost.graphfile.Twin(other, {"x": x2, "y": y2})
+    ost.graphfile.save(
+        graph,
+        path,
+        inputs={"x": x},
+        outputs={"y": y},
+        twin=ost.graphfile.Twin(other, {"x": x2, "y": y2}),
     )
     np.savez(path.with_suffix(".in.npz"), x=np.array([5], np.float32))
     run_elsewhere(path.parent)
@@ -217,7 +222,8 @@ def test_gaps_in_structs_are_no_numbers(cuda_device: Device, path: Path) -> None
     assert [(s.offset, s.size) for s in loaded.manifest.graph.nodes[0].unused] == [(17, 3)]
     other, x2, y2 = captured(b"\1\2\3\4\4\0\0\0")
     with pytest.raises(GraphFileError, match=r"offset 20: 0x3 .* 0x4 .*the results depend on it"):
-        graph.save(
+        ost.graphfile.save(
+            graph,
             path,
             inputs={"x": x},
             outputs={"y": y},
@@ -239,4 +245,4 @@ def test_kernels_that_were_loaded_before_collecting_are_refused(
         y = x * 3
     graph = adopt_graph(cuda_device, made)
     with pytest.raises(GraphFileError, match=r"ost\.collect_modules\(\)"):
-        graph.save(path, inputs={"x": x}, outputs={"y": y})
+        ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y})

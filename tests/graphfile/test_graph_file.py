@@ -77,7 +77,7 @@ class Work:
 
     def save(self, path: Path, **options: Any) -> None:
         named = {"inputs": {"x": self.x}, "outputs": {"y": self.y}, "constants": {"w": self.w}}
-        self.graph.save(path, **{**named, **options})
+        ost.graphfile.save(self.graph, path, **{**named, **options})
 
 
 @pytest.fixture
@@ -183,7 +183,9 @@ def test_state_is_an_input_and_an_output(
     x, total = ints(host_device, 1), ints(host_device, 5)
     with ost.capture(stream) as under_way:
         ost.launch(stream, kernel(host_device, add), ONE, x, total, 1)
-    under_way.graph.save(path, inputs={"x": x, "total": total}, outputs={"total": total})
+    ost.graphfile.save(
+        under_way.graph, path, inputs={"x": x, "total": total}, outputs={"total": total}
+    )
     assert host_device.to_numpy(total).tolist() == [5]
     loaded = ost.graphfile.load(host_device, path)
     assert loaded.inputs["total"] is loaded.outputs["total"]
@@ -203,7 +205,9 @@ def test_views_of_one_buffer_stay_together(
     whole, x = ints(host_device, 0, 0, 0, 0), ints(host_device, 3, 4, 5, 6)
     with ost.capture(stream) as under_way:
         ost.launch(stream, kernel(host_device, affine), ONE, whole, x, 1, 1, 4)
-    under_way.graph.save(path, inputs={"x": x}, outputs={"y": whole[2:], "all": whole})
+    ost.graphfile.save(
+        under_way.graph, path, inputs={"x": x}, outputs={"y": whole[2:], "all": whole}
+    )
     loaded = ost.graphfile.load(host_device, path)
     assert len(loaded.manifest.blocks) == 2
     assert loaded.outputs["y"].address == loaded.outputs["all"].address + 8
@@ -222,7 +226,7 @@ def test_loading_writes_nothing_into_memory_that_is_given(
     graph = ost.Graph.create(host_device)
     graph.add_kernel(kernel(host_device, affine), ONE, y, whole, 1, 10, 2)
     named: Any = {"inputs": {}, "outputs": {"y": y}, "keeping": keeping}
-    graph.save(path, **{**named, role: {"part": whole[:2], "whole": whole}})
+    ost.graphfile.save(graph, path, **{**named, role: {"part": whole[:2], "whole": whole}})
     given = ints(host_device, 5, 6, 7, 8)
     loaded = ost.graphfile.load(host_device, path, buffers={"whole": given})
     assert given.to_numpy(stream).tolist() == [5, 6, 7, 8]
@@ -257,7 +261,9 @@ def test_all_kinds_of_nodes_come_back(host_device: Device, stream: ost.Stream, p
     back = graph.add(ost_memcpy(y.address + 4, memory, 4), [copied])
     free = graph.add_free(memory, after=[back])
     graph.add_empty(after=[free])
-    graph.save(path, inputs={"x": x, "on": on, "loop": loop}, outputs={"y": y, "loop": loop})
+    ost.graphfile.save(
+        graph, path, inputs={"x": x, "on": on, "loop": loop}, outputs={"y": y, "loop": loop}
+    )
     loaded = ost.graphfile.load(device, path)
     kinds = [node.kind for node in loaded.nodes]
     assert kinds == [node.kind for node in graph.nodes]
@@ -283,7 +289,7 @@ def test_edges_with_data_and_launch_shapes_come_back(
         ost.launch(stream, kernel(host_device, affine), ONE, y, x, 1, 0, 1)
         ost.launch(stream, kernel(host_device, add), config, x, y, 1)
     graph = under_way.graph
-    graph.save(path, inputs={"x": x}, outputs={"y": y})
+    ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y})
     loaded = ost.graphfile.load(host_device, path)
     assert [e.data for e in loaded.edges] == [e.data for e in graph.edges]
     assert loaded.nodes[1].kernel.config == graph.nodes[1].kernel.config
@@ -296,7 +302,7 @@ def test_much_shared_memory_is_allowed_again(
     made.allow_shared(100_000)
     with ost.capture(stream) as under_way:
         ost.launch(stream, made, ost.LaunchConfig(1, 1, 100_000), y)
-    under_way.graph.save(path, outputs={"y": y})
+    ost.graphfile.save(under_way.graph, path, outputs={"y": y})
     with ost.open_device("host") as other:
         loaded = ost.graphfile.load(other, path)
         loaded.instantiate().launch(other_stream := other.create_stream())
@@ -321,7 +327,7 @@ def test_addresses_inside_an_argument_are_proven_by_a_second_capture(
 ) -> None:
     (graph, x, y), (other, x2, y2) = (packed_work(host_device, stream) for _ in range(2))
     twin = ost.graphfile.Twin(other, {"x": x2, "y": y2})
-    graph.save(path, inputs={"x": x}, outputs={"y": y}, twin=twin)
+    ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y}, twin=twin)
     loaded = ost.graphfile.load(host_device, path)
     assert loaded.manifest.proofs() == {"moved": 2}
     assert result(loaded, stream, [9]) == [10]
@@ -331,7 +337,7 @@ def test_without_a_second_capture_live_memory_decides_and_the_file_says_so(
     host_device: Device, stream: ost.Stream, path: Path
 ) -> None:
     graph, x, y = packed_work(host_device, stream)
-    graph.save(path, inputs={"x": x}, outputs={"y": y})
+    ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y})
     loaded = ost.graphfile.load(host_device, path)
     assert loaded.manifest.proofs() == {"allocation": 2}
     assert result(loaded, stream, [9]) == [10]
@@ -344,8 +350,12 @@ def test_a_number_that_looks_like_an_address_is_told_by_a_second_capture(
     seed = ints(host_device, 0)
     made = [packed_work(host_device, stream, seed=seed.address & 0x7FFF_FFFF) for _ in range(2)]
     (graph, x, y), (other, x2, y2) = made
-    graph.save(
-        path, inputs={"x": x}, outputs={"y": y}, twin=ost.graphfile.Twin(other, {"x": x2, "y": y2})
+    ost.graphfile.save(
+        graph,
+        path,
+        inputs={"x": x},
+        outputs={"y": y},
+        twin=ost.graphfile.Twin(other, {"x": x2, "y": y2}),
     )
     loaded = ost.graphfile.load(host_device, path)
     wanted = np.array([9], np.int32) + (seed.address & 0x7FFF_FFFF)
@@ -369,7 +379,8 @@ def test_what_differs_and_is_no_address_is_refused(
     graph, x, y = packed_work(host_device, stream)
     other, x2, y2 = packed_work(host_device, stream, **options)
     with pytest.raises(GraphFileError, match=what):
-        graph.save(
+        ost.graphfile.save(
+            graph,
             path,
             inputs={"x": x},
             outputs={"y": y},
@@ -395,7 +406,7 @@ def save_gapped(
     graph, x, y = gapped_work(device, stream, mine)
     other, x2, y2 = gapped_work(device, stream, theirs)
     twin = ost.graphfile.Twin(other, {"x": x2, "y": y2})
-    graph.save(path, inputs={"x": x}, outputs={"y": y}, twin=twin, **options)
+    ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y}, twin=twin, **options)
 
 
 def test_bytes_that_differ_without_an_effect_are_gaps(
@@ -435,7 +446,7 @@ def test_addresses_that_are_left_in_gaps_are_gaps(
         graph, x, y = gapped_work(device, stream, b"\0" * 8 + mine)
         other, x2, y2 = gapped_work(device, stream, b"\0" * 8 + theirs)
         twin = ost.graphfile.Twin(other, {"x": x2, "y": y2, "old": new})
-        graph.save(path, inputs={"x": x, "old": old}, outputs={"y": y}, twin=twin)
+        ost.graphfile.save(graph, path, inputs={"x": x, "old": old}, outputs={"y": y}, twin=twin)
         assert result(ost.graphfile.load(device, path), stream, [5]) == [5]
 
 
@@ -478,7 +489,9 @@ def test_a_twin_with_another_number_of_bodies_is_of_other_work(
     graph, other = (branched(host_device, n, x) for n in (1, 2))
     for one, two in ((graph, other), (other, graph)):
         with pytest.raises(GraphFileError, match=r"node 0 .* bodies, and . in the other"):
-            one.save(path, inputs={"x": x}, outputs={"x": x}, twin=ost.graphfile.Twin(two))
+            ost.graphfile.save(
+                one, path, inputs={"x": x}, outputs={"x": x}, twin=ost.graphfile.Twin(two)
+            )
 
 
 def test_twins_must_be_of_the_same_work(
@@ -487,15 +500,16 @@ def test_twins_must_be_of_the_same_work(
     graph, x, y = packed_work(host_device, stream)
     named: dict[str, Any] = {"inputs": {"x": x}, "outputs": {"y": y}}
     with pytest.raises(GraphFileError, match="has 1 nodes, and 3 in the other"):
-        graph.save(path, **named, twin=ost.graphfile.Twin(work.graph))
+        ost.graphfile.save(graph, path, **named, twin=ost.graphfile.Twin(work.graph))
     other, x2, y2 = packed_work(host_device, stream)
     with pytest.raises(GraphFileError, match=r"points 0 bytes into 'x' .* 0 bytes into 'y'"):
-        graph.save(path, **named, twin=ost.graphfile.Twin(other, {"x": y2, "y": x2}))
+        ost.graphfile.save(graph, path, **named, twin=ost.graphfile.Twin(other, {"x": y2, "y": x2}))
     with pytest.raises(GraphFileError, match="names z"):
-        graph.save(path, **named, twin=ost.graphfile.Twin(other, {"z": y2}))
+        ost.graphfile.save(graph, path, **named, twin=ost.graphfile.Twin(other, {"z": y2}))
     stale, _, _ = packed_work(host_device, stream)
     with pytest.raises(GraphFileError, match="lies in 'x' in both captures"):
-        stale.save(
+        ost.graphfile.save(
+            stale,
             path,
             inputs={"x": stale.keep[-2]},
             outputs={"y": stale.keep[-1]},
@@ -531,7 +545,7 @@ def test_memory_that_results_depend_on_is_named_by_the_check(
         GraphFileError,
         match=rf"4 bytes of 'y' differ.*without a name.*{hidden.address:#x} .*node 1",
     ):
-        under_way.graph.save(path, inputs={"x": x}, outputs={"y": y})
+        ost.graphfile.save(under_way.graph, path, inputs={"x": x}, outputs={"y": y})
     assert not path.exists()
 
 
@@ -547,10 +561,12 @@ def test_memory_that_must_hold_something_is_named_by_the_check(
     with pytest.raises(
         GraphFileError, match=rf"bytes of 'y' differ.*without a name.*{hidden.address:#x} .*node 0"
     ):
-        under_way.graph.save(path, inputs={"x": x}, outputs={"y": y})
+        ost.graphfile.save(under_way.graph, path, inputs={"x": x}, outputs={"y": y})
     assert not path.exists()
     if made is last_one:  # as an input it has the content that it needs
-        under_way.graph.save(path, inputs={"x": x, "n": hidden}, outputs={"y": y, "n": hidden})
+        ost.graphfile.save(
+            under_way.graph, path, inputs={"x": x, "n": hidden}, outputs={"y": y, "n": hidden}
+        )
         assert result(ost.graphfile.load(host_device, path), stream, [5]) == [6]
 
 
@@ -576,7 +592,7 @@ class Pooled:
         self.graph = under_way.graph
 
     def save(self, path: Path, **options: Any) -> None:
-        self.graph.save(path, inputs={"x": self.x}, outputs=self.outputs, **options)
+        ost.graphfile.save(self.graph, path, inputs={"x": self.x}, outputs=self.outputs, **options)
 
 
 @pytest.mark.parametrize("names", [1, 2])
@@ -620,8 +636,8 @@ def test_an_output_that_is_not_wholly_written_is_named(
     with ost.capture(stream) as under_way:
         ost.launch(stream, kernel(host_device, affine), ONE, y, x, 1, 0, 1)
     with pytest.raises(GraphFileError, match=r"what y held before .*name it as an input too"):
-        under_way.graph.save(path, inputs={"x": x}, outputs={"y": y})
-    under_way.graph.save(path, inputs={"x": x, "y": y}, outputs={"y": y})
+        ost.graphfile.save(under_way.graph, path, inputs={"x": x}, outputs={"y": y})
+    ost.graphfile.save(under_way.graph, path, inputs={"x": x, "y": y}, outputs={"y": y})
 
 
 def test_a_constant_that_is_written_is_refused(
@@ -631,7 +647,7 @@ def test_a_constant_that_is_written_is_refused(
     with ost.capture(stream) as under_way:
         ost.launch(stream, kernel(host_device, add), ONE, x, w, 1)
     with pytest.raises(GraphFileError, match="writes into the constant 'w'"):
-        under_way.graph.save(path, inputs={"x": x}, constants={"w": w})
+        ost.graphfile.save(under_way.graph, path, inputs={"x": x}, constants={"w": w})
     assert host_device.to_numpy(w).tolist() == [5]
 
 
@@ -651,8 +667,8 @@ def test_results_that_differ_from_run_to_run_are_refused(
     with ost.capture(stream) as under_way:
         ost.launch(stream, kernel(host_device, unsteady), ONE, y)
     with pytest.raises(GraphFileError, match=r"two launches .* different bytes in 'y'"):
-        under_way.graph.save(path, outputs={"y": y})
-    under_way.graph.save(path, outputs={"y": y}, check=False)
+        ost.graphfile.save(under_way.graph, path, outputs={"y": y})
+    ost.graphfile.save(under_way.graph, path, outputs={"y": y}, check=False)
     assert not ost.graphfile.load(host_device, path).manifest.checked
     with pytest.raises(GraphFileError, match="check=False"):
         ost.graphfile.check(host_device, path)
@@ -705,7 +721,7 @@ def test_what_no_file_can_have_is_refused_with_the_reason(
     why: str,
 ) -> None:
     with pytest.raises(GraphFileError, match=f"node 0 .*{why}"):
-        make(host_device, stream).save(path)
+        ost.graphfile.save(make(host_device, stream), path)
 
 
 def test_buffers_that_do_not_fit_are_refused(host_device: Device, work: Work, path: Path) -> None:
@@ -854,7 +870,8 @@ def test_memory_of_another_look_is_refused(
     graph = ost.Graph.create(device)
     graph.add_kernel(kernel(device, add), ONE, named["x"], y := ints(device, *[0] * 6), 6)
     graph.add_kernel(kernel(device, add), ONE, named["w"], y, 6, after=graph.nodes[-1:])
-    graph.save(
+    ost.graphfile.save(
+        graph,
         path,
         inputs={"x": named["x"], "y": y},
         outputs={"y": y},
@@ -974,7 +991,7 @@ def test_memory_that_overlaps_is_refused(
     graph.add_kernel(kernel(device, affine), ONE, y, x, 1, 0, n)
     for constant in (v, w):
         graph.add_kernel(kernel(device, add), ONE, constant, y, n, after=graph.nodes[-1:])
-    graph.save(path, inputs={"x": x}, outputs={"y": y}, constants={"v": v, "w": w})
+    ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y}, constants={"v": v, "w": w})
     whole = ints(device, *range(5 * 64))
     for buffers in (
         {"x": whole[:n], "y": whole[:n]},
@@ -1029,14 +1046,15 @@ def test_a_file_does_not_take_away_what_another_files_kernel_needs(
         made.allow_shared(nbytes)
         with ost.capture(stream) as under_way:
             ost.launch(stream, made, ost.LaunchConfig(1, 1, nbytes), y)
-        under_way.graph.save(path, outputs={"y": y}, check=False)
+        ost.graphfile.save(under_way.graph, path, outputs={"y": y}, check=False)
     with ost.open_device("host") as other:
         there = other.create_stream()
         much, less = (ost.graphfile.load(other, paths[n]) for n in (100_000, 60_000))
         for loaded, nbytes in ((much, 100_000), (less, 60_000)):
             loaded.instantiate().launch(there)
             assert loaded.outputs["y"].to_numpy(there).tolist() == [nbytes]
-        much.save(again := tmp_path / "again.graph", outputs=much.outputs, check=False)
+        again = tmp_path / "again.graph"
+        ost.graphfile.save(much, again, outputs=much.outputs, check=False)
         ost.graphfile.load(other, again).instantiate().launch(there)
 
 
@@ -1045,7 +1063,8 @@ def test_a_loaded_graph_is_saved_again(
 ) -> None:
     work.save(path)
     first = ost.graphfile.load(host_device, path)
-    first.save(
+    ost.graphfile.save(
+        first,
         tmp_path / "two.graph",
         inputs=first.inputs,
         outputs=first.outputs,
@@ -1062,7 +1081,9 @@ def test_memory_without_bytes(host_device: Device, stream: ost.Stream, path: Pat
     with ost.capture(stream) as under_way:
         ost.launch(stream, kernel(host_device, add), ONE, nothing, y, 0)
         ost.launch(stream, kernel(host_device, affine), ONE, y, x, 3, 0, 1)
-    under_way.graph.save(path, inputs={"x": x, "nothing": nothing, "null": null}, outputs={"y": y})
+    ost.graphfile.save(
+        under_way.graph, path, inputs={"x": x, "nothing": nothing, "null": null}, outputs={"y": y}
+    )
     loaded = ost.graphfile.load(host_device, path)
     assert result(loaded, stream, [5]) == [15]
     given = {"nothing": host_device.empty(0, np.int32), "null": ost.MemoryRange(0, 0)}
@@ -1084,7 +1105,7 @@ def test_the_cuda_driver_gets_what_was_saved(tmp_path: Path, path: Path) -> None
                 config = ost.LaunchConfig(1 + row, 32, shared=row)
                 ost.launch(stream, stub.kernel, config, *given, row)
         named = {"inputs": {"x": x}, "outputs": {"y": y}}
-        capture.graph.save(path, **named, check=False)
+        ost.graphfile.save(capture.graph, path, **named, check=False)
         loaded = ost.graphfile.load(device, path)
         moves = {x: loaded.inputs["x"], y: loaded.outputs["y"]}
         run, other = capture.graph.instantiate(), loaded.instantiate()

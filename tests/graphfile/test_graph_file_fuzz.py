@@ -55,7 +55,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         graph.add_free(alloc.alloc.address, after=[child])
         weights = device.array([1.5], "f4")
         named = {"inputs": {"x": x, "y": y}, "outputs": {"x": x, "y": y}}
-        graph.save(path, **named, constants={"w": weights})
+        ost.graphfile.save(graph, path, **named, constants={"w": weights})
     return path.read_bytes()
 
 
@@ -536,7 +536,7 @@ def test_a_manifest_that_was_changed_and_signed_does_not_pass_its_check(
     graph = ost.Graph.create(device)
     graph.keep += [x, y]
     graph.add_kernel(kernel(device, packed), ONE, 0, words, 1)
-    graph.save(path, inputs={"x": x}, outputs={"y": y})
+    ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y})
     manifest = manifest_of(path.read_bytes(), tmp_path)
     harm(kernels(manifest))
     path.write_bytes(signed(path.read_bytes(), manifest, tmp_path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ostinato.graphfile.looks import Look, look_of, misfit
+from ostinato.graphfile.records import Look, look_of, misfit
 
 
 def look(typestr: str, *shape: int, strides: tuple[int, ...] | None = None) -> Look:

@@ -124,7 +124,7 @@ class Drawn:
 
     def save(self, path: Path, **options: Any) -> None:
         named = {"inputs": self.inputs, "outputs": self.outputs, "constants": self.constants}
-        self.graph.save(path, **named, **options)
+        ost.graphfile.save(self.graph, path, **named, **options)
 
 
 def draw(device: Device, seed: int) -> Drawn:

@@ -141,8 +141,8 @@ class Clock:
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    for module in ("graph_cache", "limits"):
-        monkeypatch.setattr(f"ostinato.cache.{module}.time", clock)
+    for module in ("cache", "limits"):
+        monkeypatch.setattr(f"ostinato.step.{module}.time", clock)
 
 
 def test_the_time_of_captures_is_limited(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ def save(
     CPU cannot be saved.
     """
     require_extra("`ostinato graph save`")
+    from ostinato import graphfile
     from ostinato.device import open_device
     from ostinato.models.decoder import Decoder
     from ostinato.models.files.open import open_checkpoint
@@ -79,7 +80,7 @@ def save(
         decoder = stack.enter_context(Decoder(opened, checkpoint, max_context=positions))
         graph = decoder.graph(rows)
         state, weights = _memory(graph)
-        graph.save(path, inputs=state, outputs=state, constants=weights)
+        graphfile.save(graph, path, inputs=state, outputs=state, constants=weights)
         say(f"{counted(len(graph), 'node')} saved to {path}")
 
 

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
@@ -55,14 +54,12 @@ from ostinato.graph.node import (
 from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
 from ostinato.memory.buffer import copy_params, require_buffer
-from ostinato.memory.ranges import KnownRanges, Target
+from ostinato.memory.ranges import KnownRanges
 
 if TYPE_CHECKING:
     from ostinato.graph.executable import GraphExec
     from ostinato.graph.show.diff import GraphDiff
     from ostinato.graph.show.outline import Outline
-    from ostinato.graphfile.saving import Keeping
-    from ostinato.graphfile.survey import Twin
     from ostinato.modules import Kernel
 
 __all__ = ["Conditional", "Graph", "fill_params"]
@@ -796,47 +793,6 @@ class Graph(Closeable):
         from ostinato.graph.show.digest import digest
 
         return digest(self.outline(readable=False))
-
-    def save(
-        self,
-        path: str | Path,
-        *,
-        inputs: Mapping[str, Target] | None = None,
-        outputs: Mapping[str, Target] | None = None,
-        constants: Mapping[str, Target] | None = None,
-        keeping: Keeping = "stored",
-        twin: Twin | None = None,
-        check: bool = True,
-        code: str | Path | None = None,
-    ) -> None:
-        """Writes the graph to a file that `load_graph` reads, in any process on such a device.
-
-            graph.save("step.graph", inputs={"x": x}, outputs={"y": y}, constants=weights)
-
-        Named are buffers and device arrays of any library: `inputs` are read, `outputs` written,
-        state is both.  `constants` are never written; `keeping`: the file has their content
-        ("stored"), or they are given when it is loaded ("by name").  All other memory is scratch.
-        `twin`: a second capture, which proves which words are addresses; without one, signatures
-        and live allocations decide.  `code`: a folder for what several files share: images of
-        kernels, constants and inputs.
-
-        Launches the graph twice, puts all memory back, and checks the file in a fresh process with
-        other memory at other addresses (`check`) before it is put in place.  Raises GraphFileError
-        for what cannot be saved, with the node and the reason; docs/graph-file.md has all of it.
-        """
-        from ostinato.graphfile.saving import save
-
-        save(
-            self,
-            Path(path),
-            inputs=inputs or {},
-            outputs=outputs or {},
-            constants=constants or {},
-            keeping=keeping,
-            twin=twin,
-            check=check,
-            code=None if code is None else Path(code),
-        )
 
     # --- lifetime
     def __repr__(self) -> str:

@@ -28,13 +28,13 @@ from ostinato.graphfile.records import NamedBuffer
 from ostinato.graphfile.survey import Stray
 from ostinato.memory.ranges import Target
 
-__all__ = ["Trial", "check_graph"]
+__all__ = ["Trial", "check"]
 
 _POISONS = (0xFF, 0x5A, 0)  # the first is not a number in every type of floats
 _TRIES = 6
 
 
-def check_graph(
+def check(
     device: Context | HasContext,
     path: str | Path,
     *,
@@ -44,7 +44,7 @@ def check_graph(
     """Loads a graph file, launches it on the inputs that are stored in it, and compares.
 
     It launches the file's code: check none that you would not run.  `constants` and `code` as for
-    `load_graph`.  Raises GraphFileError if a result differs, or the file has nothing to compare.
+    `load`.  Raises GraphFileError if a result differs, or the file has nothing to compare.
     """
     with Trial.of(context_of(device), Path(path), constants, code, ()) as trial:
         what = trial.difference() or trial.effect(trial.unused(), lambda _: None, alone=False)[1]

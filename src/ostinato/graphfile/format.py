@@ -42,7 +42,6 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.signature import Access, Signature
 from ostinato.errors import GraphFileError, InputError
-from ostinato.graphfile.looks import Look
 from ostinato.graphfile.plain import MOST_ITEMS, MOST_TEXT, Column, Plain, short
 from ostinato.graphfile.records import (
     PLAIN,
@@ -55,6 +54,7 @@ from ostinato.graphfile.records import (
     GraphManifest,
     GraphRecord,
     Kernels,
+    Look,
     MachineRecord,
     NamedBuffer,
     NodeRecord,

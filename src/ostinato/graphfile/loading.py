@@ -46,8 +46,6 @@ from ostinato.graphfile.container import (
     read_tensors,
     tensor_bytes,
 )
-from ostinato.graphfile.looks import look_of, misfit
-from ostinato.graphfile.machine import machine_of
 from ostinato.graphfile.records import (
     PLAIN,
     WORD,
@@ -59,6 +57,9 @@ from ostinato.graphfile.records import (
     NamedBuffer,
     NodeRecord,
     in_order,
+    look_of,
+    machine_of,
+    misfit,
     with_addresses,
 )
 from ostinato.graphfile.survey import inner_graphs
@@ -71,7 +72,7 @@ __all__ = [
     "LoadedGraph",
     "Loader",
     "constants_of",
-    "load_graph",
+    "load",
     "without_collection",
 ]
 
@@ -83,7 +84,7 @@ _GUARDS_SHARE = 8  # guards take no more than this part of what is free
 
 
 class LoadedGraph(Graph):
-    """A graph from a file, made by `load_graph`.
+    """A graph from a file, made by `load`.
 
     loaded = ost.graphfile.load(device, "step.graph")
     run = loaded.instantiate(upload=stream)
@@ -133,7 +134,7 @@ class LoadedGraph(Graph):
             self.labels.pop(original, None)
 
 
-def load_graph(
+def load(
     device: Context | HasContext,
     path: str | Path,
     *,
@@ -141,7 +142,7 @@ def load_graph(
     constants: Mapping[str, Target] | str | Path | None = None,
     code: str | Path | None = None,
 ) -> LoadedGraph:
-    """A graph that `Graph.save` wrote, ready to instantiate, patch and rebind like any other.
+    """A graph that `save` wrote, ready to instantiate, patch and rebind like any other.
 
     `buffers`: memory of the caller's for inputs and outputs by name, used as it is; the others are
     allocated, and inputs begin with what they held when the graph was saved.  `constants`: live

@@ -51,17 +51,18 @@ from ostinato.driver.stream import Stream
 from ostinato.errors import DriverError, GraphFileError, InputError
 from ostinato.files import temporary_beside
 from ostinato.graphfile.container import tensor_bytes, write_file
-from ostinato.graphfile.looks import Look, look_of
-from ostinato.graphfile.machine import machine_of
 from ostinato.graphfile.records import (
     Block,
     EdgeRecord,
     FunctionRecord,
     GraphManifest,
     GraphRecord,
+    Look,
     NamedBuffer,
     NodeRecord,
     PointerWord,
+    look_of,
+    machine_of,
     with_addresses,
 )
 from ostinato.graphfile.survey import (
@@ -78,7 +79,7 @@ from ostinato.graphfile.survey import (
 from ostinato.memory.ranges import KnownRanges, Target, merged, range_of
 from ostinato.memory.restoring import put_back
 
-__all__ = ["Keeping", "save"]
+__all__ = ["Keeping", "save", "save_keyed"]
 
 Keeping = Literal["stored", "by name"]
 """Whether a file has the content of constants, or who loads it gives them."""
@@ -168,6 +169,45 @@ class _Piece:
 
 def save(
     graph: Savable,
+    path: str | Path,
+    *,
+    inputs: Mapping[str, Target] | None = None,
+    outputs: Mapping[str, Target] | None = None,
+    constants: Mapping[str, Target] | None = None,
+    keeping: Keeping = "stored",
+    twin: Twin | None = None,
+    check: bool = True,
+    code: str | Path | None = None,
+) -> None:
+    """Writes a graph to a file that `load` reads, in any process on such a device.
+
+        graphfile.save(graph, "step.graph", inputs={"x": x}, outputs={"y": y}, constants=w)
+
+    Named are buffers and device arrays of any library: `inputs` are read, `outputs` written, state
+    is both.  `constants` are never written; `keeping`: the file has their content ("stored"), or
+    they are given when it is loaded ("by name").  All other memory is scratch.  `twin`: a second
+    capture, which proves which words are addresses; without one, signatures and live allocations
+    decide.  `code`: a folder for what several files share: images of kernels, constants and inputs.
+
+    Launches the graph twice, puts all memory back, and checks the file in a fresh process with
+    other memory at other addresses (`check`) before it is put in place.  Raises GraphFileError for
+    what cannot be saved, with the node and the reason; docs/graph-file.md has all of it.
+    """
+    save_keyed(
+        graph,
+        Path(path),
+        inputs=inputs or {},
+        outputs=outputs or {},
+        constants=constants or {},
+        keeping=keeping,
+        twin=twin,
+        check=check,
+        code=None if code is None else Path(code),
+    )
+
+
+def save_keyed(
+    graph: Savable,
     path: Path,
     *,
     inputs: Mapping[str, Target],
@@ -180,8 +220,9 @@ def save(
     key: str = "",
     run: Runnable | None = None,
 ) -> None:
-    """See `Graph.save`.  `key`: of a store, as text.  `run`: an executable of the graph as it is,
-    for the launches; else one is made, which a graph with conditional nodes may have only one of.
+    """Does what `save` says.  `key`: of a store, as text.  `run`: an executable of the graph as it
+    is, for the launches; else one is made, which a graph with conditional nodes may have only one
+    of.
     """
     if keeping not in ("stored", "by name"):
         raise InputError(f'keeping={keeping!r}: "stored" or "by name"')

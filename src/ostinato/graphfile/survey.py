@@ -80,9 +80,9 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A second capture of the same work with its memory elsewhere, for `Graph.save`.
+    """A second capture of the same work with its memory elsewhere, for `graphfile.save`.
 
-        graph.save(path, inputs={"x": x}, outputs={"y": y},
+        ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y},
                    twin=ost.graphfile.Twin(other, {"x": x2, "y": y2}))
 
     `memory`: where the named buffers are in it; a name that is left out is where it was.

@@ -64,7 +64,8 @@ from ostinato.graph import (
 from ostinato.memory import CapturePool, PoolState
 from ostinato.settings import ReplaySettings
 from ostinato.state import DeviceScalar
-from ostinato.step import GraphCache, parse_bytes
+from ostinato.step.budget import parse_bytes
+from ostinato.step.cache import GraphCache
 from ostinato.step.held import HeldCounts, HeldReplay, launch_in_turn
 from ostinato.step.key_state import TIMED_EVERY, KeyState, remember
 from ostinato.step.policy import Action, Decision, Reason, Situation, decide, fall_back

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ostinato.errors import InputError
-from ostinato.step import Refusal
+from ostinato.step.limits import Refusal
 
 __all__ = ["Action", "Decision", "Reason", "Situation", "decide", "fall_back"]
 

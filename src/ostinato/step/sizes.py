@@ -16,7 +16,8 @@ from ostinato.errors import CaptureError, InputError
 from ostinato.graph import Recording
 from ostinato.memory import fill
 from ostinato.state import DeviceScalar
-from ostinato.step import Buckets, GraphCache
+from ostinato.step.buckets import Buckets
+from ostinato.step.cache import GraphCache
 
 __all__ = ["Call", "DeviceSizes", "StepKey", "bucket_of", "checked_sizes", "sizes_of"]
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from ostinato.explain.times import Percentiles
-from ostinato.step import KeyStatistics
-from ostinato.step.cache_statistics import counted, key_text, table
+from ostinato.step.cache_statistics import KeyStatistics, counted, key_text, table
 from ostinato.step.held import HeldCounts
 from ostinato.step.policy import Reason
 from ostinato.step.sizes import StepKey

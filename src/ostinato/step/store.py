@@ -34,9 +34,8 @@ from ostinato.files import is_temporary
 from ostinato.graph import Graph, GraphExec
 from ostinato.graphfile.container import open_file
 from ostinato.graphfile.loading import LoadedGraph, Loader, without_collection
-from ostinato.graphfile.machine import machine_of
-from ostinato.graphfile.records import GraphManifest
-from ostinato.graphfile.saving import save
+from ostinato.graphfile.records import GraphManifest, machine_of
+from ostinato.graphfile.saving import save_keyed
 from ostinato.graphfile.survey import Twin
 from ostinato.memory.ranges import Target
 from ostinato.step.schedule import stable_text
@@ -133,7 +132,7 @@ class GraphStore:
         twin: Twin | None = None,
         check: bool = True,
     ) -> None:
-        """Writes a key's graph, as `Graph.save` does; `inputs` and `outputs` besides the store's.
+        """Writes a key's graph, as `graphfile.save` does; `inputs`, `outputs` besides the store's.
 
         Raises GraphFileError.
         """
@@ -154,7 +153,7 @@ class GraphStore:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise GraphFileError(f"{path.parent} cannot be made ({error})") from error
-        save(
+        save_keyed(
             graph,
             path,
             inputs=_joined(self._inputs, inputs),

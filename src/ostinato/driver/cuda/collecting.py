@@ -109,9 +109,10 @@ _lock = new_lock()
 
 
 def collect_modules() -> ModuleCollector:
-    """Notes the machine code of every kernel that the process loads from now on, for `Graph.save`.
+    """Notes the machine code of every kernel that the process loads from now on, for
+    `graphfile.save`.
 
-        collector = ost.graphfile.collect_modules()    # first of all, before torch launches anything
+        collector = ost.graphfile.collect_modules()  # before torch launches anything
         import torch
 
     Kernels that were loaded before cannot be saved; those that this library compiled always can.
@@ -147,8 +148,9 @@ def cubins_with(name: str) -> list[bytes]:
             else "it was loaded before collecting began"
         )
         raise NotAvailableError(
-            f"the machine code of {name} is not known: {why}; call ost.graphfile.collect_modules() (or set "
-            "OSTINATO_COLLECT_MODULES=1) before the library that launches it loads its kernels"
+            f"the machine code of {name} is not known: {why}; call "
+            "ostinato.graphfile.collect_modules() (or set OSTINATO_COLLECT_MODULES=1) before the "
+            "library that launches it loads its kernels"
         )
     return found
 

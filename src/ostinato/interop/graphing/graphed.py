@@ -696,7 +696,7 @@ class Graphed(Guarded):
         """Writes the graphs that are kept now to the store; why some were not written, by key.
 
         Each is captured once more, which proves which words of it are addresses, launched, and
-        checked in another process (`Graph.save`).  Nobody may use its memory meanwhile.  Raises
+        checked in another process (`graphfile.save`).  Nobody may use its memory meanwhile.  Raises
         InputError without a store, NotAvailableError without a device, ContextPoisonedError.
         """
         if self.unavailable:

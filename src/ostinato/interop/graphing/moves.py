@@ -27,7 +27,7 @@ from ostinato import (
     launch,
 )
 from ostinato.errors import OstinatoError
-from ostinato.step.fills import FILL, fill_kernel
+from ostinato.lowlevel import FILL, fill_kernel
 
 __all__ = ["MOST", "NAMES", "Mover", "Moves", "dense", "source"]
 

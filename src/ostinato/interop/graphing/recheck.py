@@ -19,7 +19,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from ostinato import GraphCache, MemoryRange, Stream
-from ostinato.driver.extension import load_extension
 from ostinato.interop.graphing.guards import (
     Guards,
     Trail,
@@ -33,6 +32,7 @@ from ostinato.interop.graphing.places import Place
 from ostinato.interop.graphing.records import Captured, Line, Work
 from ostinato.interop.graphing.subject import Subject
 from ostinato.interop.graphing.trees import Leaf, children_of, is_plain, plain_token
+from ostinato.lowlevel import load_extension
 
 __all__ = [
     "MISSED",

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from ostinato.lowlevel import table
 from ostinato.step import CacheStatistics
-from ostinato.step.cache_statistics import table
 
 __all__ = ["GraphedKeyStatistics", "GraphedStatistics", "explained"]
 

@@ -81,8 +81,8 @@ def graphed(
       then that is not looked at in each call.
     * `generators`: those that the function draws from, besides the default one.
     * `store`: a folder of graphs.  A key that was saved there (`step.save()`, in a process that
-      collects machine code: `ostinato.graphfile.collect_modules`) is restored when it is first called, bound
-      to the tensors of this process, without a warm-up and a capture.  What does not fit is
+      collects machine code: `graphfile.collect_modules`) is restored when it is first called,
+      bound to the tensors of this process, without a warm-up and a capture.  What does not fit is
       captured as usual; `statistics().not_restored` says why.
     * `cache`, or `budget` for the bytes of a cache of its own; `device`, if not that which torch
       has as its current one.

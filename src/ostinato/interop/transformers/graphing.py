@@ -163,7 +163,7 @@ class GraphedModel(Closeable):
         """Writes the steps' graphs to the store; why some were not written, by key.
 
         As `save` of what `interop.torch.graphed` gives.  The process must collect machine code
-        (`ostinato.graphfile.collect_modules`) since before torch loaded a kernel, and nobody may generate
+        (`graphfile.collect_modules`) since before torch loaded a kernel, and nobody may generate
         meanwhile.  Raises InputError without a store."""
         refused: dict[str, str] = self.step.save(check=check)
         return refused

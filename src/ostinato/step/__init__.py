@@ -1,12 +1,27 @@
-"""Replay: steps that turn into graphs, the policy behind them, checks and profiles."""
+"""Steps: which sizes share a graph, the cache of graphs by key, the step that becomes graphs, the
+policy behind it, and its checks.
+
+Not here: one graph and its executable (`ostinato.graph`), graph files (`ostinato.graphfile`).
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ostinato.explain.times import Percentiles, ReplayEvent, ReplayProfile
+from ostinato.graph.manifest import Touch
+from ostinato.step.buckets import (
+    Buckets,
+    ExplicitBuckets,
+    Multiples,
+    PowersOfTwo,
+    capacity_class,
+)
+from ostinato.step.budget import Footprint, FootprintSource, parse_bytes
+from ostinato.step.cache import GraphCache
+from ostinato.step.cache_statistics import CacheStatistics, Evictions, KeyStatistics
 from ostinato.step.graphed_step import GraphedStep
 from ostinato.step.held import HeldReplay
+from ostinato.step.limits import CaptureLimits, Refusal, Refused
 from ostinato.step.policy import Action, Decision, Reason, Situation, decide
 from ostinato.step.sizes import StepKey
 from ostinato.step.slots import Role, Slot
@@ -17,23 +32,36 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action",
+    "Buckets",
+    "CacheStatistics",
+    "CaptureLimits",
     "Cause",
     "CheckReport",
     "Decision",
+    "Evictions",
+    "ExplicitBuckets",
     "Finding",
+    "Footprint",
+    "FootprintSource",
+    "GraphCache",
     "GraphedStep",
     "HeldReplay",
-    "Percentiles",
+    "KeyStatistics",
+    "Multiples",
+    "PowersOfTwo",
     "Reason",
-    "ReplayEvent",
-    "ReplayProfile",
+    "Refusal",
+    "Refused",
     "Role",
     "Situation",
     "Slot",
     "StepKey",
     "StepKeyStatistics",
     "StepStatistics",
+    "Touch",
+    "capacity_class",
     "decide",
+    "parse_bytes",
 ]
 
 

@@ -1,0 +1,29 @@
+"""Names for packages that are built on the library, beside those of `ostinato` for its users.
+
+A program that captures and replays graphs needs none of them.  `distributed`, `relational`,
+`interop` and `serve` are such packages: they import `ostinato`, this module and a few others
+(`tests/test_layers.py` has the list), and no private name.
+"""
+
+from ostinato.driver.api import InstantiateFlags, whole_number
+from ostinato.driver.closeable import Closeable
+from ostinato.driver.extension import load_extension
+from ostinato.driver.forking import new_lock
+from ostinato.driver.host.kernel import HostLaunch
+from ostinato.graph.node import every_node
+from ostinato.step.cache_statistics import table
+from ostinato.step.fills import FILL, fill_kernel, replace_small_fills
+
+__all__ = [
+    "FILL",
+    "Closeable",
+    "HostLaunch",
+    "InstantiateFlags",
+    "every_node",
+    "fill_kernel",
+    "load_extension",
+    "new_lock",
+    "replace_small_fills",
+    "table",
+    "whole_number",
+]
