@@ -306,6 +306,42 @@ def test_an_operation_that_is_launched_as_a_graph_is_as_any_other(
     assert seen() == {10}
 
 
+@pytest.mark.parametrize("then", ["set_params", "set_config", "rebind", "update"])
+def test_what_a_patch_pointed_at_is_let_go_of_by_the_next_change(
+    device: Device, stream: ost.Stream, then: str
+) -> None:
+    """The record of the definition kept it for as long as the executable lived."""
+
+    class Tensor:
+        def __init__(self, buffer: ost.Buffer) -> None:
+            self.range, self.buffer = buffer.range, buffer
+            self.__cuda_array_interface__ = Borrowed(buffer, "<f4").__cuda_array_interface__
+
+    x, out, add = ones(device), device.zeros(N, np.float32), kernel(device, "add")
+    graph = ost.capture_function(stream, lambda: ost.launch(stream, add, config(N), x, x, out, N))
+    run = graph.instantiate()
+    tensor = Tensor(ones(device))
+    alive = weakref.ref(tensor)
+    run.patch(0, 0, tensor)
+    run.patch(0, 1, tensor)
+    run.launch(stream)
+    if then == "set_params":
+        run.set_params(0, ost.prepare(add, config(N), x, x, out, N))
+    elif then == "set_config":
+        run.set_config(0, ost.LaunchConfig(2, 32))
+        run.set_params(0, ost.prepare(add, config(N), x, x, out, N))
+    elif then == "rebind":
+        run.rebind([(tensor, x)])
+    else:
+        run.update(graph)
+    del tensor
+    device.synchronize()
+    gc.collect()
+    assert alive() is None
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 2).all()
+
+
 @pytest.mark.parametrize("end", ["closed", "rebound"])
 def test_a_launch_on_a_closed_stream_is_waited_for(device: Device, end: str) -> None:
     """Another stream that the executable is uploaded on later has nothing to wait for."""

@@ -196,9 +196,9 @@ MISTAKES = [
         *(errors.InputError, "cannot read 'x: float*'", "like 'x: *f32'"),
     ),
     mistake(
-        "NumPy's types in a signature",
-        lambda p: host_kernel("x: *float32"),
-        *(errors.InputError, "'x: *float32' has no known type", "f32"),
+        "C's types in a signature",
+        lambda p: host_kernel("x: *float"),
+        *(errors.InputError, "'x: *float' has no known type", "f32"),
     ),
     mistake(
         "a decorator without its signature",
@@ -224,9 +224,9 @@ MISTAKES = [
         *(TypeError, "cannot be assigned", "copy_from(values, stream)", "ost.fill(stream"),
     ),
     mistake(
-        "a signature's type as a dtype",
-        lambda p: p.device.zeros(N, "f32"),
-        *(errors.InputError, "dtype 'f32'", "'float32' or 'f4'"),
+        "a dtype that is 8 bits here and 8 bytes there",
+        lambda p: p.device.zeros(N, "u8"),
+        *(errors.InputError, "8 bits in signatures and 8 bytes in NumPy"),
     ),
     mistake(
         "values of another shape",
@@ -379,7 +379,7 @@ MISTAKES = [
     ),
     mistake(
         "an object of a closed device",
-        lambda p: p.closed(p.device).zeros(4),
+        lambda p: p.closed(p.device).zeros(4, "f4"),
         *(errors.ClosedError, "is closed; open it again"),
     ),
 ]

@@ -244,5 +244,5 @@ def test_kernels_that_were_loaded_before_collecting_are_refused(
     with torch.cuda.graph(made):
         y = x * 3
     graph = adopt_graph(cuda_device, made)
-    with pytest.raises(GraphFileError, match=r"ost\.collect_modules\(\)"):
+    with pytest.raises(GraphFileError, match=r"graphfile\.collect_modules\(\)"):
         ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y})

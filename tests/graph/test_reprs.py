@@ -16,7 +16,7 @@ from ostinato.relational import Joiner
 from tests.sources import config, kernel
 
 N = 16
-PACKAGES = ("graph", "cache", "replay", "relational")
+PACKAGES = ("graph", "graphfile", "step", "relational")
 
 
 def classes() -> list[type]:

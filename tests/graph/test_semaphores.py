@@ -106,7 +106,7 @@ def test_a_semaphore_is_shown(device: Device, kind: NodeKind) -> None:
     }
     head, *lines = str(graph).splitlines()
     assert f"2 {word.replace('_', ' ')}, 2 kernel, 1 child graph" in head
-    assert sum(word in line and "an external semaphore" in line for line in lines) == 2
+    assert sum(word in line for line in lines) == 2
     shown = json.loads(json.dumps(graph.to_json()))["nodes"]
     assert (shown[0]["kind"], shown[0]["params"]) == (word, {"why": OPAQUE.why})
     for picture in (graph.to_dot(), graph.to_svg()):
@@ -149,5 +149,5 @@ def test_a_semaphore_is_in_no_file(device: Device, kind: NodeKind, tmp_path: Pat
     outer = ost.Graph.create(device)
     outer.add_child(graph)
     with pytest.raises(GraphFileError, match=rf"node 0.* / node 0 \({word}\) cannot be saved"):
-        outer.save(tmp_path / "graph")
+        ost.graphfile.save(outer, tmp_path / "graph")
     assert not [*tmp_path.iterdir()]

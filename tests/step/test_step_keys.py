@@ -203,7 +203,7 @@ def test_a_sealed_pool_quarantines_nothing(device: Device, late: bool) -> None:
 def test_a_recorded_run_that_finds_its_pool_sealed_quarantines_nothing(device: Device) -> None:
     pool = device.pool(name="scratch")
     case = Counting(device, build="record")
-    case.preparing = lambda: pool.empty(4)
+    case.preparing = lambda: pool.empty(4, "u4")
     pool.seal()
     with pytest.raises(PoolSealedError, match=r"pool\.open\(\)"):
         case.step(rows=2)

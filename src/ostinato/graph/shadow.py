@@ -296,6 +296,8 @@ class Shadow:
         if self._dirty:
             made = {live.node.handle: live.setting() for live in self._dirty}
             self._now = replace(self._now, settings={**self._now.settings, **made})
+            for handle in made:  # a `Live` notes owners in the setting that it was made of
+                self._given.pop(handle, None)
             while self._dirty:
                 self._dirty.pop().dirty = False
         return self._now
@@ -380,8 +382,6 @@ class Shadow:
     def end_live(self) -> None:
         """Makes the record of what is in `Live` nodes, and ends these."""
         self._folded()
-        for live in self._live.values():  # which a patcher may hold for longer
-            live.owners = {}
         self._drop(tuple(self._live))
 
     def _drop(self, handles: Iterable[NodeHandle]) -> None:
@@ -390,6 +390,7 @@ class Shadow:
             live = self._live.pop(handle, None)
             if live is not None:
                 live.gone = True
+                live.owners = {}  # a patcher may hold it for longer
 
     # --- changing
     def after(self, changes: Sequence[Change]) -> Now:
@@ -519,7 +520,7 @@ class Shadow:
         """Releases what was set, after the executable was destroyed."""
         self.end_live()
         self._now = Now()
-        self._given = {}  # a `Live` notes owners in the setting that it was made of
+        self._given = {}
 
 
 def _given(node: Node) -> Setting:

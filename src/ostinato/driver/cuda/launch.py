@@ -66,7 +66,9 @@ SHOWN = (
     cu.ATTRIBUTE_SHARED_CARVEOUT,
 )
 # CUclusterSchedulingPolicy
-_SCHEDULING = {1: "spread", 2: "load balancing"}
+_LOAD_BALANCING = 2
+"""Of blocks of clusters.  1 (spread) is what the driver tells of a captured launch that asks for
+nothing (580.159)."""
 
 
 class PreparedLaunch:
@@ -342,10 +344,10 @@ def attribute_words(found: dict[int, cu.LaunchAttributeValue]) -> tuple[str, ...
     words: list[str] = []
     if (value := found.get(cu.ATTRIBUTE_ACCESS_POLICY_WINDOW)) and value.words[1]:
         words.append(f"access policy window of {value.words[1]} bytes at {value.words[0]:#x}")
-    if value := found.get(cu.ATTRIBUTE_CLUSTER_SCHEDULING):
-        policy = _SCHEDULING.get(value.clusterSchedulingPolicyPreference)
-        if policy:
-            words.append(f"cluster scheduling: {policy}")
+    if (value := found.get(cu.ATTRIBUTE_CLUSTER_SCHEDULING)) and (
+        value.clusterSchedulingPolicyPreference == _LOAD_BALANCING
+    ):
+        words.append("cluster scheduling: load balancing")
     if (value := found.get(cu.ATTRIBUTE_MEM_SYNC_DOMAIN)) and value.memSyncDomain:
         words.append("memory synchronisation domain: remote")
     if value := found.get(cu.ATTRIBUTE_MEM_SYNC_DOMAIN_MAP):
