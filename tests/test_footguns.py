@@ -3800,6 +3800,7 @@ def test_a_host_function_captured_into_a_body_is_named(device: Device, stream: o
         assert "node 0 (if), body 0, node 0 (print) of kind HOST" in str(caught.value)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("flags", [ost.lowlevel.InstantiateFlags.NONE, AUTO_FREE])
 def test_memory_of_a_graph_without_a_free_node_is_freed_with_the_executable(
     device: Device, stream: ost.Stream, flags: ost.lowlevel.InstantiateFlags

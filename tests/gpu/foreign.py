@@ -22,6 +22,12 @@ from ostinato.device import Device
 from ostinato.graph.node import Pointer
 
 
+def mend_numba() -> None:
+    """Numba's CUDA target asks for a name that NumPy 2.5 dropped."""
+    if not hasattr(np, "row_stack"):
+        np.row_stack = np.vstack
+
+
 def library(name: str) -> ModuleType:
     """Another library, or the file is skipped without it.  Its warnings are its own affair."""
     with warnings.catch_warnings():

@@ -7,10 +7,9 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from tests.gpu.foreign import BlendStep, library
+from tests.gpu.foreign import BlendStep, library, mend_numba
 
-if not hasattr(np, "row_stack"):
-    np.row_stack = np.vstack  # Numba's CUDA target still asks for it; NumPy 2.5 dropped it
+mend_numba()
 library("numba")
 cuda = library("numba.cuda")
 

@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 
+from tests.gpu.foreign import mend_numba
 from tools import samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -15,6 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 def test_samples_run_on_a_gpu(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And print what they print on the host driver."""
     monkeypatch.setenv("OSTINATO_DEVICE", "cuda:0")
+    mend_numba()
     text = (samples.ROOT / page).read_text(encoding="utf-8")
     found = samples.samples(text)
     libraries = {block.library for block in found} - {""}

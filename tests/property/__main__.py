@@ -18,10 +18,12 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ostinato.device import open_device
@@ -52,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     if given.replay:
         return _replay(given)
+    if given.device != "host" and given.journal is None:
+        return _guarded(given, sys.argv[1:] if arguments is None else arguments)
     open_device(given.device).close()  # where there is none, that is said, and no program fails
     counts: Counter[str] = Counter()
     begun = time.perf_counter()
@@ -61,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     while failed is None and not _enough(given, programs, begun):
         seed = given.seed + programs
         compiled = seed % 4 != 3
-        failed = _watched(kind_of(given.device, compiled=compiled), seed, given.length, counts)
+        kind = kind_of(given.device, compiled=compiled)
+        failed = _watched(kind, seed, given.length, counts, given.journal)
         programs += 1
         if programs % LINES == 0:
             seconds = time.perf_counter() - begun
@@ -112,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=40, help="steps of a program")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--uncompiled", action="store_true", help="with --replay")
+    parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
     parser.add_argument(
         "--replay", action="store_true", help="run the steps on standard input, as printed"
     )
@@ -128,11 +134,55 @@ def _named(counts: Counter[str], prefix: str) -> dict[str, int]:
     return {n.removeprefix(prefix): c for n, c in sorted(counts.items()) if n.startswith(prefix)}
 
 
+class _Journal(list[Step]):
+    """The steps of a program, also in a file, for whoever finds the process gone."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        print(seed, file=self._file, flush=True)
+
+    def append(self, step: Step) -> None:
+        super().append(step)
+        print(step, file=self._file, flush=True)
+
+
+def _guarded(given: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Runs the programs in a process of their own; one that ends it by a signal is reduced."""
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder, "journal")
+        command = [sys.executable, "-X", "faulthandler", "-m", "tests.property", *arguments]
+        status = subprocess.run([*command, "--journal", str(journal)], check=False).returncode
+        if status >= 0:
+            return status
+        seed, *lines = journal.read_text(encoding="utf-8").splitlines()
+    steps, kind, compiled = (
+        engine.read("\n".join(lines)),
+        f"exit status {status}",
+        int(seed) % 4 != 3,
+    )
+    print(f"seed {seed}, step {len(steps)}: {kind}", flush=True)
+
+    def run(fewer: Sequence[Step]) -> str | None:
+        return _in_a_process(given.device, compiled, fewer)
+
+    if run(steps) == kind:
+        steps = engine.shorter(steps, kind, run, PATIENCE)
+    else:
+        print("the steps alone do not end a process so")
+    print(program(given.device, compiled, steps), flush=True)
+    print(json.dumps({"device": given.device, "failed": {"seed": int(seed), "kind": kind}}))
+    return 1
+
+
 def _watched(
-    kind: type[ThreadRules], seed: int, length: int, counts: Counter[str]
+    kind: type[ThreadRules],
+    seed: int,
+    length: int,
+    counts: Counter[str],
+    journal: Path | None = None,
 ) -> Failure | None:
     """One program, which ends the process with what it had done if it hangs."""
-    done: list[Step] = []
+    done: list[Step] = [] if journal is None else _Journal(journal, seed)
 
     def hangs() -> None:
         print(f"seed {seed} hangs after these steps:", *done, sep="\n    ", flush=True)

@@ -258,8 +258,8 @@ def replay(kind: type[World], programme: str) -> None:
         raise failure.error
 
 
-def run_again(kind: type[World], programme: str) -> Failure | None:
-    """How the printed steps fail, or None."""
+def read(programme: str) -> list[Step]:
+    """The steps that were printed."""
     steps: list[Step] = []
 
     class Noted:
@@ -268,4 +268,9 @@ def run_again(kind: type[World], programme: str) -> Failure | None:
 
     for line in filter(None, map(str.strip, programme.splitlines())):
         eval(line, {"world": Noted()})
-    return _run(kind, _given(kind, steps), [])
+    return steps
+
+
+def run_again(kind: type[World], programme: str) -> Failure | None:
+    """How the printed steps fail, or None."""
+    return _run(kind, _given(kind, read(programme)), [])

@@ -486,9 +486,10 @@ class LaunchAttributes:
     """What a kernel node of an executable keeps, whatever it is given later.
 
     CUDA changes none of these in a whole update or with a node's parameters, and does not refuse
-    most of them (libcuda 580.159: another cluster size gives SUCCESS, and the kernel runs with the
-    old one).  `others`: attributes that `LaunchConfig` has no field for, in words.  `function`: the
-    kernel, where the node may have attributes that the driver does not tell, else None.
+    most of them (libcuda 580.159: another cluster size gives SUCCESS, and once the executable was
+    launched the kernel runs with the old one).  `others`: attributes that `LaunchConfig` has no
+    field for, in words.  `function`: the kernel, where the node may have attributes that the driver
+    does not tell, else None.
     """
 
     cluster: Dim3 | None

@@ -1,7 +1,7 @@
 """Which launch attributes an executable keeps without a word, tried on this machine's driver.
 
-For each attribute: a kernel node that has one value is instantiated, and is then to get another,
-by a whole update (cuGraphExecUpdate) and by parameters of one node
+For each attribute: a kernel node that has one value is instantiated and launched, and is then to
+get another, by a whole update (cuGraphExecUpdate) and by parameters of one node
 (cuGraphExecKernelNodeSetParams, after the definition's node got the other value).  A kernel can see
 the size of its cluster; of the other attributes only the driver's answer is known.
 """
@@ -155,9 +155,11 @@ class _Trial:
         return self._driver._status("attribute_fates", symbol, node, identity, byref(raw))
 
     def _changed(self, graph: GraphHandle, change: Callable[[ExecHandle], int]) -> Fate:
-        """What becomes of a change of a new executable."""
+        """What becomes of a change of an executable that was launched."""
         run = self._driver.graph_instantiate(graph)
         try:
+            self._driver.exec_launch(run, self._stream)
+            self._driver.stream_synchronize(self._stream)
             if change(run):
                 return Fate.REFUSED
             if self._identity != cu.ATTRIBUTE_CLUSTER_DIMENSION:

@@ -124,8 +124,9 @@ class StreamCalls(CudaCalls):
 
     def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
         functions = self._host_functions
-        info = self.stream_capture_info(stream)
-        if info.status is CaptureStatus.ACTIVE:  # it becomes a node, which may run many times
+        # The legacy stream never captures, and asking it breaks no capture as using it does.
+        info = self.stream_capture_info(stream) if stream else None
+        if info and info.status is CaptureStatus.ACTIVE:  # a node, which may run many times
             pointer = functions.pointer
             number = functions.add_to_graph(info.graph, function)
         else:
