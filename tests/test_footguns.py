@@ -306,6 +306,39 @@ def test_an_operation_that_is_launched_as_a_graph_is_as_any_other(
     assert seen() == {10}
 
 
+@pytest.mark.parametrize(
+    "change", ["set_config", "set_params", "set_enabled", "enabled", "patch", "patcher", "rebind"]
+)
+def test_nodes_of_a_closed_definition_cannot_be_changed(
+    device: Device, stream: ost.Stream, change: str
+) -> None:
+    """Nor one that was read before: libcuda crashed over the node of a graph that is gone."""
+    x, y, scale = ones(device), ones(device), kernel(device, "scale")
+    double = ost.prepare(scale, config(N), x, N)
+    graph = ost.capture_function(stream, lambda: stream.submit(double))
+    run = graph.instantiate()
+    run.set_params(0, double)
+    run.patch(0, 1, N)
+    patcher = run.patcher(0, 1)
+    node = graph.node(0)
+    graph.close()
+    device.context.collect()
+    calls: dict[str, Callable[[], object]] = {
+        "set_config": lambda: run.set_config(node, ost.LaunchConfig(2, 32)),
+        "set_params": lambda: run.set_params(0, ost.prepare(scale, config(1), x, 1)),
+        "set_enabled": lambda: run.set_enabled(0, False),
+        "enabled": lambda: run.enabled(0),
+        "patch": lambda: run.patch(0, 1, 1),
+        "patcher": lambda: patcher(1),
+        "rebind": lambda: run.rebind({x: y}),
+    }
+    with pytest.raises(ClosedError):
+        calls[change]()
+    run.launch(stream)
+    assert (x.to_numpy(stream) == 2).all()
+    assert (y.to_numpy(stream) == 1).all()
+
+
 @pytest.mark.parametrize("then", ["set_params", "set_config", "rebind", "update"])
 def test_what_a_patch_pointed_at_is_let_go_of_by_the_next_change(
     device: Device, stream: ost.Stream, then: str

@@ -265,8 +265,10 @@ class Shadow:
     def node(self, node: Node | int) -> Node:
         """A node as it was in the definition, also inside child graphs and bodies.
 
-        A number is an index of the graph's own nodes.  Raises InputError if it is not one of these.
+        A number is an index of the graph's own nodes.  Raises InputError if it is not one of these,
+        ClosedError if the definition was closed: libcuda may crash over a node that is gone.
         """
+        _ = self._graph.handle
         handles = self._handles
         if not isinstance(node, Node):
             return self._own(index_below(len(handles), node))
@@ -286,7 +288,6 @@ class Shadow:
         found = self._single.get(index)
         if found is None:
             graph = self._graph
-            _ = graph.handle  # raises if the definition was closed
             find = KnownRanges(graph.context.driver.memory_range)
             found = self._single[index] = self._frozen.node(graph, index, find)
         return found
