@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("page", samples.PAGES_FOR_GPUS)
+@pytest.mark.usefixtures("cuda_device")
 def test_samples_run_on_a_gpu(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And print what they print on the host driver."""
     monkeypatch.setenv("OSTINATO_DEVICE", "cuda:0")

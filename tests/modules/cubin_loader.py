@@ -40,6 +40,7 @@ def needs_nvrtc() -> pytest.MarkDecorator:
 
 class CubinLoader:
     name = "stand-in:0"
+    cuda_context = None
 
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
         self.capabilities = Capabilities(
@@ -63,6 +64,10 @@ class CubinLoader:
         self.loads = 0
         self.forced: list[int] = []
         self.fail_with: list[Exception] = []
+
+    def on_host_failure(self, listener: object) -> None: ...
+
+    def unraised(self, patience: float) -> None: ...
 
     def synchronize(self) -> None: ...
 

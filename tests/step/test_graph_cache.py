@@ -502,7 +502,7 @@ def test_a_replay_does_what_the_settings_say(host_device: Device) -> None:
     """The order of the driver's calls, and what is raised is the driver's error as it is."""
     faults = FaultyDriver(host_device.driver)
     device, seen = Device(faults), []
-    stream, x = device.create_stream(), device.zeros(4)
+    stream, x = device.create_stream(), device.zeros(4, "u1")
     graph = ost.capture_function(stream, lambda: ost.fill(stream, x, 1))
     calls = ("exec_upload", "exec_launch", "stream_synchronize")
 
