@@ -657,6 +657,7 @@ class GraphExec(Launcher, Closeable):
         """
         pairs = list(targets.items() if isinstance(targets, Mapping) else targets)
         with self._lock:
+            _ = self.graph.handle  # raises if the definition was closed
             find = self.context.driver.memory_range
             moves = moves_of(pairs, self.context.owner_of, self.context.space)
             typed = any(move.holds is not None for move in moves)
