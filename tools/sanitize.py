@@ -121,6 +121,7 @@ LEFT_OUT = {
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
     _GPU + "test_disk_foreign.py": "the tool excludes CUPTI, which collects machine code",
     "tests/test_driver_faults.py": "makes faults on purpose, in other processes",
+    "tests/test_endings.py": "makes faults on purpose, in other processes",
     "tests/property/test_property.py": "half of its programs have conditional nodes",
     _CONDITIONAL: "memcheck breaks graphs with conditional nodes (docs/log.md)",
     _RUN: "its loops are conditional nodes",
@@ -147,7 +148,15 @@ _SMALL = " and ".join(
         *("every_way_of_running", "same_bits_for_a_batch", "a_loop_gives"),
     )
 )
-_MEASURED = ("tests/step", "tests/contract", _ADOPTION[1], _WAYS, _KERNELS[-1], *_DECODER)
+_MEASURED = (
+    "tests/step",
+    "tests/contract",
+    "tests/test_footguns.py",
+    _ADOPTION[1],
+    _WAYS,
+    _KERNELS[-1],
+    *_DECODER,
+)
 
 
 def _memcheck(shares: int, name: str, *tests: str, keyword: str = "") -> list[Part]:
@@ -205,7 +214,12 @@ PARTS: tuple[Part, ...] = (
         *("tests/state", "tests/graphfile", "tests/step"),
         keyword="not held_and_dropped",
     ),
-    *_memcheck(1, "tiny", "tests/test_tiny.py", "tests/test_manners.py"),
+    *_memcheck(
+        1,
+        "tiny",
+        *("tests/test_tiny.py", "tests/test_manners.py"),
+        *("tests/test_async.py", "tests/test_newcomer.py"),
+    ),
     *_memcheck(1, "handles and lifetime", *_ADOPTION),
     *_memcheck(1, "modules", "tests/modules/test_modules_gpu.py"),
     *_memcheck(

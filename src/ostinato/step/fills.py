@@ -43,7 +43,7 @@ def _fill(how: Any, to: Any, pattern: int, nbytes: int) -> None:
 def source() -> Source:
     """The kernel's source."""
     text = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    return Source(text, host=[_fill], name="step/fills.cu")
+    return Source(text, host=[_fill], name="fills.cu")
 
 
 def fill_kernel(device: Device) -> Kernel:

@@ -67,7 +67,7 @@ from ostinato.interop.graphing.stored import Stored
 from ostinato.interop.graphing.subject import Subject
 from ostinato.interop.graphing.trees import Unknown
 from ostinato.lowlevel import new_lock
-from ostinato.settings import BLOCKING_CAPTURES, blocking_captures, graphs_enabled
+from ostinato.settings import blocking_captures, graphs_enabled
 
 __all__ = ["EAGER", "Graphed"]
 
@@ -809,7 +809,7 @@ class Graphed(Guarded):
 
 _UNSEEN = (
     "work that a captured function put on the legacy default stream, which no replay repeats "
-    f"({BLOCKING_CAPTURES.name}=1 finds it)"
+    "(OSTINATO_BLOCKING_CAPTURES=1 finds it)"
 )
 
 
