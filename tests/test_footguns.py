@@ -306,6 +306,29 @@ def test_an_operation_that_is_launched_as_a_graph_is_as_any_other(
     assert seen() == {10}
 
 
+def test_a_cooperative_kernel_is_not_switched_off(device: Device, stream: ost.Stream) -> None:
+    """libcuda 580.159 lost the context: two launches of a graph of one such node."""
+    if not device.capabilities.cooperative_launch:
+        pytest.skip("no device with cooperative launches")
+    x, together = ones(device), ost.LaunchConfig(1, N, cooperative=True)
+    graph = ost.capture_function(
+        stream, lambda: ost.launch(stream, kernel(device, "scale"), together, x, N)
+    )
+    outer = ost.Graph.create(device)
+    outer.add_child(graph)
+    for run in (graph.instantiate(), outer.instantiate()):
+        node = (
+            run.nodes[0]
+            if run.nodes[0].kind is ost.NodeKind.KERNEL
+            else run.nodes[0].children[0][0]
+        )
+        with pytest.raises(UpdateRefusedError, match=r"cooperative.*give it a size of 0"):
+            run.set_enabled(node, False)
+        for _ in range(2):
+            run.launch(stream)
+    assert (x.to_numpy(stream) == 16).all()
+
+
 @pytest.mark.parametrize(
     "change", ["set_config", "set_params", "set_enabled", "enabled", "patch", "patcher", "rebind"]
 )

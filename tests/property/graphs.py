@@ -725,8 +725,12 @@ class GraphRules(World):
             (executable.off.discard if on else executable.off.add)(old)
             return executable.ops
 
+        together = isinstance(old, Seen) and old.cooperative  # docs/driver-faults.md
         self.changes(
-            executable, lambda: executable.run.set_enabled(executable.node(old), on), after
+            executable,
+            lambda: executable.run.set_enabled(executable.node(old), on),
+            after,
+            UpdateRefusedError if together and not on else None,
         )
 
     @rule(

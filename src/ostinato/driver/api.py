@@ -1307,7 +1307,8 @@ class Driver(Protocol):
 
         A disabled memset node may lose its edges.  With libcuda 580.159 and a memset of a few
         elements, the nodes after it do not wait for those before it, and a launch that ends with it
-        counts as done before these are.
+        counts as done before these are.  Launches with a disabled cooperative kernel may end with
+        LAUNCH_FAILED (719), and the context is lost.
         """
         ...
 

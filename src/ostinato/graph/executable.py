@@ -611,7 +611,8 @@ class GraphExec(Launcher, Closeable):
         """Switches a kernel or memcpy node on or off; one that is off keeps its edges.
 
         Raises UpdateRefusedError for another kind.  CUDA switches memset nodes off too, but then
-        loses the order around them (`Driver.exec_set_enabled`), so they can only be switched on.
+        loses the order around them, and cooperative kernels, but then loses the context
+        (`Driver.exec_set_enabled`): both can only be switched on.
         """
         with self._lock:
             found = self._shadow.node(node)
@@ -627,6 +628,14 @@ class GraphExec(Launcher, Closeable):
                     )
                 raise UpdateRefusedError(
                     f"node {found.index} ({found.name}) is of kind {found.kind.name}; {why}",
+                    node_index=found.index,
+                )
+            params = found.params
+            if not enabled and isinstance(params, KernelNodeParams) and params.config.cooperative:
+                raise UpdateRefusedError(
+                    f"node {found.index} ({found.name}) is a cooperative kernel; switched off, it "
+                    "loses the context with some drivers. Let the kernel do nothing instead: give "
+                    "it a size of 0",
                     node_index=found.index,
                 )
             self._toggled = True

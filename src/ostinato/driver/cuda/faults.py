@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import byref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ostinato.driver.api import (
@@ -163,13 +163,15 @@ class Finding:
 class DriverFault:
     """A known fault: its name, what happens in one line, and the probe.
 
-    `alone`: the probe needs a process without a context, and leaves one that is lost.
+    `alone`: the probe needs a process of its own, whose context it loses.  `dumps`: core dumps are
+    asked for in it, before there is a context.
     """
 
     name: str
     what: str
     probe: Callable[[CudaDriver], Finding]
     alone: bool = False
+    dumps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +291,24 @@ def _disabled_memset_loses_order(driver: CudaDriver) -> Finding:
         f"a memset of 8 words between two kernels, switched off: the second kernel began before "
         f"the first had ended in {early} of {launches} launches",
     )
+
+
+def _disabled_cooperative_loses_the_context(driver: CudaDriver) -> Finding:
+    if not driver.capabilities.cooperative_launch:
+        return _not_applicable("this GPU has no cooperative launches")
+    bench = _Bench(driver)
+    together = replace(bench.kernel("nothing"), config=LaunchConfig(1, 8, cooperative=True))
+    graph, (node,) = bench.chain(together)
+    executable, launches = driver.graph_instantiate(graph), 2
+    driver._call("faults", "cuGraphNodeSetEnabled", executable, node, 0)
+    what = f"{launches} launches of a graph of one cooperative kernel that is switched off"
+    try:
+        for _ in range(launches):
+            driver.exec_launch(executable, bench.stream)
+        driver.stream_synchronize(bench.stream)
+    except DriverError as error:
+        return _present(f"{what}: status {int(error.status)}")
+    return _absent(f"{what}: done")
 
 
 def _handles_are_given_again(driver: CudaDriver) -> Finding:
@@ -480,6 +500,12 @@ FAULTS: tuple[DriverFault, ...] = (
         _disabled_memset_loses_order,
     ),
     DriverFault(
+        "disabled-cooperative-loses-the-context",
+        "launches with a cooperative kernel node that is switched off end with a lost context",
+        _disabled_cooperative_loses_the_context,
+        alone=True,
+    ),
+    DriverFault(
         "legacy-work-is-not-captured",
         "work on the legacy default stream runs during a capture and is not in the graph",
         _legacy_work_is_not_captured,
@@ -494,6 +520,7 @@ FAULTS: tuple[DriverFault, ...] = (
         "with core dumps asked for by the API, the wait behind a fault reports success",
         _core_dump_hides_the_fault,
         alone=True,
+        dumps=True,
     ),
     DriverFault(
         "handles-are-given-again",
@@ -535,7 +562,7 @@ def probe(ordinal: int, names: Sequence[str]) -> int:
     """Runs probes one after the other, and prints a line of JSON for each.  Returns 0."""
     faults = {fault.name: fault for fault in FAULTS}
     with tempfile.TemporaryDirectory() as folder:
-        why = _ask_for_core_dump(Path(folder)) if faults[names[0]].alone else ""
+        why = _ask_for_core_dump(Path(folder)) if faults[names[0]].dumps else ""
         if why:
             _say(names[0], _not_applicable(why))
             return 0
