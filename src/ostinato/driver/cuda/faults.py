@@ -45,8 +45,8 @@ from ostinato.driver.api import (
     NodeParams,
     StreamHandle,
 )
-from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.driver import CudaDriver
+from ostinato.driver.cuda.kept import Fate, attribute_fates
 from ostinato.driver.signature import Signature
 from ostinato.errors import DriverError, OstinatoError
 
@@ -114,30 +114,11 @@ WAITING:
 }}
 """
 
-_CLUSTER_PTX = """
-.version 7.8
-.target sm_90
-.address_size 64
-
-// Writes how many blocks its cluster has.
-.visible .entry cluster(.param .u64 out)
-{
-    .reg .u32 %r<2>;
-    .reg .u64 %t<2>;
-    ld.param.u64 %t1, [out];
-    cvta.to.global.u64 %t1, %t1;
-    mov.u32 %r1, %cluster_nctaid.x;
-    st.global.u32 [%t1], %r1;
-    ret;
-}
-"""
-
 _SIGNATURES = {
     "nothing": "",
     "late": "out: *u32, value: u32",
     "take": "out: *u32, source: *const u32",
     "stray": "",
-    "cluster": "out: *u32",
 }
 
 
@@ -205,10 +186,10 @@ def _not_applicable(detail: str) -> Finding:
 class _Bench:
     """A stream, words of device memory and small kernels.  The end of the process frees them."""
 
-    def __init__(self, driver: CudaDriver, ptx: str = _PTX) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self.driver = driver
         self.stream = driver.stream_create()
-        self._module = driver.module_load(Image("ptx", ptx.encode()))
+        self._module = driver.module_load(Image("ptx", _PTX.encode()))
         self._words = driver.mem_alloc(4096)
         driver.memset(self._words, 0, 4, 1024, self.stream)
         driver.stream_synchronize(self.stream)
@@ -225,12 +206,10 @@ class _Bench:
         self.driver.memcpy_to_host(memoryview(found), self.word(index), self.stream)
         return int.from_bytes(found, "little")
 
-    def kernel(
-        self, name: str, *arguments: object, grid: int = 1, cluster: int | None = None
-    ) -> KernelNodeParams:
+    def kernel(self, name: str, *arguments: object) -> KernelNodeParams:
         function = self.driver.module_function(self._module, name)
         self.driver.function_load(function)
-        config = LaunchConfig(grid, 1, cluster=cluster)
+        config = LaunchConfig(1, 1)
         return KernelNodeParams(
             function, config, Signature.parse(_SIGNATURES[name]).pack(arguments)
         )
@@ -248,26 +227,14 @@ class _Bench:
 
 
 def _update_keeps_attributes(driver: CudaDriver) -> Finding:
-    if not driver.capabilities.clusters:
+    sizes = [fate for fate in attribute_fates(driver) if fate.attribute == "cluster size"]
+    if not sizes:
         return _not_applicable("this GPU has no clusters")
-    bench = _Bench(driver, _CLUSTER_PTX)
-    first, second = (
-        bench.chain(bench.kernel("cluster", bench.word(0), grid=8, cluster=size))[0]
-        for size in (2, 4)
-    )
-    executable, info = driver.graph_instantiate(first), cu.UpdateResultInfo()
-    bench.run(executable)  # before its first launch it takes the new size
-    status = driver._status("faults", "cuGraphExecUpdate_v2", executable, second, byref(info))
-    if status:
-        return _absent(f"the update was refused: status {status}, reason {info.result}")
-    bench.run(executable)
-    seen = bench.read(0)
-    if seen not in (2, 4):
-        return Finding(Verdict.FAILED, f"the kernel saw a cluster of {seen}, which no launch has")
+    (size,) = sizes
     return _either(
-        seen == 2,
-        "launched with clusters of 2 and updated to 4, status 0: the kernel then saw a cluster of "
-        f"{seen}",
+        Fate.KEPT in (size.update, size.set_params),
+        "a kernel was launched in clusters of 2, and asked for 4: "
+        f"by an update {size.update.value}, by the node's parameters {size.set_params.value}",
     )
 
 
