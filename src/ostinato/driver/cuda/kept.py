@@ -18,13 +18,14 @@ from ostinato.driver.api import (
     ExecHandle,
     GraphHandle,
     Image,
+    KernelArguments,
     KernelNodeParams,
     LaunchConfig,
     NodeHandle,
+    ParameterSlot,
 )
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.driver import CudaDriver
-from ostinato.driver.signature import Signature
 
 __all__ = ["AttributeFate", "Fate", "attribute_fates"]
 
@@ -100,8 +101,9 @@ def attribute_fates(driver: CudaDriver) -> tuple[AttributeFate, ...]:
     module = driver.module_load(Image("ptx", _PTX.encode()))
     function, out = driver.module_function(module, "cluster"), driver.mem_alloc(4)
     driver.function_load(function)
-    arguments = Signature.parse("out: *u32").pack((out,))
-    kernel = KernelNodeParams(function, LaunchConfig(8, 32), arguments)
+    layout = driver.layout_of(function) or (ParameterSlot(0, 8),)
+    data = out.to_bytes(8, "little").ljust(layout[-1].offset + layout[-1].size, b"\0")
+    kernel = KernelNodeParams(function, LaunchConfig(8, 32), KernelArguments(data, layout))
     trials = (_Trial(driver, kernel, out, *tried) for tried in _TRIED)
     return tuple(fate for trial in trials if (fate := trial.fate()) is not None)
 
