@@ -37,7 +37,7 @@ from ostinato.cli.arguments import (
 from ostinato.cli.endings import FAILED
 from ostinato.cli.plain import say
 from ostinato.cli.progress import prompt_progress
-from ostinato.cli.speaker import sampling_options, show, speaker
+from ostinato.cli.speaker import advised_options, show, speaker
 from ostinato.errors import InputError, ModelError
 from ostinato.models.arguments import counted
 from ostinato.models.extra import require_extra
@@ -92,16 +92,14 @@ def chat(
     It uses one GPU: between two messages several ranks would have to wait without a deadline.
     """
     require_extra("`ostinato chat`")
-    from ostinato.models.sampling import READABLE
-
-    named = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }
-    sampling_options(READABLE, seed, **named)  # raises before a model is loaded
+    advised = advised_options(
+        seed,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
     with (
         speaker(
             model,
@@ -113,7 +111,7 @@ def chat(
         ) as generator,
         _Interrupts() as interrupts,
     ):
-        sampling = sampling_options(generator.default_sampling, seed, **named)
+        sampling = advised(generator)
         conversation = generator.chat(
             system=system,
             max_tokens=max_tokens,

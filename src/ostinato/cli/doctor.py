@@ -26,8 +26,8 @@ LEAST_VERSIONS = {
     "cupy-cuda12x": "11.6",
     "numba-cuda": "0.0.12",
 }
-"""Of the libraries that `ostinato.interop` works with, the oldest that have what it uses;
-docs/limits.md says how each was found."""
+"""The oldest versions of other libraries that have what `ostinato.interop` uses; docs/limits.md
+says how each was found."""
 
 _PACKAGES = (
     "numpy",

@@ -26,7 +26,7 @@ from ostinato.cli.arguments import (
     texts,
 )
 from ostinato.cli.plain import say
-from ostinato.cli.speaker import sampling_options, speaker
+from ostinato.cli.speaker import advised_options, speaker
 
 __all__ = ["serve"]
 
@@ -141,18 +141,17 @@ def serve(
     keys = (*(api_key or ()), *_keys(api_key_file))
     if not all(key.strip() == key != "" for key in keys):
         raise typer.BadParameter("a key is text without spaces around it", param_hint="--api-key")
-    from ostinato.models.sampling import READABLE
     from ostinato.serve.app import HttpLimits
     from ostinato.serve.server import LOCAL, ServeOptions, Server
 
-    named = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }
-    sampling_options(READABLE, 0, **named)  # raises before a model is loaded
+    advised = advised_options(
+        0,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
     listener = Server.bind(host, port)  # a port that is taken is known before a model is loaded
     with (
         listener,
@@ -175,7 +174,7 @@ def serve(
             reuse=reuse,
             seconds=timeout or None,
             grace_seconds=grace,
-            sampling=sampling_options(generator.default_sampling, 0, **named),
+            sampling=advised(generator),
         )
         server = Server(generator, options, listener)
         if not keys and listener.getsockname()[0] not in LOCAL:

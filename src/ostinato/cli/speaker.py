@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ostinato.distributed import Group
     from ostinato.models import SamplingOptions, TextGenerator
 
-__all__ = ["sampling_options", "show", "speaker"]
+__all__ = ["advised_options", "sampling_options", "show", "speaker"]
 
 
 @contextmanager
@@ -54,6 +54,19 @@ def sampling_options(
     be typed again.  Raises InputError."""
     given = {name: value for name, value in named.items() if value is not None}
     return base.with_named(seed=secrets.randbits(32) if seed is None else seed, **given)
+
+
+def advised_options(
+    seed: int | None, **named: float | None
+) -> Callable[[TextGenerator], SamplingOptions]:
+    """What a model's files advise, with the options that are given; asked once it is loaded.
+
+    Raises InputError for options that no model could have, before one is loaded.
+    """
+    from ostinato.models.sampling import READABLE
+
+    sampling_options(READABLE, seed, **named)
+    return lambda generator: sampling_options(generator.default_sampling, seed, **named)
 
 
 def show(piece: str) -> None:

@@ -661,8 +661,8 @@ class GraphExec(Launcher, Closeable):
         and why.  Raises InputError for a new target that holds another type, or is of another
         device, and if a new range is shorter than what is used of the old one (or,
         where that is not known, than the rest of the old one) or if what a node copies would
-        overlap, ClosedError for a new target that is closed, UpdateRefusedError if the driver
-        refuses; the executable is then as before.
+        overlap, ClosedError for a new target or a definition that is closed, UpdateRefusedError if
+        the driver refuses; the executable is then as before.
         """
         pairs = list(targets.items() if isinstance(targets, Mapping) else targets)
         with self._lock:
