@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -57,11 +58,15 @@ def boxes_of(ops: Iterable[Op]) -> list[Box]:
 
 @dataclass(eq=False)
 class Definition:
-    """A graph and what it does.  `single`: one executable at a time, no clone, no child."""
+    """A graph and what it does.  `single`: one executable at a time, no clone, no child.
+
+    `apart`: its edges order only what touches the same memory.
+    """
 
     graph: ost.Graph
     ops: tuple[Op, ...]
     single: bool = False
+    apart: bool = False
 
     @property
     def dangling(self) -> bool:
@@ -102,6 +107,17 @@ class Executable:
 
     def apply(self) -> None:
         apply(rewritten(self.ops, lambda op: Child(()) if op in self.off else op))
+
+    def sane(self, ops: tuple[Op, ...]) -> bool:
+        """Whether a change to these operations has one answer.
+
+        No body of a loop uses what the loop counts with, and the edges, which stay, order all that
+        touches the same memory.
+        """
+        loops = [op for op in leaves(ops) if isinstance(op, Loop)]
+        if any(loop.on.box in boxes_of(loop.body) for loop in loops):
+            return False
+        return not self.made_of.apart or conflicts(ops) <= conflicts(self.made_of.ops)
 
     def place(self, op: Op) -> tuple[int, ...]:
         """Where the node of an operation is: an index, and those inside."""
@@ -169,9 +185,11 @@ class GraphRules(World):
                 oldest.run.close()
                 self.executables.remove(oldest)
 
-    def define(self, graph: ost.Graph, ops: Iterable[Op], *, single: bool = False) -> Definition:
+    def define(
+        self, graph: ost.Graph, ops: Iterable[Op], *, single: bool = False, apart: bool = False
+    ) -> Definition:
         self.room()
-        self.definitions.append(Definition(graph, tuple(ops), single))
+        self.definitions.append(Definition(graph, tuple(ops), single, apart))
         return self.definitions[-1]
 
     def captured(self, lane: Lane, ops: Iterable[Op]) -> ost.Graph:
@@ -220,17 +238,18 @@ class GraphRules(World):
                 on.stream.wait(off.stream.record())
         apply(ops)
         self.look(on, boxes, "recorded")
-        self.define(recording.build(serial=serial), ops)
+        self.define(recording.build(serial=serial), ops, apart=not serial)
 
     @rule(specs=OPS, edges=booleans())
     def build(self, specs: list[Spec], edges: bool) -> None:
         ops = [self.op(spec) for spec in specs]
         graph = ost.Graph.create(self.device)
-        if edges and not any(isinstance(op, Mark) for op in ops):
+        apart = edges and not any(isinstance(op, Mark) for op in ops)
+        if apart:
             graph.add_operations([self.prepared(op) for op in ops])
         else:
             self.add_all(graph, ops)
-        self.define(graph, ops)
+        self.define(graph, ops, apart=apart)
 
     def prepared(self, op: Op) -> ost.Operation:
         """An operation of the library, which knows what it reads and writes."""
@@ -281,7 +300,7 @@ class GraphRules(World):
         elif of.single:
             self.refuses(of.graph.clone, DriverError)
         else:
-            self.define(of.graph.clone(), of.ops)
+            self.define(of.graph.clone(), of.ops, apart=of.apart)
 
     @rule(when=lambda self: self.definitions, which=BYTE, specs=OPS)
     def make_a_parent(self, which: int, specs: list[Spec]) -> None:
@@ -298,7 +317,7 @@ class GraphRules(World):
             end = self.op(specs[0])
             self.add(graph, end, (child,))
             ops += [Child(rewritten(of.ops, _again)), end]
-        self.define(graph, ops)
+        self.define(graph, ops, apart=of.apart)
 
     @rule(specs=OPS)
     def build_with_an_event(self, specs: list[Spec]) -> None:
@@ -639,7 +658,7 @@ class GraphRules(World):
             ref = replace(ref, reach=what != "address")
             new, value = replace(old, **{name: ref}), self.pointer(ref)
             what = name
-        if not _sane(changed(executable.ops, old, new)):
+        if not executable.sane(changed(executable.ops, old, new)):
             return
         argument: int | str = what if to % 2 else {"dst": 0, "src": 1, "m": 2, "c": 3}[what]
 
@@ -661,7 +680,11 @@ class GraphRules(World):
         executable, new = self.executable(which), self.op(spec)
         kernels = isinstance(new, Affine | Sum | Seen)
         old = self.simple(executable, (Affine, Sum, Seen) if kernels else type(new), op)
-        if old is None or isinstance(new, Mark) or not _sane(changed(executable.ops, old, new)):
+        if (
+            old is None
+            or isinstance(new, Mark)
+            or not executable.sane(changed(executable.ops, old, new))
+        ):
             return
         kept = attributes_of(old) == attributes_of(new)
         sure = kept and not programmatic(old, new)
@@ -763,7 +786,7 @@ class GraphRules(World):
         pairs = {self.part(start): self.part(to)}
         ops, fits = self.rebound(executable.ops, start, to)
         refs = [r for op in leaves(executable.ops) for r in refs_of(op).values()]
-        if not _sane(ops) or any(not r.reach and r.stop > start.stop for r in refs):
+        if not executable.sane(ops) or any(not r.reach and r.stop > start.stop for r in refs):
             return  # of an address, more is used than the part that is moved
         words = sum(
             a is not b and isinstance(a, Affine | Sum | Seen | Copy | Fill)
@@ -896,9 +919,18 @@ def programmatic(*ops: Op) -> bool:
     return any(isinstance(op, Seen) and op.programmatic for op in ops)
 
 
-def _sane(ops: Iterable[Op]) -> bool:
-    """Whether no body of a loop uses what the loop counts with."""
-    return not any(isinstance(op, Loop) and op.on.box in boxes_of(op.body) for op in leaves(ops))
+def conflicts(ops: tuple[Op, ...]) -> set[tuple[int, int]]:
+    """The places of each two operations of which one writes what the other reads or writes."""
+    touched = [refs_of(op) for op in leaves(ops)]
+    pairs = itertools.combinations(enumerate(touched), 2)
+    return {(i, j) for (i, a), (j, b) in pairs if _meet(a, b) or _meet(b, a)}
+
+
+def _meet(writer: dict[str, Ref], other: dict[str, Ref]) -> bool:
+    to = [ref for name, ref in writer.items() if name != "src"]
+    return any(
+        a.box is b.box and a.start < b.stop and b.start < a.stop for a in to for b in other.values()
+    )
 
 
 def _again(op: Op) -> Op:
