@@ -407,6 +407,23 @@ def test_a_capture_into_a_graph_that_breaks_leaves_the_graph_as_it_was(
     assert_usable(device, stream, x)
 
 
+def test_a_graph_that_went_with_its_capture_is_not_asked_about(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA may answer for a graph that it has destroyed, as if it were there."""
+    stream, x = host_device.create_stream(), host_device.zeros(8, "bytes")
+    graph = ost.Graph.create(host_device)
+    graph.add_memset(x, 1, 1)
+    nodes = tuple(node.handle for node in graph.nodes)
+    monkeypatch.setattr(host_device.driver, "graph_nodes", lambda handle: nodes)
+    with pytest.raises(CaptureBrokenError), ost.capture(stream, into=graph):
+        ost.fill(stream, x, 2)
+        with contextlib.suppress(ost.errors.DriverError):
+            stream.synchronize()
+    with pytest.raises(GraphError, match="make the graph again"):
+        _ = graph.nodes
+
+
 @pytest.mark.parametrize("seam", ["graph_remove_node", "graph_nodes"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_graph_whose_half_capture_cannot_be_taken_back_cannot_be_launched(

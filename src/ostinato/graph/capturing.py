@@ -218,10 +218,13 @@ class _Session(Tap):
     def _take_back(self, into: Graph, before: frozenset[NodeHandle]) -> None:
         """Leaves a graph as it was before a capture that went into it broke.
 
-        Driver 580 destroys the graph instead if a refused call broke the capture (measured).
+        Driver 580 destroys the graph instead if a refused call broke the capture (measured), and a
+        call with the handle of a destroyed graph may succeed (also measured): it is not asked then.
         """
         driver = into.context.driver
         try:
+            if isinstance(self.failure, StreamCaptureError):
+                raise self.failure
             nodes = driver.graph_nodes(into.handle)
         except (ClosedError, ContextPoisonedError):
             return  # nothing can launch it any more
