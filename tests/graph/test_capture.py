@@ -407,6 +407,30 @@ def test_a_capture_into_a_graph_that_breaks_leaves_the_graph_as_it_was(
     assert_usable(device, stream, x)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_graph_goes_with_a_body_whose_capture_broke(
+    device: Device, stream: ost.Stream, x: ost.Buffer, depth: int
+) -> None:
+    """CUDA frees the body that its node points at: closing the graph ended the process."""
+
+    def break_a_body() -> None:
+        graph = body = ost.Graph.create(device)
+        for _ in range(depth):
+            (body,) = body.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+        with pytest.raises(CaptureBrokenError), ost.capture(stream, into=body):
+            ost.fill(stream, x, 2)
+            with contextlib.suppress(ost.errors.DriverError):
+                stream.synchronize()
+        for use in (lambda: body.nodes, lambda: graph.nodes, graph.instantiate, graph.clone):
+            with pytest.raises(GraphError, match="make the graph again"):
+                use()
+        graph.close()
+
+    break_a_body()
+    gc.collect()
+    assert_usable(device, stream, x)
+
+
 def test_a_graph_that_went_with_its_capture_is_not_asked_about(
     host_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,8 +230,8 @@ class _Session(Tap):
             return  # nothing can launch it any more
         except DriverError as error:
             into.lose(
-                "a capture into this graph broke, and the driver destroyed the graph with it "
-                f"({error}); make the graph again"
+                "a capture into this graph or a body in it broke, and the driver destroyed what it "
+                f"went into ({error}); make the graph again"
             )
             return
         try:
