@@ -4,13 +4,18 @@ A result is plain data, `"schema": "ostinato.benchmark/1"`: `benchmark`, `ceilin
 that bounds the numbers, with the numbers), `summary`, `machine`, `settings`, `rows` (one record a
 line of the table), `skipped` (what could not be measured here, and why).  The file is
 `{folder}/{benchmark}-{device}.json`.  A comparison's rows have a `kind`: "decode" (the fields of
-`decode.Row`, and what a contestant tells of itself) or "prompt" (those of `prompts.PromptRow`).
+`decode.Row`, and what a contestant tells of itself) or "prompt" (those of `decode.PromptRow`).
 """
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
 import json
+import os
+import platform
 import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +23,75 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ostinato as ost
-from ostinato.bench.decode import DecodeResult, Row
-from ostinato.bench.machine import SCHEMA, machine
+from ostinato.bench.decode import DecodeResult, PromptRow, Row
 from ostinato.bench.options import DecodeOptions
 from ostinato.bench.profile import Profile, ProfileRow
-from ostinato.bench.prompts import PromptRow
 from ostinato.files import replace_file
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Result", "decode_result", "profile_result", "show", "show_profile"]
+__all__ = [
+    "SCHEMA",
+    "Result",
+    "commit",
+    "decode_result",
+    "machine",
+    "profile_result",
+    "show",
+    "show_profile",
+]
+
+SCHEMA = "ostinato.benchmark/1"
+_LIBRARIES = (
+    "ostinato",
+    "numpy",
+    "cuda-core",
+    "cuda-bindings",
+    "torch",
+    "transformers",
+    "cupy-cuda13x",
+)
+
+
+def commit() -> str:
+    """OSTINATO_COMMIT, else what git says of the checkout that this file is part of, else
+    "unknown"."""
+    given = os.environ.get("OSTINATO_COMMIT")
+    if given:
+        return given
+    here = Path(__file__).resolve()
+    try:
+        # In a virtual environment inside another repository, this file is not tracked.
+        for command in (["ls-files", "--error-unmatch", here.name], ["rev-parse", "HEAD"]):
+            answer = subprocess.run(
+                ["git", *command], cwd=here.parent, capture_output=True, text=True, check=True
+            )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return answer.stdout.strip()[:12]
+
+
+def machine(device: ost.Device) -> dict[str, object]:
+    """The machine and the versions, for a result."""
+    properties = device.properties
+    versions = {}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": properties.name,
+        "driver": device.name,
+        "driver_version": properties.driver_version,
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +195,6 @@ def decode_result(
             "ranks": found.ranks,
             "collectives": found.collectives,
             "rounds": options.rounds,
-            "peers": list(options.peers),
             "seconds": options.seconds,
             "peer_versions": dict(found.versions),
         },
