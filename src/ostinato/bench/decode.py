@@ -17,7 +17,6 @@ whole it is what really bounds it.
 from __future__ import annotations
 
 import hashlib
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -107,36 +106,6 @@ class PromptRow:
     floor_us: float
     of_floor: float
     ours_is: float | None
-
-    @classmethod
-    def of(
-        cls,
-        way: str,
-        ours: bool,
-        prompt: int,
-        piece: int,
-        *,
-        runs: Sequence[Timed],
-        floor_us: float,
-        best_us: float | None,
-    ) -> PromptRow:
-        """`best_us`: of the fastest of our ways."""
-        each = [run.seconds * 1e6 for run in runs]
-        median = statistics.median(each)
-        return cls(
-            way=way,
-            ours=ours,
-            prompt=prompt,
-            piece=piece,
-            tokens_per_second=prompt * 1e6 / median,
-            first_token_us=median,
-            first_token_min_us=min(each),
-            first_token_max_us=max(each),
-            rounds=len(each),
-            floor_us=floor_us,
-            of_floor=floor_us / median,
-            ours_is=None if best_us is None else median / best_us,
-        )
 
     def as_dict(self) -> dict[str, object]:
         """For the results."""
@@ -340,19 +309,27 @@ class _Contest:
         why = _first_tokens_differ(runs, [t.name for t in takers if t.ours])
         if why:
             self.result.unequal.append(f"{where}: {why}")
-        ours = [statistics.median(r.seconds for r in runs[t.name]) for t in takers if t.ours]
+        times = {t.name: Times.of(runs[t.name], 1) for t in takers}
+        best = min((times[t.name].median for t in takers if t.ours), default=None)
         for taker in takers:
-            piece = taker.piece(count)
-            row = PromptRow.of(
-                taker.name,
-                taker.ours,
-                count,
-                piece,
-                runs=runs[taker.name],
-                floor_us=self._us(self._traffic().prompt(count, piece)),
-                best_us=min(ours) * 1e6 if ours else None,
+            found, piece = times[taker.name], taker.piece(count)
+            floor = self._us(self._traffic().prompt(count, piece))
+            self.result.prompts.append(
+                PromptRow(
+                    way=taker.name,
+                    ours=taker.ours,
+                    prompt=count,
+                    piece=piece,
+                    tokens_per_second=count * 1e6 / found.median,
+                    first_token_us=found.median,
+                    first_token_min_us=found.least,
+                    first_token_max_us=found.most,
+                    rounds=found.rounds,
+                    floor_us=floor,
+                    of_floor=floor / found.median,
+                    ours_is=None if best is None else found.median / best,
+                )
             )
-            self.result.prompts.append(row)
 
     def _turns(
         self,
