@@ -318,12 +318,12 @@ def test_a_result_that_cannot_be_written_is_printed(
     path.unlink()
     path.mkdir()  # in the way
     with pytest.raises(IsADirectoryError):
-        _finish(result, Output(tmp_path, None, False), str)
+        _finish(result, Output(tmp_path, None, True), print, str)
     assert result_of(capsys.readouterr().out)["summary"] == {"best": 1}
     assert list(tmp_path.iterdir()) == [path]
     path.rmdir()
     with pytest.raises(OSError, match="full"):
-        _finish(result, Output(tmp_path, Path("/dev/full"), False), lambda: "<svg/>")
+        _finish(result, Output(tmp_path, Path("/dev/full"), True), print, lambda: "<svg/>")
     assert result_of(capsys.readouterr().out)["summary"] == {"best": 1}
     assert json.loads(path.read_text(encoding="utf-8")) == result.as_dict()
 

@@ -306,9 +306,10 @@ class _Contest:
                 self.result.skipped[f"{one.name}, {where}"] = one.no_prompts
         asked = [one for one in contestants if not one.no_prompts]
         takers, runs = self._turns(where, asked, ready, turn)
-        why = _first_tokens_differ(runs, [t.name for t in takers if t.ours])
-        if why:
-            self.result.unequal.append(f"{where}: {why}")
+        ours = [t.name for t in takers if t.ours]
+        for number in range(len(runs[ours[0]]) if ours else 0):  # each round has its own prompt
+            answers = {name: [runs[name][number]] for name in ours}
+            self._compare(answers, ours, f"{where}: in round {number + 1}")
         times = {t.name: Times.of(runs[t.name], 1) for t in takers}
         best = min((times[t.name].median for t in takers if t.ours), default=None)
         for taker in takers:
@@ -472,15 +473,3 @@ def _whole(tokens: int, multiple: int) -> int:
 def prompt_tokens(vocabulary: int, count: int, number: int) -> list[int]:
     """A prompt of `count` tokens for round `number`."""
     return random_tokens(vocabulary, count, (_PROMPT_SEED, count, number))
-
-
-def _first_tokens_differ(runs: dict[str, list[Timed]], ours: Sequence[str]) -> str:
-    """Where our ways chose different tokens after the same prompt, in words; or nothing."""
-    for name in ours[1:]:
-        for number, (one, other) in enumerate(zip(runs[ours[0]], runs[name], strict=True)):
-            if one.tokens != other.tokens:
-                return (
-                    f"in round {number + 1} the first token is {one.tokens[0][0]} by {ours[0]} and "
-                    f"{other.tokens[0][0]} by {name}"
-                )
-    return ""

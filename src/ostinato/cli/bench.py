@@ -29,6 +29,7 @@ from ostinato.models.extra import require_extra
 if TYPE_CHECKING:
     from ostinato.bench.decode import DecodeResult
     from ostinato.bench.options import DecodeOptions
+    from ostinato.bench.report import Result
     from ostinato.device import Device
     from ostinato.models import Checkpoint
 
@@ -203,11 +204,11 @@ def bench(
                 bandwidth = measure_bandwidth(used)
             with other_ranks(devices, work) as group:
                 if profile:
-                    ok = _profile(used, subject, opened, options, output, log)
-                else:
-                    run = partial(measure, group=group, bandwidth=bandwidth)
-                    ok = compare(run, used, subject, opened, options, output, log)
-    if not ok:
+                    _profile(used, subject, opened, options, output, log)
+                    return
+                run = partial(measure, group=group, bandwidth=bandwidth)
+                equal = compare(run, used, subject, opened, options, output, log)
+    if not equal:
         raise typer.Exit(FAILED)
 
 
@@ -227,10 +228,12 @@ def compare(
 
     found = run(device, opened, options, log=log)
     log("")
-    if not output.only_json:
-        report.show(subject, device, found)
-    result = report.decode_result(device, subject, options, found)
-    _finish(result, output, lambda: decode_svg(subject, device.properties.name, found.rows))
+    _finish(
+        report.decode_result(device, subject, options, found),
+        output,
+        lambda: report.show(subject, device, found),
+        lambda: decode_svg(subject, device.properties.name, found.rows),
+    )
     return not found.unequal
 
 
@@ -241,18 +244,19 @@ def _profile(
     options: DecodeOptions,
     output: Output,
     log: Callable[[str], None],
-) -> bool:
+) -> None:
     from ostinato.bench import report
     from ostinato.bench.plot import profile_svg
     from ostinato.bench.profile import profile_subject
 
     found = profile_subject(device, opened, options, log=log)
     log("")
-    if not output.only_json:
-        report.show_profile(subject, device, found)
-    result = report.profile_result(device, subject, found)
-    _finish(result, output, lambda: profile_svg(subject, device.properties.name, found))
-    return True
+    _finish(
+        report.profile_result(device, subject, found),
+        output,
+        lambda: report.show_profile(subject, device, found),
+        lambda: profile_svg(subject, device.properties.name, found),
+    )
 
 
 def subject_of(
@@ -296,12 +300,14 @@ class Output:
     only_json: bool
 
 
-def _finish(result: object, output: Output, picture: Callable[[], str]) -> None:
-    """Writes, draws and prints a result; one that cannot be written is still printed."""
-    from ostinato.bench.report import Result
+def _finish(
+    result: Result, output: Output, show: Callable[[], None], picture: Callable[[], str]
+) -> None:
+    """Shows, writes, draws and prints a result; one that cannot be written is still printed."""
     from ostinato.models.files.reading import write_file
 
-    assert isinstance(result, Result)
+    if not output.only_json:
+        show()
     notes = sys.stderr if output.only_json else sys.stdout
     try:
         if output.folder is not None:

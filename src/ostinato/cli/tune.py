@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ostinato.cli.arguments import finite, require_readable
+from ostinato.cli.arguments import AsJson, finite, require_readable
 from ostinato.cli.bench import numbers, status, subject_of
 from ostinato.cli.plain import say
 from ostinato.errors import NotAvailableError
@@ -52,7 +52,7 @@ def tune(
     ] = False,
     show_list: Annotated[bool, typer.Option("--list", help="List what is stored.")] = False,
     clear: Annotated[bool, typer.Option("--clear", help="Remove all stored tunings.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Search for the decode kernels' best launch shapes on this GPU.
 

@@ -48,7 +48,6 @@ from ostinato.models.cuda.shapes import (
 )
 
 __all__ = [
-    "SCHEMA",
     "StoredTuning",
     "TuningKey",
     "TuningStore",
@@ -61,7 +60,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-SCHEMA = "ostinato.tuning/1"
+_SCHEMA = "ostinato.tuning/1"
 _SHAPES = {"vector": VectorShape, "matrix": MatrixShape}
 _MAX_BYTES = 1 << 16
 _KERNELS = Path(__file__).parent / "kernels"
@@ -238,7 +237,7 @@ class TuningStore:
         """Writes a tuning in one piece, in place of an older one.  Raises NotAvailableError if the
         folder cannot be written."""
         record = {
-            "schema": SCHEMA,
+            "schema": _SCHEMA,
             **asdict(key),
             "tuning": encode_tuning(tuning),
             "before_us": {str(c): us for c, us in before.items()},
@@ -283,8 +282,8 @@ def _read(path: Path) -> StoredTuning | None:
         return StoredTuning(path, f"it has more than {_MAX_BYTES} bytes")
     try:
         record = json.loads(data)
-        if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-            return StoredTuning(path, f"it is no {SCHEMA} file")
+        if not isinstance(record, dict) or record.get("schema") != _SCHEMA:
+            return StoredTuning(path, f"it is no {_SCHEMA} file")
         key = TuningKey(*(record[name] for name in ("gpu", "shape", "rows", "kernels")))
         before, after = (_times(record[name]) for name in ("before_us", "after_us"))
         problem = None
