@@ -240,7 +240,7 @@ def _decode(
         ost.graphfile.collect_modules()
     import torch
 
-    from ostinato.bench import transformers_loop as loops
+    from benchmarks.peers import transformers_loop as loops
     from ostinato.bench.shapes import SHAPES
 
     config = SHAPES[shape]

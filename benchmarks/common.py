@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
-from ostinato.bench.machine import SCHEMA, commit, machine
-from ostinato.bench.report import Result
+from ostinato.bench.report import SCHEMA, Result, commit, machine
 
 __all__ = [
     "BLOCK",

@@ -1,41 +1,64 @@
-"""Decoding, by `ostinato bench`: our ways beside the libraries that are installed here, in turns.
+"""Decoding in turns: our ways (`ostinato bench`) beside the libraries that are installed here.
 
     python -m benchmarks.decode                     the shapes 135M and 1B (135M alone on the host)
     python -m benchmarks.decode --shape 8B          another one of `ostinato.bench.shapes`
+    python -m benchmarks.decode --shape 1B --batch 1,8,32 --peers torch.compile --seconds 600
+    python -m benchmarks.decode --device host --model smollm2-135m      a real model
 
-Each shape has a result file of its own.  More to choose from: `ostinato bench --help`.
+Each shape has a result file of its own.  The other options are as for `ostinato bench`; an empty
+`--peers` leaves ours alone.  Peers: transformers' Llama in bfloat16 with a static cache, eagerly,
+its step captured by `torch.cuda.graph`, and compiled; llama.cpp on the CPU, on a GGUF file.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-
-import typer
+from functools import partial
+from pathlib import Path
 
 import ostinato as ost
 from benchmarks import common
+from benchmarks.peers import PEERS, Peers
+from ostinato.bench.decode import measure
+from ostinato.bench.options import DecodeOptions
 from ostinato.bench.shapes import SHAPES
-from ostinato.cli.bench import bench
+from ostinato.cli.bench import Output, compare, numbers, status, subject_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = common.options(__doc__)
     parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--model")
+    parser.add_argument("--batch", default="1")
+    parser.add_argument("--context", default="20")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--prompt")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--plot", type=Path)
     chosen = parser.parse_args(arguments)
-    with ost.open_device(chosen.device) as device:
-        slow = device.capabilities.host_memory_is_device_memory
     failed = 0
-    for shape in [chosen.shape] if chosen.shape else ["135M"] if slow else ["135M", "1B"]:
-        try:
-            bench(
-                shape=shape,
-                quick=chosen.quick,
-                device=chosen.device,
-                out=chosen.out,
-            )
-        except typer.Exit as ended:
-            failed += ended.exit_code
+    with ost.open_device(chosen.device) as device:
+        options = DecodeOptions.usual(
+            device,
+            batches=numbers(chosen.batch, "--batch"),
+            contexts=numbers(chosen.context, "--context"),
+            tokens=chosen.tokens,
+            prompts=numbers(chosen.prompt, "--prompt"),
+            quick=chosen.quick,
+            rounds=chosen.rounds,
+            seconds=chosen.seconds,
+        )
+        run = partial(measure, open_others=partial(Peers, device, chosen.peers))
+        output = Output(chosen.out, chosen.plot, False)
+        slow = device.capabilities.host_memory_is_device_memory
+        shapes = [chosen.shape] if chosen.shape or chosen.model else ["135M", *["1B"] * (not slow)]
+        for shape in shapes:
+            subject, opened = subject_of(shape, chosen.model)
+            with status() as log:
+                failed += not compare(run, device, subject, opened, options, output, log)
     return failed
 
 

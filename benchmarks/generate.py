@@ -133,7 +133,7 @@ def equal(tokens: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -
 
 def device_step(model: Any, batch: int, tokens: int) -> float:
     """Microseconds of the device for a step of transformers in the middle of such an answer."""
-    from ostinato.bench.transformers_loop import DecodeLoop
+    from benchmarks.peers.transformers_loop import DecodeLoop
 
     loop = DecodeLoop(model, batch=batch, length=PROMPT + tokens, how="graph")
     times = []
@@ -292,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
         from transformers.utils import logging
 
-        from ostinato.bench import transformers_loop
+        from benchmarks.peers import transformers_loop
     except ImportError as error:
         print(f"not measured: {error}; install PyTorch and transformers")
         return 0

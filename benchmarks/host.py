@@ -28,10 +28,9 @@ import numpy as np
 
 import ostinato as ost
 from benchmarks import common
-from ostinato.bench.contest import Contestant
-from ostinato.bench.llama_peer import LLAMA_CPP, LlamaCpp
-from ostinato.bench.prompts import prompt_tokens
-from ostinato.bench.ways import DecoderWay, Way
+from benchmarks.peers.llama_peer import LLAMA_CPP, LlamaCpp
+from ostinato.bench.decode import prompt_tokens
+from ostinato.bench.ways import Contestant, DecoderWay, Way
 from ostinato.models import Decoder
 from ostinato.models.files.store import pull
 from ostinato.models.host.packed_kernels import default_threads, description

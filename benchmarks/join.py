@@ -44,6 +44,7 @@ import numpy.typing as npt
 
 import ostinato as ost
 from benchmarks import common
+from ostinato.bench.floor import device_us
 from ostinato.relational import Joiner, JoinIndex, KeyColumns, PendingJoin
 
 TURNS = 5
@@ -304,18 +305,6 @@ def large(
         arguments = (slots, other.slots - 1, other.buffers[0], index.grouped, keys, count, out)
         ost.launch(stream, kernel, ost.LaunchConfig(grid, 256), *arguments)
 
-    def timed(work: Callable[[], object]) -> float:
-        samples = []
-        for _ in range(turns + 1):
-            start, end = (device.create_event(timing=True) for _ in range(2))
-            stream.record(start)
-            keep = work()
-            stream.record(end)
-            end.synchronize()
-            samples.append(end.elapsed_since(start))
-            del keep
-        return statistics.median(samples[1:])
-
     found = []
     for kind, side in (("indexed", index), ("inner", other)):
         result = joiner.join(one, side, capacity=rows)
@@ -323,8 +312,13 @@ def large(
         if len(a) != rows or (left[a] != right[b]).any() or len(np.unique(a)) != rows:
             raise AssertionError(f"the large join ({kind}) is wrong")
         del result
-        floor = timed(lambda kind=kind: gathered(sectors[kind] // 3))
-        ms = timed(lambda side=side: joiner.submit(one, side, capacity=rows))
+        floor, ms = (
+            device_us(device, stream, work, turns) / 1e3
+            for work in (
+                lambda kind=kind: gathered(sectors[kind] // 3),
+                lambda side=side: joiner.submit(one, side, capacity=rows),
+            )
+        )
         found.append(
             {
                 "rows": f"{rows:,} x {keys:,}",

@@ -30,10 +30,9 @@ import ostinato as ost
 from benchmarks import common
 from benchmarks.serve_clients import Load, Outcome
 from benchmarks.soak import resident
-from ostinato.bench.contest import random_tokens
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.shapes import SHAPES, shape_named
-from ostinato.bench.ways import DecoderWay, Way
+from ostinato.bench.ways import DecoderWay, Way, random_tokens
 from ostinato.models import Decoder, SamplingOptions, TextGenerator, Tokenizer
 from ostinato.models.text.tokenizer_parts import TokenizerParts
 from ostinato.serve.server import ServeOptions, Server

@@ -15,7 +15,6 @@ ended; the fastest case shows what that takes.
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ import numpy as np
 import ostinato as ost
 from benchmarks import common
 from benchmarks.common import Chain
+from ostinato.bench.floor import device_us
 
 _LENGTH, _REPLAYS, _ROUNDS = 100, 200, 5
 _MANY = 300
@@ -82,16 +82,11 @@ def _graph(chain: Chain, stream: ost.Stream, *, upload: bool = True) -> ost.Grap
 
 
 def _per_kernel_us(device: ost.Device, stream: ost.Stream, graph: ost.GraphExec) -> float:
-    begin, end = device.create_event(timing=True), device.create_event(timing=True)
-    found = []
-    for _ in range(_ROUNDS + 1):  # the first warms up
-        stream.record(begin)
+    def replays() -> None:
         for _ in range(_REPLAYS):
             graph.launch(stream)
-        stream.record(end)
-        stream.synchronize()
-        found.append(end.elapsed_since(begin) * 1e3 / (_REPLAYS * _LENGTH))
-    return statistics.median(found[1:])
+
+    return device_us(device, stream, replays, _ROUNDS) / (_REPLAYS * _LENGTH)
 
 
 def _of_process(device: str, case: str, many: int) -> dict[str, Any]:

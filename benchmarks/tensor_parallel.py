@@ -350,7 +350,7 @@ def peer(given: dict[str, Any]) -> Any:
     import torch
     import transformers
 
-    from ostinato.bench.transformers_loop import DecodeLoop, llama_config
+    from benchmarks.peers.transformers_loop import DecodeLoop, llama_config
 
     config = shape_named(given["shape"])
     llama = llama_config(config, context=min(1024, config.context_length))

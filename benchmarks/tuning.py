@@ -28,7 +28,7 @@ from ostinato.models.cuda.dequantise import convert_on_device
 from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.cuda.tunings import encode_tuning, known_of
 from ostinato.models.decoder import DEFAULT_CONTEXT
-from ostinato.models.tune.meter import search
+from ostinato.models.tune.search import search
 from ostinato.models.weights import load_weights
 
 PLANS = ("135M:1,8,32,64", "1B:1,8,32,64", "8B:1,8,32,64")
@@ -71,7 +71,6 @@ def rows_of(
                 }
             yield row | {
                 "candidates": len(found.trials),
-                "all_tried": found.complete,
                 "changed": {name: now for name, now in after.items() if now != before[name]},
                 "floor_us": round(read.step(rows, _CONTEXTS[0]) / bandwidth * 1e6, 1),
             }

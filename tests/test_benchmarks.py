@@ -7,7 +7,12 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +28,7 @@ from benchmarks import (
     join,
     launch_cost,
     load,
+    peers,
     replay_cost,
     soak,
     startup,
@@ -30,12 +36,18 @@ from benchmarks import (
     tuning,
     weights,
 )
+from benchmarks.peers.llama_peer import LLAMA_CPP, open_llama_cpp
+from ostinato.bench.decode import DecodeResult, measure
+from ostinato.bench.options import DecodeOptions
+from ostinato.bench.random_weights import random_checkpoint
+from ostinato.bench.shapes import SHAPES, traffic
 from ostinato.device import Device
 from ostinato.driver import launcher
 from ostinato.models.files.dequantise import BLOCK_TYPES
 from ostinato.models.files.open import open_checkpoint
 from tests.models.model_files import write_gguf
 
+TINY = SHAPES["tiny"]
 ROOT = Path(__file__).resolve().parents[1]
 RESULT_KEYS = {
     "schema",
@@ -197,14 +209,110 @@ def test_serving_is_measured_beside_the_same_batches(
     assert soaked["answers"] >= 18 and soaked["device_grew_bytes"] == 0
 
 
-def test_decoding_is_measured_by_the_command(
+def test_decoding_is_measured_beside_the_peers_that_are_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--device", "host", "--shape", "tiny", "--quick", "--out", str(tmp_path)]
     assert decode.main(options) == 0
     result = last_line(capsys.readouterr().out)
     assert set(result) == RESULT_KEYS and result["benchmark"] == "decode-tiny"
+    rows, skipped = result["rows"], result["skipped"]
+    assert isinstance(rows, list) and isinstance(skipped, dict)
+    assert {row["way"] for row in rows} == {"eager", "capture", "record", "while 4"}
+    assert set(skipped) == set(peers.PEERS)
     assert json.loads(next(tmp_path.glob("decode-tiny-host*.json")).read_text()) == result
+
+
+class _Loop:
+    """Stands for another library's decoder, which breaks at its second run."""
+
+    whole_graph = True
+
+    def __init__(self, model: object, *, batch: int, length: int, how: str) -> None:
+        self.how, self.runs, self.at = how, 0, -1
+        self.length = length
+
+    def place(self, position: int) -> None:
+        self.at = position
+
+    def prompt(self, tokens: Sequence[int]) -> int:
+        assert self.how == "eager" and self.at == 0 and len(tokens) < self.length
+        self.at = len(tokens)
+        return 0
+
+    def run(self, tokens: int) -> None:
+        self.runs += 1
+        if self.how == "graph" and self.runs > 1:
+            raise RuntimeError("CUDA error: something\nwith details")
+
+
+class _Library:
+    DecodeLoop = _Loop
+
+    @staticmethod
+    def release() -> None:
+        """Nothing is held."""
+
+
+class _ThreePeers(peers.Peers):
+    def _open(self, device: Device, config: object, positions: int) -> str:
+        self._library = _Library
+        return ""
+
+
+def beside(device: Device, **given: Any) -> DecodeResult:
+    """A comparison with all peers of `_Library`."""
+    options = DecodeOptions(contexts=(4,), tokens=4, rounds=2, seconds=20, **given)
+    wanted = [name for name in peers.PEERS if name != LLAMA_CPP]
+    others = partial(_ThreePeers, device, wanted)
+    return measure(device, lambda: random_checkpoint(TINY), options, open_others=others)
+
+
+def test_a_peer_that_fails_is_left_out_and_named(host_device: Device) -> None:
+    found = beside(host_device, tokens_per_launch=(4,))
+    rows = Counter(row.way for row in found.rows)
+    assert rows == Counter(["eager", "capture", "record", "while 4", "transformers"])
+    assert found.skipped["torch.cuda.graph, batch 1, context 4"] == (
+        "RuntimeError: CUDA error: something"
+    )
+    # 20 seconds are too few to begin compiling.
+    assert "compiling takes longer" in found.skipped["torch.compile, batch 1, context 4"]
+    (peer,) = (row for row in found.rows if not row.ours)
+    best = min(row.token_us for row in found.rows if row.ours)
+    assert peer.ours_is == pytest.approx(peer.token_us / best)
+
+
+def test_a_peer_takes_prompts_whole(host_device: Device) -> None:
+    found = beside(host_device, prompts=(130,))
+    rows = {row.way: row for row in found.prompts}
+    assert set(rows) == {"eager", "capture", "record", "transformers"}
+    peer, bytes_of = rows["transformers"], traffic(TINY, 4)
+    assert found.bandwidth is not None
+    assert peer.piece == 130 and not peer.ours and peer.rounds == 2
+    assert found.traffic is not None and found.traffic.position == bytes_of.position
+    moved = found.traffic.step(1, 130)
+    assert peer.floor_us == pytest.approx(moved / found.bandwidth.best * 1e6)
+    best = min(row.first_token_us for row in found.prompts if row.ours)
+    assert peer.ours_is == pytest.approx(peer.first_token_us / best)
+    for name in ("torch.cuda.graph", "torch.compile"):
+        assert "one token" in found.skipped[f"{name}, prompt 130"]
+
+
+def test_peers_that_are_not_here_say_why(host_device: Device) -> None:
+    found = peers.Peers(host_device, list(peers.PEERS), TINY, None, 64, lambda: 100.0)
+    assert set(found.skipped) == set(peers.PEERS) and not found.contestants
+    assert "GGUF" in found.skipped.pop(LLAMA_CPP)
+    assert all("host" in why for why in found.skipped.values())
+    found.close()
+
+
+def test_llama_cpp_says_what_it_needs(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "not installed" in str(open_llama_cpp(host_device, Path("m.gguf")))
+    assert "GGUF" in str(open_llama_cpp(host_device, Path("folder")))
+    away = replace(host_device.capabilities, host_memory_is_device_memory=False)
+    monkeypatch.setattr(Device, "capabilities", away)
+    assert "on the CPU" in str(open_llama_cpp(host_device, Path("m.gguf")))
 
 
 def test_the_soak_counts_and_watches_memory(host_device: Device) -> None:

@@ -33,8 +33,6 @@ def test_all_is_true(name: str) -> None:
         library = name.split(".")[2]
         if library != "graphing":
             pytest.importorskip(library)
-    if name == "ostinato.bench.transformers_loop":
-        pytest.importorskip("transformers")
     if name.startswith("ostinato.serve."):
         pytest.importorskip("ostinato.serve.server")
     module = importlib.import_module(name)

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ostinato as ost
-from ostinato.bench.machine import machine
-from ostinato.bench.report import Result
+from ostinato.bench.report import Result, machine
 
 __all__ = ["main", "read"]
 

@@ -18,22 +18,17 @@ import typer
 
 from ostinato import Source
 from ostinato.bench import floor, random_weights, replays
-from ostinato.bench.contest import Timed, Times
-from ostinato.bench.decode import Row, measure
-from ostinato.bench.llama_peer import LLAMA_CPP, open_llama_cpp
+from ostinato.bench.decode import Row, measure, prompt_tokens
 from ostinato.bench.options import DecodeOptions, points_of, positions_of
-from ostinato.bench.peers import PEERS, Peer, Peers
 from ostinato.bench.plot import decode_svg, profile_svg
 from ostinato.bench.profile import Attribution, Profile, ProfileRow
-from ostinato.bench.prompts import prompt_tokens
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.replays import Replays
 from ostinato.bench.report import Result
 from ostinato.bench.shapes import SHAPES, traffic
-from ostinato.bench.ways import DecoderWay, Way
-from ostinato.cli.bench import _finish, _Output, bench
+from ostinato.bench.ways import DecoderWay, Timed, Times, Way
+from ostinato.cli.bench import Output, _finish, bench
 from ostinato.device import Device
-from ostinato.errors import InputError
 from ostinato.models import Decoder, decode_program
 from ostinato.models.config import tensor_shapes
 from ostinato.models.host import packed_kernels
@@ -124,7 +119,7 @@ def test_all_our_ways_are_compared(tmp_path: Path) -> None:
     assert rows["eager", 1, 9]["floor_us"] > rows["eager", 1, 0]["floor_us"]
     assert result["machine"]["commit"] == "abc123"
     assert result["ceiling"]["bandwidth_gb_per_s"] > 0
-    assert set(result["skipped"]) == set(PEERS)
+    assert result["skipped"] == {}
     words = words_of(picture)
     places = [
         f"batch {batch}, positions {at} to {at + 8}" for batch, at in ((1, 9), (3, 9), (1, 0))
@@ -134,7 +129,7 @@ def test_all_our_ways_are_compared(tmp_path: Path) -> None:
 
 def test_json_is_for_programs() -> None:
     """A terminal gets tables alone; `--json` is one object and nothing else."""
-    options = ("--shape", "tiny", "--quick", "--tokens-per-launch", "1", "--peers", "none")
+    options = ("--shape", "tiny", "--quick", "--tokens-per-launch", "1")
     answer = here("bench", *options, "--json")
     assert answer.status == 0, answer.err
     assert answer.out.count("\n") == 1 and set(json.loads(answer.out)) == KEYS
@@ -194,7 +189,7 @@ def test_a_prompt_starts_in_an_empty_cache_and_leaves_none(host_device: Device) 
 
 @pytest.mark.skipif(not packed_kernels.compiled(), reason="the compiled kernels were not built")
 def test_quantised_random_weights_stay_packed() -> None:
-    answer = here("bench", "--shape", "tiny", "--weights", "Q8_0", "--quick", "--peers", "none")
+    answer = here("bench", "--shape", "tiny", "--weights", "Q8_0", "--quick")
     result = result_of(answer.out)
     assert result["benchmark"] == "decode-tiny-q8_0"
     settings = result["settings"]
@@ -294,10 +289,8 @@ def test_the_floor_of_a_prompt_counts_every_piece() -> None:
         (("--context", "ten"), "ten"),
         (("--tokens", "300"), "300"),
         (("--tokens", "8", "--tokens-per-launch", "9"), "9 tokens a launch"),
-        (("--peers", "transformers,llama"), "llama"),
         (("--model", "nothing.gguf"), "not both"),
         (("--tokens-per-launch", "4,2,4"), "twice"),
-        (("--peers", "transformers,transformers"), "twice"),
         (("--prompt", "257"), "257 tokens"),
         (("--prompt", "0"), "0 tokens"),
         (("--prompt", "64,64"), "twice"),
@@ -305,7 +298,6 @@ def test_the_floor_of_a_prompt_counts_every_piece() -> None:
         (("--seconds", "nan"), "--seconds"),
         (("--seconds", "inf"), "--seconds"),
         (("--shape", ""), "no shape"),
-        (("--peers", ""), "no peer"),
         (("--batch", ""), "--batch"),
         (("--out", "~nosuchuser/x"), "--out"),
         (("--out", __file__), "--out"),
@@ -326,12 +318,12 @@ def test_a_result_that_cannot_be_written_is_printed(
     path.unlink()
     path.mkdir()  # in the way
     with pytest.raises(IsADirectoryError):
-        _finish(result, _Output(tmp_path, None, False), str)
+        _finish(result, Output(tmp_path, None, True), print, str)
     assert result_of(capsys.readouterr().out)["summary"] == {"best": 1}
     assert list(tmp_path.iterdir()) == [path]
     path.rmdir()
     with pytest.raises(OSError, match="full"):
-        _finish(result, _Output(tmp_path, Path("/dev/full"), False), lambda: "<svg/>")
+        _finish(result, Output(tmp_path, Path("/dev/full"), True), print, lambda: "<svg/>")
     assert result_of(capsys.readouterr().out)["summary"] == {"best": 1}
     assert json.loads(path.read_text(encoding="utf-8")) == result.as_dict()
 
@@ -350,7 +342,7 @@ def test_ways_that_disagree_are_an_error(
 
     monkeypatch.setattr(DecoderWay, "decode", wrong)
     with pytest.raises(typer.Exit) as ended:
-        bench(shape="tiny", device="host", quick=True, peers="none")
+        bench(shape="tiny", device="host", quick=True)
     assert ended.value.exit_code == 1
     printed = capsys.readouterr().out
     summary = result_of(printed)["summary"]
@@ -379,98 +371,6 @@ def test_ways_that_disagree_after_a_prompt_are_an_error(
     assert line.startswith("prompt 9: in round 2") and "by record" in line
 
 
-class _Loop:
-    """Stands for another library's decoder, which breaks at its second run."""
-
-    whole_graph = True
-
-    def __init__(self, model: object, *, batch: int, length: int, how: str) -> None:
-        self.how, self.runs, self.at = how, 0, -1
-        self.length = length
-
-    def place(self, position: int) -> None:
-        self.at = position
-
-    def prompt(self, tokens: Sequence[int]) -> int:
-        assert self.how == "eager" and self.at == 0 and len(tokens) < self.length
-        self.at = len(tokens)
-        return 0
-
-    def run(self, tokens: int) -> None:
-        self.runs += 1
-        if self.how == "graph" and self.runs > 1:
-            raise RuntimeError("CUDA error: something\nwith details")
-
-
-class _Library:
-    DecodeLoop = _Loop
-
-
-class _TwoPeers(Peers):
-    def _open(self, device: Device, config: object, positions: int) -> str:
-        return ""
-
-    def __init__(self, *arguments: Any, left: Any, **options: Any) -> None:
-        super().__init__(*arguments, left=left, **options)
-        self.contestants = [Peer(name, _Library, None, left) for name in PEERS if name != LLAMA_CPP]
-
-
-def test_a_peer_that_fails_is_left_out_and_named(
-    host_device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ostinato.bench.decode.Peers", _TwoPeers)
-    options = DecodeOptions(
-        contexts=(4,), tokens=4, tokens_per_launch=(4,), peers=tuple(PEERS), rounds=2, seconds=20
-    )
-    found = measure(host_device, lambda: random_checkpoint(TINY), options)
-    rows = Counter(row.way for row in found.rows)
-    assert rows == Counter(["eager", "capture", "record", "while 4", "transformers"])
-    assert found.skipped["torch.cuda.graph, batch 1, context 4"] == (
-        "RuntimeError: CUDA error: something"
-    )
-    # 20 seconds are too few to begin compiling.
-    assert "compiling takes longer" in found.skipped["torch.compile, batch 1, context 4"]
-    (peer,) = (row for row in found.rows if not row.ours)
-    best = min(row.token_us for row in found.rows if row.ours)
-    assert peer.ours_is == pytest.approx(peer.token_us / best)
-
-
-def test_a_peer_takes_prompts_whole(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ostinato.bench.decode.Peers", _TwoPeers)
-    options = DecodeOptions(
-        contexts=(4,), tokens=4, prompts=(130,), peers=tuple(PEERS), rounds=2, seconds=20
-    )
-    found = measure(host_device, lambda: random_checkpoint(TINY), options)
-    rows = {row.way: row for row in found.prompts}
-    assert set(rows) == {"eager", "capture", "record", "transformers"}
-    peer, bytes_of = rows["transformers"], traffic(TINY, 4)
-    assert found.bandwidth is not None
-    assert peer.piece == 130 and not peer.ours and peer.rounds == 2
-    moved = bytes_of.step(1, 130) + HEADERS
-    assert peer.floor_us == pytest.approx(moved / found.bandwidth.best * 1e6)
-    best = min(row.first_token_us for row in found.prompts if row.ours)
-    assert peer.ours_is == pytest.approx(peer.first_token_us / best)
-    for name in ("torch.cuda.graph", "torch.compile"):
-        assert "one token" in found.skipped[f"{name}, prompt 130"]
-
-
-def test_peers_that_are_not_here_say_why(host_device: Device) -> None:
-    peers = Peers(host_device, TINY, list(PEERS), positions=64, left=lambda: 100.0)
-    assert set(peers.skipped) == set(PEERS) and not peers.contestants
-    assert "GGUF" in peers.skipped.pop(LLAMA_CPP)
-    assert all("host" in why for why in peers.skipped.values())
-    peers.close()
-
-
-def test_llama_cpp_says_what_it_needs(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "not installed" in str(open_llama_cpp(host_device, Path("m.gguf")))
-    assert "GGUF" in str(open_llama_cpp(host_device, Path("folder")))
-    away = replace(host_device.capabilities, host_memory_is_device_memory=False)
-    monkeypatch.setattr(Device, "capabilities", away)
-    assert "on the CPU" in str(open_llama_cpp(host_device, Path("m.gguf")))
-
-
 def test_points_fall_in_context_and_end_with_the_model() -> None:
     options = DecodeOptions(batches=(1, 8), contexts=(20, 0, 255), tokens=16)
     batches, contexts = points_of(options, TINY)
@@ -493,8 +393,6 @@ def test_sequences_of_a_batch_stand_at_different_positions(host_device: Device) 
     assert len(found.rows) == len(even.rows) == 3
     us = found.rows[0].floor_us * found.bandwidth.best / 1e6
     assert us == pytest.approx(traffic(TINY, 4).step(3, (40 + 26 + 13) / 3 + 2.5) + HEADERS)
-    with pytest.raises(InputError, match="stand at one position"):
-        replace(options, peers=("transformers",)).require(TINY)
 
 
 def test_random_weights_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from ostinato.device import Device
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import shapes
 from ostinato.models.cuda.tunings import TuningKey, TuningStore
-from ostinato.models.tune import meter as tuning_bench
-from ostinato.models.tune.sweep import SweepResult
+from ostinato.models.tune import search as tuning_bench
+from ostinato.models.tune.search import SweepResult
 from tests.cli.commands import Answer, here, process, refused
 
 command: Any = import_module("ostinato.cli.tune")
@@ -43,7 +43,7 @@ def save(folder: Path, gpu: str = "Test GPU") -> Path:
     key = TuningKey.of(CONFIG, 1, gpu)
     tuning = shapes.default_tuning(CONFIG)
     store = TuningStore(folder / "tunings")
-    return store.save(key, tuning, before={20: 110.0}, after={20: 99.6}, seconds=2.0)
+    return store.save(key, tuning, before={20: 110.0}, after={20: 99.6})
 
 
 @pytest.mark.parametrize("arguments", [(), ("--shape", "1B", "--rows", "8"), ("--json",)])
@@ -61,8 +61,8 @@ def test_the_host_has_nothing_to_tune(tmp_path: Path, arguments: tuple[str, ...]
     [
         (("--shape", "2T"), "no shape '2T'"),
         (("--model", "x", "--shape", "1B"), "not both"),
-        (("--context", "soon"), "positions such as"),
-        (("--context", "20,-3"), "positions such as"),
+        (("--context", "soon"), "whole numbers"),
+        (("--context", "20,-3"), "begin at 0"),
         (("--rows", "65"), "--rows"),
         (("--seconds", "0"), "--seconds"),
         (("--seconds", "nan"), "--seconds"),
@@ -91,15 +91,6 @@ def test_listing_says_what_is_stored_and_what_is_not_used(tmp_path: Path) -> Non
     assert f"2 stored in {tmp_path}" in shown
 
 
-def test_listing_says_what_is_in_use(tmp_path: Path) -> None:
-    shown = tune(tmp_path, "--list", "--shape", "1B")
-    assert shown.status == 0, shown.err
-    assert "in use for the 1B shape, 1 rows, on" in shown.out
-    listed = json.loads(tune(tmp_path, "--list", "--shape", "1B", "--json").out)
-    assert listed["in_use"]["shape"] == "2048-8192-32-8-64-128256"
-    assert listed["in_use"]["origin"].startswith("none")
-
-
 def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("in the way")
@@ -122,27 +113,8 @@ def test_clearing(tmp_path: Path) -> None:
     assert "0 tunings removed" in tune(tmp_path, "--clear").out
 
 
-class _Meter:
-    """Stands for the device's."""
-
-    trusted: Any = None
-
-    def __init__(self, *arguments: Any, **options: Any) -> None: ...
-
-    def __enter__(self) -> _Meter:
-        return self
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def trust(self, tuning: shapes.Tuning) -> None:
-        _Meter.trusted = tuning
-
-
 def test_a_search_begins_with_what_is_stored(
-    host_device: Device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    host_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a short search does not replace what a longer one found with something slower."""
     rule = shapes.default_tuning(
@@ -153,20 +125,30 @@ def test_a_search_begins_with_what_is_stored(
     stored = replace(rule, programmatic=False)
     store, begun = TuningStore(tmp_path), []
     key = TuningKey.of(CONFIG, 1, host_device.properties.name)
-    path = store.save(key, stored, before={20: 110.0}, after={20: 99.6}, seconds=2.0)
+    path = store.save(key, stored, before={20: 110.0}, after={20: 99.6})
     before = path.read_bytes()
 
-    def sweep(config: LlamaConfig, start: shapes.Tuning, *_: Any, **options: Any) -> SweepResult:
-        begun.append(start)
-        return SweepResult(start, {20: 99.6}, {20: 99.6}, (), (), True)
+    class Meter:
+        def __init__(self, device: Device, weights: Any, trusted: Any, **sizes: Any) -> None:
+            begun.append(trusted)
 
-    monkeypatch.setattr(tuning_bench, "sweep", sweep)
-    monkeypatch.setattr(tuning_bench, "StepMeter", _Meter)
-    settings = command._Settings(rows=1, contexts=(20,), seconds=1.0, as_json=False)
-    command._tune(host_device, lambda: random_checkpoint(CONFIG), "a shape", settings, store)
-    assert begun == [stored] and _Meter.trusted == rule
+        def __enter__(self) -> Meter:
+            return self
+
+        def __exit__(self, *exception: object) -> None: ...
+
+    def run(sweep: tuning_bench.Sweep, seconds: float) -> SweepResult:
+        begun.append(sweep.best)
+        return SweepResult(sweep.best, {20: 99.6}, {20: 99.6}, (), ())
+
+    monkeypatch.setattr(tuning_bench, "StepMeter", Meter)
+    monkeypatch.setattr(tuning_bench.Sweep, "run", run)
+    found = command._search(
+        host_device, lambda: random_checkpoint(CONFIG), 1, (20,), 1.0, store, keep=True
+    )
+    assert begun == [rule, stored]
     assert path.read_bytes() == before
-    assert "faster than the shapes in use" in capsys.readouterr().out
+    assert found["stored"] is None and not found["improved"]
 
 
 @pytest.mark.gpu
@@ -179,10 +161,9 @@ def test_a_tuning_is_found_stored_and_used(cuda_device: Device, tmp_path: Path) 
     assert found["trials"] > 0
     assert not found["refused"]
     assert set(found["before_us"]) == set(found["after_us"]) == {"5", "100"}
-    options_now = ("--list", "--shape", "tiny", "--json")
-    seen = json.loads(tune(tmp_path, *options_now, device="cuda:0").out)
-    listed = seen["stored"]
-    assert seen["in_use"]["origin"] == ("stored" if found["stored"] else "default")
+    listed = json.loads(tune(tmp_path, "--list", "--json", device="cuda:0").out)["stored"]
+    again = json.loads(tune(tmp_path, *options, "--dry-run", "--json", device="cuda:0").out)
+    assert again["from"] == found["tuning"], "what was found is not in use"
     if found["stored"] is not None:  # the default may be as good
         (row,) = listed
         assert row["path"] == found["stored"] and row["problem"] is None

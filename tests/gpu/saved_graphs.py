@@ -429,7 +429,7 @@ def transformers_cases(device: ost.Device) -> None:
     import torch
 
     from benchmarks.cold_start import LENGTH, PLACE, settle, state_of, weights_of
-    from ostinato.bench import transformers_loop as loops
+    from benchmarks.peers import transformers_loop as loops
     from ostinato.bench.shapes import SHAPES
     from ostinato.interop.torch import adopt_graph
 

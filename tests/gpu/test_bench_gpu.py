@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -19,6 +18,7 @@ from ostinato.device import Device
 from tests.gpu.foreign import library
 
 pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = SHAPES["135M"]
 
 
@@ -33,7 +33,7 @@ def test_all_our_ways_agree(
 ) -> None:
     picture = tmp_path / "bench.svg"
     bench(
-        shape="135M", batch="1,2", context="20,0,300", quick=True, peers="none",
+        shape="135M", batch="1,2", context="20,0,300", quick=True,
         device=cuda_device.name, out=tmp_path, plot=picture,
     )  # fmt: skip
     result = json.loads(capsys.readouterr().out.rstrip().splitlines()[-1])
@@ -73,13 +73,14 @@ def test_a_profile_adds_up_to_the_step(
     assert moved == pytest.approx(traffic(CONFIG, 2).step(1, 301), rel=1e-2)
 
 
-def test_other_libraries_decode_beside_us(cuda_device: Device) -> None:
+def test_other_libraries_decode_beside_us(cuda_device: Device, tmp_path: Path) -> None:
     library("torch")
     library("transformers")
-    peers, prompt = ("transformers", "torch.cuda.graph"), ("--prompt", "100")
+    peers = ("transformers", "torch.cuda.graph")
+    options = ["--shape", "135M", "--quick", "--prompt", "100", "--device", cuda_device.name]
     answer = subprocess.run(  # their warnings are not to be errors, as they are in here
-        [sys.executable, "-m", "ostinato", "bench", "--quick", *prompt, "--peers", ",".join(peers)],
-        env=os.environ | {"OSTINATO_DEVICE": cuda_device.name},
+        [sys.executable, "-m", "benchmarks.decode", *options, "--out", tmp_path, "--peers", *peers],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=500,
@@ -99,7 +100,7 @@ def test_other_libraries_decode_beside_us(cuda_device: Device) -> None:
 _PROMPTS = """
 import sys
 import torch
-from ostinato.bench.transformers_loop import DecodeLoop, random_llama
+from benchmarks.peers.transformers_loop import DecodeLoop, random_llama
 from ostinato.models import LlamaConfig
 
 device = sys.argv[1]
@@ -125,5 +126,7 @@ def test_a_prompt_beside_us_is_what_its_model_says(cuda_device: Device) -> None:
     library("torch")
     library("transformers")
     command = [sys.executable, "-W", "ignore", "-c", _PROMPTS, cuda_device.name]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    answer = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+    )
     assert answer.returncode == 0, answer.stderr

@@ -65,11 +65,11 @@ def keys(draw: st.DrawFn) -> JoinKey:
 @given(keys())
 def test_a_key_says_all_it_is(key: JoinKey) -> None:
     classes = key.probe, key.output, key.build
-    same = JoinKey(key.kind, key.arity, key.key_bytes, *classes, key.scan, key.layout)
+    same = JoinKey(key.kind, key.arity, key.key_bytes, *classes, key.scan)
     assert same == key and hash(same) == hash(key) and str(same) == str(key)
     assert key.scan == scan_topology(key.probe)
     text = str(key)
-    for value in (key.kind, key.arity, key.key_bytes, *classes, key.layout):
+    for value in (key.kind, key.arity, key.key_bytes, *classes):
         assert str(value) in text
 
 
@@ -80,9 +80,8 @@ def test_equal_keys_have_equal_texts_and_no_others(one: JoinKey, other: JoinKey)
 
 @given(keys())
 def test_each_field_counts(key: JoinKey) -> None:
-    others = [replace(key, layout=key.layout + 1)]
     builds = {JoinKind.INNER: (16_384, 262_144, LARGEST), JoinKind.INDEXED_INNER: (0,)}
-    others += [
+    others = [
         replace(key, kind=kind, build=build)
         for kind, classes in builds.items()
         for build in classes

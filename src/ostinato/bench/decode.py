@@ -1,38 +1,53 @@
-"""Measures all contestants in turns, point by point, and gives the results as rows.
+"""Measures ways of decoding in turns, point by point, and gives the results as rows: ours, and
+others beside them (`Others`).
 
 A point is a number of sequences (batch) and of positions in their caches before the first token
 (context).  At each point every contestant is warmed up, then all take turns for some rounds; a
 row has the median of its rounds.  Batches are measured at the first context, and contexts at the
-first batch.  Prompts (`prompts`) come after the points of the first series, with its decoders.
+first batch.  Prompts come after the points of the first series, with its decoders.
+
+A prompt is random tokens, other ones in each round and the same ones for all; it goes into the
+empty cache of one sequence.  Its time is the wall time from the call, with the tokens on the host,
+until the first token after them is in the caller's hand.  Its floor is memory's alone: a contestant
+that takes a prompt in pieces needs every weight once for each piece, and one that takes it whole
+needs it once, so each has a floor of its own.  Arithmetic is not counted; for a long prompt taken
+whole it is what really bounds it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import ostinato as ost
-from ostinato.bench.contest import Contestant, Timed, Times, record
 from ostinato.bench.floor import Bandwidth, measure_bandwidth
 from ostinato.bench.options import DecodeOptions, Point, points_of, positions_of
-from ostinato.bench.peers import Peers, first_line
-from ostinato.bench.prompts import PromptRow, first_tokens_differ, prompt_tokens
 from ostinato.bench.shapes import Traffic, traffic
-from ostinato.bench.ways import decoder_traffic, open_ways, ways_of
+from ostinato.bench.ways import (
+    Contestant,
+    Timed,
+    Times,
+    decoder_traffic,
+    open_ways,
+    random_tokens,
+    record,
+    ways_of,
+)
 from ostinato.distributed import Group
 from ostinato.models import Checkpoint, LlamaConfig
 
-__all__ = ["DecodeResult", "Row", "measure"]
+__all__ = ["DecodeResult", "Others", "PromptRow", "Row", "first_line", "measure", "prompt_tokens"]
 
 # One run of a slow contestant may take so long (seconds); then it decodes fewer tokens.
 _RUN_SECONDS = 3.0
 _WARMUP_TOKENS = 4
 _PROMPT_WARMUPS = 3  # launch by launch, then captured, then replayed
+_PROMPT_SEED = 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +84,34 @@ class Row:
         return record("decode", fields | fields.pop("details"))
 
 
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One contestant and one length of a prompt; in results its `kind` is "prompt".
+
+    Times are microseconds.  `first_token_us` is the median of the rounds, and `tokens_per_second`
+    the prompt's tokens over it.  `piece`: tokens that went through the layers at once.  `floor_us`:
+    see this module; `of_floor` is it over `first_token_us`.  `ours_is`: how many times as fast the
+    fastest of our ways is.
+    """
+
+    way: str
+    ours: bool
+    prompt: int
+    piece: int
+    tokens_per_second: float
+    first_token_us: float
+    first_token_min_us: float
+    first_token_max_us: float
+    rounds: int
+    floor_us: float
+    of_floor: float
+    ours_is: float | None
+
+    def as_dict(self) -> dict[str, object]:
+        """For the results."""
+        return record("prompt", asdict(self))
+
+
 @dataclass(slots=True)
 class DecodeResult:
     """Everything that a run found.  `unequal`: points at which our ways chose different tokens,
@@ -92,25 +135,52 @@ class DecodeResult:
     """What the ranks exchange by."""
 
 
+class Others(Protocol):
+    """Contestants that are not ours, opened together.
+
+    `skipped`: those that cannot run here, and why.  `versions`: of their libraries.
+    """
+
+    @property
+    def contestants(self) -> Sequence[Contestant]: ...
+    @property
+    def skipped(self) -> Mapping[str, str]: ...
+    @property
+    def versions(self) -> Mapping[str, str]: ...
+
+    def close(self) -> None:
+        """Gives their memory back.  Idempotent."""
+
+
+class OpenOthers(Protocol):
+    """Opens contestants for a model, with room for so many positions of a sequence.  `path`: the
+    model's file, if it is one.  `left()` gives the seconds that remain of the comparison."""
+
+    def __call__(
+        self, config: LlamaConfig, path: Path | None, positions: int, left: Callable[[], float]
+    ) -> Others: ...
+
+
 def measure(
     device: ost.Device,
     opened: Callable[[], Checkpoint],
     options: DecodeOptions,
     *,
+    open_others: OpenOthers | None = None,
     log: Callable[[str], None] = lambda _: None,
     group: Group | None = None,
     bandwidth: Bandwidth | None = None,
 ) -> DecodeResult:
-    """Runs the whole comparison.
+    """Runs the whole comparison, of our ways alone or with others beside them.
 
-    `group`: our decoders are one rank of several; all ranks call this alike, without peers.  Rank
+    `group`: our decoders are one rank of several; all ranks call this alike, without others.  Rank
     0's clock decides for all, and its times are the result's.  `bandwidth`: the device's, measured
     here if None.
 
-    `opened` gives the checkpoint anew for every decoder; `log` gets lines about the progress.  A
-    peer that fails is noted as skipped, and so is a way of ours that does not fit into memory; all
-    other exceptions of our ways are raised.  Raises InputError first, for options that do not fit
-    the model.
+    `opened` gives the checkpoint anew for every decoder; `log` gets lines about the progress.  One
+    of the others that fails is noted as skipped, and so is a way of ours that does not fit into
+    memory; all other exceptions of our ways are raised.  Raises InputError first, for options that
+    do not fit the model.
     """
     with opened() as checkpoint:
         config, path = checkpoint.config, checkpoint.path if checkpoint.has_file else None
@@ -120,7 +190,7 @@ def measure(
         log("measuring the memory's bandwidth")
         bandwidth = measure_bandwidth(device)
     result.bandwidth = bandwidth
-    contest = _Contest(device, config, opened, options, result, log, path, group)
+    contest = _Contest(device, config, opened, options, result, log, path, group, open_others)
     first, *more = contest.series
     with contest.stream:
         contest.run(first, options.prompts)
@@ -139,9 +209,10 @@ class _Contest:
         result: DecodeResult,
         log: Callable[[str], None],
         path: Path | None,
-        group: Group | None = None,
+        group: Group | None,
+        open_others: OpenOthers | None,
     ) -> None:
-        self.group = group
+        self.group, self.open_others = group, open_others
         self.device, self.config, self.opened, self.path = device, config, opened, path
         self.options, self.result, self.log = options, result, log
         self.deadline = time.monotonic() + options.seconds
@@ -173,7 +244,8 @@ class _Contest:
             group=self.group,
             stream=self.stream,
         )
-        peers = None
+        others: Others | None = None
+        contestants: list[Contestant] = [*ways]
         try:
             if ways:
                 result.library = ways[0].decoder.backend.library
@@ -181,31 +253,25 @@ class _Contest:
                 result.device_bytes = ways[0].decoder.weights.nbytes
                 result.traffic = decoder_traffic(ways[0].decoder, self.group)
                 result.collectives = ways[0].decoder.collectives
-            if options.peers:
-                self.log("making the peers' model")
-            peers = Peers(
-                self.device,
-                self.config,
-                options.peers,
-                positions=self.positions + 1,
-                left=self.left,
-                path=self.path,
-            )
-            result.skipped.update(peers.skipped)
-            result.versions.update(peers.versions)
+            if self.open_others is not None:
+                self.log("opening the others")
+                others = self.open_others(self.config, self.path, self.positions + 1, self.left)
+                contestants += others.contestants
+                result.skipped.update(others.skipped)
+                result.versions.update(others.versions)
             for point in series:
-                self._point(point, [*ways, *peers.contestants])
+                self._point(point, contestants)
                 self.points_left -= 1
             for prompt in prompts:
-                self._prompt(prompt, [*ways, *peers.contestants])
+                self._prompt(prompt, contestants)
                 self.points_left -= 1
         except BaseException as error:
             if self.group is not None:  # before the decoders wait for their work
                 self.group.fail(error)
             raise
         finally:
-            if peers is not None:
-                peers.close()
+            if others is not None:
+                others.close()
             for way in ways:
                 way.close()
 
@@ -240,22 +306,31 @@ class _Contest:
                 self.result.skipped[f"{one.name}, {where}"] = one.no_prompts
         asked = [one for one in contestants if not one.no_prompts]
         takers, runs = self._turns(where, asked, ready, turn)
-        why = first_tokens_differ(runs, [t.name for t in takers if t.ours])
-        if why:
-            self.result.unequal.append(f"{where}: {why}")
-        ours = [statistics.median(r.seconds for r in runs[t.name]) for t in takers if t.ours]
+        ours = [t.name for t in takers if t.ours]
+        for number in range(len(runs[ours[0]]) if ours else 0):  # each round has its own prompt
+            answers = {name: [runs[name][number]] for name in ours}
+            self._compare(answers, ours, f"{where}: in round {number + 1}")
+        times = {t.name: Times.of(runs[t.name], 1) for t in takers}
+        best = min((times[t.name].median for t in takers if t.ours), default=None)
         for taker in takers:
-            piece = taker.piece(count)
-            row = PromptRow.of(
-                taker.name,
-                taker.ours,
-                count,
-                piece,
-                runs=runs[taker.name],
-                floor_us=self._us(self._traffic().prompt(count, piece)),
-                best_us=min(ours) * 1e6 if ours else None,
+            found, piece = times[taker.name], taker.piece(count)
+            floor = self._us(self._traffic().prompt(count, piece))
+            self.result.prompts.append(
+                PromptRow(
+                    way=taker.name,
+                    ours=taker.ours,
+                    prompt=count,
+                    piece=piece,
+                    tokens_per_second=count * 1e6 / found.median,
+                    first_token_us=found.median,
+                    first_token_min_us=found.least,
+                    first_token_max_us=found.most,
+                    rounds=found.rounds,
+                    floor_us=floor,
+                    of_floor=floor / found.median,
+                    ours_is=None if best is None else found.median / best,
+                )
             )
-            self.result.prompts.append(row)
 
     def _turns(
         self,
@@ -287,8 +362,8 @@ class _Contest:
         return takers, runs
 
     def _tries(self, contestant: Contestant, where: str, act: Callable[[], None]) -> bool:
-        """Calls `act` and returns whether it succeeded.  A peer's exception is noted, one of ours
-        raised."""
+        """Calls `act` and returns whether it succeeded.  An exception of one of ours is raised, of
+        another one noted."""
         try:
             act()
         except Exception as error:
@@ -384,6 +459,17 @@ class _Contest:
         return nbytes * shared / self.result.bandwidth.best * 1e6
 
 
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
 def _whole(tokens: int, multiple: int) -> int:
     """The multiple that is not above `tokens`."""
     return tokens // multiple * multiple
+
+
+def prompt_tokens(vocabulary: int, count: int, number: int) -> list[int]:
+    """A prompt of `count` tokens for round `number`."""
+    return random_tokens(vocabulary, count, (_PROMPT_SEED, count, number))

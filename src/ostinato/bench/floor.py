@@ -18,7 +18,7 @@ import numpy as np
 
 import ostinato as ost
 
-__all__ = ["Bandwidth", "measure_bandwidth"]
+__all__ = ["Bandwidth", "device_us", "measure_bandwidth"]
 
 _BYTES = 2 << 30
 _ROUNDS = 9
@@ -92,8 +92,8 @@ def measure_bandwidth(device: ost.Device, nbytes: int = _BYTES) -> Bandwidth:
         source[: len(tile)].copy_from(tile, stream)
         with ost.capture_function(stream, fill).instantiate() as filling:
             filling.launch(stream)
-        read = _seconds(device, stream, lambda: stream.submit(launch))
-        copy = _seconds(device, stream, lambda: ost.copy(stream, target, source))
+        read = _replay_us(device, stream, lambda: stream.submit(launch)) / 1e6
+        copy = _replay_us(device, stream, lambda: ost.copy(stream, target, source)) / 1e6
     finally:
         for buffer in (source, target, seen):
             buffer.close()
@@ -102,20 +102,26 @@ def measure_bandwidth(device: ost.Device, nbytes: int = _BYTES) -> Bandwidth:
     return Bandwidth(nbytes / read, 2 * nbytes / copy, how)
 
 
-def _seconds(device: ost.Device, stream: ost.Stream, submit: Callable[[], None]) -> float:
-    begin, end = device.create_event(timing=True), device.create_event(timing=True)
-    found = []
+def _replay_us(device: ost.Device, stream: ost.Stream, submit: Callable[[], None]) -> float:
     with ost.capture_function(stream, submit).instantiate() as graph:
-        for number in range(_ROUNDS + 2):  # the first two warm up
+        return device_us(device, stream, lambda: graph.launch(stream), _ROUNDS)
+
+
+def device_us(
+    device: ost.Device, stream: ost.Stream, work: Callable[[], object], rounds: int
+) -> float:
+    """Median microseconds from the beginning to the end, on the device, of what `work` puts on a
+    stream.  It is called twice more, before, to warm up; what it returns is kept until the end."""
+    found = []
+    with device.create_event(timing=True) as begin, device.create_event(timing=True) as end:
+        for _ in range(rounds + 2):
             stream.record(begin)
-            graph.launch(stream)
+            kept = work()
             stream.record(end)
             stream.synchronize()
-            if number > 1:
-                found.append(end.elapsed_since(begin) / 1e3)
-    begin.close()
-    end.close()
-    return statistics.median(found)
+            del kept
+            found.append(end.elapsed_since(begin) * 1e3)
+    return statistics.median(found[2:])
 
 
 def _host_bandwidth() -> Bandwidth:

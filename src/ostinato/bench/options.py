@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from ostinato.bench.peers import PEERS
+from ostinato.device import Device
 from ostinato.errors import InputError
 from ostinato.models import LlamaConfig
 from ostinato.models.backend import LibraryRows, WeightsKind
@@ -25,9 +26,9 @@ class DecodeOptions:
     `uneven`: whether the sequences of a batch stand at different positions (`positions_of`), which
     our ways alone do.
     `prompts`: lengths of prompts to measure as well; our decoders then have room for the longest.
-    `library_rows`, `weights`: as for `Decoder`.  `peers`: names from `peers.PEERS`.  `rounds`: at
-    most; fewer when the time runs short, but one at least.  `seconds`: a point is given its share
-    of what is left; compiling is not begun when too little is left for it.
+    `library_rows`, `weights`: as for `Decoder`.  `rounds`: at most; fewer when the time runs short,
+    but one at least.  `seconds`: a point is given its share of what is left; compiling is not begun
+    when too little is left for it.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -38,9 +39,32 @@ class DecodeOptions:
     prompts: tuple[int, ...] = ()
     library_rows: LibraryRows = "auto"
     weights: WeightsKind = "auto"
-    peers: tuple[str, ...] = ()
     rounds: int = 5
     seconds: float = 120.0
+
+    @classmethod
+    def usual(
+        cls,
+        device: Device,
+        *,
+        quick: bool = False,
+        tokens: int | None = None,
+        tokens_per_launch: tuple[int, ...] = (),
+        rounds: int = 5,
+        seconds: float | None = None,
+        **given: Any,
+    ) -> DecodeOptions:
+        """With the counts that suit a device where none is given: on the CPU a step is slow.
+        `quick`: few tokens and one round."""
+        slow = device.capabilities.host_memory_is_device_memory
+        count = tokens or (8 if quick else 32 if slow else 100)
+        return cls(
+            tokens=count,
+            tokens_per_launch=tokens_per_launch or (min(4 if quick else 16, count),),
+            rounds=1 if quick else rounds,
+            seconds=seconds or (45 if slow else 120),
+            **given,
+        )
 
     def require(self, config: LlamaConfig) -> None:
         """Raises InputError for what a model of this shape cannot do."""
@@ -52,7 +76,6 @@ class DecodeOptions:
             "context": self.contexts,
             "number of tokens a launch": self.tokens_per_launch,
             "prompt": self.prompts,
-            "peer": self.peers,
         }
         for name, given in once.items():  # runs are told apart by these
             if len(set(given)) != len(given):
@@ -78,14 +101,6 @@ class DecodeOptions:
                 raise InputError(f"{name} is {value}, must be 1 or more")
         if self.tokens > longest:
             raise InputError(f"{self.tokens} tokens: this model has {longest} positions")
-        if self.uneven and self.peers:
-            raise InputError(
-                f"{', '.join(self.peers)}: the sequences of a peer's batch stand at one position; "
-                "compare with none where they are uneven"
-            )
-        for name in self.peers:
-            if name not in PEERS:
-                raise InputError(f"there is no peer {name!r}; there are: {', '.join(PEERS)}")
         for count in self.tokens_per_launch:
             if not 1 <= count <= self.tokens:
                 raise InputError(

@@ -67,18 +67,11 @@ class Replays:
         # While this one runs, the host submits the timed ones. Not the whole step: it writes
         # tokens.
         ahead = graphs[-2]
-        times: list[list[float]] = [[] for _ in graphs]
         try:
-            for number in range(self.rounds + 1):  # the first one warms up
-                self.log(f"beginnings: round {number} of {self.rounds}")
-                for graph, found in zip(graphs, times, strict=True):
-                    spent = self._time(graph, ahead)
-                    if number:
-                        found.append(spent)
+            return self._in_turns("beginnings", graphs, ahead)
         finally:
             for graph in graphs:
                 graph.close()
-        return [statistics.median(found) for found in times]
 
     def whole(self) -> tuple[float, float]:
         """A replay of the step, and one of an empty kernel."""
@@ -86,22 +79,17 @@ class Replays:
             self._captured(self.operations) as step,
             self._captured(self._hollow(self.operations[:1])) as nothing,
         ):
-            pairs = [
-                (self._time(step, step), self._time(nothing, nothing))
-                for _ in range(self.rounds + 1)  # the first one warms up
-            ]
-        steps, starts = zip(*pairs[1:], strict=True)
-        return statistics.median(steps), statistics.median(starts)
+            spent, start = self._in_turns("whole steps", [step, nothing])
+        return spent, start
 
     def gap(self, start: float) -> float:
         """What each launch adds with nothing in it; `start`: a replay of one such launch."""
         count = len(self.operations)
         if count < 2:
             return 0.0
-        self.log("empty launches")
         with self._captured(self._hollow(self.operations)) as graph:
-            found = [self._time(graph, graph) for _ in range(self.rounds + 1)]
-        return (statistics.median(found[1:]) - start) / (count - 1)
+            (spent,) = self._in_turns("empty launches", [graph])
+        return (spent - start) / (count - 1)
 
     def alone(self) -> tuple[float, list[float]]:
         """What two neighbouring event nodes measure, and each launch between two of them less
@@ -153,6 +141,17 @@ class Replays:
             kernel.allow_shared(most)
         self.device.modules.preload([kernel])
         return [ost.prepare(kernel, config) for config in configs]
+
+    def _in_turns(
+        self, what: str, graphs: Sequence[ost.GraphExec], ahead: ost.GraphExec | None = None
+    ) -> list[float]:
+        """The time of a replay of each; `ahead` runs before each, or the same one if None."""
+        times: list[list[float]] = [[] for _ in graphs]
+        for number in range(self.rounds + 1):  # the first one warms up
+            self.log(f"{what}: round {number} of {self.rounds}")
+            for graph, found in zip(graphs, times, strict=True):
+                found.append(self._time(graph, ahead or graph))
+        return [statistics.median(found[1:]) for found in times]
 
     def _time(self, graph: ost.GraphExec, ahead: ost.GraphExec) -> float:
         """The time of one replay in a burst that is submitted before the first one begins."""

@@ -4,31 +4,90 @@ A result is plain data, `"schema": "ostinato.benchmark/1"`: `benchmark`, `ceilin
 that bounds the numbers, with the numbers), `summary`, `machine`, `settings`, `rows` (one record a
 line of the table), `skipped` (what could not be measured here, and why).  The file is
 `{folder}/{benchmark}-{device}.json`.  A comparison's rows have a `kind`: "decode" (the fields of
-`decode.Row`, and what a contestant tells of itself) or "prompt" (those of `prompts.PromptRow`).
+`decode.Row`, and what a contestant tells of itself) or "prompt" (those of `decode.PromptRow`).
 """
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
 import json
+import os
+import platform
 import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ostinato as ost
-from ostinato.bench.decode import DecodeResult, Row
-from ostinato.bench.machine import SCHEMA, machine
+from ostinato.bench.decode import DecodeResult, PromptRow, Row
 from ostinato.bench.options import DecodeOptions
-from ostinato.bench.profile import Profile, ProfileRow
-from ostinato.bench.prompts import PromptRow
+from ostinato.bench.profile import Profile
 from ostinato.files import replace_file
 
-if TYPE_CHECKING:
-    from rich.table import Table
+__all__ = [
+    "SCHEMA",
+    "Result",
+    "commit",
+    "decode_result",
+    "machine",
+    "profile_result",
+    "show",
+    "show_profile",
+]
 
-__all__ = ["Result", "decode_result", "profile_result", "show", "show_profile"]
+SCHEMA = "ostinato.benchmark/1"
+_LIBRARIES = (
+    "ostinato",
+    "numpy",
+    "cuda-core",
+    "cuda-bindings",
+    "torch",
+    "transformers",
+    "cupy-cuda13x",
+)
+
+
+def commit() -> str:
+    """OSTINATO_COMMIT, else what git says of the checkout that this file is part of, else
+    "unknown"."""
+    given = os.environ.get("OSTINATO_COMMIT")
+    if given:
+        return given
+    here = Path(__file__).resolve()
+    try:
+        # In a virtual environment inside another repository, this file is not tracked.
+        for command in (["ls-files", "--error-unmatch", here.name], ["rev-parse", "HEAD"]):
+            answer = subprocess.run(
+                ["git", *command], cwd=here.parent, capture_output=True, text=True, check=True
+            )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return answer.stdout.strip()[:12]
+
+
+def machine(device: ost.Device) -> dict[str, object]:
+    """The machine and the versions, for a result."""
+    properties = device.properties
+    versions = {}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": properties.name,
+        "driver": device.name,
+        "driver_version": properties.driver_version,
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +191,6 @@ def decode_result(
             "ranks": found.ranks,
             "collectives": found.collectives,
             "rounds": options.rounds,
-            "peers": list(options.peers),
             "seconds": options.seconds,
             "peer_versions": dict(found.versions),
         },
@@ -195,51 +253,60 @@ def profile_result(device: ost.Device, subject: str, profile: Profile) -> Result
 # ------------------------------------------------------------------------------------- the terminal
 
 
-def _print(table: Table) -> None:
+def _print(title: str, rows: Sequence[Mapping[str, str]], groups: Sequence[object]) -> None:
+    """A table of rows by column, the first column to the left, with a line between two groups."""
     from rich.console import Console
+    from rich.table import Table
 
+    table = Table(title=title, title_justify="left")
+    for number, name in enumerate(rows[0] if rows else ()):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row, group, after in zip(rows, groups, [*groups[1:], None], strict=True):
+        table.add_row(*row.values(), end_section=group != after)
     # Wide enough for the tables where the output goes to a file.
     Console(width=None if sys.stdout.isatty() else 110, highlight=False).print(table)
 
 
-def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
-    """The table of a comparison."""
-    from rich.table import Table
+def _times_ours(row: Row | PromptRow) -> str:
+    return "-" if row.ours_is is None or row.ours else f"{row.ours_is:.2f} x"
 
-    where = f"{found.ranks} x " * (found.ranks > 1) + device.properties.name
-    table = Table(title=f"decoding {subject} on {where}", title_justify="left")
-    for name, right in (
-        ("way", False),
-        ("batch", True),
-        ("context", True),
-        ("tok/s", True),
-        ("us a token", True),
-        ("between", True),
-        ("of floor", True),
-        ("launches", True),
-        ("ours is", True),
-    ):
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
-    last = None
+
+def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
+    """The tables of a comparison."""
+    lines = []
     for row in found.rows:
-        if last not in (None, (row.batch, row.context)):
-            table.add_section()
-        last = (row.batch, row.context)
         launches = row.details.get("launches_per_token")
-        table.add_row(
-            row.way,
-            str(row.batch),
-            str(row.context),
-            f"{row.tokens_per_second:,.1f}",
-            f"{row.token_us:,.1f}",
-            "-" if row.between_us is None else f"{row.between_us:,.1f}",
-            f"{row.of_floor:.1%}",
-            f"{launches:.3g}" if isinstance(launches, float | int) else "-",
-            "-" if row.ours_is is None or row.ours else f"{row.ours_is:.2f} x",
+        lines.append(
+            {
+                "way": row.way,
+                "batch": str(row.batch),
+                "context": str(row.context),
+                "tok/s": f"{row.tokens_per_second:,.1f}",
+                "us a token": f"{row.token_us:,.1f}",
+                "between": "-" if row.between_us is None else f"{row.between_us:,.1f}",
+                "of floor": f"{row.of_floor:.1%}",
+                "launches": f"{launches:.3g}" if isinstance(launches, float | int) else "-",
+                "ours is": _times_ours(row),
+            }
         )
-    _print(table)
+    where = f"{found.ranks} x " * (found.ranks > 1) + device.properties.name
+    points = [(row.batch, row.context) for row in found.rows]
+    _print(f"decoding {subject} on {where}", lines, points)
     if found.prompts:
-        _print(_prompts_table(subject, device, found.prompts))
+        lines = [
+            {
+                "way": row.way,
+                "prompt": str(row.prompt),
+                "at once": str(row.piece),
+                "tok/s": f"{row.tokens_per_second:,.1f}",
+                "ms to first token": f"{row.first_token_us / 1e3:,.2f}",
+                "of floor": f"{row.of_floor:.1%}",
+                "ours is": _times_ours(row),
+            }
+            for row in found.prompts
+        ]
+        title = f"prompts of {subject} on {device.properties.name}"
+        _print(title, lines, [row.prompt for row in found.prompts])
     assert found.bandwidth is not None
     print(f"floor: {found.bandwidth.best / 1e9:,.0f} GB/s, by {found.bandwidth.how}")
     if found.weights:
@@ -253,58 +320,25 @@ def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
         print(f"NOT EQUAL: {line}")
 
 
-def _prompts_table(subject: str, device: ost.Device, rows: Sequence[PromptRow]) -> Table:
-    from rich.table import Table
-
-    title = f"prompts of {subject} on {device.properties.name}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("way", no_wrap=True)
-    for name in ("prompt", "at once", "tok/s", "ms to first token", "of floor", "ours is"):
-        table.add_column(name, justify="right", no_wrap=True)
-    last = rows[0].prompt
-    for row in rows:
-        if row.prompt != last:
-            table.add_section()
-        last = row.prompt
-        table.add_row(
-            row.way,
-            str(row.prompt),
-            str(row.piece),
-            f"{row.tokens_per_second:,.1f}",
-            f"{row.first_token_us / 1e3:,.2f}",
-            f"{row.of_floor:.1%}",
-            "-" if row.ours_is is None or row.ours else f"{row.ours_is:.2f} x",
-        )
-    return table
-
-
 def show_profile(subject: str, device: ost.Device, profile: Profile) -> None:
     """The table of a step's profile."""
-    from rich.table import Table
-
+    lines = [
+        {
+            "launch": row.name,
+            "times": str(row.launches),
+            "us each": f"{row.us:.2f}",
+            "us in all": f"{row.total_us:.1f}",
+            "alone": f"{row.alone_us:.2f}",
+            "KB each": f"{row.nbytes / 1e3:,.1f}",
+            "TB/s": f"{row.terabytes_per_second:.3g}" if row.nbytes else "-",
+            "of floor": f"{row.of_floor:.1%}" if row.nbytes else "-",
+            "share": f"{row.total_us / profile.step_us:.1%}",
+        }
+        for row in profile.rows
+    ]
     title = (
         f"one step of {subject}, batch {profile.batch}, at position {profile.position}, on "
         f"{device.properties.name}"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("launch", no_wrap=True)
-    for name in ("times", "us each", "us in all", "alone", "KB each", "TB/s", "of floor", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
-
-    def line(row: ProfileRow) -> None:
-        table.add_row(
-            row.name,
-            str(row.launches),
-            f"{row.us:.2f}",
-            f"{row.total_us:.1f}",
-            f"{row.alone_us:.2f}",
-            f"{row.nbytes / 1e3:,.1f}",
-            f"{row.terabytes_per_second:.3g}" if row.nbytes else "-",
-            f"{row.of_floor:.1%}" if row.nbytes else "-",
-            f"{row.total_us / profile.step_us:.1%}",
-        )
-
-    for row in profile.rows:
-        line(row)
-    _print(table)
+    _print(title, lines, [0] * len(lines))
     print(profile.explanation())

@@ -1,16 +1,18 @@
-"""Our own ways of decoding: launch by launch, graphs by capture and by record, many tokens a
-launch."""
+"""What decodes in a comparison (`Contestant`), and our own ways of it: launch by launch, graphs by
+capture and by record, many tokens a launch."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
+
+import numpy as np
 
 import ostinato as ost
-from ostinato.bench.contest import Timed, random_tokens
 from ostinato.bench.options import positions_of
 from ostinato.bench.shapes import Traffic, traffic
 from ostinato.distributed import Group
@@ -21,11 +23,108 @@ from ostinato.models.decoder import backend_for, formats_for
 from ostinato.models.layout import device_shapes
 from ostinato.models.sharding import Sharding, shard_checkpoint
 
-__all__ = ["DecoderWay", "Way", "decoder_traffic", "open_ways", "ways_of"]
+__all__ = [
+    "Contestant",
+    "DecoderWay",
+    "Timed",
+    "Times",
+    "Way",
+    "decoder_traffic",
+    "open_ways",
+    "random_tokens",
+    "record",
+    "ways_of",
+]
 
 # Room for what a decoder allocates beside weights and cache.
 _SPARE = 1 << 29
 _SEED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One run of a contestant.
+
+    `seconds`: from the call until it has returned the last token of every sequence.
+    `arrivals`: seconds from the call to each token of the first sequence, where they come one by
+    one.  `tokens`: what was chosen, by sequence, where the contestant reads all of it.
+    """
+
+    seconds: float
+    arrivals: tuple[float, ...] = ()
+    tokens: tuple[tuple[int, ...], ...] = ()
+
+
+class Contestant(Protocol):
+    """A way of decoding, or a library that decodes.
+
+    `ours`: its tokens must be those of our other ways, bit for bit.  `multiple`: a run must decode
+    a multiple of so many tokens, because each launch gives so many.  `no_prompts`: why its prompts
+    are not measured; empty if they are.
+    """
+
+    name: str
+    ours: bool
+    multiple: int
+    no_prompts: str
+
+    def reserve(self, batch: int, positions: int) -> None:
+        """Makes ready for `batch` sequences of so many positions.  May compile and capture."""
+
+    def place(self, batch: int, context: int) -> None:
+        """Sets each sequence to position `context`, with so many positions in its cache.  Not
+        timed."""
+
+    def decode(self, tokens: int) -> Timed:
+        """Decodes so many tokens of each sequence, from where it is."""
+
+    def piece(self, tokens: int) -> int:
+        """How many tokens of such a prompt it takes at once."""
+
+    def prompt(self, tokens: Sequence[int]) -> Timed:
+        """Reads a prompt into the empty cache of one sequence and returns once the next token is
+        chosen; `tokens` of the result is that token alone, of our ways."""
+
+    def details(self) -> dict[str, object]:
+        """Further facts for the results, beside its times."""
+
+    def close(self) -> None:
+        """Gives its memory back.  Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """A token's time over several runs, in microseconds: the whole run divided by its tokens."""
+
+    median: float
+    least: float
+    most: float
+    between: float | None
+    """Median time from one token's arrival to the next one's, where they come one by one."""
+    rounds: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Timed], tokens: int) -> Times:
+        each = [run.seconds / tokens * 1e6 for run in runs]
+        gaps = [
+            (later - earlier) * 1e6
+            for run in runs
+            for earlier, later in zip(run.arrivals, run.arrivals[1:], strict=False)
+        ]
+        between = statistics.median(gaps) if gaps else None
+        return cls(statistics.median(each), min(each), max(each), between, len(each))
+
+
+def random_tokens(vocabulary: int, count: int, seed: tuple[int, ...]) -> list[int]:
+    """So many tokens; the same seed gives the same ones."""
+    drawn = np.random.default_rng(seed).integers(0, vocabulary, count)
+    return [int(token) for token in drawn]
+
+
+def record(kind: str, fields: Mapping[str, object]) -> dict[str, object]:
+    """A row for the results: its kind, and its fields with numbers to four digits."""
+    plain: dict[str, object] = {"kind": kind, **fields}
+    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in plain.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import typer
 
 __all__ = [
     "BYTE_ORDER_MARK",
+    "AsJson",
     "DeviceName",
     "Eager",
     "MaxContext",
@@ -246,6 +247,7 @@ Stops = Annotated[
     ),
 ]
 System = Annotated[str | None, typer.Option(callback=text, help="A system message, for chats.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DeviceName = Annotated[
     str | None,
     typer.Option(help='"host", "cuda:0", ...; by default the GPU where there is one.'),

@@ -1,4 +1,4 @@
-"""`ostinato bench`: our ways of decoding beside other libraries', and where a step's time goes."""
+"""`ostinato bench`: our ways of decoding in turns, and where a step's time goes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from ostinato.models.extra import require_extra
 if TYPE_CHECKING:
     from ostinato.bench.decode import DecodeResult
     from ostinato.bench.options import DecodeOptions
+    from ostinato.bench.report import Result
     from ostinato.device import Device
     from ostinato.models import Checkpoint
 
-__all__ = ["bench", "subject_of"]
+__all__ = ["Output", "bench", "compare", "numbers", "status", "subject_of"]
 
 DEFAULT_SHAPE = "135M"
 
@@ -63,7 +64,7 @@ def bench(
         typer.Option(
             "--uneven",
             help="The sequences of a batch stand at different positions, evenly from the context "
-            "down to a part of it.  Without peers.",
+            "down to a part of it.",
         ),
     ] = False,
     tokens: Annotated[
@@ -98,14 +99,6 @@ def bench(
             "q6_k or q4_k_m: the shape's random weights are quantised so, and stay packed.",
         ),
     ] = "auto",
-    peers: Annotated[
-        str | None,
-        typer.Option(
-            help="all that are installed, none, or some of: "
-            "transformers,torch.cuda.graph,torch.compile,llama.cpp.  By default all; none with "
-            "--tensor-parallel, since they run on one device."
-        ),
-    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds at most; all take turns in each.")] = 5,
     seconds: Annotated[
         float | None,
@@ -139,11 +132,11 @@ def bench(
         bool, typer.Option("--json", help="Print one JSON object and nothing else: the result.")
     ] = False,
 ) -> None:
-    """Measure decoding, beside other libraries.
+    """Measure decoding, by each way of launching.
 
-    Five ways take turns in one run: launch by launch, captured graphs, recorded graphs, many
-    tokens a launch, and the other libraries that are installed. The numbers are medians, beside
-    the floor that is set by reading weights and cache at the bandwidth measured in the same run.
+    Four ways take turns in one run: launch by launch, captured graphs, recorded graphs, and many
+    tokens a launch. The numbers are medians, beside the floor that is set by reading weights and
+    cache at the bandwidth measured in the same run.
     A prompt's time ends with the first token after it. Where the output is no terminal, its last
     line is the result as one JSON object. The exit status is 1 if our ways do not choose the same
     tokens.
@@ -152,13 +145,12 @@ def bench(
     from ostinato.bench.decode import measure
     from ostinato.bench.floor import measure_bandwidth
     from ostinato.bench.options import DecodeOptions
-    from ostinato.bench.peers import PEERS
     from ostinato.device import open_device
     from ostinato.models.backend import WeightsKind
 
     if shape is not None and model is not None:
         raise typer.BadParameter("give a shape or a model, not both", param_hint="--shape")
-    output = _Output(out, plot, as_json)
+    output = Output(out, plot, as_json)
     if out is not None:
         ready_folder(out, "--out")
     if plot is not None:
@@ -174,17 +166,6 @@ def bench(
         raise typer.BadParameter(
             "a profile is of a step whose sequences stand at one position", param_hint="--profile"
         )
-    if uneven and peers not in (None, "none"):
-        raise typer.BadParameter(
-            "the sequences of a peer's batch stand at one position; with --uneven leave them out",
-            param_hint="--peers",
-        )
-    if parallel and peers not in (None, "none"):
-        raise typer.BadParameter(
-            "peers run on one device; with --tensor-parallel leave them out", param_hint="--peers"
-        )
-    if peers is None:
-        peers = "none" if parallel or uneven else "all"
     devices = rank_devices(tensor_parallel, device)
     with open_device(devices[0]) as used:  # a wrong name is found before a model is fetched
         kind = weights if weights in get_args(WeightsKind) else None
@@ -195,22 +176,19 @@ def bench(
             )
         which = {"shape": shape, "model": model, "recipe": weights if kind is None else None}
         subject, opened = subject_of(**which)
-        slow = used.capabilities.host_memory_is_device_memory
-        named = {"all": tuple(PEERS), "none": ()}.get(peers)
-        count = tokens or (8 if quick else 32 if slow else 100)
-        looped = tokens_per_launch or str(min(4 if quick else 16, count))
-        options = DecodeOptions(
-            batches=_numbers(batch, "--batch"),
-            contexts=_numbers(context, "--context"),
+        options = DecodeOptions.usual(
+            used,
+            batches=numbers(batch, "--batch"),
+            contexts=numbers(context, "--context"),
             uneven=uneven,
-            tokens=count,
-            tokens_per_launch=_numbers(looped, "--tokens-per-launch"),
-            prompts=() if prompt is None else _numbers(prompt, "--prompt"),
+            tokens=tokens,
+            tokens_per_launch=numbers(tokens_per_launch, "--tokens-per-launch"),
+            prompts=numbers(prompt, "--prompt"),
             library_rows="auto" if library_rows is None else library_rows or None,
-            weights=kind or "packed",  # type: ignore[arg-type]
-            peers=tuple(p.strip() for p in peers.split(",")) if named is None else named,
-            rounds=1 if quick else rounds,
-            seconds=seconds or (45 if slow else 120),
+            weights=kind or "packed",
+            quick=quick,
+            rounds=rounds,
+            seconds=seconds,
         )
 
         def work() -> dict[str, Any]:
@@ -219,39 +197,43 @@ def bench(
             told = {"options": asdict(options), "bandwidth": asdict(bandwidth)}
             return {"kind": "bench", "subject": which | {"model": path}, **told}
 
-        with _status() as log:
+        with status() as log:
             bandwidth = None
             if parallel:  # before the others are there: on a busy CPU it takes long
                 log("measuring the memory's bandwidth")
                 bandwidth = measure_bandwidth(used)
             with other_ranks(devices, work) as group:
                 if profile:
-                    ok = _profile(used, subject, opened, options, output, log)
-                else:
-                    run = partial(measure, group=group, bandwidth=bandwidth)
-                    ok = _compare(run, used, subject, opened, options, output, log)
-    if not ok:
+                    _profile(used, subject, opened, options, output, log)
+                    return
+                run = partial(measure, group=group, bandwidth=bandwidth)
+                equal = compare(run, used, subject, opened, options, output, log)
+    if not equal:
         raise typer.Exit(FAILED)
 
 
-def _compare(
+def compare(
     run: Callable[..., DecodeResult],
     device: Device,
     subject: str,
     opened: Callable[[], Checkpoint],
     options: DecodeOptions,
-    output: _Output,
+    output: Output,
     log: Callable[[str], None],
 ) -> bool:
+    """Runs a comparison (`measure`), shows and writes its result; returns whether our ways chose
+    the same tokens."""
     from ostinato.bench import report
     from ostinato.bench.plot import decode_svg
 
     found = run(device, opened, options, log=log)
     log("")
-    if not output.only_json:
-        report.show(subject, device, found)
-    result = report.decode_result(device, subject, options, found)
-    _finish(result, output, lambda: decode_svg(subject, device.properties.name, found.rows))
+    _finish(
+        report.decode_result(device, subject, options, found),
+        output,
+        lambda: report.show(subject, device, found),
+        lambda: decode_svg(subject, device.properties.name, found.rows),
+    )
     return not found.unequal
 
 
@@ -260,20 +242,21 @@ def _profile(
     subject: str,
     opened: Callable[[], Checkpoint],
     options: DecodeOptions,
-    output: _Output,
+    output: Output,
     log: Callable[[str], None],
-) -> bool:
+) -> None:
     from ostinato.bench import report
     from ostinato.bench.plot import profile_svg
     from ostinato.bench.profile import profile_subject
 
     found = profile_subject(device, opened, options, log=log)
     log("")
-    if not output.only_json:
-        report.show_profile(subject, device, found)
-    result = report.profile_result(device, subject, found)
-    _finish(result, output, lambda: profile_svg(subject, device.properties.name, found))
-    return True
+    _finish(
+        report.profile_result(device, subject, found),
+        output,
+        lambda: report.show_profile(subject, device, found),
+        lambda: profile_svg(subject, device.properties.name, found),
+    )
 
 
 def subject_of(
@@ -296,7 +279,10 @@ def subject_of(
     return name, lambda: random_checkpoint(config, f"random-{name}", recipe=recipe)
 
 
-def _numbers(text: str, option: str) -> tuple[int, ...]:
+def numbers(text: str | None, option: str) -> tuple[int, ...]:
+    """An option's numbers, with commas between them; none where it is not given."""
+    if text is None:
+        return ()
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -306,7 +292,7 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Output:
+class Output:
     """Where the result goes besides standard output, which gets `only_json` or the tables too."""
 
     folder: Path | None
@@ -314,12 +300,14 @@ class _Output:
     only_json: bool
 
 
-def _finish(result: object, output: _Output, picture: Callable[[], str]) -> None:
-    """Writes, draws and prints a result; one that cannot be written is still printed."""
-    from ostinato.bench.report import Result
+def _finish(
+    result: Result, output: Output, show: Callable[[], None], picture: Callable[[], str]
+) -> None:
+    """Shows, writes, draws and prints a result; one that cannot be written is still printed."""
     from ostinato.models.files.reading import write_file
 
-    assert isinstance(result, Result)
+    if not output.only_json:
+        show()
     notes = sys.stderr if output.only_json else sys.stdout
     try:
         if output.folder is not None:
@@ -333,7 +321,7 @@ def _finish(result: object, output: _Output, picture: Callable[[], str]) -> None
 
 
 @contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
+def status() -> Iterator[Callable[[str], None]]:
     """Shows the progress on the error stream: one line that changes, on a terminal."""
     if not sys.stderr.isatty():
         begin = time.monotonic()

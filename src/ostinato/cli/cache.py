@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ostinato.cli.arguments import expanded, finite, require_readable
+from ostinato.cli.arguments import AsJson, expanded, finite, require_readable
 from ostinato.cli.plain import plain, say
 from ostinato.errors import NotAvailableError
 from ostinato.models.arguments import counted
@@ -28,7 +28,6 @@ Folder = Annotated[
     Path | None,
     typer.Option("--folder", callback=expanded, help="Another folder than that of the settings."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command("list")

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ostinato import __version__, settings
+from ostinato.cli.arguments import AsJson
 from ostinato.cli.plain import say
 from ostinato.errors import OstinatoError, SettingsError
 from ostinato.models.arguments import counted
@@ -43,7 +44,7 @@ _PACKAGES = (
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     faults: Annotated[
         bool,
         typer.Option(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ostinato.cli.arguments import expanded, ready_file
+from ostinato.cli.arguments import AsJson, expanded, ready_file
 from ostinato.cli.plain import say
 from ostinato.cli.progress import fetched
 from ostinato.errors import InputError, NotAvailableError
@@ -45,7 +45,6 @@ Constants = Annotated[
     ),
 ]
 DeviceName = Annotated[str | None, typer.Option("--device", help='"host", "cuda:0", ...')]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()

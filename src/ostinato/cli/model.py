@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ostinato import settings
-from ostinato.cli.arguments import require_readable
+from ostinato.cli.arguments import AsJson, require_readable
 from ostinato.cli.plain import say
 from ostinato.cli.progress import byte_progress
 from ostinato.models.arguments import counted
@@ -91,7 +91,7 @@ def show(
     name: Annotated[
         str, typer.Argument(help="As for --model of `ostinato generate`; nothing is fetched.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a model is.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ostinato.cli.plain import plain
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
 
 __all__ = ["busy", "byte_progress", "fetched", "prompt_progress"]
 
@@ -23,15 +23,9 @@ _PATIENCE_SECONDS = 1.0
 @contextmanager
 def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar while the block runs; the value is called with bytes done and bytes in all."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import DownloadColumn, TransferSpeedColumn
 
-    console = Console(stderr=True)
-    name, columns = TextColumn("{task.description}"), (BarColumn(), DownloadColumn())
-    still = not console.is_terminal  # without a terminal rich prints only an empty line
-    with Progress(
-        name, *columns, TransferSpeedColumn(), console=console, transient=True, disable=still
-    ) as bar:
+    with _bar(DownloadColumn(), TransferSpeedColumn()) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -101,14 +95,12 @@ class _PromptProgress:
             bar.stop()
 
 
-def _bar() -> Progress:
+def _bar(*columns: ProgressColumn) -> Progress:
+    """A bar with these columns, or the time; none where the error stream is no terminal, for which
+    rich would print an empty line."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    console, title = Console(stderr=True), TextColumn("{task.description}", markup=False)
+    shown = (title, BarColumn(), *(columns or (TimeElapsedColumn(),)))
+    return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)

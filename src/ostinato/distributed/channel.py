@@ -167,7 +167,6 @@ class FirstFailure:
             call(failure)
 
     def on_failure(self, call: Callable[[Failure], None]) -> None:
-        """See `Channel`."""
         with self.changed:
             if self.failure is None:
                 self._calls.append(call)
@@ -202,7 +201,6 @@ class LocalChannel(Channel):
         return self._room.failure
 
     def exchange(self, lane: str, label: str, payload: bytes, seconds: float) -> list[bytes]:
-        """See `Channel`."""
         room, rank = self._room, self.rank
         failure: Failure | None
         with room.changed:
@@ -237,11 +235,9 @@ class LocalChannel(Channel):
         raise (room.failure or failure).error()
 
     def fail(self, failure: Failure) -> None:
-        """See `Channel`."""
         self._room.fail(failure)
 
     def on_failure(self, call: Callable[[Failure], None]) -> None:
-        """See `Channel`."""
         self._room.on_failure(call)
 
     def close(self) -> None:

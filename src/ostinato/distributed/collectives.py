@@ -184,27 +184,23 @@ class HostCollectives(Collectives):
         return (prepare(loaded, LaunchConfig(1, 1), self.order, *arguments),)
 
     def all_reduce(self, source: Buffer, out: Buffer) -> tuple[Operation, ...]:
-        """See `Collectives`."""
         return self._operation("all_reduce", source, out, self._same("all_reduce", source, out))
 
     def accumulate(
         self, target: Buffer, partial: Buffer, *, programmatic: bool = False
     ) -> tuple[Operation, ...]:
-        """See `Collectives`."""
         count = self._same("accumulate", target, partial)
         return self._operation("accumulate", target, partial, count)
 
     def all_gather(
         self, source: Buffer, out: Buffer, *, programmatic: bool = False
     ) -> tuple[Operation, ...]:
-        """See `Collectives`."""
         layout = Gathered.of(source, out, self.group.size)
         flat = source.view(0, source.nbytes, np.uint8), out.view(0, out.nbytes, np.uint8)
         kind = ord(source.dtype.char)
         return self._operation("all_gather", *flat, layout.lines, layout.nbytes, kind)
 
     def broadcast(self, buffer: Buffer, root: int = 0) -> tuple[Operation, ...]:
-        """See `Collectives`."""
         flat = buffer.view(0, buffer.nbytes, np.uint8)
         root, kind = checked_root(root, self.group.size), ord(buffer.dtype.char)
         return self._operation("broadcast", flat, buffer.nbytes, kind, root)
@@ -213,7 +209,6 @@ class HostCollectives(Collectives):
         """Nothing to do: the channel wakes what waits."""
 
     def close(self) -> None:
-        """See `Collectives`."""
         super().close()
         self.group.detach(self)
 

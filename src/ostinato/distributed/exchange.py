@@ -260,11 +260,9 @@ class ExchangeCollectives(Collectives):
         return nbytes <= self.limit and nbytes % 4 == 0
 
     def programmatic(self, nbytes: int) -> bool:
-        """See `Collectives`."""
         return self._fits(nbytes) and self.device.capabilities.programmatic_launch
 
     def all_reduce(self, source: Buffer, out: Buffer) -> tuple[Operation, ...]:
-        """See `Collectives`."""
         count = self._same("all_reduce", source, out)
         if not self._fits(4 * count):
             return self._beyond(self.beyond.all_reduce(source, out))
@@ -273,7 +271,6 @@ class ExchangeCollectives(Collectives):
     def accumulate(
         self, target: Buffer, partial: Buffer, *, programmatic: bool = False
     ) -> tuple[Operation, ...]:
-        """See `Collectives`."""
         count = self._same("accumulate", target, partial)
         if not self._fits(4 * count):
             return self._beyond(self.beyond.accumulate(target, partial))
@@ -287,7 +284,6 @@ class ExchangeCollectives(Collectives):
     def all_gather(
         self, source: Buffer, out: Buffer, *, programmatic: bool = False
     ) -> tuple[Operation, ...]:
-        """See `Collectives`."""
         layout = Gathered.of(source, out, self.group.size)
         if not self._fits(source.nbytes) or layout.nbytes % 4:
             return self._beyond(self.beyond.all_gather(source, out))
@@ -297,7 +293,6 @@ class ExchangeCollectives(Collectives):
         )
 
     def broadcast(self, buffer: Buffer, root: int = 0) -> tuple[Operation, ...]:
-        """See `Collectives`."""
         return self._beyond(self.beyond.broadcast(buffer, root))
 
     def _operation(
@@ -332,11 +327,9 @@ class ExchangeCollectives(Collectives):
         return operations
 
     def sums(self, count: int) -> Buffer | None:
-        """See `Collectives`."""
         return self._sums if count <= _SUM_SLOTS and self._fits(4 * count) else None
 
     def described(self) -> str:
-        """See `Collectives`."""
         return f"{self.name}: {self.in_windows} made in peer memory, {self.by_beyond} beyond"
 
     def _source(self) -> Source:
@@ -346,7 +339,6 @@ class ExchangeCollectives(Collectives):
 
     # --- ends
     def abort(self) -> None:
-        """See `Collectives`."""
         self._end_waits()
         self.beyond.abort()
 

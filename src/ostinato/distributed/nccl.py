@@ -180,7 +180,6 @@ class NcclCollectives(Collectives):
 
     # --- collectives
     def all_reduce(self, source: Buffer, out: Buffer) -> tuple[Operation, ...]:
-        """See `Collectives`."""
         count = self._same("all_reduce", source, out)
         return self._operations("all_reduce", source, out, count)
 
@@ -225,7 +224,6 @@ class NcclCollectives(Collectives):
         )
 
     def broadcast(self, buffer: Buffer, root: int = 0) -> tuple[Operation, ...]:
-        """See `Collectives`."""
         name = f"broadcast from {checked_root(root, self.group.size)}"
         return self._operations(name, buffer, buffer, buffer.nbytes)
 

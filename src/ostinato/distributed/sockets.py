@@ -395,7 +395,6 @@ class SocketChannel(Channel):
         return self._first.failure
 
     def say(self, where: str) -> None:
-        """See `Channel`."""
         self._where = where[:_MOST_WHERE]
 
     # --- exchanges
@@ -434,7 +433,6 @@ class SocketChannel(Channel):
 
     # --- failures
     def fail(self, failure: Failure) -> None:
-        """See `Channel`."""
         with suppress(OSError, GroupError):
             self._send(
                 {
@@ -447,7 +445,6 @@ class SocketChannel(Channel):
         self._first.fail(failure)
 
     def on_failure(self, call: Callable[[Failure], None]) -> None:
-        """See `Channel`."""
         self._first.on_failure(call)
 
     def _silent_hub(self) -> Failure:

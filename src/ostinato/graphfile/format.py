@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -36,7 +36,6 @@ from ostinato.driver.api import (
     MemOp,
     MemOpKind,
     MemsetNodeParams,
-    NodeKind,
     NodeParams,
     ParameterSlot,
 )
@@ -570,11 +569,30 @@ class _GraphReader:
             )
 
     def _node(self, item: Plain, depth: int) -> NodeRecord:
-        kind = item.text("kind")
-        read = _READERS.get(kind)
-        if read is None:
-            raise item.wrong("kind", f"{short(kind)} is no kind of node that a file can have")
-        return read(self, item, item.text("name"), depth)
+        kind, name = item.text("kind"), item.text("name")
+        match kind:
+            case "memcpy":
+                return self._fields(item, name, self._memcpy(item))
+            case "memset":
+                return self._fields(item, name, self._memset(item))
+            case "batch_mem_op":
+                return self._fields(item, name, self._batch(item))
+            case "mem_free":
+                return self._fields(item, name, FreeNodeParams(0))
+            case "child_graph":
+                inner = self._inner(item, depth, 1)
+                return NodeRecord(name, ChildGraphNodeParams(GraphHandle(0)), inner=inner)
+            case "conditional":
+                return self._conditional(item, name, depth)
+            case "empty":
+                return NodeRecord(name, EmptyNodeParams())
+            case "event_record" | "event_wait":
+                event = EventHandle(item.number("event", 0, self.events - 1))
+                made = EventRecordNodeParams if kind == "event_record" else EventWaitNodeParams
+                return NodeRecord(name, made(event))
+            case "mem_alloc":
+                return NodeRecord(name, AllocNodeParams(item.number("nbytes", 1, _MOST_BYTES)))
+        raise item.wrong("kind", f"{short(kind)} is no kind of node that a file can have")
 
     def _pointers(self, item: Plain) -> tuple[PointerWord, ...]:
         if not item.has("pointers"):
@@ -757,32 +775,37 @@ class _GraphReader:
         return found
 
     # --- other kinds
-    def memcpy(self, item: Plain, name: str, depth: int) -> NodeRecord:
+    @staticmethod
+    def _memcpy(item: Plain) -> MemcpyNodeParams:
         sizes = {key: item.number(key, 0, _MOST_BYTES) for key in _MEMCPY}
         if not (sizes["height"] and sizes["depth"]):
             raise item.wrong("height", "a copy has at least one row")
-        params = MemcpyNodeParams(
+        return MemcpyNodeParams(
             *(0, 0, sizes["width"], sizes["height"], sizes["depth"]),
             *(sizes["dst_pitch"], sizes["src_pitch"]),
             *(sizes["dst_height"], sizes["src_height"]),
         )
-        return self._fields(item, name, params)
 
-    def memset(self, item: Plain, name: str, depth: int) -> NodeRecord:
+    @staticmethod
+    def _memset(item: Plain) -> MemsetNodeParams:
         values = {key: item.number(key, 0, _MOST_BYTES) for key in _MEMSET}
         size = values["element_size"]
         if size not in (1, 2, 4) or values["value"] >= 1 << (8 * size) or not values["height"]:
             raise item.wrong("element_size", f"no fill of {values['value']} in {size} bytes")
         if values["height"] > 1 and values["pitch"] < values["width"] * size:
             raise item.wrong("pitch", "it is less than a row")
-        return self._fields(item, name, MemsetNodeParams(dst=0, **values))
+        return MemsetNodeParams(dst=0, **values)
 
-    def child(self, item: Plain, name: str, depth: int) -> NodeRecord:
-        return NodeRecord(
-            name, ChildGraphNodeParams(GraphHandle(0)), inner=self._inner(item, depth, 1)
-        )
+    @staticmethod
+    def _batch(item: Plain) -> BatchMemOpNodeParams:
+        operations = []
+        for kind, value, size in item.rows("operations", 0, (1 << 64) - 1, 3):
+            if kind not in tuple(MemOpKind) or size not in (4, 8) or value >= 1 << (8 * size):
+                raise item.wrong("operations", f"{[kind, value, size]} is no operation")
+            operations.append(MemOp(MemOpKind(kind), 0, value, size))
+        return BatchMemOpNodeParams(tuple(operations))
 
-    def conditional(self, item: Plain, name: str, depth: int) -> NodeRecord:
+    def _conditional(self, item: Plain, name: str, depth: int) -> NodeRecord:
         text = item.text("type")
         if text.upper() not in ConditionalKind.__members__:
             raise item.wrong("type", f"{short(text)} is no conditional node")
@@ -807,43 +830,5 @@ class _GraphReader:
             made.append(graph)
         return tuple(made)
 
-    def empty(self, item: Plain, name: str, depth: int) -> NodeRecord:
-        return NodeRecord(name, EmptyNodeParams())
-
-    def event_record(self, item: Plain, name: str, depth: int) -> NodeRecord:
-        return NodeRecord(name, EventRecordNodeParams(self._event(item)))
-
-    def event_wait(self, item: Plain, name: str, depth: int) -> NodeRecord:
-        return NodeRecord(name, EventWaitNodeParams(self._event(item)))
-
-    def _event(self, item: Plain) -> EventHandle:
-        return EventHandle(item.number("event", 0, self.events - 1))
-
-    def alloc(self, item: Plain, name: str, depth: int) -> NodeRecord:
-        return NodeRecord(name, AllocNodeParams(item.number("nbytes", 1, _MOST_BYTES)))
-
-    def free(self, item: Plain, name: str, depth: int) -> NodeRecord:
-        return self._fields(item, name, FreeNodeParams(0))
-
-    def batch(self, item: Plain, name: str, depth: int) -> NodeRecord:
-        operations = []
-        for kind, value, size in item.rows("operations", 0, (1 << 64) - 1, 3):
-            if kind not in tuple(MemOpKind) or size not in (4, 8) or value >= 1 << (8 * size):
-                raise item.wrong("operations", f"{[kind, value, size]} is no operation")
-            operations.append(MemOp(MemOpKind(kind), 0, value, size))
-        return self._fields(item, name, BatchMemOpNodeParams(tuple(operations)))
-
 
 _BODIES = {ConditionalKind.IF: 2, ConditionalKind.WHILE: 1, ConditionalKind.SWITCH: 1024}
-_READERS: Mapping[str, Callable[[_GraphReader, Plain, str, int], NodeRecord]] = {
-    NodeKind.MEMCPY.name.lower(): _GraphReader.memcpy,
-    NodeKind.MEMSET.name.lower(): _GraphReader.memset,
-    NodeKind.CHILD_GRAPH.name.lower(): _GraphReader.child,
-    NodeKind.CONDITIONAL.name.lower(): _GraphReader.conditional,
-    NodeKind.EMPTY.name.lower(): _GraphReader.empty,
-    NodeKind.EVENT_RECORD.name.lower(): _GraphReader.event_record,
-    NodeKind.EVENT_WAIT.name.lower(): _GraphReader.event_wait,
-    NodeKind.MEM_ALLOC.name.lower(): _GraphReader.alloc,
-    NodeKind.MEM_FREE.name.lower(): _GraphReader.free,
-    NodeKind.BATCH_MEM_OP.name.lower(): _GraphReader.batch,
-}

@@ -397,7 +397,7 @@ class Loader:
             made |= self._made_together([i for i in mine if i not in made], blocks)
         else:
             share = (free - wanted) // (_GUARDS_SHARE * max(1, len(mine)))
-            made = self._made_guarded(mine, blocks, self._rooms, max(_GUARD, share))
+            made = self._made(mine, blocks, max(_GUARD, share))
         for index in range(len(blocks)):
             owner, base = given.get(index) or made.get(index) or (None, 0)
             self.owners.append(owner)
@@ -405,39 +405,26 @@ class Loader:
         self._fill(values)
 
     def _made(
-        self, wanted: Sequence[int], blocks: Sequence[Block]
+        self, wanted: Sequence[int], blocks: Sequence[Block], most: int = 0
     ) -> dict[int, tuple[object, int]]:
-        """Memory for blocks, each by itself."""
+        """Memory for blocks, each by itself; with `most`, between two guards: the one behind it is
+        as large as what is behind it where the graph was saved, and at most so many bytes."""
         found: dict[int, tuple[object, int]] = {}
         for index in wanted:
             block = blocks[index]
-            nbytes = block.nbytes + block.phase
+            before, after = block.phase, 0
+            if most:
+                room = (self._rooms or {}).get(index, 0)
+                before, after = _GUARD + block.phase, max(_GUARD, min(room, most))
+            nbytes = before + block.nbytes + after
             whole = allocate(self._context, nbytes, BYTES, pinned=block.pinned)
-            found[index] = whole, whole.address + block.phase
-        return found
-
-    def _made_guarded(
-        self,
-        wanted: Sequence[int],
-        blocks: Sequence[Block],
-        rooms: Mapping[int, int],
-        most: int,
-    ) -> dict[int, tuple[object, int]]:
-        """Memory for blocks, each by itself between two guards; the one behind it is as large as
-        what is behind it where the graph was saved, and at most so many bytes."""
-        found: dict[int, tuple[object, int]] = {}
-        for index in wanted:
-            block = blocks[index]
-            before, after = _GUARD + block.phase, max(_GUARD, min(rooms.get(index, 0), most))
-            whole = allocate(
-                self._context, before + block.nbytes + after, BYTES, pinned=block.pinned
-            )
             base = whole.address + before
             found[index] = whole, base
-            self.guards += [
-                Guard(index, MemoryRange(whole.address, before), behind=False),
-                Guard(index, MemoryRange(base + block.nbytes, after), behind=True),
-            ]
+            if most:
+                self.guards += [
+                    Guard(index, MemoryRange(whole.address, before), behind=False),
+                    Guard(index, MemoryRange(base + block.nbytes, after), behind=True),
+                ]
         return found
 
     def _made_together(

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,8 @@ from ostinato.driver.signature import Access
 from ostinato.driver.stream import Stream
 from ostinato.errors import DriverError, GraphFileError, InputError
 from ostinato.files import temporary_beside
+from ostinato.graph.executable import GraphExec
+from ostinato.graph.graph import Graph
 from ostinato.graphfile.container import tensor_bytes, write_file
 from ostinato.graphfile.records import (
     Block,
@@ -68,7 +70,6 @@ from ostinato.graphfile.records import (
 from ostinato.graphfile.survey import (
     Address,
     Loose,
-    Readable,
     Stray,
     Survey,
     SurveyedGraph,
@@ -89,25 +90,6 @@ _MOST_STRAYS = 8
 _MOST_LOOSE = 1024  # each is tried by itself in the check
 
 _T = TypeVar("_T")
-
-
-class Runnable(Protocol):
-    """An executable graph, as far as it is used here."""
-
-    def launch(self, stream: Stream) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Savable(Readable, Protocol):
-    """What is asked of a graph here (`graph.Graph`)."""
-
-    @property
-    def before_launch(self) -> object: ...
-
-    def require_launchable(self) -> None: ...
-
-    def instantiate(self) -> Runnable: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +150,7 @@ class _Piece:
 
 
 def save(
-    graph: Savable,
+    graph: Graph,
     path: str | Path,
     *,
     inputs: Mapping[str, Target] | None = None,
@@ -207,7 +189,7 @@ def save(
 
 
 def save_keyed(
-    graph: Savable,
+    graph: Graph,
     path: Path,
     *,
     inputs: Mapping[str, Target],
@@ -218,7 +200,7 @@ def save_keyed(
     check: bool,
     code: Path | None,
     key: str = "",
-    run: Runnable | None = None,
+    run: GraphExec | None = None,
 ) -> None:
     """Does what `save` says.  `key`: of a store, as text.  `run`: an executable of the graph as it
     is, for the launches; else one is made, which a graph with conditional nodes may have only one
@@ -256,7 +238,7 @@ def save_keyed(
 
 
 def _saved(
-    graph: Savable,
+    graph: Graph,
     path: Path,
     found: Survey,
     named: Mapping[str, _Named],
@@ -266,7 +248,7 @@ def _saved(
     check: bool,
     code: Path | None,
     key: str,
-    run: Runnable | None,
+    run: GraphExec | None,
 ) -> list[MemoryRange]:
     """Writes the file; or nothing, and returns what memory the graph was found to use besides.
 
@@ -450,7 +432,7 @@ class _Plan:
 
     def __init__(
         self,
-        graph: Savable,
+        graph: Graph,
         found: Survey,
         named: Mapping[str, _Named],
         pieces: Sequence[_Piece],
@@ -705,7 +687,7 @@ class _Content:
 
 
 def _reference(
-    graph: Savable, given: Runnable | None, stream: Stream, content: _Content, plan: _Plan
+    graph: Graph, given: GraphExec | None, stream: Stream, content: _Content, plan: _Plan
 ) -> list[npt.NDArray[np.uint8]]:
     """The content after a launch of the graph, which then is as it was before.
 

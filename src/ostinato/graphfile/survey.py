@@ -14,7 +14,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -35,9 +35,9 @@ from ostinato.driver.api import (
     OpaqueNodeParams,
     ParameterSlot,
 )
-from ostinato.driver.context import Context
 from ostinato.driver.signature import Access, Parameter
 from ostinato.errors import GraphFileError
+from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node, every_node, given_reach
 from ostinato.graph.rebind import Sort, Word, words_of
 from ostinato.graphfile.records import (
@@ -51,7 +51,6 @@ from ostinato.memory.ranges import KnownRanges, Target, range_of
 __all__ = [
     "Address",
     "Loose",
-    "Readable",
     "Stray",
     "Survey",
     "SurveyedGraph",
@@ -65,19 +64,6 @@ _WORD = 8
 _COLLECTIVES = ("ncclDevKernel", "ncclKernel", "nvshmem")
 
 
-class Readable(Protocol):
-    """What is asked of a graph here (`graph.Graph`)."""
-
-    @property
-    def context(self) -> Context: ...
-
-    @property
-    def handle(self) -> GraphHandle: ...
-
-    @property
-    def nodes(self) -> tuple[Node, ...]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Twin:
     """A second capture of the same work with its memory elsewhere, for `graphfile.save`.
@@ -88,7 +74,7 @@ class Twin:
     `memory`: where the named buffers are in it; a name that is left out is where it was.
     """
 
-    graph: Readable
+    graph: Graph
     memory: Mapping[str, Target] = field(default_factory=dict)
 
 
@@ -165,7 +151,7 @@ class Survey:
 class _Side:
     """One of the two captures: its memory and its conditions."""
 
-    def __init__(self, graph: Readable, named: Mapping[str, MemoryRange]) -> None:
+    def __init__(self, graph: Graph, named: Mapping[str, MemoryRange]) -> None:
         self.driver = graph.context.driver
         self.handle = graph.handle
         self.nodes = graph.nodes
@@ -198,7 +184,7 @@ class _Side:
         }
 
 
-def survey(graph: Readable, named: Mapping[str, MemoryRange], twin: Twin | None) -> Survey:
+def survey(graph: Graph, named: Mapping[str, MemoryRange], twin: Twin | None) -> Survey:
     """Finds all addresses of a graph.  Raises GraphFileError for what a file cannot have."""
     first = _Side(graph, named)
     second = None

@@ -19,7 +19,6 @@ __all__ = [
     "BUILD_CLASSES",
     "LARGEST",
     "MAX_ARITY",
-    "NODE_LAYOUT",
     "SCAN_BLOCK",
     "IndexKey",
     "JoinKey",
@@ -41,8 +40,6 @@ BUILD_CLASSES = (16_384, 262_144, LARGEST)
 """The most right rows of each class of the build side.  The more rows, the more blocks build: of a
 small side, each block that waits for rows that are not there keeps a chain of another join away; of
 a large side, the more blocks, the more of its random reads are under way."""
-NODE_LAYOUT = 3
-"""Version of the nodes of a join's graph: their order, grids and arguments."""
 
 
 class JoinKind(enum.StrEnum):
@@ -105,7 +102,7 @@ class JoinKey:
     `arity`: key columns, 1 to 255.  `key_bytes`: bytes of one row's key, 4 or 8 a column.  `probe`
     and `output`: capacity classes of the probe side's rows and of the result.  `build`: the right
     side's class, one of BUILD_CLASSES, or 0 with an index.  `scan`: the topology of the scan over
-    the probe class.  `layout`: version of the graph's nodes.
+    the probe class.
 
     Raises InputError for values outside these bounds, for classes that are none, and for a topology
     of another class.
@@ -118,7 +115,6 @@ class JoinKey:
     output: int
     build: int
     scan: ScanTopology
-    layout: int = NODE_LAYOUT
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, JoinKind):
@@ -148,7 +144,7 @@ class JoinKey:
     def __str__(self) -> str:
         return (
             f"{self.kind}, {self.arity} columns of {self.key_bytes} bytes, probe {self.probe}, "
-            f"output {self.output}, build {self.build}, scan {self.scan}, layout {self.layout}"
+            f"output {self.output}, build {self.build}, scan {self.scan}"
         )
 
 
@@ -158,13 +154,12 @@ class IndexKey:
 
     arity: int
     key_bytes: int
-    layout: int = NODE_LAYOUT
 
     def __post_init__(self) -> None:
         _check_columns(self.arity, self.key_bytes)
 
     def __str__(self) -> str:
-        return f"index, {self.arity} columns of {self.key_bytes} bytes, layout {self.layout}"
+        return f"index, {self.arity} columns of {self.key_bytes} bytes"
 
 
 def _check_columns(arity: int, key_bytes: int) -> None:

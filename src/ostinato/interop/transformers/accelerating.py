@@ -27,7 +27,7 @@ from ostinato.interop.generate_call import (
 from ostinato.interop.transformers.llama import OwnWeights, config_of, drops_out
 from ostinato.interop.transformers.methods import Method, hooked
 from ostinato.lowlevel import Closeable, new_lock
-from ostinato.models import Decoder, DecoderStatistics, SamplingOptions, Weights
+from ostinato.models import Decoder, DecoderStatistics, Weights
 
 __all__ = ["Accelerated", "AcceleratedStatistics", "accelerate"]
 
@@ -352,7 +352,7 @@ class Accelerated(Closeable):
         options = [asked.sampling] * len(rows)
         if not asked.sampling.is_greedy:
             seeds = torch.randint(0, 2**63 - 1, (len(rows),), device="cpu").tolist()
-            options = [_seeded(asked.sampling, seed) for seed in seeds]
+            options = [asked.sampling.with_named(seed=seed) for seed in seeds]
         # From here on the call is ours.
         self._calls += 1
         self._accelerated += 1
@@ -464,17 +464,6 @@ def _processes() -> int:
     if not (together.is_available() and together.is_initialized()):
         return 1
     return int(together.get_world_size())
-
-
-def _seeded(sampling: SamplingOptions, seed: int) -> SamplingOptions:
-    return SamplingOptions(
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        seed,
-        sampling.min_p,
-        sampling.repetition_penalty,
-    )
 
 
 def _power_above(count: int) -> int:

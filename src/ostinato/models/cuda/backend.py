@@ -180,7 +180,7 @@ class CudaBackend:
         if rows > SAMPLED_ROWS:
             count = known["multiprocessors"]
             return library_tuning(config, rows=rows, context=context, multiprocessors=count)
-        return choose_tuning(config, rows=rows, context=context, gpu=gpu, **known).tuning
+        return choose_tuning(config, rows=rows, context=context, gpu=gpu, **known)
 
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
         shapes.require_supported(config, sampled)

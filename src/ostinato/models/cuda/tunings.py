@@ -6,7 +6,7 @@ A stored tuning is one small JSON file:
     <cache folder>/tunings/<digest of gpu, shape, rows, kernels>.json
 
     {"schema": "ostinato.tuning/1", "gpu": …, "shape": …, "rows": …, "kernels": …,
-     "tuning": {…}, "before_us": {"20": …}, "after_us": {…}, "seconds": …, "made": …}
+     "tuning": {…}, "before_us": {"20": …}, "after_us": {…}}
 
 `kernels` is the digest of the kernels' sources.  Nothing in a file is trusted: a file that is
 damaged, of another schema, made for other sources, or with shapes that the kernels cannot be
@@ -16,7 +16,6 @@ launched with is not used, and the reason is logged.
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import hashlib
 import json
@@ -24,7 +23,6 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +48,6 @@ from ostinato.models.cuda.shapes import (
 )
 
 __all__ = [
-    "SCHEMA",
-    "ChosenTuning",
-    "Origin",
     "StoredTuning",
     "TuningKey",
     "TuningStore",
@@ -65,25 +60,10 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-SCHEMA = "ostinato.tuning/1"
+_SCHEMA = "ostinato.tuning/1"
 _SHAPES = {"vector": VectorShape, "matrix": MatrixShape}
 _MAX_BYTES = 1 << 16
 _KERNELS = Path(__file__).parent / "kernels"
-
-
-class Origin(enum.Enum):
-    """Where a tuning comes from."""
-
-    STORED = "stored"
-    DEFAULT = "default"
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenTuning:
-    """A tuning, and where it comes from."""
-
-    tuning: Tuning
-    origin: Origin
 
 
 def choose_tuning(
@@ -98,8 +78,8 @@ def choose_tuning(
     shared: int = MAX_SHARED,
     fast_memory: bool = False,
     store: TuningStore | None = None,
-) -> ChosenTuning:
-    """The tuning for steps of `rows` rows on a GPU by name, and its origin.
+) -> Tuning:
+    """The tuning for steps of `rows` rows on a GPU by name.
 
     `context`: positions of a sequence.  `clusters`, `warpgroups`: whether the device has them;
     `shared`: bytes that a block may have; `fast_memory`: for the rule (`has_fast_memory`).  A
@@ -115,12 +95,22 @@ def choose_tuning(
         fast_memory=fast_memory,
         **has,
     )
-    key = TuningKey.of(config, rows, gpu)
-    found = (store or TuningStore()).load(key, config, default, **has)
-    if found is None:
-        return ChosenTuning(default, Origin.DEFAULT)
-    sizes = {"rows": rows, "context": context, "multiprocessors": multiprocessors}
-    return ChosenTuning(for_context(found, config, **sizes), Origin.STORED)
+    path = (store or TuningStore()).folder / TuningKey.of(config, rows, gpu).name
+    stored = _read(path)
+    if stored is None:
+        return default
+    problem = stored.problem
+    if problem is None:
+        try:
+            found = decode_tuning(stored.tuning, default)
+            problem = "; ".join(problems_of(config, rows, found, **has))
+            if not problem:
+                sizes = {"rows": rows, "context": context, "multiprocessors": multiprocessors}
+                return for_context(found, config, **sizes)
+        except ValueError as error:
+            problem = str(error)
+    _log.warning("the tuning %s is not used: %s; `ostinato tune` makes another", path, problem)
+    return default
 
 
 def known_of(device: Device) -> dict[str, Any]:
@@ -167,22 +157,19 @@ class TuningKey:
 
 @dataclass(frozen=True, slots=True)
 class StoredTuning:
-    """One file.  `problem` says why it is not used, None for one that can be; then `key` and
-    `tuning` are there.  Microseconds of a step by context, before and after."""
+    """One file.  `problem` says why it is not used; None for one that can be, of which the rest is
+    known.  `tuning`: not yet decoded.  Microseconds of a step by context, before and after."""
 
     path: Path
     problem: str | None = None
     key: TuningKey | None = None
-    record: Mapping[str, Any] | None = None
+    tuning: object = None
     before: Mapping[int, float] | None = None
     after: Mapping[int, float] | None = None
-    made: str = ""
 
 
 def encode_tuning(tuning: Tuning) -> dict[str, Any]:
-    """A tuning as plain data.  Raises ValueError for shapes of packed products: they go by rule."""
-    if tuning.packed:
-        raise ValueError("the shapes of packed products are not stored: they go by rule")
+    """A tuning as plain data, without the shapes of packed products, which go by rule."""
     made: dict[str, Any] = {}
     for name in PRODUCTS.values():
         shape = getattr(tuning, name)
@@ -236,54 +223,8 @@ class TuningStore:
     """
 
     def __init__(self, folder: Path | str | None = None) -> None:
-        self._given = None if folder is None else Path(folder)
-
-    @property
-    def folder(self) -> Path:
+        self.folder = settings.cache_dir() / "tunings" if folder is None else Path(folder)
         """Where the files are; it may not exist."""
-        return settings.cache_dir() / "tunings" if self._given is None else self._given
-
-    def load(
-        self,
-        key: TuningKey,
-        config: LlamaConfig,
-        base: Tuning,
-        *,
-        clusters: bool = True,
-        warpgroups: bool = True,
-        shared: int = MAX_SHARED,
-    ) -> Tuning | None:
-        """The tuning of a key, or None; with a warning where there is a file that is not used.
-
-        `clusters`, `warpgroups`: whether the device has them; `shared`: bytes that a block may
-        have.
-        """
-        path = self.folder / key.name
-        stored = _read(path)
-        if stored is None:
-            return None
-        problem = stored.problem
-        if problem is None and stored.key != key:
-            problem = "it was made for something else than its name says"
-        if problem is None:
-            assert stored.record is not None
-            try:
-                tuning = decode_tuning(stored.record["tuning"], base)
-                problems = problems_of(
-                    config,
-                    key.rows,
-                    tuning,
-                    clusters=clusters,
-                    warpgroups=warpgroups,
-                    shared=shared,
-                )
-                problem = "; ".join(problems) or None
-                if problem is None:
-                    return tuning
-            except ValueError as error:
-                problem = str(error)
-        _log.warning("the tuning %s is not used: %s; `ostinato tune` makes another", path, problem)
-        return None
 
     def save(
         self,
@@ -292,24 +233,20 @@ class TuningStore:
         *,
         before: Mapping[int, float],
         after: Mapping[int, float],
-        seconds: float,
     ) -> Path:
         """Writes a tuning in one piece, in place of an older one.  Raises NotAvailableError if the
         folder cannot be written."""
         record = {
-            "schema": SCHEMA,
+            "schema": _SCHEMA,
             **asdict(key),
             "tuning": encode_tuning(tuning),
             "before_us": {str(c): us for c, us in before.items()},
             "after_us": {str(c): us for c, us in after.items()},
-            "seconds": round(seconds, 1),
-            "made": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         path = self.folder / key.name
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with self._locked():
-                replace_file(path, (json.dumps(record, indent=1) + "\n").encode(), private=False)
+            replace_file(path, (json.dumps(record, indent=1) + "\n").encode(), private=False)
         except OSError as error:
             raise NotAvailableError(
                 f"the tuning cannot be written to {self.folder}: {error}; OSTINATO_CACHE_DIR names "
@@ -317,26 +254,10 @@ class TuningStore:
             ) from error
         return path
 
-    @contextlib.contextmanager
-    def _locked(self) -> Any:
-        """Holds the lock that every writer takes.  Raises OSError, also after a minute of
-        waiting."""
-        from filelock import FileLock, Timeout
-
-        try:
-            with FileLock(str(self.folder / ".lock"), timeout=60, mode=0o600):
-                yield
-        except Timeout as error:
-            raise OSError(f"another process holds {error.lock_file}") from None
-
     def entries(self) -> tuple[StoredTuning, ...]:
         """Every file of the folder, those that cannot be used with the reason."""
-        try:
-            paths = sorted(self.folder.glob("*.json"))
-        except OSError:
-            return ()
-        found = [stored for path in paths if (stored := _read(path)) is not None]
-        return tuple(_of_now(stored) for stored in found)
+        paths = sorted(self.folder.glob("*.json"))
+        return tuple(stored for path in paths if (stored := _read(path)) is not None)
 
     def clear(self) -> int:
         """Removes every file; returns how many."""
@@ -348,16 +269,8 @@ class TuningStore:
         return removed
 
 
-def _of_now(stored: StoredTuning) -> StoredTuning:
-    if stored.key is not None and stored.key.kernels != sources_digest():
-        return replace(stored, problem="it was made for other kernel code")
-    if stored.key is not None and stored.path.name != stored.key.name:
-        return replace(stored, problem="it was made for something else than its name says")
-    return stored
-
-
 def _read(path: Path) -> StoredTuning | None:
-    """What a file says, not yet compared with the kernels; None if there is no such file."""
+    """What a file says; None if there is no such file."""
     try:
         with open_regular(path, private=False) as file:
             data = file.read(_MAX_BYTES + 1)
@@ -369,21 +282,18 @@ def _read(path: Path) -> StoredTuning | None:
         return StoredTuning(path, f"it has more than {_MAX_BYTES} bytes")
     try:
         record = json.loads(data)
-        if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-            return StoredTuning(path, f"it is no {SCHEMA} file")
+        if not isinstance(record, dict) or record.get("schema") != _SCHEMA:
+            return StoredTuning(path, f"it is no {_SCHEMA} file")
         key = TuningKey(*(record[name] for name in ("gpu", "shape", "rows", "kernels")))
-        if not (
-            all(isinstance(v, str) for v in (key.gpu, key.shape, key.kernels))
-            and type(key.rows) is int
-            and isinstance(record["tuning"], dict)
-        ):
-            raise ValueError("its fields have other types")
         before, after = (_times(record[name]) for name in ("before_us", "after_us"))
-        return StoredTuning(path, None, key, record, before, after, str(record.get("made", "")))
-    except KeyError as error:
-        return StoredTuning(path, f"it is damaged (no {error})")
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        return StoredTuning(path, f"it is damaged ({error})")
+        problem = None
+        if key.kernels != sources_digest():
+            problem = "it was made for other kernel code"
+        elif path.name != key.name:
+            problem = "it was made for something else than its name says"
+        return StoredTuning(path, problem, key, record["tuning"], before, after)
+    except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        return StoredTuning(path, f"it is damaged ({type(error).__name__}: {error})")
 
 
 def _times(data: object) -> dict[int, float]:

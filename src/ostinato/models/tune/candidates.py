@@ -1,6 +1,6 @@
 """What a sweep may try: shapes that are legal for a model, the promising ones first.  Pure.
 
-`cuda.legal` says what the kernels can be compiled for and launched with; `tune.sweep` measures.
+`cuda.legal` says what the kernels can be compiled for and launched with; `tune.search` measures.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import astuple, replace
 from typing import Any
 
 from ostinato.models.config import LlamaConfig
@@ -24,7 +24,6 @@ from ostinato.models.cuda.shapes import (
     CLUSTER_PASSES,
     CLUSTER_ROWS,
     MAX_SHARED,
-    PRODUCTS,
     REGISTERS,
     START_NEXT,
     TILE_POSITIONS,
@@ -48,17 +47,10 @@ from ostinato.models.cuda.shapes import (
 __all__ = [
     "attention_shapes",
     "block_variants",
-    "expected_gains",
     "product_shapes",
     "start_variants",
     "warpgroup_variants",
 ]
-
-_BEFORE_THREE = 8
-"""Shapes of the one launch that are tried before the three launches."""
-
-
-# ----------------------------------------------------------------------------------------- to try
 
 
 def product_shapes(
@@ -91,16 +83,11 @@ def product_shapes(
     seen: Counter[tuple[int, ...]] = Counter()
     ranked: list[tuple[int, Shape]] = []
     for _, one in sorted(made, key=lambda pair: pair[0]):
-        ranked.append((seen[_cut(one)], one))
-        seen[_cut(one)] += 1
+        # The first fields say how the product is shared out, the others what is asked for at once.
+        cut = astuple(one)[: 4 if isinstance(one, VectorShape) else 3]
+        ranked.append((seen[cut], one))
+        seen[cut] += 1
     return tuple(one for _, one in sorted(ranked, key=lambda pair: pair[0]))
-
-
-def _cut(shape: Shape) -> tuple[int, ...]:
-    """How a product is shared out, whatever is asked for at once and in turns."""
-    if isinstance(shape, VectorShape):
-        return shape.lanes, shape.split, shape.pairs, shape.warps
-    return shape.tiles, shape.split, shape.blocks_k
 
 
 def _vectors(product: Product, multiprocessors: int) -> Iterator[VectorShape]:
@@ -262,13 +249,8 @@ def block_variants(tuning: Tuning, config: LlamaConfig, multiprocessors: int) ->
     """The same tuning with a layer's attention as one launch, and as three."""
     if tuning.tiles:
         return ()
-    made: list[Tuning] = [
-        replace(tuning, block=shape)
-        for shape in block_shapes(config, multiprocessors, tuning.shared)
-    ]
-    if made:
-        made.insert(_BEFORE_THREE, replace(tuning, block=None))
-    return tuple(made)
+    made = block_shapes(config, multiprocessors, tuning.shared)
+    return tuple(replace(tuning, block=shape) for shape in (*made[:1], None, *made[1:]) if made)
 
 
 def warpgroup_variants(
@@ -279,37 +261,20 @@ def warpgroup_variants(
     products = products_of(config)
     if rows <= 8 or not all(product.fits_warpgroups for product in products.values()):
         return ()
-    made: dict[str, Any] = {}
-    for name, product in products.items():
-        if tuning.warpgroups:
-            made[name] = without_warpgroups(name, tuning, product, rows, multiprocessors)
-        else:
-            made[name] = warpgroup_shape(name, product, rows, multiprocessors)
+    made: dict[str, Any] = {
+        name: without_warpgroups(name, tuning, product, rows, multiprocessors)
+        if tuning.warpgroups
+        else warpgroup_shape(name, product, rows, multiprocessors)
+        for name, product in products.items()
+    }
     return (replace(tuning, **made),)
 
 
-def start_variants(tuning: Tuning, kernel: str | None = None) -> tuple[Tuning, ...]:
-    """The same shapes, with other places where the next kernel may start: of one kernel, or of
-    all, and then also without programmatic launch."""
-    if kernel is None:
-        made = [replace(tuning.with_start(where), programmatic=True) for where in START_NEXT]
-        # The attention may read the cache before its wait then, and `sample` its row.
-        late = dict.fromkeys(("norm_qkv_rope", "norm_rope", "head", "rounded_head"), "AFTER_WAIT")
-        early = replace(made[0], start_next={**made[0].start_next, **late})
-        return (*made, early, replace(tuning, programmatic=False))
-    places: Sequence[str] = [where for where in START_NEXT if where != "NEVER"]
-    return tuple(
-        replace(tuning, start_next={**tuning.start_next, kernel: where}) for where in places
-    )
-
-
-def expected_gains(config: LlamaConfig) -> tuple[str, ...]:
-    """What a sweep should turn to first: the products and "attention", by how much time of a step
-    is not the memory's: launches, times a hop and the share of the bytes that is mostly lost."""
-    gains = {"attention": config.layers * 1.5}
-    for name, product in products_of(config).items():
-        launches = 1 if name == "head" else config.layers
-        lost = 0.1 if name == "head" else 0.2
-        gains[name] = launches * (0.8 + lost * product.pairs * product.inputs * 4 / 3e6)
-    assert set(gains) == {"attention", *PRODUCTS.values()}
-    return tuple(sorted(gains, key=lambda name: -gains[name]))
+def start_variants(tuning: Tuning) -> tuple[Tuning, ...]:
+    """The same shapes, with other places where the next kernel may start, and without programmatic
+    launch."""
+    made = [replace(tuning.with_start(where), programmatic=True) for where in START_NEXT]
+    # The attention may read the cache before its wait then, and `sample` its row.
+    late = dict.fromkeys(("norm_qkv_rope", "norm_rope", "head", "rounded_head"), "AFTER_WAIT")
+    early = replace(made[0], start_next={**made[0].start_next, **late})
+    return (*made, early, replace(tuning, programmatic=False))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 import ostinato as ost
-from ostinato.bench.contest import Timed, random_tokens
+from ostinato.bench.ways import Timed, random_tokens
 from ostinato.models.host.packed_kernels import default_threads
 
 __all__ = ["LLAMA_CPP", "LlamaCpp", "open_llama_cpp"]

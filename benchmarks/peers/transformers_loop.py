@@ -5,7 +5,7 @@
     loop.place(64)
     tokens = loop.run(100)
 
-It is what `ostinato bench` measures itself against, so it does what a careful user of transformers
+It is what our decoder is measured against, so it does what a careful user of transformers
 would: static key and value cache, scaled dot product attention, the next token chosen on the
 device and fed back there, no synchronise before the last token.  torch is imported with this file.
 """

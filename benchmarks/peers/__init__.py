@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import ostinato as ost
-from ostinato.bench.contest import Timed
-from ostinato.bench.llama_peer import LLAMA_CPP, LlamaCpp, open_llama_cpp
+from benchmarks.peers.llama_peer import LLAMA_CPP, LlamaCpp, open_llama_cpp
+from ostinato.bench.decode import first_line
+from ostinato.bench.ways import Timed
 from ostinato.models import LlamaConfig
 
-__all__ = ["PEERS", "Peer", "Peers", "first_line"]
+__all__ = ["PEERS", "Peer", "Peers"]
 
 PEERS: dict[str, str] = {
     "transformers": "eager",
@@ -23,7 +24,7 @@ PEERS: dict[str, str] = {
     "torch.compile": "compile",
     LLAMA_CPP: "",
 }
-"""Peers by name, and how `ostinato.bench.transformers_loop.DecodeLoop` calls their way.  These are
+"""Peers by name, and how `transformers_loop.DecodeLoop` calls their way.  These are
 transformers' Llama in bfloat16 with a static cache: as it is, one step captured by torch, and
 compiled in the mode "reduce-overhead".  llama.cpp reads the model's own GGUF file, on the CPU."""
 
@@ -33,28 +34,20 @@ _COMPILING = 45.0
 _ROUND = 64
 
 
-def first_line(error: BaseException) -> str:
-    """An error in one line."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
 class Peers:
     """The peers that were asked for and can run here, on one model that they share.
 
-    `skipped` says why the others cannot.  `left()` returns the seconds that remain.  `path`: the
-    model's file, if it is one.
+    `skipped` says why the others cannot.  The rest is as for `ostinato.bench.decode.OpenOthers`.
     """
 
     def __init__(
         self,
         device: ost.Device,
-        config: LlamaConfig,
         wanted: Sequence[str],
-        *,
+        config: LlamaConfig,
+        path: Path | None,
         positions: int,
         left: Callable[[], float],
-        path: Path | None = None,
     ) -> None:
         self.skipped: dict[str, str] = {}
         self.contestants: list[Peer | LlamaCpp] = []
@@ -87,7 +80,7 @@ class Peers:
         missing = [n for n in ("torch", "transformers") if importlib.util.find_spec(n) is None]
         if missing:
             return f"{' and '.join(missing)} not installed"
-        from ostinato.bench import transformers_loop
+        from benchmarks.peers import transformers_loop
 
         self._library = transformers_loop
         self.versions.update(self._library.versions())
