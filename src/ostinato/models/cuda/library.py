@@ -51,7 +51,7 @@ from ostinato.models.cuda.shapes import (
     require_supported,
 )
 from ostinato.models.layout import weight_shapes
-from ostinato.models.program import ABSENT, Argument, Bound, KernelCall
+from ostinato.models.program import ABSENT, Argument, Bound, KernelCall, parameter_names
 from ostinato.modules import CompileOptions
 
 __all__ = [
@@ -260,7 +260,7 @@ class _LibraryCut:
 
     # --- the calls of a layer
     def _norm_qkv_rope(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
-        names = kc.parameter_names(kc.SIGNATURES["norm_rope"])
+        names = parameter_names(kc.SIGNATURES["norm_rope"])
         given = {**given, "qkv": _OUT, "q_norm": ABSENT, "k_norm": ABSENT}
         rope = KernelCall("norm_rope", tuple((name, given[name]) for name in names))
         return [*self._norm_qkv(rope, given), self.own.launch([rope], after=None)]
@@ -317,7 +317,7 @@ class _LibraryCut:
             _piece_attention(),
             CompileOptions(defines=tuple(macros.items())),
             LaunchConfig((heads, -(-self.rows // rows), 1), threads, shared),
-            tuple((name, given[name]) for name in kc.parameter_names(_PIECE_ATTENTION)),
+            tuple((name, given[name]) for name in parameter_names(_PIECE_ATTENTION)),
         )
 
     # --- parts

@@ -1,8 +1,9 @@
 """The layer program's kernels in NumPy: what the host driver runs, and the oracle for the others.
 
-Each takes what its CUDA namesake takes.  Pointers are flat views up to the end of their allocation;
-matrices are [out, in].  `live` holds the step's rows as `embed` resolved them, four int32 each.
-Rows are computed up to the last active one; those in between that are not active hold zeros.
+Their parameters are those of `program.SIGNATURES`.  Pointers are flat views up to the end of their
+allocation; matrices are [out, in].  `live` holds the step's rows as `embed` resolved them, four
+int32 each.  Rows are computed up to the last active one; those in between that are not active hold
+zeros.
 
 Not guaranteed: the same bits for other numbers of rows (BLAS sums in another order then).  The same
 rows give the same bits, launched eagerly or from a graph.
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import HostKernel, host_kernel
-from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE
+from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE, SIGNATURES
 from ostinato.models.sampling import penalised
 from ostinato.models.sampling import sample as sample_reference
 
@@ -35,15 +36,12 @@ _FLAGS = 3
 _ROW_BY_ROW = 4  # up to so many rows, matrix-vector products are faster than a matrix product
 
 
-def _kernel(signature: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _kernel(function: Callable[..., None]) -> Callable[..., None]:
     """Registers a kernel.  As on a GPU, infinities and NaN are values and no warnings."""
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        made = host_kernel(signature, name=function.__name__)(np.errstate(all="ignore")(function))
-        HOST_KERNELS[made.name] = made
-        return function
-
-    return decorate
+    name = function.__name__
+    quiet = np.errstate(all="ignore")(function)
+    HOST_KERNELS[name] = host_kernel(SIGNATURES[name], name=name)(quiet)
+    return function
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +131,7 @@ def _rotate(x: Floats, cosine: Floats, sine: Floats, out: Floats) -> None:
     out_right += left * sine
 
 
-@_kernel(
-    "rows: *const i32, state: *const i32, live: *out i32, table: *const f32, x: *out f32, "
-    "history: *i32, row_count: u32, hidden: u32, vocabulary: u32, sequences: u32, context: u32"
-)
+@_kernel
 def embed(
     launch: object,
     rows: Ints,
@@ -201,11 +196,7 @@ def _heads_to_cache(
         values[where] = parts[rows, heads + kv_heads :].transpose(1, 0, 2)
 
 
-@_kernel(
-    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, bias: *const f32, "
-    "rope: *const f32, cache: *f32, q: *out f32, workspace: *out f32, row_count: u32, hidden: u32, "
-    "heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, epsilon: f32"
-)
+@_kernel
 def norm_qkv_rope(
     launch: object,
     live: Ints,
@@ -244,11 +235,7 @@ def norm_qkv_rope(
     _heads_to_cache(parts, live, rope, cache, q, heads, kv_heads, sequences, context)
 
 
-@_kernel(
-    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, qkv: *out f32, "
-    "workspace: *out f32, row_count: u32, hidden: u32, heads: u32, kv_heads: u32, head_size: u32, "
-    "epsilon: f32"
-)
+@_kernel
 def norm_qkv(
     launch: object,
     live: Ints,
@@ -272,11 +259,7 @@ def norm_qkv(
         _product(_matrix(weight, width, hidden), before, _matrix(qkv, used, width))
 
 
-@_kernel(
-    "live: *const i32, qkv: *const f32, bias: *const f32, q_norm: *const f32, k_norm: *const f32, "
-    "rope: *const f32, cache: *f32, q: *out f32, row_count: u32, heads: u32, kv_heads: u32, "
-    "head_size: u32, sequences: u32, context: u32, epsilon: f32"
-)
+@_kernel
 def norm_rope(
     launch: object,
     live: Ints,
@@ -311,11 +294,7 @@ def norm_rope(
     _heads_to_cache(parts, live, rope, cache, q, heads, kv_heads, sequences, context)
 
 
-@_kernel(
-    "live: *const i32, q: *const f32, cache: *const f32, attended: *out f32, workspace: *out f32, "
-    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
-    "window: u32, scale: f32"
-)
+@_kernel
 def attention(
     launch: object,
     live: Ints,
@@ -392,19 +371,13 @@ def _add_product(
     residual += added
 
 
-@_kernel(
-    "live: *const i32, attended: *const f32, weight: *const f32, x: *f32, workspace: *out f32, "
-    "row_count: u32, hidden: u32, width: u32"
-)
+@_kernel
 def output_residual(launch: object, *arguments: Any) -> None:
     """x += attended @ weight.T"""
     _add_product(*arguments)
 
 
-@_kernel(
-    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, inner: *out f32, "
-    "workspace: *out f32, row_count: u32, hidden: u32, width: u32, epsilon: f32"
-)
+@_kernel
 def norm_gate_up(
     launch: object,
     live: Ints,
@@ -434,19 +407,13 @@ def norm_gate_up(
     out *= up
 
 
-@_kernel(
-    "live: *const i32, inner: *const f32, weight: *const f32, x: *f32, workspace: *out f32, "
-    "row_count: u32, hidden: u32, width: u32"
-)
+@_kernel
 def down_residual(launch: object, *arguments: Any) -> None:
     """x += inner @ weight.T"""
     _add_product(*arguments)
 
 
-@_kernel(
-    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, logits: *f32, "
-    "workspace: *out f32, row_count: u32, hidden: u32, vocabulary: u32, epsilon: f32"
-)
+@_kernel
 def head(
     launch: object,
     live: Ints,
@@ -476,11 +443,7 @@ def head(
         out[sequences] = np.matmul(table, final.T).T
 
 
-@_kernel(
-    "live: *const i32, logits: *const f32, options: *const u64, stops: *const i32, state: *i32, "
-    "ring: *i32, history: *const i32, adjusted: *out f32, row_count: u32, vocabulary: u32, "
-    "stop_count: u32, context: u32, ring_size: u32"
-)
+@_kernel
 def sample(
     launch: object,
     live: Ints,
@@ -549,10 +512,7 @@ def advance(
     ring.view(np.int64)[sequence * ring_size + (position + 1) % ring_size] = entry
 
 
-@_kernel(
-    "condition: cond, counter: *i32, rows: *const i32, state: *const i32, row_count: u32, "
-    "sequences: u32, start: u32"
-)
+@_kernel
 def continue_loop(
     launch: Any,
     condition: int,

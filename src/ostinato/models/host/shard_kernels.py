@@ -14,16 +14,11 @@ import numpy.typing as npt
 
 from ostinato import HostKernel, host_kernel
 from ostinato.models.host.kernels import HOST_KERNELS, Floats, Ints, advance, sampled_rows
-from ostinato.models.program import OPTIONS
+from ostinato.models.program import OPTIONS, SIGNATURES
 
 __all__ = ["SHARD_KERNELS"]
 
 Keys = npt.NDArray[np.uint64]
-_SAMPLED = (
-    "live: *const i32, logits: *const f32, options: *const u64, stops: *const i32, state: *i32, "
-    "ring: *i32, history: *const i32, adjusted: *out f32, keys: *const u64, row_count: u32, "
-    "vocabulary: u32, stop_count: u32, context: u32, ring_size: u32, ranks: u32"
-)
 _NAN_KEY = (1 << 64) - 1
 _LOW = 0xFFFFFFFF
 
@@ -41,10 +36,7 @@ def _is_finite(key: int) -> bool:
     return 0x007FFFFF < key >> 32 < 0xFF800000
 
 
-@host_kernel(
-    "live: *const i32, logits: *const f32, keys: *out u64, workspace: *const f32, row_count: u32, "
-    "vocabulary: u32, first: u32"
-)
+@host_kernel(SIGNATURES["best_of_part"])
 def best_of_part(
     launch: object,
     live: Ints,
@@ -63,7 +55,7 @@ def best_of_part(
         keys[row] = _key(values[best], first + best)
 
 
-@host_kernel(_SAMPLED)
+@host_kernel(SIGNATURES["best_of_ranks"])
 def best_of_ranks(
     launch: object,
     live: Ints,
@@ -96,7 +88,7 @@ def best_of_ranks(
         advance(token, position, sequence, one, stops[:stop_count], state, ring, context, ring_size)
 
 
-@host_kernel(_SAMPLED)
+@host_kernel(SIGNATURES["sample_of_ranks"])
 def sample_of_ranks(launch: object, *arguments: Any) -> None:
     """As `sample`, from all ranks' logits, [sequences, vocabulary]; the keys are not needed."""
     *pointers, _, row_count, vocabulary, stop_count, context, ring_size, _ = arguments
