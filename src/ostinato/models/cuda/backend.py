@@ -43,7 +43,7 @@ from ostinato.models.cuda.lowering import (
     rounded_buffers,
     workspace_bytes,
 )
-from ostinato.models.cuda.products import PIECE_ROWS, Product, Products, open_products
+from ostinato.models.cuda.products import PIECE_ROWS, LibraryProduct, LibraryProducts, open_products
 from ostinato.models.cuda.shapes import Tuning
 from ostinato.models.cuda.tunings import choose_tuning, known_of
 from ostinato.models.files.checkpoint import Checkpoint, StoredCheckpoint
@@ -61,7 +61,7 @@ __all__ = ["BoundProduct", "CudaBackend", "load_kernel"]
 class BoundProduct:
     """A library's product in a step; what it launches is known once its buffers are."""
 
-    product: Product
+    product: LibraryProduct
     call: ProductCall
 
     programmatic: ClassVar[bool] = False
@@ -145,7 +145,7 @@ class CudaBackend:
             )
         self._known = known_of(device)
         self._library_rows = library_rows
-        self._products: Products | None
+        self._products: LibraryProducts | None
         self._products, self.library = open_products(device, library_rows, stream)
 
     def piece_rows(self, config: LlamaConfig) -> int:
