@@ -281,6 +281,7 @@ def _layer(config: LlamaConfig, layer: int) -> tuple[KernelCall, ...]:
     c, call, weight = config, _Calls(config, layer), partial(Bound, layer=layer)
     product = {"norm": weight("attn_norm"), "weight": weight("wqkv")}
     bias: Argument = weight("bqkv") if c.qkv_bias else ABSENT
+    qkv: tuple[KernelCall, ...]
     if c.qk_norm:
         norms = {"q_norm": weight("q_norm"), "k_norm": weight("k_norm")}
         qkv = (call("norm_qkv", **product), call("norm_rope", bias=bias, **norms))
