@@ -883,8 +883,7 @@ kernels_head(PyObject *op, PyObject *const *args, Py_ssize_t count)
 
 typedef const kernel_set *(*kernel_set_of)(void);
 
-/* The best first. */
-static const kernel_set_of SETS[] = {ostinato_avx512, ostinato_avx2, ostinato_neon, ostinato_plain};
+static const kernel_set_of SETS[] = {KERNEL_SETS};
 #define SET_COUNT (sizeof SETS / sizeof *SETS)
 
 static PyObject *
