@@ -177,8 +177,9 @@ class CudaBackend:
         gpu, known = self._properties.name, self._known
         if rows > SAMPLED_ROWS:
             count = known["multiprocessors"]
-            given: dict[str, int] = {"rows": rows, "context": context, "most": PIECE_ROWS}
-            return shapes.default_tuning(config, multiprocessors=count, **given)
+            return shapes.default_tuning(
+                config, rows=rows, context=context, multiprocessors=count, most=PIECE_ROWS
+            )
         return choose_tuning(config, rows=rows, context=context, gpu=gpu, **known).tuning
 
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
