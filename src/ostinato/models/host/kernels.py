@@ -12,9 +12,8 @@ rows give the same bits, launched eagerly or from a graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,7 +38,7 @@ _FLAGS = 3
 _ROW_BY_ROW = 4  # up to so many rows, matrix-vector products are faster than a matrix product
 
 
-class Given(SimpleNamespace):
+class Given:
     """What a kernel was launched with: the parameters that `SIGNATURES` gives it, by their names.
 
     `cache`: of one layer, [2, sequences, kv_heads, context, head_size].  `rope`: [context, 2,
@@ -91,6 +90,9 @@ class Given(SimpleNamespace):
     epsilon: float
     scale: float
 
+    def __init__(self, names: Iterable[str], values: Iterable[Any]) -> None:
+        self.__dict__.update(zip(names, values, strict=True))
+
 
 def kernel(into: dict[str, HostKernel]) -> Callable[[Function], Function]:
     """Registers a kernel.  As on a GPU, infinities and NaN are values and no warnings."""
@@ -101,7 +103,7 @@ def kernel(into: dict[str, HostKernel]) -> Callable[[Function], Function]:
 
         @np.errstate(all="ignore")
         def run(*arguments: Any) -> None:
-            function(Given(**dict(zip(names, arguments, strict=True))))
+            function(Given(names, arguments))
 
         into[name] = host_kernel(SIGNATURES[name], name=name)(run)
         return function
