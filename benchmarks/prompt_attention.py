@@ -26,6 +26,7 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import library
 from ostinato.models.cuda.backend import load_kernel
 from ostinato.models.cuda.lowering import CudaLaunch
+from ostinato.models.cuda.products import PIECE_ROWS
 from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.plan import PlanSizes
 from ostinato.models.program import ACTIVE, Bound, decode_program
@@ -42,7 +43,7 @@ def _launch(config: LlamaConfig, rows: int) -> CudaLaunch:
         decode_program(config, sampled=False),
         config,
         rows=rows,
-        tuning=library.library_tuning(config, rows=rows, context=max(TOKENS)),
+        tuning=default_tuning(config, rows=rows, context=max(TOKENS), most=PIECE_ROWS),
         single=default_tuning(config),
     )
     found = (one for one in step if isinstance(one, CudaLaunch))

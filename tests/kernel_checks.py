@@ -17,8 +17,9 @@ from ostinato.interop.graphing import moves
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import FORMATS, formats_of
 from ostinato.models.cuda.dequantise import dequantise_source, repack_source
-from ostinato.models.cuda.library import library_tuning, lower_with_library, unpack_source
+from ostinato.models.cuda.library import lower_with_library, unpack_source
 from ostinato.models.cuda.lowering import CudaLaunch, Cut, lower
+from ostinato.models.cuda.products import PIECE_ROWS
 from ostinato.models.cuda.shapes import LEAST_SHARED, default_tuning, dynamic_shared
 from ostinato.models.program import SAMPLED_ROWS, decode_program, loop_call
 from ostinato.models.sharding import COLLECTIVES, Sharding, exchanging_products, shard_program
@@ -200,7 +201,7 @@ def _launches(config: LlamaConfig) -> Iterator[CudaLaunch]:
         yield from lower(program, config, rows=rows, context=2048, tuning=tuning)
     single = default_tuning(config, context=2048)
     for rows in (16, 512):
-        tuning = library_tuning(config, rows=rows, context=2048)
+        tuning = default_tuning(config, rows=rows, context=2048, most=PIECE_ROWS)
         program = decode_program(config, last_row=rows > SAMPLED_ROWS)
         step = lower_with_library(program, config, rows=rows, tuning=tuning, single=single)
         yield from (one for one in step if isinstance(one, CudaLaunch))

@@ -25,7 +25,7 @@ from ostinato.models.cuda.lowering import CudaLaunch, lower, rounded_buffers, wo
 from ostinato.models.cuda.shapes import ROUNDED_CALLS, Tuning
 from ostinato.models.files.dequantise import dequantise_rows
 from ostinato.models.host.kernels import HOST_KERNELS
-from ostinato.models.layout import parts_of, weight_shapes
+from ostinato.models.layout import part_rows, weight_shapes
 from ostinato.models.plan import rope_table
 from ostinato.models.program import (
     ACTIVE,
@@ -90,8 +90,8 @@ def packed_matrices(
     """The matrices on the machine that these tensors, bytes as a file has them, make up.  Tensors
     that are only a part of a matrix are left out."""
     made: dict[str, tuple[Packing, Any]] = {}
-    for name in weight_shapes(config):
-        names = parts_of(name)
+    for name, shape in weight_shapes(config).items():
+        names = [part for part, _ in part_rows(config, name, shape[0])]
         if not all(one in stored for one in names):
             continue
         rows = [len(stored[one][1]) for one in names]

@@ -69,11 +69,8 @@ def _folder_or_none(text: str | None) -> Path | None:
 
 
 def _sample_every(text: str | None) -> int:
-    if text is None:
-        return 64
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError("must be a whole number, 1 or more")
-    return int(text)
+    count = _count_or_none(text)
+    return 64 if count is None else count
 
 
 def _count_or_none(text: str | None) -> int | None:

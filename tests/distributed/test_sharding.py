@@ -23,7 +23,7 @@ from ostinato.models.sharding import (
     shard_program,
 )
 from ostinato.models.weights import load_weights
-from tests.models.model_files import write_folder, write_gguf
+from tests.models.model_files import packed_matrix, write_folder, write_gguf
 from tests.models.random_models import RandomModel, llama
 
 MODEL = llama(8, 4, 16, hidden=128, inner=256, vocabulary=512, layers=2)
@@ -112,7 +112,7 @@ def hand_packed(checkpoint: Checkpoint, name: str) -> np.ndarray:
     for part, out in zip(parts_of(name), rows, strict=True):
         checkpoint.packed(part, out)
     kinds = tuple(PackedPart(raw.type, raw.rows) for raw in raws)
-    return PackedMatrix(raws[0].columns, kinds).pack(rows)
+    return packed_matrix(PackedMatrix(raws[0].columns, kinds), rows)
 
 
 def whole_tensor(checkpoint: Checkpoint, sharding: Sharding, name: str) -> np.ndarray:

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import safetensors.numpy
 import tokenizers
 from gguf.quants import quantize
 
 from ostinato.models.config import LlamaConfig, tensor_shapes
+from ostinato.models.packed import PackedMatrix
+
+
+def packed_matrix(
+    layout: PackedMatrix, parts: Sequence[npt.NDArray[np.uint8]]
+) -> npt.NDArray[np.uint8]:
+    """The matrix of these parts, each uint8 [rows, bytes in a row]."""
+    memory = np.empty(layout.nbytes, np.uint8)
+    for given, into in zip(parts, layout.begin(memory), strict=True):
+        into[...] = given
+    return memory
+
 
 CONFIG = LlamaConfig(
     hidden=64,

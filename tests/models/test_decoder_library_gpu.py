@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ostinato.device import Device
-from ostinato.models.cuda.products import MatrixProduct, Products, open_products
+from ostinato.models.cuda.products import LibraryProducts, MatrixProduct, open_products
 from ostinato.models.decoder import Decoder
 from tests.models import proof
 from tests.models.proof import RELATIVE, difference, expected
@@ -57,7 +57,7 @@ FIRST = next(iter(SHAPES))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def library(gpu: Device) -> Products:
+def library(gpu: Device) -> LibraryProducts:
     """Skips where cuBLASLt is not installed."""
     found, why = open_products(gpu, 16)
     if found is None:
@@ -77,7 +77,7 @@ def used(decoder: Decoder) -> bool:
 @pytest.mark.parametrize("rows", [1, 16, 100, 512])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_product_is_right_and_always_the_same(
-    gpu: Device, library: Products, rows: int, accumulate: bool
+    gpu: Device, library: LibraryProducts, rows: int, accumulate: bool
 ) -> None:
     product = MatrixProduct(rows, 264, 136, accumulate)
     rng = np.random.default_rng(rows)

@@ -26,7 +26,8 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.backend import CudaBackend
 from ostinato.models.cuda.bricks import device_bytes, formats_of, pays
-from ostinato.models.cuda.library import ProductCall, library_tuning, lower_with_library
+from ostinato.models.cuda.library import ProductCall, lower_with_library
+from ostinato.models.cuda.products import PIECE_ROWS
 from ostinato.models.cuda.shapes import MatrixShape, default_tuning
 from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.files.open import open_checkpoint
@@ -251,7 +252,7 @@ def test_unpacking_waits_for_what_reads_the_memory_before() -> None:
     no wait of theirs covers."""
     checkpoint = PackedCheckpoint(WHOLE, "Q4_K_M", "pieces")
     formats = formats_of(WHOLE, lambda name: checkpoint.raw(name).type)
-    tuning = library_tuning(WHOLE, rows=128, context=512)
+    tuning = default_tuning(WHOLE, rows=128, context=512, most=PIECE_ROWS)
     program = decode_program(WHOLE, last_row=True)
     step = lower_with_library(
         program, WHOLE, rows=128, tuning=tuning, single=tuning_of_one(), formats=formats

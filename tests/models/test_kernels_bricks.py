@@ -18,6 +18,7 @@ from benchmarks.kernels import checks
 from ostinato.device import Device
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import (
+    BRICK,
     FORMATS,
     Part,
     formats_of,
@@ -25,13 +26,15 @@ from ostinato.models.cuda.bricks import (
     packing,
     places,
 )
-from ostinato.models.cuda.legal import packed_problem
+from ostinato.models.cuda.legal import matrix_problem
 from ostinato.models.cuda.lowering import Cut
 from ostinato.models.cuda.shapes import (
+    MAX_SHARED,
     PRODUCTS,
     ROUNDED_CALLS,
     MatrixShape,
     PackedShape,
+    Product,
     default_tuning,
     packed_shape,
     products_of,
@@ -274,6 +277,20 @@ def test_places_of_the_parts_of_a_matrix() -> None:
         (0, 64, 64),
         (96 * 272, 0, 64),
     ]
+
+
+def packed_problem(
+    name: str, shape: PackedShape | MatrixShape, product: Product, rows: int
+) -> str | None:
+    """Why a product with a packed matrix cannot be launched so; None if it can."""
+    if isinstance(shape, MatrixShape):
+        whole = rows > 1 and shape.slab % (BRICK * shape.split) == 0 and shape.depth % 8 == 0
+        why = "a slab is not whole bricks" if shape.warpgroup or not whole else None
+        return matrix_problem(name, shape, product, rows) or why
+    if rows > 1 or shape.warps > 32 or shape.split > -(-product.inputs // BRICK):
+        return f"{shape.split} warps for {product.inputs} inputs, {shape.warps} in all"
+    over = shape.shared_bytes(product.inputs) > MAX_SHARED
+    return "turns do not fit shared memory" if over else None
 
 
 def test_a_rule_for_every_shape() -> None:

@@ -20,6 +20,7 @@ from ostinato.graph.order import dependencies
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import library as kl
 from ostinato.models.cuda import lowering as kc
+from ostinato.models.cuda.products import PIECE_ROWS
 from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.program import ABSENT, ACTIVE, SAMPLED_ROWS, Bound, decode_program, loop_call
 from tests.emulator.emulator import Emulator
@@ -43,7 +44,7 @@ def lowered(
         program,
         config,
         rows=rows,
-        tuning=kl.library_tuning(config, rows=rows, context=512),
+        tuning=default_tuning(config, rows=rows, context=512, most=PIECE_ROWS),
         single=default_tuning(config, rows=1, context=512),
         multiprocessors=multiprocessors,
     )
@@ -296,7 +297,7 @@ def test_limits_are_said() -> None:
             decode_program(SMALL),
             SMALL,
             rows=128,
-            tuning=kl.library_tuning(SMALL, rows=128, context=512),
+            tuning=default_tuning(SMALL, rows=128, context=512, most=PIECE_ROWS),
             single=default_tuning(SMALL),
         )
     # As many rows as the attention's counters suffice for, where it has any.

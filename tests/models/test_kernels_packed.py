@@ -27,7 +27,7 @@ from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.packed import PackedMatrix, PackedPart
 from ostinato.models.plan import rope_table
 from ostinato.models.program import ACTIVE, FROM_STATE, SAMPLE
-from tests.models.model_files import weights, write_gguf
+from tests.models.model_files import packed_matrix, weights, write_gguf
 from tests.models.test_kernels_host import NAN, config_of, live_rows, random
 from tests.processes import child_environment
 
@@ -107,7 +107,7 @@ def test_values_are_those_of_the_dequantiser_bit_by_bit(kind: str, instructions:
     kernels = kernels_packed.kernels_of(1, instructions)
     columns = 512 if BLOCK_TYPES[kind].values > 1 else 77
     packed = blocks(kind, 9, columns, 3)
-    table = PackedMatrix(columns, (PackedPart(kind, 9),)).pack([packed])
+    table = packed_matrix(PackedMatrix(columns, (PackedPart(kind, 9),)), [packed])
     x, live = np.full((9, columns), NAN), np.zeros((9, 4), np.int32)
     run(
         kernels, "embed", rows=live_rows(*((i, 0, 0, ACTIVE) for i in range(9))),
@@ -127,7 +127,7 @@ def test_products(kind: str, instructions: str, seed: int) -> None:
     rows, count = int(rng.integers(1, 90)), int(rng.integers(2, 80))
     columns = int(rng.integers(1, 5)) * unit if unit > 1 else int(rng.integers(1, 300))
     packed = blocks(kind, rows, columns, seed)
-    weight = PackedMatrix(columns, (PackedPart(kind, rows),)).pack([packed])
+    weight = packed_matrix(PackedMatrix(columns, (PackedPart(kind, rows),)), [packed])
     source = random((count, columns), seed + 1)
     kernels = kernels_packed.kernels_of(1, instructions)
     found = residual(kernels, weight, source, rows)
@@ -145,7 +145,7 @@ def test_instruction_sets_with_fused_operations_agree_bit_by_bit() -> None:
     fused = [name for name in INSTRUCTIONS if name != "plain"]
     for kind in SUPPORTED_TYPES:
         packed = blocks(kind, 33, 512, 1)
-        weight = PackedMatrix(512, (PackedPart(kind, 33),)).pack([packed])
+        weight = packed_matrix(PackedMatrix(512, (PackedPart(kind, 33),)), [packed])
         source = random((7, 512), 5)
         results = [
             residual(kernels_packed.kernels_of(1, name), weight, source, 33) for name in fused
@@ -169,7 +169,7 @@ def test_infinite_nan_and_tiny_scales_are_values_like_others(kind: str, instruct
                 of_row[:, at : at + 2] = np.frombuffer(half.tobytes(), np.uint8)
         elif kind != "F32":
             packed[row] = np.frombuffer(half.tobytes() * columns, np.uint8)
-    table = PackedMatrix(columns, (PackedPart(kind, len(halves)),)).pack([packed])
+    table = packed_matrix(PackedMatrix(columns, (PackedPart(kind, len(halves)),)), [packed])
     x, live = np.full((len(halves), columns), NAN), np.zeros((len(halves), 4), np.int32)
     run(
         kernels_packed.kernels_of(1, instructions), "embed",
@@ -198,7 +198,7 @@ def beside_numpy(
     results = []
     for kernels, weight in (
         (HOST_KERNELS, dense),
-        (kernels_packed.kernels_of(threads, instructions), layout.pack(parts)),
+        (kernels_packed.kernels_of(threads, instructions), packed_matrix(layout, parts)),
     ):
         mine = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in arguments.items()}
         if name not in ("attention", "norm_rope"):
@@ -349,7 +349,9 @@ def test_gates_of_every_size_and_kind(instructions: str) -> None:
         (
             "packed",
             kernels_packed.kernels_of(1, instructions),
-            PackedMatrix(1, (PackedPart("F32", len(weight)),)).pack([weight.view(np.uint8)]),
+            packed_matrix(
+                PackedMatrix(1, (PackedPart("F32", len(weight)),)), [weight.view(np.uint8)]
+            ),
         ),
     ):
         inner[name] = np.full(len(gates), 7, np.float32)
@@ -396,7 +398,9 @@ def test_what_lies_outside_of_an_argument_is_an_error_and_not_read() -> None:
     kernels, config = kernels_packed.kernels_of(2), config_of(4, 2, 16)
     live, hidden = MIXED, 64
     weight = {
-        rows: PackedMatrix(hidden, (PackedPart("Q8_0", rows),)).pack([blocks("Q8_0", rows, hidden)])
+        rows: packed_matrix(
+            PackedMatrix(hidden, (PackedPart("Q8_0", rows),)), [blocks("Q8_0", rows, hidden)]
+        )
         for rows in (64, 128, 37)
     }
     f32 = np.float32
@@ -527,7 +531,7 @@ def test_what_lies_outside_of_an_argument_is_an_error_and_not_read() -> None:
 
 def test_bytes_that_are_no_packed_matrix_are_refused() -> None:
     kernels = kernels_packed.kernels_of(1)
-    weight = PackedMatrix(64, (PackedPart("Q8_0", 32),)).pack([blocks("Q8_0", 32, 64)])
+    weight = packed_matrix(PackedMatrix(64, (PackedPart("Q8_0", 32),)), [blocks("Q8_0", 32, 64)])
     source = random((2, 64))
     for at, message in ((0, "no packed matrix"), (8, "is needed"), (16, "no packed matrix"),
                         (24, "of type"), (28, "parts have|passes its end"), (32, "passes its end|"
@@ -558,18 +562,6 @@ def test_bytes_that_are_no_packed_matrix_are_refused() -> None:
 def test_wrong_layouts(columns: int, parts: tuple[PackedPart, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         PackedMatrix(columns, parts)
-
-
-def test_wrong_sizes_of_packed_bytes() -> None:
-    layout = PackedMatrix(32, (PackedPart("Q8_0", 2),))
-    good = blocks("Q8_0", 2, 32)
-    for bad in (good[:1], good[:, :-1], good.astype(np.int8), np.repeat(good, 2, 1)[:, ::2]):
-        with pytest.raises(InputError, match="is needed"):
-            layout.pack([bad])
-    with pytest.raises(InputError, match="2 arrays"):
-        layout.pack([good, good])
-    with pytest.raises(InputError, match="is needed"):
-        layout.begin(np.zeros(layout.nbytes - 1, np.uint8))
 
 
 # ------------------------------------------------------------------------------------------ threads
@@ -613,7 +605,7 @@ def test_many_callers_of_one_pool_each_get_their_own_results() -> None:
     layout = PackedMatrix(256, (PackedPart("Q4_0", 200),))
     cases = []
     for seed in range(6):
-        weight = layout.pack([blocks("Q4_0", 200, 256, seed)])
+        weight = packed_matrix(layout, [blocks("Q4_0", 200, 256, seed)])
         source = random((seed % 3 * 9 + 1, 256), seed)
         cases.append((weight, source, residual(kernels, weight, source, 200)))
     wrong: list[int] = []
@@ -639,7 +631,7 @@ from ostinato.models.host import packed_kernels as kernels_packed
 from tests.models.test_kernels_packed import *
 
 layout = PackedMatrix(256, (PackedPart("Q8_0", 400),))
-weight, source = layout.pack([blocks("Q8_0", 400, 256)]), random((3, 256))
+weight, source = packed_matrix(layout, [blocks("Q8_0", 400, 256)]), random((3, 256))
 wanted = residual(kernels_packed.kernels_of(1), weight, source, 400)
 kernels = kernels_packed.kernels_of(5)
 

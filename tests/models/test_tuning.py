@@ -508,25 +508,6 @@ def test_what_cannot_be_launched_for_rows_is_said(shape: shapes.MatrixShape, sai
     assert said in problem
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "said"),
-    [
-        ("head", shapes.MatrixShape(2, 2, 1, 512, 8), "2 tiles; the head's keys"),
-        ("head", shapes.MatrixShape(8, 1, 2, 256, 8, 2, 2), "all inputs in a block"),
-        ("down", shapes.MatrixShape(8, 1, 1, 320, 10), "a slab of 320 for 8 rows"),
-        ("down", shapes.MatrixShape(8, 1, 1, 256, 4), "4 steps"),
-        ("down", shapes.MatrixShape(8, 0, 1, 256, 8), "split is 0"),
-        ("down", shapes.MatrixShape(4, 1, 1, 256, 1, ring=3, warpgroup=1), "bfloat16 alone"),
-    ],
-)
-def test_what_cannot_be_launched_packed_is_said(
-    name: str, shape: shapes.MatrixShape, said: str
-) -> None:
-    tuning = replace(shapes.default_tuning(SMALL, rows=8), packed={name: shape})
-    (problem,) = problems_of(SMALL, 8, tuning)
-    assert said in problem
-
-
 def test_warpgroups_make_all_products_of_a_step_or_none() -> None:
     config = CONFIGS["1B"]
     given: Any = {"rows": 32, "clusters": True}

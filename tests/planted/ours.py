@@ -990,14 +990,6 @@ _FAULTS = (
         (BUDGET + "test_graphs_in_one_block_are_charged_with_their_share",),
     ),
     Fault(
-        "schedule-without-repeats",
-        "Processes that replayed a key a different number of times have the same digest.",
-        "ostinato.step.cache:Table.schedule_digest",
-        "latest.hits - self._hits_before",
-        "latest.hits > self._hits_before",
-        ("tests/step/test_schedule.py::test_where_a_digest_is_asked_for_changes_nothing",),
-    ),
-    Fault(
         "kernel-key-without-options",
         "A kernel that was compiled with other options is taken from memory or disk.",
         "ostinato.modules.compiler:plan_compilation",

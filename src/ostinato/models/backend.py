@@ -85,7 +85,8 @@ class BoundLaunch:
 
 
 class Backend(Protocol):
-    """How one kind of device runs the program.
+    """How one kind of device runs the program.  Its answers here are those of a device that needs
+    and has nothing more: every model, no further buffers, no library, no conversion.
 
     `dtype` is that of matrices and of the KV cache: float32, or uint16 for the bits of bfloat16.
     `packed`: matrices stay as the file packs them (`PackedMatrix`), and `dtype` is the cache's.
@@ -101,17 +102,15 @@ class Backend(Protocol):
     dtype: np.dtype[Any]
     packed: bool
     spins: bool
+    library: str = ""
 
     def piece_rows(self, config: LlamaConfig) -> int:
         """How many tokens of a prompt are best taken at once: the rows of the largest step."""
 
-    @property
-    def library(self) -> str:
-        """See the class."""
-
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
         """Raises UnsupportedModelError for a model, or steps of up to `rows` rows of which up to
         `sampled` sample, that the kernels cannot compute."""
+        return
 
     def formats(self, checkpoint: Checkpoint, wanted: WeightsKind) -> Formats:
         """The matrices of a checkpoint that are to be packed in the device's own order.
@@ -133,11 +132,13 @@ class Backend(Protocol):
     def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:
         """Further buffers that its kernels need for steps of up to `rows` rows, by name: shapes and
         dtypes."""
+        return {}
 
     def exchanges_sums(
         self, config: LlamaConfig, rows: int, context: int, *, formats: Formats = UNPACKED
     ) -> bool:
         """Whether `bind` takes the products of `sharding.exchanging_products` for such steps."""
+        return False
 
     def bind(
         self,
@@ -158,6 +159,7 @@ class Backend(Protocol):
 
     def give_up_library(self, reason: str) -> bool:
         """From here on no library multiplies, for this reason; False if none did."""
+        return False
 
     def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]) -> bool:
         """Converts the file's tensors on the device, into buffers by canonical name, or puts their
@@ -166,3 +168,4 @@ class Backend(Protocol):
         Waits until they are there.  False if the device does not convert or there is no file; then
         nothing was done.
         """
+        return False

@@ -15,6 +15,7 @@ only size is the number of rows; everything else is read on the device.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -678,17 +679,40 @@ class Decoder(Closeable):
     # --- numbers
     def statistics(self) -> DecoderStatistics:
         """What was launched, how, why eagerly, and how long the phases took."""
-        return DecoderStatistics.of(
-            self._steps.statistics(),
-            self.graph_cache.statistics(),
-            self._phases,
+        steps, phases = self._steps.statistics(), self._phases
+        reasons: Counter[str] = Counter()
+        quarantined: dict[str, str] = {}
+        for step in steps.values():
+            reasons.update(step.eager_reasons)
+            quarantined.update(step.quarantined)
+        sampling = [step for name, step in steps.items() if name != "prefill"]
+        eager = sum(step.launches_eager for step in sampling)
+        replayed = sum(step.launches_replayed for step in sampling)
+        return DecoderStatistics(
+            launches_eager=sum(step.launches_eager for step in steps.values()),
+            launches_replayed=sum(step.launches_replayed for step in steps.values()),
             launches_per_token=self._steps.launches,
+            launches_per_token_eager=_ratio(eager, phases.tokens_eager),
+            launches_per_token_replayed=_ratio(replayed, phases.tokens_replayed),
+            graphs_captured=sum(step.built for step in steps.values()),
+            eager_reasons=dict(reasons),
+            one_by_one=dict(phases.one_by_one),
+            quarantined=quarantined,
+            prefill_tokens=phases.tokens["prefill"],
+            decoded_tokens=phases.tokens["decode"],
+            load_seconds=phases.seconds["load"],
+            plan_seconds=phases.seconds["plan"],
+            kernel_seconds=self._steps.kernel_seconds,
+            prefill_seconds=phases.seconds["prefill"],
+            decode_seconds=phases.seconds["decode"],
+            host_writes=phases.host_writes,
             weights=self.weights.description(),
             weight_bytes=self.weights.nbytes,
             unpacked_bytes=self.weights.unpacked_bytes,
             plan_bytes=self.plan.nbytes,
-            kernel_seconds=self._steps.kernel_seconds,
             library=self.backend.library,
+            steps=steps,
+            graph_cache=self.graph_cache.statistics(),
         )
 
     # --- lifetime
@@ -799,6 +823,10 @@ def _digest(tokens: list[int]) -> str:
     """How many tokens there are, and their digest."""
     digest = hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=8).hexdigest()
     return f"{len(tokens)} tokens ({digest})"
+
+
+def _ratio(launches: int, tokens: int) -> float:
+    return launches / tokens if tokens else 0.0
 
 
 def _stop_tokens(tokens: Iterable[int], config: LlamaConfig) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -131,57 +131,3 @@ class DecoderStatistics:
     library: str
     steps: dict[str, StepStatistics]
     graph_cache: CacheStatistics
-
-    @classmethod
-    def of(
-        cls,
-        steps: Mapping[str, StepStatistics],
-        graph_cache: CacheStatistics,
-        phases: Phases,
-        *,
-        launches_per_token: int,
-        weights: str,
-        weight_bytes: int,
-        unpacked_bytes: int,
-        plan_bytes: int,
-        kernel_seconds: float,
-        library: str,
-    ) -> DecoderStatistics:
-        reasons: Counter[str] = Counter()
-        quarantined: dict[str, str] = {}
-        for step in steps.values():
-            reasons.update(step.eager_reasons)
-            quarantined.update(step.quarantined)
-        sampling = [step for name, step in steps.items() if name != "prefill"]
-        eager = sum(step.launches_eager for step in sampling)
-        replayed = sum(step.launches_replayed for step in sampling)
-        return cls(
-            launches_eager=sum(step.launches_eager for step in steps.values()),
-            launches_replayed=sum(step.launches_replayed for step in steps.values()),
-            launches_per_token=launches_per_token,
-            launches_per_token_eager=_ratio(eager, phases.tokens_eager),
-            launches_per_token_replayed=_ratio(replayed, phases.tokens_replayed),
-            graphs_captured=sum(step.built for step in steps.values()),
-            eager_reasons=dict(reasons),
-            one_by_one=dict(phases.one_by_one),
-            quarantined=quarantined,
-            prefill_tokens=phases.tokens["prefill"],
-            decoded_tokens=phases.tokens["decode"],
-            load_seconds=phases.seconds["load"],
-            plan_seconds=phases.seconds["plan"],
-            kernel_seconds=kernel_seconds,
-            prefill_seconds=phases.seconds["prefill"],
-            decode_seconds=phases.seconds["decode"],
-            host_writes=phases.host_writes,
-            weights=weights,
-            weight_bytes=weight_bytes,
-            unpacked_bytes=unpacked_bytes,
-            plan_bytes=plan_bytes,
-            library=library,
-            steps=dict(steps),
-            graph_cache=graph_cache,
-        )
-
-
-def _ratio(launches: int, tokens: int) -> float:
-    return launches / tokens if tokens else 0.0

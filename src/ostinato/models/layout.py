@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from ostinato.models.config import LlamaConfig, tensor_shapes
 
-__all__ = ["device_shapes", "part_rows", "parts_of", "weight_shapes"]
+__all__ = ["device_shapes", "part_rows", "weight_shapes"]
 
 # Which canonical tensors lie below each other in one matrix.
 _FUSED = {
@@ -44,14 +44,9 @@ def device_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
     return found
 
 
-def parts_of(name: str) -> tuple[str, ...]:
-    """The canonical tensors that make up one in device memory."""
-    layer, _, last = name.rpartition(".")
-    return tuple(f"{layer}.{part}" if layer else part for part in _FUSED.get(last, (last,)))
-
-
 def part_rows(config: LlamaConfig, name: str, rows: int) -> Iterator[tuple[str, int]]:
-    """`parts_of`, each with its rows.  `rows`: those of the tensor in device memory."""
+    """The canonical tensors that make up one in device memory, each with its rows; `rows`: those
+    of the whole."""
     layer, _, last = name.rpartition(".")
     sizes = {
         **dict.fromkeys(("wq", "bq"), config.query_size),

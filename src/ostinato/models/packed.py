@@ -11,7 +11,6 @@ Numbers are the machine's own (32 bits, offsets 64).  Each part begins at a mult
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,9 +90,8 @@ class PackedMatrix:
     def begin(self, memory: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], ...]:
         """Writes the head; each part's rows, uint8 [rows, bytes in a row], are to be filled.
 
-        `memory`: flat, contiguous, `nbytes` of uint8.  Raises InputError for another.
+        `memory`: flat, contiguous, `nbytes` of uint8.
         """
-        _require(memory, (self.nbytes,))
         offsets = self._offsets()
         head = _HEAD.pack(b"ostinato", self.rows, self.columns, len(self.parts), 0)
         for part, offset in zip(self.parts, offsets, strict=True):
@@ -105,26 +103,3 @@ class PackedMatrix:
             size = self._row_bytes(part)
             rows.append(memory[offset : offset + part.rows * size].reshape(part.rows, size))
         return tuple(rows)
-
-    def pack(self, parts: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-        """The matrix of these parts, each uint8 [rows, bytes in a row].
-
-        Raises InputError for parts of other sizes.
-        """
-        memory = np.empty(self.nbytes, np.uint8)
-        rows = self.begin(memory)
-        if len(parts) != len(rows):
-            raise InputError(f"{len(parts)} arrays for a matrix of {len(rows)} parts")
-        for given, into in zip(parts, rows, strict=True):
-            _require(given, into.shape)
-            into[...] = given
-        return memory
-
-
-def _require(array: npt.NDArray[np.uint8], shape: tuple[int, ...]) -> None:
-    if array.dtype != np.uint8 or array.shape != shape or not array.flags.c_contiguous:
-        raise InputError(
-            f"packed bytes are {array.dtype} {list(array.shape)}"
-            f"{'' if array.flags.c_contiguous else ' (not C-contiguous)'}; C-contiguous uint8 "
-            f"{list(shape)} is needed"
-        )

@@ -28,9 +28,11 @@ documentation of a step.  The buffers that the calls name are made by `models.pl
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -47,6 +49,7 @@ __all__ = [
     "ROW",
     "SAMPLE",
     "SAMPLED_ROWS",
+    "SIGNATURES",
     "STATE",
     "STOP_TOKENS",
     "Bound",
@@ -55,6 +58,7 @@ __all__ = [
     "describe",
     "kernel_call",
     "loop_call",
+    "parameter_names",
 ]
 
 ACTIVE = 1
@@ -103,6 +107,51 @@ OF_RANKS = {"output_residual": "output_of_ranks", "down_residual": "down_of_rank
 """Products whose sums belong together with other ranks', and what they are called where they add
 these themselves."""
 
+_LIVE = "live: *const i32, "
+_HEADS = "heads: u32, kv_heads: u32, head_size: u32, "
+_CACHED = _HEADS + "sequences: u32, context: u32, "
+_RESIDUAL = (
+    "weight: *const f32, x: *f32, workspace: *out f32, row_count: u32, hidden: u32, width: u32"
+)
+_NORMED = _LIVE + "x: *const f32, norm: *const f32, weight: *const f32, "
+_SAMPLED = (
+    _LIVE + "logits: *const f32, options: *const u64, stops: *const i32, state: *i32, ring: *i32, "
+    "history: *const i32, adjusted: *out f32, "
+)
+_OF_RANKS = (
+    _SAMPLED + "keys: *const u64, row_count: u32, vocabulary: u32, stop_count: u32, context: u32, "
+    "ring_size: u32, ranks: u32"
+)
+SIGNATURES: dict[str, str] = {
+    "embed": "rows: *const i32, state: *const i32, live: *out i32, table: *const f32, "
+    "x: *out f32, history: *i32, row_count: u32, hidden: u32, vocabulary: u32, sequences: u32, "
+    "context: u32",
+    "norm_qkv_rope": _NORMED + "bias: *const f32, rope: *const f32, cache: *f32, q: *out f32, "
+    f"workspace: *out f32, row_count: u32, hidden: u32, {_CACHED}epsilon: f32",
+    "norm_qkv": _NORMED + "qkv: *out f32, workspace: *out f32, row_count: u32, hidden: u32, "
+    f"{_HEADS}epsilon: f32",
+    "norm_rope": _LIVE + "qkv: *const f32, bias: *const f32, q_norm: *const f32, "
+    f"k_norm: *const f32, rope: *const f32, cache: *f32, q: *out f32, row_count: u32, {_CACHED}"
+    "epsilon: f32",
+    "attention": _LIVE + "q: *const f32, cache: *const f32, attended: *out f32, "
+    f"workspace: *out f32, row_count: u32, {_CACHED}window: u32, scale: f32",
+    "output_residual": f"{_LIVE}attended: *const f32, {_RESIDUAL}",
+    "norm_gate_up": _NORMED + "inner: *out f32, workspace: *out f32, row_count: u32, hidden: u32, "
+    "width: u32, epsilon: f32",
+    "down_residual": f"{_LIVE}inner: *const f32, {_RESIDUAL}",
+    "head": _NORMED + "logits: *f32, workspace: *out f32, row_count: u32, hidden: u32, "
+    "vocabulary: u32, epsilon: f32",
+    "sample": _SAMPLED + "row_count: u32, vocabulary: u32, stop_count: u32, context: u32, "
+    "ring_size: u32",
+    "best_of_part": _LIVE + "logits: *const f32, keys: *out u64, workspace: *const f32, "
+    "row_count: u32, vocabulary: u32, first: u32",
+    "best_of_ranks": _OF_RANKS,
+    "sample_of_ranks": _OF_RANKS,
+    "continue_loop": "condition: cond, counter: *i32, rows: *const i32, state: *const i32, "
+    "row_count: u32, sequences: u32, start: u32",
+}
+"""The kernels of a step, of one device and of a rank, with their parameters on the host."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -143,13 +192,20 @@ def decode_program(
     without, what all pieces of a prompt but the last need.  `last_row`: these are done for the
     step's last row alone, so that a long piece does not pay for a head of all its rows.
     """
-    sizes = _Sizes(config)
-    calls = [sizes.embed()]
+    calls = [_Calls(config)("embed", table=Bound("embed"))]
     for layer in range(config.layers):
-        calls.extend(sizes.layer(layer))
+        calls.extend(_layer(config, layer))
     if sampled:
-        calls.extend(sizes.ending(last_row))
+        call, head = _Calls(config, last=last_row), "embed" if config.tied_embeddings else "head"
+        calls.append(call("head", norm=Bound("final_norm"), weight=Bound(head)))
+        calls.append(call("sample"))
     return tuple(calls)
+
+
+@functools.cache
+def parameter_names(signature: str) -> tuple[str, ...]:
+    """Of a kernel, in order."""
+    return tuple(part.split(":")[0].strip() for part in signature.split(","))
 
 
 def loop_call(start: int = 0) -> KernelCall:
@@ -189,178 +245,53 @@ def kernel_call(kernel: str, **arguments: Argument) -> KernelCall:
     return KernelCall(kernel, tuple(arguments.items()))
 
 
-class _Sizes:
-    """Makes the calls of one config."""
+class _Calls:
+    """Makes calls of one config, and of a layer.  A parameter that a call does not give is the
+    buffer, the size or the constant of its name; `last`: of the step's last row."""
 
-    def __init__(self, config: LlamaConfig) -> None:
-        self.config = config
-
-    def embed(self) -> KernelCall:
-        c = self.config
-        return kernel_call(
-            "embed",
-            rows=Bound("rows"),
-            state=Bound("state"),
-            live=Bound("live"),
-            table=Bound("embed"),
-            x=Bound("x"),
-            history=Bound("history"),
-            row_count="rows",
-            hidden=c.hidden,
-            vocabulary=c.vocabulary,
-            sequences="sequences",
-            context="context",
-        )
-
-    def layer(self, layer: int) -> tuple[KernelCall, ...]:
-        c = self.config
-        live, x, workspace = Bound("live"), Bound("x"), Bound("workspace")
-        q, attended, inner = Bound("q"), Bound("attended"), Bound("inner")
-        cache = Bound("cache", layer)
-        heads = {"heads": c.heads, "kv_heads": c.kv_heads, "head_size": c.head_size}
-        return (
-            *self.qkv(layer),
-            kernel_call(
-                "attention",
-                live=live,
-                q=q,
-                cache=cache,
-                attended=attended,
-                workspace=workspace,
-                row_count="rows",
-                **heads,
-                sequences="sequences",
-                context="context",
-                window=c.window(layer),
-                scale=1.0 / math.sqrt(c.head_size),
-            ),
-            kernel_call(
-                "output_residual",
-                live=live,
-                attended=attended,
-                weight=Bound("wo", layer),
-                x=x,
-                workspace=workspace,
-                row_count="rows",
-                hidden=c.hidden,
-                width=c.query_size,
-            ),
-            kernel_call(
-                "norm_gate_up",
-                live=live,
-                x=x,
-                norm=Bound("mlp_norm", layer),
-                weight=Bound("w_gate_up", layer),
-                inner=inner,
-                workspace=workspace,
-                row_count="rows",
-                hidden=c.hidden,
-                width=c.inner,
-                epsilon=c.norm_epsilon,
-            ),
-            kernel_call(
-                "down_residual",
-                live=live,
-                inner=inner,
-                weight=Bound("w_down", layer),
-                x=x,
-                workspace=workspace,
-                row_count="rows",
-                hidden=c.hidden,
-                width=c.inner,
-            ),
-        )
-
-    def qkv(self, layer: int) -> tuple[KernelCall, ...]:
-        """Norm, queries, keys and values, rope, and the write into the cache."""
-        c = self.config
-        live, qkv, cache, q = Bound("live"), Bound("qkv"), Bound("cache", layer), Bound("q")
-        heads = {"heads": c.heads, "kv_heads": c.kv_heads, "head_size": c.head_size}
-        product: dict[str, Argument] = {
-            "live": live,
-            "x": Bound("x"),
-            "norm": Bound("attn_norm", layer),
-            "weight": Bound("wqkv", layer),
+    def __init__(
+        self, config: LlamaConfig, layer: int | None = None, *, last: bool = False
+    ) -> None:
+        c = config
+        self._known: dict[str, Argument] = {
+            "live": Bound("live", last=last),
+            "x": Bound("x", last=last),
+            "cache": Bound("cache", layer),
+            "row_count": 1 if last else "rows",
+            "sequences": "sequences",
+            "context": "context",
+            "ring_size": "ring",
+            "hidden": c.hidden,
+            "heads": c.heads,
+            "kv_heads": c.kv_heads,
+            "head_size": c.head_size,
+            "vocabulary": c.vocabulary,
+            "epsilon": c.norm_epsilon,
+            "scale": 1.0 / math.sqrt(c.head_size),
+            "stop_count": STOP_TOKENS,
         }
-        bias: Argument = Bound("bqkv", layer) if c.qkv_bias else ABSENT
-        if not c.qk_norm:
-            one = kernel_call(
-                "norm_qkv_rope",
-                **product,
-                bias=bias,
-                rope=Bound("rope"),
-                cache=cache,
-                q=q,
-                workspace=Bound("workspace"),
-                row_count="rows",
-                hidden=c.hidden,
-                **heads,
-                sequences="sequences",
-                context="context",
-                epsilon=c.norm_epsilon,
-            )
-            return (one,)
-        return (
-            kernel_call(
-                "norm_qkv",
-                **product,
-                qkv=qkv,
-                workspace=Bound("workspace"),
-                row_count="rows",
-                hidden=c.hidden,
-                **heads,
-                epsilon=c.norm_epsilon,
-            ),
-            kernel_call(
-                "norm_rope",
-                live=live,
-                qkv=qkv,
-                bias=bias,
-                q_norm=Bound("q_norm", layer),
-                k_norm=Bound("k_norm", layer),
-                rope=Bound("rope"),
-                cache=cache,
-                q=q,
-                row_count="rows",
-                **heads,
-                sequences="sequences",
-                context="context",
-                epsilon=c.norm_epsilon,
-            ),
-        )
 
-    def ending(self, last: bool) -> tuple[KernelCall, ...]:
-        c = self.config
-        live, logits = Bound("live", last=last), Bound("logits")
-        rows: Argument = 1 if last else "rows"
-        return (
-            kernel_call(
-                "head",
-                live=live,
-                x=Bound("x", last=last),
-                norm=Bound("final_norm"),
-                weight=Bound("embed" if c.tied_embeddings else "head"),
-                logits=logits,
-                workspace=Bound("workspace"),
-                row_count=rows,
-                hidden=c.hidden,
-                vocabulary=c.vocabulary,
-                epsilon=c.norm_epsilon,
-            ),
-            kernel_call(
-                "sample",
-                live=live,
-                logits=logits,
-                options=Bound("options"),
-                stops=Bound("stops"),
-                state=Bound("state"),
-                ring=Bound("ring"),
-                history=Bound("history"),
-                adjusted=Bound("adjusted"),
-                row_count=rows,
-                vocabulary=c.vocabulary,
-                stop_count=STOP_TOKENS,
-                context="context",
-                ring_size="ring",
-            ),
-        )
+    def __call__(self, kernel: str, **given: Argument) -> KernelCall:
+        known = self._known | given
+        names = parameter_names(SIGNATURES[kernel])
+        return KernelCall(kernel, tuple((name, known.get(name, Bound(name))) for name in names))
+
+
+def _layer(config: LlamaConfig, layer: int) -> tuple[KernelCall, ...]:
+    c, call, weight = config, _Calls(config, layer), partial(Bound, layer=layer)
+    product = {"norm": weight("attn_norm"), "weight": weight("wqkv")}
+    bias: Argument = weight("bqkv") if c.qkv_bias else ABSENT
+    qkv: tuple[KernelCall, ...]
+    if c.qk_norm:
+        norms = {"q_norm": weight("q_norm"), "k_norm": weight("k_norm")}
+        qkv = (call("norm_qkv", **product), call("norm_rope", bias=bias, **norms))
+    else:
+        qkv = (call("norm_qkv_rope", **product, bias=bias),)
+    mlp = {"norm": weight("mlp_norm"), "weight": weight("w_gate_up")}
+    return (
+        *qkv,
+        call("attention", window=c.window(layer)),
+        call("output_residual", weight=weight("wo"), width=c.query_size),
+        call("norm_gate_up", **mlp, width=c.inner),
+        call("down_residual", weight=weight("w_down"), width=c.inner),
+    )

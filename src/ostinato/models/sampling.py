@@ -22,7 +22,6 @@ __all__ = [
     "GREEDY",
     "READABLE",
     "SamplingOptions",
-    "greedy",
     "penalised",
     "philox4x32",
     "require_options",
@@ -153,11 +152,6 @@ def uniform(seed: int, position: int) -> np.float32:
     key = (seed & _MASK, (seed >> 32) & _MASK)
     word = philox4x32((position & _MASK, 0, 0, 0), key)[0]
     return np.float32((word >> 8) * 2.0**-24)  # 24 bits: exact in float32
-
-
-def greedy(logits: npt.NDArray[np.float32]) -> int:
-    """The index of the largest logit, the lowest index on ties; NaN counts as minus infinity."""
-    return int(np.argmax(_without_nan(logits)))
 
 
 def penalised(

@@ -186,11 +186,8 @@ class _ShardedValues(Checkpoint):
     def __init__(self, whole: Checkpoint, sharding: Sharding) -> None:
         super().__init__(whole.path, sharding.part, whole.tokenizer)
         self._whole = whole
+        self.has_file = whole.has_file
         self._sharding = sharding
-
-    @property
-    def has_file(self) -> bool:  # type: ignore[override]
-        return self._whole.has_file
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Checkpoint`."""
@@ -220,10 +217,7 @@ class ShardedCheckpoint(StoredCheckpoint):
         parts = {name: self._part(name) for name in sharding.shapes()}
         self._of = {part: name for name, part in parts.items()}
         super().__init__(whole.path, sharding.part, whole.tokenizer, parts)
-
-    @property
-    def has_file(self) -> bool:  # type: ignore[override]
-        return self._whole.has_file
+        self.has_file = whole.has_file
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Checkpoint`."""

@@ -35,7 +35,6 @@ from ostinato.step.cache_statistics import CacheStatistics, KeyStatistics
 from ostinato.step.flight import Flight, Flights
 from ostinato.step.limits import CaptureLimits, Refused, Spent, refuse
 from ostinato.step.records import KeyRecord, Reason, Records, evictions
-from ostinato.step.schedule import FOLDED, Event, Schedule
 
 __all__ = ["Entry", "GraphCache", "Table"]
 
@@ -53,8 +52,6 @@ class Entry:
     which would need the key's `__hash__` again, where a Ctrl-C may come in."""
     leases: int = 0
     leaving: bool = False
-    used: bytes = b""
-    """What stands for a use of it in the schedule."""
     record: KeyRecord = field(default_factory=KeyRecord)
     changing: AbstractContextManager[bool] = field(default_factory=new_lock)
     """Held from a change of the executable to its launch."""
@@ -87,11 +84,8 @@ class Table:
         self.records = Records()
         self.total = KeyRecord()
         """The counts of all keys together, with the hits of the graphs that are there."""
-        self._schedule = Schedule()
         self.latest: Entry | None = None
-        """The last of the entries, if it was used or put in last; and its hits before.  Uses of it
-        in a row are one event of the schedule, so that they cost nothing more."""
-        self._hits_before = 0
+        """The entry that was used or put in last, if it is here: a use of it changes no order."""
         self._uses = 0
 
     @property
@@ -121,35 +115,12 @@ class Table:
         """Makes an entry the most recently used."""
         self._uses += 1
         entry.at = self._uses
-        self._begin_uses(entry)
-
-    def _begin_uses(self, entry: Entry | None) -> None:
-        """Ends the uses in a row of the latest entry, and begins to count those of this one."""
-        latest, before = self.latest, self._hits_before
-        self.latest, self._hits_before = entry, 0 if entry is None else entry.hits
-        if latest is not None and latest.hits > before:
-            # Put there without a call: a hit goes through no file but this one.
-            trail = self._schedule.trail
-            trail.append((latest.used, latest.hits - before))
-            if len(trail) >= FOLDED:
-                self._schedule.fold()
-
-    def note(self, key: Hashable, event: Event) -> None:
-        """Adds an event to the schedule."""
-        self._begin_uses(None)
-        self._schedule.note(key, event)
-
-    def schedule_digest(self) -> str:
-        """The digest of all events so far."""
-        latest = self.latest
-        times = 0 if latest is None else latest.hits - self._hits_before
-        return self._schedule.digest(b"" if latest is None else latest.used, times)
+        self.latest = entry
 
     def miss(self, key: Hashable) -> None:
         """Counts a use that found no entry."""
         for record in self.counting(key):
             record.misses += 1
-        self.note(key, "missed")
 
     def counting(self, key: Hashable) -> tuple[KeyRecord, KeyRecord]:
         """The two records that count what happens to a key: its own, and that of all keys."""
@@ -186,7 +157,6 @@ class Table:
         InputError if it is elsewhere in the table: it would be closed twice.
         """
         self._require_free(key, entry.executable)
-        used = self._schedule.mark(key, "used")  # first: a key of a user's class may raise here
         before = self.entries.get(key)
         out: list[Entry] = []
         if before is not None and before.executable is entry.executable:
@@ -195,7 +165,6 @@ class Table:
         else:
             if before is not None:
                 out += self.remove([(key, before)], "replaced")
-            entry.used = used
             entry.record = self.records.take(key)
             self.entries[key] = entry
         self._make_latest(entry)
@@ -249,7 +218,7 @@ class Table:
             entry.record.hits += entry.hits
             self.records.keep(key, entry.record)
             if entry is self.latest:
-                self._begin_uses(None)
+                self.latest = None
             entry.leaving = True
             if entry.leases:
                 self.leaving.add(entry)
@@ -609,7 +578,6 @@ class GraphCache(Closeable):
             record.failures += not landed
             record.capture_seconds += seconds
         self._spent.add(seconds, self.limits.window)
-        self._table.note(key, "captured" if landed else "failed")
 
     def _checked(self, executable: GraphExec) -> GraphExec:
         if not isinstance(executable, GraphExec):
@@ -640,7 +608,6 @@ class GraphCache(Closeable):
             if capture_ms is None:
                 for record in self._table.counting(key):
                     record.installed += 1
-                self._table.note(key, "installed")
         self._close(out)
 
     # --- taking out
@@ -739,17 +706,6 @@ class GraphCache(Closeable):
         """The line of one key, with or without a graph; None if nothing is known of it."""
         with self._lock:
             return self._table.key_statistics(key)
-
-    def schedule_digest(self) -> str:
-        """Which keys were used, missed, captured and installed until now, and in which order.
-
-        64 hexadecimal digits, equal in all processes that made the same calls in the same order:
-        for ranks to compare.  `cache.schedule` says how a key counts.  An eviction shows in the
-        misses after it.  A graph that is held counts once, however often it is launched.  Calls of
-        several threads at once come in any order, so their digests cannot be compared.
-        """
-        with self._lock:
-            return self._table.schedule_digest()
 
     def _require_open(self) -> None:
         if self._closed:

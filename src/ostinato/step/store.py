@@ -38,7 +38,7 @@ from ostinato.graphfile.records import GraphManifest, machine_of
 from ostinato.graphfile.saving import save_keyed
 from ostinato.graphfile.survey import Twin
 from ostinato.memory.ranges import Target
-from ostinato.step.schedule import stable_text
+from ostinato.step.work import stable_text
 
 if TYPE_CHECKING:
     from ostinato.step.cache import GraphCache

@@ -1,7 +1,9 @@
-"""What a function does, as text that is the same in every process, for keys of a store.  Pure."""
+"""Keys, and what a function does, as text that is the same in every process: for a store.  Pure."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import hashlib
 import numbers
@@ -10,9 +12,52 @@ from types import CodeType, FunctionType
 
 import numpy as np
 
-from ostinato.step.schedule import stable_text
+__all__ = ["stable_text", "work_digest"]
 
-__all__ = ["work_digest"]
+
+def stable_text(value: object) -> str | None:
+    """The same text for equal keys in every process; None if there is none.
+
+    A key has a text if it is None, a number, a string, bytes, an enumeration, a tuple, frozen set
+    or dataclass of these, or if it has a method `stable_key()` that returns such a key.
+    """
+    stable = getattr(type(value), "stable_key", None)
+    if callable(stable):
+        return _listed(_type_name(value), [stable(value)])
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return f"{type(value).__name__}:{value!r}"
+    if isinstance(value, enum.Enum):
+        name: str | None = value.name
+        if name is None:  # flags without a name of their own
+            return _listed(_type_name(value), [value.value])
+        return f"{_type_name(value)}.{name}"
+    if isinstance(value, tuple):
+        return _listed(_type_name(value), value)
+    if type(value) is frozenset:
+        return _listed("frozenset", value, ordered=False)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if type(value).__eq__ is object.__eq__:  # equal to nothing but itself
+            return None
+        compared = [f.name for f in dataclasses.fields(value) if f.compare]
+        return _listed(_type_name(value), [getattr(value, name) for name in compared])
+    return None
+
+
+def _type_name(value: object) -> str:
+    """With the module: two modules may have types of one name."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _listed(
+    name: str, values: tuple[object, ...] | list[object] | frozenset[object], ordered: bool = True
+) -> str | None:
+    texts = [stable_text(value) for value in values]
+    known = [text for text in texts if text is not None]
+    if len(known) < len(texts):
+        return None
+    # Each with its length, so that no two lists run into the same text.
+    parts = ",".join(f"{len(t)}={t}" for t in (known if ordered else sorted(known)))
+    return f"{name}({parts})"
 
 
 def work_digest(*functions: object) -> str:

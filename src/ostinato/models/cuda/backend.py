@@ -27,12 +27,11 @@ from ostinato.models.cuda import shapes
 from ostinato.models.cuda.bricks import FORMATS, Formats, formats_of, pays
 from ostinato.models.cuda.dequantise import convert_on_device
 from ostinato.models.cuda.library import (
+    LibraryCut,
     Lowered,
     ProductCall,
     library_buffers,
     library_rows_for,
-    library_tuning,
-    library_workspace_bytes,
     lower_with_library,
     piece_rows,
 )
@@ -41,9 +40,8 @@ from ostinato.models.cuda.lowering import (
     Cut,
     lower,
     rounded_buffers,
-    workspace_bytes,
 )
-from ostinato.models.cuda.products import PIECE_ROWS, Product, Products, open_products
+from ostinato.models.cuda.products import PIECE_ROWS, LibraryProduct, LibraryProducts, open_products
 from ostinato.models.cuda.shapes import Tuning
 from ostinato.models.cuda.tunings import choose_tuning, known_of
 from ostinato.models.files.checkpoint import Checkpoint, StoredCheckpoint
@@ -61,7 +59,7 @@ __all__ = ["BoundProduct", "CudaBackend", "load_kernel"]
 class BoundProduct:
     """A library's product in a step; what it launches is known once its buffers are."""
 
-    product: Product
+    product: LibraryProduct
     call: ProductCall
 
     programmatic: ClassVar[bool] = False
@@ -145,7 +143,7 @@ class CudaBackend:
             )
         self._known = known_of(device)
         self._library_rows = library_rows
-        self._products: Products | None
+        self._products: LibraryProducts | None
         self._products, self.library = open_products(device, library_rows, stream)
 
     def piece_rows(self, config: LlamaConfig) -> int:
@@ -179,7 +177,9 @@ class CudaBackend:
         gpu, known = self._properties.name, self._known
         if rows > SAMPLED_ROWS:
             count = known["multiprocessors"]
-            return library_tuning(config, rows=rows, context=context, multiprocessors=count)
+            return shapes.default_tuning(
+                config, rows=rows, context=context, multiprocessors=count, most=PIECE_ROWS
+            )
         return choose_tuning(config, rows=rows, context=context, gpu=gpu, **known)
 
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
@@ -215,17 +215,15 @@ class CudaBackend:
         *,
         formats: Formats = UNPACKED,
     ) -> int:
-        found = []
-        given: dict[str, Any] = {"multiprocessors": self._properties.multiprocessors}
-        given["formats"] = formats
+        found, processors = [], self._properties.multiprocessors
         for count in rows:
             tuning = self._tuning(config, count, context)
             if count <= SAMPLED_ROWS:  # also if a library is meant to multiply: it may fail
-                found.append(
-                    workspace_bytes(config, rows=count, context=context, tuning=tuning, **given)
-                )
+                cut = Cut(config, count, tuning, formats, processors)
+                found.append(cut.workspace_bytes)
             if self._multiplies(config, count, formats):
-                found.append(library_workspace_bytes(config, rows=count, tuning=tuning, **given))
+                with_library = LibraryCut(config, count, tuning, tuning, formats, processors)
+                found.append(with_library.workspace_bytes)
         return max(found)
 
     def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:

@@ -6,7 +6,6 @@ The sweep tries only shapes that `problems_of` accepts, and a tuning from a file
 from __future__ import annotations
 
 from ostinato.models.config import LlamaConfig
-from ostinato.models.cuda.bricks import BRICK
 from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
     HELD_STEPS,
@@ -21,7 +20,6 @@ from ostinato.models.cuda.shapes import (
     STATIC_SHARED,
     AttentionShape,
     MatrixShape,
-    PackedShape,
     Product,
     Tuning,
     VectorShape,
@@ -37,7 +35,6 @@ __all__ = [
     "VECTOR_LOADS",
     "attention_problem",
     "matrix_problem",
-    "packed_problem",
     "problems_of",
     "vector_problem",
     "vector_steps",
@@ -82,10 +79,6 @@ def problems_of(
     shapes = [getattr(tuning, name) for name in PRODUCTS.values()]
     if rows > 1 and not found and len({one.warpgroup for one in shapes}) > 1:
         found.append("warpgroups make some products; they make all of a step or none")
-    for name, packed in tuning.packed.items():
-        said = packed_problem(name, packed, products_of(config)[name], rows, shared)
-        if said:
-            found.append(f"packed {name}: {said}")
     said = attention_problem(tuning.attention, config, rows, shared)
     if not said and tuning.attention.cluster > 1 and not clusters:
         said = f"clusters of {tuning.attention.cluster}, which this device does not have"
@@ -126,35 +119,6 @@ def vector_problem(shape: VectorShape, product: Product, shared: int = MAX_SHARE
         return f"{loads} loads a thread in {s.warps} warps do not fit the registers"
     if s.shared_bytes(product.inputs) + s.static_bytes > shared + STATIC_SHARED:
         return f"{product.inputs} inputs do not fit shared memory"
-    return None
-
-
-def packed_problem(
-    name: str,
-    shape: PackedShape | MatrixShape,
-    product: Product,
-    rows: int,
-    shared: int = MAX_SHARED,
-) -> str | None:
-    """As the others, of a product with a packed matrix."""
-    if isinstance(shape, MatrixShape):
-        if shape.warpgroup == 1:
-            return "a warpgroup, which multiplies bfloat16 alone"
-        wrong = matrix_problem(name, shape, product, rows, shared)
-        if wrong:
-            return wrong
-        if rows == 1 or shape.slab % (BRICK * shape.split):
-            return f"a slab of {shape.slab} for {rows} rows; {shape.split} warps take whole bricks"
-        if shape.depth % 8:
-            return f"{shape.depth} steps, of which a brick has 8"
-        return None
-    wrong = not_whole(shape, resident=0)
-    if wrong:
-        return wrong
-    if rows > 1 or shape.warps > 32 or shape.split > -(-product.inputs // BRICK):
-        return f"{shape.split} warps for {product.inputs} inputs, {shape.warps} in all"
-    if shape.shared_bytes(product.inputs) > shared:
-        return f"{shape.turns} turns of {shape.warps} warps do not fit shared memory"
     return None
 
 

@@ -46,21 +46,19 @@ from ostinato.models.cuda.shapes import (
     PIECE_HEAD_SIZE,
     Tuning,
     counted_rows,
-    default_tuning,
     products_of,
     require_supported,
 )
 from ostinato.models.layout import weight_shapes
-from ostinato.models.program import ABSENT, Argument, Bound, KernelCall
+from ostinato.models.program import ABSENT, Argument, Bound, KernelCall, parameter_names
 from ostinato.modules import CompileOptions
 
 __all__ = [
     "UNPACK_SIGNATURE",
+    "LibraryCut",
     "ProductCall",
     "library_buffers",
     "library_rows_for",
-    "library_tuning",
-    "library_workspace_bytes",
     "lower_with_library",
     "piece_rows",
     "unpack_source",
@@ -145,29 +143,6 @@ def piece_rows(config: LlamaConfig) -> int:
     return rows
 
 
-def library_tuning(
-    config: LlamaConfig, *, rows: int, context: int, multiprocessors: int = 132
-) -> Tuning:
-    """By rule, for any number of rows up to PIECE_ROWS.  Raises UnsupportedModelError."""
-    return default_tuning(
-        config, rows=rows, context=context, multiprocessors=multiprocessors, most=PIECE_ROWS
-    )
-
-
-def library_workspace_bytes(
-    config: LlamaConfig,
-    *,
-    rows: int,
-    tuning: Tuning,
-    multiprocessors: int = 132,
-    formats: Formats | None = None,
-) -> int:
-    """Bytes of our own kernels' workspace in such a step, without a last row's: see
-    `lowering.workspace_bytes` of one row for that."""
-    cut = _LibraryCut(config, rows, tuning, tuning, formats or {}, multiprocessors)
-    return cut.workspace_bytes
-
-
 def lower_with_library(
     program: Sequence[KernelCall | BoundCall],
     config: LlamaConfig,
@@ -186,7 +161,7 @@ def lower_with_library(
     Raises UnsupportedModelError: more than MAX_ROWS rows may sample in their last one only.
     """
     require_supported(config, rows, most=PIECE_ROWS)
-    cut = _LibraryCut(config, rows, tuning, single, formats or {}, multiprocessors)
+    cut = LibraryCut(config, rows, tuning, single, formats or {}, multiprocessors)
     made: list[Lowered | BoundCall] = []
     for call in program:
         if not isinstance(call, KernelCall):
@@ -217,7 +192,7 @@ def _piece_attention() -> Source:
     return kc.source_of("piece_attention", {"piece_attention": _PIECE_ATTENTION})
 
 
-class _LibraryCut:
+class LibraryCut:
     """A config, a number of rows and tunings, made into launches and products."""
 
     def __init__(
@@ -250,7 +225,8 @@ class _LibraryCut:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of the attention, and of the head where all rows may sample."""
+        """Of our own kernels: of the attention, and of the head where all rows may sample; without
+        a last row's, which is that of a step of one row."""
         c, most = self.config, 0
         if (splits := self.own.tuning.attention.splits) > 1:
             most = self.rows * c.heads * splits * (c.head_size + 2) * 4
@@ -260,7 +236,7 @@ class _LibraryCut:
 
     # --- the calls of a layer
     def _norm_qkv_rope(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
-        names = kc.parameter_names(kc.SIGNATURES["norm_rope"])
+        names = parameter_names(kc.SIGNATURES["norm_rope"])
         given = {**given, "qkv": _OUT, "q_norm": ABSENT, "k_norm": ABSENT}
         rope = KernelCall("norm_rope", tuple((name, given[name]) for name in names))
         return [*self._norm_qkv(rope, given), self.own.launch([rope], after=None)]
@@ -317,7 +293,7 @@ class _LibraryCut:
             _piece_attention(),
             CompileOptions(defines=tuple(macros.items())),
             LaunchConfig((heads, -(-self.rows // rows), 1), threads, shared),
-            tuple((name, given[name]) for name in kc.parameter_names(_PIECE_ATTENTION)),
+            tuple((name, given[name]) for name in parameter_names(_PIECE_ATTENTION)),
         )
 
     # --- parts

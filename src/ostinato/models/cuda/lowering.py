@@ -64,7 +64,16 @@ from ostinato.models.cuda.shapes import (
     without_block,
     without_warpgroups,
 )
-from ostinato.models.program import ABSENT, OF_RANKS, Argument, Bound, KernelCall, decode_program
+from ostinato.models.program import (
+    ABSENT,
+    OF_RANKS,
+    Argument,
+    Bound,
+    KernelCall,
+    decode_program,
+    parameter_names,
+)
+from ostinato.models.program import SIGNATURES as HOST_SIGNATURES
 from ostinato.modules import CompileOptions
 
 __all__ = [
@@ -79,7 +88,6 @@ __all__ = [
     "Cut",
     "family_macros",
     "lower",
-    "parameter_names",
     "rounded_buffers",
     "source_of",
     "workspace_bytes",
@@ -108,59 +116,33 @@ _ROPE_THREADS = 128
 
 _LIVE = "live: *const i32, "
 _WEIGHT = "weight: *const bf16, later: *const bytes, "
-_SAMPLED = (
-    _LIVE + "logits: *const f32, options: *const u64, stops: *const i32, state: *i32, ring: *i32, "
-    "history: *const i32, adjusted: *out f32, "
-)
-_HEADS = "heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
+_HALVES = re.compile(r"\b(weight|table|cache): (\*(?:const )?)f32")
+_OF_RANKS = f"{_WEIGHT}x: *f32, sums: *u64, row_count: u32, hidden: u32, width: u32, rank: u32"
+
+
+def _of_cuda(kernel: str, signature: str) -> str:
+    text = _HALVES.sub(r"\1: \2bf16", signature).replace("workspace: *out f32", "workspace: *f32")
+    if kernel in PRODUCT_CALLS and kernel != "head":
+        text = text.replace("weight: *const bf16, ", _WEIGHT)
+    if kernel == "sample":
+        text = text.replace("row_count", "workspace: *const f32, row_count")
+    return text
+
+
 SIGNATURES: dict[str, str] = {
-    "embed": "rows: *const i32, state: *const i32, live: *out i32, table: *const bf16, "
-    "x: *out f32, history: *i32, row_count: u32, hidden: u32, vocabulary: u32, sequences: u32, "
-    "context: u32",
-    "norm_qkv_rope": f"{_LIVE}x: *const f32, norm: *const f32, {_WEIGHT}bias: *const f32, "
-    "rope: *const f32, cache: *bf16, q: *out f32, workspace: *f32, row_count: u32, hidden: u32, "
-    f"{_HEADS}epsilon: f32",
-    "norm_qkv": f"{_LIVE}x: *const f32, norm: *const f32, {_WEIGHT}qkv: *out f32, "
-    "workspace: *f32, row_count: u32, hidden: u32, heads: u32, kv_heads: u32, head_size: u32, "
-    "epsilon: f32",
-    "norm_rope": _LIVE + "qkv: *const f32, bias: *const f32, q_norm: *const f32, "
-    "k_norm: *const f32, rope: *const f32, cache: *bf16, q: *out f32, row_count: u32, "
-    + _HEADS
-    + "epsilon: f32",
-    "attention": _LIVE + "q: *const f32, cache: *const bf16, attended: *out f32, workspace: *f32, "
-    "row_count: u32, " + _HEADS + "window: u32, scale: f32",
+    **{kernel: _of_cuda(kernel, text) for kernel, text in HOST_SIGNATURES.items()},
     "attention_block": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, "
     "bias: *const f32, q_norm: *const f32, k_norm: *const f32, rope: *const f32, cache: *bf16, "
-    "output_weight: *const bf16, workspace: *f32, row_count: u32, hidden: u32, "
-    + _HEADS
-    + "window: u32, epsilon: f32, scale: f32",
-    "output_residual": f"{_LIVE}attended: *const f32, {_WEIGHT}x: *f32, workspace: *f32, "
-    "row_count: u32, hidden: u32, width: u32",
-    "norm_gate_up": f"{_LIVE}x: *const f32, norm: *const f32, {_WEIGHT}inner: *out f32, "
-    "workspace: *f32, row_count: u32, hidden: u32, width: u32, epsilon: f32",
-    "down_residual": f"{_LIVE}inner: *const f32, {_WEIGHT}x: *f32, workspace: *f32, "
-    "row_count: u32, hidden: u32, width: u32",
-    "output_of_ranks": f"{_LIVE}attended: *const f32, {_WEIGHT}x: *f32, sums: *u64, "
-    "row_count: u32, hidden: u32, width: u32, rank: u32",
-    "down_of_ranks": f"{_LIVE}inner: *const f32, {_WEIGHT}x: *f32, sums: *u64, "
-    "row_count: u32, hidden: u32, width: u32, rank: u32",
-    "head": _LIVE + "x: *const f32, norm: *const f32, weight: *const bf16, logits: *f32, "
-    "workspace: *f32, row_count: u32, hidden: u32, vocabulary: u32, epsilon: f32",
-    "sample": _SAMPLED + "workspace: *const f32, row_count: u32, vocabulary: u32, "
-    "stop_count: u32, context: u32, ring_size: u32",
-    "best_of_part": _LIVE + "logits: *const f32, keys: *out u64, workspace: *const f32, "
-    "row_count: u32, vocabulary: u32, first: u32",
-    "continue_loop": "condition: cond, counter: *i32, rows: *const i32, state: *const i32, "
-    "row_count: u32, sequences: u32, start: u32",
+    "output_weight: *const bf16, workspace: *f32, row_count: u32, hidden: u32, heads: u32, "
+    "kv_heads: u32, head_size: u32, sequences: u32, context: u32, window: u32, epsilon: f32, "
+    "scale: f32",
+    "output_of_ranks": f"{_LIVE}attended: *const f32, {_OF_RANKS}",
+    "down_of_ranks": f"{_LIVE}inner: *const f32, {_OF_RANKS}",
 }
-_OF_RANKS = (
-    _SAMPLED + "keys: *const u64, row_count: u32, vocabulary: u32, stop_count: u32, context: u32, "
-    "ring_size: u32, ranks: u32"
-)
-SIGNATURES |= {"best_of_ranks": _OF_RANKS, "sample_of_ranks": _OF_RANKS}
-"""Parameters of the CUDA kernels.  Those of the host's; `later` for the products of layers, the
-weights that they prefetch; and `workspace` for `sample`, which reads there what `head` found.
-`attention_block` has those of the calls that it stands for."""
+"""Parameters of the CUDA kernels.  Those of the host's, with matrices and cache in bfloat16;
+`later` for the products of layers, the weights that they prefetch; and `workspace` for `sample`,
+which reads there what `head` found.  `attention_block` has those of the calls that it stands for.
+"""
 
 
 PIECE_SIGNATURES = {
@@ -294,11 +276,6 @@ def workspace_bytes(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
     return Cut(config, rows, chosen, formats or {}, multiprocessors).workspace_bytes
-
-
-def parameter_names(signature: str) -> list[str]:
-    """Of a kernel, in order."""
-    return [part.split(":")[0].strip() for part in signature.split(",")]
 
 
 def shape_macro(name: str) -> str:

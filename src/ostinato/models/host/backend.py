@@ -9,7 +9,7 @@ import numpy as np
 
 from ostinato import Device, LaunchConfig, Source
 from ostinato.errors import InputError, NotAvailableError
-from ostinato.models.backend import UNPACKED, BoundCall, BoundLaunch, Buffers, WeightsKind
+from ostinato.models.backend import UNPACKED, Backend, BoundCall, BoundLaunch, WeightsKind
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import Formats
 from ostinato.models.files.checkpoint import Checkpoint
@@ -17,18 +17,16 @@ from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.host.packed_kernels import compiled, description, packed_kernels
 from ostinato.models.host.shard_kernels import SHARD_KERNELS
 from ostinato.models.program import SAMPLED_ROWS, KernelCall
-from ostinato.models.weights import Target
 
 __all__ = ["HostBackend"]
 
 
-class HostBackend:
+class HostBackend(Backend):
     """Compiled kernels on packed weights where the extension was built, else NumPy kernels on
     float32 ones; float32 sums in both, and a float32 cache."""
 
     dtype: np.dtype[Any] = np.dtype(np.float32)
     spins = False
-    library = ""
 
     def __init__(
         self, device: Device, *, threads: int | None = None, packed: bool | None = None
@@ -46,9 +44,6 @@ class HostBackend:
     def piece_rows(self, config: LlamaConfig) -> int:
         """SAMPLED_ROWS: more rows are not faster."""
         return SAMPLED_ROWS
-
-    def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
-        """Supports every model that has a config, and any number of rows."""
 
     def formats(self, checkpoint: Checkpoint, wanted: WeightsKind) -> Formats:
         """None: `packed` is for all matrices, whose bytes stay in the file's order."""
@@ -70,24 +65,6 @@ class HostBackend:
         c = config
         widest = max(c.query_size + 2 * c.kv_size, 2 * c.inner, c.hidden)
         return max(rows) * (widest + c.hidden) * 4
-
-    def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:
-        """No further ones."""
-        return {}
-
-    def give_up_library(self, reason: str) -> bool:
-        """There is no library."""
-        return False
-
-    def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]) -> bool:
-        """Never: device memory is the process's own, and the checkpoint converts into it."""
-        return False
-
-    def exchanges_sums(
-        self, config: LlamaConfig, rows: int, context: int, *, formats: Formats = UNPACKED
-    ) -> bool:
-        """Never: a host kernel is a whole grid, so nothing would be saved."""
-        return False
 
     def bind(
         self,

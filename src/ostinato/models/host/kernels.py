@@ -1,8 +1,9 @@
 """The layer program's kernels in NumPy: what the host driver runs, and the oracle for the others.
 
-Each takes what its CUDA namesake takes.  Pointers are flat views up to the end of their allocation;
-matrices are [out, in].  `live` holds the step's rows as `embed` resolved them, four int32 each.
-Rows are computed up to the last active one; those in between that are not active hold zeros.
+Their parameters are those of `program.SIGNATURES`.  Pointers are flat views up to the end of their
+allocation; matrices are [out, in].  `live` holds the step's rows as `embed` resolved them, four
+int32 each.  Rows are computed up to the last active one; those in between that are not active hold
+zeros.
 
 Not guaranteed: the same bits for other numbers of rows (BLAS sums in another order then).  The same
 rows give the same bits, launched eagerly or from a graph.
@@ -10,7 +11,8 @@ rows give the same bits, launched eagerly or from a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,13 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import HostKernel, host_kernel
-from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE
+from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE, SIGNATURES, parameter_names
 from ostinato.models.sampling import penalised
 from ostinato.models.sampling import sample as sample_reference
 
-__all__ = ["HOST_KERNELS", "advance", "sampled_rows"]
+__all__ = ["HOST_KERNELS", "Given", "advance", "kernel", "sample", "sampled_rows"]
 
 _CHUNK = 1 << 15  # scores of one attention product at a time, in rows * KV length
+Function: TypeAlias = Callable[["Given"], None]
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ints: TypeAlias = npt.NDArray[np.int32]
 
@@ -35,12 +38,74 @@ _FLAGS = 3
 _ROW_BY_ROW = 4  # up to so many rows, matrix-vector products are faster than a matrix product
 
 
-def _kernel(signature: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+class Given:
+    """What a kernel was launched with: the parameters that `SIGNATURES` gives it, by their names.
+
+    `cache`: of one layer, [2, sequences, kv_heads, context, head_size].  `rope`: [context, 2,
+    head_size / 2], cosines and sines.  `q`, `attended`: [rows, heads, head_size].
+    """
+
+    launch: Any
+    rows: Ints
+    live: Ints
+    state: Ints
+    history: Ints
+    stops: Ints
+    ring: Ints
+    counter: Ints
+    options: npt.NDArray[np.uint64]
+    keys: npt.NDArray[np.uint64]
+    table: Floats
+    x: Floats
+    norm: Floats
+    weight: Floats
+    bias: Floats | None
+    q_norm: Floats | None
+    k_norm: Floats | None
+    rope: Floats
+    cache: Floats
+    qkv: Floats
+    q: Floats
+    attended: Floats
+    inner: Floats
+    logits: Floats
+    adjusted: Floats
+    workspace: Floats
+    row_count: int
+    hidden: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    sequences: int
+    context: int
+    window: int
+    ring_size: int
+    stop_count: int
+    condition: int
+    start: int
+    first: int
+    ranks: int
+    epsilon: float
+    scale: float
+
+    def __init__(self, names: Iterable[str], values: Iterable[Any]) -> None:
+        self.__dict__.update(zip(names, values, strict=True))
+
+
+def kernel(into: dict[str, HostKernel]) -> Callable[[Function], Function]:
     """Registers a kernel.  As on a GPU, infinities and NaN are values and no warnings."""
 
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        made = host_kernel(signature, name=function.__name__)(np.errstate(all="ignore")(function))
-        HOST_KERNELS[made.name] = made
+    def decorate(function: Function) -> Function:
+        name = function.__name__
+        names = ("launch", *parameter_names(SIGNATURES[name]))
+
+        @np.errstate(all="ignore")
+        def run(*arguments: Any) -> None:
+            function(Given(names, arguments))
+
+        into[name] = host_kernel(SIGNATURES[name], name=name)(run)
         return function
 
     return decorate
@@ -93,6 +158,13 @@ def _matrix(flat: npt.NDArray[Any], rows: int, columns: int) -> npt.NDArray[Any]
     return flat[: rows * columns].reshape(rows, columns)
 
 
+def _cache(a: Given) -> tuple[Floats, Floats]:
+    """The keys and the values of a layer: [sequences, kv_heads, context, head_size] each."""
+    shape = (2, a.sequences, a.kv_heads, a.context, a.head_size)
+    keys, values = a.cache[: math.prod(shape)].reshape(shape)
+    return keys, values
+
+
 def _product(weight: Floats, x: Floats, out: Floats) -> None:
     """out = x @ weight.T for x [rows, in], weight [out, in].
 
@@ -133,214 +205,104 @@ def _rotate(x: Floats, cosine: Floats, sine: Floats, out: Floats) -> None:
     out_right += left * sine
 
 
-@_kernel(
-    "rows: *const i32, state: *const i32, live: *out i32, table: *const f32, x: *out f32, "
-    "history: *i32, row_count: u32, hidden: u32, vocabulary: u32, sequences: u32, context: u32"
-)
-def embed(
-    launch: object,
-    rows: Ints,
-    state: Ints,
-    live: Ints,
-    table: Floats,
-    x: Floats,
-    history: Ints,
-    row_count: int,
-    hidden: int,
-    vocabulary: int,
-    sequences: int,
-    context: int,
-) -> None:
+@kernel(HOST_KERNELS)
+def embed(a: Given) -> None:
     """Resolves the rows (FROM_STATE), looks their tokens up, and notes them in the history.
 
     A row that would reach outside of anything is not active afterwards.
     """
-    out = _matrix(x, row_count, hidden)
-    embedding = _matrix(table, vocabulary, hidden)
-    for index, row in enumerate(rows[: 4 * row_count].reshape(-1, 4).tolist()):
+    out = _matrix(a.x, a.row_count, a.hidden)
+    embedding = _matrix(a.table, a.vocabulary, a.hidden)
+    for index, row in enumerate(a.rows[: 4 * a.row_count].reshape(-1, 4).tolist()):
         token, position, sequence, flags = row
-        if not 0 <= sequence < sequences:
+        if not 0 <= sequence < a.sequences:
             flags &= ~ACTIVE
         elif flags & FROM_STATE:
-            token, position, _, stopped = state[4 * sequence : 4 * sequence + 4].tolist()
+            token, position, _, stopped = a.state[4 * sequence : 4 * sequence + 4].tolist()
             if stopped:
                 flags &= ~ACTIVE
-        if not (0 <= token < vocabulary and 0 <= position < context):
+        if not (0 <= token < a.vocabulary and 0 <= position < a.context):
             flags &= ~ACTIVE
-        live[4 * index : 4 * index + 4] = (token, position, sequence, flags)
+        a.live[4 * index : 4 * index + 4] = (token, position, sequence, flags)
         if flags & ACTIVE:
-            history[sequence * context + position] = token
+            a.history[sequence * a.context + position] = token
             out[index] = embedding[token]
         else:
             out[index] = 0.0
 
 
-def _heads_to_cache(
-    parts: Floats,
-    live: Ints,
-    rope: Floats,
-    cache: Floats,
-    q: Floats,
-    heads: int,
-    kv_heads: int,
-    sequences: int,
-    context: int,
-) -> None:
+def _heads_to_cache(parts: Floats, a: Given) -> None:
     """Rope; queries to `q`, keys and values to the cache.  `parts`: [rows, all heads, size]."""
-    used, _, head_size = parts.shape
-    queries = _matrix(q, used, heads * head_size).reshape(used, heads, head_size)
-    shape = (2, sequences, kv_heads, context, head_size)
-    keys, values = cache[: 2 * sequences * kv_heads * context * head_size].reshape(shape)
-    table = rope[: context * head_size].reshape(context, 2, 1, head_size // 2)
-    for run in _runs_of(live, used):
+    used, heads, head_size = len(parts), a.heads, a.head_size
+    queries = _matrix(a.q, used, heads * head_size).reshape(used, heads, head_size)
+    keys, values = _cache(a)
+    table = a.rope[: a.context * head_size].reshape(a.context, 2, 1, head_size // 2)
+    for run in _runs_of(a.live, used):
         rows, end = slice(run.start, run.stop), run.position + run.stop - run.start
         cosine, sine = table[run.position : end, 0], table[run.position : end, 1]
         _rotate(parts[rows, :heads], cosine, sine, queries[rows])
         where = (run.sequence, slice(None), slice(run.position, end))
-        _rotate(parts[rows, heads : heads + kv_heads], cosine, sine, keys[where].transpose(1, 0, 2))
-        values[where] = parts[rows, heads + kv_heads :].transpose(1, 0, 2)
+        turned = keys[where].transpose(1, 0, 2)
+        _rotate(parts[rows, heads : heads + a.kv_heads], cosine, sine, turned)
+        values[where] = parts[rows, heads + a.kv_heads :].transpose(1, 0, 2)
 
 
-@_kernel(
-    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, bias: *const f32, "
-    "rope: *const f32, cache: *f32, q: *out f32, workspace: *out f32, row_count: u32, hidden: u32, "
-    "heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, epsilon: f32"
-)
-def norm_qkv_rope(
-    launch: object,
-    live: Ints,
-    x: Floats,
-    norm: Floats,
-    weight: Floats,
-    bias: Floats | None,
-    rope: Floats,
-    cache: Floats,
-    q: Floats,
-    workspace: Floats,
-    row_count: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    sequences: int,
-    context: int,
-    epsilon: float,
-) -> None:
+@kernel(HOST_KERNELS)
+def norm_qkv_rope(a: Given) -> None:
     """Norm, queries, keys and values, rope, and the write of keys and values into the cache.
-
-    `rope`: [context, 2, head_size / 2], cosines and sines.  `cache`: this layer's part, [2,
-    sequences, kv_heads, context, head_size].  `q`: [rows, heads, head_size].  `bias`: of queries,
-    keys and values, or None.
-    """
-    used = _used_rows(live, row_count)
+    `bias`: of queries, keys and values, or None."""
+    used = _used_rows(a.live, a.row_count)
     if not used:
         return
-    width = (heads + 2 * kv_heads) * head_size
-    qkv = _matrix(workspace, used, width)
-    _product(_matrix(weight, width, hidden), _normed(_matrix(x, used, hidden), norm, epsilon), qkv)
-    if bias is not None:
-        qkv += bias[:width]
-    parts = qkv.reshape(used, -1, head_size)
-    _heads_to_cache(parts, live, rope, cache, q, heads, kv_heads, sequences, context)
+    width = (a.heads + 2 * a.kv_heads) * a.head_size
+    qkv = _matrix(a.workspace, used, width)
+    before = _normed(_matrix(a.x, used, a.hidden), a.norm, a.epsilon)
+    _product(_matrix(a.weight, width, a.hidden), before, qkv)
+    if a.bias is not None:
+        qkv += a.bias[:width]
+    parts = qkv.reshape(used, -1, a.head_size)
+    _heads_to_cache(parts, a)
 
 
-@_kernel(
-    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, qkv: *out f32, "
-    "workspace: *out f32, row_count: u32, hidden: u32, heads: u32, kv_heads: u32, head_size: u32, "
-    "epsilon: f32"
-)
-def norm_qkv(
-    launch: object,
-    live: Ints,
-    x: Floats,
-    norm: Floats,
-    weight: Floats,
-    qkv: Floats,
-    workspace: Floats,
-    row_count: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    epsilon: float,
-) -> None:
+@kernel(HOST_KERNELS)
+def norm_qkv(a: Given) -> None:
     """Norm, and the product with the weights of queries, keys and values: [rows, all heads]."""
-    used = _used_rows(live, row_count)
+    used = _used_rows(a.live, a.row_count)
     if used:
-        width = (heads + 2 * kv_heads) * head_size
-        before = _normed(_matrix(x, used, hidden), norm, epsilon)
-        _product(_matrix(weight, width, hidden), before, _matrix(qkv, used, width))
+        width = (a.heads + 2 * a.kv_heads) * a.head_size
+        before = _normed(_matrix(a.x, used, a.hidden), a.norm, a.epsilon)
+        _product(_matrix(a.weight, width, a.hidden), before, _matrix(a.qkv, used, width))
 
 
-@_kernel(
-    "live: *const i32, qkv: *const f32, bias: *const f32, q_norm: *const f32, k_norm: *const f32, "
-    "rope: *const f32, cache: *f32, q: *out f32, row_count: u32, heads: u32, kv_heads: u32, "
-    "head_size: u32, sequences: u32, context: u32, epsilon: f32"
-)
-def norm_rope(
-    launch: object,
-    live: Ints,
-    qkv: Floats,
-    bias: Floats | None,
-    q_norm: Floats | None,
-    k_norm: Floats | None,
-    rope: Floats,
-    cache: Floats,
-    q: Floats,
-    row_count: int,
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    sequences: int,
-    context: int,
-    epsilon: float,
-) -> None:
+@kernel(HOST_KERNELS)
+def norm_rope(a: Given) -> None:
     """The norm of each head of queries and keys, rope, and the write of keys and values into the
     cache.  `bias`, `q_norm`, `k_norm`: None where there is none."""
-    used = _used_rows(live, row_count)
+    used = _used_rows(a.live, a.row_count)
     if not used:
         return
-    made = _matrix(qkv, used, (heads + 2 * kv_heads) * head_size)
-    made = made + bias[: made.shape[1]] if bias is not None else made.copy()
-    parts = made.reshape(used, -1, head_size)
-    for weights, of in ((q_norm, slice(0, heads)), (k_norm, slice(heads, heads + kv_heads))):
+    made = _matrix(a.qkv, used, (a.heads + 2 * a.kv_heads) * a.head_size)
+    made = made + a.bias[: made.shape[1]] if a.bias is not None else made.copy()
+    parts = made.reshape(used, -1, a.head_size)
+    keys = slice(a.heads, a.heads + a.kv_heads)
+    for weights, of in ((a.q_norm, slice(0, a.heads)), (a.k_norm, keys)):
         if weights is not None:
             squares = np.square(parts[:, of]).mean(axis=-1, keepdims=True)
-            parts[:, of] /= np.sqrt(squares + np.float32(epsilon))
-            parts[:, of] *= weights[:head_size]
-    _heads_to_cache(parts, live, rope, cache, q, heads, kv_heads, sequences, context)
+            parts[:, of] /= np.sqrt(squares + np.float32(a.epsilon))
+            parts[:, of] *= weights[: a.head_size]
+    _heads_to_cache(parts, a)
 
 
-@_kernel(
-    "live: *const i32, q: *const f32, cache: *const f32, attended: *out f32, workspace: *out f32, "
-    "row_count: u32, heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, "
-    "window: u32, scale: f32"
-)
-def attention(
-    launch: object,
-    live: Ints,
-    q: Floats,
-    cache: Floats,
-    attended: Floats,
-    workspace: Floats,
-    row_count: int,
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    sequences: int,
-    context: int,
-    window: int,
-    scale: float,
-) -> None:
+@kernel(HOST_KERNELS)
+def attention(a: Given) -> None:
     """Each row attends to positions 0 to its own of its sequence, or to the last `window` of them
     unless that is 0; `attended` is [rows, heads, size]."""
-    used = _used_rows(live, row_count)
-    group = heads // kv_heads
-    shape = (2, sequences, kv_heads, context, head_size)
-    all_keys, all_values = cache[: 2 * sequences * kv_heads * context * head_size].reshape(shape)
-    out = attended[: used * heads * head_size].reshape(used, kv_heads, group, head_size)
-    queries = q[: used * heads * head_size].reshape(used, kv_heads, group, head_size)
-    for run in _runs_of(live, used):
+    used = _used_rows(a.live, a.row_count)
+    group = a.heads // a.kv_heads
+    all_keys, all_values = _cache(a)
+    out = a.attended[: used * a.heads * a.head_size].reshape(used, a.kv_heads, group, a.head_size)
+    queries = a.q[: used * a.heads * a.head_size].reshape(used, a.kv_heads, group, a.head_size)
+    for run in _runs_of(a.live, used):
         keys, values = all_keys[run.sequence], all_values[run.sequence]
         step = max(1, _CHUNK // (run.position + run.stop - run.start))
         for start in range(run.start, run.stop, step):
@@ -348,85 +310,58 @@ def attention(
             before = run.position + start - run.start
             end = before + stop - start
             # Of the first row; those of later rows begin behind it.
-            first = max(0, before + 1 - window) if window else 0
+            first = max(0, before + 1 - a.window) if a.window else 0
             # [kv_heads, rows * group, head_size]: one product a key head, all its queries at once.
-            scaled = queries[start:stop] * np.float32(scale)
-            query = scaled.transpose(1, 0, 2, 3).reshape(kv_heads, -1, head_size)
+            scaled = queries[start:stop] * np.float32(a.scale)
+            query = scaled.transpose(1, 0, 2, 3).reshape(a.kv_heads, -1, a.head_size)
             # Keys on the left: for one row's queries three times as fast as the other way round.
             scores = np.matmul(keys[:, first:end], query.transpose(0, 2, 1))
             scores = np.ascontiguousarray(scores.transpose(0, 2, 1))
             if stop - start > 1:
-                by_row = scores.reshape(kv_heads, stop - start, group, end - first)
+                by_row = scores.reshape(a.kv_heads, stop - start, group, end - first)
                 later = np.triu(np.full((stop - start, stop - start), -np.inf, np.float32), 1)
                 by_row[..., before - first :] += later[:, None]
-                if window:
+                if a.window:
                     ends = np.arange(before + 1, end + 1)[:, None]
-                    outside = np.arange(first, end)[None, :] < ends - window
+                    outside = np.arange(first, end)[None, :] < ends - a.window
                     by_row[np.broadcast_to(outside[:, None], by_row.shape)] = -np.inf
             scores -= scores.max(axis=-1, keepdims=True)
             np.exp(scores, out=scores)
             total = scores.sum(axis=-1, keepdims=True)
             mixed = np.matmul(scores, values[:, first:end])
             mixed /= total
-            out[start:stop] = mixed.reshape(kv_heads, stop - start, group, head_size).transpose(
+            out[start:stop] = mixed.reshape(a.kv_heads, stop - start, group, a.head_size).transpose(
                 1, 0, 2, 3
             )
 
 
-def _add_product(
-    live: Ints,
-    source: Floats,
-    weight: Floats,
-    x: Floats,
-    workspace: Floats,
-    row_count: int,
-    hidden: int,
-    width: int,
-) -> None:
-    used = _used_rows(live, row_count)
+def _add_product(a: Given, source: Floats) -> None:
+    used = _used_rows(a.live, a.row_count)
     if not used:
         return
-    added = _matrix(workspace, used, hidden)
-    _product(_matrix(weight, hidden, width), _matrix(source, used, width), added)
-    residual = _matrix(x, used, hidden)
+    added = _matrix(a.workspace, used, a.hidden)
+    _product(_matrix(a.weight, a.hidden, a.width), _matrix(source, used, a.width), added)
+    residual = _matrix(a.x, used, a.hidden)
     residual += added
 
 
-@_kernel(
-    "live: *const i32, attended: *const f32, weight: *const f32, x: *f32, workspace: *out f32, "
-    "row_count: u32, hidden: u32, width: u32"
-)
-def output_residual(launch: object, *arguments: Any) -> None:
+@kernel(HOST_KERNELS)
+def output_residual(a: Given) -> None:
     """x += attended @ weight.T"""
-    _add_product(*arguments)
+    _add_product(a, a.attended)
 
 
-@_kernel(
-    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, inner: *out f32, "
-    "workspace: *out f32, row_count: u32, hidden: u32, width: u32, epsilon: f32"
-)
-def norm_gate_up(
-    launch: object,
-    live: Ints,
-    x: Floats,
-    norm: Floats,
-    weight: Floats,
-    inner: Floats,
-    workspace: Floats,
-    row_count: int,
-    hidden: int,
-    width: int,
-    epsilon: float,
-) -> None:
+@kernel(HOST_KERNELS)
+def norm_gate_up(a: Given) -> None:
     """inner = silu(gate) * up, of the normed residual; `weight` is [gate; up]."""
-    used = _used_rows(live, row_count)
+    used = _used_rows(a.live, a.row_count)
     if not used:
         return
-    both = _matrix(workspace, used, 2 * width)
-    before = _normed(_matrix(x, used, hidden), norm, epsilon)
-    _product(_matrix(weight, 2 * width, hidden), before, both)
-    gate, up = both[:, :width], both[:, width:]
-    out = _matrix(inner, used, width)
+    both = _matrix(a.workspace, used, 2 * a.width)
+    before = _normed(_matrix(a.x, used, a.hidden), a.norm, a.epsilon)
+    _product(_matrix(a.weight, 2 * a.width, a.hidden), before, both)
+    gate, up = both[:, : a.width], both[:, a.width :]
+    out = _matrix(a.inner, used, a.width)
     np.negative(gate, out=out)
     np.exp(out, out=out)  # infinite for gates below -88: their silu is 0 then
     out += np.float32(1)
@@ -434,41 +369,23 @@ def norm_gate_up(
     out *= up
 
 
-@_kernel(
-    "live: *const i32, inner: *const f32, weight: *const f32, x: *f32, workspace: *out f32, "
-    "row_count: u32, hidden: u32, width: u32"
-)
-def down_residual(launch: object, *arguments: Any) -> None:
+@kernel(HOST_KERNELS)
+def down_residual(a: Given) -> None:
     """x += inner @ weight.T"""
-    _add_product(*arguments)
+    _add_product(a, a.inner)
 
 
-@_kernel(
-    "live: *const i32, x: *const f32, norm: *const f32, weight: *const f32, logits: *f32, "
-    "workspace: *out f32, row_count: u32, hidden: u32, vocabulary: u32, epsilon: f32"
-)
-def head(
-    launch: object,
-    live: Ints,
-    x: Floats,
-    norm: Floats,
-    weight: Floats,
-    logits: Floats,
-    workspace: Floats,
-    row_count: int,
-    hidden: int,
-    vocabulary: int,
-    epsilon: float,
-) -> None:
+@kernel(HOST_KERNELS)
+def head(a: Given) -> None:
     """Logits of the rows that sample; each sequence's at its own place, [sequences, vocabulary]."""
-    sampled = sampled_rows(live, row_count)
+    sampled = sampled_rows(a.live, a.row_count)
     if not sampled:
         return
-    table = _matrix(weight, vocabulary, hidden)
+    table = _matrix(a.weight, a.vocabulary, a.hidden)
     rows = [row for row, _, _ in sampled]
     sequences = [sequence for _, _, sequence in sampled]
-    final = _normed(_matrix(x, row_count, hidden)[rows], norm, epsilon)
-    out = _matrix(logits, max(sequences) + 1, vocabulary)
+    final = _normed(_matrix(a.x, a.row_count, a.hidden)[rows], a.norm, a.epsilon)
+    out = _matrix(a.logits, max(sequences) + 1, a.vocabulary)
     if len(rows) <= _ROW_BY_ROW:
         for row, sequence in zip(final, sequences, strict=True):
             np.matmul(table, row, out=out[sequence])
@@ -476,27 +393,8 @@ def head(
         out[sequences] = np.matmul(table, final.T).T
 
 
-@_kernel(
-    "live: *const i32, logits: *const f32, options: *const u64, stops: *const i32, state: *i32, "
-    "ring: *i32, history: *const i32, adjusted: *out f32, row_count: u32, vocabulary: u32, "
-    "stop_count: u32, context: u32, ring_size: u32"
-)
-def sample(
-    launch: object,
-    live: Ints,
-    logits: Floats,
-    options: npt.NDArray[np.uint64],
-    stops: Ints,
-    state: Ints,
-    ring: Ints,
-    history: Ints,
-    adjusted: Floats,
-    row_count: int,
-    vocabulary: int,
-    stop_count: int,
-    context: int,
-    ring_size: int,
-) -> None:
+@kernel(HOST_KERNELS)
+def sample(a: Given) -> None:
     """The next token of each row that samples, drawn for the position that it will take, and the
     new state of its sequence (`advance`).
 
@@ -505,15 +403,15 @@ def sample(
     `logits` stay the model's.  -1 is chosen if a logit is NaN or the largest is infinite: the model
     is broken, and no token of it means anything.
     """
-    settings = options.view(OPTIONS)
+    settings = a.options.view(OPTIONS)
 
     def token_of(position: int, sequence: int) -> int:
         temperature, top_p, seed, top_k, _, min_p, penalty = settings[sequence].item()
-        values = logits[sequence * vocabulary : (sequence + 1) * vocabulary]
+        values = a.logits[sequence * a.vocabulary : (sequence + 1) * a.vocabulary]
         best = int(values.argmax())  # the first NaN if there is one
         if penalty != 1.0 and not np.isnan(values[best]):
-            seen = history[sequence * context : sequence * context + position + 1]
-            out = adjusted[sequence * vocabulary : (sequence + 1) * vocabulary]
+            seen = a.history[sequence * a.context : sequence * a.context + position + 1]
+            out = a.adjusted[sequence * a.vocabulary : (sequence + 1) * a.vocabulary]
             out[...] = penalised(values, seen, penalty)
             values, best = out, int(out.argmax())
         if not np.isfinite(values[best]):
@@ -522,47 +420,25 @@ def sample(
             return best
         return sample_reference(values, temperature, top_k, top_p, seed, position + 1, min_p=min_p)
 
-    for _, position, sequence in sampled_rows(live, row_count):
-        token, own = token_of(position, sequence), settings[sequence]
-        advance(token, position, sequence, own, stops[:stop_count], state, ring, context, ring_size)
+    for _, position, sequence in sampled_rows(a.live, a.row_count):
+        advance(a, token_of(position, sequence), position, sequence)
 
 
-def advance(
-    token: int,
-    position: int,
-    sequence: int,
-    options: np.void,
-    stops: Ints,
-    state: Ints,
-    ring: Ints,
-    context: int,
-    ring_size: int,
-) -> None:
+def advance(a: Given, token: int, position: int, sequence: int) -> None:
     """The state of a sequence after the row at `position`, and its token into the ring that the
     host reads.  It stops at a token that is none, at one of `stops`, at the limit of its `options`
     and at the end of the context."""
-    limit = min(int(options["limit"]), context)
-    stopped = int(token < 0 or token in stops.tolist() or position + 1 >= limit)
-    state[4 * sequence : 4 * sequence + 4] = (token, position + 1, position + 2, stopped)
+    limit = min(int(a.options.view(OPTIONS)[sequence]["limit"]), a.context)
+    stops = a.stops[: a.stop_count].tolist()
+    stopped = int(token < 0 or token in stops or position + 1 >= limit)
+    a.state[4 * sequence : 4 * sequence + 4] = (token, position + 1, position + 2, stopped)
     # One store of 8 bytes: another thread may be polling this entry.
     entry = (2 * (position + 1) + stopped) << 32 | token & 0xFFFFFFFF
-    ring.view(np.int64)[sequence * ring_size + (position + 1) % ring_size] = entry
+    a.ring.view(np.int64)[sequence * a.ring_size + (position + 1) % a.ring_size] = entry
 
 
-@_kernel(
-    "condition: cond, counter: *i32, rows: *const i32, state: *const i32, row_count: u32, "
-    "sequences: u32, start: u32"
-)
-def continue_loop(
-    launch: Any,
-    condition: int,
-    counter: Ints,
-    rows: Ints,
-    state: Ints,
-    row_count: int,
-    sequences: int,
-    start: int,
-) -> None:
+@kernel(HOST_KERNELS)
+def continue_loop(a: Given) -> None:
     """Begins the count of a loop (`start` steps at most), or counts one step (`start` 0).
 
     The loop goes on if steps are left and one of them would compute a row: for rows that are not
@@ -570,8 +446,8 @@ def continue_loop(
     """
     wanted = ACTIVE | SAMPLE
     live = False
-    for _, _, sequence, flags in rows[: 4 * row_count].reshape(-1, 4).tolist():
-        if flags & wanted == wanted and 0 <= sequence < sequences:
-            live |= not state[4 * sequence + 3] if flags & FROM_STATE else start > 0
-    counter[0] = start if start else counter[0] - 1
-    launch.set_conditional(condition, int(live and bool(counter[0] > 0)))
+    for _, _, sequence, flags in a.rows[: 4 * a.row_count].reshape(-1, 4).tolist():
+        if flags & wanted == wanted and 0 <= sequence < a.sequences:
+            live |= not a.state[4 * sequence + 3] if flags & FROM_STATE else a.start > 0
+    a.counter[0] = a.start if a.start else a.counter[0] - 1
+    a.launch.set_conditional(a.condition, int(live and bool(a.counter[0] > 0)))

@@ -7,23 +7,16 @@ token.  NaN is above all.  `cuda/kernels/common.cuh` has the same (`logit_key`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from ostinato import HostKernel, host_kernel
-from ostinato.models.host.kernels import HOST_KERNELS, Floats, Ints, advance, sampled_rows
+from ostinato import HostKernel
+from ostinato.models.host.kernels import Given, advance, kernel, sample, sampled_rows
 from ostinato.models.program import OPTIONS
 
 __all__ = ["SHARD_KERNELS"]
 
-Keys = npt.NDArray[np.uint64]
-_SAMPLED = (
-    "live: *const i32, logits: *const f32, options: *const u64, stops: *const i32, state: *i32, "
-    "ring: *i32, history: *const i32, adjusted: *out f32, keys: *const u64, row_count: u32, "
-    "vocabulary: u32, stop_count: u32, context: u32, ring_size: u32, ranks: u32"
-)
+SHARD_KERNELS: dict[str, HostKernel] = {}
+"""By name."""
 _NAN_KEY = (1 << 64) - 1
 _LOW = 0xFFFFFFFF
 
@@ -41,70 +34,33 @@ def _is_finite(key: int) -> bool:
     return 0x007FFFFF < key >> 32 < 0xFF800000
 
 
-@host_kernel(
-    "live: *const i32, logits: *const f32, keys: *out u64, workspace: *const f32, row_count: u32, "
-    "vocabulary: u32, first: u32"
-)
-def best_of_part(
-    launch: object,
-    live: Ints,
-    logits: Floats,
-    keys: Keys,
-    workspace: Floats,
-    row_count: int,
-    vocabulary: int,
-    first: int,
-) -> None:
+@kernel(SHARD_KERNELS)
+def best_of_part(a: Given) -> None:
     """The key of each sampling row's best logit among those of this rank, whose tokens begin at
     `first`.  `logits`: [sequences, vocabulary] of this rank."""
-    for row, _, sequence in sampled_rows(live, row_count):
-        values = logits[sequence * vocabulary : (sequence + 1) * vocabulary]
+    for row, _, sequence in sampled_rows(a.live, a.row_count):
+        values = a.logits[sequence * a.vocabulary : (sequence + 1) * a.vocabulary]
         best = int(values.argmax())  # the first NaN if there is one
-        keys[row] = _key(values[best], first + best)
+        a.keys[row] = _key(values[best], a.first + best)
 
 
-@host_kernel(_SAMPLED)
-def best_of_ranks(
-    launch: object,
-    live: Ints,
-    logits: Floats,
-    options: npt.NDArray[np.uint64],
-    stops: Ints,
-    state: Ints,
-    ring: Ints,
-    history: Ints,
-    adjusted: Floats,
-    keys: Keys,
-    row_count: int,
-    vocabulary: int,
-    stop_count: int,
-    context: int,
-    ring_size: int,
-    ranks: int,
-) -> None:
+@kernel(SHARD_KERNELS)
+def best_of_ranks(a: Given) -> None:
     """As `sample`: the token of the largest key of each row that samples.  `keys`: [rows, ranks].
 
     -1 if a logit is NaN or the largest is infinite, and for a row that is not greedy, since it
     needs more than the best.
     """
-    settings = options.view(OPTIONS)
-    for row, position, sequence in sampled_rows(live, row_count):
-        best = int(keys[row * ranks : (row + 1) * ranks].max())
+    settings = a.options.view(OPTIONS)
+    for row, position, sequence in sampled_rows(a.live, a.row_count):
+        best = int(a.keys[row * a.ranks : (row + 1) * a.ranks].max())
         one = settings[sequence]
         greedy = one["temperature"] == 0 and one["repetition_penalty"] == 1
         token = _LOW - (best & _LOW) if greedy and _is_finite(best) else -1
-        advance(token, position, sequence, one, stops[:stop_count], state, ring, context, ring_size)
+        advance(a, token, position, sequence)
 
 
-@host_kernel(_SAMPLED)
-def sample_of_ranks(launch: object, *arguments: Any) -> None:
+@kernel(SHARD_KERNELS)
+def sample_of_ranks(a: Given) -> None:
     """As `sample`, from all ranks' logits, [sequences, vocabulary]; the keys are not needed."""
-    *pointers, _, row_count, vocabulary, stop_count, context, ring_size, _ = arguments
-    sizes = (row_count, vocabulary, stop_count, context, ring_size)
-    HOST_KERNELS["sample"].function(launch, *pointers, *sizes)
-
-
-SHARD_KERNELS: dict[str, HostKernel] = {
-    kernel.name: kernel for kernel in (best_of_part, best_of_ranks, sample_of_ranks)
-}
-"""By name."""
+    sample(a)

@@ -34,12 +34,4 @@ ostinato_avx2(void)
     return x86_has(0) ? &kernels : NULL;
 }
 
-#else
-
-const kernel_set *
-ostinato_avx2(void)
-{
-    return NULL;
-}
-
 #endif

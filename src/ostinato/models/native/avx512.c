@@ -35,12 +35,4 @@ ostinato_avx512(void)
     return x86_has(1) ? &kernels : NULL;
 }
 
-#else
-
-const kernel_set *
-ostinato_avx512(void)
-{
-    return NULL;
-}
-
 #endif

@@ -1,12 +1,11 @@
 /* Sixteen float32 lanes in one register. */
 
-#include <immintrin.h>
+#include "bytes_x86.h"
 
 #define TILE 4 /* rows of each side whose products are held in registers */
 #define MIX_VECTORS 4
 
 typedef __m512 lanes;
-typedef __m256i bytes32;
 typedef __m512 codebook; /* the sixteen values that a four-bit code may mean */
 
 INLINE lanes lanes_load(const float *from) { return _mm512_loadu_ps(from); }
@@ -54,29 +53,6 @@ INLINE lanes bf16_lanes(const uint8_t *from)
 {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
-INLINE float scalar_f16(const uint8_t *from)
-{
-    uint16_t bits;
-    memcpy(&bits, from, 2);
-    return _cvtsh_ss(bits);
-}
-
-INLINE bytes32 bytes_load(const uint8_t *from)
-{
-    return _mm256_loadu_si256((const __m256i *)from);
-}
-INLINE bytes32 bytes_bits(bytes32 a, int shift, uint8_t mask)
-{
-    __m256i moved = _mm256_srl_epi16(a, _mm_cvtsi32_si128(shift));
-    return _mm256_and_si256(moved, _mm256_set1_epi8((char)mask));
-}
-/* The low bits of each byte `shift` places up: 1 or 4; no bit may leave its byte. */
-INLINE bytes32 bytes_up(bytes32 a, int shift) { return _mm256_slli_epi16(a, shift); }
-INLINE bytes32 bytes_or(bytes32 a, bytes32 b) { return _mm256_or_si256(a, b); }
-INLINE bytes32 bytes_sub(bytes32 a, uint8_t b)
-{
-    return _mm256_sub_epi8(a, _mm256_set1_epi8((char)b));
 }
 /* Signed bytes as numbers: the first sixteen, the others. */
 INLINE lanes bytes_first(bytes32 a)

@@ -46,19 +46,23 @@ typedef struct {
     int array_count;
 } arguments;
 
-static int
-begin_arguments(arguments *self, const char *kernel, PyObject *const *given, Py_ssize_t count,
-                Py_ssize_t wanted)
+/* The kernels, whose threads start where the first one runs, and anew in a forked child; NULL with
+ * TypeError for another number of arguments. */
+static Kernels *
+begin_arguments(arguments *self, PyObject *op, const char *kernel, PyObject *const *given,
+                Py_ssize_t count, Py_ssize_t wanted)
 {
+    Kernels *kernels = (Kernels *)op;
+    pool_prepare(kernels->pool);
     self->kernel = kernel;
     self->given = given;
     self->at = 1; /* after the launch, of which nothing is asked */
     self->array_count = 0;
     if (count == wanted + 1)
-        return 0;
+        return kernels;
     PyErr_Format(PyExc_TypeError, "%s takes a launch and %zd arguments, and %zd were given", kernel,
                  wanted, count);
-    return -1;
+    return NULL;
 }
 
 static void
@@ -405,9 +409,9 @@ need_normed(const arguments *self, const normed_rows *in, uint32_t row_count, ui
 static PyObject *
 kernels_embed(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
-    Kernels *self = (Kernels *)op;
     arguments a;
-    if (begin_arguments(&a, "embed", args, count, 11) != 0)
+    Kernels *self = begin_arguments(&a, op, "embed", args, count, 11);
+    if (self == NULL)
         return NULL;
     const row *rows = take_array(&a, 0);
     const int32_t *state = take_array(&a, 0);
@@ -499,11 +503,11 @@ need_places(const arguments *self, int index, const head_places *to, uint32_t us
 static PyObject *
 kernels_norm_qkv_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
-    Kernels *self = (Kernels *)op;
-    const kernel_set *set = self->set;
     arguments a;
-    if (begin_arguments(&a, "norm_qkv_rope", args, count, 17) != 0)
+    Kernels *self = begin_arguments(&a, op, "norm_qkv_rope", args, count, 17);
+    if (self == NULL)
         return NULL;
+    const kernel_set *set = self->set;
     head_places to;
     normed_rows in = take_normed(&a);
     const float *bias = take_optional(&a);
@@ -553,9 +557,9 @@ kernels_norm_qkv_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
 static PyObject *
 kernels_norm_qkv(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
-    Kernels *self = (Kernels *)op;
     arguments a;
-    if (begin_arguments(&a, "norm_qkv", args, count, 12) != 0)
+    Kernels *self = begin_arguments(&a, op, "norm_qkv", args, count, 12);
+    if (self == NULL)
         return NULL;
     normed_rows in = take_normed(&a);
     float *qkv = take_array(&a, 1), *workspace = take_array(&a, 1);
@@ -585,10 +589,11 @@ kernels_norm_qkv(PyObject *op, PyObject *const *args, Py_ssize_t count)
 static PyObject *
 kernels_norm_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
-    const kernel_set *set = ((Kernels *)op)->set;
     arguments a;
-    if (begin_arguments(&a, "norm_rope", args, count, 15) != 0)
+    Kernels *self = begin_arguments(&a, op, "norm_rope", args, count, 15);
+    if (self == NULL)
         return NULL;
+    const kernel_set *set = self->set;
     head_places to;
     const row *live = take_array(&a, 0);
     const float *qkv = take_array(&a, 0);
@@ -718,9 +723,9 @@ share_attention(Kernels *self, const row *live, uint32_t used, const attention_p
 static PyObject *
 kernels_attention(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
-    Kernels *self = (Kernels *)op;
     arguments a;
-    if (begin_arguments(&a, "attention", args, count, 13) != 0)
+    Kernels *self = begin_arguments(&a, op, "attention", args, count, 13);
+    if (self == NULL)
         return NULL;
     const row *live = take_array(&a, 0);
     const float *q = take_array(&a, 0), *cache = take_array(&a, 0);
@@ -754,10 +759,11 @@ kernels_attention(PyObject *op, PyObject *const *args, Py_ssize_t count)
 
 /* x += source @ weight.T */
 static PyObject *
-add_product(Kernels *self, const char *name, PyObject *const *args, Py_ssize_t count)
+add_product(PyObject *op, const char *name, PyObject *const *args, Py_ssize_t count)
 {
     arguments a;
-    if (begin_arguments(&a, name, args, count, 8) != 0)
+    Kernels *self = begin_arguments(&a, op, name, args, count, 8);
+    if (self == NULL)
         return NULL;
     const row *live = take_array(&a, 0);
     const float *source = take_array(&a, 0);
@@ -786,21 +792,21 @@ add_product(Kernels *self, const char *name, PyObject *const *args, Py_ssize_t c
 static PyObject *
 kernels_output_residual(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
-    return add_product((Kernels *)op, "output_residual", args, count);
+    return add_product(op, "output_residual", args, count);
 }
 
 static PyObject *
 kernels_down_residual(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
-    return add_product((Kernels *)op, "down_residual", args, count);
+    return add_product(op, "down_residual", args, count);
 }
 
 static PyObject *
 kernels_norm_gate_up(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
-    Kernels *self = (Kernels *)op;
     arguments a;
-    if (begin_arguments(&a, "norm_gate_up", args, count, 10) != 0)
+    Kernels *self = begin_arguments(&a, op, "norm_gate_up", args, count, 10);
+    if (self == NULL)
         return NULL;
     normed_rows in = take_normed(&a);
     float *inner = take_array(&a, 1), *workspace = take_array(&a, 1);
@@ -853,9 +859,9 @@ share_head(Kernels *self, const matrix *weight, const row *live, uint32_t used, 
 static PyObject *
 kernels_head(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
-    Kernels *self = (Kernels *)op;
     arguments a;
-    if (begin_arguments(&a, "head", args, count, 10) != 0)
+    Kernels *self = begin_arguments(&a, op, "head", args, count, 10);
+    if (self == NULL)
         return NULL;
     normed_rows in = take_normed(&a);
     float *logits = take_array(&a, 1), *workspace = take_array(&a, 1);
@@ -883,8 +889,7 @@ kernels_head(PyObject *op, PyObject *const *args, Py_ssize_t count)
 
 typedef const kernel_set *(*kernel_set_of)(void);
 
-/* The best first. */
-static const kernel_set_of SETS[] = {ostinato_avx512, ostinato_avx2, ostinato_neon, ostinato_plain};
+static const kernel_set_of SETS[] = {KERNEL_SETS};
 #define SET_COUNT (sizeof SETS / sizeof *SETS)
 
 static PyObject *
@@ -944,24 +949,7 @@ kernels_threads(PyObject *op, void *unused)
     return PyLong_FromLong(pool_threads(((Kernels *)op)->pool));
 }
 
-/* Kernels start the threads where they run the first time, and anew in a forked child. */
-#define KERNEL(NAME)                                                                               \
-    static PyObject *run_##NAME(PyObject *op, PyObject *const *args, Py_ssize_t count)             \
-    {                                                                                              \
-        pool_prepare(((Kernels *)op)->pool);                                                       \
-        return kernels_##NAME(op, args, count);                                                    \
-    }
-KERNEL(embed)
-KERNEL(norm_qkv_rope)
-KERNEL(norm_qkv)
-KERNEL(norm_rope)
-KERNEL(attention)
-KERNEL(output_residual)
-KERNEL(norm_gate_up)
-KERNEL(down_residual)
-KERNEL(head)
-
-#define METHOD(NAME) {#NAME, (PyCFunction)(void (*)(void))run_##NAME, METH_FASTCALL, NULL}
+#define METHOD(NAME) {#NAME, (PyCFunction)(void (*)(void))kernels_##NAME, METH_FASTCALL, NULL}
 
 static PyMethodDef kernels_methods[] = {
     METHOD(embed),     METHOD(norm_qkv_rope),   METHOD(norm_qkv),     METHOD(norm_rope),

@@ -77,10 +77,19 @@ typedef struct {
     void (*attend)(const attention_piece *piece, float *scratch);
 } kernel_set;
 
-/* NULL where the processor, or the compiler, has not the instructions. */
+/* NULL where the processor has not the instructions. */
 const kernel_set *ostinato_avx512(void);
 const kernel_set *ostinato_avx2(void);
 const kernel_set *ostinato_neon(void);
 const kernel_set *ostinato_plain(void);
+
+/* Those that are compiled for this kind of processor, the best first. */
+#if defined(__x86_64__)
+#define KERNEL_SETS ostinato_avx512, ostinato_avx2, ostinato_plain
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#define KERNEL_SETS ostinato_neon, ostinato_plain
+#else
+#define KERNEL_SETS ostinato_plain
+#endif
 
 #endif

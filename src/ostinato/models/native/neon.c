@@ -18,12 +18,4 @@ ostinato_neon(void)
     return &kernels;
 }
 
-#else
-
-const kernel_set *
-ostinato_neon(void)
-{
-    return NULL;
-}
-
 #endif
