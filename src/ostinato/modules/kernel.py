@@ -26,6 +26,7 @@ from ostinato.driver.api import (
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.launcher import packer
 from ostinato.driver.signature import PLAIN_CODES, Signature, pack_untyped
 from ostinato.errors import ClosedError, DriverError, InputError, Status
@@ -63,11 +64,12 @@ class LoadedModule(Closeable):
         self._lock = new_lock()
         self._functions: dict[str, FunctionHandle] = {}
         self._names: tuple[str, ...] | None = None
-        self._handle = context.driver.module_load(image)
-        self._finalizer = weakref.finalize(
-            self, context.retire, _Unload(context.driver, self._handle), quiet=True
-        )
-        self._finalizer.atexit = False
+        with uninterrupted:
+            self._handle = context.driver.module_load(image)
+            self._finalizer = weakref.finalize(
+                self, context.retire, _Unload(context.driver, self._handle), quiet=True
+            )
+            self._finalizer.atexit = False
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""

@@ -35,7 +35,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.host.handles import Table, new_handle
 from ostinato.driver.host.memory import MemoryTable
-from ostinato.errors import Status, driver_error
+from ostinato.errors import DriverError, Status, driver_error
 
 __all__ = [
     "KINDS",
@@ -419,7 +419,7 @@ class GraphDefinition:
                     raise driver_error(Status.INVALID_VALUE, call, f"{edge} would close a cycle")
                 target.incoming.append((source, edge.data))
                 added.append((source, target, edge.data))
-        except BaseException:
+        except DriverError:
             for source, target, data in added:
                 target.incoming.remove((source, data))
             raise
