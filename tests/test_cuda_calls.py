@@ -225,7 +225,7 @@ for _name, _params in NODES.items():
 
 # What calls nothing by itself, or needs more than libcuda.
 APART = {
-    *("name", "capabilities", "properties", "close", "pinned_view", "memory_view"),
+    *("name", "capabilities", "properties", "close", "memory_view"),
     *("exec_prepare_launch", "function_prepare_launch", "exec_prepare_kernel", "cuda_context"),
     *("function_code", "code_image", "condition_defaults", "on_host_failure", "unraised"),
     *("memory_adopt", "memory_end_adopted"),

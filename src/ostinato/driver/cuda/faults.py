@@ -1,8 +1,8 @@
 """What drivers are known to do wrong, and a probe for each: `ostinato doctor --faults`.
 
 A probe makes the few calls that show one fault, and says whether this machine's driver has it.
-Each takes seconds.  Some of them end in a lost context if the driver is wrong in another way than
-the known one, so they run in a process of their own (`survey`), which has a deadline for each.
+Some of them end in a lost context, so each runs in a process of its own, which has a deadline
+(`survey`).
 `docs/driver-faults.md` has the drivers that a fault was seen with, the public reports, and what
 this library does about it.
 
@@ -16,12 +16,10 @@ import ctypes
 import enum
 import json
 import os
-import queue
 import re
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import byref
@@ -53,7 +51,7 @@ from ostinato.errors import DriverError, OstinatoError
 __all__ = ["FAULTS", "DriverFault", "Finding", "Survey", "Verdict", "survey"]
 
 DEADLINE = 60.0
-"""Seconds for one probe, and for opening the device before the first one."""
+"""Seconds for one probe, with opening the device."""
 
 _LATE_US = 200
 _CHAIN = 100
@@ -144,14 +142,12 @@ class Finding:
 class DriverFault:
     """A known fault: its name, what happens in one line, and the probe.
 
-    `alone`: the probe needs a process of its own, whose context it loses.  `dumps`: core dumps are
-    asked for in it, before there is a context.
+    `dumps`: core dumps are asked for in the probe's process, before there is a context.
     """
 
     name: str
     what: str
     probe: Callable[[CudaDriver], Finding]
-    alone: bool = False
     dumps: bool = False
 
 
@@ -470,7 +466,6 @@ FAULTS: tuple[DriverFault, ...] = (
         "disabled-cooperative-loses-the-context",
         "launches with a cooperative kernel node that is switched off end with a lost context",
         _disabled_cooperative_loses_the_context,
-        alone=True,
     ),
     DriverFault(
         "legacy-work-is-not-captured",
@@ -486,7 +481,6 @@ FAULTS: tuple[DriverFault, ...] = (
         "core-dump-hides-the-fault",
         "with core dumps asked for by the API, the wait behind a fault reports success",
         _core_dump_hides_the_fault,
-        alone=True,
         dumps=True,
     ),
     DriverFault(
@@ -525,43 +519,30 @@ FAULTS: tuple[DriverFault, ...] = (
 # -------------------------------------------------------------------------------- their process
 
 
-def probe(ordinal: int, names: Sequence[str]) -> int:
-    """Runs probes one after the other, and prints a line of JSON for each.  Returns 0."""
-    faults = {fault.name: fault for fault in FAULTS}
+def probe(ordinal: int, name: str) -> int:
+    """Runs one probe, and prints its finding as JSON.  Returns 0."""
+    (fault,) = (fault for fault in FAULTS if fault.name == name)
     with tempfile.TemporaryDirectory() as folder:
-        why = _ask_for_core_dump(Path(folder)) if faults[names[0]].dumps else ""
-        if why:
-            _say(names[0], _not_applicable(why))
-            return 0
-        driver = CudaDriver(ordinal)
-        for name in names:
-            try:
-                found = faults[name].probe(driver)
-            except OstinatoError as error:
-                found = Finding(Verdict.FAILED, f"{type(error).__name__}: {error}")
-            _say(name, found)
+        why = _ask_for_core_dump(Path(folder)) if fault.dumps else ""
+        try:
+            found = _not_applicable(why) if why else fault.probe(CudaDriver(ordinal))
+        except OstinatoError as error:
+            found = Finding(Verdict.FAILED, f"{type(error).__name__}: {error}")
+    print(json.dumps({"verdict": found.verdict.value, "detail": found.detail}))
     return 0
-
-
-def _say(name: str, found: Finding) -> None:
-    line = {"name": name, "verdict": found.verdict.value, "detail": found.detail}
-    print(json.dumps(line), flush=True)
 
 
 _PROGRAM = (
     "import sys; from ostinato.driver.cuda.faults import probe; "
-    "sys.exit(probe(int(sys.argv[1]), sys.argv[2:]))"
+    "sys.exit(probe(int(sys.argv[1]), sys.argv[2]))"
 )
-
-Command = Callable[[Sequence[str]], list[str]]
-"""The command whose process probes the faults of these names."""
 
 
 def survey(device: str = "cuda:0") -> Survey:
-    """Probes every fault on a device, in other processes.
+    """Probes every fault on a device, each in another process.
 
-    Takes some ten seconds.  Raises nothing for a probe that ends its process or does not end: its
-    finding says so.  On the device "host", and without a GPU, every fault is not applicable.
+    Takes some twenty seconds.  Raises nothing for a probe that ends its process or does not end:
+    its finding says so.  On the device "host", and without a GPU, every fault is not applicable.
     """
     if not device.startswith("cuda"):
         return _nowhere(device, "it is one of CUDA drivers, and this is the CPU driver")
@@ -572,12 +553,10 @@ def survey(device: str = "cuda:0") -> Survey:
         return _nowhere(device, f"there is no GPU here: {error}")
     properties = driver.properties
     driver.close()
-
-    def command(names: Sequence[str]) -> list[str]:
-        return [sys.executable, "-P", "-c", _PROGRAM, str(ordinal), *names]
-
+    program = [sys.executable, "-P", "-c", _PROGRAM, str(ordinal)]
+    findings = {fault.name: run_probe([*program, fault.name]) for fault in FAULTS}
     words = f"{_module_version()} (CUDA {properties.driver_version})"
-    return Survey(properties.name, words, run_probes(FAULTS, command))
+    return Survey(properties.name, words, findings)
 
 
 def _nowhere(device: str, why: str) -> Survey:
@@ -594,68 +573,22 @@ def _module_version() -> str:
     return found[0] if found else "a version that /proc does not tell"
 
 
-def run_probes(
-    faults: Sequence[DriverFault], command: Command, deadline: float = DEADLINE
-) -> dict[str, Finding]:
-    """Findings by name.  One process probes all faults that are not `alone`; if it ends early, or
-    says nothing for `deadline` seconds, the next one goes on behind the fault that it was at."""
-    findings: dict[str, Finding] = {}
-    together = [fault.name for fault in faults if not fault.alone]
-    while together:
-        findings |= _run(command, together, deadline)
-        together = [name for name in together if name not in findings]
-    for fault in faults:
-        if fault.alone:
-            findings |= _run(command, [fault.name], deadline)
-    return {fault.name: findings[fault.name] for fault in faults}
-
-
-def _run(command: Command, names: Sequence[str], deadline: float) -> dict[str, Finding]:
-    """The findings of one process: at least the first one, a failure if it has none."""
+def run_probe(command: Sequence[str], deadline: float = DEADLINE) -> Finding:
+    """The finding of a process that runs `probe`; a failure if it tells none."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    findings: dict[str, Finding] = {}
-    with (
-        tempfile.TemporaryFile() as errors,
-        subprocess.Popen(
-            command(names),
+    try:
+        ended = subprocess.run(
+            command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
+            capture_output=True,
+            timeout=deadline,
             env=os.environ | {"PYTHONPATH": path},
-        ) as child,
-    ):
-        output = child.stdout
-        assert output is not None
-
-        def read() -> None:
-            for line in output:
-                lines.put(line)
-            lines.put("")
-
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        for name in names:
-            try:
-                line = lines.get(timeout=deadline)
-            except queue.Empty:
-                child.kill()
-                findings[name] = Finding(
-                    Verdict.FAILED, f"it did not end within {deadline:g} s, and was ended"
-                )
-                break
-            if not line:
-                status = child.wait()
-                errors.seek(0)
-                said = errors.read().decode("utf-8", "replace").strip().splitlines()
-                why = f": {said[-1]}" if said else ""
-                findings[name] = Finding(
-                    Verdict.FAILED, f"its process ended with status {status}{why}"
-                )
-                break
-            told = json.loads(line)
-            findings[told["name"]] = Finding(Verdict(told["verdict"]), told["detail"])
-        child.kill()
-        reader.join()
-    return findings
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(Verdict.FAILED, f"it did not end within {deadline:g} s, and was ended")
+    if not ended.stdout:
+        said = ended.stderr.decode("utf-8", "replace").strip().splitlines()
+        why = f": {said[-1]}" if said else ""
+        return Finding(Verdict.FAILED, f"its process ended with status {ended.returncode}{why}")
+    told = json.loads(ended.stdout)
+    return Finding(Verdict(told["verdict"]), told["detail"])

@@ -258,10 +258,6 @@ class HostDriver:
         with self._entered(call):
             self._memory.release(call, address, pinned=pinned)
 
-    def pinned_view(self, address: int, nbytes: int) -> memoryview:
-        call = self._enter("pinned_view")
-        return self._memory.pinned_view(call, address, nbytes)
-
     def memory_range(self, address: int) -> MemoryRange | None:
         self._enter("memory_range")
         return self._memory.range(address)

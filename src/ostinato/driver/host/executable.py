@@ -508,7 +508,7 @@ def _compare(
         edges = [(old_index[source], data) for source, data in was.incoming]
         for source, data in is_.incoming:
             if (new_index[source], data) not in edges:
-                return UpdateOutcome(UpdateVerdict.TOPOLOGY_CHANGED, is_.handle, source.handle)
+                return UpdateOutcome(UpdateVerdict.TOPOLOGY_CHANGED, is_.handle)
         if was.params == is_.params and not was.inner:
             continue
         outcome = _compare_nodes(was, is_, is_pinned)

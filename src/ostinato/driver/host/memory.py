@@ -331,15 +331,6 @@ class MemoryTable:
                 f"({allocation.nbytes} bytes at {allocation.address:#x})",
             )
 
-    def pinned_view(self, call: str, address: int, nbytes: int) -> memoryview:
-        """The bytes of pinned memory, writable."""
-        self.check(address, nbytes, call, "address")
-        allocation = self.find(address)
-        if allocation is None or not allocation.pinned:
-            raise driver_error(Status.INVALID_VALUE, call, f"{address:#x} is not pinned memory")
-        start = address - allocation.address
-        return allocation.data[start : start + nbytes].data
-
     def view(self, address: int, nbytes: int, what: str) -> npt.NDArray[np.uint8]:
         """The bytes, for work that runs.  Raises ILLEGAL_ADDRESS, which poisons the driver."""
         allocation = self.find(address)
