@@ -199,7 +199,6 @@ CALLS: dict[str, Callable[[CudaDriver], object]] = {
         lambda d: d.graph_add_kernels(GRAPH, [NODE], KERNELS, [(1, [0])])
     ),
     "graph_add_edges": lambda d: d.graph_add_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
-    "graph_remove_edges": lambda d: d.graph_remove_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
     "graph_remove_node": lambda d: d.graph_remove_node(NODE),
     "node_kind": lambda d: d.node_kind(NODE),
     "conditional_create": lambda d: d.conditional_create(GRAPH, default=1),

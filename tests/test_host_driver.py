@@ -364,7 +364,6 @@ def test_every_unknown_handle_is_400(rig: Rig) -> None:
         lambda: driver.graph_add_node(live, (), ChildGraphNodeParams(graph)),
         lambda: driver.graph_add_node(live, (), EventRecordNodeParams(event)),
         lambda: driver.graph_add_edges(live, [Edge(node, live_node)]),
-        lambda: driver.graph_remove_edges(live, [Edge(node, live_node)]),
         lambda: driver.graph_remove_node(node),
         lambda: driver.node_in_clone(node, live),
         lambda: driver.node_kind(node),

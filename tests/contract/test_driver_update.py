@@ -277,13 +277,13 @@ def _fewer(chain: Chain, graph: GraphHandle, nodes: list[NodeHandle]) -> None:
 
 
 def _rewired(chain: Chain, graph: GraphHandle, nodes: list[NodeHandle]) -> None:
-    edge = chain.rig.edge
-    chain.driver.graph_remove_edges(graph, [edge(nodes[1], nodes[2])])
-    chain.driver.graph_add_edges(graph, [edge(nodes[0], nodes[2])])
+    chain.driver.graph_remove_node(nodes[3])
+    chain.rig.add(graph, [nodes[1]], HostNodeParams(lambda: None))
 
 
 def _unwired(chain: Chain, graph: GraphHandle, nodes: list[NodeHandle]) -> None:
-    chain.driver.graph_remove_edges(graph, [chain.rig.edge(nodes[0], nodes[1])])
+    chain.driver.graph_remove_node(nodes[3])
+    chain.rig.add(graph, (), HostNodeParams(lambda: None))
 
 
 @pytest.mark.parametrize("change", [_more, _fewer, _rewired, _unwired])

@@ -128,7 +128,7 @@ _NO_COPIES = (
     "a graph with alloc, free or conditional nodes has no copies, and neither has the body of a "
     "conditional node"
 )
-_MEMORY_NODES = "nodes and edges cannot leave a graph that has alloc or free nodes"
+_MEMORY_NODES = "nodes cannot leave a graph that has alloc or free nodes"
 
 
 class GraphCalls(StreamCalls, ModuleCalls):
@@ -288,17 +288,6 @@ class GraphCalls(StreamCalls, ModuleCalls):
                     self._change_edges(
                         "graph_add_edges", "cuGraphRemoveDependencies_v2", graph, added
                     )
-            raise
-
-    def graph_remove_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:
-        if not edges:
-            return
-        seam = "graph_remove_edges"
-        try:
-            self._change_edges(seam, "cuGraphRemoveDependencies_v2", graph, edges)
-        except DriverError as error:
-            if any(self._is_memory_node(seam, node) for node in self.graph_nodes(graph)):
-                raise self._error(Status.NOT_PERMITTED, seam, _MEMORY_NODES) from error
             raise
 
     def graph_remove_node(self, node: NodeHandle) -> None:

@@ -686,14 +686,10 @@ class HostDriver:
         with self._entered("graph_add_edges") as call:
             self._graphs.find(call, graph).add_edges(call, edges)
 
-    def graph_remove_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:
-        with self._entered("graph_remove_edges") as call:
-            self._graphs.find(call, graph).remove_edges(call, edges)
-
     def graph_remove_node(self, node: NodeHandle) -> None:
         with self._entered("graph_remove_node") as call:
             found = self._nodes.find(call, node)
-            found.graph.refuse_memory(call, "nodes", node)
+            found.graph.refuse_memory(call, node)
             self._captures.drop_node(found)
             found.graph.remove(found)
 
