@@ -38,6 +38,7 @@ from ostinato.driver.api import (
     HostNodeParams,
     KernelNodeParams,
     KernelTable,
+    LaunchAttributes,
     LaunchConfig,
     MemcpyNodeParams,
     MemsetNodeParams,
@@ -61,14 +62,12 @@ from ostinato.driver.cuda.launch import (
     SETTABLE,
     SHOWN,
     NodeBlocks,
-    Settable,
     attribute_values,
     attribute_words,
-    cluster_of,
+    config_of,
     default_value,
     node_block,
     read_arguments,
-    settable,
 )
 from ostinato.driver.cuda.modules import ModuleCalls
 from ostinato.driver.cuda.nodes import (
@@ -707,9 +706,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
             *(raw.blockDimX, raw.blockDimY, raw.blockDimZ),
             raw.sharedMemBytes,
         )
-        config = settable(attributes).config(
-            sizes, programmatic=any(edge.type is EdgeType.PROGRAMMATIC for edge in edges)
-        )
+        programmatic = any(edge.type is EdgeType.PROGRAMMATIC for edge in edges)
+        config = config_of(sizes, attributes, programmatic=programmatic)
         self.note_config(node, config)
         return KernelNodeParams(
             FunctionHandle(function),
@@ -763,9 +761,9 @@ class GraphCalls(StreamCalls, ModuleCalls):
         if self._configs_read.get(node) is config:
             return
         self._require_on(seam)
-        has = settable(self._attributes_of(node, SETTABLE))
-        asked = Settable(cluster_of(config.cluster), config.cooperative, config.priority or 0)
-        if asked != has:
+        now = config_of((1,) * 6 + (0,), self._attributes_of(node, SETTABLE), programmatic=False)
+        has = LaunchAttributes.of(now)
+        if LaunchAttributes.of(config) != has:
             raise self._refused(
                 seam,
                 f"cluster {has.cluster}, cooperative {has.cooperative} and priority "
