@@ -55,7 +55,6 @@ from ostinato.driver.api import (
     ConditionDefaults,
     CudaContext,
     DeviceProperties,
-    Driver,
     Edge,
     EdgeData,
     EventHandle,
@@ -810,8 +809,3 @@ class HostDriver:
         with self._entered("exec_update") as call:
             target = self._executables.find(call, executable)
             return target.update(self._graphs.find(call, graph))
-
-
-def _is_a_driver(driver: HostDriver) -> Driver:
-    """For mypy, which proves here that every call is there, with the protocol's types."""
-    return driver
