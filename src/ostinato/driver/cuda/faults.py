@@ -160,12 +160,14 @@ class Survey:
     findings: dict[str, Finding]
 
 
-def _present(detail: str) -> Finding:
-    return Finding(Verdict.PRESENT, detail)
+_faults: list[DriverFault] = []
 
 
-def _absent(detail: str) -> Finding:
-    return Finding(Verdict.ABSENT, detail)
+def _fault(
+    name: str, what: str, *, dumps: bool = False
+) -> Callable[[Callable[[CudaDriver], Finding]], None]:
+    """A decorator: makes a fault of its probe."""
+    return lambda probe: _faults.append(DriverFault(name, what, probe, dumps))
 
 
 def _either(present: bool, detail: str) -> Finding:
@@ -222,6 +224,10 @@ class _Bench:
         self.driver.stream_synchronize(self.stream)
 
 
+@_fault(
+    "update-keeps-attributes",
+    "a whole update reports success and keeps the old launch attributes",
+)
 def _update_keeps_attributes(driver: CudaDriver) -> Finding:
     sizes = [fate for fate in attribute_fates(driver) if fate.attribute == "cluster size"]
     if not sizes:
@@ -234,6 +240,10 @@ def _update_keeps_attributes(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault(
+    "disabled-memset-loses-order",
+    "a memset node that is switched off no longer orders the nodes around it",
+)
 def _disabled_memset_loses_order(driver: CudaDriver) -> Finding:
     bench = _Bench(driver)
     graph, nodes = bench.chain(
@@ -256,6 +266,10 @@ def _disabled_memset_loses_order(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault(
+    "disabled-cooperative-loses-the-context",
+    "launches with a cooperative kernel node that is switched off end with a lost context",
+)
 def _disabled_cooperative_loses_the_context(driver: CudaDriver) -> Finding:
     if not driver.capabilities.cooperative_launch:
         return _not_applicable("this GPU has no cooperative launches")
@@ -270,10 +284,11 @@ def _disabled_cooperative_loses_the_context(driver: CudaDriver) -> Finding:
             driver.exec_launch(executable, bench.stream)
         driver.stream_synchronize(bench.stream)
     except DriverError as error:
-        return _present(f"{what}: status {int(error.status)}")
-    return _absent(f"{what}: done")
+        return _either(True, f"{what}: status {int(error.status)}")
+    return _either(False, f"{what}: done")
 
 
+@_fault("handles-are-given-again", "a new graph or node has the handle of one that was destroyed")
 def _handles_are_given_again(driver: CudaDriver) -> Finding:
     graphs, nodes, again = set[int](), set[int](), 0
     for _ in range(16):
@@ -288,11 +303,16 @@ def _handles_are_given_again(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault("conditions-have-equal-handles", "conditions of two graphs have the same handle")
 def _conditions_have_equal_handles(driver: CudaDriver) -> Finding:
     first, second = (driver.conditional_create(driver.graph_create()) for _ in range(2))
     return _either(first == second, f"the first conditions of two graphs: {first:#x}, {second:#x}")
 
 
+@_fault(
+    "first-edge-for-all",
+    "one call that adds several edges gives all of them the data of the first",
+)
 def _first_edge_for_all(driver: CudaDriver) -> Finding:
     if not driver.capabilities.programmatic_launch:
         return _not_applicable("this GPU has no programmatic launch")
@@ -319,6 +339,10 @@ def _first_edge_for_all(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault(
+    "broken-capture-destroys-its-graph",
+    "a refused call in a capture into an existing graph destroys that graph",
+)
 def _broken_capture_destroys_its_graph(driver: CudaDriver) -> Finding:
     bench = _Bench(driver)
     graph, _ = bench.chain(EmptyNodeParams())
@@ -332,13 +356,18 @@ def _broken_capture_destroys_its_graph(driver: CudaDriver) -> Finding:
     try:
         count = len(driver.graph_nodes(graph))
     except DriverError as error:
-        return _present(
+        return _either(
+            True,
             f"a call that captures forbid, in a capture into a graph: asked for its nodes after "
-            f"the capture, the driver gives status {error.status}"
+            f"the capture, the driver gives status {error.status}",
         )
-    return _absent(f"the graph has {count} nodes after the capture broke")
+    return _either(False, f"the graph has {count} nodes after the capture broke")
 
 
+@_fault(
+    "waiting-upload-slows-replays",
+    "an executable that was uploaded and not launched slows the kernels of all replays",
+)
 def _waiting_upload_slows_replays(driver: CudaDriver) -> Finding:
     bench = _Bench(driver)
     kernels = [bench.kernel("nothing") for _ in range(_CHAIN)]
@@ -370,6 +399,10 @@ def _waiting_upload_slows_replays(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault(
+    "legacy-work-is-not-captured",
+    "work on the legacy default stream runs during a capture and is not in the graph",
+)
 def _legacy_work_is_not_captured(driver: CudaDriver) -> Finding:
     bench = _Bench(driver)
     driver.stream_begin_capture(bench.stream, CaptureMode.THREAD_LOCAL)
@@ -377,7 +410,7 @@ def _legacy_work_is_not_captured(driver: CudaDriver) -> Finding:
     try:
         graph = driver.stream_end_capture(bench.stream)
     except DriverError as error:
-        return _absent(f"the call gave status {status}, and the capture {error.status}")
+        return _either(False, f"the call gave status {status}, and the capture {error.status}")
     driver.synchronize()
     nodes, ran = len(driver.graph_nodes(graph)), bench.read(0) == 7
     return _either(
@@ -387,6 +420,10 @@ def _legacy_work_is_not_captured(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault(
+    "load-breaks-captures",
+    "a module that is loaded during a capture is refused, or breaks the capture",
+)
 def _load_breaks_captures(driver: CudaDriver) -> Finding:
     bench, status = _Bench(driver), 0
     driver.stream_begin_capture(bench.stream, CaptureMode.THREAD_LOCAL)
@@ -405,16 +442,22 @@ def _load_breaks_captures(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault("ptx-is-ascii", "PTX with a character outside ASCII, also in a comment, is refused")
 def _ptx_is_ascii(driver: CudaDriver) -> Finding:
     _Bench(driver)  # the same without it is loaded
     text = _PTX.replace("// Writes a value", "// Écrit une valeur").encode()
     try:
         driver.module_load(Image("ptx", text))
     except DriverError as error:
-        return _present(f"PTX with É in a comment: status {error.status}")
-    return _absent("PTX with É in a comment was loaded")
+        return _either(True, f"PTX with É in a comment: status {error.status}")
+    return _either(False, "PTX with É in a comment was loaded")
 
 
+@_fault(
+    "core-dump-hides-the-fault",
+    "with core dumps asked for by the API, the wait behind a fault reports success",
+    dumps=True,
+)
 def _core_dump_hides_the_fault(driver: CudaDriver) -> Finding:
     """The core dump was asked for before the driver was opened: `_ask_for_core_dump`."""
     bench = _Bench(driver)
@@ -451,69 +494,7 @@ def _ask_for_core_dump(folder: Path) -> str:
     return ""
 
 
-FAULTS: tuple[DriverFault, ...] = (
-    DriverFault(
-        "update-keeps-attributes",
-        "a whole update reports success and keeps the old launch attributes",
-        _update_keeps_attributes,
-    ),
-    DriverFault(
-        "disabled-memset-loses-order",
-        "a memset node that is switched off no longer orders the nodes around it",
-        _disabled_memset_loses_order,
-    ),
-    DriverFault(
-        "disabled-cooperative-loses-the-context",
-        "launches with a cooperative kernel node that is switched off end with a lost context",
-        _disabled_cooperative_loses_the_context,
-    ),
-    DriverFault(
-        "legacy-work-is-not-captured",
-        "work on the legacy default stream runs during a capture and is not in the graph",
-        _legacy_work_is_not_captured,
-    ),
-    DriverFault(
-        "first-edge-for-all",
-        "one call that adds several edges gives all of them the data of the first",
-        _first_edge_for_all,
-    ),
-    DriverFault(
-        "core-dump-hides-the-fault",
-        "with core dumps asked for by the API, the wait behind a fault reports success",
-        _core_dump_hides_the_fault,
-        dumps=True,
-    ),
-    DriverFault(
-        "handles-are-given-again",
-        "a new graph or node has the handle of one that was destroyed",
-        _handles_are_given_again,
-    ),
-    DriverFault(
-        "conditions-have-equal-handles",
-        "conditions of two graphs have the same handle",
-        _conditions_have_equal_handles,
-    ),
-    DriverFault(
-        "broken-capture-destroys-its-graph",
-        "a refused call in a capture into an existing graph destroys that graph",
-        _broken_capture_destroys_its_graph,
-    ),
-    DriverFault(
-        "load-breaks-captures",
-        "a module that is loaded during a capture is refused, or breaks the capture",
-        _load_breaks_captures,
-    ),
-    DriverFault(
-        "waiting-upload-slows-replays",
-        "an executable that was uploaded and not launched slows the kernels of all replays",
-        _waiting_upload_slows_replays,
-    ),
-    DriverFault(
-        "ptx-is-ascii",
-        "PTX with a character outside ASCII, also in a comment, is refused",
-        _ptx_is_ascii,
-    ),
-)
+FAULTS = tuple(_faults)
 
 
 # -------------------------------------------------------------------------------- their process
