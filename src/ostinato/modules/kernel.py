@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ostinato.driver.api import (
     Driver,
@@ -66,9 +67,8 @@ class LoadedModule(Closeable):
         self._names: tuple[str, ...] | None = None
         with uninterrupted:
             self._handle = context.driver.module_load(image)
-            self._finalizer = weakref.finalize(
-                self, context.retire, _Unload(context.driver, self._handle), quiet=True
-            )
+            unload = partial(_unload, context.driver, self._handle)
+            self._finalizer = weakref.finalize(self, context.retire, unload, quiet=True)
             self._finalizer.atexit = False
 
     def __repr__(self) -> str:
@@ -127,22 +127,14 @@ class LoadedModule(Closeable):
         self.context.collect()
 
 
-class _Unload:
+def _unload(driver: Driver, handle: ModuleHandle) -> None:
     """Unloads a module that nothing keeps any more; `Context.collect` calls it.
 
     Waits for the whole device, because cuModuleUnload does not guarantee to wait for kernels that
     still run.  Evictions are rare.
     """
-
-    __slots__ = ("driver", "handle")
-
-    def __init__(self, driver: Driver, handle: ModuleHandle) -> None:
-        self.driver = driver
-        self.handle = handle
-
-    def __call__(self) -> None:
-        self.driver.synchronize()
-        self.driver.module_unload(self.handle)
+    driver.synchronize()
+    driver.module_unload(handle)
 
 
 class Kernel:

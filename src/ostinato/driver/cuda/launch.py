@@ -9,6 +9,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ostinato.driver.api import (
@@ -67,6 +68,7 @@ _LOAD_BALANCING = 2
 nothing (580.159)."""
 
 
+@dataclass(slots=True, eq=False)
 class PreparedLaunch:
     """A launch that can be repeated, from any thread: the same arguments, config and stream.
 
@@ -74,19 +76,12 @@ class PreparedLaunch:
     None if another context than the driver's is current: then nothing was launched.
     """
 
-    __slots__ = ("arguments", "attributes", "call", "config", "function", "stream")
-
-    def __init__(
-        self,
-        stream: int,
-        function: int,
-        config: LaunchConfig,
-        arguments: KernelArguments,
-        attributes: Attributes | None,
-        call: Callable[[], int | None],
-    ) -> None:
-        self.stream, self.function, self.config = stream, function, config
-        self.arguments, self.attributes, self.call = arguments, attributes, call
+    stream: int
+    function: int
+    config: LaunchConfig
+    arguments: KernelArguments
+    attributes: Attributes | None
+    call: Callable[[], int | None]
 
 
 class Attributes:
