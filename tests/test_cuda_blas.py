@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ostinato.driver.cuda import blas as cuda_blas
-from ostinato.driver.cuda.blas import BlasHandle, Cublaslt, MatrixProduct, load_cublaslt
+from ostinato.driver.cuda.blas import Cublaslt, MatrixProduct, load_cublaslt
 from ostinato.errors import InputError, NoCudaError, NotAvailableError
 
 PRODUCT = MatrixProduct(32, 64, 48, accumulate=True)
@@ -63,14 +63,13 @@ class FakeLibrary(Cublaslt):
 
 
 def planned(library: FakeLibrary) -> Any:
-    return library.handle(library.driver).plan(library.driver, PRODUCT, 1 << 20)
+    return library.plan(library.driver, PRODUCT, 1 << 20)
 
 
 def test_a_product_is_prepared_once_and_called() -> None:
     library = FakeLibrary(FakeDriver())
     plan = planned(library)
     assert plan.workspace_bytes == 4096
-    assert library.handle(library.driver) is library.handle(library.driver)
     layouts = [a[1:] for s, a in library.made if s == "cublasLtMatrixLayoutCreate"]
     # The library counts in columns: W inputs x outputs, h inputs x rows, y outputs x rows.
     assert layouts == [(14, 48, 64, 48), (14, 48, 32, 48), (0, 64, 32, 64)]
@@ -167,9 +166,9 @@ def test_numbers_are_the_headers() -> None:
         assert int(found[1], 0) == value, name
 
 
-def test_the_handle_belongs_to_one_context() -> None:
+def test_there_is_one_handle_for_each_context() -> None:
     library = FakeLibrary(FakeDriver())
-    first = library.handle(library.driver)
-    assert isinstance(first, BlasHandle)
-    library.driver.context = 8
-    assert library.handle(library.driver) is not first
+    for context, handles in ((7, 1), (7, 1), (8, 2)):
+        library.driver.context = context
+        planned(library)
+        assert [symbol for symbol, _ in library.made].count("cublasLtCreate") == handles

@@ -199,7 +199,6 @@ CALLS: dict[str, Callable[[CudaDriver], object]] = {
         lambda d: d.graph_add_kernels(GRAPH, [NODE], KERNELS, [(1, [0])])
     ),
     "graph_add_edges": lambda d: d.graph_add_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
-    "graph_remove_edges": lambda d: d.graph_remove_edges(GRAPH, [Edge(NODE, NodeHandle(7))]),
     "graph_remove_node": lambda d: d.graph_remove_node(NODE),
     "node_kind": lambda d: d.node_kind(NODE),
     "conditional_create": lambda d: d.conditional_create(GRAPH, default=1),
@@ -225,7 +224,7 @@ for _name, _params in NODES.items():
 
 # What calls nothing by itself, or needs more than libcuda.
 APART = {
-    *("name", "capabilities", "properties", "close", "pinned_view", "memory_view"),
+    *("name", "capabilities", "properties", "close", "memory_view"),
     *("exec_prepare_launch", "function_prepare_launch", "exec_prepare_kernel", "cuda_context"),
     *("function_code", "code_image", "condition_defaults", "on_host_failure", "unraised"),
     *("memory_adopt", "memory_end_adopted"),

@@ -5,66 +5,31 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from ostinato.driver.cuda.faults import (
-    FAULTS,
-    DriverFault,
-    Finding,
-    Verdict,
-    run_probes,
-    survey,
-)
+from ostinato.driver.cuda.faults import FAULTS, Verdict, run_probe, survey
 from tests.cli.commands import process
 from tests.conftest import open_test_device
 
 PAGE = Path(__file__).parents[1] / "docs" / "driver-faults.md"
-FAKE = """
-import json, os, sys, time
-for name in sys.argv[1:]:
-    if name == "ends":
-        print("what it was", file=sys.stderr)
-        os._exit(7)
-    if name == "hangs":
-        time.sleep(3600)
-    print(json.dumps({"name": name, "verdict": name, "detail": " ".join(sys.argv[1:])}), flush=True)
-"""
+TOLD = {"verdict": "present", "detail": "seen"}
 
 
-def fakes(*names: str, alone: Sequence[str] = ()) -> list[DriverFault]:
-    def never(driver: object) -> Finding:
-        raise AssertionError("probes run in another process")
-
-    return [DriverFault(name, "a fake", never, alone=name in alone) for name in names]
-
-
-def command(names: Sequence[str]) -> list[str]:
-    return [sys.executable, "-c", FAKE, *names]
-
-
-def test_one_process_probes_all_but_those_that_need_their_own() -> None:
-    found = run_probes(fakes("absent", "not applicable", "present", alone=["present"]), command)
-    assert found == {
-        "absent": Finding(Verdict.ABSENT, "absent not applicable"),
-        "not applicable": Finding(Verdict.NOT_APPLICABLE, "absent not applicable"),
-        "present": Finding(Verdict.PRESENT, "present"),
-    }
-
-
-def test_a_probe_that_ends_its_process_is_named_and_the_others_still_run() -> None:
-    found = run_probes(fakes("absent", "ends", "present"), command)
-    assert found["absent"].verdict is Verdict.ABSENT
-    assert found["ends"].verdict is Verdict.FAILED
-    assert "status 7" in found["ends"].detail and "what it was" in found["ends"].detail
-    assert found["present"] == Finding(Verdict.PRESENT, "present")
-
-
-def test_a_probe_that_does_not_end_is_ended() -> None:
-    found = run_probes(fakes("hangs"), command, deadline=0.5)
-    assert found["hangs"].verdict is Verdict.FAILED and "0.5 s" in found["hangs"].detail
+@pytest.mark.parametrize(
+    ("program", "deadline", "verdict", "detail"),
+    [
+        (f"print({json.dumps(TOLD)!r})", 60, Verdict.PRESENT, "seen"),
+        ("raise SystemExit('why')", 60, Verdict.FAILED, "ended with status 1: why"),
+        ("import time; time.sleep(3600)", 0.5, Verdict.FAILED, "did not end within 0.5 s"),
+    ],
+)
+def test_a_probe_ends_in_a_finding_whatever_its_process_does(
+    program: str, deadline: float, verdict: Verdict, detail: str
+) -> None:
+    found = run_probe([sys.executable, "-c", program], deadline)
+    assert found.verdict is verdict and detail in found.detail
 
 
 def test_no_fault_is_applicable_to_the_cpu_driver() -> None:

@@ -64,7 +64,7 @@ errors explain graphfile lowlevel settings step testing
 """
 LOWLEVEL = """
 Closeable FILL HostLaunch InstantiateFlags every_node fill_kernel load_extension new_lock
-replace_small_fills table whole_number
+replace_small_fills table uninterrupted whole_number
 """
 
 

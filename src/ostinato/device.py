@@ -15,6 +15,7 @@ from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHa
 from ostinato.driver.closeable import Closeable, elsewhere
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.signature import Signature, exact_array, is_native, refuse_masked
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError, SettingsError
@@ -115,8 +116,9 @@ class Device(Closeable):
         self.context.require_open()
         if blocking is None:
             blocking = settings.blocking_captures()
-        handle = self.driver.stream_create(priority=priority, blocking=blocking)
-        return Stream(self.context, handle, owned=True)
+        with uninterrupted:
+            handle = self.driver.stream_create(priority=priority, blocking=blocking)
+            return Stream(self.context, handle, owned=True)
 
     def adopt_stream(self, stream: object) -> Stream:
         """Another library's stream, through its `__cuda_stream__`; the library still owns it.

@@ -10,6 +10,7 @@ from ostinato.driver.closeable import Closeable
 from ostinato.driver.extension import load_extension
 from ostinato.driver.forking import new_lock
 from ostinato.driver.host.kernel import HostLaunch
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.graph.node import every_node
 from ostinato.step.cache_statistics import table
 from ostinato.step.fills import FILL, fill_kernel, replace_small_fills
@@ -25,5 +26,6 @@ __all__ = [
     "new_lock",
     "replace_small_fills",
     "table",
+    "uninterrupted",
     "whole_number",
 ]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ostinato.driver.api import Driver, MemoryRange
+from ostinato.driver.process_memory import as_numpy
 from ostinato.errors import DriverError, OutOfMemoryError, Status
 from tests.contract.kernels import Rig, refused
 
@@ -69,9 +70,8 @@ def test_wrong_sizes_and_addresses(driver: Driver) -> None:
 def test_copies_between_device_and_pinned(rig: Rig) -> None:
     driver = rig.driver
     pinned = driver.mem_alloc_pinned(64)
-    view = driver.pinned_view(pinned, 64)
-    view[:] = bytes(range(64))
-    assert (view.format, view.readonly, view.nbytes) == ("B", False, 64)
+    view = as_numpy(pinned, (64,), np.dtype(np.uint8), None)
+    view[:] = range(64)
     address, other = rig.zeros(64, np.uint8), rig.zeros(64, np.uint8)
     driver.memcpy(address, pinned, 64, rig.stream)
     driver.memcpy(other, address + 32, 32, rig.stream)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ostinato.driver.api import (
@@ -21,6 +22,7 @@ from ostinato.driver.api import (
     NodeHandle,
     UpdateVerdict,
 )
+from ostinato.driver.process_memory import as_numpy
 from ostinato.errors import DriverError, Status
 from ostinato.testing import HeldStream
 from tests.contract.kernels import Rig, copy_of, refused, words
@@ -143,8 +145,8 @@ def test_a_copy_to_another_kind_of_memory(chain: Chain) -> None:
     """A driver may refuse it, and then nothing has changed; or do it right."""
     driver = chain.driver
     pinned = driver.mem_alloc_pinned(16)
-    view = driver.pinned_view(pinned, 16)
-    view[:] = bytes(16)
+    view = as_numpy(pinned, (4,), np.dtype(np.float32), None)
+    view[:] = 0
     try:
         driver.exec_set_params(chain.run, chain.nodes[2], copy_of(pinned, chain.x, 16))
     except DriverError as error:
@@ -152,9 +154,8 @@ def test_a_copy_to_another_kind_of_memory(chain: Chain) -> None:
         assert chain.result() == [6.0] * 4
     else:
         assert chain.result() == [-1.0] * 4
-        assert view.cast("f").tolist() == [6.0] * 4
+        assert view.tolist() == [6.0] * 4
     driver.exec_destroy(chain.run)
-    view.release()
     driver.mem_free_pinned(pinned)
 
 
@@ -276,13 +277,13 @@ def _fewer(chain: Chain, graph: GraphHandle, nodes: list[NodeHandle]) -> None:
 
 
 def _rewired(chain: Chain, graph: GraphHandle, nodes: list[NodeHandle]) -> None:
-    edge = chain.rig.edge
-    chain.driver.graph_remove_edges(graph, [edge(nodes[1], nodes[2])])
-    chain.driver.graph_add_edges(graph, [edge(nodes[0], nodes[2])])
+    chain.driver.graph_remove_node(nodes[3])
+    chain.rig.add(graph, [nodes[1]], HostNodeParams(lambda: None))
 
 
 def _unwired(chain: Chain, graph: GraphHandle, nodes: list[NodeHandle]) -> None:
-    chain.driver.graph_remove_edges(graph, [chain.rig.edge(nodes[0], nodes[1])])
+    chain.driver.graph_remove_node(nodes[3])
+    chain.rig.add(graph, (), HostNodeParams(lambda: None))
 
 
 @pytest.mark.parametrize("change", [_more, _fewer, _rewired, _unwired])

@@ -31,6 +31,7 @@ from ostinato.models.sampling import GREEDY, SamplingOptions, sample
 from ostinato.models.sequences import Sequence
 from ostinato.models.weights import load_weights
 from ostinato.testing import FaultyDriver
+from tests.interrupted import interrupt, lines
 from tests.models import reference_llama as reference
 from tests.models.model_files import CONFIG, weights, write_folder, write_gguf
 
@@ -522,18 +523,22 @@ def test_truncating_to_all_tokens_changes_nothing(decoder: Decoder) -> None:
         decoder.decode()
 
 
-def test_an_interrupted_truncation_leaves_no_stale_cache() -> None:
-    """Between cutting the tokens and the length, the cache held what the tokens no longer said."""
+@pytest.mark.parametrize("change", ["truncate", "keep_common"])
+def test_an_interrupted_truncation_leaves_no_stale_cache(change: str) -> None:
+    """Tokens and length are cut together: what the cache holds is what the tokens say."""
+    after = {"truncate": ([5, 6], 1), "keep_common": ([5, 6], 2)}[change]
+    seen = set()
 
-    class Interrupted(list[int]):
-        def __delitem__(self, key: Any) -> None:
-            super().__delitem__(key)
-            raise KeyboardInterrupt
+    def work() -> None:
+        one.truncate(2) if change == "truncate" else one.keep_common([5, 6, 9, 9])
 
-    one = Sequence(0, tokens=Interrupted([5, 6, 7, 8]), length=4, limit=16)
-    with pytest.raises(KeyboardInterrupt):
-        one.truncate(2)
-    assert one.tokens == [5, 6] and one.length == 1
+    one = Sequence(0, tokens=[5, 6, 7, 8], length=4, limit=16)
+    for at in range(1, lines(work) + 1):
+        one = Sequence(0, tokens=[5, 6, 7, 8], length=4, limit=16)
+        where = interrupt(work, at)
+        assert (one.tokens, one.length) in (([5, 6, 7, 8], 4), after), where
+        seen.add(one.length)
+    assert len(seen) == 2, "it was interrupted before and after"
 
 
 @pytest.mark.parametrize("call", ["memcpy", "event_record"])

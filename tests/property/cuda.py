@@ -11,6 +11,7 @@ import numpy as np
 
 from ostinato.driver.api import MemoryRange, StreamHandle
 from ostinato.driver.cuda.driver import CudaDriver
+from ostinato.driver.process_memory import as_numpy
 from ostinato.errors import OstinatoError
 from tests.property.threads import ThreadRules
 from tests.property.world import Lane, Memory
@@ -88,7 +89,7 @@ class WatchedCuda(CudaDriver):
         at = self._snapshots + self._taken
         self._taken += nbytes
         self.memcpy(at, address, nbytes, stream)
-        return np.frombuffer(self.pinned_view(at, nbytes), np.int32)
+        return as_numpy(at, (count,), np.dtype(np.int32), self)
 
 
 class CudaRules(ThreadRules):

@@ -26,7 +26,7 @@ from typing import Protocol
 
 from ostinato.distributed.channel import Channel, Failure, local_channels
 from ostinato.errors import ClosedError, DisagreementError, GroupError, InputError
-from ostinato.lowlevel import Closeable, new_lock, whole_number
+from ostinato.lowlevel import Closeable, new_lock, uninterrupted, whole_number
 from ostinato.settings import group_deadline
 
 __all__ = ["Attached", "Group", "GroupStatistics", "LocalGroups", "local_groups"]
@@ -188,10 +188,12 @@ class Group(Closeable):
 
     def _begin_watching(self) -> None:
         if self._watchdog is None and self.size > 1:
-            self._watchdog = threading.Thread(
-                target=_watch, args=(self,), name=f"ostinato rank {self.rank} watch", daemon=True
-            )
-            self._watchdog.start()
+            name = f"ostinato rank {self.rank} watch"
+            with uninterrupted:
+                self._watchdog = threading.Thread(
+                    target=_watch, args=(self,), name=name, daemon=True
+                )
+                self._watchdog.start()
 
     def _look(self) -> None:
         """The watchdog's look at what is waited for."""

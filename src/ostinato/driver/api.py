@@ -782,12 +782,11 @@ class UpdateOutcome:
     """The answer of `exec_update`.
 
     After anything but SUCCESS the executable is unchanged.  `node` is the node of the *new* graph
-    that caused it and `from_node` the other end of a differing edge, if the driver named them.
+    that caused it, if the driver named it.
     """
 
     verdict: UpdateVerdict
     node: NodeHandle | None = None
-    from_node: NodeHandle | None = None
 
 
 # -------------------------------------------------------------------------------------- the driver
@@ -912,10 +911,6 @@ class Driver(Protocol):
         ...
 
     def mem_free_pinned(self, address: int) -> None: ...
-
-    def pinned_view(self, address: int, nbytes: int) -> memoryview:
-        """A writable view of pinned memory (format "B"); valid until it is freed."""
-        ...
 
     def memory_range(self, address: int) -> MemoryRange | None:
         """The live allocation that holds `address`, also another library's; None without one."""
@@ -1222,8 +1217,6 @@ class Driver(Protocol):
     def graph_add_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:
         """Adds edges.  Status INVALID_VALUE for an edge that would close a cycle."""
         ...
-
-    def graph_remove_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None: ...
 
     def graph_remove_node(self, node: NodeHandle) -> None:
         """Removes a node.  Status 800 for alloc and free nodes, 801 in graphs that have some."""

@@ -30,6 +30,7 @@ from ostinato.driver.api import Driver, EventHandle, GraphHandle, MemoryRange, N
 from ostinato.driver.callbacks import in_host_function
 from ostinato.driver.failures import HostFailures, said_at_exit
 from ostinato.driver.forking import FORKED, new_lock, switch_off_in_children
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.signature import Space, space_of
 from ostinato.errors import (
     CaptureError,
@@ -249,9 +250,9 @@ class Context:
         self._waiting: list[_Retired] = []
         self._lock = new_lock()
         self._idle = threading.Condition(self._lock)
-        # Set while a thread goes through the waiting objects: garbage collection may run meanwhile,
+        # Whether a thread goes through the waiting objects: garbage collection may run meanwhile,
         # and a finaliser may close objects; that call of `collect` must not go through them too.
-        self._looking: object = None
+        self._looking = False
         self._destroying: set[object] = set()
         self.captures: dict[object, _UnderWay] = {}
         """The captures of this library that are under way, by token.  Only read it."""
@@ -387,9 +388,9 @@ class Context:
     # --- taps
     def add_tap(self, tap: Tap) -> None:
         """From here on the tap gets all stream work of this context."""
-        with self._lock:
+        with uninterrupted, self._lock:
             self.taps = (*self.taps, tap)
-        self.cool()
+            self.cool()
 
     def remove_tap(self, tap: Tap) -> None:
         """Undoes `add_tap`.  Idempotent."""
@@ -403,7 +404,7 @@ class Context:
             self.add_tap(tap)
             yield
             self.remove_tap(tap)
-        except BaseException:  # also an interruption of the line before
+        except BaseException:  # also Ctrl-C before the call above did anything
             self.remove_tap(tap)
             raise
 
@@ -416,7 +417,7 @@ class Context:
 
     def cool(self) -> None:
         """Drops every shortcut, because a tap was added or a stream was closed."""
-        with self._lock:
+        with uninterrupted, self._lock:
             for one in members(self._hot):
                 one.cool()
             # Only now: a child that is forked in between finds the others here.
@@ -461,16 +462,17 @@ class Context:
         if in_host_function():
             return self.retired
         ready: deque[_Retired] = deque()
-        mine = object()  # so that the `finally` resets nothing that another thread has set
+        mine = object()
         try:
-            with self._lock:
-                if self.closed or self._looking is not None or self._must_wait():
+            with uninterrupted, self._lock:
+                if self.closed or self._looking or self._must_wait():
                     return self.retired
-                self._looking = mine
                 self._destroying.add(mine)
-                self._take_in()
-                self._waiting = self._sorted_out(ready)
-                self._looking = None
+                self._looking = True
+                try:
+                    self._sort_out(ready)
+                finally:
+                    self._looking = False
             before = self.free_memory() if ready and self._measuring else None
             while ready:
                 self._destroy(ready.popleft())
@@ -479,9 +481,7 @@ class Context:
                 with self._lock:
                     self.given_back += max(0, after - before)
         finally:
-            self._incoming.extend(ready)  # left over only by an interruption
-            if self._looking is mine:
-                self._looking = None
+            self._incoming.extend(ready)  # left over by Ctrl-C: destroying may wait for the device
             with self._idle:
                 self._destroying.discard(mine)
                 self._idle.notify_all()
@@ -505,14 +505,13 @@ class Context:
         while self._incoming:
             self._waiting.append(self._incoming.popleft())
 
-    def _sorted_out(self, ready: deque[_Retired]) -> list[_Retired]:
-        """Returns the objects that must still wait; the others go into `ready`."""
+    def _sort_out(self, ready: deque[_Retired]) -> None:
+        """Moves the objects that need not wait any more to `ready`."""
+        self._take_in()
         waiting: list[_Retired] = []
-        reached: list[_Retired] = []
         for item in self._waiting:
-            (reached if self._reached(item) else waiting).append(item)
-        ready.extend(reached)
-        return waiting
+            (ready if self._reached(item) else waiting).append(item)
+        self._waiting = waiting
 
     def _must_wait(self) -> bool:
         if not self.captures:
@@ -609,7 +608,7 @@ class Context:
         """Waits for the device, and notes that objects retired before need no marks: a mark that is
         made now is not reached at once, even if nothing runs."""
         with self._lock:
-            if self._looking is None:
+            if not self._looking:
                 self._take_in()
             before = tuple(self._waiting)
         self.driver.synchronize()

@@ -552,7 +552,7 @@ def exact_bytes(dtype: np.dtype[Any], value: object, what: str) -> bytes:
             raise InputError(f"{what} takes a whole number ({dtype.name}), not {value!r}")
         info = np.iinfo(dtype)
         if not info.min <= value <= info.max:
-            raise InputError(f"{what}: {value} is outside {dtype.name} ({info.min} to {info.max})")
+            raise InputError(f"{what}: {value} is outside {_bounds(dtype)}")
     elif dtype.kind == "b":
         if value not in (0, 1):
             raise InputError(f"{what} takes True or False, not {value!r}")
@@ -695,12 +695,9 @@ def _require_numbers(dtype: np.dtype[Any], given: npt.NDArray[Any]) -> None:
 
 def _require_bounds(dtype: np.dtype[Any], low: Any, high: Any) -> None:
     """Raises InputError unless whole numbers from `low` to `high` fit into a type of them."""
-    bits = 8 * dtype.itemsize
-    least, most = (
-        (-(1 << bits - 1), (1 << bits - 1) - 1) if dtype.kind == "i" else (0, (1 << bits) - 1)
-    )
+    info = np.iinfo(dtype)
     for bad in (int(low), int(high)):
-        if not least <= bad <= most:
+        if not info.min <= bad <= info.max:
             raise InputError(f"{bad} is outside {_bounds(dtype)}")
 
 
@@ -719,8 +716,7 @@ def _rounded(dtype: np.dtype[Any], value: float, what: str) -> bytes:
     except OverflowError:
         made = np.array(np.inf)
     if dtype.kind == "f" and np.isinf(made) and not (isinstance(value, float) and isinf(value)):
-        most = np.finfo(dtype).max
-        raise InputError(f"{what}: {value!r} is outside {dtype.name} (at most {most:g})")
+        raise InputError(f"{what}: {value!r} is outside {_bounds(dtype)}")
     return made.astype(dtype).tobytes()
 
 

@@ -31,6 +31,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.closeable import Closeable, elsewhere
 from ostinato.driver.context import Context, Entry
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.signature import Signature
 from ostinato.driver.waiting import wait_in_thread
 from ostinato.errors import (
@@ -138,7 +139,7 @@ class Event(Closeable):
         self.timing = timing
         self.owner: object = _DriverEvent(context, timing, blocking)
         """What graphs keep; None once it is closed."""
-        self._handle = self.owner.handle
+        self._handle: EventHandle = self.owner.handle
 
     def __repr__(self) -> str:
         timing = " with timing" if self.timing else ""
@@ -219,6 +220,7 @@ class Event(Closeable):
 class _DriverEvent:
     """An event of the driver, destroyed when neither an `Event` nor a graph keeps it."""
 
+    @uninterrupted
     def __init__(self, context: Context, timing: bool, blocking: bool) -> None:
         driver = context.driver
         self.handle: EventHandle = driver.event_create(timing=timing, blocking=blocking)
@@ -509,6 +511,7 @@ class Stream(Closeable):
         return self.capture_info.status is not CaptureStatus.NONE
 
     # --- lifetime
+    @uninterrupted
     def mark(self) -> EventHandle | None:
         """A new event, recorded after all work submitted so far; the caller must destroy it.
 
@@ -524,7 +527,7 @@ class Stream(Closeable):
                 return event
         except StreamCaptureError:
             pass
-        except BaseException:
+        except DriverError:
             driver.event_destroy(event)
             raise
         driver.event_destroy(event)
@@ -534,10 +537,11 @@ class Stream(Closeable):
         """Gives the stream back once its work is done; does not wait.  Idempotent."""
         if self.closed:
             return
-        self.closed = True
-        self.context.cool()
-        if self._finalizer is not None and self._finalizer.detach():
-            self.context.retire(self._destroy, (self,))
+        with uninterrupted:
+            self.closed = True
+            self.context.cool()
+            if self._finalizer is not None and self._finalizer.detach():
+                self.context.retire(self._destroy, (self,))
         self.context.collect()
 
     def _destroy(self) -> None:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams, whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, Entry, Watcher, members
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.process_memory import as_numpy
 from ostinato.driver.signature import (
     BYTES,
@@ -410,15 +411,18 @@ class Buffer(Closeable):
         """
         if self._closed:
             return
-        self._closed = True
-        self.context.memory_epoch = object()
-        self.__dict__.pop("address", None)
-        self.__dict__.pop("_pointer", None)
-        everybody = () if self._finalizer is None else members(self.context.watchers)
-        for watcher in (*self._told(), *everybody):  # others' memory and views are not given back
-            watcher.memory_closed(self._range)
+        with uninterrupted:
+            self._closed = True
+            self.context.memory_epoch = object()
+            self.__dict__.pop("address", None)
+            self.__dict__.pop("_pointer", None)
+            everybody = () if self._finalizer is None else members(self.context.watchers)
+            # Others' memory and views are not given back.
+            for watcher in (*self._told(), *everybody):
+                watcher.memory_closed(self._range)
+            if self._finalizer is not None:
+                self._finalizer()
         if self._finalizer is not None:
-            self._finalizer()
             self.context.collect()
 
 
@@ -482,18 +486,12 @@ def allocate(
     driver = context.driver
     nbytes = max(1, math.prod(dims) * kind.itemsize)
     free = driver.mem_free_pinned if pinned else driver.mem_free
-    address, buffer = 0, None
-    try:
-        with context.reporting():
-            address = driver.mem_alloc_pinned(nbytes) if pinned else driver.mem_alloc(nbytes)
+    with uninterrupted, context.reporting():
+        address = driver.mem_alloc_pinned(nbytes) if pinned else driver.mem_alloc(nbytes)
         buffer = Buffer(context, address, dims, kind, pinned=pinned, name=name)
         context.owners[address] = buffer
         buffer._finalizer = weakref.finalize(buffer, context.retire, lambda: free(address))
         buffer._finalizer.atexit = False
-    except BaseException:
-        if address and (buffer is None or buffer._finalizer is None):
-            context.retire(lambda: free(address))
-        raise
     return buffer
 
 

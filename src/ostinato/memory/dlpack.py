@@ -10,11 +10,13 @@ import ctypes
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ostinato.driver.context import Context
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.signature import array_interface
 from ostinato.errors import InputError
 from ostinato.memory.buffer import Buffer, device_dtype
@@ -133,9 +135,11 @@ def _from_dlpack(context: Context, array: Any) -> Buffer:
         _require_dense(array, shape, strides, dtype.itemsize)
     address = (tensor.data or 0) + tensor.byte_offset
     buffer = Buffer(context, address, shape, dtype, base=(array, capsule))
-    if on_cpu and buffer.nbytes and driver.memory_adopt(address, buffer.nbytes, buffer.base):
-        end = weakref.finalize(buffer, context.retire, lambda: driver.memory_end_adopted(address))
-        end.atexit = False
+    if on_cpu and buffer.nbytes:
+        with uninterrupted:
+            if driver.memory_adopt(address, buffer.nbytes, buffer.base):
+                end = partial(driver.memory_end_adopted, address)
+                weakref.finalize(buffer, context.retire, end).atexit = False
     return buffer
 
 

@@ -3,48 +3,54 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from ostinato.errors import InputError
 
-__all__ = ["Call", "alone", "overlap"]
+__all__ = ["Calls", "alone"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-Call: TypeAlias = tuple[str, object]
-"""One that is under way: its method, and what tells it from others of that method."""
 
+class Calls:
+    """Which call of a decoder is under way.
 
-def overlap(calls: list[Call], call: Call) -> InputError:
-    """What a call raises that is not the first of those under way."""
-    return InputError(
-        f"{call[0]}() was called while {calls[0][0]}() of the same decoder was under way; such "
-        "calls must not overlap: wait for it to return"
-    )
+    A call first looks whether the `lock` is free, and raises `overlap` if not; then it holds it.
+    Of two threads that looked at the same moment one waits for the other.
+    """
+
+    __slots__ = ("lock", "name")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.name = ""
+        """The call that holds the lock, or held it last."""
+
+    def overlap(self, name: str) -> InputError:
+        """What a call raises while another one is under way."""
+        return InputError(
+            f"{name}() was called while {self.name}() of the same decoder was under way; such "
+            "calls must not overlap: wait for it to return"
+        )
 
 
 def alone(method: F) -> F:
-    """A method of an object whose `_calls` is a list of calls: its call raises InputError, and does
-    nothing, while another one of that list is under way, in another thread or further out in the
-    same.
+    """A method of an object with `_calls`: it raises InputError, and does nothing, while another
+    such call is under way, in another thread or further out in the same.
 
-    A list and no lock: what an interruption between two lines leaves in it is taken out again.
     The methods that a token goes through have these lines written out, which costs no frame.
     """
     name = method.__qualname__
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        calls: list[Call] = self._calls
-        mine = (name, object())
-        try:
-            calls.append(mine)  # atomic: of several threads, exactly one is first
-            if calls[0] is not mine:
-                raise overlap(calls, mine)
+        calls: Calls = self._calls
+        if calls.lock.locked():
+            raise calls.overlap(name)
+        with calls.lock:
+            calls.name = name
             return method(self, *args, **options)
-        finally:
-            if mine in calls:
-                calls.remove(mine)
 
     return call  # type: ignore[return-value]

@@ -34,9 +34,10 @@ from ostinato.errors import (
     NotAvailableError,
     OstinatoError,
 )
+from ostinato.lowlevel import uninterrupted
 from ostinato.models.arguments import quoted, require_function, token_ids, whole
 from ostinato.models.backend import UNPACKED, Backend, LibraryRows, WeightsKind
-from ostinato.models.calls import Call, alone, overlap
+from ostinato.models.calls import Calls, alone
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import Formats
 from ostinato.models.decoder_statistics import DecoderStatistics, OperationTimes, Phases
@@ -167,7 +168,7 @@ class Decoder(Closeable):
             packed=given.packed if given is not None else True if weights == "packed" else None,
             stream=self.stream,
         )
-        self._calls: list[Call] = []
+        self._calls = Calls()
         self.changes = 0
         """How many calls did a step, or changed a sequence or a setting; none of a run's own."""
         self._phases = Phases()
@@ -428,10 +429,11 @@ class Decoder(Closeable):
             )
         self._begin("copy_prefix")
         self._note(f"copy_prefix of {count} from {one.index} to {other.index}")
-        other.truncate(0)  # first: an interrupted copy must not be taken for a whole one
+        other.truncate(0)  # first: a copy that fails must not be taken for a whole one
         self.plan.copy_sequence(self.stream, one.index, other.index)
-        other.tokens[:] = one.tokens[:count]
-        other.length = count
+        with uninterrupted:
+            other.tokens[:] = one.tokens[:count]
+            other.length = count
 
     # --- steps
     @alone
@@ -513,20 +515,17 @@ class Decoder(Closeable):
         Raises as `decode`; a LogitsError of one sequence says the tokens of the others, which have
         them and can go on.
         """
-        calls, mine = self._calls, ("Decoder.decode_batch", object())  # `alone`, written out
-        try:
-            calls.append(mine)
-            if calls[0] is not mine:
-                raise overlap(calls, mine)
+        calls, name = self._calls, "Decoder.decode_batch"  # `alone`, written out
+        if calls.lock.locked():
+            raise calls.overlap(name)
+        with calls.lock:
+            calls.name = name
             self._require_open()
             ready = self._sequences.ready(sequences)
             self._begin("decode")
             if self._ranks is not None:
                 self._agree(f"decode of {[one.index for one in ready]}", again=False)
             return self._stepper.together(ready, device_state=self.device_state)
-        finally:
-            if mine in calls:
-                calls.remove(mine)
 
     @alone
     def run(

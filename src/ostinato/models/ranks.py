@@ -140,7 +140,7 @@ class Ranks:
             if self._agreed.get(key) != digest:
                 self.group.agree(key, lines)
                 self._agreed[key] = digest
-        except BaseException:
+        except Exception:
             executable.close()
             raise
         return executable

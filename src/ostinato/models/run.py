@@ -24,7 +24,7 @@ from typing import Generic, Self, TypeVar
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import ClosedError, InputError
 from ostinato.models.arguments import whole
-from ostinato.models.calls import Call, overlap
+from ostinato.models.calls import Calls
 from ostinato.models.sequences import Sequence
 from ostinato.models.stepper import Stepper
 from ostinato.step import Action, HeldReplay
@@ -92,12 +92,12 @@ class Run(Closeable, Generic[T]):
         stepper: Stepper,
         sequences: list[Sequence],
         options: RunOptions,
-        calls: list[Call],
+        calls: Calls,
         *,
         device_state: bool,
     ) -> None:
         self._stepper = stepper
-        self._calls = calls  # the decoder's list of calls under way
+        self._calls = calls  # of the decoder
         self._live = sequences
         self._left = options.count
         self._per_launch = options.tokens_per_launch
@@ -127,19 +127,16 @@ class Run(Closeable, Generic[T]):
                 f"the run was ended by {self._ended_by}, and what was computed ahead is dropped; "
                 "begin another"
             )
-        calls, mine = self._calls, ("Run.__next__", object())  # `alone`, written out
-        try:
-            calls.append(mine)
-            if calls[0] is not mine:
-                raise overlap(calls, mine)
+        calls, name = self._calls, "Run.__next__"  # `alone`, written out
+        if calls.lock.locked():
+            raise calls.overlap(name)
+        with calls.lock:
+            calls.name = name
             try:
                 return next(self._work)
             except BaseException:  # StopIteration too
                 self._over = True
                 raise
-        finally:
-            if mine in calls:
-                calls.remove(mine)
 
     @abstractmethod
     def _item(self, sequences: list[Sequence], chosen: list[int]) -> T:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.errors import InputError
+from ostinato.lowlevel import uninterrupted
 from ostinato.models.arguments import quoted, token_ids, whole
 from ostinato.models.program import ACTIVE, FROM_STATE, ROW, SAMPLE
 
@@ -55,9 +56,10 @@ class Sequence:
         these, so that one is left to prefill; how many were kept."""
         most = min(self.length, len(tokens) - 1)
         kept = next((i for i in range(most) if self.tokens[i] != tokens[i]), max(0, most))
-        self.length = kept  # first: an interruption between these lines must not lengthen it
-        del self.tokens[kept:]
-        self.on_device = self.stopped = self.has_logits = False
+        with uninterrupted:
+            del self.tokens[kept:]
+            self.length = kept
+            self.on_device = self.stopped = self.has_logits = False
         return kept
 
     def kept(self, count: int) -> int:
@@ -69,12 +71,12 @@ class Sequence:
             )
         return count
 
+    @uninterrupted
     def truncate(self, count: int) -> None:
         """Keeps the first `count` tokens (see `kept`); the last of them is decoded next."""
         self.on_device = False
         if count < len(self.tokens):
             self.has_logits = self.stopped = False
-        # First, as in `keep_common`.
         self.length = min(self.length, max(0, count - 1))
         del self.tokens[count:]
 

@@ -368,7 +368,7 @@ class StepGraphs:
                     for operation in operations:
                         stream.submit(operation)
             return graph.instantiate(upload=stream)
-        except BaseException:
+        except Exception:
             graph.close()
             raise
 

@@ -13,7 +13,7 @@ architecture share the files on disk.
 States of a key: unknown -> being made -> loaded (-> evicted -> unknown), or -> failed.  A failed
 compilation that read no file is remembered in the process, and never written to disk.  Other
 failures (no memory, no compiler, a capture under way) are not remembered: the next caller tries
-again.  An interrupt (KeyboardInterrupt) leaves a key unknown.
+again.  Ctrl-C leaves a key unknown.
 
 The memory store limits the loaded modules by count and bytes.  It evicts the least recently used
 modules that nothing else holds: no kernel that was given out, and so no graph that keeps such a
@@ -34,7 +34,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ostinato.driver.api import Image
 from ostinato.driver.closeable import Closeable
@@ -104,19 +104,6 @@ class _OtherCompilerError(Exception):
     """The key was made for another compiler than the one that was loaded."""
 
 
-class _Maker:
-    """Held by the thread that makes a module, and by those that wait for it.
-
-    There is no other state, which an interrupt could leave wrong: `with` releases the lock however
-    the making ends.  Reentrant: the garbage collector may run a finaliser that gets a kernel.
-    """
-
-    __slots__ = ("__weakref__", "lock")
-
-    def __init__(self) -> None:
-        self.lock = new_lock()
-
-
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """What a module cache did since it was made.
@@ -168,7 +155,8 @@ class ModuleCache(Closeable):
         self._fast = self._store.fast
         # Reentrant: the garbage collector may run a finaliser inside that calls this cache.
         self._lock = new_lock()
-        self._makers: weakref.WeakValueDictionary[bytes, _Maker] = weakref.WeakValueDictionary()
+        self._makers: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
+        """Locks: of a key that is being made, held by its maker and wanted by those who wait."""
         self._failed: OrderedDict[bytes, Failure] = OrderedDict()
         # Counts hits, and its numbers are the times of last use: one call without a lock.
         self._clock = itertools.count(1)
@@ -328,10 +316,10 @@ class ModuleCache(Closeable):
         with self._lock:
             maker = self._makers.get(asked.key)
             if maker is None:
-                maker = self._makers[asked.key] = _Maker()
+                maker = self._makers[asked.key] = new_lock()
             else:
                 self._waits += 1
-        with maker.lock:
+        with maker:
             stored = self._in_memory(asked.key)  # made by another thread meanwhile
             if stored is None:
                 with self._lock:
@@ -490,8 +478,6 @@ class MemoryStore:
 
     @property
     def nbytes(self) -> int:
-        # Added up each time: a running total would stay wrong after an interrupt between its change
-        # and that of the entries.
         return sum(entry.nbytes for entry in self._entries.values())
 
     def get(self, key: bytes) -> Stored | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ostinato.driver.api import (
     Driver,
@@ -26,6 +27,7 @@ from ostinato.driver.api import (
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.launcher import packer
 from ostinato.driver.signature import PLAIN_CODES, Signature, pack_untyped
 from ostinato.errors import ClosedError, DriverError, InputError, Status
@@ -63,11 +65,11 @@ class LoadedModule(Closeable):
         self._lock = new_lock()
         self._functions: dict[str, FunctionHandle] = {}
         self._names: tuple[str, ...] | None = None
-        self._handle = context.driver.module_load(image)
-        self._finalizer = weakref.finalize(
-            self, context.retire, _Unload(context.driver, self._handle), quiet=True
-        )
-        self._finalizer.atexit = False
+        with uninterrupted:
+            self._handle = context.driver.module_load(image)
+            unload = partial(_unload, context.driver, self._handle)
+            self._finalizer = weakref.finalize(self, context.retire, unload, quiet=True)
+            self._finalizer.atexit = False
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""
@@ -125,22 +127,14 @@ class LoadedModule(Closeable):
         self.context.collect()
 
 
-class _Unload:
+def _unload(driver: Driver, handle: ModuleHandle) -> None:
     """Unloads a module that nothing keeps any more; `Context.collect` calls it.
 
     Waits for the whole device, because cuModuleUnload does not guarantee to wait for kernels that
     still run.  Evictions are rare.
     """
-
-    __slots__ = ("driver", "handle")
-
-    def __init__(self, driver: Driver, handle: ModuleHandle) -> None:
-        self.driver = driver
-        self.handle = handle
-
-    def __call__(self) -> None:
-        self.driver.synchronize()
-        self.driver.module_unload(self.handle)
+    driver.synchronize()
+    driver.module_unload(handle)
 
 
 class Kernel:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ostinato import Buffer, Device, Stream, fill
 from ostinato.errors import CaptureError
+from ostinato.lowlevel import uninterrupted
 from ostinato.relational.block import SLOT
 from ostinato.relational.keys import ScanTopology
 from ostinato.step import capacity_class
@@ -62,9 +63,6 @@ class Workspace:
     def reserve(self, slots: int, right: int, probe: int, scan: ScanTopology | None) -> None:
         """Room for a hash table of so many slots, for building an index of so many right rows, and
         for probing by a class of left rows; 0 of what is not needed.
-
-        While memory is being replaced, its size is 0, and it counts as grown: after an interruption
-        there no join uses an address of the memory before, which is freed by then.
         """
         if slots > self._slots:
             self._reserve_table(slots)
@@ -77,22 +75,22 @@ class Workspace:
         require_no_capture(self._stream)
         table = self._device.empty(slots * SLOT.itemsize, "bytes")
         fill(self._stream, table, 0)
-        self._slots = 0
-        self.growths += 1
-        old, self.table = self.table, table
-        self.slots = table.address
-        self._slots = slots
+        with uninterrupted:
+            self.growths += 1
+            old, self.table = self.table, table
+            self.slots = table.address
+            self._slots = slots
         _close(old)
 
     def _reserve_build(self, rows: int) -> None:
         require_no_capture(self._stream)
         capacity = capacity_class(rows)
         build = self._device.empty((3, capacity), np.uint32)
-        self._right = 0
-        self.growths += 1
-        old, self._build = self._build, build
-        self.slot_of, self.rank, self.grouped = (build[i].address for i in range(3))
-        self._right = capacity
+        with uninterrupted:
+            self.growths += 1
+            old, self._build = self._build, build
+            self.slot_of, self.rank, self.grouped = (build[i].address for i in range(3))
+            self._right = capacity
         _close(old)
 
     def _reserve_probe(self, probe: int, scan: ScanTopology) -> None:
@@ -101,12 +99,12 @@ class Workspace:
         sums = self._device.empty(max(1, sum(scan.scratch)), np.uint64)
         found = self._device.empty(probe, np.uint32)
         offsets = self._device.empty(probe, np.uint32)
-        self._left = 0
-        self.growths += 1
-        old = self._found, self._offsets, self._level_sums
-        self._found, self._offsets, self._level_sums = found, offsets, sums
-        self.found, self.offsets, self.sums = found.address, offsets.address, sums.address
-        self._left = probe
+        with uninterrupted:
+            self.growths += 1
+            old = self._found, self._offsets, self._level_sums
+            self._found, self._offsets, self._level_sums = found, offsets, sums
+            self.found, self.offsets, self.sums = found.address, offsets.address, sums.address
+            self._left = probe
         _close(*old)
 
     def clean(self) -> None:

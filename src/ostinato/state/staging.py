@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ostinato.driver.api import CaptureMode, CaptureStatus, MemcpyNodeParams, whole_number
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.signature import BYTES
 from ostinato.driver.stream import Event, Operation, Stream, require_stream
 from ostinato.errors import CaptureError, ClosedError, InputError
@@ -104,7 +105,7 @@ class StagingRing:
         if done is not None and not done.done:
             self._waits += 1
             done.synchronize()
-        # Of a copy whose event could not be recorded, or was interrupted.
+        # Of a copy whose event could not be recorded, or whose write was interrupted.
         stream = self._unmarked[index]
         if stream is not None and not stream.closed:
             stream.synchronize()
@@ -119,14 +120,12 @@ class StagingRing:
 
     def close(self) -> None:
         """Gives the pinned memory back once the copies out of it are done.  Idempotent."""
-        with self._lock:
-            closed, self._closed = self._closed, True
-        if closed:
-            return
-        streams = {stream for stream in self._streams if stream is not None}
-        self._memory.context.retire(self._memory.close, streams)
-        self._streams = [None] * self.depth
-        for event in self._done:
-            if event is not None:
-                event.close()
+        with uninterrupted, self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            streams = {stream for stream in self._streams if stream is not None}
+            self._memory.context.retire(self._memory.close, streams)
+            self._streams = [None] * self.depth
+            self._done = [None] * self.depth  # events that nothing refers to are destroyed
         self._memory.context.collect()

@@ -22,6 +22,7 @@ from ostinato.driver.api import whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of, members
 from ostinato.driver.forking import new_lock
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.stream import Stream
 from ostinato.errors import CaptureLimitError, ClosedError, InputError
 from ostinato.explain.times import ReplayProfile, replay_as_set, resolved
@@ -49,7 +50,7 @@ class Entry:
     hits: int = 0
     at: int = 0
     """When it was last used or put in: a count of the table's.  Not its place in the dictionary,
-    which would need the key's `__hash__` again, where a Ctrl-C may come in."""
+    which would need the key's `__hash__` again."""
     leases: int = 0
     leaving: bool = False
     record: KeyRecord = field(default_factory=KeyRecord)
@@ -74,11 +75,11 @@ class Table:
     def __init__(self, budget: int | None, max_graphs: int | None) -> None:
         self.budget = budget
         self.max_graphs = max_graphs
-        # No OrderedDict here or in other tables with users' keys: an error or a Ctrl-C in a key's
-        # own `__eq__` tears it for ever, and in `__hash__` it becomes a KeyError.
+        # No OrderedDict here or in other tables with users' keys: an error in a key's own `__eq__`
+        # tears it for ever, and in `__hash__` it becomes a KeyError.
         self.entries: dict[Hashable, Entry] = {}
         self.leaving: weakref.WeakSet[Entry] = weakref.WeakSet()
-        """Weak: a lease that an interruption lost must not keep a graph for ever."""
+        """Weak: a lease that Ctrl-C in a replay lost must not keep a graph for ever."""
         self.over_budget = 0
         self.blocks = SharedBlocks()
         self.records = Records()
@@ -602,7 +603,7 @@ class GraphCache(Closeable):
         charge: Footprint,
         capture_ms: float | None,
     ) -> None:
-        with self._lock:
+        with uninterrupted, self._lock:
             self._require_open()
             out = self._table.put(key, Entry(executable, charge, capture_ms))
             if capture_ms is None:
@@ -617,7 +618,7 @@ class GraphCache(Closeable):
         It is closed once no replay of this cache uses it, and destroyed once its own last launch
         is done; this call does not wait for either.
         """
-        with self._lock:
+        with uninterrupted, self._lock:
             entry = self._table.entries.get(key)
             out = [] if entry is None else self._table.remove([(key, entry)], "asked")
         self._close(out)
@@ -625,7 +626,7 @@ class GraphCache(Closeable):
 
     def evict_all(self) -> int:
         """Takes every graph out, as `evict` does; returns how many."""
-        with self._lock:
+        with uninterrupted, self._lock:
             items = list(self._table.entries.items())
             out = self._table.remove(items, "asked")
         self._close(out)
@@ -647,7 +648,7 @@ class GraphCache(Closeable):
         order, as with `evict`.
         """
         found = self._touching(target)
-        with self._lock:
+        with uninterrupted, self._lock:
             gone = [(key, entry) for key, entry in found if not entry.leaving]
             out = self._table.remove(gone, "touching")
         self._close(out)
@@ -717,7 +718,7 @@ class GraphCache(Closeable):
 
     def close(self) -> None:
         """Takes every graph out, and refuses new ones.  Idempotent; does not wait."""
-        with self._lock:
+        with uninterrupted, self._lock:
             self._closed = True
             out = self._table.remove(self._table.entries.items(), "closed")
         self._close(out)

@@ -244,7 +244,7 @@ class GraphStore:
             loaded = self._load(memory or {}, True, text, path)
             try:
                 return loaded.instantiate()
-            except BaseException:
+            except Exception:
                 loaded.close()
                 raise
 

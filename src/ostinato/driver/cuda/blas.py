@@ -5,10 +5,9 @@ first token, and what is needed here are a dozen calls that are the same in cuBL
 values too (a test compares them with cublasLt.h).  cuda.pathfinder, which comes with cuda.bindings,
 finds and loads the library: from toolkits, conda, NVIDIA's wheels, or what torch has loaded.
 
-    load_cublaslt() -> Cublaslt      the library; no device is touched
-    .handle(driver) -> BlasHandle    one for each device, for the process's life
-    .plan(MatrixProduct) -> Planned  descriptors and the algorithm: once for each shape
-    planned(stream, ...)             one call, which may be captured once it ran
+    load_cublaslt() -> Cublaslt                  the library; no device is touched
+    .plan(driver, MatrixProduct, …) -> Planned   descriptors and the algorithm: once for each shape
+    planned(stream, …)                           one call, which may be captured once it ran
 
 Guaranteed: the same call gives the same bits every time.  cuBLAS guarantees that for one version on
 GPUs of one kind; here it may use only reductions in a fixed order (no atomics).
@@ -28,7 +27,6 @@ from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError, NoCudaError, NotAvailableError
 
 __all__ = [
-    "BlasHandle",
     "Cublaslt",
     "MatrixProduct",
     "Planned",
@@ -174,7 +172,12 @@ class Cublaslt:
             raise OSError(f"{path} is no cuBLASLt: {error}") from None
         # 120804 before 13, 130000 and up since; both read the same way but for their digits.
         self.version = (number // 10000, number // 100 % 100, number % 100)
-        self._handles: dict[int, BlasHandle] = {}
+        self._handles: dict[int, int] = {}
+        """cublasLtHandle_t of each device, by its context.
+
+        They are never destroyed: graphs may hold the library's kernels for any time, and destroying
+        one waits for the whole device.
+        """
         self._lock = new_lock()
 
     def __str__(self) -> str:
@@ -187,36 +190,19 @@ class Cublaslt:
             where = f" for {about}" if about else ""
             raise NotAvailableError(f"{symbol}{where} gave {explain_blas_status(status)} ({self})")
 
-    def handle(self, driver: CudaContext) -> BlasHandle:
-        """The device's handle, made at the first use.
-
-        It is never destroyed: graphs may hold the library's kernels for any time, and destroying
-        it waits for the whole device.  Raises NotAvailableError.
-        """
-        with self._lock:
-            known = self._handles.get(driver.context)
-            if known is None:
-                out = ctypes.c_void_p()
-                with driver.made_current():
-                    self.call("cublasLtCreate", byref(out))
-                known = self._handles[driver.context] = BlasHandle(self, out.value or 0)
-            return known
-
-
-class BlasHandle:
-    """cublasLtHandle_t of one device."""
-
-    def __init__(self, library: Cublaslt, handle: int) -> None:
-        self.library = library
-        self.value = handle
-
     def plan(self, driver: CudaContext, product: MatrixProduct, workspace: int) -> Planned:
         """Descriptors and an algorithm that takes at most `workspace` bytes.
 
         Not inside a capture.  Raises NotAvailableError if the library has none.
         """
         with driver.made_current():
-            return Planned(self, driver, product, workspace)
+            with self._lock:
+                handle = self._handles.get(driver.context)
+                if handle is None:
+                    out = ctypes.c_void_p()
+                    self.call("cublasLtCreate", byref(out))
+                    handle = self._handles[driver.context] = out.value or 0
+            return Planned(self, handle, driver, product, workspace)
 
 
 class Planned:
@@ -224,15 +210,20 @@ class Planned:
     bytes, as every allocation is."""
 
     def __init__(
-        self, handle: BlasHandle, driver: CudaContext, product: MatrixProduct, workspace: int
+        self,
+        library: Cublaslt,
+        handle: int,
+        driver: CudaContext,
+        product: MatrixProduct,
+        workspace: int,
     ) -> None:
         self.product = product
+        self._library = library
         self._handle = handle
         self._driver = driver
         self._made: list[tuple[str, ctypes.c_void_p]] = []
-        finalizer = weakref.finalize(self, _destroy, handle.library, self._made)
+        finalizer = weakref.finalize(self, _destroy, library, self._made)
         finalizer.atexit = False
-        library = handle.library
         rows, outputs, inputs = product.rows, product.outputs, product.inputs
         # The library counts in columns: our [rows, outputs] is its outputs x rows, and our
         # W[outputs, inputs] its inputs x outputs, which it is told to transpose.
@@ -248,7 +239,7 @@ class Planned:
         found, count = _HeuristicResult(), ctypes.c_int()
         library.call(
             "cublasLtMatmulAlgoGetHeuristic",
-            *(handle.value, self._operation, self._weight, self._input, self._output),
+            *(handle, self._operation, self._weight, self._input, self._output),
             *(self._output, preference, 1, byref(found), byref(count)),
             about=product,
         )
@@ -264,14 +255,12 @@ class Planned:
 
     def _create(self, what: str, *arguments: int) -> ctypes.c_void_p:
         made = ctypes.c_void_p()
-        self._handle.library.call(
-            f"cublasLt{what}Create", byref(made), *arguments, about=self.product
-        )
+        self._library.call(f"cublasLt{what}Create", byref(made), *arguments, about=self.product)
         self._made.append((f"cublasLt{what}Destroy", made))
         return made
 
     def _set(self, what: str, made: ctypes.c_void_p, attribute: int, value: Any) -> None:
-        self._handle.library.call(
+        self._library.call(
             f"cublasLt{what}SetAttribute",
             *(made, attribute, byref(value), ctypes.sizeof(value)),
             about=self.product,
@@ -289,9 +278,9 @@ class Planned:
             if address % _ALIGNMENT:
                 raise InputError(f"{self.product}: {address:#x} is not aligned to {_ALIGNMENT}")
         with self._driver.made_current():
-            self._handle.library.call(
+            self._library.call(
                 "cublasLtMatmul",
-                *(self._handle.value, self._operation, byref(self._alpha), weight, self._weight),
+                *(self._handle, self._operation, byref(self._alpha), weight, self._weight),
                 *(inputs, self._input, byref(self._beta), out, self._output, out, self._output),
                 *(byref(self._found.algo), workspace, nbytes, stream),
                 about=self.product,

@@ -154,11 +154,6 @@ class CudaCalls:
     def mem_free_pinned(self, address: int) -> None:
         self._call("mem_free_pinned", "cuMemFreeHost", address)
 
-    def pinned_view(self, address: int, nbytes: int) -> memoryview:
-        if nbytes == 0:  # no view of nothing can be cast
-            return memoryview(bytearray())
-        return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-
     def memory_view(
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
     ) -> Any:

@@ -145,8 +145,4 @@ class ExecCalls(GraphCalls):
             verdict = UpdateVerdict.ERROR
         if verdict is UpdateVerdict.SUCCESS:  # the call failed, but the driver wrote no reason
             verdict = UpdateVerdict.ERROR
-        return UpdateOutcome(verdict, _node(info.errorNode), _node(info.errorFromNode))
-
-
-def _node(handle: int | None) -> NodeHandle | None:
-    return NodeHandle(handle) if handle else None
+        return UpdateOutcome(verdict, NodeHandle(info.errorNode) if info.errorNode else None)

@@ -1,8 +1,8 @@
 """What drivers are known to do wrong, and a probe for each: `ostinato doctor --faults`.
 
 A probe makes the few calls that show one fault, and says whether this machine's driver has it.
-Each takes seconds.  Some of them end in a lost context if the driver is wrong in another way than
-the known one, so they run in a process of their own (`survey`), which has a deadline for each.
+Some of them end in a lost context, so each runs in a process of its own, which has a deadline
+(`survey`).
 `docs/driver-faults.md` has the drivers that a fault was seen with, the public reports, and what
 this library does about it.
 
@@ -16,12 +16,10 @@ import ctypes
 import enum
 import json
 import os
-import queue
 import re
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import byref
@@ -53,7 +51,7 @@ from ostinato.errors import DriverError, OstinatoError
 __all__ = ["FAULTS", "DriverFault", "Finding", "Survey", "Verdict", "survey"]
 
 DEADLINE = 60.0
-"""Seconds for one probe, and for opening the device before the first one."""
+"""Seconds for one probe, with opening the device."""
 
 _LATE_US = 200
 _CHAIN = 100
@@ -144,14 +142,12 @@ class Finding:
 class DriverFault:
     """A known fault: its name, what happens in one line, and the probe.
 
-    `alone`: the probe needs a process of its own, whose context it loses.  `dumps`: core dumps are
-    asked for in it, before there is a context.
+    `dumps`: core dumps are asked for in the probe's process, before there is a context.
     """
 
     name: str
     what: str
     probe: Callable[[CudaDriver], Finding]
-    alone: bool = False
     dumps: bool = False
 
 
@@ -164,12 +160,14 @@ class Survey:
     findings: dict[str, Finding]
 
 
-def _present(detail: str) -> Finding:
-    return Finding(Verdict.PRESENT, detail)
+_faults: list[DriverFault] = []
 
 
-def _absent(detail: str) -> Finding:
-    return Finding(Verdict.ABSENT, detail)
+def _fault(
+    name: str, what: str, *, dumps: bool = False
+) -> Callable[[Callable[[CudaDriver], Finding]], None]:
+    """A decorator: makes a fault of its probe."""
+    return lambda probe: _faults.append(DriverFault(name, what, probe, dumps))
 
 
 def _either(present: bool, detail: str) -> Finding:
@@ -226,6 +224,10 @@ class _Bench:
         self.driver.stream_synchronize(self.stream)
 
 
+@_fault(
+    "update-keeps-attributes",
+    "a whole update reports success and keeps the old launch attributes",
+)
 def _update_keeps_attributes(driver: CudaDriver) -> Finding:
     sizes = [fate for fate in attribute_fates(driver) if fate.attribute == "cluster size"]
     if not sizes:
@@ -238,6 +240,10 @@ def _update_keeps_attributes(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault(
+    "disabled-memset-loses-order",
+    "a memset node that is switched off no longer orders the nodes around it",
+)
 def _disabled_memset_loses_order(driver: CudaDriver) -> Finding:
     bench = _Bench(driver)
     graph, nodes = bench.chain(
@@ -260,6 +266,10 @@ def _disabled_memset_loses_order(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault(
+    "disabled-cooperative-loses-the-context",
+    "launches with a cooperative kernel node that is switched off end with a lost context",
+)
 def _disabled_cooperative_loses_the_context(driver: CudaDriver) -> Finding:
     if not driver.capabilities.cooperative_launch:
         return _not_applicable("this GPU has no cooperative launches")
@@ -274,10 +284,11 @@ def _disabled_cooperative_loses_the_context(driver: CudaDriver) -> Finding:
             driver.exec_launch(executable, bench.stream)
         driver.stream_synchronize(bench.stream)
     except DriverError as error:
-        return _present(f"{what}: status {int(error.status)}")
-    return _absent(f"{what}: done")
+        return _either(True, f"{what}: status {int(error.status)}")
+    return _either(False, f"{what}: done")
 
 
+@_fault("handles-are-given-again", "a new graph or node has the handle of one that was destroyed")
 def _handles_are_given_again(driver: CudaDriver) -> Finding:
     graphs, nodes, again = set[int](), set[int](), 0
     for _ in range(16):
@@ -292,11 +303,16 @@ def _handles_are_given_again(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault("conditions-have-equal-handles", "conditions of two graphs have the same handle")
 def _conditions_have_equal_handles(driver: CudaDriver) -> Finding:
     first, second = (driver.conditional_create(driver.graph_create()) for _ in range(2))
     return _either(first == second, f"the first conditions of two graphs: {first:#x}, {second:#x}")
 
 
+@_fault(
+    "first-edge-for-all",
+    "one call that adds several edges gives all of them the data of the first",
+)
 def _first_edge_for_all(driver: CudaDriver) -> Finding:
     if not driver.capabilities.programmatic_launch:
         return _not_applicable("this GPU has no programmatic launch")
@@ -323,6 +339,10 @@ def _first_edge_for_all(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault(
+    "broken-capture-destroys-its-graph",
+    "a refused call in a capture into an existing graph destroys that graph",
+)
 def _broken_capture_destroys_its_graph(driver: CudaDriver) -> Finding:
     bench = _Bench(driver)
     graph, _ = bench.chain(EmptyNodeParams())
@@ -336,13 +356,18 @@ def _broken_capture_destroys_its_graph(driver: CudaDriver) -> Finding:
     try:
         count = len(driver.graph_nodes(graph))
     except DriverError as error:
-        return _present(
+        return _either(
+            True,
             f"a call that captures forbid, in a capture into a graph: asked for its nodes after "
-            f"the capture, the driver gives status {error.status}"
+            f"the capture, the driver gives status {error.status}",
         )
-    return _absent(f"the graph has {count} nodes after the capture broke")
+    return _either(False, f"the graph has {count} nodes after the capture broke")
 
 
+@_fault(
+    "waiting-upload-slows-replays",
+    "an executable that was uploaded and not launched slows the kernels of all replays",
+)
 def _waiting_upload_slows_replays(driver: CudaDriver) -> Finding:
     bench = _Bench(driver)
     kernels = [bench.kernel("nothing") for _ in range(_CHAIN)]
@@ -374,6 +399,10 @@ def _waiting_upload_slows_replays(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault(
+    "legacy-work-is-not-captured",
+    "work on the legacy default stream runs during a capture and is not in the graph",
+)
 def _legacy_work_is_not_captured(driver: CudaDriver) -> Finding:
     bench = _Bench(driver)
     driver.stream_begin_capture(bench.stream, CaptureMode.THREAD_LOCAL)
@@ -381,7 +410,7 @@ def _legacy_work_is_not_captured(driver: CudaDriver) -> Finding:
     try:
         graph = driver.stream_end_capture(bench.stream)
     except DriverError as error:
-        return _absent(f"the call gave status {status}, and the capture {error.status}")
+        return _either(False, f"the call gave status {status}, and the capture {error.status}")
     driver.synchronize()
     nodes, ran = len(driver.graph_nodes(graph)), bench.read(0) == 7
     return _either(
@@ -391,6 +420,10 @@ def _legacy_work_is_not_captured(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault(
+    "load-breaks-captures",
+    "a module that is loaded during a capture is refused, or breaks the capture",
+)
 def _load_breaks_captures(driver: CudaDriver) -> Finding:
     bench, status = _Bench(driver), 0
     driver.stream_begin_capture(bench.stream, CaptureMode.THREAD_LOCAL)
@@ -409,16 +442,22 @@ def _load_breaks_captures(driver: CudaDriver) -> Finding:
     )
 
 
+@_fault("ptx-is-ascii", "PTX with a character outside ASCII, also in a comment, is refused")
 def _ptx_is_ascii(driver: CudaDriver) -> Finding:
     _Bench(driver)  # the same without it is loaded
     text = _PTX.replace("// Writes a value", "// Écrit une valeur").encode()
     try:
         driver.module_load(Image("ptx", text))
     except DriverError as error:
-        return _present(f"PTX with É in a comment: status {error.status}")
-    return _absent("PTX with É in a comment was loaded")
+        return _either(True, f"PTX with É in a comment: status {error.status}")
+    return _either(False, "PTX with É in a comment was loaded")
 
 
+@_fault(
+    "core-dump-hides-the-fault",
+    "with core dumps asked for by the API, the wait behind a fault reports success",
+    dumps=True,
+)
 def _core_dump_hides_the_fault(driver: CudaDriver) -> Finding:
     """The core dump was asked for before the driver was opened: `_ask_for_core_dump`."""
     bench = _Bench(driver)
@@ -455,113 +494,36 @@ def _ask_for_core_dump(folder: Path) -> str:
     return ""
 
 
-FAULTS: tuple[DriverFault, ...] = (
-    DriverFault(
-        "update-keeps-attributes",
-        "a whole update reports success and keeps the old launch attributes",
-        _update_keeps_attributes,
-    ),
-    DriverFault(
-        "disabled-memset-loses-order",
-        "a memset node that is switched off no longer orders the nodes around it",
-        _disabled_memset_loses_order,
-    ),
-    DriverFault(
-        "disabled-cooperative-loses-the-context",
-        "launches with a cooperative kernel node that is switched off end with a lost context",
-        _disabled_cooperative_loses_the_context,
-        alone=True,
-    ),
-    DriverFault(
-        "legacy-work-is-not-captured",
-        "work on the legacy default stream runs during a capture and is not in the graph",
-        _legacy_work_is_not_captured,
-    ),
-    DriverFault(
-        "first-edge-for-all",
-        "one call that adds several edges gives all of them the data of the first",
-        _first_edge_for_all,
-    ),
-    DriverFault(
-        "core-dump-hides-the-fault",
-        "with core dumps asked for by the API, the wait behind a fault reports success",
-        _core_dump_hides_the_fault,
-        alone=True,
-        dumps=True,
-    ),
-    DriverFault(
-        "handles-are-given-again",
-        "a new graph or node has the handle of one that was destroyed",
-        _handles_are_given_again,
-    ),
-    DriverFault(
-        "conditions-have-equal-handles",
-        "conditions of two graphs have the same handle",
-        _conditions_have_equal_handles,
-    ),
-    DriverFault(
-        "broken-capture-destroys-its-graph",
-        "a refused call in a capture into an existing graph destroys that graph",
-        _broken_capture_destroys_its_graph,
-    ),
-    DriverFault(
-        "load-breaks-captures",
-        "a module that is loaded during a capture is refused, or breaks the capture",
-        _load_breaks_captures,
-    ),
-    DriverFault(
-        "waiting-upload-slows-replays",
-        "an executable that was uploaded and not launched slows the kernels of all replays",
-        _waiting_upload_slows_replays,
-    ),
-    DriverFault(
-        "ptx-is-ascii",
-        "PTX with a character outside ASCII, also in a comment, is refused",
-        _ptx_is_ascii,
-    ),
-)
+FAULTS = tuple(_faults)
 
 
 # -------------------------------------------------------------------------------- their process
 
 
-def probe(ordinal: int, names: Sequence[str]) -> int:
-    """Runs probes one after the other, and prints a line of JSON for each.  Returns 0."""
-    faults = {fault.name: fault for fault in FAULTS}
+def probe(ordinal: int, name: str) -> int:
+    """Runs one probe, and prints its finding as JSON.  Returns 0."""
+    (fault,) = (fault for fault in FAULTS if fault.name == name)
     with tempfile.TemporaryDirectory() as folder:
-        why = _ask_for_core_dump(Path(folder)) if faults[names[0]].dumps else ""
-        if why:
-            _say(names[0], _not_applicable(why))
-            return 0
-        driver = CudaDriver(ordinal)
-        for name in names:
-            try:
-                found = faults[name].probe(driver)
-            except OstinatoError as error:
-                found = Finding(Verdict.FAILED, f"{type(error).__name__}: {error}")
-            _say(name, found)
+        why = _ask_for_core_dump(Path(folder)) if fault.dumps else ""
+        try:
+            found = _not_applicable(why) if why else fault.probe(CudaDriver(ordinal))
+        except OstinatoError as error:
+            found = Finding(Verdict.FAILED, f"{type(error).__name__}: {error}")
+    print(json.dumps({"verdict": found.verdict.value, "detail": found.detail}))
     return 0
-
-
-def _say(name: str, found: Finding) -> None:
-    line = {"name": name, "verdict": found.verdict.value, "detail": found.detail}
-    print(json.dumps(line), flush=True)
 
 
 _PROGRAM = (
     "import sys; from ostinato.driver.cuda.faults import probe; "
-    "sys.exit(probe(int(sys.argv[1]), sys.argv[2:]))"
+    "sys.exit(probe(int(sys.argv[1]), sys.argv[2]))"
 )
-
-Command = Callable[[Sequence[str]], list[str]]
-"""The command whose process probes the faults of these names."""
 
 
 def survey(device: str = "cuda:0") -> Survey:
-    """Probes every fault on a device, in other processes.
+    """Probes every fault on a device, each in another process.
 
-    Takes some ten seconds.  Raises nothing for a probe that ends its process or does not end: its
-    finding says so.  On the device "host", and without a GPU, every fault is not applicable.
+    Takes some twenty seconds.  Raises nothing for a probe that ends its process or does not end:
+    its finding says so.  On the device "host", and without a GPU, every fault is not applicable.
     """
     if not device.startswith("cuda"):
         return _nowhere(device, "it is one of CUDA drivers, and this is the CPU driver")
@@ -572,12 +534,10 @@ def survey(device: str = "cuda:0") -> Survey:
         return _nowhere(device, f"there is no GPU here: {error}")
     properties = driver.properties
     driver.close()
-
-    def command(names: Sequence[str]) -> list[str]:
-        return [sys.executable, "-P", "-c", _PROGRAM, str(ordinal), *names]
-
+    program = [sys.executable, "-P", "-c", _PROGRAM, str(ordinal)]
+    findings = {fault.name: run_probe([*program, fault.name]) for fault in FAULTS}
     words = f"{_module_version()} (CUDA {properties.driver_version})"
-    return Survey(properties.name, words, run_probes(FAULTS, command))
+    return Survey(properties.name, words, findings)
 
 
 def _nowhere(device: str, why: str) -> Survey:
@@ -594,68 +554,22 @@ def _module_version() -> str:
     return found[0] if found else "a version that /proc does not tell"
 
 
-def run_probes(
-    faults: Sequence[DriverFault], command: Command, deadline: float = DEADLINE
-) -> dict[str, Finding]:
-    """Findings by name.  One process probes all faults that are not `alone`; if it ends early, or
-    says nothing for `deadline` seconds, the next one goes on behind the fault that it was at."""
-    findings: dict[str, Finding] = {}
-    together = [fault.name for fault in faults if not fault.alone]
-    while together:
-        findings |= _run(command, together, deadline)
-        together = [name for name in together if name not in findings]
-    for fault in faults:
-        if fault.alone:
-            findings |= _run(command, [fault.name], deadline)
-    return {fault.name: findings[fault.name] for fault in faults}
-
-
-def _run(command: Command, names: Sequence[str], deadline: float) -> dict[str, Finding]:
-    """The findings of one process: at least the first one, a failure if it has none."""
+def run_probe(command: Sequence[str], deadline: float = DEADLINE) -> Finding:
+    """The finding of a process that runs `probe`; a failure if it tells none."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    findings: dict[str, Finding] = {}
-    with (
-        tempfile.TemporaryFile() as errors,
-        subprocess.Popen(
-            command(names),
+    try:
+        ended = subprocess.run(
+            command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
+            capture_output=True,
+            timeout=deadline,
             env=os.environ | {"PYTHONPATH": path},
-        ) as child,
-    ):
-        output = child.stdout
-        assert output is not None
-
-        def read() -> None:
-            for line in output:
-                lines.put(line)
-            lines.put("")
-
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        for name in names:
-            try:
-                line = lines.get(timeout=deadline)
-            except queue.Empty:
-                child.kill()
-                findings[name] = Finding(
-                    Verdict.FAILED, f"it did not end within {deadline:g} s, and was ended"
-                )
-                break
-            if not line:
-                status = child.wait()
-                errors.seek(0)
-                said = errors.read().decode("utf-8", "replace").strip().splitlines()
-                why = f": {said[-1]}" if said else ""
-                findings[name] = Finding(
-                    Verdict.FAILED, f"its process ended with status {status}{why}"
-                )
-                break
-            told = json.loads(line)
-            findings[told["name"]] = Finding(Verdict(told["verdict"]), told["detail"])
-        child.kill()
-        reader.join()
-    return findings
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(Verdict.FAILED, f"it did not end within {deadline:g} s, and was ended")
+    if not ended.stdout:
+        said = ended.stderr.decode("utf-8", "replace").strip().splitlines()
+        why = f": {said[-1]}" if said else ""
+        return Finding(Verdict.FAILED, f"its process ended with status {ended.returncode}{why}")
+    told = json.loads(ended.stdout)
+    return Finding(Verdict(told["verdict"]), told["detail"])

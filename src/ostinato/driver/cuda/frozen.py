@@ -34,9 +34,9 @@ from ostinato.driver.api import (
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.launch import (
     attribute_words,
+    config_of,
     packed_arguments,
     read_arguments,
-    settable,
 )
 from ostinato.driver.cuda.nodes import read_edge_data
 from ostinato.errors import DriverError
@@ -125,7 +125,7 @@ def _decoded(raw: bytes, attributes: tuple[int, ...], programmatic: bool) -> _Sh
             found[identity] = cu.LaunchAttributeValue.from_buffer_copy(
                 value.ljust(_VALUE_BYTES, b"\0")
             )
-    config = settable(found).config(sizes, programmatic=programmatic)
+    config = config_of(sizes, found, programmatic=programmatic)
     words = attribute_words(found)
     return _Shape(config, words, replace(LaunchAttributes.of(config), others=words))
 

@@ -38,6 +38,7 @@ from ostinato.driver.api import (
     HostNodeParams,
     KernelNodeParams,
     KernelTable,
+    LaunchAttributes,
     LaunchConfig,
     MemcpyNodeParams,
     MemsetNodeParams,
@@ -61,14 +62,12 @@ from ostinato.driver.cuda.launch import (
     SETTABLE,
     SHOWN,
     NodeBlocks,
-    Settable,
     attribute_values,
     attribute_words,
-    cluster_of,
+    config_of,
     default_value,
     node_block,
     read_arguments,
-    settable,
 )
 from ostinato.driver.cuda.modules import ModuleCalls
 from ostinato.driver.cuda.nodes import (
@@ -128,7 +127,7 @@ _NO_COPIES = (
     "a graph with alloc, free or conditional nodes has no copies, and neither has the body of a "
     "conditional node"
 )
-_MEMORY_NODES = "nodes and edges cannot leave a graph that has alloc or free nodes"
+_MEMORY_NODES = "nodes cannot leave a graph that has alloc or free nodes"
 
 
 class GraphCalls(StreamCalls, ModuleCalls):
@@ -288,17 +287,6 @@ class GraphCalls(StreamCalls, ModuleCalls):
                     self._change_edges(
                         "graph_add_edges", "cuGraphRemoveDependencies_v2", graph, added
                     )
-            raise
-
-    def graph_remove_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:
-        if not edges:
-            return
-        seam = "graph_remove_edges"
-        try:
-            self._change_edges(seam, "cuGraphRemoveDependencies_v2", graph, edges)
-        except DriverError as error:
-            if any(self._is_memory_node(seam, node) for node in self.graph_nodes(graph)):
-                raise self._error(Status.NOT_PERMITTED, seam, _MEMORY_NODES) from error
             raise
 
     def graph_remove_node(self, node: NodeHandle) -> None:
@@ -718,9 +706,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
             *(raw.blockDimX, raw.blockDimY, raw.blockDimZ),
             raw.sharedMemBytes,
         )
-        config = settable(attributes).config(
-            sizes, programmatic=any(edge.type is EdgeType.PROGRAMMATIC for edge in edges)
-        )
+        programmatic = any(edge.type is EdgeType.PROGRAMMATIC for edge in edges)
+        config = config_of(sizes, attributes, programmatic=programmatic)
         self.note_config(node, config)
         return KernelNodeParams(
             FunctionHandle(function),
@@ -774,9 +761,9 @@ class GraphCalls(StreamCalls, ModuleCalls):
         if self._configs_read.get(node) is config:
             return
         self._require_on(seam)
-        has = settable(self._attributes_of(node, SETTABLE))
-        asked = Settable(cluster_of(config.cluster), config.cooperative, config.priority or 0)
-        if asked != has:
+        now = config_of((1,) * 6 + (0,), self._attributes_of(node, SETTABLE), programmatic=False)
+        has = LaunchAttributes.of(now)
+        if LaunchAttributes.of(config) != has:
             raise self._refused(
                 seam,
                 f"cluster {has.cluster}, cooperative {has.cooperative} and priority "

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ostinato.driver.api import (
-    Dim3,
     KernelArguments,
     KernelNodeParams,
     KernelTable,
@@ -31,17 +30,15 @@ __all__ = [
     "Block",
     "NodeBlocks",
     "PreparedLaunch",
-    "Settable",
     "attribute_values",
     "attribute_words",
     "attributes_of",
-    "cluster_of",
+    "config_of",
     "default_value",
     "launch_block",
     "node_block",
     "packed_arguments",
     "read_arguments",
-    "settable",
 ]
 
 # The heads of the blocks below, as `struct` packs them: CUlaunchConfig, and
@@ -71,6 +68,7 @@ _LOAD_BALANCING = 2
 nothing (580.159)."""
 
 
+@dataclass(slots=True, eq=False)
 class PreparedLaunch:
     """A launch that can be repeated, from any thread: the same arguments, config and stream.
 
@@ -78,19 +76,12 @@ class PreparedLaunch:
     None if another context than the driver's is current: then nothing was launched.
     """
 
-    __slots__ = ("arguments", "attributes", "call", "config", "function", "stream")
-
-    def __init__(
-        self,
-        stream: int,
-        function: int,
-        config: LaunchConfig,
-        arguments: KernelArguments,
-        attributes: Attributes | None,
-        call: Callable[[], int | None],
-    ) -> None:
-        self.stream, self.function, self.config = stream, function, config
-        self.arguments, self.attributes, self.call = arguments, attributes, call
+    stream: int
+    function: int
+    config: LaunchConfig
+    arguments: KernelArguments
+    attributes: Attributes | None
+    call: Callable[[], int | None]
 
 
 class Attributes:
@@ -274,11 +265,6 @@ def _read_extra(extra: int) -> bytes:
 # ------------------------------------------------------------------------------------- attributes
 
 
-def cluster_of(dimensions: Dim3 | None) -> Dim3 | None:
-    """None for a cluster of one block, and for zeros, which the driver reports for "not set"."""
-    return None if dimensions is None or max(dimensions) <= 1 else dimensions
-
-
 def attribute_values(
     config: LaunchConfig, *, launch: bool
 ) -> list[tuple[int, cu.LaunchAttributeValue]]:
@@ -306,37 +292,29 @@ def attribute_values(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Settable:
-    """The attributes that `LaunchConfig` has, as a node has them."""
-
-    cluster: Dim3 | None
-    cooperative: bool
-    priority: int
-
-    def config(self, sizes: Sequence[int], *, programmatic: bool) -> LaunchConfig:
-        """With a node's grid (three numbers), block (three) and dynamic shared memory."""
-        return LaunchConfig(
-            grid=(sizes[0], sizes[1], sizes[2]),
-            block=(sizes[3], sizes[4], sizes[5]),
-            shared=sizes[6],
-            cluster=self.cluster,
-            cooperative=self.cooperative,
-            programmatic=programmatic,
-            priority=self.priority or None,
-        )
-
-
-def settable(found: dict[int, cu.LaunchAttributeValue]) -> Settable:
-    """An attribute that the device lacks counts as not set."""
-    cluster: Dim3 | None = None
+def config_of(
+    sizes: Sequence[int], found: dict[int, cu.LaunchAttributeValue], *, programmatic: bool
+) -> LaunchConfig:
+    """That of a node with this grid (three numbers), block (three), dynamic shared memory and
+    attributes.  An attribute that the device lacks counts as not set."""
+    cluster = None
     if value := found.get(cu.ATTRIBUTE_CLUSTER_DIMENSION):
         size = value.clusterDim
-        cluster = cluster_of((size.x, size.y, size.z))
-    value = found.get(cu.ATTRIBUTE_COOPERATIVE)
-    cooperative = value is not None and value.cooperative != 0
-    value = found.get(cu.ATTRIBUTE_PRIORITY)
-    return Settable(cluster, cooperative, 0 if value is None else int(value.priority))
+        if max(size.x, size.y, size.z) > 1:  # zeros: not set
+            cluster = (size.x, size.y, size.z)
+    cooperative, priority = (
+        found.get(cu.ATTRIBUTE_COOPERATIVE),
+        found.get(cu.ATTRIBUTE_PRIORITY),
+    )
+    return LaunchConfig(
+        grid=(sizes[0], sizes[1], sizes[2]),
+        block=(sizes[3], sizes[4], sizes[5]),
+        shared=sizes[6],
+        cluster=cluster,
+        cooperative=cooperative is not None and cooperative.cooperative != 0,
+        programmatic=programmatic,
+        priority=None if priority is None else priority.priority or None,
+    )
 
 
 def attribute_words(found: dict[int, cu.LaunchAttributeValue]) -> tuple[str, ...]:

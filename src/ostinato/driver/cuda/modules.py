@@ -143,7 +143,7 @@ class ModuleCalls(CudaCalls):
             raise self._error(status, "module_function", f"entry {name!r}")
         handle = FunctionHandle(function.value)
         self._functions_of.setdefault(module, {})[name] = handle
-        if handle not in self._layouts and self._lib.has("cuFuncGetParamInfo"):
+        if handle not in self._layouts:
             self._layouts[handle] = self._parameter_layout("module_function", handle)
         return handle
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
@@ -35,22 +34,11 @@ _LEGACY = (0, 1)
 _LAST_DEFAULT_STREAM = 2  # CU_STREAM_PER_THREAD
 
 
-class _CaptureSlots(threading.local):
-    """Where the driver writes the state of a capture; made once for each thread."""
-
-    def __init__(self) -> None:
-        self.state, self.capture_id, self.graph = c_int(), c_uint64(), c_uint64()
-        self.nodes, self.edge_data, self.count = c_void_p(), c_void_p(), c_size_t()
-        places = (self.state, self.capture_id, self.graph, self.nodes, self.edge_data, self.count)
-        self.references = tuple(byref(place) for place in places)
-
-
 class StreamCalls(CudaCalls):
     """Streams, events, host functions and captures."""
 
     def __init__(self, lib: Libcuda, context: int, ordinal: int) -> None:
         super().__init__(lib, context, ordinal)
-        self._capture_slots = _CaptureSlots()
         calls = lib.address("cuStreamGetCaptureInfo_v3"), lib.address("cuCtxGetCurrent")
         self._info_addresses = calls if all(calls) else None
         self._into_graph: dict[int, int] = {}
@@ -185,18 +173,20 @@ class StreamCalls(CudaCalls):
                 return CaptureInfo(CaptureStatus(found[0])) if found[0] else _NONE
             if found is not None:
                 raise self._error(found, "stream_capture_info")
-        slots = self._capture_slots
+        state, number, graph, count = c_int(), c_uint64(), c_uint64(), c_size_t()
+        nodes, edge_data = c_void_p(), c_void_p()
         # Without a place for edge data the query fails where programmatic launches were captured.
-        self._call("stream_capture_info", "cuStreamGetCaptureInfo_v3", stream, *slots.references)
-        # All at once: what runs in between (a finaliser) may ask for the state of another capture.
-        state, number, graph = slots.state.value, slots.capture_id.value, slots.graph.value
-        count, nodes = slots.count.value, slots.nodes.value
-        if state != _ACTIVE:  # the rest is valid only while it is active
-            return CaptureInfo(CaptureStatus(state))
+        places = map(byref, (state, number, graph, nodes, edge_data, count))
+        self._call("stream_capture_info", "cuStreamGetCaptureInfo_v3", stream, *places)
+        if state.value != _ACTIVE:  # the rest is valid only while it is active
+            return CaptureInfo(CaptureStatus(state.value))
         dependencies: tuple[NodeHandle, ...] = ()
-        if count and nodes:  # the driver's array: copied before any other call
-            dependencies = tuple(map(NodeHandle, (c_uint64 * count).from_address(nodes)))
-        return CaptureInfo(CaptureStatus.ACTIVE, number, GraphHandle(graph), dependencies)
+        if nodes.value:  # the driver's array: copied before any other call
+            given = (c_uint64 * count.value).from_address(nodes.value)
+            dependencies = tuple(map(NodeHandle, given))
+        return CaptureInfo(
+            CaptureStatus.ACTIVE, number.value, GraphHandle(graph.value), dependencies
+        )
 
     def stream_set_capture_dependencies(
         self, stream: StreamHandle, nodes: Sequence[NodeHandle]

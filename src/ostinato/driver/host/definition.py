@@ -35,7 +35,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.host.handles import Table, new_handle
 from ostinato.driver.host.memory import MemoryTable
-from ostinato.errors import Status, driver_error
+from ostinato.errors import DriverError, Status, driver_error
 
 __all__ = [
     "KINDS",
@@ -378,13 +378,13 @@ class GraphDefinition:
         allocation = self.tables.memory.reserve(call, params.nbytes)
         return AllocNodeParams(params.nbytes, allocation.address)
 
-    def refuse_memory(self, call: str, what: str, node: NodeHandle | None = None) -> None:
-        """Raises if the graph has alloc or free nodes: nothing may be removed from it then."""
+    def refuse_memory(self, call: str, node: NodeHandle) -> None:
+        """Raises if the graph has alloc or free nodes: no node may be removed from it then."""
         if any(other.kind in MEMORY_KINDS for other in self.nodes.values()):
             raise driver_error(
                 Status.NOT_SUPPORTED,
                 call,
-                f"{what} cannot leave a graph that has alloc or free nodes",
+                "nodes cannot leave a graph that has alloc or free nodes",
                 node=node,
             )
 
@@ -419,23 +419,10 @@ class GraphDefinition:
                     raise driver_error(Status.INVALID_VALUE, call, f"{edge} would close a cycle")
                 target.incoming.append((source, edge.data))
                 added.append((source, target, edge.data))
-        except BaseException:
+        except DriverError:
             for source, target, data in added:
                 target.incoming.remove((source, data))
             raise
-
-    def remove_edges(self, call: str, edges: Sequence[Edge]) -> None:
-        """Removes all edges or, if one is refused, none."""
-        self.refuse_memory(call, "edges")
-        found: list[tuple[Node, tuple[Node, EdgeData]]] = []
-        for edge in edges:
-            (source,) = self.nodes_of(call, [edge.source])
-            (target,) = self.nodes_of(call, [edge.target])
-            if (source, edge.data) not in target.incoming:
-                raise driver_error(Status.INVALID_VALUE, call, f"there is no {edge}")
-            found.append((target, (source, edge.data)))
-        for target, entry in found:
-            target.incoming.remove(entry)
 
     # --- copies
 

@@ -55,7 +55,6 @@ from ostinato.driver.api import (
     ConditionDefaults,
     CudaContext,
     DeviceProperties,
-    Driver,
     Edge,
     EdgeData,
     EventHandle,
@@ -95,6 +94,7 @@ from ostinato.driver.host.modules import MAX_SHARED, MAX_THREADS, LoadedModule, 
 from ostinato.driver.host.queue import HostContext, Mark, WorkQueue
 from ostinato.driver.host.streams import Captures, Event, Stream
 from ostinato.driver.host.work import WorkCompiler
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.process_memory import as_numpy
 from ostinato.errors import DriverError, Status, driver_error
 
@@ -205,9 +205,12 @@ class HostDriver:
 
     @contextlib.contextmanager
     def _entered(self, call: str) -> Iterator[str]:
-        """`_enter` and the lock, for calls that need not be fast.  Gives the name of the call."""
+        """`_enter` and the lock, for calls that need not be fast.  Gives the name of the call.
+
+        Ctrl-C waits for its end: it comes before a call of libcuda or after it, too.
+        """
         self._enter(call)
-        with self._lock:
+        with uninterrupted, self._lock:
             yield call
 
     def _wait_for_all(self, call: str) -> None:
@@ -235,6 +238,7 @@ class HostDriver:
     def mem_alloc_pinned(self, nbytes: int) -> int:
         return self._allocate("mem_alloc_pinned", nbytes, pinned=True)
 
+    @uninterrupted
     def _allocate(self, call: str, nbytes: int, *, pinned: bool) -> int:
         self._enter(call)
         self._captures.forbid(call)
@@ -250,12 +254,8 @@ class HostDriver:
         self._enter(call)
         self._captures.forbid(call)
         self._wait_for_all(call)  # work under way may use it: CUDA waits here too
-        with self._lock:
+        with self._entered(call):
             self._memory.release(call, address, pinned=pinned)
-
-    def pinned_view(self, address: int, nbytes: int) -> memoryview:
-        call = self._enter("pinned_view")
-        return self._memory.pinned_view(call, address, nbytes)
 
     def memory_range(self, address: int) -> MemoryRange | None:
         self._enter("memory_range")
@@ -265,20 +265,24 @@ class HostDriver:
         return self._memory.share(self._enter("memory_share"), address)
 
     def memory_open_shared(self, handle: bytes) -> int:
-        return self._memory.open_shared(self._enter("memory_open_shared"), handle)
+        with self._entered("memory_open_shared") as call:
+            return self._memory.open_shared(call, handle)
 
     def memory_end_shared(self, address: int) -> None:
         call = self._enter("memory_end_shared")
         self._wait_for_all(call)
-        self._memory.end_shared(call, address)
+        with self._entered(call):
+            self._memory.end_shared(call, address)
 
     def memory_adopt(self, address: int, nbytes: int, owner: object) -> bool:
-        return self._memory.adopt(self._enter("memory_adopt"), address, nbytes, owner)
+        with self._entered("memory_adopt") as call:
+            return self._memory.adopt(call, address, nbytes, owner)
 
     def memory_end_adopted(self, address: int) -> None:
         call = self._enter("memory_end_adopted")
         self._wait_for_all(call)
-        self._memory.end_adopted(call, address)
+        with self._entered(call):
+            self._memory.end_adopted(call, address)
 
     def memory_view(
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
@@ -448,7 +452,7 @@ class HostDriver:
 
     def stream_query(self, stream: StreamHandle) -> bool:
         queue = self._queue_to_ask("stream_query", stream)
-        return queue.completed >= queue.submitted
+        return queue.reached(queue.submitted)
 
     def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
         call = self._enter("stream_wait_event")
@@ -510,7 +514,7 @@ class HostDriver:
         call = self._enter("module_load")
         self._captures.forbid(call)
         module = LoadedModule(call, image)
-        with self._lock:
+        with self._entered(call):
             self._functions.update({f.handle: f for f in module.functions.values()})
             self._modules[module.handle] = module
             return module.handle
@@ -520,7 +524,7 @@ class HostDriver:
         self._modules.find(call, module)
         self._captures.forbid(call)
         self._wait_for_all(call)
-        with self._lock:
+        with self._entered(call):
             found = self._modules.find(call, module)
             found.unload()
             for function in found.functions.values():
@@ -681,14 +685,10 @@ class HostDriver:
         with self._entered("graph_add_edges") as call:
             self._graphs.find(call, graph).add_edges(call, edges)
 
-    def graph_remove_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:
-        with self._entered("graph_remove_edges") as call:
-            self._graphs.find(call, graph).remove_edges(call, edges)
-
     def graph_remove_node(self, node: NodeHandle) -> None:
         with self._entered("graph_remove_node") as call:
             found = self._nodes.find(call, node)
-            found.graph.refuse_memory(call, "nodes", node)
+            found.graph.refuse_memory(call, node)
             self._captures.drop_node(found)
             found.graph.remove(found)
 
@@ -739,11 +739,9 @@ class HostDriver:
             return executable.handle
 
     def exec_destroy(self, executable: ExecHandle) -> None:
-        call = self._enter("exec_destroy")
-        self._executables.find(call, executable)
-        self._captures.forbid(call)
-        with self._lock:
+        with self._entered("exec_destroy") as call:
             found = self._executables.find(call, executable)
+            self._captures.forbid(call)
             found.destroyed = True
             del self._executables[executable]
             found.release_memory()
@@ -811,8 +809,3 @@ class HostDriver:
         with self._entered("exec_update") as call:
             target = self._executables.find(call, executable)
             return target.update(self._graphs.find(call, graph))
-
-
-def _is_a_driver(driver: HostDriver) -> Driver:
-    """For mypy, which proves here that every call is there, with the protocol's types."""
-    return driver

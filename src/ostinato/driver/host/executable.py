@@ -48,7 +48,7 @@ from ostinato.driver.host.work import (
     nothing,
     run_steps,
 )
-from ostinato.errors import Status, driver_error
+from ostinato.errors import DriverError, Status, driver_error
 
 __all__ = ["Executable", "check_instantiable"]
 
@@ -149,7 +149,6 @@ class Executable:
         pairs = zip(definition.walk(), self._snapshot.walk(), strict=True)
         self._nodes = {node.handle: twin for node, twin in pairs}
         self._disabled: set[Node] = set()
-        self._torn = False  # whether an update began and did not end
         self._last: Mark | None = None  # the last launch: the next one waits for it
         self._marks = _LaunchMarks()  # of the launch that runs
         self._conditions = Conditions()
@@ -386,7 +385,7 @@ class Executable:
         before, node.params = node.params, params
         try:
             self._recompile(node)
-        except BaseException:
+        except DriverError:
             node.params = before
             raise
         if isinstance(params, EventRecordNodeParams | EventWaitNodeParams):
@@ -421,16 +420,9 @@ class Executable:
 
     def set_enabled(self, call: str, node: Node, enabled: bool) -> None:
         self.enabled(call, node)
-        before = self._disabled
-        self._disabled = before - {node} if enabled else before | {node}
-        try:
-            self._recompile(node)
-            self._bind()
-        except BaseException:  # an interruption: `enabled` says what the next launch does
-            self._disabled = before
-            self._recompile(node)
-            self._bind()
-            raise
+        (self._disabled.discard if enabled else self._disabled.add)(node)
+        self._recompile(node)
+        self._bind()
 
     def update(self, new: GraphDefinition) -> UpdateOutcome:
         outcome = _compare(self._snapshot, new, self._memory.is_pinned)
@@ -439,20 +431,13 @@ class Executable:
         for node in new.walk():
             if not self._compiler.knows(node.params):
                 return UpdateOutcome(UpdateVerdict.ERROR, node.handle)
-        # An update that was interrupted may have changed nodes and not yet their steps.
-        torn, self._torn = self._torn, True
         changed = _adopt(self._snapshot, new)
-        if torn:
-            changed = list(self._positions)
         self._survey_conditions()
+        for node in changed:
+            self._recompile(node)
         if changed:
-            steps = self._steps.copy()
-            for node in changed:
-                steps[self._positions[node]] = self._step(node)
-            self._steps = steps
             self._survey()
         self._bind()
-        self._torn = False
         return _SUCCESS
 
 
@@ -523,7 +508,7 @@ def _compare(
         edges = [(old_index[source], data) for source, data in was.incoming]
         for source, data in is_.incoming:
             if (new_index[source], data) not in edges:
-                return UpdateOutcome(UpdateVerdict.TOPOLOGY_CHANGED, is_.handle, source.handle)
+                return UpdateOutcome(UpdateVerdict.TOPOLOGY_CHANGED, is_.handle)
         if was.params == is_.params and not was.inner:
             continue
         outcome = _compare_nodes(was, is_, is_pinned)

@@ -91,25 +91,16 @@ class MemoryTable:
     def __init__(self, total: int) -> None:
         self.total = total
         self.lock = new_lock()  # a collection inside may free memory on this thread
-        # By address.  One list, changed in one step each time: an interruption finds it whole.
         self._live: list[Allocation] = []
-        self._used: int | None = 0
-        """Bytes of device memory in it; None if it has to be added up again."""
+        """By address."""
+        self.used = 0
+        """Bytes of live device memory."""
         self._generation = 0
         # Allocations of alloc nodes by address.  Whether one is live depends on stream order.
         self.reserved: dict[int, Allocation] = {}
         # (id of a loaded function, argument bytes) to the values it is called with.  The views
         # hold their memory, so it is emptied whenever anything is freed.
         self.decoded: dict[tuple[int, bytes], tuple[Any, ...]] = {}
-
-    @property
-    def used(self) -> int:
-        """Bytes of live device memory."""
-        used = self._used
-        if used is None:
-            with self.lock:
-                used = self._used = sum(a.nbytes for a in self._live if not a.pinned)
-        return used
 
     @property
     def free(self) -> int:
@@ -157,7 +148,7 @@ class MemoryTable:
         with self.lock:
             if not allocation.pinned:
                 self._refuse_more(call, allocation.nbytes)
-            self._used = None
+                self.used += allocation.nbytes
             bisect.insort(self._live, allocation, key=_address)
 
     def remove(self, allocation: Allocation) -> bool:
@@ -168,7 +159,8 @@ class MemoryTable:
                 return False
             self._generation += 1
             self.decoded.clear()
-            self._used = None
+            if not allocation.pinned:
+                self.used -= allocation.nbytes
             del self._live[at]
             return True
 
@@ -250,11 +242,10 @@ class MemoryTable:
                 kept.append(part.data)
             data = as_numpy(start, (stop - start,), np.dtype(np.uint8), kept)
             whole = Allocation(start, stop - start, data, pinned=True, adopted=count)
-            live = [a for a in self._live if a not in parts]
-            bisect.insort(live, whole, key=_address)
+            self._live = [a for a in self._live if a not in parts]
+            bisect.insort(self._live, whole, key=_address)
             self._generation += 1
             self.decoded.clear()
-            self._live = live
         return True
 
     def end_adopted(self, call: str, address: int) -> None:
@@ -270,7 +261,7 @@ class MemoryTable:
         with self.lock:
             self.reserved.clear()
             self.decoded.clear()
-            self._used = None
+            self.used = 0
             self._live.clear()
 
     # --- addresses of alloc nodes
@@ -339,15 +330,6 @@ class MemoryTable:
                 f"{what}: {nbytes} bytes at {address:#x} pass the end of the allocation "
                 f"({allocation.nbytes} bytes at {allocation.address:#x})",
             )
-
-    def pinned_view(self, call: str, address: int, nbytes: int) -> memoryview:
-        """The bytes of pinned memory, writable."""
-        self.check(address, nbytes, call, "address")
-        allocation = self.find(address)
-        if allocation is None or not allocation.pinned:
-            raise driver_error(Status.INVALID_VALUE, call, f"{address:#x} is not pinned memory")
-        start = address - allocation.address
-        return allocation.data[start : start + nbytes].data
 
     def view(self, address: int, nbytes: int, what: str) -> npt.NDArray[np.uint8]:
         """The bytes, for work that runs.  Raises ILLEGAL_ADDRESS, which poisons the driver."""

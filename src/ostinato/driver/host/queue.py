@@ -19,6 +19,7 @@ from ostinato.driver.callbacks import mark_thread
 from ostinato.driver.forking import FORKED, new_lock
 from ostinato.driver.host.kernel import HostKernel
 from ostinato.driver.host.memory import MemoryTable
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.errors import ContextPoisonedError, DriverError, Status, driver_error
 
 __all__ = ["Failure", "HostContext", "Latch", "Mark", "WorkQueue"]
@@ -134,10 +135,9 @@ class HostContext:
 class WorkQueue:
     """Tasks in order, numbered from 1.  `completed` is the number of the last one done.
 
-    An interruption (KeyboardInterrupt) may come between any two lines of the submitting thread, so
-    no two lines depend on each other: a task and its number enter the queue in one step, and leave
-    it only after `completed` has reached the number; a second wake-up and a second worker do no
-    harm.
+    Submissions are not guarded against Ctrl-C (`driver.interrupts`), which would make launches
+    slower.  So a task enters the queue together with its number, in one step, and leaves it only
+    after `completed` has reached the number; and whoever waits wakes the worker once more.
 
     A waiter first puts itself on the list and then reads `completed`; the worker first raises
     `completed` and then reads the list.  So no waiter is missed.
@@ -150,7 +150,7 @@ class WorkQueue:
         self._tasks: deque[tuple[int, Task]] = deque()
         self._lock = new_lock()  # a collection inside may end this very queue
         self._wake: SimpleQueue[None] = SimpleQueue()
-        self._idle = False
+        """At least an entry for each task, and one for `stop`."""
         self._stopping = False
         self._waiters: list[tuple[int, threading.Lock]] = []
         self._thread: threading.Thread | None = None
@@ -167,24 +167,17 @@ class WorkQueue:
     def submit(self, task: Task) -> int:
         """Puts a task at the end; its number.  Returns at once."""
         with self._lock:
+            if self._thread is None and not self._stopping:
+                self._start()
             number = self.submitted + 1
-            try:
-                self._tasks.append((number, task))
-            finally:  # also if interrupted: a task in the queue must run without another submission
-                self._rouse()
+            self._tasks.append((number, task))
+            self._wake.put(None)
         return number
 
-    def _rouse(self) -> None:
-        """Wakes or starts the worker if there is something to do.  The lock is held."""
-        if not self._tasks and not self._stopping:
-            return
-        if self._idle:
-            self._wake.put(None)
-            self._idle = False
-        elif self._thread is None and not self._stopping:
-            thread = threading.Thread(target=self._work, name=self.name, daemon=True)
-            thread.start()
-            self._thread = thread
+    @uninterrupted
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+        self._thread.start()
 
     def wait(self, number: int) -> None:
         """Waits until task `number` and all before it are done or were dropped (see `reached`)."""
@@ -199,17 +192,12 @@ class WorkQueue:
         latch.acquire()
 
     def reached(self, number: int) -> bool:
-        """Whether task `number` is done, was dropped, or was never submitted.
-
-        A number that was never submitted counts as reached: the submission of its task was
-        interrupted.
-        """
+        """Whether task `number` is done, was dropped, or was never submitted: its submission was
+        interrupted."""
         if self.completed >= number or number > self.submitted:
             return True
-        if self._idle or self._thread is None:
-            # An interruption came between a task and the worker's waking, or its start.
-            with self._lock:
-                self._rouse()
+        if self._wake.empty():  # perhaps the submission was interrupted before it woke the worker
+            self._wake.put(None)
         return False
 
     def stop(self, *, drop: bool) -> None:
@@ -219,8 +207,7 @@ class WorkQueue:
             if drop:
                 self.completed = self.submitted
                 self._tasks.clear()
-            if self._idle:
-                self._rouse()
+            self._wake.put(None)
             if self._thread is None:
                 self._context.queues.discard(self)
         if drop:
@@ -242,23 +229,15 @@ class WorkQueue:
     def _work(self) -> None:
         tasks, context = self._tasks, self._context
         me = threading.get_ident()
-        with self._lock:
-            if self._thread not in (None, threading.current_thread()):
-                return  # a second worker: the submission that started the first was interrupted
-            self._thread = threading.current_thread()
         mark_thread()
         context.workers.add(me)
         while True:
+            self._wake.get()
             try:
                 number, task = tasks[0]
             except IndexError:
-                with self._lock:
-                    if tasks:
-                        continue
-                    if self._stopping:
-                        break
-                    self._idle = True
-                self._wake.get()
+                if self._stopping:
+                    break
                 continue
             if context.failure is None:
                 try:

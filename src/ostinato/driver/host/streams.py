@@ -4,9 +4,6 @@ States of a stream: it captures nothing; it captures (`Stream.capture` is set: i
 or an event pulled it in); its capture is broken (`Capture.broken` is set: everything but the end
 of the capture is refused with 901).  Ending the capture, well or not, frees all its streams.
 
-A capture begins when its origin joins it and ends when `ended` is set.  Each is one assignment, so
-that an interruption leaves the capture either begun or not, and either ended or not.
-
 The caller of a method must hold the driver's lock.  `Captures.forbid` takes it, and the mode of a
 thread needs none.
 """
@@ -54,17 +51,11 @@ class Stream:
     queue: WorkQueue
     blocking: bool = False
     """Whether it and the legacy stream wait for each other; True for the legacy stream itself."""
-    joined: Capture | None = None
-    """The last capture that it began or was pulled into, also if that has ended."""
+    capture: Capture | None = None
+    """The capture under way on it."""
     dependencies: tuple[Node, ...] = ()
     """While it captures: the nodes that its next node depends on."""
     destroyed: bool = False
-
-    @property
-    def capture(self) -> Capture | None:
-        """The capture under way on it."""
-        joined = self.joined
-        return joined if joined is not None and joined.under_way else None
 
     def refuse_capturing(self, call: str) -> None:
         """Raises 900 and breaks the capture if the stream captures, broken already or not."""
@@ -154,7 +145,7 @@ class Stream:
             )
         self.dependencies = mark.dependencies
         capture.streams.append(self)
-        self.joined = capture
+        self.capture = capture
 
 
 @dataclass(slots=True, eq=False)
@@ -218,10 +209,6 @@ class Capture:
     broken: bool = False
     ended: bool = False
 
-    @property
-    def under_way(self) -> bool:
-        return not self.ended and self.origin.joined is self
-
     def forbids(self, thread: int, thread_mode: CaptureMode) -> bool:
         """Whether a potentially unsafe call of a thread in that mode breaks this capture.
 
@@ -280,12 +267,7 @@ class Captures:
     def __init__(self, lock: Any) -> None:
         self._lock = lock
         self._thread = _Thread()
-        self._begun: list[Capture] = []
-        """Captures under way, and perhaps one whose begin or end was interrupted."""
-
-    @property
-    def under_way(self) -> list[Capture]:
-        return [capture for capture in self._begun if capture.under_way]
+        self.under_way: list[Capture] = []
 
     def fills(self, graph: GraphDefinition) -> bool:
         """Whether a capture adds nodes to the graph."""
@@ -303,7 +285,7 @@ class Captures:
 
         CUDA calls them potentially unsafe: they may wait for, or change, what a capture needs.
         """
-        if not self._begun:
+        if not self.under_way:
             return
         with self._lock:
             thread, mode = threading.get_ident(), self._thread.mode
@@ -320,14 +302,13 @@ class Captures:
 
     def forbid_all(self, call: str) -> None:
         """Raises 900 and breaks every capture, whatever its mode: `call` waits for all streams."""
-        under_way = self.under_way
-        for capture in under_way:
+        for capture in self.under_way:
             capture.broken = True
-        if under_way:
+        if self.under_way:
             raise driver_error(
                 Status.STREAM_CAPTURE_UNSUPPORTED,
                 call,
-                f"stream {under_way[0].origin.handle:#x} is capturing",
+                f"stream {self.under_way[0].origin.handle:#x} is capturing",
             )
 
     def refuse_implicit(self, call: str) -> None:
@@ -355,8 +336,8 @@ class Captures:
         capture = Capture(CaptureMode(mode), threading.get_ident(), graph, stream)
         capture.streams.append(stream)
         stream.dependencies = dependencies
-        self._begun.append(capture)
-        stream.joined = capture
+        self.under_way.append(capture)
+        stream.capture = capture
 
     def end(self, call: str, stream: Stream) -> GraphDefinition:
         """Ends the capture on a stream and returns its graph.
@@ -388,8 +369,8 @@ class Captures:
     def _finish(self, capture: Capture, *, keep: bool) -> None:
         capture.ended = True
         for member in capture.streams:
-            member.dependencies = ()
-        self._begun = self.under_way
+            member.dependencies, member.capture = (), None
+        self.under_way.remove(capture)
         # As driver 580 does (measured): with the capture goes a graph that it went into, too.
         if not keep and capture.graph.owner is None:
             capture.graph.destroy()
@@ -410,4 +391,4 @@ class Captures:
                 stream.dependencies = tuple(n for n in stream.dependencies if n is not node)
 
     def clear(self) -> None:
-        self._begun.clear()
+        self.under_way.clear()

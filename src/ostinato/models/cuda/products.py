@@ -95,9 +95,8 @@ class LibraryProducts:
         library has none."""
         known = self._known.get(product)
         if known is None:
-            handle = self._library.handle(self._context)
             self._stream = self._stream or self._device.create_stream()
-            planned = handle.plan(self._context, product, _WORKSPACE)
+            planned = self._library.plan(self._context, product, _WORKSPACE)
             known = self._known[product] = LibraryProduct(self._device, self._stream, planned)
         return known
 
