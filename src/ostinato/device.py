@@ -27,8 +27,6 @@ from ostinato.modules.source import as_source, only_kernel_of
 if TYPE_CHECKING:
     from ostinato.driver.host.kernel import HostKernel
 
-__all__ = ["Device", "open_device"]
-
 
 @elsewhere(
     stream="create_stream() makes one",

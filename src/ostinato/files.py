@@ -12,14 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = [
-    "UntrustedError",
-    "is_temporary",
-    "open_regular",
-    "replace_file",
-    "temporary_beside",
-]
-
 _TEMPORARY = re.compile(r"\.tmp-[0-9]+-[0-9a-f]{16}\Z")
 """The names of files that are not finished: `temporary_beside`."""
 

@@ -41,8 +41,6 @@ from ostinato.bench.ways import (
 from ostinato.distributed import Group
 from ostinato.models import Checkpoint, LlamaConfig
 
-__all__ = ["DecodeResult", "Others", "PromptRow", "Row", "first_line", "measure", "prompt_tokens"]
-
 # One run of a slow contestant may take so long (seconds); then it decodes fewer tokens.
 _RUN_SECONDS = 3.0
 _WARMUP_TOKENS = 4

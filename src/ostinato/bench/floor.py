@@ -18,8 +18,6 @@ import numpy as np
 
 import ostinato as ost
 
-__all__ = ["Bandwidth", "device_us", "measure_bandwidth"]
-
 _BYTES = 2 << 30
 _ROUNDS = 9
 _HOST_ROUNDS = 25

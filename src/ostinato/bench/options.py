@@ -10,8 +10,6 @@ from ostinato.errors import InputError
 from ostinato.models import LlamaConfig
 from ostinato.models.backend import LibraryRows, WeightsKind
 
-__all__ = ["DecodeOptions", "Point", "points_of", "positions_of"]
-
 MOST_ROWS = 64
 """Sequences that a decoder steps at once, at most."""
 

@@ -10,8 +10,6 @@ from ostinato.bench.decode import Row
 from ostinato.bench.profile import Profile
 from ostinato.graph.show.drawing import Drawing
 
-__all__ = ["decode_svg", "profile_svg"]
-
 _LEFT, _RIGHT = 28.0, 872.0
 _BAR, _WIDE = 208.0, 386.0  # where bars begin, and the longest
 _ENDS = (198.0, 660.0, 754.0, 826.0, 870.0)  # of the texts beside a bar

@@ -41,8 +41,6 @@ from ostinato.bench.ways import Way, decoder_traffic, open_ways
 from ostinato.errors import InputError, NotAvailableError
 from ostinato.models import Checkpoint, Decoder
 
-__all__ = ["Attribution", "Profile", "ProfileRow", "profile_step", "profile_subject"]
-
 # A difference of two times that is not above this (microseconds) says nothing about speed.
 _LEAST = 0.05
 _GATHERS = "embed"

@@ -20,15 +20,6 @@ from ostinato.models.config import tensor_shapes
 from ostinato.models.files.checkpoint import JsonTokenizerSource, RawTensor, StoredCheckpoint
 from ostinato.models.files.dequantise import BLOCK_TYPES
 
-__all__ = [
-    "RECIPES",
-    "PackedCheckpoint",
-    "RandomCheckpoint",
-    "random_blocks",
-    "random_checkpoint",
-    "recipe_type",
-]
-
 _SEED = 11
 _WIDTH = np.float32(0.02)
 # Of odd length, so that no two rows of a matrix begin at the same place of it.

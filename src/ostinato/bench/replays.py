@@ -11,8 +11,6 @@ import ostinato as ost
 from ostinato.driver.api import KernelNodeParams
 from ostinato.errors import InputError
 
-__all__ = ["Replays"]
-
 # Replays in one timing, which the host puts on the stream while longer work is still running.
 _BURST = 12
 _EVENT_PAIRS = 8

@@ -27,17 +27,6 @@ from ostinato.bench.options import DecodeOptions
 from ostinato.bench.profile import Profile
 from ostinato.files import replace_file
 
-__all__ = [
-    "SCHEMA",
-    "Result",
-    "commit",
-    "decode_result",
-    "machine",
-    "profile_result",
-    "show",
-    "show_profile",
-]
-
 SCHEMA = "ostinato.benchmark/1"
 _LIBRARIES = (
     "ostinato",

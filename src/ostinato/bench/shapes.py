@@ -8,8 +8,6 @@ from typing import Any
 from ostinato.errors import InputError
 from ostinato.models import LlamaConfig
 
-__all__ = ["SHAPES", "Traffic", "shape_named", "traffic"]
-
 _FIELDS = (
     *("hidden", "layers", "heads", "kv_heads", "head_size", "inner", "vocabulary"),
     *("context_length", "rope_theta", "tied_embeddings"),

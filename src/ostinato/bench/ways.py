@@ -23,19 +23,6 @@ from ostinato.models.decoder import backend_for, formats_for
 from ostinato.models.layout import device_shapes
 from ostinato.models.sharding import Sharding, shard_checkpoint
 
-__all__ = [
-    "Contestant",
-    "DecoderWay",
-    "Timed",
-    "Times",
-    "Way",
-    "decoder_traffic",
-    "open_ways",
-    "random_tokens",
-    "record",
-    "ways_of",
-]
-
 # Room for what a decoder allocates beside weights and cache.
 _SPARE = 1 << 29
 _SEED = 5

@@ -16,38 +16,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = [
-    "BYTE_ORDER_MARK",
-    "AsJson",
-    "DeviceName",
-    "Eager",
-    "MaxContext",
-    "MaxTokens",
-    "MinP",
-    "ModelName",
-    "RepetitionPenalty",
-    "Seed",
-    "Stops",
-    "System",
-    "Temperature",
-    "TensorParallel",
-    "Threads",
-    "TokensPerLaunch",
-    "TopK",
-    "TopP",
-    "WeightsName",
-    "WeightsOption",
-    "as_typed",
-    "expanded",
-    "finite",
-    "read_prompt",
-    "ready_file",
-    "ready_folder",
-    "require_readable",
-    "text",
-    "texts",
-]
-
 BYTE_ORDER_MARK = "\ufeff"
 """What some editors write before a text; it is no part of it."""
 

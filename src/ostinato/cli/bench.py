@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ostinato.device import Device
     from ostinato.models import Checkpoint
 
-__all__ = ["Output", "bench", "compare", "numbers", "status", "subject_of"]
-
 DEFAULT_SHAPE = "135M"
 
 

@@ -18,8 +18,6 @@ from ostinato.models.arguments import counted
 if TYPE_CHECKING:
     from ostinato.modules import DiskStore, StoredKernel
 
-__all__ = ["app"]
-
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="List, prune and clear compiled kernels."
 )

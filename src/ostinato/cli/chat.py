@@ -45,8 +45,6 @@ from ostinato.models.extra import require_extra
 if TYPE_CHECKING:
     from ostinato.models import Conversation, Generation
 
-__all__ = ["chat"]
-
 _HELP = '''\
 What you type is said to the model. A line that ends with \\ goes on in the next one; so does all
 from """ to """, also what begins with a slash. Ctrl-C stops an answer; what was shown of it stays.

@@ -18,8 +18,6 @@ from ostinato.cli.plain import say
 from ostinato.errors import OstinatoError, SettingsError
 from ostinato.models.arguments import counted
 
-__all__ = ["doctor", "findings"]
-
 LEAST_VERSIONS = {
     "torch": "2.9",
     "triton": "3.5",

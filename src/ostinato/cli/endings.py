@@ -27,8 +27,6 @@ import typer
 from ostinato.cli.plain import say
 from ostinato.errors import InputError, OstinatoError, SettingsError
 
-__all__ = ["FAILED", "INTERRUPTED", "MISUSED", "ending", "own_process"]
-
 FAILED = 1
 MISUSED = 2
 INTERRUPTED = 128 + signal.SIGINT

@@ -41,8 +41,6 @@ from ostinato.cli.ranks import other_ranks, rank_devices, rank_threads
 from ostinato.cli.speaker import sampling_options, show, speaker
 from ostinato.models.extra import require_extra
 
-__all__ = ["generate"]
-
 
 class Build(StrEnum):
     """How the graphs are made."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from ostinato.graph import Graph
 
-__all__ = ["app"]
-
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,

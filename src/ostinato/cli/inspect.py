@@ -16,9 +16,6 @@ from ostinato.models.arguments import counted
 from ostinato.models.extra import require_extra
 from ostinato.models.files.reading import write_file
 
-__all__ = ["inspect"]
-
-
 _CONTEXT = 512
 
 

@@ -23,8 +23,6 @@ from ostinato.cli.serve import serve
 from ostinato.cli.tune import tune
 from ostinato.errors import InputError
 
-__all__ = ["app", "main", "run"]
-
 app = typer.Typer(
     name="ostinato",
     no_args_is_help=True,

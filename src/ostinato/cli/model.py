@@ -22,8 +22,6 @@ from ostinato.models.files.hub import hub_name
 if TYPE_CHECKING:
     from ostinato.models import StoredCheckpoint
 
-__all__ = ["app"]
-
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Get, list, show and remove models."
 )

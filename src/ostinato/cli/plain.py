@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-__all__ = ["plain", "say"]
-
 _CONTROLS = [i for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(i) not in "\t\n"]
 _PICTURES = {i: 0x2400 + i if i < 0x20 else 0x2421 if i == 0x7F else 0xFFFD for i in _CONTROLS}
 

@@ -14,8 +14,6 @@ from ostinato.cli.plain import plain
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
-__all__ = ["busy", "byte_progress", "fetched", "prompt_progress"]
-
 # A prompt that is read within this time needs no bar.
 _PATIENCE_SECONDS = 1.0
 

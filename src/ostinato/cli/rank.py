@@ -24,8 +24,6 @@ from ostinato.errors import GroupError, OstinatoError
 if TYPE_CHECKING:
     from ostinato.distributed import Group
 
-__all__ = ["WORKS", "main"]
-
 
 def main() -> None:
     """The whole process.  Signals end it as they do by themselves: rank 0 notices, and says so."""

@@ -35,8 +35,6 @@ from ostinato.errors import DeadlineError, GroupError, OstinatoError, RankLostEr
 if TYPE_CHECKING:
     from ostinato.distributed import Group
 
-__all__ = ["other_ranks", "rank_devices", "rank_threads"]
-
 _PROGRAM = "from ostinato.cli.rank import main; main()"
 _GRACE_SECONDS = 2.0
 """For the other ranks to end by themselves once the group has failed."""

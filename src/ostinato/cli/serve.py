@@ -28,8 +28,6 @@ from ostinato.cli.arguments import (
 from ostinato.cli.plain import say
 from ostinato.cli.speaker import advised_options, speaker
 
-__all__ = ["serve"]
-
 _MOST_KEYS = 1 << 20  # bytes of a file of keys
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ostinato.distributed import Group
     from ostinato.models import SamplingOptions, TextGenerator
 
-__all__ = ["advised_options", "sampling_options", "show", "speaker"]
-
 
 @contextmanager
 def speaker(

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ostinato.models import Checkpoint
     from ostinato.models.cuda.tunings import TuningStore
 
-__all__ = ["tune"]
-
 
 def tune(
     model: Annotated[

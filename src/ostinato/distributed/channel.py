@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from ostinato.errors import DeadlineError, DisagreementError, GroupError, RankLostError
 from ostinato.lowlevel import Closeable, new_lock
 
-__all__ = ["Channel", "Exchanges", "Failure", "FirstFailure", "LocalChannel", "local_channels"]
-
 _ERRORS: Mapping[str, type[GroupError]] = {
     "lost": RankLostError,
     "deadline": DeadlineError,

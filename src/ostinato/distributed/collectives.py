@@ -43,8 +43,6 @@ from ostinato.distributed.group import Group, checked_root
 from ostinato.errors import GroupError, InputError
 from ostinato.lowlevel import Closeable
 
-__all__ = ["Collectives", "Gathered", "HostCollectives", "remembered"]
-
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Key: TypeAlias = tuple[object, ...]

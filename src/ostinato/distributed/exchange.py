@@ -44,16 +44,6 @@ from ostinato.distributed.group import Group
 from ostinato.errors import NotAvailableError, OstinatoError
 from ostinato.modules import CompileOptions
 
-__all__ = [
-    "SUMS_MACROS",
-    "THREADS",
-    "ExchangeCollectives",
-    "Layout",
-    "kernels",
-    "limit_for",
-    "words_header",
-]
-
 THREADS = 128
 """Of a block; each has two values of 4 bytes."""
 _BLOCK = 2 * THREADS

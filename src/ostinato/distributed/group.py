@@ -29,8 +29,6 @@ from ostinato.errors import ClosedError, DisagreementError, GroupError, InputErr
 from ostinato.lowlevel import Closeable, new_lock, uninterrupted, whole_number
 from ostinato.settings import group_deadline
 
-__all__ = ["Attached", "Group", "GroupStatistics", "LocalGroups", "local_groups"]
-
 _LOOKS = 10  # of the watchdog at a wait, within a deadline
 
 

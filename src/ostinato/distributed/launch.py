@@ -36,8 +36,6 @@ from ostinato.errors import InputError, NotAvailableError, RankLostError
 from ostinato.lowlevel import whole_number
 from ostinato.settings import group_of_process
 
-__all__ = ["Place", "join_group", "new_group_id", "open_group", "place_of"]
-
 _PORTS = 16  # tried after a launcher's own
 _LOOPBACK = "127.0.0.1"
 _ADDRESS_ADVICE = (

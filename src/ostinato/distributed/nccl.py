@@ -57,8 +57,6 @@ from ostinato.errors import (
     NotAvailableError,
 )
 
-__all__ = ["NcclCollectives", "description", "kernels", "load_nccl"]
-
 _MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
 _THREADS = 256
 _PATIENCE = 5.0

@@ -9,8 +9,6 @@ from ostinato.distributed.group import Group
 from ostinato.errors import InputError, NotAvailableError
 from ostinato.settings import COLLECTIVE_WAYS, collectives_way
 
-__all__ = ["open_collectives"]
-
 
 def open_collectives(group: Group, device: Device, way: str | None = None) -> Collectives:
     """Collectives on the device of this rank, for work of one stream at a time.

@@ -36,8 +36,6 @@ from ostinato.distributed.channel import Channel, Exchanges, Failure, FirstFailu
 from ostinato.errors import GroupError, InputError, RankLostError
 from ostinato.lowlevel import new_lock
 
-__all__ = ["Address", "Hub", "SocketChannel", "connect"]
-
 _LENGTHS = struct.Struct("!4sIQ")  # magic, bytes of the head, bytes of the payload
 _MAGIC = b"ost1"
 _MOST_HEAD = 1 << 16

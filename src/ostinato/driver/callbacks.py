@@ -10,8 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["in_host_function", "mark_thread", "run_host_function"]
-
 
 class _Thread(threading.local):
     inside = False

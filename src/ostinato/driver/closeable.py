@@ -7,8 +7,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
-__all__ = ["Closeable", "elsewhere"]
-
 T = TypeVar("T")
 
 

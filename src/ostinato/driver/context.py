@@ -45,18 +45,6 @@ from ostinato.errors import (
 if TYPE_CHECKING:
     from ostinato.driver.stream import Event, Operation, Stream
 
-__all__ = [
-    "Context",
-    "Entry",
-    "HasContext",
-    "Hot",
-    "Tap",
-    "Turn",
-    "Watcher",
-    "context_of",
-    "members",
-]
-
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)

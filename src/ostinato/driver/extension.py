@@ -7,8 +7,6 @@ import importlib
 import sys
 from typing import Any
 
-__all__ = ["load_extension"]
-
 
 def load_extension(name: str) -> tuple[Any, str]:
     """An extension module by its full name, and "".  If it does not load: None, and the reason."""

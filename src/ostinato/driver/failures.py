@@ -17,8 +17,6 @@ from typing import Protocol
 
 from ostinato.errors import HostFunctionError, OstinatoError
 
-__all__ = ["HostFailures", "said_at_exit"]
-
 _PATIENCE = 2.0
 """Seconds that the process waits at its end for work of the host driver."""
 

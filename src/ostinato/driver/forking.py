@@ -13,8 +13,6 @@ import threading
 import weakref
 from typing import Any, Protocol
 
-__all__ = ["FORKED", "Forkable", "new_lock", "switch_off_in_children"]
-
 FORKED = (
     "this process was forked from the one that opened the device, and no device survives a fork; "
     'open it after the fork, or start processes with the "spawn" method'

@@ -23,8 +23,6 @@ from contextlib import ContextDecorator
 from signal import SIGINT
 from types import FrameType
 
-__all__ = ["uninterrupted"]
-
 _NUMBER = int(SIGINT)
 
 

@@ -32,24 +32,6 @@ if TYPE_CHECKING:
     )
     from ostinato.driver.stream import Stream
 
-__all__ = [
-    "KernelTarget",
-    "Launcher",
-    "PythonLauncher",
-    "capture_reader",
-    "compiled",
-    "description",
-    "function_call",
-    "kernel_call",
-    "kernel_node",
-    "node_reader",
-    "packer",
-    "prepare",
-    "set_nodes",
-    "set_words",
-    "without_extension",
-]
-
 
 def _never() -> int:
     raise AssertionError("a hot call without a hot stream")

@@ -7,8 +7,6 @@ import sys
 from functools import lru_cache
 from types import FrameType
 
-__all__ = ["caller_line", "caller_location", "describe_line", "is_internal"]
-
 _PACKAGE = __name__.partition(".")[0]
 _USERS = tuple(f"{_PACKAGE}.{user}" for user in ("models", "cli", "relational"))
 _MACHINERY = ("contextlib", "threading")

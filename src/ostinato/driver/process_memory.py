@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["as_numpy"]
-
 
 def as_numpy(
     address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object

@@ -38,31 +38,6 @@ from ostinato.errors import InputError
 if TYPE_CHECKING:
     from ostinato.driver.api import Driver
 
-__all__ = [
-    "BYTES",
-    "PLAIN_CODES",
-    "Access",
-    "Element",
-    "Parameter",
-    "Signature",
-    "Space",
-    "address_for",
-    "address_of",
-    "array_interface",
-    "as_dtype",
-    "buffer_struct",
-    "dtype_name",
-    "element_bytes",
-    "exact_array",
-    "exact_bytes",
-    "held_by",
-    "is_native",
-    "pack_by_size",
-    "pack_untyped",
-    "refuse_masked",
-    "space_of",
-]
-
 
 class Access(enum.Flag):
     """What a kernel does with the memory behind a pointer."""

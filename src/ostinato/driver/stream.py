@@ -42,8 +42,6 @@ from ostinato.errors import (
     StreamCaptureError,
 )
 
-__all__ = ["Event", "Operation", "Stream", "handle_of", "require_callable"]
-
 T = TypeVar("T")
 
 

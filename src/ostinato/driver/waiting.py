@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["wait_in_thread"]
-
 
 async def wait_in_thread(wait: Callable[[], None]) -> None:
     """Calls `wait`, which blocks, in a thread of its own, and raises what that raises.

@@ -12,8 +12,6 @@ from ostinato.driver.stream import Operation
 from ostinato.graph import Node
 from ostinato.graph.node import decode_arguments
 
-__all__ = ["first_drift"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Launch:

@@ -20,8 +20,6 @@ from ostinato.graph.graph import Graph
 from ostinato.graph.order import conflict
 from ostinato.memory import Buffer
 
-__all__ = ["unordered"]
-
 
 def unordered(graph: Graph, operations: Sequence[Operation]) -> tuple[Operation, Operation] | None:
     """The first two operations that conflict and that no path orders, or None.

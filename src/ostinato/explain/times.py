@@ -17,16 +17,6 @@ from ostinato.errors import ContextPoisonedError, InputError, OstinatoError
 from ostinato.graph import GraphExec
 from ostinato.settings import ReplaySettings, ResolvedReplaySettings, replay_settings
 
-__all__ = [
-    "NotLaunched",
-    "Percentiles",
-    "ReplayEvent",
-    "ReplayProfile",
-    "replay_as_set",
-    "resolved",
-    "run_replay",
-]
-
 _log = logging.getLogger(__name__)
 
 _PARTS = ("upload", "launch", "synchronize", "total")

@@ -28,8 +28,6 @@ from ostinato.graphfile.records import NamedBuffer
 from ostinato.graphfile.survey import Stray
 from ostinato.memory.ranges import Target
 
-__all__ = ["Trial", "check"]
-
 _POISONS = (0xFF, 0x5A, 0)  # the first is not a number in every type of floats
 _TRIES = 6
 

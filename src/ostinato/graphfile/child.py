@@ -14,8 +14,6 @@ from ostinato.errors import OstinatoError
 from ostinato.files import replace_file
 from ostinato.graphfile.checking import Trial
 
-__all__ = ["main"]
-
 
 def main(paper: str) -> int:
     """Does the job in a JSON file, and writes the answer to the file that it names."""

@@ -35,15 +35,6 @@ from ostinato.files import UntrustedError, open_regular, replace_file, temporary
 from ostinato.graphfile.format import parse, to_json
 from ostinato.graphfile.records import GraphManifest
 
-__all__ = [
-    "Contents",
-    "open_file",
-    "read_manifest",
-    "read_tensors",
-    "tensor_bytes",
-    "write_file",
-]
-
 _MANIFEST, _DIGEST, _TENSORS, _CODE = (
     "manifest.json",
     "manifest.sha256",

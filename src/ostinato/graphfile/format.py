@@ -65,8 +65,6 @@ from ostinato.graphfile.records import (
     starts_of,
 )
 
-__all__ = ["FORMAT", "VERSION", "parse", "to_json"]
-
 FORMAT, VERSION = "ostinato.graph", 1
 _ROLES = (("input",), ("output",), ("input", "output"), ("constant",))
 _KINDS = ("inputs", "constants", "results")  # of tensors

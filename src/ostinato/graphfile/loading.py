@@ -67,16 +67,6 @@ from ostinato.memory import Buffer, allocate
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 from ostinato.modules import Kernel, LoadedModule
 
-__all__ = [
-    "Guard",
-    "LoadedGraph",
-    "Loader",
-    "constants_of",
-    "load",
-    "without_collection",
-]
-
-
 _ALIGNMENT = 256  # that a file speaks of
 _APART = 1024  # a multiple of what a driver aligns allocations to
 _GUARD = 64 << 10  # the least; a multiple of the alignment

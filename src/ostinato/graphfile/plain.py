@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from ostinato.errors import GraphFileError
 
-__all__ = ["MOST_ITEMS", "MOST_TEXT", "Column", "Plain", "short"]
-
 T = TypeVar("T")
 MOST_ITEMS = 1 << 20
 """Of a list."""

@@ -42,34 +42,6 @@ from ostinato.graph.rebind import copy_extent, fill_extent
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target
 
-__all__ = [
-    "PLAIN",
-    "PROOFS",
-    "WORD",
-    "Block",
-    "ConditionWord",
-    "EdgeRecord",
-    "FunctionRecord",
-    "GraphManifest",
-    "GraphRecord",
-    "Kernels",
-    "Look",
-    "MachineRecord",
-    "NamedBuffer",
-    "NodeRecord",
-    "PointerWord",
-    "Words",
-    "addresses_of",
-    "fields_of",
-    "in_order",
-    "itemsize_of",
-    "look_of",
-    "machine_of",
-    "misfit",
-    "starts_of",
-    "with_addresses",
-]
-
 WORD = 8
 """The bytes of an address."""
 

@@ -80,8 +80,6 @@ from ostinato.graphfile.survey import (
 from ostinato.memory.ranges import KnownRanges, Target, merged, range_of
 from ostinato.memory.restoring import put_back
 
-__all__ = ["Keeping", "save", "save_keyed"]
-
 Keeping = Literal["stored", "by name"]
 """Whether a file has the content of constants, or who loads it gives them."""
 

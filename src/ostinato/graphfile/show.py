@@ -11,8 +11,6 @@ from ostinato.graphfile.container import open_file
 from ostinato.graphfile.format import to_json
 from ostinato.graphfile.records import GraphManifest, GraphRecord, NodeRecord
 
-__all__ = ["file_json", "file_text"]
-
 
 def file_json(path: Path, code: Path | None = None) -> dict[str, object]:
     """The manifest of a file as plain data.  Raises GraphFileError."""

@@ -48,18 +48,6 @@ from ostinato.graphfile.records import (
 )
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
-__all__ = [
-    "Address",
-    "Loose",
-    "Stray",
-    "Survey",
-    "SurveyedGraph",
-    "SurveyedNode",
-    "Twin",
-    "inner_graphs",
-    "survey",
-]
-
 _WORD = 8
 _COLLECTIVES = ("ncclDevKernel", "ncclKernel", "nvshmem")
 

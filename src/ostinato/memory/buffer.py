@@ -33,19 +33,6 @@ from ostinato.driver.signature import (
 from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import ClosedError, InputError, NotAvailableError
 
-__all__ = [
-    "Buffer",
-    "allocate",
-    "as_shape",
-    "copy",
-    "copy_params",
-    "device_dtype",
-    "fill",
-    "fill_operation",
-    "require_buffer",
-]
-
-
 _HINTS = dict.fromkeys(
     ("numpy", "get", "cpu", "tolist", "item", "copy_to_host"),
     "to_numpy(stream) copies the values to the host",

@@ -21,8 +21,6 @@ from ostinato.driver.signature import array_interface
 from ostinato.errors import InputError
 from ostinato.memory.buffer import Buffer, device_dtype
 
-__all__ = ["adopt_array"]
-
 _CPU = 1
 _CUDA_DEVICES = (2, 13)  # CUDA, CUDA managed
 

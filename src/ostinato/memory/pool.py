@@ -27,8 +27,6 @@ from ostinato.driver.signature import BYTES
 from ostinato.errors import ClosedError, InputError, PoolSealedError
 from ostinato.memory.buffer import Buffer, allocate, as_shape, device_dtype
 
-__all__ = ["CapturePool", "Growth", "PoolState", "PoolStatistics"]
-
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 256
 

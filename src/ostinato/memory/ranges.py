@@ -11,8 +11,6 @@ from ostinato.driver.api import MemoryRange
 from ostinato.driver.signature import array_interface, element_bytes
 from ostinato.errors import InputError
 
-__all__ = ["KnownRanges", "Target", "merged", "range_of"]
-
 Target: TypeAlias = object
 """A Buffer, a device array of any library, or a MemoryRange."""
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from ostinato.errors import ContextPoisonedError, DriverError, StateLostError
 
-__all__ = ["put_back"]
-
 
 def put_back(write: Callable[[], None], lost: Callable[[DriverError], str]) -> None:
     """Calls `write`, which puts all memory back; once more if it was interrupted or refused.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ostinato.models.generation import AnswerText as AnswerText
     from ostinato.models.generation import Generation as Generation
     from ostinato.models.generation import Summary as Summary
+    from ostinato.models.layout import weight_shapes as weight_shapes
     from ostinato.models.program import KernelCall as KernelCall
     from ostinato.models.program import decode_program as decode_program
     from ostinato.models.program import describe as describe
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from ostinato.models.text.tokenizer import load_tokenizer as load_tokenizer
     from ostinato.models.weights import Weights as Weights
     from ostinato.models.weights import adopt_weights as adopt_weights
-    from ostinato.models.weights import weight_shapes as weight_shapes
 
 _HOMES = {
     "AnswerText": "generation",

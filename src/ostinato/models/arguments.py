@@ -10,8 +10,6 @@ from collections.abc import Iterable
 
 from ostinato.errors import InputError
 
-__all__ = ["counted", "number", "quoted", "require_function", "shown", "token_ids", "whole"]
-
 _LONGEST = 160
 _quote = reprlib.Repr()
 _quote.maxstring = _quote.maxother = _quote.maxlong = 80

@@ -20,17 +20,6 @@ from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.program import Argument, KernelCall
 from ostinato.models.weights import Target
 
-__all__ = [
-    "UNPACKED",
-    "Backend",
-    "BoundCall",
-    "BoundLaunch",
-    "Buffers",
-    "LibraryRows",
-    "Resolve",
-    "WeightsKind",
-]
-
 WeightsKind: TypeAlias = Literal["auto", "packed", "bf16"]
 """What matrices are on a device: packed as in the file, or bfloat16; "auto" is what is faster."""
 UNPACKED: Formats = MappingProxyType({})

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from ostinato.errors import InputError
 
-__all__ = ["Calls", "alone"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -17,14 +17,6 @@ import numpy.typing as npt
 from ostinato.errors import ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted, whole
 
-__all__ = [
-    "SUPPORTED_ARCHITECTURES",
-    "LlamaConfig",
-    "RopeScaling",
-    "rope_inverse_frequencies",
-    "tensor_shapes",
-]
-
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 """As config.json names them.  GGUF files of Mistral models name themselves "llama"."""
 _SUPPORTED = f"supported: {', '.join(SUPPORTED_ARCHITECTURES)} (Llama 2 and 3, SmolLM, …)"

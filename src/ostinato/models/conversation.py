@@ -27,8 +27,6 @@ from ostinato.models.generation import Generation, Generator
 from ostinato.models.sampling import GREEDY, SamplingOptions
 from ostinato.models.stop_strings import checked_stops
 
-__all__ = ["MAX_ANSWER", "Conversation", "ConversationStatistics"]
-
 MAX_ANSWER = 1024
 """Tokens of one answer at most, if `max_tokens` is not given."""
 

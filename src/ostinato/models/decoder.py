@@ -59,8 +59,6 @@ if TYPE_CHECKING:  # what only ranks need is imported where they are made
     from ostinato.models.ranks import Ranks
     from ostinato.models.sharding import Sharding
 
-__all__ = ["DEFAULT_CONTEXT", "Decoder", "backend_for", "formats_for"]
-
 AnyRun = TypeVar("AnyRun", bound=Run[Any])
 
 DEFAULT_CONTEXT = 2048

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from ostinato import Event, Operation, Stream
 from ostinato.step import CacheStatistics, StepStatistics
 
-__all__ = ["DecoderStatistics", "OperationTime", "OperationTimes", "Phases"]
-
 
 @dataclass(slots=True)
 class Phases:

@@ -7,8 +7,6 @@ import importlib.util
 
 from ostinato.errors import NotAvailableError
 
-__all__ = ["require_extra"]
-
 _NEEDED = ("gguf", "tokenizers", "jinja2")
 
 

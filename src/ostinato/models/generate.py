@@ -36,8 +36,6 @@ from ostinato.models.stop_strings import checked_stops
 from ostinato.models.text.chat import DEFAULT_TEMPLATE, ChatTemplate, prepare
 from ostinato.models.text.tokenizer import Tokenizer, load_tokenizer, read_chat_template
 
-__all__ = ["TextGenerator"]
-
 
 class TextGenerator(Closeable):
     """A decoder with its tokenizer and chat template.

@@ -16,8 +16,6 @@ from ostinato.models.sampling import SamplingOptions
 from ostinato.models.stop_strings import StopMatcher, checked_stops
 from ostinato.models.text.tokenizer import Tokenizer
 
-__all__ = ["AnswerText", "Generation", "Generator", "Summary"]
-
 
 class Generator(Protocol):
     """What an answer needs of the `TextGenerator` that it comes from."""

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 
 from ostinato.models.config import LlamaConfig, tensor_shapes
 
-__all__ = ["device_shapes", "part_rows", "weight_shapes"]
-
 # Which canonical tensors lie below each other in one matrix.
 _FUSED = {
     "wqkv": ("wq", "wk", "wv"),

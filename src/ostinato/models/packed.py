@@ -19,8 +19,6 @@ import numpy.typing as npt
 from ostinato.errors import InputError
 from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES
 
-__all__ = ["PackedMatrix", "PackedPart"]
-
 _HEAD = struct.Struct("=8s4I")
 _PART = struct.Struct("=2IQ")
 _MOST_PARTS = 3

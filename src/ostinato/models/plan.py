@@ -31,8 +31,6 @@ from ostinato.models.program import (
 from ostinato.models.weights import Weights
 from ostinato.state.scalar import LARGEST
 
-__all__ = ["BufferPlan", "PlanSizes", "rope_table"]
-
 _WHOLE_ROWS = 512
 """Smaller steps are not worth cutting: 64 to 256 rows take about the same time (H100, 1B shape)."""
 

@@ -39,28 +39,6 @@ import numpy as np
 
 from ostinato.models.config import LlamaConfig
 
-__all__ = [
-    "ABSENT",
-    "ACTIVE",
-    "FROM_STATE",
-    "OF_RANKS",
-    "OPTIONS",
-    "RING",
-    "ROW",
-    "SAMPLE",
-    "SAMPLED_ROWS",
-    "SIGNATURES",
-    "STATE",
-    "STOP_TOKENS",
-    "Bound",
-    "KernelCall",
-    "decode_program",
-    "describe",
-    "kernel_call",
-    "loop_call",
-    "parameter_names",
-]
-
 ACTIVE = 1
 """The row is computed; without it the row is padding, whatever else it holds."""
 SAMPLE = 2

@@ -35,8 +35,6 @@ from ostinato.models.sharding import (
     shard_program,
 )
 
-__all__ = ["Ranks"]
-
 _TOLD = 8  # calls that a message of a disagreement can go back
 
 

@@ -29,8 +29,6 @@ from ostinato.models.sequences import Sequence
 from ostinato.models.stepper import Stepper
 from ostinato.step import Action, HeldReplay
 
-__all__ = ["BatchRun", "Run", "RunOptions", "TokenRun"]
-
 T = TypeVar("T")
 
 _AHEAD = 2

@@ -18,17 +18,6 @@ import numpy.typing as npt
 from ostinato.errors import InputError
 from ostinato.models.arguments import number, quoted, whole
 
-__all__ = [
-    "GREEDY",
-    "READABLE",
-    "SamplingOptions",
-    "penalised",
-    "philox4x32",
-    "require_options",
-    "sample",
-    "uniform",
-]
-
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF

@@ -15,8 +15,6 @@ from ostinato.lowlevel import uninterrupted
 from ostinato.models.arguments import quoted, token_ids, whole
 from ostinato.models.program import ACTIVE, FROM_STATE, ROW, SAMPLE
 
-__all__ = ["Sequence", "Sequences", "decode_rows", "prompt_rows", "prompts_rows"]
-
 
 @dataclass(slots=True)
 class Sequence:

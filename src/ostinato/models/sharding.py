@@ -44,17 +44,6 @@ from ostinato.models.program import OF_RANKS, Argument, Bound, KernelCall, kerne
 if TYPE_CHECKING:
     from ostinato.distributed import Collectives
 
-__all__ = [
-    "COLLECTIVES",
-    "BoundCollective",
-    "ShardedCheckpoint",
-    "Sharding",
-    "exchanging_products",
-    "shard_buffers",
-    "shard_checkpoint",
-    "shard_program",
-]
-
 COLLECTIVES = ("accumulate", "all_gather")
 """Calls of a program that are no kernel of a backend's but the group's."""
 

@@ -47,8 +47,6 @@ from ostinato.step import Action, Decision, HeldReplay, Reason, StepStatistics
 if TYPE_CHECKING:
     from ostinato.models.ranks import Ranks
 
-__all__ = ["StepGraphs"]
-
 _PREFILL, _DECODE = "prefill", "decode"
 _WHOLE_LOGITS = "decode, whole logits"
 """Of several ranks: every one has all logits, so that rows can be sampled in any way."""

@@ -32,8 +32,6 @@ from ostinato.models.step_graphs import StepGraphs
 if TYPE_CHECKING:
     from ostinato.models.ranks import Ranks
 
-__all__ = ["Stepper", "TokenRing"]
-
 # How long the host looks for a token before it waits in a way that leaves the processor to others.
 _SPIN_SECONDS = 0.002
 _PAUSE_SECONDS = (5e-5, 1e-3)  # between two looks: at first, and at most

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from ostinato.errors import InputError
 from ostinato.models.arguments import quoted
 
-__all__ = ["StopMatcher", "checked_stops"]
-
 
 def checked_stops(stop: object) -> tuple[str, ...]:
     """One text or several, as a tuple.  Raises InputError for what is no text, or an empty one."""

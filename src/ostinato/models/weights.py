@@ -29,8 +29,6 @@ from ostinato.models.layout import device_shapes, part_rows, weight_shapes
 if TYPE_CHECKING:
     from ostinato.models.packed import PackedMatrix
 
-__all__ = ["Target", "Weights", "adopt_weights", "load_weights", "weight_shapes"]
-
 # Converted together on the way to a device with memory of its own: enough bytes that every thread
 # has work, in memory that is used again.
 _STAGED_BYTES = 64 << 20

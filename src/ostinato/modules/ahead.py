@@ -27,8 +27,6 @@ from ostinato.modules.compiler import compile_plan, confirmed, plan_compilation
 from ostinato.modules.disk import DiskStore
 from ostinato.modules.source import CompileOptions, Source
 
-__all__ = ["CompilerPool"]
-
 Variant = tuple[Source, CompileOptions]
 
 

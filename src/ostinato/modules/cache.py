@@ -75,8 +75,6 @@ from ostinato.modules.source import (
 if TYPE_CHECKING:
     from ostinato.driver.host.kernel import HostKernel
 
-__all__ = ["CacheStatistics", "ModuleCache", "PreloadItem"]
-
 AnySource: TypeAlias = "Source | str | HostKernel"
 PreloadItem: TypeAlias = Kernel | tuple[AnySource, str | Sequence[str]]
 

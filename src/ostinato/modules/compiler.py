@@ -42,23 +42,6 @@ from ostinato.modules.source import (
     reads_files,
 )
 
-__all__ = [
-    "Compiled",
-    "Failure",
-    "Plan",
-    "Question",
-    "ask",
-    "check_ptx",
-    "compile_plan",
-    "compiler_identity",
-    "confirmed",
-    "is_current",
-    "is_expression",
-    "plan_compilation",
-    "target_arch",
-    "try_plan",
-]
-
 _log = logging.getLogger(__name__)
 
 # The compiler reads these itself, so they belong to every key.

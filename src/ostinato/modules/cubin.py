@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from ostinato.driver.api import ParameterSlot
 from ostinato.errors import InputError
 
-__all__ = ["KernelResources", "kernel_names", "kernel_resources"]
-
 _CONSTANTS = ".nv.constant0."
 _SIZED = 4  # the format whose 16-bit word is the length of what follows
 _MAX_THREADS, _FRAME_SIZE, _PARAMETER, _REGISTERS = 0x05, 0x11, 0x17, 0x2F

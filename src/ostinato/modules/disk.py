@@ -49,8 +49,6 @@ from ostinato.modules.compiler import Compiled
 from ostinato.modules.headers import Inputs
 from ostinato.modules.source import DIGEST_BYTES, SCHEMA
 
-__all__ = ["DiskStatistics", "DiskStore", "StoredKernel"]
-
 _log = logging.getLogger(__name__)
 
 _MAGIC = b"OSTINATO"

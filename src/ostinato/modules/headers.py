@@ -38,8 +38,6 @@ from ostinato.files import UntrustedError, open_regular
 from ostinato.modules.nvrtc import CompilerFile, Nvrtc, Opened, Reference
 from ostinato.modules.source import DIGEST_BYTES, Source, include_dirs, pre_includes
 
-__all__ = ["InputFile", "Inputs", "Observation", "Toolkit", "bundled_headers", "observe"]
-
 _DIGESTS = ".digests"
 _STALE_SECONDS = 3600.0
 

@@ -32,8 +32,6 @@ from ostinato.driver.launcher import packer
 from ostinato.driver.signature import PLAIN_CODES, Signature, pack_untyped
 from ostinato.errors import ClosedError, DriverError, InputError, Status
 
-__all__ = ["Kernel", "LoadedModule", "check_signature", "entry_of"]
-
 
 class LoadedModule(Closeable):
     """Code on the device.  Its kernels keep it alive; so does its cache, within the cache's bounds.

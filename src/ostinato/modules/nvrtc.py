@@ -41,19 +41,6 @@ from ostinato.errors import CompileError, NoCudaError, SettingsError
 from ostinato.files import UntrustedError, open_regular, replace_file
 from ostinato.modules.source import digest_of
 
-__all__ = [
-    "Answer",
-    "CompilerFile",
-    "Nvrtc",
-    "Opened",
-    "Reference",
-    "Toolchain",
-    "expected_file",
-    "installed_headers",
-    "locate",
-    "path_of_symbol",
-]
-
 _MOST_REMEMBERED = 1 << 16  # bytes of the file that remembers where NVRTC is
 _INSTALL = "install it with: pip install 'ostinato[cuda13]' (or 'ostinato[cuda12]')"
 

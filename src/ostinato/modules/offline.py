@@ -15,8 +15,6 @@ from ostinato.modules.source import CompileOptions, Source, as_options, as_sourc
 if TYPE_CHECKING:
     from ostinato.driver.host.kernel import HostKernel
 
-__all__ = ["CompiledSource", "compile"]
-
 
 @dataclass(frozen=True, slots=True)
 class CompiledSource:

@@ -32,24 +32,6 @@ from ostinato.errors import InputError
 if TYPE_CHECKING:
     from ostinato.driver.host.kernel import HostKernel
 
-__all__ = [
-    "BINARY_KINDS",
-    "DIGEST_BYTES",
-    "SCHEMA",
-    "CompileOptions",
-    "Source",
-    "as_options",
-    "as_source",
-    "digest_of",
-    "flags_of",
-    "include_dirs",
-    "kernel",
-    "only_kernel_of",
-    "pre_includes",
-    "reads_files",
-    "require_entries",
-]
-
 DIGEST_BYTES = 32
 
 # Part of every key and of every file; must be raised whenever the meaning of either changes.

@@ -14,20 +14,6 @@ import numpy as np
 
 from ostinato.relational.keys import MAX_ARITY
 
-__all__ = [
-    "BLOCK",
-    "COLUMN",
-    "DONE",
-    "MAX_BYTES",
-    "RING_DEPTH",
-    "RING_PITCH",
-    "SLOT",
-    "TILE",
-    "Pattern",
-    "block_bytes",
-    "cuda_header",
-]
-
 BLOCK = np.dtype(
     [
         ("sequence", "u8"),  # of the join, counted from 1; 0: there is nothing to do

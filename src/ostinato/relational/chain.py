@@ -16,8 +16,6 @@ from ostinato.relational.block import TILE, block_bytes, cuda_header
 from ostinato.relational.kernels_host import HOST_KERNELS
 from ostinato.relational.keys import BUILD_CLASSES, SCAN_BLOCK, IndexKey, JoinKey, JoinKind
 
-__all__ = ["KERNELS", "Launch", "chain_of", "source"]
-
 KERNELS = tuple(kernel.name for kernel in HOST_KERNELS)
 _BUILD_BLOCKS = 4
 _TILE_BLOCKS = 16

@@ -14,8 +14,6 @@ from ostinato.errors import InputError
 from ostinato.relational.keys import LARGEST, MAX_ARITY, table_slots
 from ostinato.relational.workspace import require_no_capture
 
-__all__ = ["KeyColumns", "On", "Table", "check_same_types", "names_of", "serials"]
-
 Table: TypeAlias = "Mapping[str, object] | KeyColumns | object"
 """Columns by name (a mapping to arrays, or an Arrow table), or key columns."""
 

@@ -39,8 +39,6 @@ from ostinato.relational.ring import Ring, Turn
 from ostinato.relational.workspace import Lease, OutputPool, Workspace, require_no_capture
 from ostinato.settings import graphs_enabled
 
-__all__ = ["JoinIndex", "Joiner", "PendingJoin", "build_index", "hash_join"]
-
 
 class JoinIndex(Closeable):
     """A hash index of one table's key columns on the device, made by `build_index`.

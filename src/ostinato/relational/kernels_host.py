@@ -16,8 +16,6 @@ from ostinato.lowlevel import HostLaunch
 from ostinato.relational.block import BLOCK, COLUMN, DONE, MAX_BYTES, RING_DEPTH, RING_PITCH, SLOT
 from ostinato.relational.keys import SCAN_BLOCK
 
-__all__ = ["HOST_KERNELS"]
-
 Rows = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 

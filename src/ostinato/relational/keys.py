@@ -15,21 +15,6 @@ from ostinato.errors import InputError
 from ostinato.lowlevel import whole_number
 from ostinato.step import capacity_class
 
-__all__ = [
-    "BUILD_CLASSES",
-    "LARGEST",
-    "MAX_ARITY",
-    "SCAN_BLOCK",
-    "IndexKey",
-    "JoinKey",
-    "JoinKind",
-    "ScanTopology",
-    "bounded",
-    "build_class",
-    "scan_topology",
-    "table_slots",
-]
-
 LARGEST = 2**32 - 1
 """The largest capacity class; row counts are below it."""
 MAX_ARITY = 255

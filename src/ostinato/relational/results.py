@@ -14,8 +14,6 @@ from ostinato.relational.keys import JoinKey
 from ostinato.relational.workspace import Lease
 from ostinato.step import CacheStatistics
 
-__all__ = ["JoinResult", "JoinStatistics"]
-
 Rows: TypeAlias = npt.NDArray[np.uint32]
 
 

@@ -24,8 +24,6 @@ from ostinato.errors import ClosedError, GraphError
 from ostinato.lowlevel import new_lock
 from ostinato.relational.block import DONE, MAX_BYTES, RING_DEPTH, RING_PITCH, Pattern
 
-__all__ = ["Ring", "Turn"]
-
 _DONE_BYTES = DONE.itemsize
 _DONE_WORDS = _DONE_BYTES // 8
 _SPINS = 100

@@ -17,8 +17,6 @@ from ostinato.relational.block import SLOT
 from ostinato.relational.keys import ScanTopology
 from ostinato.step import capacity_class
 
-__all__ = ["Lease", "OutputPool", "Workspace", "require_no_capture"]
-
 _KEPT = 8
 """Result buffers of one class that are kept for later joins."""
 

@@ -45,8 +45,6 @@ from ostinato.serve.protocol import (
     usage_object,
 )
 
-__all__ = ["HttpLimits", "Service", "make_app"]
-
 _BODY_SECONDS = 60.0
 """For a body to arrive."""
 _SMALL_BODY = 1 << 16

@@ -27,8 +27,6 @@ from ostinato.modules import CacheStatistics as ModuleStatistics
 from ostinato.serve.scheduler import Action, Decode, Place, Read, Scheduler
 from ostinato.step import CacheStatistics
 
-__all__ = ["End", "Engine", "EngineStatistics", "Job", "Refused", "Timing", "Update"]
-
 _log = logging.getLogger(__name__)
 
 _GATHER_SECONDS = 0.02

@@ -6,8 +6,6 @@ import importlib.util
 
 from ostinato.errors import NotAvailableError
 
-__all__ = ["require_extra"]
-
 _NEEDED = {
     "starlette": "starlette",
     "uvicorn": "uvicorn",

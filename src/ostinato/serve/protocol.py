@@ -18,20 +18,6 @@ from ostinato.errors import InputError
 from ostinato.models import SamplingOptions
 from ostinato.serve.engine import End
 
-__all__ = [
-    "ApiError",
-    "Chat",
-    "Kind",
-    "Prompt",
-    "Wanted",
-    "answer_object",
-    "chunk_object",
-    "model_object",
-    "parse_json",
-    "read_request",
-    "usage_object",
-]
-
 T = TypeVar("T")
 Kind = Literal["chat", "completion"]
 

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-__all__ = ["Action", "Decode", "Place", "Read", "Scheduler", "common"]
-
 _WORTH_A_COPY = 16
 """Tokens: fewer are read as fast as they are copied."""
 

@@ -30,8 +30,6 @@ from ostinato.serve.app import HttpLimits, Service, make_app
 from ostinato.serve.engine import Engine
 from ostinato.serve.metrics import Metrics
 
-__all__ = ["LOCAL", "ServeOptions", "Server"]
-
 _log = logging.getLogger(__name__)
 
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")

@@ -18,8 +18,6 @@ from ostinato.memory import Buffer, allocate
 from ostinato.memory.buffer import device_dtype
 from ostinato.state.staging import StagingRing
 
-__all__ = ["DeviceArray", "DeviceScalar"]
-
 LARGEST = 64 << 10
 """Bytes of a state."""
 

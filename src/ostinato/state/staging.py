@@ -19,8 +19,6 @@ from ostinato.driver.stream import Event, Operation, Stream, require_stream
 from ostinato.errors import CaptureError, ClosedError, InputError
 from ostinato.memory import Buffer, allocate
 
-__all__ = ["StagingRing"]
-
 _ONCE = "its bytes come from an entry of the ring, which later writes use again"
 
 

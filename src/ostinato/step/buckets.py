@@ -24,8 +24,6 @@ from typing import Protocol, SupportsIndex
 from ostinato.driver.api import whole_number
 from ostinato.errors import InputError
 
-__all__ = ["LARGEST", "Buckets", "ExplicitBuckets", "Multiples", "PowersOfTwo", "capacity_class"]
-
 LARGEST = 2**32 - 1
 """The largest size that any scheme takes: the largest 32-bit count of a kernel."""
 

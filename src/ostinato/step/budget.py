@@ -35,17 +35,6 @@ from ostinato.errors import ClosedError, InputError
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.node import Node
 
-__all__ = [
-    "BLOCK_BYTES",
-    "NODE_BYTES",
-    "Footprint",
-    "FootprintSource",
-    "MemoryMeter",
-    "SharedBlocks",
-    "footprint",
-    "parse_bytes",
-]
-
 NODE_BYTES = 2304
 """Estimate for one node of an executable: the measured size, rounded up to 256."""
 

@@ -37,8 +37,6 @@ from ostinato.step.flight import Flight, Flights
 from ostinato.step.limits import CaptureLimits, Refused, Spent, refuse
 from ostinato.step.records import KeyRecord, Reason, Records, evictions
 
-__all__ = ["Entry", "GraphCache", "Table"]
-
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Entry:

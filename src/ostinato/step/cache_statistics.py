@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from ostinato.step.budget import FootprintSource
 from ostinato.step.limits import CaptureLimits
 
-__all__ = ["CacheStatistics", "Evictions", "KeyStatistics", "counted", "key_text", "table"]
-
 _KEY_WIDTH = 60
 
 

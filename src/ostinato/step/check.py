@@ -39,8 +39,6 @@ from ostinato.memory.restoring import put_back
 from ostinato.step.slots import Role, Slot, Values
 from ostinato.step.undeclared import Undeclared
 
-__all__ = ["Cause", "CheckReport", "Finding", "check_replay", "watch_promises"]
-
 _OUTPUT_POISONS = (0xA5, 0x5A)
 
 

@@ -22,8 +22,6 @@ from ostinato.errors import InputError
 from ostinato.graph import Graph, prepare
 from ostinato.modules import Kernel, Source
 
-__all__ = ["FILL", "fill_kernel", "replace_small_fills", "source"]
-
 FILL = "ostinato_fill"
 """The name of the kernel."""
 _SMALL = 1 << 16

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 from ostinato.errors import CaptureError
 
-__all__ = ["Flight", "Flights"]
-
 
 @dataclass(slots=True, eq=False)
 class Flight:

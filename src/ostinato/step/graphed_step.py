@@ -78,8 +78,6 @@ if TYPE_CHECKING:
     from ostinato.step.check import CheckReport, Finding
     from ostinato.step.store import GraphStore
 
-__all__ = ["GraphedStep", "StepStatistics"]
-
 _log = logging.getLogger(__name__)
 _numbers = itertools.count(1)
 

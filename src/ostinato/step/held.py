@@ -13,8 +13,6 @@ from ostinato.driver.stream import Stream
 from ostinato.errors import ClosedError
 from ostinato.graph import GraphExec
 
-__all__ = ["HeldCounts", "HeldReplay", "launch_in_turn"]
-
 
 @dataclass(slots=True, eq=False)
 class HeldCounts:

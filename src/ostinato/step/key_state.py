@@ -11,8 +11,6 @@ from ostinato.graph import GraphExec, Submission
 from ostinato.step.policy import Reason
 from ostinato.step.statistics import Counts
 
-__all__ = ["TIMED_EVERY", "KeyState", "remember"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from ostinato.driver.api import whole_number
 from ostinato.errors import InputError
 
-__all__ = ["CaptureLimits", "Refusal", "Refused", "Spent", "refuse"]
-
 
 class Refusal(enum.StrEnum):
     """Why a capture is refused."""

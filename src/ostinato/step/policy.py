@@ -14,8 +14,6 @@ from typing import NoReturn
 from ostinato.errors import InputError
 from ostinato.step.limits import Refusal
 
-__all__ = ["Action", "Decision", "Reason", "Situation", "decide", "fall_back"]
-
 
 class Action(enum.Enum):
     """What a call of a step does."""

@@ -12,8 +12,6 @@ from ostinato.step.budget import Footprint
 from ostinato.step.cache_statistics import Evictions, KeyStatistics
 from ostinato.step.limits import Refusal
 
-__all__ = ["KeyRecord", "Reason", "Records", "evictions"]
-
 Reason = Literal["asked", "touching", "budget", "count", "replaced", "closed"]
 """Why a graph leaves; the first four are evictions."""
 

@@ -19,8 +19,6 @@ from ostinato.state import DeviceScalar
 from ostinato.step.buckets import Buckets
 from ostinato.step.cache import GraphCache
 
-__all__ = ["Call", "DeviceSizes", "StepKey", "bucket_of", "checked_sizes", "sizes_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepKey:

@@ -25,8 +25,6 @@ from ostinato.driver.context import Context
 from ostinato.errors import InputError
 from ostinato.memory import Buffer
 
-__all__ = ["Role", "Slot", "Values", "check_slots", "check_verify"]
-
 Values = npt.NDArray[Any]
 
 

@@ -16,8 +16,6 @@ from ostinato.step.sizes import StepKey
 if TYPE_CHECKING:
     from ostinato.step.check import CheckReport
 
-__all__ = ["Counts", "StepKeyStatistics", "StepStatistics"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepKeyStatistics:

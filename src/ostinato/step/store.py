@@ -43,8 +43,6 @@ from ostinato.step.work import stable_text
 if TYPE_CHECKING:
     from ostinato.step.cache import GraphCache
 
-__all__ = ["GraphStore", "StoreStatistics"]
-
 T = TypeVar("T")
 _MISSING = "there is no such file"
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")

@@ -25,8 +25,6 @@ from ostinato.memory import Buffer
 from ostinato.memory.ranges import merged, range_of
 from ostinato.step.slots import Values
 
-__all__ = ["Undeclared"]
-
 _GRAIN = 256
 """Memory is put back in pieces of so many bytes, and only pieces that changed."""
 

@@ -12,8 +12,6 @@ from types import CodeType, FunctionType
 
 import numpy as np
 
-__all__ = ["stable_text", "work_digest"]
-
 
 def stable_text(value: object) -> str | None:
     """The same text for equal keys in every process; None if there is none.

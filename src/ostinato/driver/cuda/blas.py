@@ -26,14 +26,6 @@ from ostinato.driver.cuda.libcuda import INSTALL as INSTALL_CUDA
 from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError, NoCudaError, NotAvailableError
 
-__all__ = [
-    "Cublaslt",
-    "MatrixProduct",
-    "Planned",
-    "explain_blas_status",
-    "load_cublaslt",
-]
-
 INSTALL = "install it with: pip install 'ostinato[cublas13]' (or 'ostinato[cublas12]')"
 
 _R_32F, _R_16BF = 0, 14  # cudaDataType

@@ -24,8 +24,6 @@ from ostinato.driver.extension import load_extension
 from ostinato.driver.forking import new_lock
 from ostinato.errors import NotAvailableError
 
-__all__ = ["ModuleCollector", "collect_modules", "cubins_with"]
-
 _RESOURCE_DOMAIN, _MODULE_LOADED = 3, 6  # cupti_callbacks.h
 _BUSY = 39  # CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED
 _NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")

@@ -28,8 +28,6 @@ from ostinato.driver.cuda.nodes import ELEMENT_SIZES, unsigned
 from ostinato.driver.forking import FORKED, switch_off_in_children
 from ostinato.errors import ClosedError, ContextPoisonedError, DriverError, Status, driver_error
 
-__all__ = ["CudaCalls"]
-
 _HOST_ALLOC_PORTABLE = 1  # usable from any context of the process
 _HOST_ALLOC_DEVICE_MAP = 2
 _LAZY_PEER_ACCESS = 1  # CUipcMem_flags

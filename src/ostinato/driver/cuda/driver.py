@@ -43,8 +43,6 @@ from ostinato.errors import (
     driver_error,
 )
 
-__all__ = ["CudaDriver", "gpu_count"]
-
 
 class CudaDriver(ExecCalls):
     """One GPU through its primary context, which other libraries of the process share.

@@ -24,8 +24,6 @@ from ostinato.driver.cuda.graphs import GraphCalls
 from ostinato.driver.launcher import kernel_node, prepare
 from ostinato.errors import DriverError, Status
 
-__all__ = ["ExecCalls"]
-
 # CUgraphInstantiateResult in words
 _INSTANTIATE_RESULTS = {
     2: "the graph's structure is invalid, such as a cycle",

@@ -48,8 +48,6 @@ from ostinato.driver.cuda.kept import Fate, attribute_fates
 from ostinato.driver.signature import Signature
 from ostinato.errors import DriverError, OstinatoError
 
-__all__ = ["FAULTS", "DriverFault", "Finding", "Survey", "Verdict", "survey"]
-
 DEADLINE = 60.0
 """Seconds for one probe, with opening the device."""
 

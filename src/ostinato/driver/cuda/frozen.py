@@ -41,8 +41,6 @@ from ostinato.driver.cuda.launch import (
 from ostinato.driver.cuda.nodes import read_edge_data
 from ostinato.errors import DriverError
 
-__all__ = ["EdgeArrays", "Frozen", "Other", "RawKernel", "Shapes", "layout_bytes", "read_nodes"]
-
 RawKernel: TypeAlias = tuple[int, bytes, bytes, bool]
 """A kernel node's function, shape and argument bytes, and whether these are packed."""
 

@@ -88,8 +88,6 @@ from ostinato.driver.cuda.streams import StreamCalls
 from ostinato.driver.launcher import node_reader
 from ostinato.errors import ContextPoisonedError, DriverError, Status
 
-__all__ = ["GraphCalls"]
-
 # Kinds that no call changes.
 _KINDS: dict[type[NodeParams], NodeKind] = {
     EmptyNodeParams: NodeKind.EMPTY,

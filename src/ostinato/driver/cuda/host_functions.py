@@ -26,8 +26,6 @@ from ostinato.driver.callbacks import run_host_function
 from ostinato.driver.cuda.libcuda import Libcuda
 from ostinato.driver.forking import new_lock
 
-__all__ = ["HostFunctions"]
-
 _log = logging.getLogger("ostinato")
 
 _NO_DESTRUCTOR_SYNC = 1

@@ -27,8 +27,6 @@ from ostinato.driver.api import (
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.driver import CudaDriver
 
-__all__ = ["AttributeFate", "Fate", "attribute_fates"]
-
 _PTX = """
 .version 7.8
 .target sm_90

@@ -21,26 +21,6 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda import libcuda as cu
 
-__all__ = [
-    "LAUNCH_HEAD",
-    "NODE_HEAD",
-    "SETTABLE",
-    "SHOWN",
-    "Attributes",
-    "Block",
-    "NodeBlocks",
-    "PreparedLaunch",
-    "attribute_values",
-    "attribute_words",
-    "attributes_of",
-    "config_of",
-    "default_value",
-    "launch_block",
-    "node_block",
-    "packed_arguments",
-    "read_arguments",
-]
-
 # The heads of the blocks below, as `struct` packs them: CUlaunchConfig, and
 # CUDA_KERNEL_NODE_PARAMS_v2.  A test compares them with the structures.
 LAUNCH_HEAD = "=7I4xQQI4x"

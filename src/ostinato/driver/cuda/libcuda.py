@@ -28,37 +28,6 @@ from typing import Any, TypeAlias
 
 from ostinato.errors import NoCudaError, NotAvailableError, explain
 
-__all__ = [
-    "BRANCHES",
-    "FEATURES",
-    "INSTALL",
-    "PROTOTYPES",
-    "READ_CONDITIONAL",
-    "REQUIRED",
-    "SINCE",
-    "STRUCTURES",
-    "BatchMemOpParams",
-    "ConditionalParams",
-    "EdgeDataStruct",
-    "Feature",
-    "GraphNodeParams",
-    "HostParams",
-    "InstantiateParams",
-    "KernelParams",
-    "LaunchAttribute",
-    "LaunchAttributeValue",
-    "LaunchConfigStruct",
-    "Libcuda",
-    "MemAllocParams",
-    "MemOpStruct",
-    "Memcpy3D",
-    "MemsetParams",
-    "UpdateResultInfo",
-    "in_words",
-    "parse_prototypes",
-    "require_gpu",
-]
-
 INSTALL = 'install the NVIDIA driver, and then: pip install "ostinato[cuda13]"'
 
 DriverCall: TypeAlias = Callable[..., int]

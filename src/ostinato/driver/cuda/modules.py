@@ -37,8 +37,6 @@ from ostinato.errors import DriverError, NotAvailableError, Status
 if TYPE_CHECKING:
     from ostinato.driver.cuda.variables import Variable
 
-__all__ = ["IMAGE_KINDS", "ModuleCalls"]
-
 IMAGE_KINDS = frozenset({"cubin", "ptx", "fatbin"})
 
 # CUjit_option: where the assembler writes why a PTX does not assemble.

@@ -27,23 +27,6 @@ from ostinato.driver.api import (
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.errors import Status, driver_error
 
-__all__ = [
-    "ELEMENT_SIZES",
-    "CopyEnd",
-    "copy_ends",
-    "edge_array",
-    "fill_memcpy",
-    "fill_memset",
-    "has_cycle",
-    "mem_op_array",
-    "read_batch",
-    "read_conditional",
-    "read_edge_data",
-    "read_memcpy",
-    "read_memset",
-    "unsigned",
-]
-
 ELEMENT_SIZES = (1, 2, 4)
 """Sizes of the elements of a fill, in bytes."""
 

@@ -21,8 +21,6 @@ from ostinato.driver.cuda.libcuda import Libcuda
 from ostinato.driver.launcher import capture_reader
 from ostinato.errors import Status
 
-__all__ = ["StreamCalls"]
-
 _ACTIVE = int(CaptureStatus.ACTIVE)
 _NONE = CaptureInfo(CaptureStatus.NONE)
 _NON_BLOCKING = 1

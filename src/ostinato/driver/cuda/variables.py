@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["Variable", "same_content", "variables_of"]
-
 _SECTIONS = (".nv.global", ".nv.global.init", ".nv.constant3")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")

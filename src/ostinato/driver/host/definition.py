@@ -37,20 +37,6 @@ from ostinato.driver.host.handles import Table, new_handle
 from ostinato.driver.host.memory import MemoryTable
 from ostinato.errors import DriverError, Status, driver_error
 
-__all__ = [
-    "KINDS",
-    "MEMORY_KINDS",
-    "SINGLE_KINDS",
-    "Frozen",
-    "GraphDefinition",
-    "GraphTables",
-    "Node",
-    "ancestors",
-    "check_edge_data",
-    "execution_order",
-    "refuse_opaque",
-]
-
 KINDS: dict[type[NodeParams], NodeKind] = {
     KernelNodeParams: NodeKind.KERNEL,
     MemcpyNodeParams: NodeKind.MEMCPY,

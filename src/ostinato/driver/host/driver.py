@@ -98,8 +98,6 @@ from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.process_memory import as_numpy
 from ostinato.errors import DriverError, Status, driver_error
 
-__all__ = ["DEFAULT_MEMORY", "HostDriver"]
-
 DEFAULT_MEMORY = 8 << 30
 
 # Seconds that `close` waits for a thread.  A host function may never return.

@@ -50,8 +50,6 @@ from ostinato.driver.host.work import (
 )
 from ostinato.errors import DriverError, Status, driver_error
 
-__all__ = ["Executable", "check_instantiable"]
-
 _SETTABLE = frozenset(
     {
         NodeKind.KERNEL,

@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from ostinato.errors import Status, driver_error
 
-__all__ = ["Table", "new_handle"]
-
 # One counter for handles of every type: a handle of the wrong type is then always unknown.
 new_handle: Callable[[], int] = itertools.count(0x5000_0000, 0x10).__next__
 

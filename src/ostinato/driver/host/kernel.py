@@ -34,15 +34,6 @@ from ostinato.driver.api import Dim3, ParameterSlot
 from ostinato.driver.signature import Access, Signature, buffer_struct
 from ostinato.errors import InputError
 
-__all__ = [
-    "HostKernel",
-    "HostLaunch",
-    "PointerParameter",
-    "host_kernel",
-    "kernel_at",
-    "target_of",
-]
-
 DEFAULT_MAX_THREADS = 1024
 
 

@@ -23,8 +23,6 @@ from ostinato.driver.host.kernel import HostKernel, PointerParameter
 from ostinato.driver.process_memory import as_numpy
 from ostinato.errors import Status, driver_error
 
-__all__ = ["POISON", "Allocation", "MemoryTable", "bytes_of"]
-
 POISON = 0xA5
 ALIGNMENT = 256
 

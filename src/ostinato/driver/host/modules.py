@@ -18,8 +18,6 @@ from ostinato.driver.host.handles import new_handle
 from ostinato.driver.host.kernel import HostKernel, kernel_at, target_of
 from ostinato.errors import InputError, Status, driver_error
 
-__all__ = ["MAX_SHARED", "MAX_THREADS", "LoadedFunction", "LoadedModule", "image_of"]
-
 MAX_THREADS = 1024
 MAX_SHARED = 227 * 1024  # what an H100 can give a block
 _DEFAULT_SHARED = 48 * 1024

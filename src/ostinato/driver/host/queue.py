@@ -22,8 +22,6 @@ from ostinato.driver.host.memory import MemoryTable
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.errors import ContextPoisonedError, DriverError, Status, driver_error
 
-__all__ = ["Failure", "HostContext", "Latch", "Mark", "WorkQueue"]
-
 Task: TypeAlias = Callable[[], object]
 
 

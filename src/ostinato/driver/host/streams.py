@@ -33,8 +33,6 @@ from ostinato.driver.host.definition import GraphDefinition, Node, ancestors
 from ostinato.driver.host.queue import Mark, WorkQueue
 from ostinato.errors import Status, driver_error
 
-__all__ = ["Capture", "Captures", "Event", "Stream"]
-
 _numbers = itertools.count(1)
 
 _ENDED = "the event was recorded in a capture that has ended: record it again"

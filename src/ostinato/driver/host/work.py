@@ -34,8 +34,6 @@ from ostinato.driver.host.queue import HostContext
 from ostinato.driver.host.streams import Event
 from ostinato.errors import Status, driver_error
 
-__all__ = ["Conditions", "Step", "WorkCompiler", "conditional_step", "nothing", "run_steps"]
-
 logger = logging.getLogger(__name__)
 
 Step: TypeAlias = Callable[[], object]

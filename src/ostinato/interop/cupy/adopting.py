@@ -14,8 +14,6 @@ except ImportError as error:
         f"CuPy is not installed ({error}); install cupy-cuda13x or cupy-cuda12x"
     ) from error
 
-__all__ = ["adopt_graph", "as_array", "external_stream"]
-
 
 def adopt_graph(device: Device, graph: Any) -> Graph:
     """The definition inside a `cupy.cuda.Graph`, which is kept alive."""

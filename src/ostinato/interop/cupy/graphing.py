@@ -41,8 +41,6 @@ from ostinato.interop.graphing.trees import Join
 from ostinato.lowlevel import every_node
 from ostinato.step import Buckets
 
-__all__ = ["graphed"]
-
 _names = itertools.count()
 _devices = Devices(lambda index: cupy.cuda.runtime.free(0))
 _captures = threading.RLock()

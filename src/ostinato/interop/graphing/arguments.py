@@ -10,9 +10,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ostinato.errors import InputError
-from ostinato.interop.graphing.guards import same
 from ostinato.interop.graphing.library import Library, NotGraphable, Options
-from ostinato.interop.graphing.objects import ObjectWatch
+from ostinato.interop.graphing.objects import ObjectWatch, same
 from ostinato.interop.graphing.records import Dynamic, Work
 from ostinato.interop.graphing.trees import (
     Tree,
@@ -24,8 +23,6 @@ from ostinato.interop.graphing.trees import (
     plain_token,
     tree_of,
 )
-
-__all__ = ["Arguments"]
 
 
 class Arguments:

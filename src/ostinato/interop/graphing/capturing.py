@@ -12,8 +12,6 @@ from ostinato.errors import CaptureError, ContextPoisonedError
 from ostinato.interop.graphing.errors import disturbed
 from ostinato.interop.graphing.library import CaptureDisturbed, NotGraphable
 
-__all__ = ["captured", "no_collection"]
-
 
 @contextmanager
 def no_collection() -> Iterator[None]:

@@ -10,8 +10,6 @@ from ostinato.interop.graphing.records import Captured, Line, Work
 from ostinato.interop.graphing.subject import Subject
 from ostinato.interop.graphing.trees import Tree
 
-__all__ = ["due", "verified"]
-
 
 def due(verify: str | int | None, line: Line, captured: Captured, work: Work) -> bool:
     """Whether a replay is to be checked: the first of a graph, the first that has padding of an

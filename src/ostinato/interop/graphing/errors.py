@@ -10,8 +10,6 @@ from types import ModuleType
 import ostinato
 from ostinato.errors import Status
 
-__all__ = ["disturbed", "explained"]
-
 
 def explained(error: Exception, library: ModuleType, cannot: str) -> str:
     """What broke a capture, and the line of the caller's code where it did.

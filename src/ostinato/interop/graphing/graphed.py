@@ -42,7 +42,7 @@ from ostinato.errors import (
 )
 from ostinato.interop.graphing.arguments import Arguments
 from ostinato.interop.graphing.checking import due, verified
-from ostinato.interop.graphing.guards import Guarded, Guards, same
+from ostinato.interop.graphing.guards import Guarded, Guards
 from ostinato.interop.graphing.library import (
     CaptureDisturbed,
     Library,
@@ -51,6 +51,7 @@ from ostinato.interop.graphing.library import (
     Turns,
 )
 from ostinato.interop.graphing.making import Maker
+from ostinato.interop.graphing.objects import same
 from ostinato.interop.graphing.recheck import (
     MISSED,
     MOST_HOT,
@@ -68,8 +69,6 @@ from ostinato.interop.graphing.subject import Subject
 from ostinato.interop.graphing.trees import Unknown
 from ostinato.lowlevel import new_lock
 from ostinato.settings import blocking_captures, graphs_enabled
-
-__all__ = ["EAGER", "Graphed"]
 
 _MOST_LINES = 4096
 _MOST_KEPT = 256 << 20

@@ -53,19 +53,6 @@ from ostinato.interop.graphing.trees import (
     plain_token,
 )
 
-__all__ = [
-    "Guarded",
-    "Guards",
-    "Seen",
-    "Trail",
-    "Walker",
-    "contents_of",
-    "in_words",
-    "same",
-    "size_of",
-]
-
-
 _DEEPEST = 4
 _DEEPEST_OBJECT = 3
 _MOST_ITEMS = 1000

@@ -20,18 +20,6 @@ from ostinato.interop.graphing.padding import Padding
 from ostinato.lowlevel import new_lock
 from ostinato.step import Buckets, CaptureLimits
 
-__all__ = [
-    "LIMITS",
-    "CaptureDisturbed",
-    "Devices",
-    "Library",
-    "NotGraphable",
-    "Options",
-    "Turns",
-    "cuda_index",
-    "name_of",
-]
-
 LIMITS = CaptureLimits(per_key=8, within=1000)
 """Of the cache that `graphed` makes: a key that is evicted all the time is run eagerly."""
 

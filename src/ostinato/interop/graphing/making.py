@@ -15,8 +15,6 @@ from ostinato.interop.graphing.subject import Subject
 from ostinato.interop.graphing.trees import Tree, Unknown
 from ostinato.lowlevel import replace_small_fills
 
-__all__ = ["Maker"]
-
 
 class Maker:
     """Makes the graphs of one function.

@@ -29,8 +29,6 @@ from ostinato import (
 from ostinato.errors import OstinatoError
 from ostinato.lowlevel import FILL, fill_kernel
 
-__all__ = ["MOST", "NAMES", "Mover", "Moves", "dense", "source"]
-
 MOST = 16
 """Arrays that can be copied in, and out."""
 _WORDS = struct.Struct(f"{2 * MOST}Q")

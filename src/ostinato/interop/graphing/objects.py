@@ -14,17 +14,6 @@ from typing import Any, Protocol
 
 from ostinato.interop.graphing.trees import Arrays, is_plain, made_in_python
 
-__all__ = [
-    "Missing",
-    "ObjectWatch",
-    "Watch",
-    "Watcher",
-    "attributes_of",
-    "items_in",
-    "of_standard_library",
-    "same",
-]
-
 _DEEPEST = 4
 
 

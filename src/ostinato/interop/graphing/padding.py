@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ostinato.errors import InputError
 from ostinato.step import Buckets
 
-__all__ = ["Cut", "Padding", "cuts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:

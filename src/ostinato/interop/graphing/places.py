@@ -14,18 +14,6 @@ from typing import Any
 
 from ostinato.interop.graphing.objects import Missing, of_standard_library
 
-__all__ = [
-    "Current",
-    "Place",
-    "data_in",
-    "data_of",
-    "has_descriptors",
-    "is_own",
-    "names_in_method",
-    "own_bases",
-    "places_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -19,32 +19,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from ostinato import GraphCache, MemoryRange, Stream
-from ostinato.interop.graphing.guards import (
-    Guards,
-    Trail,
-    contents_of,
-    same,
-    size_of,
-)
+from ostinato.interop.graphing.guards import Guards, Trail, contents_of, size_of
 from ostinato.interop.graphing.library import Library, Options
-from ostinato.interop.graphing.objects import ObjectWatch, Watch, items_in
+from ostinato.interop.graphing.objects import ObjectWatch, Watch, items_in, same
 from ostinato.interop.graphing.places import Place
 from ostinato.interop.graphing.records import Captured, Line, Work
 from ostinato.interop.graphing.subject import Subject
 from ostinato.interop.graphing.trees import Leaf, children_of, is_plain, plain_token
 from ostinato.lowlevel import load_extension
-
-__all__ = [
-    "MISSED",
-    "MOST_HOT",
-    "TIMED",
-    "Checks",
-    "Hot",
-    "Inexpressible",
-    "compiled",
-    "launch",
-    "recheck",
-]
 
 _extension, _ = load_extension("ostinato.interop.graphing._recheck")
 MOST_HOT = 4

@@ -13,8 +13,6 @@ from ostinato.interop.graphing.moves import Moves
 from ostinato.interop.graphing.padding import Cut
 from ostinato.interop.graphing.trees import Tree
 
-__all__ = ["Bound", "Captured", "Dynamic", "Line", "Work"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:

@@ -8,10 +8,10 @@ from typing import Any
 from ostinato import MemoryRange
 from ostinato.errors import ContextPoisonedError, InputError, OstinatoError
 from ostinato.graphfile import LoadedGraph, Twin
-from ostinato.interop.graphing.guards import same
 from ostinato.interop.graphing.library import NotGraphable
 from ostinato.interop.graphing.making import Maker
 from ostinato.interop.graphing.moves import Mover
+from ostinato.interop.graphing.objects import same
 from ostinato.interop.graphing.records import Bound, Captured, Line, Work
 from ostinato.interop.graphing.stored import (
     CALL,
@@ -23,8 +23,6 @@ from ostinato.interop.graphing.stored import (
     require_rebuildable,
 )
 from ostinato.interop.graphing.subject import Subject
-
-__all__ = ["Saving"]
 
 
 class Saving:

@@ -10,8 +10,6 @@ from typing import Self
 from ostinato.lowlevel import table
 from ostinato.step import CacheStatistics
 
-__all__ = ["GraphedKeyStatistics", "GraphedStatistics", "explained"]
-
 
 @dataclass(frozen=True, slots=True)
 class GraphedKeyStatistics:

@@ -45,19 +45,6 @@ from ostinato.interop.graphing.trees import (
     other_attributes,
 )
 
-__all__ = [
-    "CALL",
-    "Description",
-    "Stored",
-    "StoringLibrary",
-    "Unstable",
-    "code_text",
-    "described",
-    "rebuilt",
-    "require_rebuildable",
-    "text_of",
-]
-
 CALL = "the call"
 """The input that holds what is not in the graph."""
 _VERSION = 1

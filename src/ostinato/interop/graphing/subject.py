@@ -14,8 +14,6 @@ from ostinato.interop.graphing.library import Library, Options, Turns
 from ostinato.interop.graphing.records import Captured, Work
 from ostinato.interop.graphing.trees import Unknown
 
-__all__ = ["Subject"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:

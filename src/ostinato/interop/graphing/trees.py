@@ -17,27 +17,6 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-__all__ = [
-    "ATOMS",
-    "Arrays",
-    "Itself",
-    "Join",
-    "Leaf",
-    "Tree",
-    "Unknown",
-    "bound_to",
-    "children_of",
-    "flatten",
-    "is_plain",
-    "joiner",
-    "made_in_python",
-    "new_record",
-    "other_attributes",
-    "plain_token",
-    "tree_of",
-]
-
-
 Join: TypeAlias = Callable[[Sequence[Any]], Any]
 """Makes a container of children, like another one in all else."""
 

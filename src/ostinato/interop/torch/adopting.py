@@ -39,8 +39,6 @@ except ImportError as error:
         f"PyTorch is not installed ({error}); install torch with CUDA, as pytorch.org says"
     ) from error
 
-__all__ = ["adopt_graph", "as_tensor", "external_stream", "use_stream"]
-
 
 def adopt_graph(
     device: Device,

@@ -27,8 +27,6 @@ from ostinato.interop.graphing.library import CaptureDisturbed, NotGraphable
 from ostinato.interop.torch.adopting import adopt_graph, drawing
 from ostinato.lowlevel import every_node
 
-__all__ = ["Captures", "explained"]
-
 _one_at_a_time = threading.RLock()
 """One capture at a time in the process: torch cannot make two, and what is set around one (the
 collection of garbage, what transformers is told) counts for the whole process."""

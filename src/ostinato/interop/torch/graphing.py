@@ -25,8 +25,6 @@ from ostinato.interop.graphing.stored import Stored, code_text
 from ostinato.interop.torch.library import Torch, TorchWithoutCuda
 from ostinato.step import Buckets
 
-__all__ = ["GraphedModule", "graphed"]
-
 _names = itertools.count()
 _devices = Devices(lambda index: torch.cuda.current_stream(index))
 

@@ -21,8 +21,6 @@ from ostinato.interop.torch.capturing import Captures
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
 from ostinato.interop.torch.watching import ModuleWatch
 
-__all__ = ["Torch", "TorchWithoutCuda"]
-
 
 def _kept(*names: tuple[str, str]) -> Iterator[tuple[dict[str, Any], str]]:
     """Dicts of torch's modules and names in them, as far as this torch has them."""

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ostinato.interop.graphing.guards import contents_of, same
+from ostinato.interop.graphing.guards import contents_of
+from ostinato.interop.graphing.objects import same
 from ostinato.interop.graphing.trees import Join, Unknown, is_plain, made_in_python, plain_token
-
-__all__ = ["PLAIN", "joiner", "parts"]
 
 PLAIN: tuple[type, ...] = (
     torch.dtype,

@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
-from ostinato.interop.graphing.guards import Guarded, same
-from ostinato.interop.graphing.objects import Missing
+from ostinato.interop.graphing.guards import Guarded
+from ostinato.interop.graphing.objects import Missing, same
 from ostinato.interop.graphing.places import data_of, names_in_method
 from ostinato.interop.graphing.recheck import Checks, Inexpressible
 from ostinato.interop.graphing.stored import Description, code_text
 from ostinato.interop.graphing.trees import is_plain, plain_token
 from ostinato.interop.torch.trees import PLAIN
-
-__all__ = ["ModuleWatch"]
 
 _MOST_VERSIONS = 4096
 _next_version = itertools.count()

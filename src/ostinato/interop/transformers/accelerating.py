@@ -29,8 +29,6 @@ from ostinato.interop.transformers.methods import Method, hooked
 from ostinato.lowlevel import Closeable, new_lock
 from ostinato.models import Decoder, DecoderStatistics, Weights
 
-__all__ = ["Accelerated", "AcceleratedStatistics", "accelerate"]
-
 # By how much our logits may differ from transformers', as a part of their norm.  In bfloat16
 # transformers rounds each layer's sums, our kernels do not.
 _TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}

@@ -13,8 +13,6 @@ from ostinato.interop.generate_call import CACHE_NAMES
 from ostinato.interop.transformers.methods import Method, hooked
 from ostinato.lowlevel import Closeable
 
-__all__ = ["GraphedModel", "graphed"]
-
 
 def graphed(model: Any, *, max_cache_len: int | None = None, **options: Any) -> GraphedModel:
     """From here on the decode steps of `model.generate` are replays of graphs.

@@ -14,8 +14,6 @@ from ostinato import Buffer, Device
 from ostinato.errors import UnsupportedModelError
 from ostinato.models import LlamaConfig, adopt_weights, rope_inverse_frequencies, weight_shapes
 
-__all__ = ["OwnWeights", "config_of", "drops_out"]
-
 # Weights that begin elsewhere are moved: a library's products are fastest with such.
 _ALIGNMENT = 256
 _SILU = ("SiLU", "SiLUActivation")

@@ -13,8 +13,6 @@ import torch
 
 from ostinato.errors import ClosedError, InputError
 
-__all__ = ["Method", "hooked"]
-
 # Hooks that transformers itself leaves behind, and that do nothing unless outputs are asked for.
 _HARMLESS_HOOKS = "transformers.utils.output_capturing"
 

@@ -52,8 +52,6 @@ from ostinato.models.weights import Target
 if TYPE_CHECKING:
     from ostinato.modules import ModuleCache
 
-__all__ = ["BoundProduct", "CudaBackend", "load_kernel"]
-
 
 @dataclass(frozen=True, slots=True)
 class BoundProduct:

@@ -20,24 +20,6 @@ from ostinato import Buffer
 from ostinato.models.config import LlamaConfig
 from ostinato.models.layout import part_rows, weight_shapes
 
-__all__ = [
-    "BRICK",
-    "FORMATS",
-    "Format",
-    "Formats",
-    "Packing",
-    "Part",
-    "Place",
-    "Placed",
-    "device_bytes",
-    "formats_of",
-    "matrix_bytes",
-    "packing",
-    "pair_size",
-    "pays",
-    "places",
-]
-
 BRICK = 256
 """Inputs of a brick; it has 16 rows."""
 _UNIT = 64

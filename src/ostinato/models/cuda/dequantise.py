@@ -25,15 +25,6 @@ from ostinato.models.weights import Target
 if TYPE_CHECKING:
     from ostinato.modules import ModuleCache
 
-__all__ = [
-    "convert_on_device",
-    "dequantise_on_device",
-    "dequantise_source",
-    "repack_on_device",
-    "repack_source",
-    "staged_bytes",
-]
-
 _MOST_STAGED = 64 << 20
 _THREADS = 256
 _OUT = {np.dtype(np.float32): "f32", np.dtype(np.uint16): "bf16"}

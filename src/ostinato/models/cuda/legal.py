@@ -31,15 +31,6 @@ from ostinato.models.cuda.shapes import (
     slab_granule,
 )
 
-__all__ = [
-    "VECTOR_LOADS",
-    "attention_problem",
-    "matrix_problem",
-    "problems_of",
-    "vector_problem",
-    "vector_steps",
-]
-
 _OF_LAYERS = {*PRODUCTS.values()} - {"head"}
 VECTOR_LOADS = (4, 30)
 """16-byte loads that a thread of matvec.cu has under way: fewer do not fill the memory's latency,

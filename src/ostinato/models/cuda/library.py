@@ -33,13 +33,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ostinato import LaunchConfig, Source
+from ostinato.driver.cuda.blas import MatrixProduct
 from ostinato.errors import UnsupportedModelError
 from ostinato.models.backend import BoundCall
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.bricks import FORMATS, Formats, pair_size
 from ostinato.models.cuda.lowering import ENDING
-from ostinato.models.cuda.products import PIECE_ROWS, MatrixProduct
+from ostinato.models.cuda.products import PIECE_ROWS
 from ostinato.models.cuda.shapes import (
     COUNTER_BYTES,
     MAX_ROWS,
@@ -52,17 +53,6 @@ from ostinato.models.cuda.shapes import (
 from ostinato.models.layout import weight_shapes
 from ostinato.models.program import ABSENT, Argument, Bound, KernelCall, parameter_names
 from ostinato.modules import CompileOptions
-
-__all__ = [
-    "UNPACK_SIGNATURE",
-    "LibraryCut",
-    "ProductCall",
-    "library_buffers",
-    "library_rows_for",
-    "lower_with_library",
-    "piece_rows",
-    "unpack_source",
-]
 
 _Arguments: TypeAlias = dict[str, Argument]
 

@@ -76,23 +76,6 @@ from ostinato.models.program import (
 from ostinato.models.program import SIGNATURES as HOST_SIGNATURES
 from ostinato.modules import CompileOptions
 
-__all__ = [
-    "ENDING",
-    "PIECE_SIGNATURES",
-    "PRODUCTS_OF",
-    "ROUNDED_IN",
-    "ROUNDED_SIGNATURES",
-    "ROW_THREADS",
-    "SIGNATURES",
-    "CudaLaunch",
-    "Cut",
-    "family_macros",
-    "lower",
-    "rounded_buffers",
-    "source_of",
-    "workspace_bytes",
-]
-
 ENDING = ("head", "sample", "best_of_part", "best_of_ranks", "sample_of_ranks")
 """Calls for the rows that sample."""
 _FOLDER = Path(__file__).parent / "kernels"

@@ -35,14 +35,6 @@ from ostinato.errors import (
     NotAvailableError,
 )
 
-__all__ = [
-    "PIECE_ROWS",
-    "LibraryProduct",
-    "LibraryProducts",
-    "MatrixProduct",
-    "open_products",
-]
-
 PIECE_ROWS = 2048
 """Most rows of one step where a library multiplies."""
 

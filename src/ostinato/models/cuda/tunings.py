@@ -47,17 +47,6 @@ from ostinato.models.cuda.shapes import (
     shape_key,
 )
 
-__all__ = [
-    "StoredTuning",
-    "TuningKey",
-    "TuningStore",
-    "choose_tuning",
-    "decode_tuning",
-    "encode_tuning",
-    "known_of",
-    "sources_digest",
-]
-
 _log = logging.getLogger(__name__)
 
 _SCHEMA = "ostinato.tuning/1"

@@ -14,8 +14,6 @@ from ostinato.models.files.checkpoint import GgufTokenizerSource, TokenizerSourc
 from ostinato.models.files.reading import read_json
 from ostinato.models.sampling import READABLE, SamplingOptions
 
-__all__ = ["SamplingAdvice", "read_advice"]
-
 _GGUF = {
     "temperature": "general.sampling.temp",
     "top_k": "general.sampling.top_k",

@@ -40,18 +40,6 @@ from ostinato.models.arguments import quoted, whole
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.files.dequantise import dequantise_rows
 
-__all__ = [
-    "Checkpoint",
-    "GgufTokenizerSource",
-    "JsonTokenizerSource",
-    "RawTensor",
-    "StoredCheckpoint",
-    "TokenizerSource",
-    "check_tensors",
-    "name_in_layer",
-    "to_bfloat16",
-]
-
 # Float32 values converted at a time: half a MiB, so that a block's passes stay in L2 cache.
 _BLOCK_VALUES = 1 << 17
 # Values that `load` gives to a thread at a time.

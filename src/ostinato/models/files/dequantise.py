@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_TYPES", "SUPPORTED_TYPES", "BlockType", "dequantise_rows"]
-
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 

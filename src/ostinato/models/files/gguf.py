@@ -33,8 +33,6 @@ from ostinato.models.files.checkpoint import (
 from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES
 from ostinato.models.files.reading import forget, map_file, unmap
 
-__all__ = ["GgufCheckpoint", "GgufHeader", "GgufTensor", "open_gguf", "read_header"]
-
 _ROPE_FACTORS = "rope_freqs.weight"
 _WHOLE = {
     "token_embd.weight": "embed",

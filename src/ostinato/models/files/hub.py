@@ -21,8 +21,6 @@ from ostinato.errors import DownloadError, ModelError, NotAvailableError
 from ostinato.models.arguments import shown
 from ostinato.models.files.reading import read_json
 
-__all__ = ["HubName", "from_hub", "hub_name"]
-
 T = TypeVar("T")
 
 _NAME = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?::(?P<choice>[\w][\w./-]*))?")

@@ -7,8 +7,6 @@ from pathlib import Path
 from ostinato.errors import ModelError
 from ostinato.models.files.checkpoint import StoredCheckpoint
 
-__all__ = ["open_checkpoint"]
-
 
 def open_checkpoint(path: str | Path) -> StoredCheckpoint:
     """Open a `.gguf` file, or a folder with config.json, *.safetensors and tokenizer.json.

@@ -29,8 +29,6 @@ from ostinato.models.arguments import quoted
 from ostinato.models.files.checkpoint import RawTensor, to_bfloat16
 from ostinato.models.files.dequantise import BLOCK_TYPES, dequantise_rows
 
-__all__ = ["Quantisation", "e4m3_values"]
-
 Read = Callable[[RawTensor], npt.NDArray[np.uint8]]
 _PLAIN = ("F32", "F16", "BF16")
 _MAX_BLOCK = 1 << 20

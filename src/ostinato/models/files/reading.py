@@ -13,18 +13,6 @@ from typing import BinaryIO, cast
 from ostinato.errors import ModelFormatError
 from ostinato.files import UntrustedError, open_regular, replace_file
 
-__all__ = [
-    "MAX_JSON",
-    "forget",
-    "map_file",
-    "open_file",
-    "parse_object",
-    "read_file",
-    "read_json",
-    "unmap",
-    "write_file",
-]
-
 MAX_JSON = 4 << 20
 """Bytes of JSON that are parsed: a model of 126 layers has 1,136 tensors, of 120 bytes each."""
 

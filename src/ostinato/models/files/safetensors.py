@@ -32,8 +32,6 @@ from ostinato.models.files.checkpoint import (
 from ostinato.models.files.quantised import Quantisation
 from ostinato.models.files.reading import MAX_JSON, forget, map_file, parse_object, read_json, unmap
 
-__all__ = ["SUPPORTED_DTYPES", "SafetensorsCheckpoint", "open_folder"]
-
 SUPPORTED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
 _MAX_VALUES = 1 << 40

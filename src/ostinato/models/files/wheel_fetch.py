@@ -22,8 +22,6 @@ from pathlib import Path
 
 from ostinato.errors import DownloadError
 
-__all__ = ["KnownModel", "Progress", "fetch", "find_pip"]
-
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) of the download."""
 

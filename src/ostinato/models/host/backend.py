@@ -18,8 +18,6 @@ from ostinato.models.host.packed_kernels import compiled, description, packed_ke
 from ostinato.models.host.shard_kernels import SHARD_KERNELS
 from ostinato.models.program import SAMPLED_ROWS, KernelCall
 
-__all__ = ["HostBackend"]
-
 
 class HostBackend(Backend):
     """Compiled kernels on packed weights where the extension was built, else NumPy kernels on

@@ -24,8 +24,6 @@ from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE, SIGNATU
 from ostinato.models.sampling import penalised
 from ostinato.models.sampling import sample as sample_reference
 
-__all__ = ["HOST_KERNELS", "Given", "advance", "kernel", "sample", "sampled_rows"]
-
 _CHUNK = 1 << 15  # scores of one attention product at a time, in rows * KV length
 Function: TypeAlias = Callable[["Given"], None]
 Floats: TypeAlias = npt.NDArray[np.float32]

@@ -28,16 +28,6 @@ from ostinato.driver.signature import Parameter, Signature
 from ostinato.models.arguments import whole
 from ostinato.models.host.kernels import HOST_KERNELS
 
-__all__ = [
-    "MOST_THREADS",
-    "compiled",
-    "default_threads",
-    "description",
-    "kernels_of",
-    "packed_kernels",
-    "without_extension",
-]
-
 MOST_THREADS = 1024
 # More threads than this wait longer for each other than they work; `threads` may ask for them.
 _DEFAULT_MOST = 16

@@ -13,8 +13,6 @@ from ostinato import HostKernel
 from ostinato.models.host.kernels import Given, advance, kernel, sample, sampled_rows
 from ostinato.models.program import OPTIONS
 
-__all__ = ["SHARD_KERNELS"]
-
 SHARD_KERNELS: dict[str, HostKernel] = {}
 """By name."""
 _NAN_KEY = (1 << 64) - 1

@@ -15,8 +15,6 @@ from ostinato.errors import InputError
 from ostinato.models.arguments import quoted
 from ostinato.models.text.child import Child
 
-__all__ = ["DEFAULT_TEMPLATE", "ChatTemplate", "prepare"]
-
 # ChatML: what is used for a model that names no template but has its tokens.
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}"

@@ -26,8 +26,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ostinato.errors import ModelError, ModelFormatError
 
-__all__ = ["answer"]
-
 
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks what an assistant said, for training; here it is just its body."""

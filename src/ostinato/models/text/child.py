@@ -40,8 +40,6 @@ if TYPE_CHECKING:  # imported where a process is started: most models need none
     import socket
     import subprocess
 
-__all__ = ["Child", "serve"]
-
 # How an answer ended: well, or with one of these errors.
 _KINDS: tuple[type[OstinatoError], ...] = (
     OstinatoError,

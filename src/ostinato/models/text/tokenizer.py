@@ -23,8 +23,6 @@ from ostinato.models.files.reading import read_file, read_json
 from ostinato.models.text.child import Child
 from ostinato.models.text.tokenizer_parts import END_TOKENS, MAX_IDS, TokenizerParts
 
-__all__ = ["IncrementalDecoder", "Tokenizer", "load_tokenizer", "read_chat_template"]
-
 # The largest tokenizer.json in use has 33 MB; it takes 0.9 s and 350 MB to build.
 _MAX_TOKENIZER_JSON = 64 << 20
 _SECONDS = 60.0

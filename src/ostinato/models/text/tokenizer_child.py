@@ -10,8 +10,6 @@ import tokenizers
 from ostinato.errors import ModelFormatError, UnsupportedModelError
 from ostinato.models.text.tokenizer_parts import guarded
 
-__all__ = ["answer"]
-
 _encoders: list[tokenizers.Tokenizer] = []
 
 

@@ -18,8 +18,6 @@ from ostinato.models.arguments import quoted
 from ostinato.models.files.checkpoint import GgufTokenizerSource
 from ostinato.models.text.tokenizer_parts import END_TOKENS, TokenizerParts, guarded
 
-__all__ = ["SUPPORTED_PRE_TOKENIZERS", "parts_from_gguf"]
-
 T = TypeVar("T", int, float)
 
 _GPT2 = (

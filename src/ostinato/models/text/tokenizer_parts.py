@@ -9,8 +9,6 @@ from typing import TypeVar
 from ostinato.errors import ModelFormatError
 from ostinato.models.arguments import shown
 
-__all__ = ["END_TOKENS", "MAX_IDS", "TokenizerParts", "guarded"]
-
 T = TypeVar("T")
 
 MAX_IDS = 1 << 21

@@ -44,14 +44,6 @@ from ostinato.models.cuda.shapes import (
     without_warpgroups,
 )
 
-__all__ = [
-    "attention_shapes",
-    "block_variants",
-    "product_shapes",
-    "start_variants",
-    "warpgroup_variants",
-]
-
 
 def product_shapes(
     config: LlamaConfig,

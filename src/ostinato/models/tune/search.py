@@ -52,8 +52,6 @@ from ostinato.models.tune.candidates import (
 from ostinato.models.weights import Weights
 from ostinato.modules import CompileOptions, CompilerPool
 
-__all__ = ["StepMeter", "Sweep", "SweepResult", "Trial", "search"]
-
 _WORKSPACE = 1 << 25
 _WARM = 3
 _REPEATS = 12
