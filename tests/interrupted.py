@@ -1,4 +1,7 @@
-"""KeyboardInterrupt before any line of this package, one after the other.
+"""Ctrl-C (SIGINT) before any line of this package, one after the other.
+
+Python's own handler of SIGINT raises KeyboardInterrupt there, unless the line lies in a block of
+`driver.interrupts.uninterrupted`: then the end of the block raises it.
 
 The interpreter looks for a Ctrl-C only after calls, at the start of functions and at the end of
 loops' rounds.  So two kinds of lines are left out, where a trace function can raise and Ctrl-C
@@ -18,6 +21,7 @@ import dis
 import functools
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,7 +59,7 @@ def _line(instruction: dis.Instruction) -> int | None:
 
 
 class _Interrupt:
-    """Raises at the `at`-th line of the package that this thread begins; counts them all."""
+    """Sends SIGINT at the `at`-th line of the package that this thread begins; counts them all."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -72,7 +76,7 @@ class _Interrupt:
             self.seen += 1
             if self.seen == self.at:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                raise KeyboardInterrupt(self.where)
+                signal.raise_signal(signal.SIGINT)
         return self.line
 
 
@@ -80,10 +84,13 @@ def interrupt(work: Callable[[], object], at: int = 0) -> str | None:
     """Runs `work` with an interruption before its `at`-th line; where it came, None if it did not.
 
     An interruption that hits a finaliser is lost: Python prints it and goes on, and what the
-    finaliser was to do is not done.  That counts as none, and shows as `LOST`.
+    finaliser was to do is not done.  That counts as none, and shows as `LOST`.  Nothing else may
+    swallow one, and the handler of SIGINT must be there again at the end.
     """
     interruption = _Interrupt(at)
     lost: list[object] = []
+    raised = False
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     trace, hook = sys.gettrace(), sys.unraisablehook
     sys.unraisablehook = lost.append
     sys.settrace(interruption.frame)
@@ -91,10 +98,13 @@ def interrupt(work: Callable[[], object], at: int = 0) -> str | None:
         work()
     except KeyboardInterrupt as error:
         error.__traceback__ = None
+        raised = True
     finally:
         sys.settrace(trace)
         gc.collect()
         sys.unraisablehook = hook
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, interruption.where
+    assert raised or lost or not interruption.where, f"{interruption.where}: SIGINT got lost"
     return LOST if lost else interruption.where or None
 
 

@@ -7,6 +7,10 @@ handlers, so a block does nothing there.
 
 For changes of state that are short.  Code that waits, or calls functions of the user that may take
 long, must not lie in a block: Ctrl-C would not end it.
+
+A block begins with a call, at whose start Ctrl-C may still come in.  So a `finally` with a block
+may do nothing of it: what must be undone is undone by a call inside `try`, and once more if that
+raised.
 """
 
 from __future__ import annotations
@@ -24,36 +28,46 @@ __all__ = ["uninterrupted"]
 _NUMBER = int(SIGINT)
 
 
+class _Note:
+    """The handler of SIGINT in an outermost block, in the place of `handler`."""
+
+    __slots__ = ("came", "handler")
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self.handler = handler
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+
+
 class _Uninterrupted(ContextDecorator):
-    """See `uninterrupted`.  One for the process: the main thread's blocks are nested in it."""
+    """See `uninterrupted`.  One for the process: the main thread's blocks are nested in it.
+
+    Finalisers run between any two lines of these methods too, and may have blocks of their own.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
-        self._previous: Callable[[int, FrameType | None], object] | None = None
-        """The handler that the block took the place of."""
-        self._came = False
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
+        self._note: _Note | None = None
 
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             return
-        self._depth += 1
-        # A finaliser may begin and end a block of its own between any two of these lines: it is an
-        # inner one.
-        if self._depth > 1:
-            return
+        depth = self._depth
         try:
-            handler = getsignal(_NUMBER)
-            if callable(handler):  # not SIG_IGN, SIG_DFL, or the handler of a program around Python
-                self._came = False
-                self._previous = handler
-                signal(_NUMBER, self._note)
-        except ValueError:  # Python is not the main thread of the process
-            self._previous = None
+            self._depth = depth + 1
+            if depth == 0:
+                handler = getsignal(_NUMBER)
+                # Not SIG_IGN, SIG_DFL, or the handler of a program around Python; and not the note
+                # of a block in whose end this one, of a finaliser, lies.
+                if callable(handler) and not isinstance(handler, _Note):
+                    self._note = _Note(handler)
+                    signal(_NUMBER, self._note)
+        except ValueError:  # a subinterpreter, which cannot have handlers
+            self._note = None
         except BaseException:
-            self._depth -= 1
+            self._depth = depth
             raise
 
     def __exit__(self, *error: object) -> None:
@@ -62,16 +76,14 @@ class _Uninterrupted(ContextDecorator):
         if self._depth > 1:
             self._depth -= 1
             return
-        handler, self._previous = self._previous, None
-        try:
-            # Another one was set in the block: that one stays.
-            if handler is not None and getsignal(_NUMBER) == self._note:
-                signal(_NUMBER, handler)
-        finally:
-            self._depth -= 1
-        if handler is not None and self._came:
-            self._came = False
-            handler(_NUMBER, sys._getframe(1))
+        note, self._note = self._note, None
+        self._depth = 0
+        if note is None:
+            return
+        if getsignal(_NUMBER) is note:  # else one was set in the block, and stays
+            signal(_NUMBER, note.handler)
+        if note.came:
+            note.handler(_NUMBER, sys._getframe(1))
 
 
 uninterrupted = _Uninterrupted()
