@@ -21,8 +21,7 @@ from ostinato.driver.api import (
     NodeHandle,
 )
 from ostinato.errors import InputError
-from ostinato.graph.manifest import touches
-from ostinato.graph.shadow import Setting
+from ostinato.graph.words import Setting, WordIndex
 from ostinato.memory.ranges import range_of
 from tests.sources import config, kernel
 
@@ -170,11 +169,11 @@ def test_packed_arguments() -> None:
     params = KernelNodeParams(FunctionHandle(1), ost.LaunchConfig(1, 1), packed)
     node = ost.Node(0, NodeHandle(1), ost.NodeKind.KERNEL, "gemm", params)
     settings = [((), Setting(node, params, None, {}))]
-    assert touches(settings, ost.MemoryRange(4000, 200), None)
-    assert not touches(settings, ost.MemoryRange(4100, 200), None)
+    assert WordIndex(settings).touches(ost.MemoryRange(4000, 200), None)
+    assert not WordIndex(settings).touches(ost.MemoryRange(4100, 200), None)
     # How far the word is used is not known: up to the end of its allocation, if that is alive.
-    assert touches(settings, ost.MemoryRange(4100, 200), ost.MemoryRange(4000, 400))
-    assert not touches(settings, ost.MemoryRange(4100, 200), ost.MemoryRange(4100, 400))
+    assert WordIndex(settings).touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4000, 400))
+    assert not WordIndex(settings).touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4100, 400))
 
 
 def test_words_of_adopted_graphs(device: Device, stream: ost.Stream, cache: ost.GraphCache) -> None:

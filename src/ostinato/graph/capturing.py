@@ -49,7 +49,7 @@ from ostinato.errors import (
     StreamCaptureError,
     explain,
 )
-from ostinato.graph.bodies import graphs_inside
+from ostinato.graph.frozen import graphs_inside
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import NodeLabel
 from ostinato.graph.submissions import Submission

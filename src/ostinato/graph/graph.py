@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
@@ -22,7 +21,6 @@ from ostinato.driver.api import (
     EventRecordNodeParams,
     EventWaitNodeParams,
     FreeNodeParams,
-    FrozenGraph,
     GraphHandle,
     HostNodeParams,
     InstantiateFlags,
@@ -41,20 +39,18 @@ from ostinato.driver.context import Context, HasContext, Tap, context_of
 from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream, handle_of, require_callable
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
-from ostinato.graph.bodies import BODY_RULE, wrongly_in_a_body
+from ostinato.graph.frozen import BODY_RULE, wrongly_in_a_body
 from ostinato.graph.launching import prepare_node
 from ostinato.graph.node import (
-    Argument,
-    LazyArguments,
     Node,
     NodeLabel,
+    NodeReader,
     every_node,
     index_below,
 )
 from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
 from ostinato.memory.buffer import copy_params, require_buffer
-from ostinato.memory.ranges import KnownRanges
 
 if TYPE_CHECKING:
     from ostinato.graph.executable import GraphExec
@@ -234,84 +230,18 @@ class Graph(Closeable):
     @property
     def nodes(self) -> tuple[Node, ...]:
         """All nodes in the driver's order, child graphs and conditional bodies inside."""
-        find = KnownRanges(self.context.driver.memory_range)
-        return self._read(self.handle, find)
+        return self.reader.all(self.handle)
 
-    def _read(self, handle: GraphHandle, find: KnownRanges) -> tuple[Node, ...]:
-        frozen = self.context.driver.graph_freeze(handle)
-        return tuple(
-            self.read_node(frozen, index, find, partial(self._read, find=find))
-            for index in range(len(frozen.nodes))
-        )
-
-    def read_node(
-        self,
-        frozen: FrozenGraph,
-        index: int,
-        find: KnownRanges,
-        inside: Callable[[GraphHandle], tuple[Node, ...]],
-    ) -> Node:
-        """One node of what was frozen.  `inside` reads a child graph or a body."""
-        return self._node(
-            index, frozen.nodes[index], frozen.kind(index), frozen.params(index), find, inside
-        )
-
-    def _node(
-        self,
-        index: int,
-        handle: NodeHandle,
-        kind: NodeKind,
-        params: NodeParams,
-        find: KnownRanges,
-        inside: Callable[[GraphHandle], tuple[Node, ...]],
-    ) -> Node:
-        label = self.labels.get(handle)
-        operation = None if label is None else label.operation
-        signature = None if operation is None else operation.signature
-        arguments: tuple[Argument, ...] | LazyArguments = ()
-        children: tuple[tuple[Node, ...], ...] = ()
-        defaults = None
-        if isinstance(params, KernelNodeParams):
-            name = self.context.driver.function_info(params.function).name
-            arguments = LazyArguments(params, signature, find)
-        elif isinstance(params, ConditionalNodeParams):
-            name = params.kind.name.lower()
-            children = tuple(inside(not_null(body, "body")) for body in params.bodies)
-            defaults = self.context.driver.condition_defaults(handle)
-        else:
-            name = kind.name.lower()
-            if isinstance(params, HostNodeParams) and params.function is not None:
-                name = getattr(params.function, "__qualname__", name)
-            elif isinstance(params, ChildGraphNodeParams):
-                children = (inside(not_null(params.graph, "child graph")),)
-        return Node(
-            index,
-            handle,
-            kind,
-            name,
-            params,
-            arguments,
-            None if label is None else label.line,
-            signature,
-            () if operation is None else operation.keep,
-            children,
-            defaults,
-        )
-
-    def _read_one(self, index: int, handle: NodeHandle) -> Node:
-        driver = self.context.driver
-        find = KnownRanges(driver.memory_range)
-        kind, params = driver.node_kind(handle), driver.node_params(handle)
-        return self._node(index, handle, kind, params, find, self._read_inside)
-
-    def _read_inside(self, handle: GraphHandle) -> tuple[Node, ...]:
-        return self._read(handle, KnownRanges(self.context.driver.memory_range))
+    @property
+    def reader(self) -> NodeReader:
+        """Reads its nodes, and those inside them."""
+        return NodeReader(self.context.driver, self.labels)
 
     def node(self, index: int) -> Node:
         """One node by its index in the driver's order.  Raises InputError if there is none."""
         handles = self.context.driver.graph_nodes(self.handle)
         place = index_below(len(handles), index)
-        return self._read_one(place, handles[place])
+        return self.reader.one(place, handles[place])
 
     def __len__(self) -> int:
         """The number of nodes, without those inside child graphs and bodies."""
@@ -383,9 +313,8 @@ class Graph(Closeable):
             index = self._place_of_last(handle, count)
             if isinstance(params, KernelNodeParams) and params.config.plain and not edge_data:
                 # It holds what it was given: nothing is to be read back.
-                find = KnownRanges(driver.memory_range)
-                return self._node(index, handle, NodeKind.KERNEL, params, find, self._read_inside)
-            return self._read_one(index, handle)
+                return self.reader.made(index, handle, NodeKind.KERNEL, params)
+            return self.reader.one(index, handle)
         except (DriverError, GraphError) as error:
             why = f"adding a {type(params).__name__} failed, as it could not be read: {error}"
             self.recount()

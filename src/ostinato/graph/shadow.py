@@ -1,23 +1,25 @@
 """`Shadow`: what the nodes of an executable hold; the driver has no getters for it.
 
-States of a node: as in the definition, or as it was set since.  What was set since is one frozen
-record (`Now`), which is replaced in one step: an interruption leaves the old record or the new one,
-never a mixture.  Kernel nodes whose single arguments are set often are held as `Live` objects
-instead, and folded into the record when it is read.
+It holds what was set, makes changes in the driver, and takes them back.  States of a node: as in
+the definition, or as it was set since (`Now`).  Kernel nodes whose single arguments are set often
+are held as `Live` objects instead, and folded into the record when it is read.
+
+Every change is all or nothing: what the driver refuses is undone node by node before the error is
+raised.  If that fails too, the content of the executable is unknown, and `unusable` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from copy import copy
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import Protocol
 
 from ostinato.driver.api import (
     AllocNodeParams,
     ChildGraphNodeParams,
-    Driver,
     EmptyNodeParams,
+    ExecHandle,
     FreeNodeParams,
     FrozenGraph,
     GraphHandle,
@@ -25,17 +27,40 @@ from ostinato.driver.api import (
     KernelSetter,
     NodeHandle,
     NodeParams,
+    UpdateVerdict,
 )
-from ostinato.errors import InputError, UpdateRefusedError
-from ostinato.graph.bodies import check_loops, graphs_inside
-from ostinato.graph.changes import Change, Setting, keeps, require_kept
-from ostinato.graph.graph import Graph
-from ostinato.graph.node import Node, every_node, given_reach, index_below
-from ostinato.graph.pairing import kept_of_graphs
-from ostinato.graph.pointers import PlainMove, PointerIndex
+from ostinato.driver.context import Context
+from ostinato.driver.launcher import set_nodes, set_words
+from ostinato.errors import DriverError, GraphError, InputError, UpdateRefusedError
+from ostinato.graph.frozen import Frozen, check_loops, kept_of_graphs
+from ostinato.graph.node import Node, NodeLabel, NodeReader, every_node, given_reach, index_below
+from ostinato.graph.plan import VERDICTS, Change, Rebinding, keeps, refused, require_kept
+from ostinato.graph.words import Setting, WordIndex
 from ostinato.memory.ranges import KnownRanges
 
-__all__ = ["Live", "Now", "Shadow"]
+__all__ = ["Live", "Shadow", "Write", "inner_words"]
+
+_HALF_DONE = (
+    "a change of this executable failed, and so did taking it back, so what it would run is not "
+    "known; instantiate its graph again"
+)
+
+
+class Definition(Protocol):
+    """What a shadow needs of a `Graph`."""
+
+    @property
+    def context(self) -> Context: ...
+    @property
+    def labels(self) -> Mapping[NodeHandle, NodeLabel]: ...
+    @property
+    def handle(self) -> GraphHandle: ...
+    @property
+    def owned(self) -> bool: ...
+    @property
+    def nodes(self) -> tuple[Node, ...]: ...
+    @property
+    def reader(self) -> NodeReader: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +68,7 @@ class Now:
     """What was set since the definition was read."""
 
     settings: Mapping[NodeHandle, Setting] = field(default_factory=dict)
-    updated: tuple[Graph, _Frozen] | None = None
+    updated: tuple[Definition, Frozen] | None = None
     """The graph of the last whole update, and what it held then."""
 
 
@@ -73,90 +98,53 @@ class Live:
         return Setting(self.node, params, self.signature, dict(self.reach), self.owners)
 
 
-class _Frozen:
-    """A graph and the graphs inside its nodes, as they were when this was made."""
+class _PlainSetter:
+    """A `KernelSetter` for drivers that have nothing shorter than setting all of a node."""
 
-    def __init__(
-        self, driver: Driver, handle: GraphHandle, ours: Container[NodeHandle] | None = None
-    ) -> None:
-        """`ours`: nodes that this library made."""
-        self._freeze = partial(driver.graph_freeze, ours=ours)
-        self.graphs: dict[GraphHandle, FrozenGraph] = {}
-        self.outer = self._add(handle)
+    def __init__(self, data: bytes) -> None:
+        self.data = data
 
-    @classmethod
-    def of(cls, graph: Graph) -> _Frozen:
-        # In an adopted graph another library may remove a node of ours, and add one that gets its
-        # handle.
-        return cls(graph.context.driver, graph.handle, graph.labels if graph.owned else None)
+    def holds(self, offset: int, raw: bytes, /) -> bool:
+        return self.data[offset : offset + len(raw)] == raw
 
-    def _add(self, handle: GraphHandle) -> FrozenGraph:
-        made = self.graphs[handle] = self._freeze(handle)
-        for index in made.holders:
-            for inner in graphs_inside(made.params(index)):
-                self._add(inner)
-        return made
+    def set(self, offset: int, raw: bytes, /) -> None:
+        """Sets nothing."""
 
-    def inside(self, frozen: FrozenGraph, index: int) -> list[FrozenGraph]:
-        """The graphs inside a node."""
-        return [self.graphs[inner] for inner in graphs_inside(frozen.params(index))]
 
-    def hides(self, node: NodeHandle) -> bool:
-        """Whether a kernel node may have launch attributes that the driver does not tell."""
-        for frozen in self.graphs.values():
-            if node in frozen.nodes:
-                attributes = frozen.attributes(frozen.nodes.index(node))
-                return attributes is not None and attributes.function is not None
-        return False
+@dataclass(slots=True)  # not frozen: that triples what it costs to make one
+class Write:
+    """New bytes at one place of a node's arguments.
 
-    def at(self, handle: GraphHandle) -> _Frozen | None:
-        """The graph inside that has this handle, as one of its own; None if there is none."""
-        outer = self.graphs.get(handle)
-        if outer is None:
-            return None
-        made = copy(self)
-        made.outer = outer
-        return made
+    `owner` is what they point at, and `nbytes` how many bytes are known to be used there.
+    """
 
-    def shape(self) -> object:
-        """Kinds of nodes and edges by the places of nodes, also of the graphs inside."""
-        return self._shape(self.outer)
+    live: Live
+    place: int
+    raw: bytes
+    owner: object = None
+    nbytes: int | None = None
 
-    def _shape(self, frozen: FrozenGraph) -> object:
-        kinds = [frozen.kind(index) for index in range(len(frozen.nodes))]
-        inside = [self._shape(each) for at in frozen.holders for each in self.inside(frozen, at)]
-        return kinds, frozen.links(), inside
 
-    def node(self, graph: Graph, index: int, find: KnownRanges) -> Node:
-        """One of its own nodes."""
-        return self._read(graph, self.outer, index, find)
-
-    def nodes(self, graph: Graph) -> tuple[Node, ...]:
-        """All of them."""
-        find = KnownRanges(graph.context.driver.memory_range)
-        return tuple(self.node(graph, index, find) for index in range(len(self.outer.nodes)))
-
-    def _inside(self, graph: Graph, find: KnownRanges, handle: GraphHandle) -> tuple[Node, ...]:
-        frozen = self.graphs[handle]
-        return tuple(self._read(graph, frozen, index, find) for index in range(len(frozen.nodes)))
-
-    def _read(self, graph: Graph, frozen: FrozenGraph, index: int, find: KnownRanges) -> Node:
-        node = graph.read_node(frozen, index, find, partial(self._inside, graph, find))
-        _ = node.arguments  # decoded now: memory may be closed before they are asked for
-        return node
+def inner_words(place: int, size: int) -> range:
+    """The offsets of the words behind the first in bytes of this size: a struct has several."""
+    return range((place + 8) // 8 * 8, place + size, 8)
 
 
 class Shadow:
     """The nodes of one executable, what they were set to, and what that keeps alive.
 
-    Not for several threads at once.  The definition is frozen when the executable is made, and a
-    node is decoded when it is first asked for: what the definition is changed to afterwards, by
-    this library or another one, is not taken for what the executable holds.
+    Not for several threads at once; what changes it must not be interrupted.  The definition is
+    frozen when the executable is made, and a node is decoded when it is first asked for: what the
+    definition is changed to afterwards, by this library or another one, is not taken for what the
+    executable holds.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._frozen = _Frozen.of(graph)
+    def __init__(self, graph: Definition, executable: ExecHandle) -> None:
+        self.unusable = ""
+        """Why the executable must not be launched any more; empty if it may."""
+        self._graph, self._executable = graph, executable
+        self._driver = graph.context.driver
+        self._frozen = _frozen(graph)
         self._handles = self._frozen.outer.nodes
         self._single: dict[int, Node] = {}
         """Nodes that were read one by one."""
@@ -168,9 +156,9 @@ class Shadow:
         self._live: dict[NodeHandle, Live] = {}
         self._dirty: list[Live] = []
         """Those that hold what `_now` does not."""
-        self._pointers: PointerIndex | None = None
+        self._words: WordIndex | None = None
         self._stale: set[NodeHandle] = set()
-        """Nodes that were changed since `pointers` was asked for last."""
+        """Nodes that were changed since `words` was asked for last."""
 
     @property
     def changed(self) -> bool:
@@ -189,12 +177,11 @@ class Shadow:
     @property
     def grown(self) -> bool:
         """Whether the definition has other nodes than when it was read."""
-        graph = self._graph
-        return graph.context.driver.graph_nodes(graph.handle) != self._handles
+        return self._driver.graph_nodes(self._graph.handle) != self._handles
 
     def check_loops(self) -> None:
-        """Raises GraphError for a WHILE of the definition that cannot end (`bodies`)."""
-        check_loops(self._graph.context.driver, self._frozen.outer, self._frozen.graphs)
+        """Raises GraphError for a WHILE of the definition that cannot end (`frozen`)."""
+        check_loops(self._driver, self._frozen)
 
     def left_allocated(self) -> list[int]:
         """The addresses of the definition's alloc nodes that it has no free node for."""
@@ -245,8 +232,12 @@ class Shadow:
     def _first(self) -> tuple[Node, ...]:
         """The nodes as they were instantiated."""
         _ = self._graph.handle  # raises if the definition was closed
-        read = self._frozen.nodes(self._graph)
+        read = self._read(self._graph, self._frozen)
         return tuple(self._single.get(node.index, node) for node in read)
+
+    def _read(self, graph: Definition, frozen: Frozen) -> tuple[Node, ...]:
+        find, reader = KnownRanges(self._driver.memory_range), graph.reader
+        return tuple(frozen.node(reader, i, find) for i in range(len(frozen.outer.nodes)))
 
     def _paired(self, first: tuple[Node, ...]) -> tuple[Node, ...]:
         """The nodes of the last update's graph under the first ones' handles."""
@@ -260,7 +251,7 @@ class Shadow:
                 "the executable was updated from a graph whose nodes come in another order, so its "
                 "single nodes cannot be told apart any more; instantiate again to set them"
             )
-        return _under_handles(first, frozen.nodes(graph))
+        return _under_handles(first, self._read(graph, frozen))
 
     def node(self, node: Node | int) -> Node:
         """A node as it was in the definition, also inside child graphs and bodies.
@@ -287,9 +278,9 @@ class Shadow:
             return self.definition()[index]
         found = self._single.get(index)
         if found is None:
-            graph = self._graph
-            find = KnownRanges(graph.context.driver.memory_range)
-            found = self._single[index] = self._frozen.node(graph, index, find)
+            find = KnownRanges(self._driver.memory_range)
+            reader = self._graph.reader
+            found = self._single[index] = self._frozen.node(reader, index, find)
         return found
 
     def _folded(self) -> Now:
@@ -297,10 +288,10 @@ class Shadow:
         if self._dirty:
             made = {live.node.handle: live.setting() for live in self._dirty}
             self._now = replace(self._now, settings={**self._now.settings, **made})
-            for handle in made:  # a `Live` notes owners in the setting that it was made of
-                self._given.pop(handle, None)
-            while self._dirty:
-                self._dirty.pop().dirty = False
+            for live in self._dirty:
+                self._given.pop(live.node.handle, None)  # whose owners a `Live` notes in it
+                live.dirty = False
+            self._dirty.clear()  # last: what is here twice is only read twice
         return self._now
 
     def setting(self, node: Node) -> Setting:
@@ -317,13 +308,6 @@ class Shadow:
         now = self._folded().settings.get(node.handle)
         return node.params if now is None else now.params
 
-    def set_with(self, node: Node) -> list[Node]:
-        """A node, and the nodes inside it that were set: a node that gets its child graph again
-        loses what was set inside."""
-        settings = self._folded().settings
-        inside = every_node(inner for body in node.children for inner in body)
-        return [node, *(inner for inner in inside if inner.handle in settings)]
-
     def settings(self) -> Iterator[tuple[tuple[Node, ...], Setting]]:
         """What every node holds, also inside; each with the nodes around it, outermost first."""
         yield from self._walk(self.definition(), ())
@@ -336,32 +320,23 @@ class Shadow:
             for body in node.children:
                 yield from self._walk(body, (*outer, node))
 
-    def pointers(self) -> PointerIndex:
+    def words(self) -> WordIndex:
         """Every word that may hold an address, as the next launch will use it."""
-        index, self._pointers = self._pointers, None  # kept only if nothing breaks off
+        index, self._words = self._words, None  # kept only if nothing breaks off
         if index is not None and self._stale:
             settings = self._folded().settings
             changed = [settings.get(handle) for handle in self._stale]
-            # A handle without a setting was updated, or undone.
-            if not index.refreshed(one for one in changed if one) or None in changed:
+            # A handle without a setting was updated.
+            if None in changed or not index.refresh(one for one in changed if one):
                 index = None
         if index is None:
-            index = PointerIndex(self.settings())
+            index = WordIndex(self.settings())
         self._stale.clear()
-        self._pointers = index
+        self._words = index
         return index
 
-    def moved(self, move: PlainMove) -> None:
-        """Notes in the index that a rebinding which it planned was made, with no other change in
-        between."""
-        if self._pointers is not None:
-            self._pointers.moved(move)
-            self._stale.clear()
-
     # --- nodes that are changed often
-    def live(
-        self, node: Node, prepare: Callable[[NodeHandle, KernelNodeParams], KernelSetter]
-    ) -> Live:
+    def live(self, node: Node) -> Live:
         """One of the nodes, to be changed in place.  Raises NodeKindError if it is no kernel."""
         live = self._live.get(node.handle)
         if live is None:
@@ -369,9 +344,14 @@ class Shadow:
             params = setting.params
             if not isinstance(params, KernelNodeParams):
                 params = node.kernel
-            live = Live(setting, params, prepare(node.handle, params))
+            live = Live(setting, params, self._setter(node, params))
             self._live[node.handle] = live
         return live
+
+    def _setter(self, node: Node, params: KernelNodeParams) -> KernelSetter:
+        """The driver's own, or one that sets all of the node."""
+        made = self._driver.exec_prepare_kernel(self._executable, node.handle, params)
+        return _PlainSetter(params.arguments.data) if made is None else made
 
     def touch(self, live: Live) -> None:
         """Must be called before a `Live` node is changed."""
@@ -382,8 +362,12 @@ class Shadow:
 
     def end_live(self) -> None:
         """Makes the record of what is in `Live` nodes, and ends these."""
-        self._folded()
-        self._drop(tuple(self._live))
+        self._end(tuple(self._live))
+
+    def _end(self, handles: Sequence[NodeHandle]) -> None:
+        if handles:
+            self._folded()
+            self._drop(handles)
 
     def _drop(self, handles: Iterable[NodeHandle]) -> None:
         """Forgets the `Live` objects of these nodes: the driver was given other parameters."""
@@ -393,9 +377,132 @@ class Shadow:
                 live.gone = True
                 live.owners = {}  # a patcher may hold it for longer
 
-    # --- changing
-    def after(self, changes: Sequence[Change]) -> Now:
-        """The record of what is set once these changes are made, for `commit`."""
+    # --- changing: each returns what was pointed at before, and may not be pointed at any more
+    def write(self, writes: Sequence[Write]) -> list[object]:
+        """Makes all writes or none; those of one node must be next to each other.
+
+        Raises UpdateRefusedError, and GraphError if the driver refused to take some of them back.
+        """
+        new: dict[NodeHandle, tuple[Live, bytearray]] = {}
+        gone: list[NodeHandle] = []
+        taken = set_nodes([(w.live.setter, w.place, w.raw) for w in writes])
+        if taken != (0, 0):
+            for write in writes:
+                live = write.live
+                _, data = new.setdefault(live.node.handle, (live, bytearray(live.setter.data)))
+                data[write.place : write.place + len(write.raw)] = write.raw
+            gone = self._write_one_by_one(taken, list(new.values()))
+        old: list[object] = []
+        for write in writes:
+            live = write.live
+            self.touch(live)
+            _note(live, write.place, write.owner, write.nbytes, old)
+            for place in inner_words(write.place, len(write.raw)):
+                _note(live, place, None, None, old)
+        self._end(gone)
+        return old
+
+    def rebind(self, plan: Rebinding) -> list[object]:
+        """Makes a rebinding, which was planned from `words` as they are.  Raises as `write`."""
+        lives, counts = [self.live(node) for node in plan.nodes], plan.counts.tolist()
+        raws, now = plan.values.tobytes(), self._after(plan.changes) if plan.changes else None
+        gone: list[NodeHandle] = []
+        self._set([(change.node, change.params) for change in plan.changes])
+        try:
+            setters = [live.setter for live in lives]
+            taken = set_words(setters, plan.counts.tobytes(), plan.places.tobytes(), raws)
+            if taken != (0, 0):
+                places, new = iter(enumerate(plan.places.tolist())), []
+                for live, count in zip(lives, counts, strict=True):
+                    data = bytearray(live.setter.data)
+                    for at, place in itertools.islice(places, count):
+                        data[place : place + 8] = raws[8 * at : 8 * at + 8]
+                    new.append((live, data))
+                gone = self._write_one_by_one(taken, new)
+        except Exception:
+            self._undo([change.node for change in plan.changes])
+            raise
+        old = [] if now is None else self._commit(now)
+        words = zip(plan.places.tolist(), plan.targets, strict=True)
+        for live, count in zip(lives, counts, strict=True):
+            self.touch(live)
+            owners = live.owners
+            for place, target in itertools.islice(words, count):
+                old.append(owners.get(place))
+                owners[place] = target
+        self._end(gone)
+        if self._words is not None:
+            self._words.move(*plan.moved)
+            self._stale.clear()
+        return old
+
+    def change(self, changes: Sequence[Change]) -> list[object]:
+        """Makes changes in order; undoes those made if one is refused."""
+        now = self._after(changes)
+        self._set([(change.node, change.params) for change in changes])
+        return self._commit(now)
+
+    def update(self, graph: Definition) -> list[object]:
+        """Takes every parameter from `graph` as it is now.
+
+        Raises UpdateRefusedError, also if the driver would not take all of it, and not say so.
+        """
+        frozen = _frozen(graph)
+        self._require_kept(self._frozen, frozen)
+        outcome = self._driver.exec_update(self._executable, graph.handle)
+        if outcome.verdict is not UpdateVerdict.SUCCESS:
+            blamed = next((n for n in graph.nodes if n.handle == outcome.node), None)
+            where = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
+            raise UpdateRefusedError(
+                f"the update was refused{where}: {VERDICTS[outcome.verdict]} "
+                f"({outcome.verdict.name}). Instantiate the new graph instead.",
+                node_index=None if blamed is None else blamed.index,
+            )
+        return self._commit(Now(updated=(graph, frozen)))
+
+    # --- in the driver
+    def _set(self, nodes: Sequence[tuple[Node, NodeParams]]) -> None:
+        """Sets nodes in order; those before a refusal are undone.  Raises UpdateRefusedError."""
+        made: list[Node] = []
+        for node, params in nodes:
+            try:
+                self._driver.exec_set_params(self._executable, node.handle, params)
+            except Exception as error:
+                self._undo(made)
+                raise (refused(node, error) if isinstance(error, DriverError) else error) from error
+            made.append(node)
+
+    def _write_one_by_one(
+        self, taken: tuple[int, int] | None, new: Sequence[tuple[Live, bytearray]]
+    ) -> list[NodeHandle]:
+        """Makes writes that the driver's own setters did not make: nothing is shorter here, or the
+        driver refused them, and now gives the reason.  Returns nodes whose setters are out of
+        date: their `Live` objects are to be dropped."""
+        if taken is not None and taken[1]:  # some could not be taken back
+            self._undo([live.node for live, _ in new])
+        made = [(live, bytes(data)) for live, data in new]
+        self._set([(live.node, live.params.with_data(data)) for live, data in made])
+        compiled = [live for live, _ in made if type(live.setter) is not _PlainSetter]
+        for live, data in made:
+            live.setter = _PlainSetter(data)
+        return [live.node.handle for live in compiled]
+
+    def _undo(self, nodes: Sequence[Node]) -> None:
+        """Gives nodes back what they held.  Raises GraphError, and makes the executable unusable,
+        if the driver refuses that."""
+        failed: DriverError | None = None
+        for node in reversed(nodes):
+            try:
+                self._driver.exec_set_params(self._executable, node.handle, self.params(node))
+            except DriverError as error:
+                failed = error
+        if failed is not None:
+            self.unusable = _HALF_DONE
+            raise GraphError(_HALF_DONE) from failed
+
+    # --- what changes lead to
+    def _after(self, changes: Sequence[Change]) -> Now:
+        """The record of what is set once these changes are made."""
         made = {change.node.handle: self._changed(change) for change in changes}
         for change in changes:
             if isinstance(change.params, ChildGraphNodeParams):
@@ -420,10 +527,6 @@ class Shadow:
                 signature = change.signature
             reach = _kept_reach(before, params, reach)
             reach.update(given_reach(params.arguments.data, owners.values()))
-        for place, nbytes in change.reach:
-            reach.pop(place, None)
-            if nbytes is not None:
-                reach[place] = nbytes
         return Setting(old.node, params, signature, reach, owners)
 
     def _changed_inside(self, change: Change, child: GraphHandle) -> dict[NodeHandle, Setting]:
@@ -434,10 +537,8 @@ class Shadow:
         """
         node = change.node
         assert isinstance(node.params, ChildGraphNodeParams)
-        graphs = [o for _, o in change.owners if isinstance(o, Graph) and o.owned and not o.closed]
-        ours = next((graph.labels for graph in graphs if graph.handle == child), None)
         before = self._inside(node.params.graph)
-        frozen = _Frozen(self._graph.context.driver, child, ours)
+        frozen = Frozen(self._driver, child, change.ours)
         self._require_kept(before, frozen, node)
         if before.shape() != frozen.shape():
             raise UpdateRefusedError(
@@ -447,7 +548,7 @@ class Shadow:
             )
         return dict(self._set_inside(node.children[0], frozen, frozen.outer))
 
-    def _inside(self, graph: GraphHandle) -> _Frozen:
+    def _inside(self, graph: GraphHandle) -> Frozen:
         """A graph inside, as it was when the executable was made, or updated."""
         updated = None if self._now.updated is None else self._now.updated[1].at(graph)
         found = updated or self._frozen.at(graph)
@@ -455,7 +556,7 @@ class Shadow:
         return found
 
     def _set_inside(
-        self, nodes: Sequence[Node], whole: _Frozen, frozen: FrozenGraph
+        self, nodes: Sequence[Node], whole: Frozen, frozen: FrozenGraph
     ) -> Iterator[tuple[NodeHandle, Setting]]:
         for index, inner in enumerate(nodes):
             params = frozen.params(index)
@@ -465,7 +566,7 @@ class Shadow:
             for body, graph in zip(inner.children, whole.inside(frozen, index), strict=True):
                 yield from self._set_inside(body, whole, graph)
 
-    def _require_kept(self, old: _Frozen, new: _Frozen, around: Node | None = None) -> None:
+    def _require_kept(self, old: Frozen, new: Frozen, around: Node | None = None) -> None:
         """Raises UpdateRefusedError if the driver would take `new` for `old`, but not all of it.
 
         `around`: the child graph node that is changed, None for the whole graph.
@@ -483,20 +584,11 @@ class Shadow:
             )
         params = kept.graph.params(kept.index)
         assert isinstance(params, KernelNodeParams)
-        name = self._graph.context.driver.function_info(params.function).name
+        name = self._driver.function_info(params.function).name
         where = f"node {kept.index} ({name}){inside}"
         raise keeps(where, kept.old, kept.new, path[0] if path else kept.index)
 
-    def after_update(self, graph: Graph) -> Now:
-        """The record once every parameter came from `graph` as it is now.
-
-        Raises UpdateRefusedError if the driver would not take all of it, and not say so.
-        """
-        frozen = _Frozen.of(graph)
-        self._require_kept(self._frozen, frozen)
-        return Now(updated=(graph, frozen))
-
-    def commit(self, now: Now) -> list[object]:
+    def _commit(self, now: Now) -> list[object]:
         """Stores a record that the driver took.  Returns what was pointed at before it, and may not
         be pointed at any more."""
         before = self._folded()
@@ -506,8 +598,7 @@ class Shadow:
             self._nodes = None
             self._given = {}
             self._drop(tuple(self._live))
-            self._now = now
-            self._stale.update(self._handles)
+            self._now, self._words = now, None
             old: list[object] = [] if before.updated is None else [before.updated[0]]
             return old + [o for s in before.settings.values() for o in s.owners.values()]
         settings = before.settings
@@ -553,3 +644,20 @@ def _under_handles(first: Sequence[Node], new: Sequence[Node]) -> tuple[Node, ..
         )
         for old, n in zip(first, new, strict=True)
     )
+
+
+def _frozen(graph: Definition) -> Frozen:
+    # In an adopted graph another library may remove a node of ours, and add one that gets its
+    # handle.
+    return Frozen(graph.context.driver, graph.handle, graph.labels if graph.owned else None)
+
+
+def _note(live: Live, place: int, owner: object, nbytes: int | None, old: list[object]) -> None:
+    """Notes what a place points at, and how many bytes are known to be used there."""
+    before = live.owners.get(place)
+    if before is not owner:
+        old.append(before)
+    live.owners[place] = owner
+    live.reach.pop(place, None)
+    if nbytes is not None:
+        live.reach[place] = nbytes

@@ -26,7 +26,7 @@ from ostinato.driver.stream import Stream
 from ostinato.errors import CaptureLimitError, ClosedError, InputError
 from ostinato.explain.times import ReplayProfile, replay_as_set, resolved
 from ostinato.graph.executable import GraphExec
-from ostinato.graph.manifest import Touch
+from ostinato.graph.words import Touch
 from ostinato.memory.ranges import Target, range_of
 from ostinato.settings import ReplaySettings
 from ostinato.step.buckets import Buckets, PowersOfTwo
