@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from ostinato.modules import Kernel
 from tests.emulator.stub import SIGNATURE, Stub, build, stub_device
 from tests.interrupted import interrupt
 
+SOURCE = Path(ost.__file__).parent
 NODES = 12
 CELLS = 8
 CELL = 64
@@ -263,6 +266,29 @@ def test_a_rebinding_follows_a_patch_that_nothing_read(rig: Rig) -> None:
             one.a, one.b, one.out = became[one.a], became[one.b], became[one.out]
         state[0].a, state[1].b = cells[5], cells[6]
         rig.check(run, state)
+
+
+def test_a_second_rebinding_goes_through_few_files(rig: Rig) -> None:
+    """Request, plan, words, shadow, and what memory is; behind them is the driver."""
+    a, b, out, other = rig.buffers()[:4]
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(SOURCE):
+            files.add(file.relative_to(SOURCE).as_posix())
+
+    with rig.graph([Launch(a, b, out, CELL, 1)]) as graph, graph.instantiate() as run:
+        run.rebind({a: other})
+        sys.setprofile(note)
+        try:
+            run.rebind({other: a})
+        finally:
+            sys.setprofile(None)
+        rig.check(run, [Launch(a, b, out, CELL, 1)])
+    ours = {file for file in files if not file.startswith("driver/")}
+    changing = {f"graph/{name}.py" for name in ("executable", "plan", "shadow", "words")}
+    assert ours == changing | {"memory/buffer.py", "memory/ranges.py"}
 
 
 @pytest.mark.parametrize("what", ["patch", "patch number", "patch all", "rebind"])

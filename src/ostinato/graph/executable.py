@@ -221,14 +221,14 @@ class GraphExec(Launcher, Closeable):
         try:
             executable = cls(graph, release)
             executable._shadow.check_loops()
-        except BaseException:
+        except Exception:
             release.retire({})
             context.collect()
             raise
         if upload is not None:
             try:
                 executable.upload(upload)
-            except BaseException:
+            except Exception:
                 executable.close()
                 raise
         return executable
@@ -696,7 +696,7 @@ class GraphExec(Launcher, Closeable):
         """
         pairs = list(targets.items() if isinstance(targets, Mapping) else targets)
         with uninterrupted, self._lock:
-            _ = self.graph.handle  # raises if the definition was closed
+            self._require_nodes()
             shadow, find = self._shadow, self.context.driver.memory_range
             moves = moves_of(pairs, self.context.owner_of, self.context.space)
             plan = plan_rebind(shadow.words(), moves, find, shadow.setting)
@@ -724,6 +724,11 @@ class GraphExec(Launcher, Closeable):
             self.cool()
             return UpdateReport(len(self._shadow))
 
+    def _require_nodes(self) -> None:
+        """Raises ClosedError or GraphError if the nodes are gone with the definition."""
+        if self.context.closed or self.graph.closed or self.graph.lost:
+            _ = self.graph.handle
+
     def _change(self, change: Change) -> None:
         self._watch([owner for _, owner in change.owners])
         self._made(self._shadow.change, [change])
@@ -749,6 +754,7 @@ class GraphExec(Launcher, Closeable):
     def closed(self) -> bool:
         return self._closed
 
+    @uninterrupted
     def close(self) -> None:
         """Destroys the executable once its own last launch is done; does not wait.  Idempotent."""
         if self._closed:
@@ -792,9 +798,7 @@ class Argument:
         return live
 
     def _current(self, run: GraphExec) -> Live:
-        if run.context.closed or run.graph.closed:
-            run.context.require_open()
-            _ = run.graph.handle  # raises: the nodes are gone with the definition
+        run._require_nodes()
         if self._live.gone:
             self._node = run._shadow.node(self._node)
             return self._renew(run)

@@ -36,6 +36,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.closeable import Closeable, elsewhere
 from ostinato.driver.context import Context, HasContext, Tap, context_of
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream, handle_of, require_callable
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
@@ -124,7 +125,8 @@ class Graph(Closeable):
         self.before_launch: Callable[[Stream], None] | None = None
         """Called with the stream before each launch of an executable that is made from here on: for
         what another library does before its own replays."""
-        self._lost = ""
+        self.lost = ""
+        """Why the driver has no such definition any more; empty if it has."""
         self._finalizer: weakref.finalize[..., Graph] | None = None
         if owned:
             driver = context.driver
@@ -134,6 +136,7 @@ class Graph(Closeable):
             self._finalizer.atexit = False
 
     @classmethod
+    @uninterrupted
     def create(cls, device: Context | HasContext) -> Graph:
         """An empty graph to build by hand."""
         context = context_of(device)
@@ -169,13 +172,13 @@ class Graph(Closeable):
         if self.closed:
             raise ClosedError("the graph is closed; capture or build it again")
         self.context.require_open()
-        if self._lost:
-            raise GraphError(self._lost)
+        if self.lost:
+            raise GraphError(self.lost)
         return self._handle
 
     def lose(self, why: str) -> None:
         """The driver has no such definition any more: later uses raise GraphError with `why`."""
-        self._lost = why
+        self.lost = why
         if self._finalizer is not None:
             self._finalizer.detach()
 
@@ -257,6 +260,7 @@ class Graph(Closeable):
         return self.context.driver.graph_edges(self.handle)
 
     # --- building
+    @uninterrupted
     def add(
         self,
         params: NodeParams,
@@ -293,16 +297,13 @@ class Graph(Closeable):
             if child is not None and child.closed:
                 raise ClosedError("the graph that is to be a child node was closed before")
         self._require_fitting(params, child)
-        # Before the driver knows the node: an interruption must not leave it without its memory.
-        before = len(self.keep)
-        self.keep.extend(kept)
-        count, self._count = self._count, None  # until it is known whether there is one more
         try:
             handle = driver.graph_add_node(self.handle, dependencies, params, edge_data)
         except DriverError as error:
-            del self.keep[before:]  # there is no such node
-            self._count = count
             raise GraphError(f"adding a {type(params).__name__} failed: {error}") from error
+        before = len(self.keep)
+        self.keep.extend(kept)
+        count, self._count = self._count, None  # until it is known whether there is one more
         label = self.labels[handle] = NodeLabel(operation, line or caller_line())
         try:
             if tap is not None and stream is not None:
@@ -517,6 +518,7 @@ class Graph(Closeable):
         )
         return not_null(handle, "condition")
 
+    @uninterrupted
     def add_conditional(
         self,
         kind: ConditionalKind,
@@ -548,6 +550,7 @@ class Graph(Closeable):
         except DriverError as error:
             raise GraphError(f"adding edges failed: {error}") from error
 
+    @uninterrupted
     def replace(self, node: NodeRef, operation: Operation) -> Node:
         """Puts an operation in the place of a node, with the node's edges; returns the new node.
 
@@ -593,7 +596,7 @@ class Graph(Closeable):
             )
             driver.graph_add_edges(self.handle, [replace(e, source=new.handle) for e in after])
             driver.graph_remove_node(old)
-        except BaseException as error:  # also an interruption
+        except Exception as error:
             why = f"replacing {node!r} failed: {error}"
             self._take_back(old, nodes, edges, why)
             if isinstance(error, DriverError):
@@ -622,6 +625,7 @@ class Graph(Closeable):
             self.spoil(f"{why}, and could not be taken back; make the graph again")
 
     # --- making others
+    @uninterrupted
     def clone(self) -> Graph:
         """A copy that can be changed on its own.
 
@@ -642,6 +646,7 @@ class Graph(Closeable):
                 clone._label_copies(self.labels, inner.graph, copy)
         return clone
 
+    @uninterrupted
     def instantiate(
         self,
         *,
@@ -725,10 +730,11 @@ class Graph(Closeable):
 
     # --- lifetime
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "lost" if self._lost else "open"
+        state = "closed" if self.closed else "lost" if self.lost else "open"
         adopted = "" if self.owned else ", not owned"
         return f"<Graph {self._handle:#x} on {self.context.driver.name}, {state}{adopted}>"
 
+    @uninterrupted
     def close(self) -> None:
         """Destroys the definition; an adopted one is only released.  Idempotent.
 
