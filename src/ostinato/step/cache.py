@@ -668,7 +668,7 @@ class GraphCache(Closeable):
         """The keys of the graphs that point into a buffer, as their next launches will use them.
 
         `target` is a Buffer (also a view, or a closed one), a device array, or a MemoryRange.
-        `graph.manifest` defines what counts as pointing.  A graph whose definition was closed
+        `graph.words` defines what counts as pointing.  A graph whose definition was closed
         before it came into the cache counts as pointing everywhere.  Raises InputError.
         """
         return [key for key, _ in self._touching(target)]
