@@ -851,18 +851,21 @@ class Argument:
         run._shadow.touch(live)
         before, reach = live.owners.get(place), live.reach.pop(place, None)
         live.owners[place] = before, owner
-        if live.setter.set(place, raw) == 0:
+        try:
+            status = live.setter.set(place, raw)
+        except Exception:
+            _put_back(live, place, before, reach)
+            raise
+        if status == 0:
             if before is not owner:
                 run._let_go([before])
             live.owners[place] = owner
             if nbytes is not None:
                 live.reach[place] = nbytes
             run._forget(settled)
-            return
-        live.owners[place] = before
-        if reach is not None:
-            live.reach[place] = reach
-        run._write_all([write])
+        else:
+            _put_back(live, place, before, reach)
+            run._write_all([write])
 
     def _noted(self, live: Live) -> bool:
         """Whether anything is known of what a word behind the first points at."""
@@ -915,6 +918,12 @@ class Patcher:
     def __call__(self, value: object) -> None:
         with self._lock:
             self._set(self._run, value)
+
+
+def _put_back(live: Live, place: int, owner: object, nbytes: int | None) -> None:
+    live.owners[place] = owner
+    if nbytes is not None:
+        live.reach[place] = nbytes
 
 
 def _found(

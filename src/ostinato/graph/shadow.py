@@ -11,8 +11,9 @@ raised.  If that fails too, the content of the executable is unknown, and `unusa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from ostinato.driver.api import (
@@ -30,6 +31,7 @@ from ostinato.driver.api import (
     UpdateVerdict,
 )
 from ostinato.driver.context import Context
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.launcher import set_nodes, set_words
 from ostinato.errors import DriverError, GraphError, InputError, UpdateRefusedError
 from ostinato.graph.frozen import Frozen, check_loops, kept_of_graphs
@@ -99,16 +101,27 @@ class Live:
 
 
 class _PlainSetter:
-    """A `KernelSetter` for drivers that have nothing shorter than setting all of a node."""
+    """A `KernelSetter` that sets all of the node, for drivers that have nothing shorter.
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    Here `set` raises what the driver refuses.
+    """
+
+    def __init__(self, set: Callable[[NodeParams], None], params: KernelNodeParams) -> None:
+        self._set, self._params = set, params
+
+    @property
+    def data(self) -> bytes:
+        return self._params.arguments.data
 
     def holds(self, offset: int, raw: bytes, /) -> bool:
         return self.data[offset : offset + len(raw)] == raw
 
-    def set(self, offset: int, raw: bytes, /) -> None:
-        """Sets nothing."""
+    @uninterrupted
+    def set(self, offset: int, raw: bytes, /) -> int:
+        params = self._params.with_data(self._params.arguments.with_bytes(offset, raw).data)
+        self._set(params)
+        self._params = params
+        return 0
 
 
 @dataclass(slots=True)  # not frozen: that triples what it costs to make one
@@ -351,7 +364,10 @@ class Shadow:
     def _setter(self, node: Node, params: KernelNodeParams) -> KernelSetter:
         """The driver's own, or one that sets all of the node."""
         made = self._driver.exec_prepare_kernel(self._executable, node.handle, params)
-        return _PlainSetter(params.arguments.data) if made is None else made
+        return self._plain_setter(node, params) if made is None else made
+
+    def _plain_setter(self, node: Node, params: KernelNodeParams) -> _PlainSetter:
+        return _PlainSetter(partial(self._set_one, node), params)
 
     def touch(self, live: Live) -> None:
         """Must be called before a `Live` node is changed."""
@@ -466,11 +482,17 @@ class Shadow:
         made: list[Node] = []
         for node, params in nodes:
             try:
-                self._driver.exec_set_params(self._executable, node.handle, params)
-            except Exception as error:
+                self._set_one(node, params)
+            except Exception:
                 self._undo(made)
-                raise (refused(node, error) if isinstance(error, DriverError) else error) from error
+                raise
             made.append(node)
+
+    def _set_one(self, node: Node, params: NodeParams) -> None:
+        try:
+            self._driver.exec_set_params(self._executable, node.handle, params)
+        except DriverError as error:
+            raise refused(node, error) from error
 
     def _write_one_by_one(
         self, taken: tuple[int, int] | None, new: Sequence[tuple[Live, bytearray]]
@@ -480,11 +502,11 @@ class Shadow:
         date: their `Live` objects are to be dropped."""
         if taken is not None and taken[1]:  # some could not be taken back
             self._undo([live.node for live, _ in new])
-        made = [(live, bytes(data)) for live, data in new]
-        self._set([(live.node, live.params.with_data(data)) for live, data in made])
+        made = [(live, live.params.with_data(bytes(data))) for live, data in new]
+        self._set([(live.node, params) for live, params in made])
         compiled = [live for live, _ in made if type(live.setter) is not _PlainSetter]
-        for live, data in made:
-            live.setter = _PlainSetter(data)
+        for live, params in made:
+            live.setter = self._plain_setter(live.node, params)
         return [live.node.handle for live in compiled]
 
     def _undo(self, nodes: Sequence[Node]) -> None:
