@@ -829,7 +829,8 @@ class Argument:
             run._shadow.touch(live)
             if live.setter.set(place, raw) != 0:
                 run._write_all([Write(live, place, raw)])
-        run._forget(settled)
+        if settled:
+            run._forget(settled)
 
     def _write(self, run: GraphExec, live: Live, raw: bytes, value: object) -> None:
         """Sets bytes and notes what they point at.
@@ -839,15 +840,14 @@ class Argument:
         """
         place = self._place
         owner, nbytes = owner_of(run.context, value, self._pointer)
-        write = Write(live, place, raw, owner, nbytes)
         if self._inner:
-            run._write_all([write])
+            run._write_all([Write(live, place, raw, owner, nbytes)])
             return
         settled: Sequence[MemoryRange] = ()
         if owner is not None:
             run._watch((owner,))
         elif run._given_back:
-            settled = run._settled([write])
+            settled = run._settled([Write(live, place, raw)])
         run._shadow.touch(live)
         before, reach = live.owners.get(place), live.reach.pop(place, None)
         live.owners[place] = before, owner
@@ -862,10 +862,11 @@ class Argument:
             live.owners[place] = owner
             if nbytes is not None:
                 live.reach[place] = nbytes
-            run._forget(settled)
+            if settled:
+                run._forget(settled)
         else:
             _put_back(live, place, before, reach)
-            run._write_all([write])
+            run._write_all([Write(live, place, raw, owner, nbytes)])
 
     def _noted(self, live: Live) -> bool:
         """Whether anything is known of what a word behind the first points at."""

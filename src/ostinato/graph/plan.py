@@ -225,33 +225,25 @@ def plan_rebind(
         elif to is not None:
             _require_fitting(entry, word, to, address, int(used[row]))
     rows = np.flatnonzero(which >= 0)
-    targets = [moves[number].target for number in which[rows].tolist()]
-    owners, counts = np.unique(index.owners[rows], return_counts=True)
+    fields: dict[int, dict[str, tuple[int, object]]] = {}
+    for row in rows[index.sorts[rows] == Sort.FIELD].tolist():
+        place, target = index.at(row)[1].place, moves[which[row]].target
+        fields.setdefault(int(index.owners[row]), {})[place] = int(new[row]), target
+    words = rows[index.sorts[rows] != Sort.FIELD] if fields else rows
+    owners, counts = np.unique(index.owners[words], return_counts=True)
     entries = [index.entries[owner] for owner in owners.tolist()]
-    outermost = {(entry.outer[0] if entry.outer else entry.node).index for entry in entries}
-    report = RebindReport(
-        _Later(index, rows, addresses[rows], new[rows]), tuple(left), nodes=len(outermost)
-    )
-    moved, changes = (rows, new[rows]), []
-    fields = index.sorts[rows] == Sort.FIELD
-    if fields.any():
-        fields_of: dict[int, dict[str, tuple[int, object]]] = {}
-        for at in np.flatnonzero(fields).tolist():
-            field = index.at(rows[at])[1].place
-            fields_of.setdefault(index.owners[rows[at]], {})[field] = (
-                int(new[rows[at]]),
-                targets[at],
-            )
-        for owner, moving in fields_of.items():
-            changes.append(_change(index.entries[owner], moving, setting_of))
-        rows = rows[~fields]
-        targets = [target for target, out in zip(targets, fields, strict=True) if not out]
-        owners, counts = np.unique(index.owners[rows], return_counts=True)
-        entries = [index.entries[owner] for owner in owners.tolist()]
-    nodes = [entry.node for entry in entries]
-    places, values = index.places[rows], new[rows]
+    others = [index.entries[owner] for owner in fields]
+    later = _Later(index, rows, addresses[rows], new[rows])
+    outermost = {(e.outer[0] if e.outer else e.node).index for e in (*entries, *others)}
     return Rebinding(
-        nodes, counts.astype(np.uint32), places, values, targets, changes, moved, report
+        [entry.node for entry in entries],
+        counts.astype(np.uint32),
+        index.places[words],
+        new[words],
+        [moves[number].target for number in which[words].tolist()],
+        [_change(e, fields[owner], setting_of) for e, owner in zip(others, fields, strict=True)],
+        (rows, new[rows]),
+        RebindReport(later, tuple(left), nodes=len(outermost)),
     )
 
 

@@ -10,7 +10,6 @@ raised.  If that fails too, the content of the executable is unknown, and `unusa
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -399,53 +398,40 @@ class Shadow:
 
         Raises UpdateRefusedError, and GraphError if the driver refused to take some of them back.
         """
-        new: dict[NodeHandle, tuple[Live, bytearray]] = {}
-        gone: list[NodeHandle] = []
         taken = set_nodes([(w.live.setter, w.place, w.raw) for w in writes])
-        if taken != (0, 0):
-            for write in writes:
-                live = write.live
-                _, data = new.setdefault(live.node.handle, (live, bytearray(live.setter.data)))
-                data[write.place : write.place + len(write.raw)] = write.raw
-            gone = self._write_one_by_one(taken, list(new.values()))
+        gone = self._finished(taken, ((w.live, w.place, w.raw) for w in writes))
         old: list[object] = []
         for write in writes:
             live = write.live
             self.touch(live)
             _note(live, write.place, write.owner, write.nbytes, old)
-            for place in inner_words(write.place, len(write.raw)):
-                _note(live, place, None, None, old)
+            if len(write.raw) > 8 or write.place % 8:
+                for place in inner_words(write.place, len(write.raw)):
+                    _note(live, place, None, None, old)
         self._end(gone)
         return old
 
     def rebind(self, plan: Rebinding) -> list[object]:
         """Makes a rebinding, which was planned from `words` as they are.  Raises as `write`."""
         lives, counts = [self.live(node) for node in plan.nodes], plan.counts.tolist()
-        raws, now = plan.values.tobytes(), self._after(plan.changes) if plan.changes else None
-        gone: list[NodeHandle] = []
+        of_words = [live for live, n in zip(lives, counts, strict=True) for _ in range(n)]
+        places, raws = plan.places.tolist(), plan.values.tobytes()
+        now = self._after(plan.changes) if plan.changes else None
         self._set([(change.node, change.params) for change in plan.changes])
         try:
             setters = [live.setter for live in lives]
             taken = set_words(setters, plan.counts.tobytes(), plan.places.tobytes(), raws)
-            if taken != (0, 0):
-                places, new = iter(enumerate(plan.places.tolist())), []
-                for live, count in zip(lives, counts, strict=True):
-                    data = bytearray(live.setter.data)
-                    for at, place in itertools.islice(places, count):
-                        data[place : place + 8] = raws[8 * at : 8 * at + 8]
-                    new.append((live, data))
-                gone = self._write_one_by_one(taken, new)
+            each = (raws[at : at + 8] for at in range(0, len(raws), 8))
+            gone = self._finished(taken, zip(of_words, places, each, strict=True))
         except Exception:
             self._undo([change.node for change in plan.changes])
             raise
         old = [] if now is None else self._commit(now)
-        words = zip(plan.places.tolist(), plan.targets, strict=True)
-        for live, count in zip(lives, counts, strict=True):
+        for live in lives:
             self.touch(live)
-            owners = live.owners
-            for place, target in itertools.islice(words, count):
-                old.append(owners.get(place))
-                owners[place] = target
+        for live, place, target in zip(of_words, places, plan.targets, strict=True):
+            old.append(live.owners.get(place))
+            live.owners[place] = target
         self._end(gone)
         if self._words is not None:
             self._words.move(*plan.moved)
@@ -494,20 +480,28 @@ class Shadow:
         except DriverError as error:
             raise refused(node, error) from error
 
-    def _write_one_by_one(
-        self, taken: tuple[int, int] | None, new: Sequence[tuple[Live, bytearray]]
+    def _finished(
+        self, taken: tuple[int, int] | None, writes: Iterable[tuple[Live, int, bytes]]
     ) -> list[NodeHandle]:
-        """Makes writes that the driver's own setters did not make: nothing is shorter here, or the
-        driver refused them, and now gives the reason.  Returns nodes whose setters are out of
-        date: their `Live` objects are to be dropped."""
+        """Makes writes node by node, unless the driver has `taken` them: it has nothing shorter, or
+        refused them, and now gives the reason.  Returns nodes whose setters are out of date: their
+        `Live` objects are to be dropped."""
+        if taken == (0, 0):
+            return []
+        new: dict[Live, bytearray] = {}
+        for live, place, raw in writes:
+            data = new.get(live)
+            if data is None:
+                data = new[live] = bytearray(live.setter.data)
+            data[place : place + len(raw)] = raw
         if taken is not None and taken[1]:  # some could not be taken back
-            self._undo([live.node for live, _ in new])
-        made = [(live, live.params.with_data(bytes(data))) for live, data in new]
+            self._undo([live.node for live in new])
+        made = [(live, live.params.with_data(bytes(data))) for live, data in new.items()]
         self._set([(live.node, params) for live, params in made])
-        compiled = [live for live, _ in made if type(live.setter) is not _PlainSetter]
+        gone = [live.node.handle for live in new if type(live.setter) is not _PlainSetter]
         for live, params in made:
             live.setter = self._plain_setter(live.node, params)
-        return [live.node.handle for live in compiled]
+        return gone
 
     def _undo(self, nodes: Sequence[Node]) -> None:
         """Gives nodes back what they held.  Raises GraphError, and makes the executable unusable,
