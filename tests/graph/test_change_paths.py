@@ -330,6 +330,9 @@ def test_an_interruption_leaves_the_driver_and_the_shadow_alike(
                 if rig.stub is not None:
                     assert rig.stub.holds(run, index)[0] == held.arguments.data, where
             assert not pointed or seen() is not None, where
+            if (kept := seen()) is not None:  # closed, it is missed if it is pointed at, only then
+                kept.close()
+                assert run.usable is not pointed, where
             run.close()
             rig.device.synchronize()
             return where

@@ -134,6 +134,23 @@ def test_numbers_are_no_pointers_where_a_signature_says_so(
     assert cache.touching(x) == [] and cache.touching(out) == ["typed"]
 
 
+def test_an_address_in_two_halves_is_seen_and_stays(host_device: Device) -> None:
+    @ost.host_kernel("low: u32, high: u32, x: *out f32")
+    def halves(launch: object, low: int, high: int, x: object) -> None: ...
+
+    made = host_device.modules.get_or_compile(ost.Source(host=[halves], name="halves"), "halves")
+    x, y, other = (floats(host_device) for _ in range(3))
+    stream, low, high = host_device.create_stream(), x.address & 0xFFFF_FFFF, x.address >> 32
+    with ost.capture(stream) as capture:
+        ost.launch(stream, made, config(1), low, high, x)
+    run = capture.graph.instantiate()
+    run.patch(0, "x", other)
+    assert run.touches(x) and not run.touches(y)
+    report = run.rebind({x: y})
+    assert not report.words and [left.place for left in report.left] == ["argument 0"]
+    assert run.touches(x) and not run.touches(y)
+
+
 def test_memory_nodes(device: Device, cache: ost.GraphCache) -> None:
     x = device.zeros(4, np.uint32)
     graph = ost.Graph.create(device.context)

@@ -375,7 +375,8 @@ def _with_split(
     there = {word.offset for word in words}
     for at in set(reach) - there:
         index = next(i for i, slot in enumerate(layout) if at < slot.offset + slot.size)
-        place = f"argument {index} +{at - layout[index].offset}"
+        inside = at - layout[index].offset
+        place = f"argument {index}" + (f" +{inside}" if inside else "")
         rows.append((Word(at, place, Sort.SCALAR, place=place), every[at // _WORD], reach[at]))
     rows.sort(key=lambda row: row[0].offset)
     made = tuple(row[0] for row in rows)
