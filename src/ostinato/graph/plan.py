@@ -40,7 +40,7 @@ from ostinato.errors import (
     UpdateRefusedError,
 )
 from ostinato.graph.node import Node
-from ostinato.graph.words import Entry, Find, Place, Setting, Sort, Word, WordIndex
+from ostinato.graph.words import Entry, Find, Place, Setting, Sort, Word, WordIndex, as_word
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
 __all__ = [
@@ -198,10 +198,10 @@ def plan_rebind(
     # Looked at one by one: what may be no pointer, lies in front of a range, or may not fit.
     odd = np.zeros(len(addresses), np.bool_)
     for number, move in enumerate(moves):
-        start = np.uint64(move.old.address)
+        start = as_word(move.old.address)
         ahead = addresses < start
         odd |= ahead & (reach > 0) & (addresses + reach.astype(np.uint64) > start)
-        hit = np.flatnonzero(~ahead & (addresses < np.uint64(move.old.end)))
+        hit = np.flatnonzero(~ahead & (addresses < as_word(move.old.end)))
         if not hit.size:
             continue
         offsets = (addresses[hit] - start).astype(np.int64)

@@ -53,6 +53,7 @@ __all__ = [
     "Word",
     "WordIndex",
     "address_fields",
+    "as_word",
     "copy_extent",
     "fill_extent",
     "is_whole",
@@ -183,6 +184,11 @@ class Touch:
     written: bool
     handle: NodeHandle
     key: Place
+
+
+def as_word(address: int) -> np.uint64:
+    """For comparisons; a range that a caller made may go beyond what a word holds."""
+    return np.uint64(min(max(address, 0), (1 << 64) - 1))
 
 
 class Entry(NamedTuple):
@@ -334,11 +340,11 @@ class WordIndex:
     def _using(self, memory: MemoryRange, start: int) -> npt.NDArray[np.intp]:
         """The words that are used inside of memory; of those whose extent is not known, the ones
         that point from `start` to its end."""
-        low, high, addresses = np.uint64(memory.address), np.uint64(memory.end), self.addresses
+        low, high, addresses = as_word(memory.address), as_word(memory.end), self.addresses
         known = self.reach >= 0
         ends = addresses + np.where(known, self.reach, -1 - self.reach).astype(np.uint64)
         reaching = (ends > low) & (known | (self.sorts == Sort.POINTER))
-        loose = ~known & (self.sorts <= Sort.UNKNOWN) & (addresses >= np.uint64(start))
+        loose = ~known & (self.sorts <= Sort.UNKNOWN) & (addresses >= as_word(start))
         return np.flatnonzero((reaching | loose) & (addresses < high) & (addresses != 0))
 
     def _touch(self, row: int, find: Find) -> Touch | None:
