@@ -188,6 +188,7 @@ def test_packed_arguments() -> None:
     settings = [((), Setting(node, params, None, {}))]
     assert WordIndex(settings).touches(ost.MemoryRange(4000, 200), None)
     assert not WordIndex(settings).touches(ost.MemoryRange(4100, 200), None)
+    assert not WordIndex(settings).touches(ost.MemoryRange((1 << 64) - 8, 8), None)
     # How far the word is used is not known: up to the end of its allocation, if that is alive.
     assert WordIndex(settings).touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4000, 400))
     assert not WordIndex(settings).touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4100, 400))
