@@ -161,7 +161,6 @@ class Shadow:
         self._single: dict[int, Node] = {}
         """Nodes that were read one by one."""
         self._nodes: tuple[Node, ...] | None = None
-        self._before_update: tuple[Node, ...] | None = None
         self._given: dict[NodeHandle, Setting] = {}
         """Settings of the definition's own, worked out when they were first needed."""
         self._now = Now()
@@ -236,26 +235,20 @@ class Shadow:
         Raises UpdateRefusedError if an update took a graph whose nodes come in another order.
         """
         if self._nodes is None:
-            first = self._before_update or self._first()
-            self._nodes = first if self._now.updated is None else self._paired(first)
+            graph, frozen = self._now.updated or (self._graph, self._frozen)
+            _ = graph.handle  # raises if it was closed
+            if self._now.updated is not None:
+                self._require_same_order(frozen)
+            find, reader = KnownRanges(self._driver.memory_range), graph.reader
+            read = [frozen.node(reader, index, find) for index in range(len(self._handles))]
+            if self._now.updated is None:
+                self._nodes = tuple(self._single.get(node.index, node) for node in read)
+            else:
+                self._nodes = _under_handles(self._frozen, self._frozen.outer, read)
             self._single = {}
         return self._nodes
 
-    def _first(self) -> tuple[Node, ...]:
-        """The nodes as they were instantiated."""
-        _ = self._graph.handle  # raises if the definition was closed
-        read = self._read(self._graph, self._frozen)
-        return tuple(self._single.get(node.index, node) for node in read)
-
-    def _read(self, graph: Definition, frozen: Frozen) -> tuple[Node, ...]:
-        find, reader = KnownRanges(self._driver.memory_range), graph.reader
-        return tuple(frozen.node(reader, i, find) for i in range(len(frozen.outer.nodes)))
-
-    def _paired(self, first: tuple[Node, ...]) -> tuple[Node, ...]:
-        """The nodes of the last update's graph under the first ones' handles."""
-        assert self._now.updated is not None
-        graph, frozen = self._now.updated
-        _ = graph.handle
+    def _require_same_order(self, frozen: Frozen) -> None:
         # CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another order;
         # what is set here belongs to a node's index.
         if self._frozen.shape() != frozen.shape():
@@ -263,7 +256,6 @@ class Shadow:
                 "the executable was updated from a graph whose nodes come in another order, so its "
                 "single nodes cannot be told apart any more; instantiate again to set them"
             )
-        return _under_handles(first, self._read(graph, frozen))
 
     def node(self, node: Node | int) -> Node:
         """A node as it was in the definition, also inside child graphs and bodies.
@@ -610,7 +602,6 @@ class Shadow:
         before = self._folded()
         if now.updated is not before.updated:
             # Decoded only when a single node is asked for.
-            self._before_update = self._nodes or self._before_update
             self._nodes = None
             self._given = {}
             self._drop(tuple(self._live))
@@ -647,18 +638,20 @@ def _kept_reach(
     return {at: n for at, n in reach.items() if same and old[at : at + 8] == new[at : at + 8]}
 
 
-def _under_handles(first: Sequence[Node], new: Sequence[Node]) -> tuple[Node, ...]:
-    """The new nodes with the handles and indices of the first ones, also inside of nodes."""
+def _under_handles(first: Frozen, outer: FrozenGraph, new: Sequence[Node]) -> tuple[Node, ...]:
+    """The new nodes with the handles of the first ones, also inside of nodes."""
     return tuple(
         replace(
             n,
-            handle=old.handle,
-            index=old.index,
+            handle=handle,
             children=tuple(
-                _under_handles(a, b) for a, b in zip(old.children, n.children, strict=True)
-            ),
+                _under_handles(first, inner, body)
+                for inner, body in zip(first.inside(outer, index), n.children, strict=True)
+            )
+            if n.children
+            else (),
         )
-        for old, n in zip(first, new, strict=True)
+        for index, (handle, n) in enumerate(zip(outer.nodes, new, strict=True))
     )
 
 
