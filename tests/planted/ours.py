@@ -597,7 +597,7 @@ _FAULTS = (
         "rebound-memory-is-dropped",
         "An executable does not keep the buffer that it was rebound to.",
         "ostinato.graph.shadow:Shadow.rebind",
-        "owners[place] = target",
+        "live.owners[place] = target",
         "pass",
         (
             FOOTGUNS + "test_a_rebound_buffer_lives_with_the_executable",
