@@ -607,9 +607,9 @@ _FAULTS = (
     Fault(
         "patched-buffer-is-dropped",
         "An executable does not keep the buffer that an argument was patched to.",
-        "ostinato.graph.shadow:_note",
+        "ostinato.graph.executable:Argument._write",
         "live.owners[place] = owner",
-        "pass",
+        "live.owners[place] = None",
         (CHANGES + "test_a_patched_buffer_lives_as_long_as_it_is_pointed_at",),
     ),
     Fault(
