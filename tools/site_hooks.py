@@ -71,7 +71,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 # What other packages of ours call or read, and no user.
 _INTERNAL = re.compile(
     r"""
-    \w+\.(enter|guarded|announce|report|submitted|entering|lose|read_node|recount|attach|claim)
+    \w+\.(enter|guarded|announce|report|submitted|entering|lose|lost|reader|recount|attach|claim)
     | \w+\.(require_\w+|note_refused|watch|storages?|memory_closed|take_labels|spoil|kept|turn)
     | (Capture|Recording)\.(submissions|needs_access|recorded|waited|awaited|failed)
     | Graph\.(instantiated|replaced|add_operations?|add_recorded)

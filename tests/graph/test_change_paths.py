@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from ostinato.modules import Kernel
 from tests.emulator.stub import SIGNATURE, Stub, build, stub_device
 from tests.interrupted import interrupt
 
+SOURCE = Path(ost.__file__).parent
 NODES = 12
 CELLS = 8
 CELL = 64
@@ -265,6 +268,29 @@ def test_a_rebinding_follows_a_patch_that_nothing_read(rig: Rig) -> None:
         rig.check(run, state)
 
 
+def test_a_second_rebinding_goes_through_few_files(rig: Rig) -> None:
+    """Request, plan, words, shadow, and what memory is; behind them is the driver."""
+    a, b, out, other = rig.buffers()[:4]
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(SOURCE):
+            files.add(file.relative_to(SOURCE).as_posix())
+
+    with rig.graph([Launch(a, b, out, CELL, 1)]) as graph, graph.instantiate() as run:
+        run.rebind({a: other})
+        sys.setprofile(note)
+        try:
+            run.rebind({other: a})
+        finally:
+            sys.setprofile(None)
+        rig.check(run, [Launch(a, b, out, CELL, 1)])
+    ours = {file for file in files if not file.startswith("driver/")}
+    changing = {f"graph/{name}.py" for name in ("executable", "plan", "shadow", "words")}
+    assert ours == changing | {"memory/buffer.py", "memory/ranges.py"}
+
+
 @pytest.mark.parametrize("what", ["patch", "patch number", "patch all", "rebind"])
 def test_an_interruption_leaves_the_driver_and_the_shadow_alike(
     rig: Rig, what: str, request: pytest.FixtureRequest
@@ -304,6 +330,9 @@ def test_an_interruption_leaves_the_driver_and_the_shadow_alike(
                 if rig.stub is not None:
                     assert rig.stub.holds(run, index)[0] == held.arguments.data, where
             assert not pointed or seen() is not None, where
+            if (kept := seen()) is not None:  # closed, it is missed if it is pointed at, only then
+                kept.close()
+                assert run.usable is not pointed, where
             run.close()
             rig.device.synchronize()
             return where

@@ -21,8 +21,7 @@ from ostinato.driver.api import (
     NodeHandle,
 )
 from ostinato.errors import InputError
-from ostinato.graph.manifest import touches
-from ostinato.graph.shadow import Setting
+from ostinato.graph.words import Setting, WordIndex
 from ostinato.memory.ranges import range_of
 from tests.sources import config, kernel
 
@@ -135,6 +134,23 @@ def test_numbers_are_no_pointers_where_a_signature_says_so(
     assert cache.touching(x) == [] and cache.touching(out) == ["typed"]
 
 
+def test_an_address_in_two_halves_is_seen_and_stays(host_device: Device) -> None:
+    @ost.host_kernel("low: u32, high: u32, x: *out f32")
+    def halves(launch: object, low: int, high: int, x: object) -> None: ...
+
+    made = host_device.modules.get_or_compile(ost.Source(host=[halves], name="halves"), "halves")
+    x, y, other = (floats(host_device) for _ in range(3))
+    stream, low, high = host_device.create_stream(), x.address & 0xFFFF_FFFF, x.address >> 32
+    with ost.capture(stream) as capture:
+        ost.launch(stream, made, config(1), low, high, x)
+    run = capture.graph.instantiate()
+    run.patch(0, "x", other)
+    assert run.touches(x) and not run.touches(y)
+    report = run.rebind({x: y})
+    assert not report.words and [left.place for left in report.left] == ["argument 0"]
+    assert run.touches(x) and not run.touches(y)
+
+
 def test_memory_nodes(device: Device, cache: ost.GraphCache) -> None:
     x = device.zeros(4, np.uint32)
     graph = ost.Graph.create(device.context)
@@ -170,11 +186,12 @@ def test_packed_arguments() -> None:
     params = KernelNodeParams(FunctionHandle(1), ost.LaunchConfig(1, 1), packed)
     node = ost.Node(0, NodeHandle(1), ost.NodeKind.KERNEL, "gemm", params)
     settings = [((), Setting(node, params, None, {}))]
-    assert touches(settings, ost.MemoryRange(4000, 200), None)
-    assert not touches(settings, ost.MemoryRange(4100, 200), None)
+    assert WordIndex(settings).touches(ost.MemoryRange(4000, 200), None)
+    assert not WordIndex(settings).touches(ost.MemoryRange(4100, 200), None)
+    assert not WordIndex(settings).touches(ost.MemoryRange((1 << 64) - 8, 8), None)
     # How far the word is used is not known: up to the end of its allocation, if that is alive.
-    assert touches(settings, ost.MemoryRange(4100, 200), ost.MemoryRange(4000, 400))
-    assert not touches(settings, ost.MemoryRange(4100, 200), ost.MemoryRange(4100, 400))
+    assert WordIndex(settings).touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4000, 400))
+    assert not WordIndex(settings).touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4100, 400))
 
 
 def test_words_of_adopted_graphs(device: Device, stream: ost.Stream, cache: ost.GraphCache) -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
+
+import numpy as np
 
 from ostinato import Graph, GraphCache, GraphedStep, Stream
 from ostinato.driver.context import Context
 from ostinato.driver.host.driver import HostDriver
-from ostinato.graph import capturing, executable, order, rebind, recording
+from ostinato.graph import capturing, executable, order, recording
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.shadow import Shadow
 from ostinato.state import staging
@@ -72,28 +75,31 @@ def an_event_node_records_nothing(right: Method, self: Graph, event: Any, after:
     return self.add_empty(after)
 
 
-@mutation(Shadow, "commit")
+@mutation(Shadow, "_commit")
 def what_an_executable_holds_is_not_noted(right: Method, self: Shadow, now: Any) -> list[object]:
     return []
 
 
 # --- changes of executables
-@mutation(GraphExec, "_apply")
-def the_last_of_many_changes_is_left_out(
-    right: Method, self: GraphExec, changes: list[Any]
-) -> None:
-    right(self, changes[:-1] or changes)
+@mutation(Shadow, "_set")
+def the_last_of_many_changes_is_left_out(right: Method, self: Shadow, nodes: list[Any]) -> None:
+    right(self, nodes[:-1] or nodes)
 
 
-@mutation(GraphExec, "_undo")
-def a_refused_change_is_not_undone(right: Method, self: GraphExec, nodes: list[Any]) -> None:
+@mutation(Shadow, "_undo")
+def a_refused_change_is_not_undone(right: Method, self: Shadow, nodes: list[Any]) -> None:
     pass
 
 
-@mutation(rebind._Plan, "_moved")
-def a_rebound_pointer_loses_its_offset(right: Method, self: Any, move: Any, *rest: Any) -> int:
-    right(self, move, *rest)
-    return int(move.new.address)
+@mutation(executable, "plan_rebind")
+def a_rebound_pointer_loses_its_offset(
+    right: Method, index: Any, moves: list[Any], *rest: Any
+) -> Any:
+    plan = right(index, moves, *rest)
+    starts = np.array([move.new.address for move in moves], np.uint64)
+    return replace(
+        plan, values=np.array([max(starts[starts <= v]) for v in plan.values], np.uint64)
+    )
 
 
 @mutation(GraphExec, "set_enabled")
@@ -111,15 +117,20 @@ def closed_memory_is_not_noticed(right: Method, self: GraphExec, memory: Any) ->
     pass
 
 
-@mutation(Shadow, "after_update")
-def an_update_is_not_noted(right: Method, self: Shadow, *args: Any) -> Any:
-    return self._now
+@mutation(Shadow, "update")
+def an_update_is_not_noted(right: Method, self: Shadow, graph: Graph) -> list[object]:
+    now, self._commit = self._now, lambda now: []
+    try:
+        return right(self, graph)
+    finally:
+        del self._commit
+        assert self._now is now
 
 
-@mutation(GraphExec, "_give_up")
-def a_refused_change_mends_an_executable(right: Method, self: GraphExec) -> str:
-    right(self)
-    return ""
+@mutation(Shadow, "_undo")
+def a_refused_change_mends_an_executable(right: Method, self: Shadow, nodes: list[Any]) -> None:
+    right(self, nodes)
+    self.unusable = ""
 
 
 # --- lifetimes

@@ -15,7 +15,7 @@ from ostinato.driver.api import (
 from ostinato.driver.signature import Access
 from ostinato.driver.stream import Operation
 from ostinato.errors import DriverError
-from ostinato.graph.bodies import graphs_inside
+from ostinato.graph.frozen import graphs_inside
 from ostinato.graph.graph import Graph
 from ostinato.graph.order import conflict
 from ostinato.memory import Buffer

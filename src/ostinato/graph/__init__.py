@@ -5,12 +5,12 @@ from ostinato.graph.executable import GraphExec, UpdateReport
 from ostinato.graph.graph import Conditional, Graph
 from ostinato.graph.launching import launch, prepare
 from ostinato.graph.lifting import lift
-from ostinato.graph.manifest import Touch
 from ostinato.graph.node import Argument, Node, Pointer, every_node
 from ostinato.graph.order import Recorded
-from ostinato.graph.rebind import LeftWord, RebindReport, ReboundWord
+from ostinato.graph.plan import LeftWord, RebindReport, ReboundWord
 from ostinato.graph.recording import Recording, build_graph, record
 from ostinato.graph.submissions import Submission, first_missing, operations, submissions
+from ostinato.graph.words import Touch
 
 __all__ = [
     "Argument",

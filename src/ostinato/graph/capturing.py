@@ -34,6 +34,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.closeable import elsewhere
 from ostinato.driver.context import Entry, Tap
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.location import caller_line, caller_location, describe_line
 from ostinato.driver.stream import Event, Operation, Stream, require_stream
 from ostinato.errors import (
@@ -49,7 +50,7 @@ from ostinato.errors import (
     StreamCaptureError,
     explain,
 )
-from ostinato.graph.bodies import graphs_inside
+from ostinato.graph.frozen import graphs_inside
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import NodeLabel
 from ostinato.graph.submissions import Submission
@@ -74,8 +75,7 @@ class _Session(Tap):
     """One capture in the driver, and the tap that follows the work in it.
 
     It does not hold its `Capture`, so that a `Capture` which is dropped can be finalised, and the
-    context ends it.  `leave` may be called at any time and repeatedly: an interruption
-    (KeyboardInterrupt) may come between any two lines, and the next call does what is left to do.
+    context ends it.  `leave` may be called at any time and repeatedly.
     """
 
     def __init__(
@@ -107,8 +107,9 @@ class _Session(Tap):
         """The nodes that `into` had when the capture began."""
 
     # --- begin and end
-    def begin(self) -> None:
-        """Begins the capture.  The caller must call `leave`, also if this raises."""
+    def enter(self) -> None:
+        """Listens from here on; the capture is not begun yet.  The caller must call `leave`, also
+        if this raises."""
         stream, context = self.stream, self.stream.context
         context.require_open()
         context.collect()
@@ -119,21 +120,23 @@ class _Session(Tap):
         # Before the driver's call: what other threads submit from here on is refused, and what they
         # have begun to submit must not join the capture.
         context.add_tap(self)
-        self._wait_for_others()
-        self._in_driver = True  # an interruption from here on must end it
+
+    def begin(self) -> None:
+        """Begins the capture, once `enter` and `wait_for_others` were called."""
+        stream = self.stream
         try:
             self._begin_in_driver()
         except DriverError as error:
-            self._in_driver = False
             if isinstance(error, ContextPoisonedError):
                 raise
             reason = _NOT_BEGUN if error.status == Status.ILLEGAL_STATE else str(error)
             raise CaptureError(f"a capture could not begin on {stream!r}: {reason}") from error
+        self._in_driver = True
         self._id = stream.capture_info.capture_id
         if self.trace is not None:
             self.trace.start()
 
-    def _wait_for_others(self) -> None:
+    def wait_for_others(self) -> None:
         """Waits until no other thread is putting work on the stream.  Raises CaptureError if one
         does not come back from the driver."""
         stream, end = self.stream, time.monotonic() + _PATIENCE
@@ -194,6 +197,7 @@ class _Session(Tap):
                 return True
         return False
 
+    @uninterrupted
     def drop(self) -> None:
         """Ends the capture and drops its graph, or takes its nodes out of the graph that it went
         into.  Does not raise."""
@@ -461,16 +465,21 @@ class Capture:
             self.pool.require_open("a capture")
         session = self._session
         try:
-            self._finalizer = weakref.finalize(self, self.stream.context.abandon, session.drop)
-            self._finalizer.atexit = False
-            session.begin()
-            self._state = _State.ACTIVE
-        except BaseException:
+            with uninterrupted:
+                self._finalizer = weakref.finalize(self, self.stream.context.abandon, session.drop)
+                self._finalizer.atexit = False
+                session.enter()
+            session.wait_for_others()
+            with uninterrupted:
+                session.begin()
+                self._state = _State.ACTIVE
+        except BaseException:  # also if the wait is interrupted
             self._abort()
             self._state = _State.NEW if session.failure is None else _State.ABORTED
             raise
         return self
 
+    @uninterrupted
     def end(self) -> Graph:
         """Ends the capture and returns the graph.  The stream works again, also if this raises.
 
@@ -522,6 +531,7 @@ class Capture:
             raise nothing
         return graph
 
+    @uninterrupted
     def abort(self) -> DriverError | None:
         """Ends the capture without a graph; returns the driver's error if there was one.
 
@@ -620,8 +630,7 @@ def capture(
 
 def _captured(stream: Stream, **options: Any) -> Generator[Capture, None, None]:
     under_way = Capture(stream, **options)
-    # All inside: an interruption may come before any line, also right after `begin`.
-    try:
+    try:  # all inside: an interruption may come right after `begin`
         under_way.begin()
         yield under_way
         if under_way.active:  # the block may have ended it itself

@@ -1,9 +1,8 @@
 """`GraphExec`: an executable graph that is launched, and changed without being made again.
 
 The driver has no getters on an executable, so what was set is shadowed here: `params(node)` is what
-the next launch will use.  Every change is all or nothing: what the driver refuses, and what an
-interruption cuts short, is undone node by node before the error is raised.  If that fails too, the
-content of the executable is unknown, and every later launch raises GraphError.
+the next launch will use.  A change is all or nothing (`shadow`); an interruption waits until it is
+made.  Only launches and `patch` of a single argument are not held up for that.
 """
 
 from __future__ import annotations
@@ -12,9 +11,12 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from ostinato.driver.api import (
     ChildGraphNodeParams,
@@ -28,13 +30,15 @@ from ostinato.driver.api import (
     NodeHandle,
     NodeKind,
     NodeParams,
-    UpdateVerdict,
+    ParameterSlot,
     not_null,
 )
 from ostinato.driver.closeable import Closeable, elsewhere
 from ostinato.driver.context import Context, Entry
 from ostinato.driver.forking import new_lock
-from ostinato.driver.launcher import Launcher
+from ostinato.driver.interrupts import uninterrupted
+from ostinato.driver.launcher import Launcher, packer
+from ostinato.driver.signature import PLAIN_CODES, Element, Space
 from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import (
     CaptureError,
@@ -47,28 +51,29 @@ from ostinato.errors import (
     StreamCaptureError,
     UpdateRefusedError,
 )
-from ostinato.graph.bodies import BODY_RULE, wrongly_in_a_body
-from ostinato.graph.changes import VERDICTS, Change, refused, whole_place
+from ostinato.graph.frozen import BODY_RULE, wrongly_in_a_body
 from ostinato.graph.graph import Graph, fill_params
-from ostinato.graph.manifest import Touch, dangling, touches, walk
 from ostinato.graph.node import Node
-from ostinato.graph.patching import Argument, Patcher, Write, kernel_setter, write_all, write_words
-from ostinato.graph.rebind import RebindReport, moves_of, plan_rebind
-from ostinato.graph.shadow import Live, Now, Shadow
+from ostinato.graph.plan import (
+    Change,
+    RebindReport,
+    argument_bytes,
+    argument_index,
+    moves_of,
+    plan_rebind,
+    refused,
+)
+from ostinato.graph.shadow import Live, Shadow, Write, inner_words
+from ostinato.graph.words import Touch, whole_place
 from ostinato.memory import Buffer
 from ostinato.memory.buffer import copy_params
-from ostinato.memory.ranges import Target, range_of
+from ostinato.memory.ranges import KnownRanges, Target, range_of
 
-__all__ = ["GraphExec", "UpdateReport"]
+__all__ = ["GraphExec", "Patcher", "UpdateReport"]
 
 _log = logging.getLogger(__name__)
 _EXACT = (str, int)
 """What names an argument."""
-
-_HALF_DONE = (
-    "a change of this executable failed, and so did taking it back, so what it would run is not "
-    "known; instantiate its graph again"
-)
 
 
 def _patch_of(entry: object) -> tuple[Node | int, int | str, object]:
@@ -168,12 +173,11 @@ class GraphExec(Launcher, Closeable):
         self.context = graph.context
         self._handle = release.handle
         self._closed = False
-        self._unusable = ""
         self._lock = new_lock()
         self._prepared: dict[Stream, Callable[[], int]] = {}
         self._before_launch = graph.before_launch
         graph.instantiated = True
-        self._shadow = Shadow(graph)
+        self._shadow = Shadow(graph, release.handle)
         self._arguments: dict[tuple[int, int | str], Argument] = {}
         """Those that were patched."""
         self._toggled = False
@@ -217,20 +221,20 @@ class GraphExec(Launcher, Closeable):
         try:
             executable = cls(graph, release)
             executable._shadow.check_loops()
-        except BaseException:
+        except Exception:
             release.retire({})
             context.collect()
             raise
         if upload is not None:
             try:
                 executable.upload(upload)
-            except BaseException:
+            except Exception:
                 executable.close()
                 raise
         return executable
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "unusable" if self._unusable else "ready"
+        state = "closed" if self._closed else "unusable" if self._shadow.unusable else "ready"
         return f"<GraphExec {self._handle:#x} on {self.context.driver.name}, {state}>"
 
     @property
@@ -253,7 +257,7 @@ class GraphExec(Launcher, Closeable):
     @property
     def suspect(self) -> bool:
         """Whether `usable` may be False: cheap to ask before each replay."""
-        return bool(self._given_back or self._unusable or self._closed)
+        return bool(self._given_back or self._shadow.unusable or self._closed)
 
     # --- memory that is given back
     def _watch(self, owners: Iterable[object]) -> None:
@@ -274,8 +278,8 @@ class GraphExec(Launcher, Closeable):
         self.context.require_open()
         if self._closed:
             raise ClosedError("the executable graph is closed; instantiate it again")
-        if self._unusable:
-            raise GraphError(self._unusable)
+        if self._shadow.unusable:
+            raise GraphError(self._shadow.unusable)
         if self._given_back:
             with self._lock:
                 self._require_memory()
@@ -283,7 +287,7 @@ class GraphExec(Launcher, Closeable):
     def _require_memory(self) -> None:
         for memory in tuple(self._given_back):
             try:
-                touch = dangling(self._shadow.settings(), memory)
+                touch = self._dangling(memory)
             except ClosedError as error:
                 raise ClosedError(
                     "memory was closed that this may point at, and what it points at cannot be "
@@ -297,17 +301,30 @@ class GraphExec(Launcher, Closeable):
                 )
             self._given_back.remove(memory)
 
-    def _settled(self, apart: Sequence[tuple[NodeHandle, range]]) -> list[MemoryRange]:
-        """Memory that was closed and that no word points at, but perhaps those `apart`
-        (`manifest.dangling`)."""
+    def _dangling(
+        self, memory: MemoryRange, apart: Sequence[tuple[NodeHandle, range]] = ()
+    ) -> Touch | None:
+        return self._shadow.words().dangling(memory, self._shadow.setting, apart)
+
+    def _settled(self, writes: Iterable[Write]) -> list[MemoryRange]:
+        """Memory that was closed by now and that nothing will point at once these are written.
+
+        What is given without an owner may be an address of newer memory, where the closed one was.
+        """
+        apart = [
+            (write.live.node.handle, range(write.place, write.place + len(write.raw)))
+            for write in writes
+            if write.owner is None
+        ]
         try:
-            return [
-                memory
-                for memory in tuple(self._given_back)
-                if dangling(self._shadow.settings(), memory, apart) is None
-            ]
+            return [m for m in tuple(self._given_back) if apart and not self._dangling(m, apart)]
         except ClosedError:  # the next launch raises it
             return []
+
+    def _forget(self, settled: Iterable[MemoryRange]) -> None:
+        for memory in settled:
+            with suppress(ValueError):  # another launch looked meanwhile
+                self._given_back.remove(memory)
 
     # --- running
     def _prepare(self, stream: Stream) -> Callable[[], int]:
@@ -357,7 +374,9 @@ class GraphExec(Launcher, Closeable):
                 self.context.keep_hot(self)
                 self._heat(stream, call)
                 # Checked afterwards: a tap or a close in between has cooled it, or is seen here.
-                open_ = not (self._closed or self._unusable or self._given_back or stream.closed)
+                open_ = not (
+                    self._closed or self._shadow.unusable or self._given_back or stream.closed
+                )
                 stays = self.context.keep_hot(self) and open_
             finally:  # also after an interruption: nothing else would cool it
                 if not stays:
@@ -436,8 +455,8 @@ class GraphExec(Launcher, Closeable):
         Raises ClosedError if the definition was closed before it was first read.
         """
         with self._lock:
-            find = self.context.driver.memory_range
-            return tuple(touch for _, touch in walk(self._shadow.settings(), find))
+            find = KnownRanges(self.context.driver.memory_range)
+            return tuple(self._shadow.words().manifest(find))
 
     def touches(self, target: Target) -> bool:
         """Whether the next launch may use memory of a buffer, a device array or a MemoryRange.
@@ -448,7 +467,7 @@ class GraphExec(Launcher, Closeable):
         around = self.context.driver.memory_range(memory.address)
         with self._lock:
             try:
-                return touches(self._shadow.settings(), memory, around)
+                return self._shadow.words().touches(memory, around)
             except ClosedError:
                 return True
 
@@ -469,9 +488,9 @@ class GraphExec(Launcher, Closeable):
         cooperative, programmatic, priority), and ClosedError for an operation that was made with
         memory that is closed by now; the executable is then as before.
         """
-        with self._lock:
+        owners, signature, ours = tuple(keep), None, None
+        with uninterrupted, self._lock:
             found = self._shadow.node(node)
-            owners, signature = tuple(keep), None
             if isinstance(params, Operation):
                 params.require_usable(self.context)
                 owners, signature = (*owners, *params.keep), params.signature
@@ -479,9 +498,11 @@ class GraphExec(Launcher, Closeable):
             if isinstance(params, ChildGraphNodeParams):
                 for graph in [owner for owner in owners if isinstance(owner, Graph)]:
                     owners = (*owners, *graph.kept)
+                    if graph.owned and not graph.closed and graph.handle == params.graph:
+                        ours = graph.labels
                 self.context.watchers.add(self)  # what its nodes were given is not known here
             kept = tuple((whole_place(i), owner) for i, owner in enumerate(owners))
-            self._apply([Change(found, params, kept, whole=True, signature=signature)])
+            self._change(Change(found, params, kept, True, signature, ours))
 
     @property
     def changed(self) -> bool:
@@ -521,13 +542,21 @@ class GraphExec(Launcher, Closeable):
             run.patch_all((node, "n", 128) for node in attention)
         """
         given = [_patch_of(entry) for entry in patches]
-        with self._lock:
+        with uninterrupted, self._lock:
             writes: dict[NodeHandle, dict[int, Write]] = {}
             for node, argument, value in given:
                 write = self._argument(node, argument).write(self, value)
                 writes.setdefault(write.live.node.handle, {})[write.place] = write
             if writes:
-                write_all(self, [w for of_node in writes.values() for w in of_node.values()])
+                self._write_all([w for of_node in writes.values() for w in of_node.values()])
+
+    @uninterrupted
+    def _write_all(self, writes: list[Write]) -> None:
+        """Makes all writes or none; those of one node must be next to each other."""
+        self._watch([write.owner for write in writes])
+        settled = self._settled(writes) if self._given_back else ()
+        self._made(self._shadow.write, writes)
+        self._forget(settled)
 
     def _argument(self, node: Node | int, argument: int | str) -> Argument:
         key = -node.handle if isinstance(node, Node) else node, argument
@@ -541,7 +570,8 @@ class GraphExec(Launcher, Closeable):
 
     def _live(self, node: Node) -> Live:
         """A kernel node as one that is changed in place.  Raises NodeKindError."""
-        return self._shadow.live(node, partial(kernel_setter, self.context.driver, self.handle))
+        _ = self.handle
+        return self._shadow.live(node)
 
     def _kernel(self, node: Node) -> KernelNodeParams:
         params = self._shadow.params(node)
@@ -555,10 +585,10 @@ class GraphExec(Launcher, Closeable):
         """
         if not isinstance(config, LaunchConfig):
             raise InputError(f"set_config: a LaunchConfig is needed, not {type(config).__name__}")
-        with self._lock:
+        with uninterrupted, self._lock:
             found = self._shadow.node(node)
             kernel = self._kernel(found)
-            self._apply([Change(found, replace(kernel, config=config))])
+            self._change(Change(found, replace(kernel, config=config)))
 
     def set_memset(self, node: Node | int, dst: Buffer, value: int, element_size: int = 1) -> None:
         """Sets what a linear memset node fills, all of it, and with what.
@@ -567,13 +597,13 @@ class GraphExec(Launcher, Closeable):
         and for a value that it cannot hold; UpdateRefusedError for a fill of rows with a pitch.
         """
         made = fill_params(dst, value, element_size)
-        with self._lock:
+        with uninterrupted, self._lock:
             found = self._shadow.node(node)
             old = replace(found, params=self._shadow.params(found)).memset
             self._require_linear(found, old)
             self.context.space.require(dst, "dst", "the executable is of")
             params = replace(made, pitch=old.pitch)
-            self._apply([Change(found, params, (("dst", dst),))])
+            self._change(Change(found, params, (("dst", dst),)))
 
     def set_memcpy(self, node: Node | int, dst: Buffer, src: Buffer) -> None:
         """Sets what a linear memcpy node copies, all of it.
@@ -584,13 +614,13 @@ class GraphExec(Launcher, Closeable):
         made = copy_params(dst, src)
         if not made.width:
             raise InputError("a node copies 1 byte or more")
-        with self._lock:
+        with uninterrupted, self._lock:
             found = self._shadow.node(node)
             old = replace(found, params=self._shadow.params(found)).memcpy
             self._require_linear(found, old)
             self.context.space.require(dst, "dst", "the executable is of")
             params = replace(old, dst=made.dst, src=made.src, width=made.width)
-            self._apply([Change(found, params, (("dst", dst), ("src", src)))])
+            self._change(Change(found, params, (("dst", dst), ("src", src))))
 
     @staticmethod
     def _require_linear(node: Node, params: MemcpyNodeParams | MemsetNodeParams) -> None:
@@ -614,7 +644,7 @@ class GraphExec(Launcher, Closeable):
         loses the order around them, and cooperative kernels, but then loses the context
         (`Driver.exec_set_enabled`): both can only be switched on.
         """
-        with self._lock:
+        with uninterrupted, self._lock:
             found = self._shadow.node(node)
             kinds = {NodeKind.KERNEL, NodeKind.MEMCPY} | ({NodeKind.MEMSET} if enabled else set())
             if found.kind not in kinds:
@@ -665,17 +695,13 @@ class GraphExec(Launcher, Closeable):
         the driver refuses; the executable is then as before.
         """
         pairs = list(targets.items() if isinstance(targets, Mapping) else targets)
-        with self._lock:
-            _ = self.graph.handle  # raises if the definition was closed
-            find = self.context.driver.memory_range
+        with uninterrupted, self._lock:
+            self._require_nodes()
+            shadow, find = self._shadow, self.context.driver.memory_range
             moves = moves_of(pairs, self.context.owner_of, self.context.space)
-            typed = any(move.holds is not None for move in moves)
-            plain = None if typed else self._shadow.pointers().plain(moves, find)
-            if plain is not None and write_words(self, plain):
-                self._shadow.moved(plain)
-                return plain.report
-            plan = plan_rebind(self._shadow.settings(), moves, find)
-            self._apply(plan.changes)
+            plan = plan_rebind(shadow.words(), moves, find, shadow.setting)
+            self._watch([move.target for move in moves])
+            self._made(shadow.rebind, plan)
             return plan.report
 
     def update(self, graph: Graph) -> UpdateReport:
@@ -690,96 +716,34 @@ class GraphExec(Launcher, Closeable):
         if not isinstance(graph, Graph):
             raise InputError(f"update: a Graph is needed, not {type(graph).__name__}")
         self.context.require_same(graph.context, "update: the graph", "the executable is of")
-        driver = self.context.driver
-        with self._lock:
-            executable = self.handle
+        with uninterrupted, self._lock:
             graph.require_launchable()
-            now = self._shadow.after_update(graph)
             self._watch(graph.storages)
-            try:
-                outcome = driver.exec_update(executable, graph.handle)
-                if outcome.verdict is UpdateVerdict.SUCCESS:
-                    old = self._shadow.commit(now)
-            except DriverError:
-                raise  # refused as a call: nothing was changed
-            except BaseException:
-                self._finish_update(graph, now)
-                raise
-            if outcome.verdict is not UpdateVerdict.SUCCESS:
-                blamed = next((n for n in graph.nodes if n.handle == outcome.node), None)
-                where = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
-                raise UpdateRefusedError(
-                    f"the update was refused{where}: {VERDICTS[outcome.verdict]} "
-                    f"({outcome.verdict.name}). Instantiate the new graph instead.",
-                    node_index=None if blamed is None else blamed.index,
-                )
-            self._took(graph)
-            self._let_go(old)
+            self._made(self._shadow.update, graph)
+            self._before_launch = graph.before_launch
+            self.cool()
             return UpdateReport(len(self._shadow))
 
-    def _took(self, graph: Graph) -> None:
-        """Does before the next launches what the graph of an update asks for."""
-        self._before_launch = graph.before_launch
-        self.cool()
+    def _require_nodes(self) -> None:
+        """Raises ClosedError or GraphError if the nodes are gone with the definition."""
+        if self.context.closed or self.graph.closed or self.graph.lost:
+            _ = self.graph.handle
 
-    def _finish_update(self, graph: Graph, now: Now) -> None:
-        """Finishes an update that was interrupted before or after the driver took the graph."""
-        before = self._give_up()
-        outcome = self.context.driver.exec_update(self.handle, graph.handle)
-        if outcome.verdict is UpdateVerdict.SUCCESS:
-            self._let_go(self._shadow.commit(now))
-            self._took(graph)
-            self._unusable = ""
-        elif outcome.verdict is not UpdateVerdict.ERROR:
-            self._unusable = before  # a refusal: the driver changed nothing
+    def _change(self, change: Change) -> None:
+        self._watch([owner for _, owner in change.owners])
+        self._made(self._shadow.change, [change])
 
-    def _apply(self, changes: list[Change]) -> None:
-        """Makes changes in order; undoes those made if one is refused or interrupted."""
-        driver, handle = self.context.driver, self.handle
-        now = self._shadow.after(changes)
-        self._watch([owner for change in changes for _, owner in change.owners])
-        made: list[Node] = []
+    def _made(self, make: Callable[[Any], list[object]], plan: Any) -> None:
+        """Makes a change, and keeps what is no longer pointed at until the launches under way are
+        done."""
+        _ = self.handle  # raises if it is closed
         try:
-            for change in changes:
-                made.append(change.node)
-                driver.exec_set_params(handle, change.node.handle, change.params)
-            old = self._shadow.commit(now)
-        except DriverError as error:
-            blamed = made.pop()
-            self._undo(made)
-            raise refused(blamed, error) from error
-        except BaseException:
-            self._undo(made)  # the last one too: it may have been set before the interruption
-            raise
-        self._let_go(old)
-
-    def _undo(self, nodes: list[Node]) -> None:
-        """Gives nodes back what they held.  Raises GraphError, and makes the executable unusable,
-        if the driver refuses that."""
-        if not nodes:
-            return
-        before = self._give_up()
-        failed: DriverError | None = None
-        for node in [n for changed in reversed(nodes) for n in self._shadow.set_with(changed)]:
-            try:
-                self.context.driver.exec_set_params(
-                    self.handle, node.handle, self._shadow.params(node)
-                )
-            except DriverError as error:
-                failed = error
-        if failed is not None:
-            raise GraphError(_HALF_DONE) from failed
-        self._unusable = before
-
-    def _give_up(self) -> str:
-        """Makes every launch raise until a change is known to be complete. Returns the reason for
-        which launches raised before, or an empty text."""
-        before, self._unusable = self._unusable, _HALF_DONE
-        self.cool()
-        return before
+            self._let_go(make(plan))
+        finally:
+            if self._shadow.unusable:
+                self.cool()
 
     def _let_go(self, old: list[object]) -> None:
-        """Keeps what is no longer pointed at until the launches under way are done."""
         for owner in old:
             if owner is not None:
                 self.context.retire(old.clear, tuple(self._prepared))
@@ -790,6 +754,7 @@ class GraphExec(Launcher, Closeable):
     def closed(self) -> bool:
         return self._closed
 
+    @uninterrupted
     def close(self) -> None:
         """Destroys the executable once its own last launch is done; does not wait.  Idempotent."""
         if self._closed:
@@ -800,3 +765,198 @@ class GraphExec(Launcher, Closeable):
             self._shadow.end_live()
         self._finalizer()
         self.context.collect()
+
+
+# --- single arguments
+class Argument:
+    """One kernel argument of one node of an executable, as far as setting it needs to know.
+
+    It does not hold the executable, which keeps it.  The caller of a method holds its lock.
+    """
+
+    __slots__ = ("_argument", "_inner", "_live", "_node", "_pack", "_place", "_pointer", "_size")
+
+    def __init__(self, run: GraphExec, node: Node, argument: int | str) -> None:
+        self._node, self._argument = node, argument
+        self._renew(run)
+
+    def __repr__(self) -> str:
+        return f"argument {self._argument!r} of node {self._node.index} ({self._node.name})"
+
+    def _renew(self, run: GraphExec) -> Live:
+        """Looks the argument up in what the node holds now.  Raises InputError."""
+        live = run._live(self._node)
+        slot, code, pointer, element = _found(live, self._argument, run.context.space)
+        # Exact types only; whatever is unusual takes the careful way, which also words the errors.
+        self._pack: Callable[[tuple[object, ...]], bytes | None] | None = None
+        self._size = slot.size
+        if code in PLAIN_CODES:  # then even bytes are packed, and not taken as they are
+            self._pack, self._size = packer(code, (ParameterSlot(0, slot.size),), (element,)), -1
+        self._inner = inner_words(slot.offset, slot.size)
+        # Last: until then the argument is as before, and is looked up again.
+        self._place, self._pointer, self._live = slot.offset, pointer, live
+        return live
+
+    def _current(self, run: GraphExec) -> Live:
+        run._require_nodes()
+        if self._live.gone:
+            self._node = run._shadow.node(self._node)
+            return self._renew(run)
+        return self._live
+
+    def set(self, run: GraphExec, value: object) -> None:
+        """What `GraphExec.patch` does."""
+        live = self._live
+        # Tested here, and not in `_current`: the call would be felt in each patch.
+        if live.gone or run.context.closed or run.graph.closed:
+            live = self._current(run)
+        raw = value if type(value) is bytes and len(value) == self._size else self._packed(value)
+        place = self._place
+        if (
+            raw is None
+            or (self._pointer and type(value) is not bytes)
+            or live.owners.get(place) is not None
+            or place in live.reach
+            or (self._inner and (live.owners or live.reach) and self._noted(live))
+        ):
+            self._write(run, live, self._raw(run, live, raw, value), value)
+            return
+        settled: Sequence[MemoryRange] = ()
+        if run._given_back and type(value) is bytes:
+            settled = run._settled([Write(live, place, raw)])
+        if settled or not live.setter.holds(place, raw):
+            # A number, or bytes, whose owners are not known: only bytes change.
+            run._shadow.touch(live)
+            if live.setter.set(place, raw) != 0:
+                run._write_all([Write(live, place, raw)])
+        if settled:
+            run._forget(settled)
+
+    def _write(self, run: GraphExec, live: Live, raw: bytes, value: object) -> None:
+        """Sets bytes and notes what they point at.
+
+        An interruption may come between any two lines: a word has both owners until it is known
+        which one it points at, and meanwhile nothing is known of how much is used there.
+        """
+        place = self._place
+        owner, nbytes = owner_of(run.context, value, self._pointer)
+        if self._inner:
+            run._write_all([Write(live, place, raw, owner, nbytes)])
+            return
+        settled: Sequence[MemoryRange] = ()
+        if owner is not None:
+            run._watch((owner,))
+        elif run._given_back:
+            settled = run._settled([Write(live, place, raw)])
+        run._shadow.touch(live)
+        before, reach = live.owners.get(place), live.reach.pop(place, None)
+        live.owners[place] = before, owner
+        try:
+            status = live.setter.set(place, raw)
+        except Exception:
+            _put_back(live, place, before, reach)
+            raise
+        if status == 0:
+            if before is not owner:
+                run._let_go([before])
+            live.owners[place] = owner
+            if nbytes is not None:
+                live.reach[place] = nbytes
+            if settled:
+                run._forget(settled)
+        else:
+            _put_back(live, place, before, reach)
+            run._write_all([Write(live, place, raw, owner, nbytes)])
+
+    def _noted(self, live: Live) -> bool:
+        """Whether anything is known of what a word behind the first points at."""
+        owners, reach = live.owners, live.reach
+        return any(place in reach or owners.get(place) is not None for place in self._inner)
+
+    def write(self, run: GraphExec, value: object) -> Write:
+        """What `set` would write."""
+        live = self._current(run)
+        raw = self._raw(run, live, self._packed(value), value)
+        return Write(live, self._place, raw, *owner_of(run.context, value, self._pointer))
+
+    def _packed(self, value: object) -> bytes | None:
+        """The value's bytes by its exact type: where no signature says what they are, they are
+        bytes already.  None for everything else."""
+        if self._pack is not None:
+            return self._pack((value,))
+        return value if type(value) is bytes and len(value) == self._size else None
+
+    def _raw(self, run: GraphExec, live: Live, raw: bytes | None, value: object) -> bytes:
+        """The value's bytes, if they were not packed by its exact type."""
+        if raw is None:
+            arguments = live.params.arguments
+            index, raw = argument_bytes(
+                self._node, live.signature, arguments, self._argument, value, run.context.space
+            )
+            arguments.require_size(index, raw)
+        return raw
+
+
+class Patcher:
+    """Sets one argument of one kernel node; made by `GraphExec.patcher`.
+
+        patch = run.patcher(node, "n")
+        patch(128)
+        run.launch(stream)
+
+    A call does what `GraphExec.patch` does, and raises what that raises.  It goes on working after
+    other changes of the node, and keeps the executable alive.
+    """
+
+    __slots__ = ("_argument", "_lock", "_run", "_set")
+
+    def __init__(self, run: GraphExec, argument: Argument) -> None:
+        self._run, self._lock, self._argument, self._set = run, run._lock, argument, argument.set
+
+    def __repr__(self) -> str:
+        return f"<Patcher of {self._argument!r}>"
+
+    def __call__(self, value: object) -> None:
+        with self._lock:
+            self._set(self._run, value)
+
+
+def _put_back(live: Live, place: int, owner: object, nbytes: int | None) -> None:
+    live.owners[place] = owner
+    if nbytes is not None:
+        live.reach[place] = nbytes
+
+
+def _found(
+    live: Live, argument: int | str, space: Space
+) -> tuple[ParameterSlot, str, bool, Element | None]:
+    """Where an argument lies, its code in `struct` if a signature says it, whether it may be a
+    pointer, and what it takes then."""
+    node, signature, arguments = live.node, live.signature, live.params.arguments
+    index = argument_index(node, signature, arguments, argument)
+    slot = arguments.slot(index)
+    if signature is None:
+        return slot, "", True, None
+    parameter = signature.parameters[index]
+    code = parameter.code if signature.layout == arguments.layout else ""
+    element = space.element(parameter.dtype) if parameter.pointer else None
+    return slot, code, parameter.pointer, element
+
+
+_PLAIN = (int, float, bytes, bytearray, memoryview, np.generic, np.ndarray)
+_WHOLE = (int, np.integer)
+
+
+def owner_of(context: Context, value: object, pointer: bool) -> tuple[object, int | None]:
+    """What a new argument points at, to be kept alive, and how many bytes that has; None for what
+    is not known."""
+    if isinstance(value, _PLAIN):
+        if isinstance(value, _WHOLE) and pointer and value > 0:
+            return context.owner_of(int(value)), None
+        return None, None
+    if isinstance(value, MemoryRange):  # it keeps nothing
+        return context.owner_of(value.address), value.nbytes
+    try:
+        return value, range_of(value).nbytes
+    except InputError:  # a bare address, whose size is not known
+        return value, None

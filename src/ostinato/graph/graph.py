@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
@@ -22,7 +21,6 @@ from ostinato.driver.api import (
     EventRecordNodeParams,
     EventWaitNodeParams,
     FreeNodeParams,
-    FrozenGraph,
     GraphHandle,
     HostNodeParams,
     InstantiateFlags,
@@ -38,23 +36,22 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.closeable import Closeable, elsewhere
 from ostinato.driver.context import Context, HasContext, Tap, context_of
+from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream, handle_of, require_callable
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
-from ostinato.graph.bodies import BODY_RULE, wrongly_in_a_body
+from ostinato.graph.frozen import BODY_RULE, wrongly_in_a_body
 from ostinato.graph.launching import prepare_node
 from ostinato.graph.node import (
-    Argument,
-    LazyArguments,
     Node,
     NodeLabel,
+    NodeReader,
     every_node,
     index_below,
 )
 from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
 from ostinato.memory.buffer import copy_params, require_buffer
-from ostinato.memory.ranges import KnownRanges
 
 if TYPE_CHECKING:
     from ostinato.graph.executable import GraphExec
@@ -128,7 +125,8 @@ class Graph(Closeable):
         self.before_launch: Callable[[Stream], None] | None = None
         """Called with the stream before each launch of an executable that is made from here on: for
         what another library does before its own replays."""
-        self._lost = ""
+        self.lost = ""
+        """Why the driver has no such definition any more; empty if it has."""
         self._finalizer: weakref.finalize[..., Graph] | None = None
         if owned:
             driver = context.driver
@@ -138,6 +136,7 @@ class Graph(Closeable):
             self._finalizer.atexit = False
 
     @classmethod
+    @uninterrupted
     def create(cls, device: Context | HasContext) -> Graph:
         """An empty graph to build by hand."""
         context = context_of(device)
@@ -173,13 +172,13 @@ class Graph(Closeable):
         if self.closed:
             raise ClosedError("the graph is closed; capture or build it again")
         self.context.require_open()
-        if self._lost:
-            raise GraphError(self._lost)
+        if self.lost:
+            raise GraphError(self.lost)
         return self._handle
 
     def lose(self, why: str) -> None:
         """The driver has no such definition any more: later uses raise GraphError with `why`."""
-        self._lost = why
+        self.lost = why
         if self._finalizer is not None:
             self._finalizer.detach()
 
@@ -234,84 +233,18 @@ class Graph(Closeable):
     @property
     def nodes(self) -> tuple[Node, ...]:
         """All nodes in the driver's order, child graphs and conditional bodies inside."""
-        find = KnownRanges(self.context.driver.memory_range)
-        return self._read(self.handle, find)
+        return self.reader.all(self.handle)
 
-    def _read(self, handle: GraphHandle, find: KnownRanges) -> tuple[Node, ...]:
-        frozen = self.context.driver.graph_freeze(handle)
-        return tuple(
-            self.read_node(frozen, index, find, partial(self._read, find=find))
-            for index in range(len(frozen.nodes))
-        )
-
-    def read_node(
-        self,
-        frozen: FrozenGraph,
-        index: int,
-        find: KnownRanges,
-        inside: Callable[[GraphHandle], tuple[Node, ...]],
-    ) -> Node:
-        """One node of what was frozen.  `inside` reads a child graph or a body."""
-        return self._node(
-            index, frozen.nodes[index], frozen.kind(index), frozen.params(index), find, inside
-        )
-
-    def _node(
-        self,
-        index: int,
-        handle: NodeHandle,
-        kind: NodeKind,
-        params: NodeParams,
-        find: KnownRanges,
-        inside: Callable[[GraphHandle], tuple[Node, ...]],
-    ) -> Node:
-        label = self.labels.get(handle)
-        operation = None if label is None else label.operation
-        signature = None if operation is None else operation.signature
-        arguments: tuple[Argument, ...] | LazyArguments = ()
-        children: tuple[tuple[Node, ...], ...] = ()
-        defaults = None
-        if isinstance(params, KernelNodeParams):
-            name = self.context.driver.function_info(params.function).name
-            arguments = LazyArguments(params, signature, find)
-        elif isinstance(params, ConditionalNodeParams):
-            name = params.kind.name.lower()
-            children = tuple(inside(not_null(body, "body")) for body in params.bodies)
-            defaults = self.context.driver.condition_defaults(handle)
-        else:
-            name = kind.name.lower()
-            if isinstance(params, HostNodeParams) and params.function is not None:
-                name = getattr(params.function, "__qualname__", name)
-            elif isinstance(params, ChildGraphNodeParams):
-                children = (inside(not_null(params.graph, "child graph")),)
-        return Node(
-            index,
-            handle,
-            kind,
-            name,
-            params,
-            arguments,
-            None if label is None else label.line,
-            signature,
-            () if operation is None else operation.keep,
-            children,
-            defaults,
-        )
-
-    def _read_one(self, index: int, handle: NodeHandle) -> Node:
-        driver = self.context.driver
-        find = KnownRanges(driver.memory_range)
-        kind, params = driver.node_kind(handle), driver.node_params(handle)
-        return self._node(index, handle, kind, params, find, self._read_inside)
-
-    def _read_inside(self, handle: GraphHandle) -> tuple[Node, ...]:
-        return self._read(handle, KnownRanges(self.context.driver.memory_range))
+    @property
+    def reader(self) -> NodeReader:
+        """Reads its nodes, and those inside them."""
+        return NodeReader(self.context.driver, self.labels)
 
     def node(self, index: int) -> Node:
         """One node by its index in the driver's order.  Raises InputError if there is none."""
         handles = self.context.driver.graph_nodes(self.handle)
         place = index_below(len(handles), index)
-        return self._read_one(place, handles[place])
+        return self.reader.one(place, handles[place])
 
     def __len__(self) -> int:
         """The number of nodes, without those inside child graphs and bodies."""
@@ -327,6 +260,7 @@ class Graph(Closeable):
         return self.context.driver.graph_edges(self.handle)
 
     # --- building
+    @uninterrupted
     def add(
         self,
         params: NodeParams,
@@ -363,16 +297,13 @@ class Graph(Closeable):
             if child is not None and child.closed:
                 raise ClosedError("the graph that is to be a child node was closed before")
         self._require_fitting(params, child)
-        # Before the driver knows the node: an interruption must not leave it without its memory.
-        before = len(self.keep)
-        self.keep.extend(kept)
-        count, self._count = self._count, None  # until it is known whether there is one more
         try:
             handle = driver.graph_add_node(self.handle, dependencies, params, edge_data)
         except DriverError as error:
-            del self.keep[before:]  # there is no such node
-            self._count = count
             raise GraphError(f"adding a {type(params).__name__} failed: {error}") from error
+        before = len(self.keep)
+        self.keep.extend(kept)
+        count, self._count = self._count, None  # until it is known whether there is one more
         label = self.labels[handle] = NodeLabel(operation, line or caller_line())
         try:
             if tap is not None and stream is not None:
@@ -383,9 +314,8 @@ class Graph(Closeable):
             index = self._place_of_last(handle, count)
             if isinstance(params, KernelNodeParams) and params.config.plain and not edge_data:
                 # It holds what it was given: nothing is to be read back.
-                find = KnownRanges(driver.memory_range)
-                return self._node(index, handle, NodeKind.KERNEL, params, find, self._read_inside)
-            return self._read_one(index, handle)
+                return self.reader.made(index, handle, NodeKind.KERNEL, params)
+            return self.reader.one(index, handle)
         except (DriverError, GraphError) as error:
             why = f"adding a {type(params).__name__} failed, as it could not be read: {error}"
             self.recount()
@@ -588,6 +518,7 @@ class Graph(Closeable):
         )
         return not_null(handle, "condition")
 
+    @uninterrupted
     def add_conditional(
         self,
         kind: ConditionalKind,
@@ -619,6 +550,7 @@ class Graph(Closeable):
         except DriverError as error:
             raise GraphError(f"adding edges failed: {error}") from error
 
+    @uninterrupted
     def replace(self, node: NodeRef, operation: Operation) -> Node:
         """Puts an operation in the place of a node, with the node's edges; returns the new node.
 
@@ -664,7 +596,7 @@ class Graph(Closeable):
             )
             driver.graph_add_edges(self.handle, [replace(e, source=new.handle) for e in after])
             driver.graph_remove_node(old)
-        except BaseException as error:  # also an interruption
+        except Exception as error:
             why = f"replacing {node!r} failed: {error}"
             self._take_back(old, nodes, edges, why)
             if isinstance(error, DriverError):
@@ -693,6 +625,7 @@ class Graph(Closeable):
             self.spoil(f"{why}, and could not be taken back; make the graph again")
 
     # --- making others
+    @uninterrupted
     def clone(self) -> Graph:
         """A copy that can be changed on its own.
 
@@ -713,6 +646,7 @@ class Graph(Closeable):
                 clone._label_copies(self.labels, inner.graph, copy)
         return clone
 
+    @uninterrupted
     def instantiate(
         self,
         *,
@@ -796,10 +730,11 @@ class Graph(Closeable):
 
     # --- lifetime
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "lost" if self._lost else "open"
+        state = "closed" if self.closed else "lost" if self.lost else "open"
         adopted = "" if self.owned else ", not owned"
         return f"<Graph {self._handle:#x} on {self.context.driver.name}, {state}{adopted}>"
 
+    @uninterrupted
     def close(self) -> None:
         """Destroys the definition; an adopted one is only released.  Idempotent.
 

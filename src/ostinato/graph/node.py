@@ -6,16 +6,21 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from ostinato.driver.api import (
     AllocNodeParams,
     BatchMemOpNodeParams,
+    ChildGraphNodeParams,
     ConditionalNodeParams,
     ConditionDefaults,
+    Driver,
     EventRecordNodeParams,
     EventWaitNodeParams,
     FreeNodeParams,
+    FrozenGraph,
+    GraphHandle,
     HostNodeParams,
     KernelNodeParams,
     MemcpyNodeParams,
@@ -25,6 +30,7 @@ from ostinato.driver.api import (
     NodeKind,
     NodeParams,
     ParameterSlot,
+    not_null,
     whole_number,
 )
 from ostinato.driver.location import describe_line
@@ -38,6 +44,7 @@ __all__ = [
     "LazyArguments",
     "Node",
     "NodeLabel",
+    "NodeReader",
     "Pointer",
     "decode_arguments",
     "every_node",
@@ -229,6 +236,85 @@ class Node:
     @property
     def conditional(self) -> ConditionalNodeParams:
         return self._as(ConditionalNodeParams)
+
+
+class NodeReader:
+    """Reads nodes: what the driver says of them, and what this library knows beyond (`labels`)."""
+
+    __slots__ = ("_driver", "_labels")
+
+    def __init__(self, driver: Driver, labels: Mapping[NodeHandle, NodeLabel]) -> None:
+        self._driver, self._labels = driver, labels
+
+    def all(self, graph: GraphHandle, find: KnownRanges | None = None) -> tuple[Node, ...]:
+        """All nodes of a graph, child graphs and conditional bodies inside."""
+        find = find or KnownRanges(self._driver.memory_range)
+        frozen = self._driver.graph_freeze(graph)
+        inside = partial(self.all, find=find)
+        return tuple(self.frozen(frozen, i, find, inside) for i in range(len(frozen.nodes)))
+
+    def one(self, index: int, handle: NodeHandle) -> Node:
+        """A node as the driver has it now."""
+        driver = self._driver
+        return self.made(index, handle, driver.node_kind(handle), driver.node_params(handle))
+
+    def made(self, index: int, handle: NodeHandle, kind: NodeKind, params: NodeParams) -> Node:
+        """A node that is known to have these parameters."""
+        find = KnownRanges(self._driver.memory_range)
+        return self._node(index, handle, kind, params, find, self.all)
+
+    def frozen(
+        self,
+        frozen: FrozenGraph,
+        index: int,
+        find: KnownRanges,
+        inside: Callable[[GraphHandle], tuple[Node, ...]],
+    ) -> Node:
+        """One node of what was frozen.  `inside` reads a child graph or a body."""
+        handle, kind, params = frozen.nodes[index], frozen.kind(index), frozen.params(index)
+        return self._node(index, handle, kind, params, find, inside)
+
+    def _node(
+        self,
+        index: int,
+        handle: NodeHandle,
+        kind: NodeKind,
+        params: NodeParams,
+        find: KnownRanges,
+        inside: Callable[[GraphHandle], tuple[Node, ...]],
+    ) -> Node:
+        label = self._labels.get(handle)
+        operation = None if label is None else label.operation
+        signature = None if operation is None else operation.signature
+        arguments: tuple[Argument, ...] | LazyArguments = ()
+        children: tuple[tuple[Node, ...], ...] = ()
+        defaults = None
+        if isinstance(params, KernelNodeParams):
+            name = self._driver.function_info(params.function).name
+            arguments = LazyArguments(params, signature, find)
+        elif isinstance(params, ConditionalNodeParams):
+            name = params.kind.name.lower()
+            children = tuple(inside(not_null(body, "body")) for body in params.bodies)
+            defaults = self._driver.condition_defaults(handle)
+        else:
+            name = kind.name.lower()
+            if isinstance(params, HostNodeParams) and params.function is not None:
+                name = getattr(params.function, "__qualname__", name)
+            elif isinstance(params, ChildGraphNodeParams):
+                children = (inside(not_null(params.graph, "child graph")),)
+        return Node(
+            index,
+            handle,
+            kind,
+            name,
+            params,
+            arguments,
+            None if label is None else label.line,
+            signature,
+            () if operation is None else operation.keep,
+            children,
+            defaults,
+        )
 
 
 def index_below(count: int, given: object) -> int:

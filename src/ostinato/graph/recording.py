@@ -219,7 +219,7 @@ def build_graph(stream: Stream, recorded: Sequence[Recorded], *, serial: bool = 
     graph = Graph.create(stream.context)
     try:
         graph.add_recorded(recorded, serial=serial)
-    except BaseException:
+    except Exception:
         graph.close()
         raise
     return graph

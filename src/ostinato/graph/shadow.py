@@ -1,23 +1,25 @@
 """`Shadow`: what the nodes of an executable hold; the driver has no getters for it.
 
-States of a node: as in the definition, or as it was set since.  What was set since is one frozen
-record (`Now`), which is replaced in one step: an interruption leaves the old record or the new one,
-never a mixture.  Kernel nodes whose single arguments are set often are held as `Live` objects
-instead, and folded into the record when it is read.
+It holds what was set, makes changes in the driver, and takes them back.  States of a node: as in
+the definition, or as it was set since (`Now`).  Kernel nodes whose single arguments are set often
+are held as `Live` objects instead, and folded into the record when it is read.
+
+Every change is all or nothing: what the driver refuses is undone node by node before the error is
+raised.  If that fails too, the content of the executable is unknown, and `unusable` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 from ostinato.driver.api import (
     AllocNodeParams,
     ChildGraphNodeParams,
-    Driver,
     EmptyNodeParams,
+    ExecHandle,
     FreeNodeParams,
     FrozenGraph,
     GraphHandle,
@@ -25,17 +27,41 @@ from ostinato.driver.api import (
     KernelSetter,
     NodeHandle,
     NodeParams,
+    UpdateVerdict,
 )
-from ostinato.errors import InputError, UpdateRefusedError
-from ostinato.graph.bodies import check_loops, graphs_inside
-from ostinato.graph.changes import Change, Setting, keeps, require_kept
-from ostinato.graph.graph import Graph
-from ostinato.graph.node import Node, every_node, given_reach, index_below
-from ostinato.graph.pairing import kept_of_graphs
-from ostinato.graph.pointers import PlainMove, PointerIndex
+from ostinato.driver.context import Context
+from ostinato.driver.interrupts import uninterrupted
+from ostinato.driver.launcher import set_nodes, set_words
+from ostinato.errors import DriverError, GraphError, InputError, UpdateRefusedError
+from ostinato.graph.frozen import Frozen, check_loops, kept_of_graphs
+from ostinato.graph.node import Node, NodeLabel, NodeReader, every_node, given_reach, index_below
+from ostinato.graph.plan import VERDICTS, Change, Rebinding, keeps, refused, require_kept
+from ostinato.graph.words import Setting, WordIndex
 from ostinato.memory.ranges import KnownRanges
 
-__all__ = ["Live", "Now", "Shadow"]
+__all__ = ["Live", "Shadow", "Write", "inner_words"]
+
+_HALF_DONE = (
+    "a change of this executable failed, and so did taking it back, so what it would run is not "
+    "known; instantiate its graph again"
+)
+
+
+class Definition(Protocol):
+    """What a shadow needs of a `Graph`."""
+
+    @property
+    def context(self) -> Context: ...
+    @property
+    def labels(self) -> Mapping[NodeHandle, NodeLabel]: ...
+    @property
+    def handle(self) -> GraphHandle: ...
+    @property
+    def owned(self) -> bool: ...
+    @property
+    def nodes(self) -> tuple[Node, ...]: ...
+    @property
+    def reader(self) -> NodeReader: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +69,7 @@ class Now:
     """What was set since the definition was read."""
 
     settings: Mapping[NodeHandle, Setting] = field(default_factory=dict)
-    updated: tuple[Graph, _Frozen] | None = None
+    updated: tuple[Definition, Frozen] | None = None
     """The graph of the last whole update, and what it held then."""
 
 
@@ -73,104 +99,77 @@ class Live:
         return Setting(self.node, params, self.signature, dict(self.reach), self.owners)
 
 
-class _Frozen:
-    """A graph and the graphs inside its nodes, as they were when this was made."""
+class _PlainSetter:
+    """A `KernelSetter` that sets all of the node, for drivers that have nothing shorter.
 
-    def __init__(
-        self, driver: Driver, handle: GraphHandle, ours: Container[NodeHandle] | None = None
-    ) -> None:
-        """`ours`: nodes that this library made."""
-        self._freeze = partial(driver.graph_freeze, ours=ours)
-        self.graphs: dict[GraphHandle, FrozenGraph] = {}
-        self.outer = self._add(handle)
+    Here `set` raises what the driver refuses.
+    """
 
-    @classmethod
-    def of(cls, graph: Graph) -> _Frozen:
-        # In an adopted graph another library may remove a node of ours, and add one that gets its
-        # handle.
-        return cls(graph.context.driver, graph.handle, graph.labels if graph.owned else None)
+    def __init__(self, set: Callable[[NodeParams], None], params: KernelNodeParams) -> None:
+        self._set, self._params = set, params
 
-    def _add(self, handle: GraphHandle) -> FrozenGraph:
-        made = self.graphs[handle] = self._freeze(handle)
-        for index in made.holders:
-            for inner in graphs_inside(made.params(index)):
-                self._add(inner)
-        return made
+    @property
+    def data(self) -> bytes:
+        return self._params.arguments.data
 
-    def inside(self, frozen: FrozenGraph, index: int) -> list[FrozenGraph]:
-        """The graphs inside a node."""
-        return [self.graphs[inner] for inner in graphs_inside(frozen.params(index))]
+    def holds(self, offset: int, raw: bytes, /) -> bool:
+        return self.data[offset : offset + len(raw)] == raw
 
-    def hides(self, node: NodeHandle) -> bool:
-        """Whether a kernel node may have launch attributes that the driver does not tell."""
-        for frozen in self.graphs.values():
-            if node in frozen.nodes:
-                attributes = frozen.attributes(frozen.nodes.index(node))
-                return attributes is not None and attributes.function is not None
-        return False
+    @uninterrupted
+    def set(self, offset: int, raw: bytes, /) -> int:
+        params = self._params.with_data(self._params.arguments.with_bytes(offset, raw).data)
+        self._set(params)
+        self._params = params
+        return 0
 
-    def at(self, handle: GraphHandle) -> _Frozen | None:
-        """The graph inside that has this handle, as one of its own; None if there is none."""
-        outer = self.graphs.get(handle)
-        if outer is None:
-            return None
-        made = copy(self)
-        made.outer = outer
-        return made
 
-    def shape(self) -> object:
-        """Kinds of nodes and edges by the places of nodes, also of the graphs inside."""
-        return self._shape(self.outer)
+@dataclass(slots=True)  # not frozen: that triples what it costs to make one
+class Write:
+    """New bytes at one place of a node's arguments.
 
-    def _shape(self, frozen: FrozenGraph) -> object:
-        kinds = [frozen.kind(index) for index in range(len(frozen.nodes))]
-        inside = [self._shape(each) for at in frozen.holders for each in self.inside(frozen, at)]
-        return kinds, frozen.links(), inside
+    `owner` is what they point at, and `nbytes` how many bytes are known to be used there.
+    """
 
-    def node(self, graph: Graph, index: int, find: KnownRanges) -> Node:
-        """One of its own nodes."""
-        return self._read(graph, self.outer, index, find)
+    live: Live
+    place: int
+    raw: bytes
+    owner: object = None
+    nbytes: int | None = None
 
-    def nodes(self, graph: Graph) -> tuple[Node, ...]:
-        """All of them."""
-        find = KnownRanges(graph.context.driver.memory_range)
-        return tuple(self.node(graph, index, find) for index in range(len(self.outer.nodes)))
 
-    def _inside(self, graph: Graph, find: KnownRanges, handle: GraphHandle) -> tuple[Node, ...]:
-        frozen = self.graphs[handle]
-        return tuple(self._read(graph, frozen, index, find) for index in range(len(frozen.nodes)))
-
-    def _read(self, graph: Graph, frozen: FrozenGraph, index: int, find: KnownRanges) -> Node:
-        node = graph.read_node(frozen, index, find, partial(self._inside, graph, find))
-        _ = node.arguments  # decoded now: memory may be closed before they are asked for
-        return node
+def inner_words(place: int, size: int) -> range:
+    """The offsets of the words behind the first in bytes of this size: a struct has several."""
+    return range((place + 8) // 8 * 8, place + size, 8)
 
 
 class Shadow:
     """The nodes of one executable, what they were set to, and what that keeps alive.
 
-    Not for several threads at once.  The definition is frozen when the executable is made, and a
-    node is decoded when it is first asked for: what the definition is changed to afterwards, by
-    this library or another one, is not taken for what the executable holds.
+    Not for several threads at once; what changes it must not be interrupted.  The definition is
+    frozen when the executable is made, and a node is decoded when it is first asked for: what the
+    definition is changed to afterwards, by this library or another one, is not taken for what the
+    executable holds.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._frozen = _Frozen.of(graph)
+    def __init__(self, graph: Definition, executable: ExecHandle) -> None:
+        self.unusable = ""
+        """Why the executable must not be launched any more; empty if it may."""
+        self._graph, self._executable = graph, executable
+        self._driver = graph.context.driver
+        self._frozen = _frozen(graph)
         self._handles = self._frozen.outer.nodes
         self._single: dict[int, Node] = {}
         """Nodes that were read one by one."""
         self._nodes: tuple[Node, ...] | None = None
-        self._before_update: tuple[Node, ...] | None = None
         self._given: dict[NodeHandle, Setting] = {}
         """Settings of the definition's own, worked out when they were first needed."""
         self._now = Now()
         self._live: dict[NodeHandle, Live] = {}
         self._dirty: list[Live] = []
         """Those that hold what `_now` does not."""
-        self._pointers: PointerIndex | None = None
+        self._words: WordIndex | None = None
         self._stale: set[NodeHandle] = set()
-        """Nodes that were changed since `pointers` was asked for last."""
+        """Nodes that were changed since `words` was asked for last."""
 
     @property
     def changed(self) -> bool:
@@ -189,12 +188,11 @@ class Shadow:
     @property
     def grown(self) -> bool:
         """Whether the definition has other nodes than when it was read."""
-        graph = self._graph
-        return graph.context.driver.graph_nodes(graph.handle) != self._handles
+        return self._driver.graph_nodes(self._graph.handle) != self._handles
 
     def check_loops(self) -> None:
-        """Raises GraphError for a WHILE of the definition that cannot end (`bodies`)."""
-        check_loops(self._graph.context.driver, self._frozen.outer, self._frozen.graphs)
+        """Raises GraphError for a WHILE of the definition that cannot end (`frozen`)."""
+        check_loops(self._driver, self._frozen)
 
     def left_allocated(self) -> list[int]:
         """The addresses of the definition's alloc nodes that it has no free node for."""
@@ -237,22 +235,20 @@ class Shadow:
         Raises UpdateRefusedError if an update took a graph whose nodes come in another order.
         """
         if self._nodes is None:
-            first = self._before_update or self._first()
-            self._nodes = first if self._now.updated is None else self._paired(first)
+            graph, frozen = self._now.updated or (self._graph, self._frozen)
+            _ = graph.handle  # raises if it was closed
+            if self._now.updated is not None:
+                self._require_same_order(frozen)
+            find, reader = KnownRanges(self._driver.memory_range), graph.reader
+            read = [frozen.node(reader, index, find) for index in range(len(self._handles))]
+            if self._now.updated is None:
+                self._nodes = tuple(self._single.get(node.index, node) for node in read)
+            else:
+                self._nodes = _under_handles(self._frozen, self._frozen.outer, read)
             self._single = {}
         return self._nodes
 
-    def _first(self) -> tuple[Node, ...]:
-        """The nodes as they were instantiated."""
-        _ = self._graph.handle  # raises if the definition was closed
-        read = self._frozen.nodes(self._graph)
-        return tuple(self._single.get(node.index, node) for node in read)
-
-    def _paired(self, first: tuple[Node, ...]) -> tuple[Node, ...]:
-        """The nodes of the last update's graph under the first ones' handles."""
-        assert self._now.updated is not None
-        graph, frozen = self._now.updated
-        _ = graph.handle
+    def _require_same_order(self, frozen: Frozen) -> None:
         # CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another order;
         # what is set here belongs to a node's index.
         if self._frozen.shape() != frozen.shape():
@@ -260,7 +256,6 @@ class Shadow:
                 "the executable was updated from a graph whose nodes come in another order, so its "
                 "single nodes cannot be told apart any more; instantiate again to set them"
             )
-        return _under_handles(first, frozen.nodes(graph))
 
     def node(self, node: Node | int) -> Node:
         """A node as it was in the definition, also inside child graphs and bodies.
@@ -287,9 +282,9 @@ class Shadow:
             return self.definition()[index]
         found = self._single.get(index)
         if found is None:
-            graph = self._graph
-            find = KnownRanges(graph.context.driver.memory_range)
-            found = self._single[index] = self._frozen.node(graph, index, find)
+            find = KnownRanges(self._driver.memory_range)
+            reader = self._graph.reader
+            found = self._single[index] = self._frozen.node(reader, index, find)
         return found
 
     def _folded(self) -> Now:
@@ -297,10 +292,10 @@ class Shadow:
         if self._dirty:
             made = {live.node.handle: live.setting() for live in self._dirty}
             self._now = replace(self._now, settings={**self._now.settings, **made})
-            for handle in made:  # a `Live` notes owners in the setting that it was made of
-                self._given.pop(handle, None)
-            while self._dirty:
-                self._dirty.pop().dirty = False
+            for live in self._dirty:
+                self._given.pop(live.node.handle, None)  # whose owners a `Live` notes in it
+                live.dirty = False
+            self._dirty.clear()  # last: what is here twice is only read twice
         return self._now
 
     def setting(self, node: Node) -> Setting:
@@ -317,13 +312,6 @@ class Shadow:
         now = self._folded().settings.get(node.handle)
         return node.params if now is None else now.params
 
-    def set_with(self, node: Node) -> list[Node]:
-        """A node, and the nodes inside it that were set: a node that gets its child graph again
-        loses what was set inside."""
-        settings = self._folded().settings
-        inside = every_node(inner for body in node.children for inner in body)
-        return [node, *(inner for inner in inside if inner.handle in settings)]
-
     def settings(self) -> Iterator[tuple[tuple[Node, ...], Setting]]:
         """What every node holds, also inside; each with the nodes around it, outermost first."""
         yield from self._walk(self.definition(), ())
@@ -336,32 +324,23 @@ class Shadow:
             for body in node.children:
                 yield from self._walk(body, (*outer, node))
 
-    def pointers(self) -> PointerIndex:
+    def words(self) -> WordIndex:
         """Every word that may hold an address, as the next launch will use it."""
-        index, self._pointers = self._pointers, None  # kept only if nothing breaks off
+        index, self._words = self._words, None  # kept only if nothing breaks off
         if index is not None and self._stale:
             settings = self._folded().settings
             changed = [settings.get(handle) for handle in self._stale]
-            # A handle without a setting was updated, or undone.
-            if not index.refreshed(one for one in changed if one) or None in changed:
+            # A handle without a setting was updated.
+            if None in changed or not index.refresh(one for one in changed if one):
                 index = None
         if index is None:
-            index = PointerIndex(self.settings())
+            index = WordIndex(self.settings())
         self._stale.clear()
-        self._pointers = index
+        self._words = index
         return index
 
-    def moved(self, move: PlainMove) -> None:
-        """Notes in the index that a rebinding which it planned was made, with no other change in
-        between."""
-        if self._pointers is not None:
-            self._pointers.moved(move)
-            self._stale.clear()
-
     # --- nodes that are changed often
-    def live(
-        self, node: Node, prepare: Callable[[NodeHandle, KernelNodeParams], KernelSetter]
-    ) -> Live:
+    def live(self, node: Node) -> Live:
         """One of the nodes, to be changed in place.  Raises NodeKindError if it is no kernel."""
         live = self._live.get(node.handle)
         if live is None:
@@ -369,9 +348,17 @@ class Shadow:
             params = setting.params
             if not isinstance(params, KernelNodeParams):
                 params = node.kernel
-            live = Live(setting, params, prepare(node.handle, params))
+            live = Live(setting, params, self._setter(node, params))
             self._live[node.handle] = live
         return live
+
+    def _setter(self, node: Node, params: KernelNodeParams) -> KernelSetter:
+        """The driver's own, or one that sets all of the node."""
+        made = self._driver.exec_prepare_kernel(self._executable, node.handle, params)
+        return self._plain_setter(node, params) if made is None else made
+
+    def _plain_setter(self, node: Node, params: KernelNodeParams) -> _PlainSetter:
+        return _PlainSetter(partial(self._set_one, node), params)
 
     def touch(self, live: Live) -> None:
         """Must be called before a `Live` node is changed."""
@@ -382,8 +369,12 @@ class Shadow:
 
     def end_live(self) -> None:
         """Makes the record of what is in `Live` nodes, and ends these."""
-        self._folded()
-        self._drop(tuple(self._live))
+        self._end(tuple(self._live))
+
+    def _end(self, handles: Sequence[NodeHandle]) -> None:
+        if handles:
+            self._folded()
+            self._drop(handles)
 
     def _drop(self, handles: Iterable[NodeHandle]) -> None:
         """Forgets the `Live` objects of these nodes: the driver was given other parameters."""
@@ -393,9 +384,133 @@ class Shadow:
                 live.gone = True
                 live.owners = {}  # a patcher may hold it for longer
 
-    # --- changing
-    def after(self, changes: Sequence[Change]) -> Now:
-        """The record of what is set once these changes are made, for `commit`."""
+    # --- changing: each returns what was pointed at before, and may not be pointed at any more
+    def write(self, writes: Sequence[Write]) -> list[object]:
+        """Makes all writes or none; those of one node must be next to each other.
+
+        Raises UpdateRefusedError, and GraphError if the driver refused to take some of them back.
+        """
+        taken = set_nodes([(w.live.setter, w.place, w.raw) for w in writes])
+        gone = self._finished(taken, ((w.live, w.place, w.raw) for w in writes))
+        old: list[object] = []
+        for write in writes:
+            live = write.live
+            self.touch(live)
+            _note(live, write.place, write.owner, write.nbytes, old)
+            if len(write.raw) > 8 or write.place % 8:
+                for place in inner_words(write.place, len(write.raw)):
+                    _note(live, place, None, None, old)
+        self._end(gone)
+        return old
+
+    def rebind(self, plan: Rebinding) -> list[object]:
+        """Makes a rebinding, which was planned from `words` as they are.  Raises as `write`."""
+        lives, counts = [self.live(node) for node in plan.nodes], plan.counts.tolist()
+        of_words = [live for live, n in zip(lives, counts, strict=True) for _ in range(n)]
+        places, raws = plan.places.tolist(), plan.values.tobytes()
+        now = self._after(plan.changes) if plan.changes else None
+        self._set([(change.node, change.params) for change in plan.changes])
+        try:
+            setters = [live.setter for live in lives]
+            taken = set_words(setters, plan.counts.tobytes(), plan.places.tobytes(), raws)
+            each = (raws[at : at + 8] for at in range(0, len(raws), 8))
+            gone = self._finished(taken, zip(of_words, places, each, strict=True))
+        except Exception:
+            self._undo([change.node for change in plan.changes])
+            raise
+        old = [] if now is None else self._commit(now)
+        for live in lives:
+            self.touch(live)
+        for live, place, target in zip(of_words, places, plan.targets, strict=True):
+            old.append(live.owners.get(place))
+            live.owners[place] = target
+        self._end(gone)
+        if self._words is not None:
+            self._words.move(*plan.moved)
+            self._stale.clear()
+        return old
+
+    def change(self, changes: Sequence[Change]) -> list[object]:
+        """Makes changes in order; undoes those made if one is refused."""
+        now = self._after(changes)
+        self._set([(change.node, change.params) for change in changes])
+        return self._commit(now)
+
+    def update(self, graph: Definition) -> list[object]:
+        """Takes every parameter from `graph` as it is now.
+
+        Raises UpdateRefusedError, also if the driver would not take all of it, and not say so.
+        """
+        frozen = _frozen(graph)
+        self._require_kept(self._frozen, frozen)
+        outcome = self._driver.exec_update(self._executable, graph.handle)
+        if outcome.verdict is not UpdateVerdict.SUCCESS:
+            blamed = next((n for n in graph.nodes if n.handle == outcome.node), None)
+            where = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
+            raise UpdateRefusedError(
+                f"the update was refused{where}: {VERDICTS[outcome.verdict]} "
+                f"({outcome.verdict.name}). Instantiate the new graph instead.",
+                node_index=None if blamed is None else blamed.index,
+            )
+        return self._commit(Now(updated=(graph, frozen)))
+
+    # --- in the driver
+    def _set(self, nodes: Sequence[tuple[Node, NodeParams]]) -> None:
+        """Sets nodes in order; those before a refusal are undone.  Raises UpdateRefusedError."""
+        made: list[Node] = []
+        for node, params in nodes:
+            try:
+                self._set_one(node, params)
+            except Exception:
+                self._undo(made)
+                raise
+            made.append(node)
+
+    def _set_one(self, node: Node, params: NodeParams) -> None:
+        try:
+            self._driver.exec_set_params(self._executable, node.handle, params)
+        except DriverError as error:
+            raise refused(node, error) from error
+
+    def _finished(
+        self, taken: tuple[int, int] | None, writes: Iterable[tuple[Live, int, bytes]]
+    ) -> list[NodeHandle]:
+        """Makes writes node by node, unless the driver has `taken` them: it has nothing shorter, or
+        refused them, and now gives the reason.  Returns nodes whose setters are out of date: their
+        `Live` objects are to be dropped."""
+        if taken == (0, 0):
+            return []
+        new: dict[Live, bytearray] = {}
+        for live, place, raw in writes:
+            data = new.get(live)
+            if data is None:
+                data = new[live] = bytearray(live.setter.data)
+            data[place : place + len(raw)] = raw
+        if taken is not None and taken[1]:  # some could not be taken back
+            self._undo([live.node for live in new])
+        made = [(live, live.params.with_data(bytes(data))) for live, data in new.items()]
+        self._set([(live.node, params) for live, params in made])
+        gone = [live.node.handle for live in new if type(live.setter) is not _PlainSetter]
+        for live, params in made:
+            live.setter = self._plain_setter(live.node, params)
+        return gone
+
+    def _undo(self, nodes: Sequence[Node]) -> None:
+        """Gives nodes back what they held.  Raises GraphError, and makes the executable unusable,
+        if the driver refuses that."""
+        failed: DriverError | None = None
+        for node in reversed(nodes):
+            try:
+                self._driver.exec_set_params(self._executable, node.handle, self.params(node))
+            except DriverError as error:
+                failed = error
+        if failed is not None:
+            self.unusable = _HALF_DONE
+            raise GraphError(_HALF_DONE) from failed
+
+    # --- what changes lead to
+    def _after(self, changes: Sequence[Change]) -> Now:
+        """The record of what is set once these changes are made."""
         made = {change.node.handle: self._changed(change) for change in changes}
         for change in changes:
             if isinstance(change.params, ChildGraphNodeParams):
@@ -420,10 +535,6 @@ class Shadow:
                 signature = change.signature
             reach = _kept_reach(before, params, reach)
             reach.update(given_reach(params.arguments.data, owners.values()))
-        for place, nbytes in change.reach:
-            reach.pop(place, None)
-            if nbytes is not None:
-                reach[place] = nbytes
         return Setting(old.node, params, signature, reach, owners)
 
     def _changed_inside(self, change: Change, child: GraphHandle) -> dict[NodeHandle, Setting]:
@@ -434,10 +545,8 @@ class Shadow:
         """
         node = change.node
         assert isinstance(node.params, ChildGraphNodeParams)
-        graphs = [o for _, o in change.owners if isinstance(o, Graph) and o.owned and not o.closed]
-        ours = next((graph.labels for graph in graphs if graph.handle == child), None)
         before = self._inside(node.params.graph)
-        frozen = _Frozen(self._graph.context.driver, child, ours)
+        frozen = Frozen(self._driver, child, change.ours)
         self._require_kept(before, frozen, node)
         if before.shape() != frozen.shape():
             raise UpdateRefusedError(
@@ -447,7 +556,7 @@ class Shadow:
             )
         return dict(self._set_inside(node.children[0], frozen, frozen.outer))
 
-    def _inside(self, graph: GraphHandle) -> _Frozen:
+    def _inside(self, graph: GraphHandle) -> Frozen:
         """A graph inside, as it was when the executable was made, or updated."""
         updated = None if self._now.updated is None else self._now.updated[1].at(graph)
         found = updated or self._frozen.at(graph)
@@ -455,7 +564,7 @@ class Shadow:
         return found
 
     def _set_inside(
-        self, nodes: Sequence[Node], whole: _Frozen, frozen: FrozenGraph
+        self, nodes: Sequence[Node], whole: Frozen, frozen: FrozenGraph
     ) -> Iterator[tuple[NodeHandle, Setting]]:
         for index, inner in enumerate(nodes):
             params = frozen.params(index)
@@ -465,7 +574,7 @@ class Shadow:
             for body, graph in zip(inner.children, whole.inside(frozen, index), strict=True):
                 yield from self._set_inside(body, whole, graph)
 
-    def _require_kept(self, old: _Frozen, new: _Frozen, around: Node | None = None) -> None:
+    def _require_kept(self, old: Frozen, new: Frozen, around: Node | None = None) -> None:
         """Raises UpdateRefusedError if the driver would take `new` for `old`, but not all of it.
 
         `around`: the child graph node that is changed, None for the whole graph.
@@ -483,31 +592,20 @@ class Shadow:
             )
         params = kept.graph.params(kept.index)
         assert isinstance(params, KernelNodeParams)
-        name = self._graph.context.driver.function_info(params.function).name
+        name = self._driver.function_info(params.function).name
         where = f"node {kept.index} ({name}){inside}"
         raise keeps(where, kept.old, kept.new, path[0] if path else kept.index)
 
-    def after_update(self, graph: Graph) -> Now:
-        """The record once every parameter came from `graph` as it is now.
-
-        Raises UpdateRefusedError if the driver would not take all of it, and not say so.
-        """
-        frozen = _Frozen.of(graph)
-        self._require_kept(self._frozen, frozen)
-        return Now(updated=(graph, frozen))
-
-    def commit(self, now: Now) -> list[object]:
+    def _commit(self, now: Now) -> list[object]:
         """Stores a record that the driver took.  Returns what was pointed at before it, and may not
         be pointed at any more."""
         before = self._folded()
         if now.updated is not before.updated:
             # Decoded only when a single node is asked for.
-            self._before_update = self._nodes or self._before_update
             self._nodes = None
             self._given = {}
             self._drop(tuple(self._live))
-            self._now = now
-            self._stale.update(self._handles)
+            self._now, self._words = now, None
             old: list[object] = [] if before.updated is None else [before.updated[0]]
             return old + [o for s in before.settings.values() for o in s.owners.values()]
         settings = before.settings
@@ -540,16 +638,35 @@ def _kept_reach(
     return {at: n for at, n in reach.items() if same and old[at : at + 8] == new[at : at + 8]}
 
 
-def _under_handles(first: Sequence[Node], new: Sequence[Node]) -> tuple[Node, ...]:
-    """The new nodes with the handles and indices of the first ones, also inside of nodes."""
+def _under_handles(first: Frozen, outer: FrozenGraph, new: Sequence[Node]) -> tuple[Node, ...]:
+    """The new nodes with the handles of the first ones, also inside of nodes."""
     return tuple(
         replace(
             n,
-            handle=old.handle,
-            index=old.index,
+            handle=handle,
             children=tuple(
-                _under_handles(a, b) for a, b in zip(old.children, n.children, strict=True)
-            ),
+                _under_handles(first, inner, body)
+                for inner, body in zip(first.inside(outer, index), n.children, strict=True)
+            )
+            if n.children
+            else (),
         )
-        for old, n in zip(first, new, strict=True)
+        for index, (handle, n) in enumerate(zip(outer.nodes, new, strict=True))
     )
+
+
+def _frozen(graph: Definition) -> Frozen:
+    # In an adopted graph another library may remove a node of ours, and add one that gets its
+    # handle.
+    return Frozen(graph.context.driver, graph.handle, graph.labels if graph.owned else None)
+
+
+def _note(live: Live, place: int, owner: object, nbytes: int | None, old: list[object]) -> None:
+    """Notes what a place points at, and how many bytes are known to be used there."""
+    before = live.owners.get(place)
+    if before is not owner:
+        old.append(before)
+    live.owners[place] = owner
+    live.reach.pop(place, None)
+    if nbytes is not None:
+        live.reach[place] = nbytes

@@ -38,7 +38,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.context import Context
 from ostinato.driver.signature import BYTES, Signature, array_interface, element_bytes
-from ostinato.graph.rebind import copy_extent, fill_extent
+from ostinato.graph.words import copy_extent, fill_extent
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target
 

@@ -39,7 +39,7 @@ from ostinato.driver.signature import Access, Parameter
 from ostinato.errors import GraphFileError
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node, every_node, given_reach
-from ostinato.graph.rebind import Sort, Word, words_of
+from ostinato.graph.words import Sort, Word, words_of
 from ostinato.graphfile.records import (
     ConditionWord,
     addresses_of,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ostinato.graph.manifest import Touch
+from ostinato.graph.words import Touch
 from ostinato.step.buckets import (
     Buckets,
     ExplicitBuckets,

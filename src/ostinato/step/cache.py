@@ -27,7 +27,7 @@ from ostinato.driver.stream import Stream
 from ostinato.errors import CaptureLimitError, ClosedError, InputError
 from ostinato.explain.times import ReplayProfile, replay_as_set, resolved
 from ostinato.graph.executable import GraphExec
-from ostinato.graph.manifest import Touch
+from ostinato.graph.words import Touch
 from ostinato.memory.ranges import Target, range_of
 from ostinato.settings import ReplaySettings
 from ostinato.step.buckets import Buckets, PowersOfTwo
@@ -634,7 +634,7 @@ class GraphCache(Closeable):
         """The keys of the graphs that point into a buffer, as their next launches will use them.
 
         `target` is a Buffer (also a view, or a closed one), a device array, or a MemoryRange.
-        `graph.manifest` defines what counts as pointing.  A graph whose definition was closed
+        `graph.words` defines what counts as pointing.  A graph whose definition was closed
         before it came into the cache counts as pointing everywhere.  Raises InputError.
         """
         return [key for key, _ in self._touching(target)]

@@ -1,0 +1,351 @@
+"""`Frozen`: a graph and the graphs inside its nodes, as they were when an executable was made.
+
+And what is worked out from graphs as a whole: what bodies of conditional nodes cannot hold, loops
+that cannot end, and what a whole update would silently keep: launch attributes, and the kinds of
+edges.
+
+An update pairs each node of the new graph with one of the executable.  CUDA pairs along the edges
+(measured), by a rule that it does not document.  If the nodes and edges of both graphs are the same
+by their places, nodes at the same place are a pair.  Otherwise nodes can be a pair only if
+what is before them is the same, and then all nodes that can be paired must be alike.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import TypeAlias
+
+from ostinato.driver.api import (
+    BODY_PARAMS,
+    ChildGraphNodeParams,
+    ConditionalKind,
+    ConditionalNodeParams,
+    Driver,
+    FrozenGraph,
+    GraphHandle,
+    KernelNodeParams,
+    LaunchAttributes,
+    NodeHandle,
+    NodeKind,
+    NodeParams,
+    OpaqueNodeParams,
+)
+from ostinato.driver.location import caller_line
+from ostinato.errors import DriverError, GraphError
+from ostinato.graph.node import Node, NodeReader
+from ostinato.memory.ranges import KnownRanges
+
+__all__ = [
+    "BODY_RULE",
+    "Frozen",
+    "Kept",
+    "check_loops",
+    "graphs_inside",
+    "kept_of_graphs",
+    "wrongly_in_a_body",
+]
+
+_shown: dict[str | tuple[str, type[Warning], int], int] = {}
+"""The warnings shown so far, for the filters that show each place once."""
+BODY_RULE = (
+    "the body of a conditional node, and a child graph in one, can hold kernels, copies, fills, "
+    "empty nodes, child graphs and conditional nodes only; put other nodes before or after the "
+    "conditional node"
+)
+
+
+def wrongly_in_a_body(nodes: Iterable[Node], way: str = "", *, inside: bool = False) -> str:
+    """The first node that no body can hold, with the nodes around it; empty without one.
+
+    `inside`: the nodes themselves are in a body.
+    """
+    for node in nodes:
+        here = f"{way}node {node.index} ({node.name})"
+        if inside and not isinstance(node.params, (*BODY_PARAMS, OpaqueNodeParams)):
+            return f"{here} of kind {node.kind.name}"
+        conditional = node.kind is NodeKind.CONDITIONAL
+        for number, graph in enumerate(node.children):
+            inner = f"{here}, body {number}, " if conditional else f"{here}, "
+            found = wrongly_in_a_body(graph, inner, inside=inside or conditional)
+            if found:
+                return found
+    return ""
+
+
+def graphs_inside(params: NodeParams) -> tuple[GraphHandle, ...]:
+    """The child graph, or the bodies, that a node with these parameters has."""
+    if isinstance(params, ChildGraphNodeParams):
+        return (params.graph,)
+    return params.bodies if isinstance(params, ConditionalNodeParams) else ()
+
+
+class Frozen:
+    """A graph and the graphs inside its nodes, as they were when this was made."""
+
+    def __init__(
+        self, driver: Driver, handle: GraphHandle, ours: Container[NodeHandle] | None = None
+    ) -> None:
+        """`ours`: nodes that this library made."""
+        self._freeze = partial(driver.graph_freeze, ours=ours)
+        self.graphs: dict[GraphHandle, FrozenGraph] = {}
+        self.outer = self._add(handle)
+
+    def _add(self, handle: GraphHandle) -> FrozenGraph:
+        made = self.graphs[handle] = self._freeze(handle)
+        for index in made.holders:
+            for inner in graphs_inside(made.params(index)):
+                self._add(inner)
+        return made
+
+    def inside(self, frozen: FrozenGraph, index: int) -> list[FrozenGraph]:
+        """The graphs inside a node."""
+        return [self.graphs[inner] for inner in graphs_inside(frozen.params(index))]
+
+    def hides(self, node: NodeHandle) -> bool:
+        """Whether a kernel node may have launch attributes that the driver does not tell."""
+        for frozen in self.graphs.values():
+            if node in frozen.nodes:
+                attributes = frozen.attributes(frozen.nodes.index(node))
+                return attributes is not None and attributes.function is not None
+        return False
+
+    def at(self, handle: GraphHandle) -> Frozen | None:
+        """The graph inside that has this handle, as one of its own; None if there is none."""
+        outer = self.graphs.get(handle)
+        if outer is None:
+            return None
+        made = copy(self)
+        made.outer = outer
+        return made
+
+    def shape(self) -> object:
+        """Kinds of nodes and edges by the places of nodes, also of the graphs inside."""
+        return self._shape(self.outer)
+
+    def _shape(self, frozen: FrozenGraph) -> object:
+        kinds = [frozen.kind(index) for index in range(len(frozen.nodes))]
+        inside = [self._shape(each) for at in frozen.holders for each in self.inside(frozen, at)]
+        return kinds, frozen.links(), inside
+
+    def node(self, reader: NodeReader, index: int, find: KnownRanges) -> Node:
+        """One of its own nodes."""
+        return self._read(reader, self.outer, index, find)
+
+    def _inside(
+        self, reader: NodeReader, find: KnownRanges, handle: GraphHandle
+    ) -> tuple[Node, ...]:
+        frozen = self.graphs[handle]
+        return tuple(self._read(reader, frozen, index, find) for index in range(len(frozen.nodes)))
+
+    def _read(self, reader: NodeReader, frozen: FrozenGraph, index: int, find: KnownRanges) -> Node:
+        node = reader.frozen(frozen, index, find, partial(self._inside, reader, find))
+        _ = node.arguments  # decoded now: memory may be closed before they are asked for
+        return node
+
+
+# --- loops
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A node of a frozen graph, or of one inside it."""
+
+    node: NodeHandle
+    params: NodeParams | None
+    """None if they cannot be read."""
+    way: str
+
+
+def check_loops(driver: Driver, graph: Frozen) -> None:
+    """Looks at the WHILE nodes of a graph and of the graphs inside it.
+
+    Only kernels set a condition.  Raises GraphError for a body without a kernel: a launch whose
+    condition is true would never end.  Warns (UserWarning) of a loop that may begin, and none of
+    whose kernels has its condition among the arguments.
+    """
+    outer, inner = graph.outer, graph.graphs
+    if not outer.holders:
+        return
+    everything = list(_nodes(outer, inner, ""))
+    for found in everything:
+        params = found.params
+        if not isinstance(params, ConditionalNodeParams) or params.kind != ConditionalKind.WHILE:
+            continue
+        (body,) = params.bodies
+        inside = list(_nodes(inner[body], inner, ""))
+        if not any(one.params is None or _is_kernel(one) for one in inside):
+            what = "nothing" if not inside else f"{len(inside)} nodes and no kernel"
+            raise GraphError(
+                f"the body of the WHILE at {found.way} holds {what}, so nothing sets its condition "
+                "and a launch could never end: fill the body with a kernel that sets the condition "
+                "(if a capture into the body broke, capture into it again)"
+            )
+        if any(_may_set(one, params) for one in inside):
+            continue
+        defaults = driver.condition_defaults(found.node)
+        if (
+            defaults is None
+            or defaults.default
+            or not defaults.reset_at_launch
+            or any(_may_set(one, params) for one in everything)
+        ):
+            file, line = caller_line() or ("ostinato", 0)
+            warnings.warn_explicit(
+                f"the WHILE at {found.way} may never end: no kernel in its body has the condition "
+                f"{params.handle:#x} among its arguments. Give it to a kernel that sets it, unless "
+                "one reads it from memory",
+                UserWarning,
+                file,
+                line,
+                registry=_shown,
+            )
+
+
+def _nodes(
+    frozen: FrozenGraph, inner: Mapping[GraphHandle, FrozenGraph], way: str
+) -> Iterator[_Found]:
+    """Every node, each followed by those of the graphs inside it."""
+    for index, node in enumerate(frozen.nodes):
+        try:
+            params: NodeParams | None = frozen.params(index)
+        except DriverError:
+            params = None
+        yield _Found(node, params, f"{way}node {index}")
+        for handle in () if params is None else graphs_inside(params):
+            yield from _nodes(inner[handle], inner, f"{way}node {index}, ")
+
+
+def _is_kernel(found: _Found) -> bool:
+    return isinstance(found.params, KernelNodeParams)
+
+
+def _may_set(found: _Found, loop: ConditionalNodeParams) -> bool:
+    """Whether a node is a kernel with the loop's condition in its arguments, or cannot be read."""
+    params = found.params
+    if isinstance(params, KernelNodeParams):
+        return int(loop.handle).to_bytes(8, "little") in params.arguments.data
+    return params is None
+
+
+# --- what an update keeps
+_Class: TypeAlias = tuple[Sequence[int], Sequence[int]]
+"""Places of nodes in the old graph, and of those in the new one that they may be paired with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an update would keep.  `path`: the places in the new graph of the nodes around it,
+    outermost first.  `index`, `old` and `new` are of a kernel node of `graph`; None for edges."""
+
+    graph: FrozenGraph
+    path: tuple[int, ...]
+    index: int | None = None
+    old: LaunchAttributes | None = None
+    new: LaunchAttributes | None = None
+
+
+def kept_of_graphs(old: Frozen, new: Frozen) -> Kept | None:
+    """The first difference that an update of an executable of `old` by `new` would not make.
+
+    None also where the graphs differ in other ways: the driver refuses these.
+    """
+    return _Comparison(old, new).graphs(old.outer, new.outer, ())
+
+
+class _Comparison:
+    def __init__(self, old: Frozen, new: Frozen) -> None:
+        self._old, self._new = old, new
+
+    def graphs(self, old: FrozenGraph, new: FrozenGraph, path: tuple[int, ...]) -> Kept | None:
+        plain = old.plain and new.plain
+        if plain and not old.holders and not new.holders:
+            kinds = old.kinds_of_attributes
+            if len(kinds) < 2 and kinds >= new.kinds_of_attributes:
+                return None  # whatever the pairs are
+        if len(old.nodes) == len(new.nodes) and old.links() == new.links():
+            classes: Iterable[_Class] | None = (((i,), (i,)) for i in range(len(old.nodes)))
+        else:
+            classes = _classes(old, new, data=True)
+        if classes is None:
+            same = not plain and _classes(old, new, data=False) is not None
+            return Kept(new, path) if same else None
+        return self._nodes(old, new, classes, path)
+
+    def _nodes(
+        self,
+        old: FrozenGraph,
+        new: FrozenGraph,
+        classes: Iterable[_Class],
+        path: tuple[int, ...],
+    ) -> Kept | None:
+        for before, after in classes:
+            was, first = old.attributes(before[0]), new.attributes(after[0])
+            # Each with the first of the others: what is equal to one is equal to all.
+            pairs = [(before[0], b) for b in after] + [(a, after[0]) for a in before[1:]]
+            for a, b in pairs if was is not None and first is not None else ():
+                one, other = old.attributes(a), new.attributes(b)
+                if one is not other and one != other:
+                    return Kept(new, path, b, one, other)
+            if was is None and first is None:
+                found = self._inside(old, new, before, after, path)
+                if found is not None:
+                    return found
+        return None
+
+    def _inside(
+        self,
+        old: FrozenGraph,
+        new: FrozenGraph,
+        before: Sequence[int],
+        after: Sequence[int],
+        path: tuple[int, ...],
+    ) -> Kept | None:
+        """What would be kept in graphs inside of nodes of one class."""
+        for a, b in product(before, after):
+            for was, is_ in zip(self._old.inside(old, a), self._new.inside(new, b), strict=False):
+                found = self.graphs(was, is_, (*path, b))
+                if found is not None:
+                    return found
+        return None
+
+
+def _classes(old: FrozenGraph, new: FrozenGraph, *, data: bool) -> list[_Class] | None:
+    """The nodes that have the same before them; None if the graphs are not the same.
+
+    `data`: whether that of the edges counts.
+    """
+    known: dict[object, int] = {}
+    made: list[dict[int, list[int]]] = []
+    for frozen in (old, new):
+        classes: dict[int, list[int]] = {}
+        for index, colour in enumerate(_colours(frozen, known, data)):
+            classes.setdefault(colour, []).append(index)
+        made.append(classes)
+    left, right = made
+    if {c: len(nodes) for c, nodes in left.items()} != {c: len(n) for c, n in right.items()}:
+        return None
+    return [(nodes, right[colour]) for colour, nodes in left.items()]
+
+
+def _colours(frozen: FrozenGraph, known: dict[object, int], data: bool) -> list[int]:
+    """A number for each node: of its kind and all that is before it."""
+    count = len(frozen.nodes)
+    before: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(count)]
+    after: list[list[int]] = [[] for _ in range(count)]
+    for source, target, words in frozen.links():
+        before[target].append((source, words if data else ()))
+        after[source].append(target)
+    colours, waits = [0] * count, [len(sources) for sources in before]
+    ready = [index for index in range(count) if not waits[index]]
+    while ready:
+        index = ready.pop()
+        above = tuple(sorted((colours[source], words) for source, words in before[index]))
+        colours[index] = known.setdefault((frozen.kind(index), above), len(known))
+        for target in after[index]:
+            waits[target] -= 1
+            if not waits[target]:
+                ready.append(target)
+    return colours
