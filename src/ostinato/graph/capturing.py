@@ -57,8 +57,6 @@ from ostinato.graph.submissions import Submission
 from ostinato.graph.trace import LineTrace
 from ostinato.memory import CapturePool
 
-__all__ = ["Capture", "capture", "capture_function"]
-
 _NOT_BEGUN = "the stream is capturing already: end that capture first (they do not nest)"
 _PATIENCE = 10.0
 """Seconds that a beginning capture waits for other threads' calls."""
@@ -225,20 +223,15 @@ class _Session(Tap):
         Driver 580 destroys the graph instead if a refused call broke the capture (measured), and a
         call with the handle of a destroyed graph may succeed (also measured): it is not asked then.
         """
-        driver = into.context.driver
-        try:
-            if isinstance(self.failure, StreamCaptureError):
-                raise self.failure
-            nodes = driver.graph_nodes(into.handle)
-        except (ClosedError, ContextPoisonedError):
-            return  # nothing can launch it any more
-        except DriverError as error:
+        if isinstance(self.failure, StreamCaptureError) and not self.handle:
             into.lose(
                 "a capture into this graph or a body in it broke, and the driver destroyed what it "
-                f"went into ({error}); make the graph again"
+                f"went into ({self.failure}); make the graph again"
             )
             return
+        driver = into.context.driver
         try:
+            nodes = driver.graph_nodes(into.handle)
             for node in reversed(nodes):
                 if node not in before:
                     inside = list(_inside(driver, node))

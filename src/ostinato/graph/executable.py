@@ -69,8 +69,6 @@ from ostinato.memory import Buffer
 from ostinato.memory.buffer import copy_params
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
-__all__ = ["GraphExec", "Patcher", "UpdateReport"]
-
 _log = logging.getLogger(__name__)
 _EXACT = (str, int)
 """What names an argument."""

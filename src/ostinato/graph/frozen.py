@@ -40,16 +40,6 @@ from ostinato.errors import DriverError, GraphError
 from ostinato.graph.node import Node, NodeReader
 from ostinato.memory.ranges import KnownRanges
 
-__all__ = [
-    "BODY_RULE",
-    "Frozen",
-    "Kept",
-    "check_loops",
-    "graphs_inside",
-    "kept_of_graphs",
-    "wrongly_in_a_body",
-]
-
 _shown: dict[str | tuple[str, type[Warning], int], int] = {}
 """The warnings shown so far, for the filters that show each place once."""
 BODY_RULE = (

@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from ostinato.graph.show.outline import Outline
     from ostinato.modules import Kernel
 
-__all__ = ["Conditional", "Graph", "fill_params"]
-
 NodeRef = Node | NodeHandle
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ostinato.driver.context import Context, Watcher
     from ostinato.modules import Kernel
 
-__all__ = ["launch", "prepare", "prepare_node"]
-
 # Made once: a union is made anew each time that it is written.
 _RAW = (bytes, bytearray, memoryview, np.void, np.ndarray)
 """What is given as the bytes of a struct, which may hold addresses."""

@@ -19,8 +19,6 @@ from ostinato.driver.stream import Operation
 from ostinato.errors import GraphError
 from ostinato.graph.graph import Graph
 
-__all__ = ["lift"]
-
 
 def lift(
     graph: Graph,

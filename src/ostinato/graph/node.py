@@ -39,19 +39,6 @@ from ostinato.driver.stream import Operation
 from ostinato.errors import InputError, NodeKindError
 from ostinato.memory.ranges import KnownRanges, range_of
 
-__all__ = [
-    "Argument",
-    "LazyArguments",
-    "Node",
-    "NodeLabel",
-    "NodeReader",
-    "Pointer",
-    "decode_arguments",
-    "every_node",
-    "given_reach",
-    "pointer_words",
-]
-
 P = TypeVar("P")
 _WORD = 8
 

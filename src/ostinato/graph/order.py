@@ -14,8 +14,6 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.stream import Operation
 
-__all__ = ["Recorded", "conflict", "dependencies", "edge_data", "overlap"]
-
 _PROGRAMMATIC = EdgeData(from_port=1, to_port=0, type=EdgeType.PROGRAMMATIC)
 
 

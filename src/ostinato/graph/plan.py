@@ -43,23 +43,6 @@ from ostinato.graph.node import Node
 from ostinato.graph.words import Entry, Find, Place, Setting, Sort, Word, WordIndex, as_word
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
-__all__ = [
-    "VERDICTS",
-    "Change",
-    "LeftWord",
-    "Move",
-    "RebindReport",
-    "Rebinding",
-    "ReboundWord",
-    "argument_bytes",
-    "argument_index",
-    "keeps",
-    "moves_of",
-    "plan_rebind",
-    "refused",
-    "require_kept",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Change:

@@ -31,8 +31,6 @@ from ostinato.errors import (
 from ostinato.graph.graph import Graph
 from ostinato.graph.order import Recorded
 
-__all__ = ["Recording", "build_graph", "record"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Break:

@@ -39,8 +39,6 @@ from ostinato.graph.plan import VERDICTS, Change, Rebinding, keeps, refused, req
 from ostinato.graph.words import Setting, WordIndex
 from ostinato.memory.ranges import KnownRanges
 
-__all__ = ["Live", "Shadow", "Write", "inner_words"]
-
 _HALF_DONE = (
     "a change of this executable failed, and so did taking it back, so what it would run is not "
     "known; instantiate its graph again"

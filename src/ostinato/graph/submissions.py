@@ -15,8 +15,6 @@ from ostinato.driver.context import Context, Tap
 from ostinato.driver.location import caller_line, describe_line
 from ostinato.driver.stream import Operation, Stream
 
-__all__ = ["Submission", "first_missing", "operations", "submissions"]
-
 
 @dataclass(frozen=True, slots=True)
 class Submission:

@@ -17,8 +17,6 @@ from ostinato.driver.location import describe_line, is_internal
 from ostinato.driver.stream import Stream
 from ostinato.errors import DriverError
 
-__all__ = ["LineTrace"]
-
 
 class LineTrace:
     """Watches one capture from `start` to `stop`; `broken_at` is the line, once it is known.

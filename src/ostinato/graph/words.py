@@ -43,24 +43,6 @@ from ostinato.graph.launching import Inside
 from ostinato.graph.node import Node
 from ostinato.memory.ranges import range_of
 
-__all__ = [
-    "AddressField",
-    "Find",
-    "Place",
-    "Setting",
-    "Sort",
-    "Touch",
-    "Word",
-    "WordIndex",
-    "address_fields",
-    "as_word",
-    "copy_extent",
-    "fill_extent",
-    "is_whole",
-    "whole_place",
-    "words_of",
-]
-
 _WORD = 8
 _WHOLE = "owner "
 

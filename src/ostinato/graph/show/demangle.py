@@ -10,8 +10,6 @@ import ctypes
 import functools
 from typing import Any
 
-__all__ = ["demangled"]
-
 _LIBRARIES = ("libstdc++.so.6", "libc++abi.so.1")
 
 

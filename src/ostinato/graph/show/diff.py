@@ -43,15 +43,6 @@ from ostinato.graph.show.outline import (
 )
 from ostinato.graph.show.render import plain
 
-__all__ = [
-    "EdgeDifference",
-    "FieldChange",
-    "GraphDiff",
-    "NodeDifference",
-    "code_comparison",
-    "diff",
-]
-
 SCHEMA = "ostinato.diff/1"
 _WORD = 8
 

@@ -27,8 +27,6 @@ from ostinato.driver.api import (
 from ostinato.graph.node import Node
 from ostinato.graph.show.outline import Outline
 
-__all__ = ["described", "digest"]
-
 SCHEMA = "ostinato.digest/1"
 
 

@@ -6,8 +6,6 @@ from xml.sax.saxutils import escape
 
 from ostinato.graph.show.outline import printable
 
-__all__ = ["Drawing"]
-
 
 class Drawing:
     """A picture or a part of one: its size in pixels, and its elements, the first drawn first."""

@@ -16,8 +16,6 @@ from statistics import fmean
 
 from ostinato.graph.show.drawing import Drawing
 
-__all__ = ["lay_out"]
-
 _LANE = 7.0  # between links that run to the next column
 _AROUND = 36.0  # columns, for these links
 _WIDEST = 8  # boxes side by side

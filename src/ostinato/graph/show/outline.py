@@ -43,24 +43,6 @@ from ostinato.graph.show.demangle import demangled
 if TYPE_CHECKING:
     from ostinato.driver.context import Context
 
-__all__ = [
-    "Link",
-    "Outline",
-    "arguments_text",
-    "body_titles",
-    "bytes_text",
-    "count_text",
-    "details",
-    "function_text",
-    "kind_text",
-    "line_text",
-    "memop_text",
-    "printable",
-    "read_outline",
-    "shape_text",
-    "shorten",
-]
-
 
 # ------------------------------------------------------------------------------ reading a graph
 

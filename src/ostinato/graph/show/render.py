@@ -33,8 +33,6 @@ from ostinato.graph.show.outline import (
     shorten,
 )
 
-__all__ = ["SCHEMA", "plain", "rich_table", "to_dot", "to_html", "to_json", "to_table"]
-
 SCHEMA = "ostinato.graph/1"
 TABLE_WIDTH = 120
 _LEAST_WIDTH = 72

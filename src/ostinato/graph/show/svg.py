@@ -15,8 +15,6 @@ from ostinato.graph.show.drawing import Drawing
 from ostinato.graph.show.layout import lay_out
 from ostinato.graph.show.outline import Outline, count_text, details, kind_text, shape_text, shorten
 
-__all__ = ["to_svg"]
-
 _CHARACTER, _SMALL = 7.25, 6.1  # widths in the monospaced face at 12 px and 10 px
 _HEIGHT = 40.0  # of a box
 _GAP, _PAD = 22.0, 14.0  # between boxes, and in a frame
