@@ -44,7 +44,9 @@ def test_every_fault_has_a_row_on_its_page() -> None:
     assert sorted(rows) == sorted(fault.name for fault in FAULTS)
 
 
-@pytest.mark.parametrize("device", ["none", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device", ["none", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.alone])]
+)
 def test_every_probe_gives_a_verdict(device: str, request: pytest.FixtureRequest) -> None:
     env = {"CUDA_VISIBLE_DEVICES": ""}
     if device == "cuda":

@@ -4149,7 +4149,13 @@ def test_a_host_function_that_raises_in_a_replay_is_said_by_the_next_call(
     good = graph.instantiate(upload=stream)
     good.launch(stream)
     good.launch(stream)  # the short way of a launch
-    run = ost.capture_function(stream, lambda: stream.call(fails)).instantiate()
+    recorded = threading.Event()
+
+    def fails_later() -> None:
+        recorded.wait(60)
+        fails()
+
+    run = ost.capture_function(stream, lambda: stream.call(fails_later)).instantiate()
     done = device.create_event()
     calls: dict[str, Callable[[], object]] = {
         "stream": stream.synchronize,
@@ -4161,14 +4167,16 @@ def test_a_host_function_that_raises_in_a_replay_is_said_by_the_next_call(
         "work": lambda: ost.fill(stream, x, 0),
     }
     for _ in range(2):
+        recorded.clear()
         run.launch(stream)
         stream.record(done)
+        recorded.set()
         if waits in ("launch", "replay", "work"):  # none of these waits for it
             while not device.context.failures:
                 time.sleep(0.001)
             while not device.context.taps:
                 time.sleep(0.001)
-        with pytest.raises(HostFunctionError, match=r"host function fails .*ZeroDiv") as caught:
+        with pytest.raises(HostFunctionError, match=r"fails_later of .*ZeroDiv") as caught:
             calls[waits]()
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         assert caught.value.__cause__.__traceback__ is not None
