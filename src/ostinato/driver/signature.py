@@ -174,13 +174,13 @@ class Space:
         return both and getattr(memory, "pinned", False) is True
 
     def require(self, memory: object, what: str, of: str = "it is used on") -> None:
-        """Raises InputError, with `what` in front, for memory of another device."""
+        """Raises InputError, with `what` and the memory in front, for memory of another device."""
         if not self.takes(memory):
             theirs = memory._pointer[1].space  # type: ignore[attr-defined]
             raise InputError(
-                f"{what} is memory of another device ({theirs.name}), and {of} {self.name} "
-                "(# counts the devices opened in this process): make it on that device, and copy "
-                "through the host: buffer.copy_from(other.to_numpy(its_stream), stream)"
+                f"{what} {memory!r} is memory of another device ({theirs.name}), and {of} "
+                f"{self.name} (# counts the devices opened in this process): make it on that device, "
+                "and copy through the host: buffer.copy_from(other.to_numpy(its_stream), stream)"
             )
 
 

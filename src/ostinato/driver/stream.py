@@ -108,7 +108,7 @@ class Operation:
             if of is not context and isinstance(of, Context):
                 space = context.space
                 if hasattr(owner, "_pointer"):
-                    space.require(owner, f"{self.name}: {owner!r}")
+                    space.require(owner, f"{self.name}:")
                 else:
                     context.require_same(of, f"{self.name}: {owner!r}", "it is used on")
         self._found_open[0] = epoch

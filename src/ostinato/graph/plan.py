@@ -343,7 +343,7 @@ def moves_of(
         target = new if owner is None else owner
         if getattr(target, "closed", False):
             raise ClosedError("a new target is closed; nothing was changed")
-        space.require(new, f"the new target {new!r}", "the executable is of")
+        space.require(new, "the new target", "the executable is of")
         was, holds = held_by(old), held_by(new)
         if was is not None and holds is not None and was != holds:
             raise InputError(
