@@ -179,8 +179,9 @@ class Space:
             theirs = memory._pointer[1].space  # type: ignore[attr-defined]
             raise InputError(
                 f"{what} {memory!r} is memory of another device ({theirs.name}), and {of} "
-                f"{self.name} (# counts the devices opened in this process): make it on that device, "
-                "and copy through the host: buffer.copy_from(other.to_numpy(its_stream), stream)"
+                f"{self.name} (# counts the devices opened in this process): make it on that "
+                "device, and copy through the host: "
+                "buffer.copy_from(other.to_numpy(its_stream), stream)"
             )
 
 
