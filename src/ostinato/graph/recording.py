@@ -171,7 +171,9 @@ class Recording(Tap):
     def build(self, *, serial: bool = False) -> Graph:
         """A graph of what was recorded.
 
-        `serial` chains everything in order instead of by memory touched.  Raises CaptureBrokenError
+        `serial` chains everything in order instead of by memory touched.  The edges do not follow
+        later changes: two nodes that are patched or rebound to the same memory, and that touched
+        none in common before, run in no certain order without `serial`.  Raises CaptureBrokenError
         with the line if something ran that a graph cannot do again; GraphError if nothing was
         recorded or the driver refuses a node.  Nothing is left behind then.
         """
