@@ -60,6 +60,15 @@ def spread(launch: Any, both: bytes, n: int, m: int) -> None:
     launch.memory(target, 4 * n).view("i4")[:] = values
 
 
+@ost.host_kernel("both: bytes[16], n: u32")
+def picked(launch: Any, both: bytes, n: int) -> None:
+    """Two addresses inside one argument: n i32 at the second are the squares of those at the first,
+    which must be below 64, as an index that a kernel asserts."""
+    source, target = (int.from_bytes(both[i : i + 8], "little") for i in (0, 8))
+    index = launch.memory(source, 4 * n).view("u4")
+    launch.memory(target, 4 * n).view("u4")[:] = (np.arange(64, dtype="u4") ** 2)[index]
+
+
 @ost.host_kernel("tickets: *i32, y: *i32, x: *const i32")
 def last_one(_: Any, tickets: Any, y: Any, x: Any) -> None:
     """As kernels that share a sum among blocks: who finds three tickets drawn writes the result,

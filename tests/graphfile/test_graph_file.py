@@ -18,6 +18,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import ConditionalKind, KernelTable
 from ostinato.errors import ClosedError, DriverError, GraphFileError, InputError
+from ostinato.graphfile import saving
 from ostinato.graphfile.show import file_text
 from tests.emulator.stub import build, stub_device
 from tests.graphfile.file_kernels import (
@@ -33,6 +34,7 @@ from tests.graphfile.file_kernels import (
     nonzero,
     once,
     packed,
+    picked,
     spread,
 )
 
@@ -532,9 +534,12 @@ def test_memory_that_is_read_and_has_no_name_is_refused(
 
 
 def test_memory_that_results_depend_on_is_named_by_the_check(
-    host_device: Device, stream: ost.Stream, path: Path
+    host_device: Device, stream: ost.Stream, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`hidden` is read before it is written, which no signature tells."""
+    """`hidden` is read before it is written, which no signature tells.  What the checking process
+    wrote is there too: a GPU writes there which assertion of a kernel failed."""
+    print_first = "import sys; print('Assertion `i < n` failed', file=sys.stderr);"
+    monkeypatch.setattr(saving, "_PROGRAM", print_first + saving._PROGRAM)
     x, hidden, y = ints(host_device, 1), ints(host_device, 50), ints(host_device, 0)
     innocent = ints(host_device, 0)
     with ost.capture(stream) as under_way:
@@ -543,7 +548,7 @@ def test_memory_that_results_depend_on_is_named_by_the_check(
         ost.copy(stream, y, hidden)
     with pytest.raises(
         GraphFileError,
-        match=rf"4 bytes of 'y' differ.*without a name.*{hidden.address:#x} .*node 1",
+        match=rf"bytes of 'y' differ.*`i < n` failed.*without a name.*{hidden.address:#x} .*node 1",
     ):
         ost.graphfile.save(under_way.graph, path, inputs={"x": x}, outputs={"y": y})
     assert not path.exists()
@@ -615,6 +620,21 @@ def test_a_result_in_the_place_of_something_larger(
         z = second * 5 + np.arange(4)
         assert loaded.outputs["z"].to_numpy(stream).tolist() == z.tolist()
     ost.graphfile.check(host_device, path)
+
+
+def test_indices_outside_of_a_result_that_has_their_place(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    """The check finds where they are: it is not ended by a kernel that asserts them."""
+    arena, x = host_device.zeros(64, np.int32), host_device.array(np.arange(32), np.int32)
+    y, indices = arena.view(0, 4, np.int32), arena.view(64, 4, np.int32)
+    writes, reads = kernel(host_device, spread), kernel(host_device, picked)
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, writes, ONE, words((x, y)), 32, 0)  # also to `indices`
+        ost.launch(stream, reads, ONE, words((indices, y)), 4)
+    ost.graphfile.save(under_way.graph, path, inputs={"x": x}, outputs={"y": y})
+    loaded = ost.graphfile.load(host_device, path)
+    assert result(loaded, stream, list(range(32))) == [256, 289, 324, 361]
 
 
 def test_what_leaves_its_block_does_not_pass_a_check(

@@ -1,7 +1,7 @@
 """The check of a graph file: loaded elsewhere, run on its stored inputs, compared bit by bit.
 
-All memory but inputs and constants is filled with a pattern before a launch, with other ones before
-the next two, and with what the third has left before the last: whatever the graph reads without
+All memory but inputs and constants is filled with zeros before a launch, with patterns before the
+next three, and with what the fourth has left before the last: whatever the graph reads without
 having written it changes its results.  Each block lies between guards: a pointer whose reach is not
 known may lead out of the block, when its memory was that of a larger tensor before.
 """
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ostinato.driver.api import KernelNodeParams, MemoryRange
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.stream import Stream
-from ostinato.errors import GraphFileError, OstinatoError
+from ostinato.errors import DriverError, GraphFileError, OstinatoError
 from ostinato.graphfile.container import Contents, open_file, tensor_bytes
 from ostinato.graphfile.loading import Guard, LoadedGraph, Loader, constants_of
 from ostinato.graphfile.records import NamedBuffer
@@ -134,14 +134,23 @@ class Trial:
     def difference(self) -> str:
         """What differs, in words, with patterns in all memory and then with what the last launch
         left there; empty if nothing does."""
-        for poison in _POISONS:
+        # Zeros first: a launch that writes outside of its memory may read a pattern in place of an
+        # index, and fail. With zeros it ends, and is told where it writes; all but zeros is seen.
+        for poison in (0, *_POISONS):
             for block in self.blocks:
                 self._fill(block, poison)
             for guard in self._loader.guards:
                 self._fill_range(guard.memory, poison)
-            what = self._outcome()
-            for guard in self._loader.guards:
-                self._look_at(guard, poison)
+            try:
+                what = self._outcome()
+            except DriverError:
+                if not self.strays:
+                    raise
+            else:
+                for guard in self._loader.guards:
+                    self._look_at(guard, poison)
+                if not (poison or what):
+                    continue
             if self.strays:
                 block, stray = next(iter(self.strays.items()))
                 return (

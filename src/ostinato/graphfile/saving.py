@@ -809,7 +809,8 @@ def _asked(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     paper.write_text(json.dumps({**job, "answer": str(reply)}))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-c", _PROGRAM, str(paper)]
-    try:
+    said, ended = "", "it did not end"
+    with suppress(subprocess.TimeoutExpired):
         done = subprocess.run(
             command,
             env=environment,
@@ -818,12 +819,12 @@ def _asked(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
             timeout=_CHECK_SECONDS + len(job["loose"]) / 2,  # each is a few launches more
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        words = "it did not end"
-    else:
-        words = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        said, ended = done.stderr.strip().rpartition("\n")[2], f"status {done.returncode}"
+    words = said or ended
     with suppress(OSError, ValueError):
         answer: dict[str, Any] = json.loads(reply.read_text())
         if {"passed", "block", "loose"} & answer.keys():
+            if said and answer.get("what"):  # such as which assertion of a kernel failed
+                answer["what"] += f" (the checking process wrote: {said})"
             return {"passed": False, "why": "content", "what": words, **answer}
     return {"passed": False, "why": "content", "what": f"the checking process failed: {words}"}
