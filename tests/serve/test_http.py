@@ -692,7 +692,7 @@ def test_a_deadline_in_the_middle_of_a_stream(reference: TextGenerator) -> None:
                         break
         finally:
             del reference.decoder.run_batch
-        assert server.engine._ends[End.DEADLINE] == 1
+        assert server.engine._counts.ended[End.DEADLINE] == 1
     events = re.findall(rb"data: (.*)\n\n", came)
     assert json.loads(events[0])["choices"] and b"[DONE]" not in came
     assert json.loads(events[-1])["error"]["code"] == "deadline"
@@ -921,7 +921,7 @@ def test_who_never_reads_is_cut_off(impatient: tuple[Server, tuple[str, int]]) -
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.connect(address)
         raw.sendall(3 * request)
-        until(lambda: server.engine._counts["submitted"])
+        until(lambda: server.engine._counts.submitted)
         until(lambda: not server._uvicorn.server_state.connections)
     until(lambda: server.engine._scheduler.under_way == 0)
 
@@ -950,7 +950,7 @@ def test_a_second_ctrl_c_ends_it_at_once(reference: TextGenerator) -> None:
             until(lambda: not server.engine._entries)
         finally:
             del reference.decoder.run_batch
-    assert server.engine._ends[End.CANCELLED] >= 8, "it waits for the answers"
+    assert server.engine._counts.ended[End.CANCELLED] >= 8, "it waits for the answers"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

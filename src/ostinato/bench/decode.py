@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -308,10 +308,8 @@ class _Contest:
         for number in range(len(runs[ours[0]]) if ours else 0):  # each round has its own prompt
             answers = {name: [runs[name][number]] for name in ours}
             self._compare(answers, ours, f"{where}: in round {number + 1}")
-        times = {t.name: Times.of(runs[t.name], 1) for t in takers}
-        best = min((times[t.name].median for t in takers if t.ours), default=None)
-        for taker in takers:
-            found, piece = times[taker.name], taker.piece(count)
+        for taker, found, ours_is in _timed(takers, runs, dict.fromkeys(runs, 1)):
+            piece = taker.piece(count)
             floor = self._us(self._traffic().prompt(count, piece))
             self.result.prompts.append(
                 PromptRow(
@@ -326,7 +324,7 @@ class _Contest:
                     rounds=found.rounds,
                     floor_us=floor,
                     of_floor=floor / found.median,
-                    ours_is=None if best is None else found.median / best,
+                    ours_is=ours_is,
                 )
             )
 
@@ -415,10 +413,8 @@ class _Contest:
         runs: dict[str, list[Timed]],
         counts: dict[str, int],
     ) -> None:
-        times = {t.name: Times.of(runs[t.name], counts[t.name]) for t in takers}
-        best = min((times[t.name].median for t in takers if t.ours), default=None)
-        for taker in takers:
-            found, count = times[taker.name], counts[taker.name]
+        for taker, found, ours_is in _timed(takers, runs, counts):
+            count = counts[taker.name]
             floor = self._floor(point, count)
             self.result.rows.append(
                 Row(
@@ -436,7 +432,7 @@ class _Contest:
                     rounds=found.rounds,
                     floor_us=floor,
                     of_floor=floor / found.median,
-                    ours_is=None if best is None else found.median / best,
+                    ours_is=ours_is,
                     details=taker.details(),
                 )
             )
@@ -455,6 +451,18 @@ class _Contest:
         assert self.result.bandwidth is not None
         shared = self.result.ranks if self.device.capabilities.host_memory_is_device_memory else 1
         return nbytes * shared / self.result.bandwidth.best * 1e6
+
+
+def _timed(
+    takers: Sequence[Contestant], runs: Mapping[str, list[Timed]], counts: Mapping[str, int]
+) -> Iterator[tuple[Contestant, Times, float | None]]:
+    """Each with the time of one of its `counts`, and how many times as fast the fastest of our ways
+    is; None without one."""
+    times = {t.name: Times.of(runs[t.name], counts[t.name]) for t in takers}
+    best = min((times[t.name].median for t in takers if t.ours), default=None)
+    for taker in takers:
+        found = times[taker.name]
+        yield taker, found, None if best is None else found.median / best
 
 
 def first_line(error: BaseException) -> str:

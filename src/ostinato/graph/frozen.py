@@ -1,8 +1,8 @@
 """`Frozen`: a graph and the graphs inside its nodes, as they were when an executable was made.
 
-And what is worked out from graphs as a whole: what bodies of conditional nodes cannot hold, loops
-that cannot end, and what a whole update would silently keep: launch attributes, and the kinds of
-edges.
+This file also has what is worked out from graphs as a whole: what bodies of conditional nodes
+cannot hold, loops that cannot end, and what a whole update would silently keep: launch attributes,
+and the kinds of edges.
 
 An update pairs each node of the new graph with one of the executable.  CUDA pairs along the edges
 (measured), by a rule that it does not document.  If the nodes and edges of both graphs are the same

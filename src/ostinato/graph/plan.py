@@ -48,9 +48,8 @@ from ostinato.memory.ranges import KnownRanges, Target, range_of
 class Change:
     """A node and the parameters that it is to have.
 
-    `owners`: what its changed words point at now.
-    `whole`: all words were replaced, with `signature` for a new function.  `ours`: of a child
-    graph, the nodes that this library made.
+    `owners`: what its changed words point at now.  `whole`: all words were replaced, with
+    `signature` for a new function.  `ours`: the nodes of a child graph that this library made.
     """
 
     node: Node
@@ -96,14 +95,14 @@ class RebindReport:
 
     def __init__(
         self,
-        words: tuple[ReboundWord, ...] | Callable[[], tuple[ReboundWord, ...]],
-        left: tuple[LeftWord, ...] = (),
+        words: Callable[[], tuple[ReboundWord, ...]],
+        left: tuple[LeftWord, ...],
         *,
         nodes: int,
     ) -> None:
-        """`words` may be a function, which is called when they are first asked for."""
-        self._words = words if isinstance(words, tuple) else None
-        self._later = None if isinstance(words, tuple) else words
+        """`words` is called when they are first asked for."""
+        self._words: tuple[ReboundWord, ...] | None = None
+        self._later: Callable[[], tuple[ReboundWord, ...]] | None = words
         self._nodes = nodes
         self.left = left
 

@@ -146,12 +146,11 @@ class Trial:
             except DriverError:
                 if not self.strays:
                     raise
+                what = ""
             else:
                 for guard in self._loader.guards:
                     self._look_at(guard, poison)
-                if not (poison or what):
-                    continue
-            if self.strays:
+            if self.strays and (poison or what):
                 block, stray = next(iter(self.strays.items()))
                 return (
                     f"a launch writes outside of its memory, {stray.before} bytes before and "

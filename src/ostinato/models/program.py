@@ -182,7 +182,7 @@ def decode_program(
 
 @functools.cache
 def parameter_names(signature: str) -> tuple[str, ...]:
-    """Of a kernel, in order."""
+    """The names of a kernel's parameters, in order."""
     return tuple(part.split(":")[0].strip() for part in signature.split(","))
 
 

@@ -18,7 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ostinato.errors import ContextPoisonedError, LogitsError, OstinatoError
@@ -156,10 +156,17 @@ class _Entry:
     tokens: int = 0
 
 
-_COUNTED = (
-    *("submitted", "prompt_tokens", "cached_tokens", "answer_tokens"),
-    *("steps", "step_rows", "reads"),
-)
+@dataclass(slots=True)
+class _Counts:
+    submitted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+    steps: int = 0
+    step_rows: int = 0
+    reads: int = 0
+    refused: Counter[Refused] = field(default_factory=Counter)
+    ended: Counter[End] = field(default_factory=Counter)
 
 
 class Engine:
@@ -205,9 +212,7 @@ class Engine:
         self._together: dict[int, tuple[int, ...]] = {}
         """Ends of prompts by slot, of which the scheduler knows that they are read and the decoder
         does not yet: they are read in one step."""
-        self._counts = dict.fromkeys(_COUNTED, 0)
-        self._refused: Counter[Refused] = Counter()
-        self._ends: Counter[End] = Counter()
+        self._counts = _Counts()
         self._questions: deque[Future[EngineStatistics]] = deque()
         self._updates: dict[int, tuple[Listener, Update]] = {}
         self._urgent: set[int] = set()
@@ -247,7 +252,7 @@ class Engine:
         with self._lock:
             refused = self._refusal(len(jobs))
             if refused is not None:
-                self._refused[refused] += len(jobs)
+                self._counts.refused[refused] += len(jobs)
                 return refused
             numbers = []
             for job, listener, text in zip(jobs, listeners, texts, strict=True):
@@ -255,7 +260,7 @@ class Engine:
                 assert number is not None, "there was room"
                 self._entries[number] = _Entry(job, listener, text, now)
                 numbers.append(number)
-            self._counts["submitted"] += len(jobs)
+            self._counts.submitted += len(jobs)
             self._changed.notify()
         return tuple(numbers)
 
@@ -265,7 +270,7 @@ class Engine:
         with self._lock:
             refused = self._refusal(jobs + others)
             if refused is not None:
-                self._refused[refused] += jobs
+                self._counts.refused[refused] += jobs
             return refused
 
     def _refusal(self, jobs: int) -> Refused | None:
@@ -442,7 +447,7 @@ class Engine:
             self._scheduler.done(action)
             entry.placed = time.monotonic()
             entry.cached = action.kept
-            self._counts["cached_tokens"] += action.kept
+            self._counts.cached_tokens += action.kept
 
     def _joins(self, action: Action | None) -> bool:
         """Whether it can be done before the ends of prompts that were gathered are read."""
@@ -472,8 +477,8 @@ class Engine:
         else:
             self._decoder.extend(piece, action.slot)
         with self._lock:
-            self._counts["reads"] += 1
-            self._counts["prompt_tokens"] += len(piece)
+            self._counts.reads += 1
+            self._counts.prompt_tokens += len(piece)
             self._scheduler.done(action)
         self._flush()
 
@@ -485,8 +490,8 @@ class Engine:
             for item in run:
                 now = time.monotonic()
                 with self._lock:
-                    self._counts["steps"] += 1
-                    self._counts["step_rows"] += len(item)
+                    self._counts.steps += 1
+                    self._counts.step_rows += len(item)
                     self._scheduler.stepped()
                     self._took(item)
                     if now >= look:
@@ -515,7 +520,7 @@ class Engine:
             scheduler.chosen(slot, token)
             entry = self._entries[number]
             entry.tokens += 1
-            self._counts["answer_tokens"] += 1
+            self._counts.answer_tokens += 1
             if entry.first is None:
                 entry.first = now
             ended = token in decoder.stop_tokens
@@ -546,7 +551,7 @@ class Engine:
         if entry is None:
             return
         self._scheduler.end(number)
-        self._ends[end] += 1
+        self._counts.ended[end] += 1
         began = entry.began
         placed, first = (None if t is None else t - began for t in (entry.placed, entry.first))
         timing = Timing(placed, first, time.monotonic() - began, entry.tokens, end)
@@ -574,15 +579,21 @@ class Engine:
                 asked.set_exception(error)
 
     def _statistics(self) -> EngineStatistics:
-        device = self.generator.device
+        device, counts = self.generator.device, self._counts
         free, total = device.memory_info()
         return EngineStatistics(
-            **self._counts,
             slots=self._slots,
             under_way=self._scheduler.under_way,
             waiting=self._scheduler.waiting,
-            refused={reason.value: self._refused[reason] for reason in Refused},
-            ended={end.value: self._ends[end] for end in End},
+            submitted=counts.submitted,
+            refused={reason.value: counts.refused[reason] for reason in Refused},
+            ended={end.value: counts.ended[end] for end in End},
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            answer_tokens=counts.answer_tokens,
+            steps=counts.steps,
+            step_rows=counts.step_rows,
+            reads=counts.reads,
             decoder=self._decoder.statistics(),
             modules=device.modules.statistics(),
             memory_free=free,

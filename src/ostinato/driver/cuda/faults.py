@@ -25,6 +25,7 @@ from contextlib import suppress
 from ctypes import byref
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from ostinato.driver.api import (
     CaptureMode,
@@ -161,11 +162,17 @@ class Survey:
 _faults: list[DriverFault] = []
 
 
-def _fault(
-    name: str, what: str, *, dumps: bool = False
-) -> Callable[[Callable[[CudaDriver], Finding]], None]:
-    """A decorator: makes a fault of its probe."""
-    return lambda probe: _faults.append(DriverFault(name, what, probe, dumps))
+_Probe: TypeAlias = Callable[[CudaDriver], Finding]
+
+
+def _fault(name: str, what: str, *, dumps: bool = False) -> Callable[[_Probe], _Probe]:
+    """A decorator: adds the fault that a probe shows to the known ones."""
+
+    def add(probe: _Probe) -> _Probe:
+        _faults.append(DriverFault(name, what, probe, dumps))
+        return probe
+
+    return add
 
 
 def _either(present: bool, detail: str) -> Finding:

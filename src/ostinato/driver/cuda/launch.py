@@ -275,8 +275,9 @@ def attribute_values(
 def config_of(
     sizes: Sequence[int], found: dict[int, cu.LaunchAttributeValue], *, programmatic: bool
 ) -> LaunchConfig:
-    """That of a node with this grid (three numbers), block (three), dynamic shared memory and
-    attributes.  An attribute that the device lacks counts as not set."""
+    """The launch shape of a node with these `sizes`: grid (three numbers), block (three) and
+    dynamic shared memory; and these attributes.  An attribute that the device lacks counts as not
+    set."""
     cluster = None
     if value := found.get(cu.ATTRIBUTE_CLUSTER_DIMENSION):
         size = value.clusterDim

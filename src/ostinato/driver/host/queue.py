@@ -135,7 +135,7 @@ class WorkQueue:
 
     Submissions are not guarded against Ctrl-C (`driver.interrupts`), which would make launches
     slower.  So a task enters the queue together with its number, in one step, and leaves it only
-    after `completed` has reached the number; and whoever waits wakes the worker once more.
+    after `completed` has reached the number; and each wait wakes the worker once more.
 
     A waiter first puts itself on the list and then reads `completed`; the worker first raises
     `completed` and then reads the list.  So no waiter is missed.

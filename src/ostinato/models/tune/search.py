@@ -115,7 +115,16 @@ class StepMeter(Closeable):
             self._compilers = CompilerPool(capability, folder=disk.folder)
         self.stream: Stream = device.create_stream()
         self._marks = [device.create_event(timing=True) for _ in range(2)]
+        try:
+            self._fill(context)
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self, context: int) -> None:
+        """Fills the cache with noise, and sets what the rows of every step share."""
         self._fill_cache()
+        rows = self.rows
         stops = np.full(self.plan.stops.buffer.shape, -1, np.int32)
         self.plan.stops.set(stops, self.stream)
         table = np.zeros(rows, ROW)
@@ -344,9 +353,11 @@ class Sweep:
         before = {c: self.meter.microseconds(start, c, careful=True) for c in self.contexts}
         block = ["block"] if self.rows == 1 and self.clusters else []
         order = ["warpgroups"] * self.warpgroups + ["start", *block, *_STAGES, "start"]
+        shares = [4 if name in (*block, *_STAGES) else 1 for name in order]
         for index, name in enumerate(order):
-            left = self.clock(), [1 + 3 * (one in (*block, *_STAGES)) for one in order[index:]]
-            self.stage(name, left[0] + max(0.0, deadline - left[0]) * left[1][0] / sum(left[1]))
+            now = self.clock()
+            share = shares[index] / sum(shares[index:])
+            self.stage(name, now + share * max(0.0, deadline - now))
             self.tell(f"{name}: {len(self.trials)} tried")
         after = {c: self.meter.microseconds(self.best, c, careful=True) for c in self.contexts}
         return SweepResult(self.best, before, after, tuple(self.trials), tuple(self.refused))
