@@ -2553,8 +2553,31 @@ def test_more_rows_than_a_slot_has_are_refused(device: Device) -> None:
     )
     with pytest.raises(InputError, match="only 8 rows"):
         step(rows=9)
-    assert step(rows=8).reason.name == "OVER_SLOT", "the bucket of 10 would reach over the end"
+    step(rows=8)
     assert (x.to_numpy(step.stream) == 2).all()
+
+
+def test_a_bucket_ends_with_the_rows_of_a_slot(device: Device) -> None:
+    """A slot of 6 rows, and powers of two: five rows ran eagerly for ever."""
+    whole = device.array(np.ones((8, 4), np.float32))
+    x = whole[:6]
+
+    def work(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, kernel(device, "scale"), config(rows * 4), x, rows * 4)
+
+    step = ost.GraphedStep(
+        work,
+        stream=device.create_stream(),
+        cache=ost.GraphCache(device),
+        slots=[ost.Slot("x", x, ost.Role.STATE, size="rows", scratch_padding=True)],
+        warmups=0,
+    )
+    for rows in (5, 6, 5):
+        step(rows=rows)
+    assert step.key(rows=5) == step.key(rows=6) != step.key(rows=4)
+    assert step.statistics().replayed == 3
+    assert (whole.to_numpy(step.stream)[5] == 8).all(), "a row of padding, within the slot"
+    assert (whole.to_numpy(step.stream)[6:] == 1).all(), "and none behind it"
 
 
 def test_a_bucket_that_is_too_small_for_its_size_is_refused(device: Device) -> None:

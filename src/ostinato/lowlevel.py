@@ -12,8 +12,8 @@ from ostinato.driver.forking import new_lock
 from ostinato.driver.host.kernel import HostLaunch
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.graph.node import every_node
-from ostinato.step.cache_statistics import table
 from ostinato.step.fills import FILL, fill_kernel, replace_small_fills
+from ostinato.step.statistics import table
 
 __all__ = [
     "FILL",

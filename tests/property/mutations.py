@@ -23,6 +23,7 @@ from ostinato.graph.shadow import Shadow
 from ostinato.state import staging
 from ostinato.step import buckets, check, sizes
 from ostinato.step.cache import Table
+from ostinato.step.entry import Kept
 from ostinato.step.flight import Flights
 
 Method = Callable[..., Any]
@@ -160,16 +161,16 @@ def half_a_capture_stays_in_the_graph(right: Method, self: Any, *rest: Any) -> N
 
 
 # --- caches
-@mutation(Table, "use")
-def a_cache_gives_the_graph_of_another_key(right: Method, self: Table, key: Any) -> Any:
-    found = right(self, key)
-    return found and next(reversed([e for k, e in self.entries.items() if k != key] or [found]))
+@mutation(GraphCache, "_leased")
+def a_cache_gives_the_graph_of_another_key(right: Method, self: GraphCache, key: Any) -> Any:
+    others = [other for other in self.table.entries if other != key]
+    return right(self, others[-1] if others and key in self.table.entries else key)
 
 
-@mutation(Table, "release")
-def a_held_graph_is_closed_by_the_first_release(right: Method, self: Table, entry: Any) -> bool:
-    right(self, entry)
-    return bool(entry.leaving)
+@mutation(Kept, "release")
+def a_held_graph_is_closed_by_the_first_release(right: Method, self: Kept) -> bool:
+    right(self)
+    return self.leaving
 
 
 @mutation(Table, "_trim")

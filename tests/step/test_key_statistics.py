@@ -7,7 +7,8 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import CaptureError
-from ostinato.step import Evictions, records
+from ostinato.step import Evictions
+from ostinato.step import cache as cache_module
 
 
 def graph_of(device: Device) -> ost.GraphExec:
@@ -46,7 +47,7 @@ def test_a_key_keeps_its_counts_when_its_graph_leaves(device: Device) -> None:
 def test_keys_are_forgotten_before_they_fill_the_memory(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "_REMEMBERED", 3)
+    monkeypatch.setattr(cache_module, "_REMEMBERED", 3)
     stream = device.create_stream()
     with ost.GraphCache(device) as cache:
         for key in range(10):
@@ -67,7 +68,7 @@ def test_a_key_whose_hash_changes_is_forgotten_too(
         def __hash__(self) -> int:
             return self.hash
 
-    monkeypatch.setattr(records, "_REMEMBERED", 3)
+    monkeypatch.setattr(cache_module, "_REMEMBERED", 3)
     stream, name = device.create_stream(), Name()
     with ost.GraphCache(device) as cache:
         assert not cache.replay(name, stream)

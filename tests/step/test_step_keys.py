@@ -21,8 +21,10 @@ from ostinato.step import (
     HeldReplay,
     PowersOfTwo,
     Reason,
-    key_state,
+    engine,
+    graphed_step,
 )
+from ostinato.step import cache as cache_module
 from ostinato.testing import FaultyDriver
 from tests.sources import config, kernel, preload
 
@@ -85,12 +87,12 @@ def test_a_line_for_each_key(device: Device) -> None:
 
 def test_replays_are_timed_now_and_then(device: Device) -> None:
     case = Counting(device, warmups=0)
-    for _ in range(2 * key_state.TIMED_EVERY + 1):
+    for _ in range(2 * engine.TIMED_EVERY + 1):
         case.step(rows=1)
     (line,) = case.step.statistics().keys
     assert line.us.count == 2, "one in so many, and not the first"
     assert 0 < line.us.p50 <= line.us.p99 == line.us.largest
-    assert case.value == 2 * key_state.TIMED_EVERY + 1
+    assert case.value == 2 * engine.TIMED_EVERY + 1
 
 
 def test_held_launches_count_for_their_key(device: Device) -> None:
@@ -107,12 +109,13 @@ def test_held_launches_count_for_their_key(device: Device) -> None:
 
 
 def test_keys_that_were_dropped_count_on(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_state, "_REMEMBERED", 2)
+    monkeypatch.setattr(cache_module, "_REMEMBERED", 2)
     case = Counting(device, warmups=0)
     held = case.step.hold(rows=1)
     assert isinstance(held, HeldReplay)
     for rows in (2, 4, 8):
         case.step(rows=rows)
+    case.cache.evict_all()  # keys with a graph are not dropped
     held.launch()
     statistics = case.step.statistics()
     assert [line.key for line in statistics.keys] == [case.step.key(rows=r) for r in (4, 8)]
@@ -222,7 +225,7 @@ def test_keys_are_asked_for_by_many_threads(
     host_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More sizes than the step keeps."""
-    monkeypatch.setattr(key_state, "_REMEMBERED", 1)
+    monkeypatch.setattr(graphed_step, "_REMEMBERED", 1)
     step, interval = Counting(host_device).step, sys.getswitchinterval()
 
     def ask(thread: int) -> None:
@@ -345,7 +348,7 @@ def test_a_recorded_run_counts_and_the_next_call_is_refused(host_device: Device)
     """The recorded run is a real one: a strict step raises at the next call, not after it."""
     faults = FaultyDriver(host_device.driver)
     case = Counting(preload(Device(faults)), strict=True, build="record")
-    faults.fail("graph_instantiate", status=2)
+    faults.fail("graph_instantiate", status=1)
     assert case.step(rows=1).reason is Reason.BUILD_FAILED
     faults.clear()
     assert case.value == 1

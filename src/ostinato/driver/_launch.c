@@ -1,6 +1,7 @@
 /* The hot paths of replays, launches and changes of graphs, compiled.
  *
- * Launcher and Prepared replay a graph: one comparison and one C call without the GIL.
+ * Launcher and Prepared replay a graph: one comparison and one C call without the GIL.  Repeat
+ * replays one that has a Seat in a cache, if all is as it was.
  * Packer turns the arguments of a kernel into bytes, KernelCall launches bytes that are packed
  * already, and FunctionCall packs and launches in one call.  KernelNode sets the arguments of an
  * executable's node, and read_nodes reads a definition.  module_listener is what CUPTI calls.
@@ -13,6 +14,7 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <structmember.h>
 #include <math.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -20,7 +22,7 @@
 #include <string.h>
 
 typedef struct {
-    PyTypeObject *prepared_type, *packer_type, *kernel_node_type;
+    PyTypeObject *prepared_type, *launcher_type, *seat_type, *packer_type, *kernel_node_type;
 } State;
 
 /* Handles and addresses come as non-negative integers. */
@@ -137,12 +139,39 @@ typedef struct {
     Call call;
 } Launcher;
 
+/* Launches on the hot stream; -1 with an exception if that failed. */
+static int
+launch_hot(Launcher *self, PyObject *stream)
+{
+    int status;
+    if (self->call.function != NULL) {
+        status = call_without_gil(self->call);
+    }
+    else {
+        PyObject *prepared = Py_NewRef(self->prepared); /* it may be cooled while it is called */
+        PyObject *answer = PyObject_CallNoArgs(prepared);
+        Py_DECREF(prepared);
+        if (answer == NULL)
+            return -1;
+        status = PyObject_IsTrue(answer);
+        Py_DECREF(answer);
+        if (status < 0)
+            return -1;
+    }
+    if (status != 0) {
+        PyObject *done = PyObject_CallMethod((PyObject *)self, "_launch_checked", "O", stream);
+        if (done == NULL)
+            return -1;
+        Py_DECREF(done);
+    }
+    return 0;
+}
+
 static PyObject *
 launcher_launch(PyObject *op, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
     Launcher *self = (Launcher *)op;
     PyObject *stream;
-    int status;
     Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names);
     if (count + named != 1 ||
         (named && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, 0), "stream") != 0)) {
@@ -152,22 +181,8 @@ launcher_launch(PyObject *op, PyObject *const *args, Py_ssize_t count, PyObject 
     stream = args[0];
     if (stream != self->stream)
         return PyObject_CallMethod(op, "_launch_slowly", "O", stream);
-    if (self->call.function != NULL) {
-        status = call_without_gil(self->call);
-    }
-    else {
-        PyObject *prepared = Py_NewRef(self->prepared); /* it may be cooled while it is called */
-        PyObject *answer = PyObject_CallNoArgs(prepared);
-        Py_DECREF(prepared);
-        if (answer == NULL)
-            return NULL;
-        status = PyObject_IsTrue(answer);
-        Py_DECREF(answer);
-        if (status < 0)
-            return NULL;
-    }
-    if (status != 0)
-        return PyObject_CallMethod(op, "_launch_checked", "O", stream);
+    if (launch_hot(self, stream) < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -262,6 +277,344 @@ static PyType_Spec launcher_spec = {
     .basicsize = sizeof(Launcher),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = launcher_slots,
+};
+
+/* ----------------------------------------------------------------------------------------- Seat */
+
+/* Read and written with the GIL held and no Python code in between, so each call is whole. */
+typedef struct {
+    PyObject_HEAD
+    Py_ssize_t leases, uses;
+    char leaving;
+} Seat;
+
+static PyObject *
+seat_lease(PyObject *op, PyObject *Py_UNUSED(none))
+{
+    Seat *self = (Seat *)op;
+    if (self->leaving)
+        Py_RETURN_FALSE;
+    self->leases++;
+    self->uses++;
+    Py_RETURN_TRUE;
+}
+
+static PyObject *
+seat_release(PyObject *op, PyObject *Py_UNUSED(none))
+{
+    Seat *self = (Seat *)op;
+    self->leases--;
+    return PyBool_FromLong(self->leaving && self->leases == 0);
+}
+
+static PyObject *
+seat_leave(PyObject *op, PyObject *Py_UNUSED(none))
+{
+    Seat *self = (Seat *)op;
+    self->leaving = 1;
+    return PyBool_FromLong(self->leases == 0);
+}
+
+static PyMethodDef seat_methods[] = {
+    {"lease", seat_lease, METH_NOARGS, "lease($self, /)\n--\n\n"},
+    {"release", seat_release, METH_NOARGS, "release($self, /)\n--\n\n"},
+    {"leave", seat_leave, METH_NOARGS, "leave($self, /)\n--\n\n"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef seat_members[] = {
+    {"leases", T_PYSSIZET, offsetof(Seat, leases), READONLY, NULL},
+    {"uses", T_PYSSIZET, offsetof(Seat, uses), READONLY, NULL},
+    {"leaving", T_BOOL, offsetof(Seat, leaving), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot seat_slots[] = {
+    {Py_tp_doc, "See PythonSeat in ostinato.driver.launcher."},
+    {Py_tp_methods, seat_methods},
+    {Py_tp_members, seat_members},
+    {Py_tp_dealloc, free_object},
+    {0, NULL},
+};
+
+static PyType_Spec seat_spec = {
+    .name = "ostinato.driver._launch.Seat",
+    .basicsize = sizeof(Seat),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .slots = seat_slots,
+};
+
+/* --------------------------------------------------------------------------------------- Repeat */
+
+/* Cold: `sizes` is NULL.  Armed: all of the second group is set. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *acquire, *unlock, *answer, *guarded, *release;
+    PyObject *sizes, *wanted, *seat, *launcher, *stream;
+    Py_ssize_t left, count;
+} Repeat;
+
+static PyObject *
+repeat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"lock", "answer", "guarded", "release", NULL};
+    PyObject *lock, *answer, *guarded, *release;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!O:Repeat", names, &lock, &answer,
+                                     &PyTuple_Type, &guarded, &release))
+        return NULL;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(guarded); i++) {
+        PyObject *pair = PyTuple_GetItem(guarded, i);
+        if (!PyTuple_CheckExact(pair) || PyTuple_Size(pair) != 2) {
+            PyErr_SetString(PyExc_TypeError, "guarded: pairs of an object and a name are needed");
+            return NULL;
+        }
+    }
+    PyObject *acquire = PyObject_GetAttrString(lock, "acquire");
+    PyObject *unlock = acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
+    Repeat *self = unlock == NULL ? NULL : (Repeat *)new_object(type);
+    if (self == NULL) {
+        Py_XDECREF(acquire);
+        Py_XDECREF(unlock);
+        return NULL;
+    }
+    self->acquire = acquire;
+    self->unlock = unlock;
+    self->answer = Py_NewRef(answer);
+    self->guarded = Py_NewRef(guarded);
+    self->release = Py_NewRef(release);
+    return (PyObject *)self;
+}
+
+static void
+set_armed(Repeat *self, PyObject *sizes, PyObject *wanted, PyObject *seat, PyObject *launcher,
+          PyObject *stream)
+{
+    PyObject *old[] = {self->sizes, self->wanted, self->seat, self->launcher, self->stream};
+    self->sizes = Py_XNewRef(sizes);
+    self->wanted = Py_XNewRef(wanted);
+    self->seat = Py_XNewRef(seat);
+    self->launcher = Py_XNewRef(launcher);
+    self->stream = Py_XNewRef(stream);
+    for (int i = 0; i < 5; i++)
+        Py_XDECREF(old[i]); /* last: this may run anything */
+}
+
+static PyObject *
+repeat_arm(PyObject *op, PyTypeObject *defined_by, PyObject *const *args, Py_ssize_t count,
+           PyObject *names)
+{
+    Repeat *self = (Repeat *)op;
+    State *state = PyType_GetModuleState(defined_by);
+    if (state == NULL)
+        return NULL;
+    if (count != 6 || names != NULL || !PyDict_CheckExact(args[0]) ||
+        !PyTuple_CheckExact(args[1]) || PyTuple_Size(args[1]) != PyTuple_Size(self->guarded) ||
+        !PyObject_TypeCheck(args[2], state->seat_type) ||
+        !PyObject_TypeCheck(args[3], state->launcher_type)) {
+        PyErr_SetString(PyExc_TypeError, "arm takes sizes, what is wanted of each guarded "
+                                         "attribute, a Seat, a Launcher, a stream and a number");
+        return NULL;
+    }
+    Py_ssize_t left = PyLong_AsSsize_t(args[5]);
+    if (left == -1 && PyErr_Occurred())
+        return NULL;
+    self->left = left;
+    set_armed(self, args[0], args[1], args[2], args[3], args[4]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+repeat_cool(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    set_armed((Repeat *)self, NULL, NULL, NULL, NULL, NULL);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+repeat_taken(PyObject *op, PyObject *Py_UNUSED(none))
+{
+    Repeat *self = (Repeat *)op;
+    Py_ssize_t count = self->count;
+    self->count = 0;
+    return PyLong_FromSsize_t(count);
+}
+
+/* Whether two dicts have the same items, all of them exact whole numbers; -1 with an exception. */
+static int
+same_sizes(PyObject *given, PyObject *sizes)
+{
+    PyObject *name, *value;
+    Py_ssize_t at = 0;
+    if (PyDict_Size(given) != PyDict_Size(sizes))
+        return 0;
+    while (PyDict_Next(given, &at, &name, &value)) {
+        PyObject *wanted = PyDict_GetItemWithError(sizes, name);
+        if (wanted == NULL)
+            return PyErr_Occurred() ? -1 : 0;
+        if (!PyLong_CheckExact(value))
+            return 0;
+        int same = value == wanted ? 1 : PyObject_RichCompareBool(value, wanted, Py_EQ);
+        if (same != 1)
+            return same;
+    }
+    return 1;
+}
+
+/* Whether each guarded attribute is the object that is wanted; -1 with an exception. */
+static int
+all_guarded(PyObject *guarded, PyObject *wanted)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_Size(guarded); i++) {
+        PyObject *pair = PyTuple_GetItem(guarded, i);
+        PyObject *value = PyObject_GetAttr(PyTuple_GetItem(pair, 0), PyTuple_GetItem(pair, 1));
+        if (value == NULL)
+            return -1;
+        int same = value == PyTuple_GetItem(wanted, i);
+        Py_DECREF(value);
+        if (!same)
+            return 0;
+    }
+    return 1;
+}
+
+/* The launch, with the lock held: 1 if it was made, 0 if not, -1 with an exception. */
+static int
+repeat_launch(Repeat *self, PyObject *sizes)
+{
+    if (self->sizes != sizes || self->left <= 0)
+        return 0; /* another thread's call came in between */
+    PyObject *wanted = Py_NewRef(self->wanted);
+    int made = all_guarded(self->guarded, wanted);
+    Py_DECREF(wanted);
+    if (made != 1)
+        return made;
+    if (self->sizes != sizes)
+        return 0;
+    Seat *seat = (Seat *)self->seat;
+    Launcher *launcher = (Launcher *)self->launcher;
+    if (launcher->stream != self->stream || seat->leaving)
+        return 0;
+    PyObject *stream = Py_NewRef(self->stream); /* it may be cooled meanwhile */
+    Py_INCREF((PyObject *)seat);
+    Py_INCREF((PyObject *)launcher);
+    seat->leases++;
+    seat->uses++;
+    if (launch_hot(launcher, stream) < 0) {
+        made = -1;
+    }
+    else {
+        self->left--;
+        self->count++;
+    }
+    seat->leases--;
+    if (seat->leaving && seat->leases == 0) {
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        PyObject *done = PyObject_CallFunctionObjArgs(self->release, (PyObject *)seat, NULL);
+        if (done == NULL)
+            made = -1;
+        Py_XDECREF(done);
+        if (type != NULL)
+            PyErr_Restore(type, value, trace);
+    }
+    Py_DECREF((PyObject *)seat);
+    Py_DECREF((PyObject *)launcher);
+    Py_DECREF(stream);
+    return made;
+}
+
+static PyObject *
+repeat_again(PyObject *op, PyObject *given)
+{
+    Repeat *self = (Repeat *)op;
+    if (self->sizes == NULL || !PyDict_CheckExact(given))
+        Py_RETURN_NONE;
+    PyObject *sizes = Py_NewRef(self->sizes);
+    int made = same_sizes(given, sizes);
+    if (made == 1) {
+        PyObject *done = PyObject_CallNoArgs(self->acquire);
+        made = done == NULL ? -1 : repeat_launch(self, sizes);
+        if (done != NULL) {
+            PyObject *type, *value, *trace;
+            PyErr_Fetch(&type, &value, &trace);
+            Py_DECREF(done);
+            done = PyObject_CallNoArgs(self->unlock);
+            if (done == NULL)
+                made = -1;
+            Py_XDECREF(done);
+            if (type != NULL)
+                PyErr_Restore(type, value, trace);
+        }
+    }
+    Py_DECREF(sizes);
+    if (made < 0)
+        return NULL;
+    return Py_NewRef(made ? self->answer : Py_None);
+}
+
+static int
+repeat_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    Repeat *self = (Repeat *)op;
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(self->acquire);
+    Py_VISIT(self->unlock);
+    Py_VISIT(self->answer);
+    Py_VISIT(self->guarded);
+    Py_VISIT(self->release);
+    Py_VISIT(self->sizes);
+    Py_VISIT(self->wanted);
+    Py_VISIT(self->seat);
+    Py_VISIT(self->launcher);
+    Py_VISIT(self->stream);
+    return 0;
+}
+
+static int
+repeat_clear(PyObject *op)
+{
+    Repeat *self = (Repeat *)op;
+    set_armed(self, NULL, NULL, NULL, NULL, NULL);
+    Py_CLEAR(self->acquire);
+    Py_CLEAR(self->unlock);
+    Py_CLEAR(self->answer);
+    Py_CLEAR(self->guarded);
+    Py_CLEAR(self->release);
+    return 0;
+}
+
+static void
+repeat_dealloc(PyObject *op)
+{
+    PyObject_GC_UnTrack(op);
+    repeat_clear(op);
+    free_object(op);
+}
+
+static PyMethodDef repeat_methods[] = {
+    {"again", repeat_again, METH_O, "again($self, given, /)\n--\n\n"},
+    {"arm", (PyCFunction)(void (*)(void))repeat_arm, METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
+     "arm($self, sizes, wanted, seat, launcher, stream, left, /)\n--\n\n"},
+    {"cool", repeat_cool, METH_NOARGS, "cool($self, /)\n--\n\n"},
+    {"taken", repeat_taken, METH_NOARGS, "taken($self, /)\n--\n\n"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot repeat_slots[] = {
+    {Py_tp_doc, "See PythonRepeat in ostinato.driver.launcher."},
+    {Py_tp_new, repeat_new},
+    {Py_tp_methods, repeat_methods},
+    {Py_tp_traverse, repeat_traverse},
+    {Py_tp_clear, repeat_clear},
+    {Py_tp_dealloc, repeat_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec repeat_spec = {
+    .name = "ostinato.driver._launch.Repeat",
+    .basicsize = sizeof(Repeat),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = repeat_slots,
 };
 
 /* --------------------------------------------------------------------------------------- Packer */
@@ -1519,7 +1872,9 @@ module_exec(PyObject *module)
 {
     State *state = PyModule_GetState(module);
     if (add_type(module, &prepared_spec, &state->prepared_type) < 0 ||
-        add_type(module, &launcher_spec, NULL) < 0 ||
+        add_type(module, &launcher_spec, &state->launcher_type) < 0 ||
+        add_type(module, &seat_spec, &state->seat_type) < 0 ||
+        add_type(module, &repeat_spec, NULL) < 0 ||
         add_type(module, &packer_spec, &state->packer_type) < 0 ||
         add_type(module, &kernel_call_spec, NULL) < 0 ||
         add_type(module, &kernel_node_spec, &state->kernel_node_type) < 0)
@@ -1533,6 +1888,8 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
     State *state = PyModule_GetState(module);
     if (state != NULL) {
         Py_VISIT(state->prepared_type);
+        Py_VISIT(state->launcher_type);
+        Py_VISIT(state->seat_type);
         Py_VISIT(state->packer_type);
         Py_VISIT(state->kernel_node_type);
     }
@@ -1545,6 +1902,8 @@ module_clear(PyObject *module)
     State *state = PyModule_GetState(module);
     if (state != NULL) {
         Py_CLEAR(state->prepared_type);
+        Py_CLEAR(state->launcher_type);
+        Py_CLEAR(state->seat_type);
         Py_CLEAR(state->packer_type);
         Py_CLEAR(state->kernel_node_type);
     }

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ostinato.driver.extension import load_extension
+from ostinato.driver.forking import new_lock
 from ostinato.driver.signature import Element, address_for, buffer_struct
 
 if TYPE_CHECKING:
@@ -79,12 +80,131 @@ class PythonLauncher:
         raise NotImplementedError
 
 
+class PythonSeat:
+    """The place of something in a cache: a lease keeps it from being closed under a launch.
+
+        here -> leave() -> leaving, as long as a lease is out -> to be closed
+
+    Whoever gets True from `leave` or `release` closes it.
+    """
+
+    __slots__ = ("_guard", "leases", "leaving", "uses")
+
+    def __init__(self) -> None:
+        self._guard = new_lock()
+        self.leases = 0
+        self.leaving = False
+        self.uses = 0
+        """How often it was leased."""
+
+    def lease(self) -> bool:
+        """Takes a lease; False, and there is none, if it is leaving."""
+        with self._guard:
+            if self.leaving:
+                return False
+            self.leases += 1
+            self.uses += 1
+            return True
+
+    def release(self) -> bool:
+        """Ends a lease.  True if it is leaving and this was the last one."""
+        with self._guard:
+            self.leases -= 1
+            return self.leaving and not self.leases
+
+    def leave(self) -> bool:
+        """Refuses leases from here on.  True if none is out."""
+        with self._guard:
+            self.leaving = True
+            return not self.leases
+
+
+class PythonRepeat:
+    """A call that replays what the call before it has replayed, as long as nothing else is asked.
+
+    `lock` is held during the launch.  `guarded` are objects and names of their attributes.
+    `again`, with the sizes of a call by name, launches and returns `answer` if the sizes are those
+    that it was armed with, whole numbers, each attribute is the object that it was then, and the
+    launcher is hot; else it does nothing and returns None.  It raises what the launch raises.
+
+        cold -> arm() -> hot for `left` launches, or until cool()
+
+    `release` is called with the seat whose last lease has ended after it left.
+    """
+
+    def __init__(
+        self,
+        lock: Any,
+        answer: object,
+        guarded: tuple[tuple[object, str], ...],
+        release: Callable[[Any], object],
+    ) -> None:
+        self._lock = lock
+        self._answer = answer
+        self._guarded = guarded
+        self._release = release
+        self._armed: tuple[Any, ...] | None = None
+        self._left = 0
+        self._count = 0
+
+    def arm(
+        self,
+        sizes: dict[str, int],
+        wanted: tuple[object, ...],
+        seat: PythonSeat,
+        launcher: PythonLauncher,
+        stream: Stream,
+        left: int,
+        /,
+    ) -> None:
+        """From here on such calls are launches of the launcher on the stream."""
+        self._armed, self._left = (sizes, wanted, seat, launcher, stream), left
+
+    def cool(self) -> None:
+        """Nothing is repeated until `arm` is called again."""
+        self._armed = None
+
+    def taken(self) -> int:
+        """How many launches there were since this was asked last."""
+        count, self._count = self._count, 0
+        return count
+
+    def again(self, given: dict[str, int], /) -> Any:
+        armed = self._armed
+        if armed is None or armed[0] != given or not self._left:
+            return None
+        for size in given.values():
+            if type(size) is not int:  # True and 3.0 are equal to whole numbers
+                return None
+        with self._lock:
+            if self._armed is not armed:  # another thread's call came in between
+                return None
+            _, wanted, seat, launcher, stream = armed
+            for (thing, name), value in zip(self._guarded, wanted, strict=True):
+                if getattr(thing, name) is not value:
+                    return None
+            if launcher._hot[0] is not stream or not seat.lease():
+                return None
+            try:
+                launcher.launch(stream)
+                self._left -= 1
+                self._count += 1
+            finally:
+                if seat.release():
+                    self._release(seat)
+            return self._answer
+
+
 _extension, _missing = load_extension("ostinato.driver._launch")
 
 if TYPE_CHECKING:
     Launcher = PythonLauncher
+    Seat = PythonSeat
+    Repeat = PythonRepeat
 else:
     Launcher = PythonLauncher if _extension is None else _extension.Launcher
+    Seat = PythonSeat if _extension is None else _extension.Seat
+    Repeat = PythonRepeat if _extension is None else _extension.Repeat
 
 
 def compiled() -> bool:
@@ -109,6 +229,18 @@ def prepare(function: Any, executable: int, stream: int) -> Callable[[], int]:
         return made
     # Two ctypes objects, so that ctypes converts nothing, and no frame of Python.
     return partial(function, ctypes.c_void_p(executable), ctypes.c_void_p(stream))
+
+
+def repeat(
+    lock: Any,
+    answer: object,
+    guarded: tuple[tuple[object, str], ...],
+    release: Callable[[Any], object],
+) -> Repeat:
+    """See `PythonRepeat`: compiled where the extension was built."""
+    kind = PythonRepeat if _extension is None else _extension.Repeat
+    made: Repeat = kind(lock, answer, guarded, release)
+    return made
 
 
 def packer(codes: str, slots: Sequence[ParameterSlot], elements: Sequence[Element | None]) -> Pack:

@@ -18,14 +18,19 @@ from ostinato.step.buckets import (
 )
 from ostinato.step.budget import Footprint, FootprintSource, parse_bytes
 from ostinato.step.cache import GraphCache
-from ostinato.step.cache_statistics import CacheStatistics, Evictions, KeyStatistics
 from ostinato.step.graphed_step import GraphedStep
 from ostinato.step.held import HeldReplay
 from ostinato.step.limits import CaptureLimits, Refusal, Refused
 from ostinato.step.policy import Action, Decision, Reason, Situation, decide
 from ostinato.step.sizes import StepKey
 from ostinato.step.slots import Role, Slot
-from ostinato.step.statistics import StepKeyStatistics, StepStatistics
+from ostinato.step.statistics import (
+    CacheStatistics,
+    Evictions,
+    KeyStatistics,
+    StepKeyStatistics,
+    StepStatistics,
+)
 
 if TYPE_CHECKING:
     from ostinato.step.check import Cause, CheckReport, Finding

@@ -1,6 +1,6 @@
 """`GraphCache`: executables by key, captured once, evicted safely.
 
-A replay leases its entry: an evicted executable is closed when its last lease ends (`Table`).
+A replay leases its graph: an evicted executable is closed when its last lease ends (`Table`).
 It is destroyed after the graph's own last launch on the device (`driver.context.Context.retire`);
 nothing waits for the whole device.
 
@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from types import TracebackType
 
 from ostinato.driver.api import whole_number
@@ -32,41 +31,26 @@ from ostinato.memory.ranges import Target, range_of
 from ostinato.settings import ReplaySettings
 from ostinato.step.buckets import Buckets, PowersOfTwo
 from ostinato.step.budget import Footprint, MemoryMeter, SharedBlocks, footprint, parse_bytes
-from ostinato.step.cache_statistics import CacheStatistics, KeyStatistics
+from ostinato.step.entry import Entry, Kept, Left
 from ostinato.step.flight import Flight, Flights
 from ostinato.step.limits import CaptureLimits, Refused, Spent, refuse
-from ostinato.step.records import KeyRecord, Reason, Records, evictions
+from ostinato.step.statistics import CacheStatistics, KeyStatistics
 
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Entry:
-    """A graph in the table, and how it is used."""
-
-    executable: GraphExec
-    footprint: Footprint
-    capture_ms: float | None
-    hits: int = 0
-    at: int = 0
-    """When it was last used or put in: a count of the table's.  Not its place in the dictionary,
-    which would need the key's `__hash__` again."""
-    leases: int = 0
-    leaving: bool = False
-    record: KeyRecord = field(default_factory=KeyRecord)
-    changing: AbstractContextManager[bool] = field(default_factory=new_lock)
-    """Held from a change of the executable to its launch."""
+_REMEMBERED = 4096
+"""So many keys without a graph are remembered; the oldest are forgotten."""
 
 
 class Table:
-    """Entries by key, in order of use.  Over `budget` (bytes) or `max_graphs`, the least recently
-    used leave.
+    """Entries by key, those with a graph in order of use.  Over `budget` (bytes) or `max_graphs`,
+    the graphs that were least recently used leave.
 
     It launches and closes nothing, and is not thread-safe; the cache calls it under its lock.
-    States of an entry:
+    States of a graph (`Kept`):
 
         put() -> KEPT -> removed, replaced or trimmed -> CLOSED by the cache
                          └─ LEAVING as long as a lease is out ─┘
 
-    Calls that take entries out return those without a lease.  For the others the last `release`
+    Calls that take graphs out return those without a lease.  For the others the last `release`
     returns True.  In both cases the caller must close the executable.
     """
 
@@ -76,206 +60,202 @@ class Table:
         # No OrderedDict here or in other tables with users' keys: an error in a key's own `__eq__`
         # tears it for ever, and in `__hash__` it becomes a KeyError.
         self.entries: dict[Hashable, Entry] = {}
-        self.leaving: weakref.WeakSet[Entry] = weakref.WeakSet()
+        """Those with a graph."""
+        self.gone: dict[Hashable, Entry] = {}
+        """Those without one, the latest last."""
+        self.forgotten = 0
+        self.leaving: weakref.WeakSet[Kept] = weakref.WeakSet()
         """Weak: a lease that Ctrl-C in a replay lost must not keep a graph for ever."""
         self.over_budget = 0
         self.blocks = SharedBlocks()
-        self.records = Records()
-        self.total = KeyRecord()
-        """The counts of all keys together, with the hits of the graphs that are there."""
-        self.latest: Entry | None = None
-        """The entry that was used or put in last, if it is here: a use of it changes no order."""
+        self.total = Entry(None)
+        """The counts of all keys together; its hits are those of entries that were forgotten."""
+        self.latest: Kept | None = None
+        """The graph that was used or put in last, if it is here: a use of it changes no order."""
         self._uses = 0
 
     @property
+    def graphs(self) -> list[Kept]:
+        """The graphs that are here."""
+        return [entry.graph for entry in self.entries.values() if entry.graph is not None]
+
+    @property
     def nbytes(self) -> int:
-        """The sum of the bytes that the entries are charged with."""
-        return sum(self.charge(entry).nbytes for entry in self.entries.values())
+        """The sum of the bytes that the graphs are charged with."""
+        return sum(self.charge(kept).nbytes for kept in self.graphs)
 
-    def charge(self, entry: Entry) -> Footprint:
-        """The bytes that an entry is charged with, as of now."""
-        return self.blocks.share(entry.footprint)
+    def charge(self, kept: Kept) -> Footprint:
+        """The bytes that a graph is charged with, as of now."""
+        return self.blocks.share(kept.footprint)
 
-    def use(self, key: Hashable) -> Entry | None:
-        """The entry under a key.  Counts a hit, and makes it the most recently used."""
-        entry = self.entries.get(key)
-        if entry is not None:
-            if entry is not self.latest:
-                self._make_latest(entry)
-            entry.hits += 1
-            self.total.hits += 1
+    def find(self, key: Hashable) -> Entry | None:
+        """The entry of a key, with or without a graph; None if nothing is known of it."""
+        return self.entries.get(key) or self.gone.get(key)
+
+    def entry(self, key: Hashable) -> Entry:
+        """The entry of a key; a new one where there is none."""
+        entry = self.find(key)
+        if entry is None:
+            entry = Entry(key)
+            self._remember(entry)
         return entry
 
-    def by_use(self) -> list[tuple[Hashable, Entry]]:
-        """Keys and entries, from the least to the most recently used."""
-        return sorted(self.entries.items(), key=_last_use)
+    def _remember(self, entry: Entry) -> None:
+        """Keeps an entry without a graph, and forgets the oldest if there are too many."""
+        self.gone[entry.key] = entry
+        if len(self.gone) > _REMEMBERED:
+            oldest = next(iter(self.gone.values()))
+            if self.gone.pop(oldest.key, None) is not oldest:  # the key's hash has changed
+                self.gone = {k: e for k, e in [*self.gone.items()] if e is not oldest}
+            oldest.forgotten = True
+            self.forgotten += 1
+            self.total.hits_before += oldest.hits
 
-    def _make_latest(self, entry: Entry) -> None:
-        """Makes an entry the most recently used."""
-        self._uses += 1
-        entry.at = self._uses
-        self.latest = entry
+    def by_use(self) -> list[Entry]:
+        """Those with a graph, from the least to the most recently used."""
+        return sorted(self.entries.values(), key=_last_use)
 
-    def miss(self, key: Hashable) -> None:
-        """Counts a use that found no entry."""
-        for record in self.counting(key):
-            record.misses += 1
+    def make_latest(self, kept: Kept) -> None:
+        """Makes a graph the most recently used, if it is here."""
+        if not kept.leaving:
+            self._uses += 1
+            kept.at = self._uses
+            self.latest = kept
 
-    def counting(self, key: Hashable) -> tuple[KeyRecord, KeyRecord]:
-        """The two records that count what happens to a key: its own, and that of all keys."""
-        return self.record(key), self.total
+    def counting(self, key: Hashable) -> tuple[Entry, Entry]:
+        """What counts what happens to a key: its entry, and that of all keys."""
+        return self.entry(key), self.total
 
-    def record(self, key: Hashable) -> KeyRecord:
-        """The record of a key, whether it has an entry or not."""
-        entry = self.entries.get(key)
-        return self.records.of(key) if entry is None else entry.record
-
-    def look(self, key: Hashable) -> tuple[KeyRecord | None, Entry | None]:
-        """The record and the entry of a key; None for each that there is not."""
-        entry = self.entries.get(key)
-        return self.records.gone.get(key) if entry is None else entry.record, entry
-
-    def uses(self, key: Hashable) -> int:
-        """Hits and misses of a key."""
-        record, entry = self.look(key)
-        hits = 0 if entry is None else entry.hits
-        return hits if record is None else hits + record.hits + record.misses
-
-    def release(self, entry: Entry) -> bool:
-        """Ends one lease.  True if the entry has left and this was the last."""
-        entry.leases -= 1
-        last = entry.leaving and not entry.leases
-        if last:
-            self.leaving.discard(entry)
-        return last
-
-    def put(self, key: Hashable, entry: Entry) -> list[Entry]:
-        """Puts an entry under a key, in place of another, and trims.
+    def put(
+        self,
+        key: Hashable,
+        executable: GraphExec,
+        footprint: Footprint,
+        capture_ms: float | None,
+    ) -> list[Kept]:
+        """Puts a graph under a key, in place of another, and trims.
 
         An executable that is under this key already only gets its new footprint.  Raises
         InputError if it is elsewhere in the table: it would be closed twice.
         """
-        self._require_free(key, entry.executable)
-        before = self.entries.get(key)
-        out: list[Entry] = []
-        if before is not None and before.executable is entry.executable:
-            before.footprint = entry.footprint
-            entry = before
+        self._require_free(key, executable)
+        entry = self.entry(key)
+        out: list[Kept] = []
+        kept = before = entry.graph
+        if kept is not None and kept.executable is executable:
+            kept.footprint = footprint
         else:
             if before is not None:
-                out += self.remove([(key, before)], "replaced")
-            entry.record = self.records.take(key)
+                out += self.remove([entry], "replaced")
+            kept = Kept(executable, footprint, capture_ms)
+            entry.graph = kept
+            self.gone.pop(key, None)
             self.entries[key] = entry
-        self._make_latest(entry)
-        self._measure(entry)
+        self.make_latest(kept)
+        self._measure(kept)
         return out + self._trim()
 
-    def _measure(self, entry: Entry) -> None:
-        """Notes what the capture of an entry told about the blocks that entries share."""
-        footprint = entry.footprint
+    def _measure(self, kept: Kept) -> None:
+        """Notes what the capture of a graph told about the blocks that graphs share."""
+        footprint = kept.footprint
         if footprint.grown is None or footprint.free is None:
             return
         if len(self.entries) == 1 and not self.leaving:
             self.blocks = SharedBlocks()
-        others = [
-            e.footprint for e in (*self.entries.values(), *members(self.leaving)) if e is not entry
-        ]
+        others = [k.footprint for k in (*self.graphs, *members(self.leaving)) if k is not kept]
         estimated = sum(each.nbytes for each in others if each.grown is not None)
         self.blocks.note(footprint.grown, footprint.free, estimated, footprint.nbytes)
 
     def _require_free(self, key: Hashable, executable: GraphExec) -> None:
         for other, entry in self.entries.items():
-            if entry.executable is executable and self.entries.get(key) is not entry:
+            kept = entry.graph
+            here = kept is not None and kept.executable is executable
+            if here and self.entries.get(key) is not entry:
                 raise InputError(
                     f"the executable for key {key!r} is in the cache under key {other!r} already; "
                     "use one key, or instantiate twice"
                 )
-        if any(entry.executable is executable for entry in members(self.leaving)):
+        if any(kept.executable is executable for kept in members(self.leaving)):
             raise InputError(
                 f"the executable for key {key!r} has just been evicted and will be closed; "
                 "instantiate another"
             )
 
-    def remove(self, items: Iterable[tuple[Hashable, Entry]], reason: Reason) -> list[Entry]:
-        """Takes out entries of the table; returns those without a lease.
+    def remove(self, entries: Iterable[Entry], reason: Left) -> list[Kept]:
+        """Takes out the graphs of entries of the table; returns those without a lease.
 
         A key whose hash has changed since it came in finds its entry no more.  If one of these is
         to leave, all entries that their keys do not find leave with it.
         """
-        items = list(items)
-        if any(self.entries.get(key) is not entry for key, entry in items):
+        entries = list(entries)
+        if any(self.entries.get(entry.key) is not entry for entry in entries):
             found = {key: e for key, e in self.entries.items() if self.entries.get(key) is e}
-            lost = [item for item in self.entries.items() if found.get(item[0]) is not item[1]]
-            items = lost + [item for item in items if found.get(item[0]) is item[1]]
+            lost = [e for key, e in self.entries.items() if found.get(key) is not e]
+            entries = lost + [entry for entry in entries if found.get(entry.key) is entry]
             self.entries = found
         out = []
-        for key, entry in items:
-            if self.entries.get(key) is entry:
-                del self.entries[key]
+        for entry in entries:
+            if self.entries.get(entry.key) is entry:
+                del self.entries[entry.key]
+            kept, entry.graph, entry.epoch = entry.graph, None, None
             self.total.left[reason] += 1
-            entry.record.left[reason] += 1
-            entry.record.hits += entry.hits
-            self.records.keep(key, entry.record)
-            if entry is self.latest:
-                self.latest = None
-            entry.leaving = True
-            if entry.leases:
-                self.leaving.add(entry)
-            else:
-                out.append(entry)
+            entry.left[reason] += 1
+            if kept is not None:
+                if kept.leave():
+                    out.append(kept)
+                else:
+                    self.leaving.add(kept)
+                entry.hits_before += kept.uses
+                kept.cool()
+                if kept is self.latest:
+                    self.latest = None
+            self._remember(entry)
         return out
 
-    def _trim(self) -> list[Entry]:
+    def _trim(self) -> list[Kept]:
         """Takes out the least recently used until the limits hold, or only the newest is left."""
-        out: list[Entry] = []
+        out: list[Kept] = []
         while self.max_graphs is not None and len(self.entries) > self.max_graphs:
-            out += self.remove([min(self.entries.items(), key=_last_use)], "count")
+            out += self.remove([min(self.entries.values(), key=_last_use)], "count")
         if self.budget is not None:
             nbytes = self.nbytes
             while nbytes > self.budget and len(self.entries) > 1:
-                oldest = min(self.entries.items(), key=_last_use)
-                nbytes -= self.charge(oldest[1]).nbytes
+                oldest = min(self.entries.values(), key=_last_use)
+                assert oldest.graph is not None
+                nbytes -= self.charge(oldest.graph).nbytes
                 out += self.remove([oldest], "budget")
             self.over_budget += nbytes > self.budget
         return out
 
     # --- numbers
-    def key_statistics(self, key: Hashable) -> KeyStatistics | None:
-        """The line of one key; None if nothing is known of it."""
-        record, entry = self.look(key)
-        return None if record is None else self._line(key, record, entry)
+    @property
+    def hits(self) -> int:
+        """Of all keys."""
+        return sum(e.hits for e in (*self.entries.values(), *self.gone.values(), self.total))
 
-    def all_statistics(self) -> tuple[KeyStatistics, ...]:
-        """A line for each key with an entry, from the least to the most recently used."""
-        return tuple(self._line(key, e.record, e) for key, e in self.by_use())
-
-    def gone_statistics(self) -> tuple[KeyStatistics, ...]:
-        """A line for each key that has no entry, the latest last."""
-        return tuple(r.statistics(key) for key, r in self.records.gone.items())
-
-    def _line(self, key: Hashable, record: KeyRecord, entry: Entry | None) -> KeyStatistics:
-        if entry is None:
-            return record.statistics(key)
-        return record.statistics(key, entry.hits, self.charge(entry), entry.capture_ms)
+    def statistics(self, entry: Entry) -> KeyStatistics:
+        """The line of one key."""
+        return entry.statistics(None if entry.graph is None else self.charge(entry.graph))
 
 
-def _last_use(item: tuple[Hashable, Entry]) -> int:
-    return item[1].at
+def _last_use(entry: Entry) -> int:
+    assert entry.graph is not None
+    return entry.graph.at
 
 
 class _Hold:
     """A lease for the length of a `with` block (`GraphCache.hold`)."""
 
-    __slots__ = ("_cache", "_entry", "_key")
+    __slots__ = ("_cache", "_kept", "_key")
 
     def __init__(self, cache: GraphCache, key: Hashable) -> None:
         self._cache = cache
         self._key = key
-        self._entry: Entry | None = None
+        self._kept: Kept | None = None
 
     def __enter__(self) -> GraphExec | None:
-        self._entry = self._cache._lease(self._key)
-        return None if self._entry is None else self._entry.executable
+        self._kept = self._cache._leased(self._key)
+        return None if self._kept is None else self._kept.executable
 
     def __exit__(
         self,
@@ -283,9 +263,9 @@ class _Hold:
         value: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        entry, self._entry = self._entry, None
-        if entry is not None:
-            self._cache._release(entry)
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.release():
+            self._cache.let_go(kept)
 
 
 class GraphCache(Closeable):
@@ -296,8 +276,8 @@ class GraphCache(Closeable):
     from any thread.
 
     `buckets` is the scheme by which steps that use this cache pad their sizes; without it, powers
-    of two without a limit.  A bucket with more rows than a step's smallest slot runs eagerly: give
-    that slot's rows as the limit.  `budget` limits device bytes (4096, "512 MiB") and `max_graphs`
+    of two without a limit.  A bucket with more rows than a step's smallest slot ends with
+    that slot's rows.  `budget` limits device bytes (4096, "512 MiB") and `max_graphs`
     the number of graphs: over either, the least recently used are evicted, but never the newest
     one.  Bytes are given, measured or estimated: `cache.budget` says how, and how well.  Not
     guaranteed: that free device memory rises after an eviction; the driver keeps the memory for the
@@ -334,12 +314,15 @@ class GraphCache(Closeable):
         if not isinstance(limits, CaptureLimits | None):
             raise InputError(f"limits={limits!r}: a CaptureLimits is needed")
         self.context = context
-        self.buckets: Buckets = PowersOfTwo() if buckets is None else buckets
+        self.epoch = 0
+        """Another number after each change that could forbid a replay.  Steps decide anew then;
+        as long as it is the same, what they decided for a graph holds."""
+        self._buckets: Buckets = PowersOfTwo() if buckets is None else buckets
         self.limits = CaptureLimits() if limits is None else limits
         # Reentrant, because the garbage collector may run a user's finaliser, which may use the
         # cache, between any two lines here.
         self._lock = new_lock()
-        self._table = Table(None if budget is None else parse_bytes(budget), max_graphs)
+        self.table = Table(None if budget is None else parse_bytes(budget), max_graphs)
         self._flights = Flights(self._lock)
         self.settings, self.profile = resolved(settings, profile)
         self._plain = self.settings.plain
@@ -351,12 +334,22 @@ class GraphCache(Closeable):
         state = ", closed" if self._closed else ""
         name = self.context.driver.name
         with self._lock:
-            graphs, nbytes = len(self), self._table.nbytes
+            graphs, nbytes = len(self), self.table.nbytes
         return f"<GraphCache {graphs} graphs, {nbytes} bytes on {name}{state}>"
+
+    @property
+    def buckets(self) -> Buckets:
+        """The scheme of the steps that use this cache."""
+        return self._buckets
+
+    @buckets.setter
+    def buckets(self, buckets: Buckets) -> None:
+        self._buckets = buckets
+        self.epoch += 1
 
     # --- looking
     def __len__(self) -> int:
-        return len(self._table.entries)
+        return len(self.table.entries)
 
     def __bool__(self) -> bool:
         """True, also while empty: `cache or GraphCache(device)` must not make a second one."""
@@ -365,12 +358,12 @@ class GraphCache(Closeable):
     def __contains__(self, key: object) -> bool:
         """Whether there is a graph under the key.  Not a use of it."""
         with self._lock:
-            return key in self._table.entries
+            return key in self.table.entries
 
     def keys(self) -> list[Hashable]:
         """The keys, from the least to the most recently used."""
         with self._lock:
-            return [key for key, _ in self._table.by_use()]
+            return [entry.key for entry in self.table.by_use()]
 
     def get(self, key: Hashable) -> GraphExec | None:
         """The executable under a key, or None.  Counts as a use.
@@ -378,11 +371,12 @@ class GraphCache(Closeable):
         For reading and changing it.  It may be evicted at any time by another thread, and is then
         closed: to launch it, use `replay`, or `hold` it.  Raises ClosedError.
         """
-        entry = self._lease(key)
-        if entry is None:
+        kept = self._leased(key)
+        if kept is None:
             return None
-        self._release(entry)
-        return entry.executable
+        if kept.release():
+            self.let_go(kept)
+        return kept.executable
 
     # --- running
     def replay(
@@ -397,39 +391,26 @@ class GraphCache(Closeable):
         between.  If there is none, nothing runs.  Raises ClosedError, and what `change` and
         `GraphExec.launch` raise.
         """
-        lock, table = self._lock, self._table
-        with lock:  # as `use`, `_lease` and `_release` do, without a frame for each
-            entry = table.entries.get(key)
-            if entry is None or entry is not table.latest:
-                entry = table.use(key)
-            else:
-                entry.hits += 1
-                table.total.hits += 1
-            if entry is not None:
-                entry.leases += 1
-        if entry is None:
-            entry = self._lease(key)
-            if entry is None:
-                return False
+        table = self.table
+        entry = table.entries.get(key)
+        kept = None if entry is None else entry.graph
+        if kept is None or kept is not table.latest or not kept.lease():  # the common way first
+            kept = self._leased(key)
+        if kept is None:
+            return False
         try:
-            executable = entry.executable
+            executable = kept.executable
             if change is None and self._plain:
                 executable.launch(stream)
             elif change is None:
                 replay_as_set(key, executable, stream, self.settings, self.profile)
             else:
-                with entry.changing:
+                with kept.changing:
                     change(executable)
                     replay_as_set(key, executable, stream, self.settings, self.profile)
         finally:
-            with lock:
-                last = False
-                if entry.leaving:
-                    last = table.release(entry)
-                else:
-                    entry.leases -= 1
-            if last:
-                entry.executable.close()
+            if kept.release():
+                self.let_go(kept)
         return True
 
     def hold(self, key: Hashable) -> AbstractContextManager[GraphExec | None]:
@@ -442,21 +423,47 @@ class GraphCache(Closeable):
         """
         return _Hold(self, key)
 
-    def _lease(self, key: Hashable) -> Entry | None:
-        with self._lock:
-            entry = self._table.use(key)
-            if entry is None:
-                self._require_open()
-                self._table.miss(key)
-                return None
-            entry.leases += 1
-            return entry
+    def _leased(self, key: Hashable) -> Kept | None:
+        """The graph under a key, with a lease; None, and a miss, if there is none.
 
-    def _release(self, entry: Entry) -> None:
+        Raises ClosedError."""
+        entry = self.table.entries.get(key)
+        if entry is None:
+            with self._lock:
+                entry = self.table.entries.get(key)
+                if entry is None:
+                    self._require_open()
+                    for each in self.table.counting(key):
+                        each.misses += 1
+                    return None
+        return self.lease(entry)
+
+    def entry(self, key: Hashable) -> Entry:
+        """What is known of a key.  Raises ClosedError."""
         with self._lock:
-            last = self._table.release(entry)
-        if last:
-            entry.executable.close()
+            self._require_open()
+            return self.table.entry(key)
+
+    def lease(self, entry: Entry) -> Kept | None:
+        """The graph of an entry, which is not closed before its `release`; None, and a miss, if it
+        has none.  Raises ClosedError."""
+        kept = entry.graph
+        if kept is None or not kept.lease():
+            with self._lock:
+                self._require_open()
+                for each in (entry, self.table.total):
+                    each.misses += 1
+            return None
+        if kept is not self.table.latest:
+            with self._lock:
+                self.table.make_latest(kept)
+        return kept
+
+    def let_go(self, kept: Kept) -> None:
+        """Closes a graph whose last lease has ended after it left."""
+        with self._lock:
+            self.table.leaving.discard(kept)
+        kept.executable.close()
 
     # --- putting in
     def install(self, key: Hashable, executable: GraphExec, *, nbytes: int | None = None) -> None:
@@ -483,18 +490,18 @@ class GraphCache(Closeable):
         thread is capturing, directly or through other threads; CaptureLimitError, without
         a call of `make`, if the cache's limits refuse the capture; InputError, ClosedError.
         """
-        entry = self._known(key)
-        if entry is not None:
-            return entry.executable
+        executable = self._known(key)
+        if executable is not None:
+            return executable
         flight = Flight(key, threading.get_ident())  # `land` removes it, on every path
         other: Flight | None = None
         joined = False
         try:
             while True:
                 with self._lock:
-                    entry = self._known(key, hit=not joined)
-                    if entry is not None:
-                        return entry.executable
+                    executable = self._known(key, hit=not joined)
+                    if executable is not None:
+                        return executable
                     other = self._flights.board(flight)
                     self._joined += other is not None and not joined
                     if other is None:
@@ -507,15 +514,19 @@ class GraphCache(Closeable):
             self._flights.land(flight)
             del flight, other  # they hold errors whose tracebacks hold this frame
 
-    def _known(self, key: Hashable, *, hit: bool = True) -> Entry | None:
-        """The entry under a key, which is a use if `hit`; None if there is none.
+    def _known(self, key: Hashable, *, hit: bool = True) -> GraphExec | None:
+        """The executable under a key, which is a use if `hit`; None if there is none.
 
         Raises ClosedError."""
         with self._lock:
-            entry = self._table.use(key) if hit else self._table.entries.get(key)
-            if entry is None:
+            entry = self.table.entries.get(key)
+            if entry is None or entry.graph is None:
                 self._require_open()
-            return entry
+                return None
+            kept = entry.graph
+            if hit and self.lease(entry) is not None and kept.release():
+                self.let_go(kept)
+            return kept.executable
 
     def refusal(self, key: Hashable) -> Refused | None:
         """Why a capture of this key would be refused now; None if it would not.  Not a use."""
@@ -523,27 +534,27 @@ class GraphCache(Closeable):
         if limits.per_key is None and limits.seconds is None:
             return None
         with self._lock:
-            record, _ = self._table.look(key)
+            entry = self.table.find(key)
             return refuse(
                 limits,
                 spent=self._spent.within(limits.window),
-                uses=self._table.uses(key),
-                captured_at=() if record is None else record.captured_at,
+                uses=0 if entry is None else entry.hits + entry.misses,
+                captured_at=() if entry is None else entry.captured_at,
             )
 
     def _begin_capture(self, key: Hashable) -> None:
         """Notes that a capture begins.  Raises CaptureLimitError.  Call under the lock."""
-        refused, table = self.refusal(key), self._table
+        refused = self.refusal(key)
         if refused is not None:
-            for record in table.counting(key):
-                record.refused[refused.reason] += 1
-            table.miss(key)
+            for entry in self.table.counting(key):
+                entry.refused[refused.reason] += 1
+                entry.misses += 1
             raise CaptureLimitError(
                 f"key {key!r} is not captured: {refused}. Run its work eagerly, or give the cache "
                 "a larger budget or other limits"
             )
         if self.limits.per_key is not None:
-            table.record(key).note_capture(table.uses(key), self.limits.per_key)
+            self.table.entry(key).note_capture(self.limits.per_key)
 
     def _capture(
         self, flight: Flight, make: Callable[[], GraphExec], nbytes: int | None
@@ -572,10 +583,10 @@ class GraphCache(Closeable):
 
     def _end_capture(self, key: Hashable, landed: bool, seconds: float) -> None:
         """Counts a capture.  Call under the lock."""
-        for record in self._table.counting(key):
-            record.captures += landed
-            record.failures += not landed
-            record.capture_seconds += seconds
+        for entry in self.table.counting(key):
+            entry.captures += landed
+            entry.failures += not landed
+            entry.capture_seconds += seconds
         self._spent.add(seconds, self.limits.window)
 
     def _checked(self, executable: GraphExec) -> GraphExec:
@@ -603,10 +614,10 @@ class GraphCache(Closeable):
     ) -> None:
         with uninterrupted, self._lock:
             self._require_open()
-            out = self._table.put(key, Entry(executable, charge, capture_ms))
+            out = self.table.put(key, executable, charge, capture_ms)
             if capture_ms is None:
-                for record in self._table.counting(key):
-                    record.installed += 1
+                for entry in self.table.counting(key):
+                    entry.installed += 1
         self._close(out)
 
     # --- taking out
@@ -617,18 +628,27 @@ class GraphCache(Closeable):
         is done; this call does not wait for either.
         """
         with uninterrupted, self._lock:
-            entry = self._table.entries.get(key)
-            out = [] if entry is None else self._table.remove([(key, entry)], "asked")
+            entry = self.table.entries.get(key)
+            out = [] if entry is None else self.table.remove([entry], "asked")
         self._close(out)
         return entry is not None
 
     def evict_all(self) -> int:
         """Takes every graph out, as `evict` does; returns how many."""
         with uninterrupted, self._lock:
-            items = list(self._table.entries.items())
-            out = self._table.remove(items, "asked")
+            entries = list(self.table.entries.values())
+            out = self.table.remove(entries, "asked")
         self._close(out)
-        return len(items)
+        return len(entries)
+
+    def evict_idle(self) -> int:
+        """Takes every graph out that no lease holds, for memory; returns how many."""
+        with uninterrupted, self._lock:
+            table = self.table
+            idle = [e for e in table.entries.values() if e.graph is not None and not e.graph.leases]
+            out = table.remove(idle, "memory")
+        self._close(out)
+        return len(idle)
 
     def touching(self, target: Target) -> list[Hashable]:
         """The keys of the graphs that point into a buffer, as their next launches will use them.
@@ -637,7 +657,7 @@ class GraphCache(Closeable):
         `graph.words` defines what counts as pointing.  A graph whose definition was closed
         before it came into the cache counts as pointing everywhere.  Raises InputError.
         """
-        return [key for key, _ in self._touching(target)]
+        return [entry.key for entry, _ in self._touching(target)]
 
     def evict_touching(self, target: Target) -> list[Hashable]:
         """Takes out every graph that points into a buffer; returns their keys.
@@ -647,43 +667,44 @@ class GraphCache(Closeable):
         """
         found = self._touching(target)
         with uninterrupted, self._lock:
-            gone = [(key, entry) for key, entry in found if not entry.leaving]
-            out = self._table.remove(gone, "touching")
+            gone = [entry for entry, kept in found if entry.graph is kept]
+            out = self.table.remove(gone, "touching")
         self._close(out)
-        return [key for key, _ in gone]
+        return [entry.key for entry in gone]
 
     def manifest(self, key: Hashable) -> tuple[Touch, ...]:
         """Every pointer of the graph under a key.  Raises InputError if there is none."""
         with self._lock:
-            entry = self._table.entries.get(key)
-        if entry is None:
+            entry = self.table.entries.get(key)
+            kept = None if entry is None else entry.graph
+        if kept is None:
             raise InputError(f"there is no graph under key {key!r}")
-        return entry.executable.manifest()
+        return kept.executable.manifest()
 
-    def _touching(self, target: Target) -> list[tuple[Hashable, Entry]]:
+    def _touching(self, target: Target) -> list[tuple[Entry, Kept]]:
         wanted = range_of(target)
         with self._lock:
-            entries = list(self._table.entries.items())
-        return [item for item in entries if item[1].executable.touches(wanted)]
+            entries = [(e, e.graph) for e in self.table.entries.values()]
+        return [(e, kept) for e, kept in entries if kept and kept.executable.touches(wanted)]
 
     @staticmethod
-    def _close(entries: list[Entry]) -> None:
+    def _close(graphs: list[Kept]) -> None:
         # Outside of the lock: closing destroys retired objects, and that runs code of others.
-        for entry in entries:
-            entry.executable.close()
+        for kept in graphs:
+            kept.executable.close()
 
     # --- numbers and lifetime
     def statistics(self) -> CacheStatistics:
         """Counts, bytes, and a line for each key, taken at one moment."""
         with self._lock:
-            table, total = self._table, self._table.total
+            table, total = self.table, self.table.total
             return CacheStatistics(
                 graphs=len(table.entries),
                 nbytes=table.nbytes,
                 budget=table.budget,
                 max_graphs=table.max_graphs,
                 leaving=len(table.leaving),
-                hits=total.hits,
+                hits=table.hits,
                 misses=total.misses,
                 captures=total.captures,
                 capture_failures=total.failures,
@@ -691,20 +712,21 @@ class GraphCache(Closeable):
                 capture_ms=1e3 * total.capture_seconds,
                 installed=total.installed,
                 replaced=total.left["replaced"],
-                evictions=evictions(total.left),
+                evictions=total.evictions,
                 over_budget=table.over_budget,
-                keys=table.all_statistics(),
+                keys=tuple(table.statistics(entry) for entry in table.by_use()),
                 limits=self.limits,
-                refused=total.refusals,
+                refused=total.refusals_by_reason,
                 shared_growth=table.blocks.grown,
-                gone=table.gone_statistics(),
-                forgotten=table.records.forgotten,
+                gone=tuple(table.statistics(entry) for entry in table.gone.values()),
+                forgotten=table.forgotten,
             )
 
     def key_statistics(self, key: Hashable) -> KeyStatistics | None:
         """The line of one key, with or without a graph; None if nothing is known of it."""
         with self._lock:
-            return self._table.key_statistics(key)
+            entry = self.table.find(key)
+            return None if entry is None else self.table.statistics(entry)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -718,5 +740,5 @@ class GraphCache(Closeable):
         """Takes every graph out, and refuses new ones.  Idempotent; does not wait."""
         with uninterrupted, self._lock:
             self._closed = True
-            out = self._table.remove(self._table.entries.items(), "closed")
+            out = self.table.remove([*self.table.entries.values()], "closed")
         self._close(out)

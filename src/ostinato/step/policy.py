@@ -42,11 +42,12 @@ class Reason(enum.StrEnum):
     STATE_LOST = "a check could not put back what it had changed"
     PRECONDITION = "a precondition is not met"
     OVER_BUCKETS = "the size is over the largest bucket"
-    OVER_SLOT = "the bucket has more rows than a slot"
     REFUSED = "the replay was refused, and nothing of it ran"
     RECAPTURED = Refusal.RECAPTURED.value
     CAPTURE_TIME = Refusal.SECONDS.value
     POOL_SEALED = "the capture pool is sealed"
+    DISTURBED = "something else than the step broke its capture, which is tried again later"
+    NO_MEMORY = "the device has no memory for the graph, which is tried again later"
     EVICTED = "another thread evicted the graph before its first replay"
 
     @property
@@ -66,10 +67,9 @@ _EXPECTED = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Situation:
-    """All that the decision depends on.  Made for each call; not frozen, because that would take a
-    microsecond more."""
+    """All that the decision depends on."""
 
     enabled: bool = True
     profiling: bool = False
@@ -79,13 +79,13 @@ class Situation:
     unmet: tuple[str, ...] = ()
     """Names of the preconditions that are not met."""
     over_buckets: str | None = None
-    over_slot: str | None = None
     has_graph: bool = False
     runs: int = 0
     """Eager runs of this key so far."""
     warmups: int = 1
     capped: tuple[Reason, str] | None = None
-    """Why the cache, or the step's pool, would refuse a capture now, and the details."""
+    """Why no graph can be made now (limits of the cache, a sealed pool, a capture that was broken
+    and is tried again later), and the details."""
     strict: bool = False
     """Whether a silent eager run is an error."""
     records: bool = False
@@ -114,7 +114,8 @@ class Decision:
     def __exit__(self, *_: object) -> None: ...
 
 
-_REPLAY = Decision(Action.REPLAY, Reason.REPLAYED)
+REPLAY = Decision(Action.REPLAY, Reason.REPLAYED)
+"""The decision that needs no details."""
 
 
 def decide(situation: Situation) -> Decision:
@@ -130,15 +131,13 @@ def decide(situation: Situation) -> Decision:
         return Decision(Action.EAGER, Reason.INSIDE_CAPTURE)
     if s.over_buckets is not None:
         return fall_back(Reason.OVER_BUCKETS, s.over_buckets, strict=s.strict)
-    if s.over_slot is not None:
-        return fall_back(Reason.OVER_SLOT, s.over_slot, strict=s.strict)
     if s.quarantine is not None:
         reason, why = s.quarantine
         return fall_back(reason, why, strict=s.strict or reason is Reason.HOST_STATE)
     if s.unmet:
         return fall_back(Reason.PRECONDITION, ", ".join(s.unmet), strict=s.strict)
     if s.has_graph:
-        return _REPLAY
+        return REPLAY
     if not s.records and s.runs < s.warmups:
         return Decision(Action.EAGER, Reason.WARMING_UP)
     if s.capped is not None:

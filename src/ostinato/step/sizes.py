@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ostinato.driver.api import MemoryRange
-from ostinato.driver.context import Context
+from ostinato.driver.context import Context, HasContext
 from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Stream
 from ostinato.errors import CaptureError, InputError
@@ -17,7 +17,6 @@ from ostinato.graph import Recording
 from ostinato.memory import fill
 from ostinato.state import DeviceScalar
 from ostinato.step.buckets import Buckets
-from ostinato.step.cache import GraphCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +39,6 @@ class StepKey:
     def __str__(self) -> str:
         number = f"#{self.identity}" if isinstance(self.identity, int) else ""
         return f"{self.step}{number}({', '.join(f'{n}={size}' for n, size in self.sizes)})"
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The real and the bucketed sizes of one call, and the key of its graph."""
-
-    key: StepKey
-    sizes: dict[str, int]
-    buckets: dict[str, int]
-    used: int
-    """The sum of the real sizes."""
-    room: int
-    """The sum of the bucketed sizes."""
-    padded: frozenset[str]
-    """The names of the sizes that have padding."""
-    over_buckets: str | None = None
-    over_slot: str | None = None
 
 
 def checked_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
@@ -184,8 +166,8 @@ class DeviceSizes:
         self.complete = None  # until all of them are written
         self._now, self._joins = sizes, False
         # Not in a run with these sizes, or in a call that it makes: it has others at each replay.
-        inside = self.running or self._nested
-        recorded = not inside and any(isinstance(t, Recording) for t in self._context.taps)
+        taps = () if self.running or self._nested else self._context.taps
+        recorded = taps and any(isinstance(t, Recording) for t in taps)
         for name in self._asked | self._restored if self._known else tuple(self._scalars):
             if name in sizes:
                 same = self._there.get(name) == sizes[name]
@@ -206,9 +188,10 @@ class DeviceSizes:
         finally:
             self.running, self._nested = True, nested
             if stream.is_capturing:  # the call has written nothing
-                self.complete, self._now, self._joins = None, sizes, joins
+                self._now, self._joins = sizes, joins
             else:
                 self.set(sizes, stream)
+            self.complete = None  # the run that goes on may make other calls
 
     def begin_in_capture(self, sizes: Mapping[str, int], stream: Stream) -> None:
         """Before a run inside a capture of more work, where no memory can be allocated.
@@ -258,13 +241,13 @@ class DeviceSizes:
             scalar.close()
 
 
-_sizes: weakref.WeakKeyDictionary[GraphCache, weakref.WeakValueDictionary[str, DeviceSizes]] = (
+_sizes: weakref.WeakKeyDictionary[HasContext, weakref.WeakValueDictionary[str, DeviceSizes]] = (
     weakref.WeakKeyDictionary()
 )
 _lock = new_lock()
 
 
-def sizes_of(cache: GraphCache, share: str | None) -> DeviceSizes:
+def sizes_of(cache: HasContext, share: str | None) -> DeviceSizes:
     """The sizes for a new step: its own, or those of all steps of the cache with this `share`."""
     if share is None:
         return DeviceSizes(cache.context)

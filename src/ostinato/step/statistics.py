@@ -1,20 +1,161 @@
-"""What a `GraphedStep` counts."""
+"""What a cache and a step count, as frozen records and their tables."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from ostinato.explain.times import Percentiles
-from ostinato.step.cache_statistics import KeyStatistics, counted, key_text, table
-from ostinato.step.held import HeldCounts
+from ostinato.step.budget import FootprintSource
+from ostinato.step.limits import CaptureLimits
 from ostinato.step.policy import Reason
-from ostinato.step.sizes import StepKey
 
 if TYPE_CHECKING:
     from ostinato.step.check import CheckReport
+
+_KEY_WIDTH = 60
+_TIMES = 256
+"""So many times of a key are kept, the latest."""
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as text in columns; the first is the heading.  Columns of numbers, of which the first is
+    none, are set to the right."""
+    columns = [*zip(*rows, strict=True)]
+    made = []
+    for index, column in enumerate(columns):
+        width = max(map(len, column))
+        numbers = index and any(cell[:1].isdecimal() for cell in column[1:])
+        made.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*made, strict=True))
+
+
+def key_text(key: Hashable) -> str:
+    """A key in a table."""
+    from ostinato.graph.show.outline import printable, shorten
+
+    return shorten(printable(str(key)), _KEY_WIDTH)
+
+
+def counted(reasons: Mapping[str, int]) -> Iterable[str]:
+    """Lines of how often what happened, indented."""
+    return (f"  {count} x {reason}" for reason, count in reasons.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Evictions:
+    """How many graphs left the cache, by reason (a replaced graph is not evicted)."""
+
+    asked: int = 0
+    """By `evict` and `evict_all`."""
+    touching: int = 0
+    """By `evict_touching`."""
+    budget: int = 0
+    """Least recently used, because the bytes were over the budget."""
+    count: int = 0
+    """Least recently used, because there were more than `max_graphs`."""
+    memory: int = 0
+    """Because the device had no memory for another graph."""
+
+    @property
+    def total(self) -> int:
+        return self.asked + self.touching + self.budget + self.count + self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class KeyStatistics:
+    """One key: its graph in the cache, and what happened to the key since it first came.
+
+    For a key without a graph at present, `nbytes` is 0 and the two fields after it are None.
+    """
+
+    key: Hashable
+    hits: int
+    """Uses that found a graph, over all graphs that the key had."""
+    nbytes: int
+    """Bytes that its graph is charged with."""
+    nbytes_source: FootprintSource | None
+    capture_ms: float | None
+    """What the capture of its graph took; None if it was installed ready-made."""
+    misses: int = 0
+    captures: int = 0
+    """Those that gave a graph."""
+    capture_failures: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Captures that the limits refused to `get_or_capture`, by reason."""
+    all_captures_ms: float = 0.0
+    """What all captures of the key took, failed ones too."""
+    installed: int = 0
+    replaced: int = 0
+    evictions: Evictions = Evictions()
+
+    @property
+    def left(self) -> int:
+        """Graphs of this key that are not in the cache any more."""
+        return self.replaced + self.evictions.total
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """A snapshot of a cache.  Counts are since it was made; bytes are of device memory."""
+
+    graphs: int
+    nbytes: int
+    """The sum of the bytes that the graphs in the cache are charged with."""
+    budget: int | None
+    max_graphs: int | None
+    leaving: int
+    """Graphs that were taken out, but that a replay or `hold` is using at this moment."""
+    hits: int
+    """Calls for a key that was there: replay, get, hold, get_or_capture."""
+    misses: int
+    """Calls of replay, get and hold for a key that was not there, and of get_or_capture that the
+    limits refused."""
+    captures: int
+    capture_failures: int
+    joined: int
+    """Calls of get_or_capture that waited for another thread's capture of the key."""
+    capture_ms: float
+    """Time spent in captures, also in failed ones; the sum over all threads."""
+    installed: int
+    """By `install`."""
+    replaced: int
+    evictions: Evictions
+    over_budget: int
+    """How often the graph just put in was over the budget by itself (it is kept)."""
+    keys: tuple[KeyStatistics, ...]
+    """Those with a graph, from the least to the most recently used."""
+    limits: CaptureLimits
+    refused: Mapping[str, int]
+    """Captures that the limits refused to `get_or_capture`, by reason."""
+    shared_growth: int
+    """By how much free device memory fell in captures of graphs that share blocks."""
+    gone: tuple[KeyStatistics, ...]
+    """Those without a graph, the latest last; of so many as are remembered."""
+    forgotten: int
+    """Keys without a graph that are in `gone` no more.  While this is 0, the counts of all keys add
+    up to those of the cache."""
+
+    def __str__(self) -> str:
+        """What the cache did, and a table of its keys, as they are listed."""
+        from ostinato.graph.show.outline import bytes_text
+
+        budget = f" of {bytes_text(self.budget)}" if self.budget is not None else ""
+        words = [
+            f"graphs {self.graphs}, {bytes_text(self.nbytes)}{budget}; hits {self.hits}, misses "
+            f"{self.misses}, captures {self.captures} in {self.capture_ms:.1f} ms, failed "
+            f"{self.capture_failures}, evicted {self.evictions.total}",
+            *counted(self.refused),
+        ]
+        rows = [("key", "hits", "bytes", "captures", "ms", "evicted")]
+        for line in (*self.keys, *self.gone):
+            nbytes = "-" if line.nbytes_source is None else bytes_text(line.nbytes)
+            took = f"{line.all_captures_ms:.1f}"
+            counts = (str(line.captures), took, str(line.evictions.total))
+            rows.append((key_text(line.key), str(line.hits), nbytes, *counts))
+        return "\n".join([*words, *([table(rows)] if len(rows) > 1 else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +168,8 @@ class StepKeyStatistics:
     capture ms, hits, evictions); None if it has none.
     """
 
-    key: StepKey
+    key: Hashable
+    """A `StepKey`."""
     calls: int
     eager: int
     replayed: int
@@ -111,6 +253,8 @@ class Counts:
     used: int = 0
     padded: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
+    """Microseconds of host time of the replays that were timed."""
 
     def ran_eagerly(self, launches: int, reason: Reason) -> None:
         """One eager run, of so many operations."""
@@ -118,22 +262,24 @@ class Counts:
         self.launches_eager += launches
         self.reasons[reason.value] += 1
 
-    def replays(self, held: HeldCounts) -> None:
-        """What a held graph was launched for, a call each."""
-        self.calls += held.launches
-        self.replayed += held.launches
-        self.used += held.launches * held.used
-        self.padded += held.launches * held.padded
+    def replays(self, launches: int, used: int, padded: int) -> None:
+        """Calls that were replays, each with these sums of sizes."""
+        self.calls += launches
+        self.replayed += launches
+        self.used += launches * used
+        self.padded += launches * padded
 
     def add(self, other: Counts) -> None:
         """Adds the counts of another key."""
         for each in fields(self):
-            if each.name != "reasons":
+            if each.name not in ("reasons", "times"):
                 setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
         self.reasons.update(other.reasons)
 
     def copy(self) -> Counts:
-        return Counts.sum([self])
+        made = Counts.sum([self])
+        made.times = self.times
+        return made
 
     @classmethod
     def sum(cls, counts: Iterable[Counts]) -> Counts:
@@ -145,9 +291,8 @@ class Counts:
 
     def key_statistics(
         self,
-        key: StepKey,
+        key: Hashable,
         quarantined: str | None,
-        times: Iterable[float],
         graph: KeyStatistics | None,
     ) -> StepKeyStatistics:
         """A snapshot, of one key."""
@@ -161,7 +306,7 @@ class Counts:
             quarantined,
             self.used,
             self.padded,
-            Percentiles.of(times),
+            Percentiles.of(self.times),
             graph,
         )
 

@@ -1,0 +1,756 @@
+"""`Engine`: from the key of a call to what becomes of it: warm, build, replay, eager, refuse.
+
+    first call of a key   -> eager (warm-up: libraries initialise, modules load); its answer counts
+    next                  -> its graph is built (nothing runs), then replayed
+    from then on          -> replayed
+
+A key that cannot be built, or whose replay is found wrong, keeps its reason (`Entry.reason`) and is
+served eagerly from then on.  A build that something else than the work broke, or that found no
+memory, is tried again after 1, 4, 16 and 64 calls.
+
+The engine knows no slots, sizes or arguments.  A door (`GraphedStep`) makes a `Work` of each call,
+hands it over once, and is called back only through it.
+
+What may become of a call is decided by `policy.decide`.  It is asked if the cache's epoch is
+another one than when the entry's last replay was decided, or if the entry has no graph; otherwise
+the answer is the same: replay.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from ostinato.driver.api import CaptureStatus
+from ostinato.driver.forking import new_lock
+from ostinato.driver.launcher import repeat
+from ostinato.driver.stream import Stream
+from ostinato.errors import (
+    CaptureLimitError,
+    ClosedError,
+    ContextPoisonedError,
+    DriverError,
+    EagerRunError,
+    OstinatoError,
+    PoolSealedError,
+    StateLostError,
+    Status,
+    VerificationError,
+)
+from ostinato.explain.times import NotLaunched, ReplayProfile, replay_as_set, resolved, run_replay
+from ostinato.graph import GraphExec, Recording, record, submissions
+from ostinato.settings import ReplaySettings
+from ostinato.step.cache import GraphCache
+from ostinato.step.entry import Entry, Kept
+from ostinato.step.held import HeldCounts, HeldReplay, launch_in_turn
+from ostinato.step.policy import REPLAY, Action, Decision, Reason, Situation, decide, fall_back
+from ostinato.step.statistics import Counts, StepStatistics
+
+if TYPE_CHECKING:
+    from ostinato.step.check import CheckReport, Finding
+
+_log = logging.getLogger(__name__)
+
+TIMED_EVERY = 32
+"""One replay in so many of a key is timed, and never its first."""
+_ERRORS: Mapping[Reason, type[OstinatoError]] = {
+    Reason.STATE_LOST: StateLostError,
+    Reason.HOST_STATE: VerificationError,
+    Reason.MISMATCH: VerificationError,
+}
+"""What a call raises if it is refused for this reason; EagerRunError for others."""
+_REFUSALS = 3
+"""A key is given up after so many refused replays in a row, or"""
+_DISTURBANCES, _WAIT = 5, 4
+"""so many builds in a row that something else broke; and what the calls in between grow by."""
+_SWEEP = 1024
+"""After so many new keys the counts of those that the cache has forgotten are added up."""
+
+
+class Options(Protocol):
+    """What the user of a door may set, at any time; a door changes the epoch then."""
+
+    enabled: bool
+    profiling: bool
+    strict: bool
+    verify: Literal["off", "first"] | int
+    warmups: int
+    preconditions: Mapping[str, Callable[[], bool]]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """What calls that are alike have in common.  A door makes one, and keeps it for the next."""
+
+    key: Hashable
+    used: int = 0
+    """The sum of the real sizes."""
+    room: int = 0
+    """The sum of the bucketed sizes."""
+    padded: frozenset[str] = frozenset()
+    """What has padding."""
+    unfit: str | None = None
+    """Why no bucket holds them."""
+    given: dict[str, int] | None = None
+    """The arguments of a call that may be repeated without its key; None if that may not be."""
+    entry: Entry | None = None
+    counts: Counts | None = None
+
+
+class Work(ABC):
+    """One call, as the engine sees it: how it is run, built and bound."""
+
+    __slots__ = ()
+
+    call: Call
+    stream: Stream
+    options: Options
+
+    # --- running
+    @abstractmethod
+    def begin(self, *, inside: bool = False) -> None:
+        """Before a run or a build.  `inside`: the run is a part of a capture that is under way."""
+
+    @abstractmethod
+    def run(self, *, padded: bool = False) -> None:
+        """Submits the work, at the sizes of the call or, `padded`, at those of its graph."""
+
+    # --- graphs
+    @property
+    @abstractmethod
+    def recorded(self) -> bool:
+        """Whether its graph is built of a recorded run, which is the first real one."""
+
+    @abstractmethod
+    def build(self) -> GraphExec:
+        """Makes its graph; nothing runs.  Any error but those of a pool and of the limits gives the
+        key up."""
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a run that the driver refused half-way may be run again from its start."""
+        return False
+
+    @abstractmethod
+    def bind(self) -> None:
+        """Before each replay: writes what it reads, in stream order."""
+
+    @property
+    def binds(self) -> bool:
+        """Whether `bind` may have something to do."""
+        return True
+
+    @abstractmethod
+    def relaunch(self, launch: Callable[[], None]) -> None:
+        """For a graph that is held: takes the stream's turn, binds, and launches."""
+
+    def wanted(self) -> tuple[object, ...]:
+        """What the engine's guarded attributes must be for `bind` to have nothing to do."""
+        return ()
+
+    def closed_to_builds(self) -> tuple[Reason, str] | None:
+        """Why a build would be refused now, besides the cache's limits."""
+        return None
+
+    def restored(self) -> GraphExec | None:
+        """Its graph out of a store, if there is one that fits."""
+        return None
+
+    def not_restored(self, why: str) -> None:  # noqa: B027  # for doors with a store alone
+        """Called if what `restored` gave could not be kept."""
+
+    # --- checks
+    @abstractmethod
+    def check(self, executable: GraphExec, launch: Callable[[], object]) -> CheckReport:
+        """Runs it both ways and compares; after a check that passes, memory is as one replay leaves
+        it, else as before.  Raises StateLostError if it cannot be put back."""
+
+    @abstractmethod
+    def watch(self) -> Callable[[], Finding | None]:
+        """For a recorded run: called after it, what it has changed that is not its own."""
+
+
+class Engine:
+    """The keys of one door, in a cache.
+
+    `guarded`: objects and names of attributes that must be what `Work.wanted` said, for a call to
+    be repeated without a look at anything else (`driver.launcher.PythonRepeat`).  Calls are made
+    under `turn`, the lock of their stream, and the engine's `lock`, in this order.
+    """
+
+    def __init__(
+        self,
+        cache: GraphCache,
+        turn: Any,
+        guarded: tuple[tuple[object, str], ...] = (),
+        *,
+        settings: ReplaySettings | None = None,
+        profile: ReplayProfile | None = None,
+    ) -> None:
+        self.cache = cache
+        self.settings, self.profile = resolved(settings, profile)
+        self.lock = new_lock()
+        """Taken after the stream's turn: a step may be called inside of another's run."""
+        self.broken: tuple[Reason, str] | None = None
+        """Why no key is served until `release`, and the text of the error."""
+        self.keys: set[Hashable] = set()
+        """Keys under which graphs were put into the cache."""
+        self.last_check: CheckReport | None = None
+        self.repeat = repeat(
+            turn,
+            REPLAY,
+            ((cache, "epoch"), (cache.table, "latest"), *guarded),
+            cache.let_go,
+        )
+        """A call like the last one, if nothing has changed."""
+        self._repeated: Call | None = None
+        """What it was armed for."""
+        self._last: Call | None = None
+        """What the last replay was of."""
+        self._plain = self.settings.plain
+        self._counts: dict[Entry, Counts] = {}
+        self._dropped = Counts()
+        """Of keys that the cache has forgotten."""
+        self._sweep_at = _SWEEP
+        self._held: list[tuple[Entry, HeldCounts]] = []
+        self._given_back: deque[tuple[Entry, HeldCounts]] = deque()
+        """Of graphs that are not held any more, until they are counted."""
+
+    def changed(self) -> None:
+        """Something has changed that could forbid a replay: the next calls are decided anew."""
+        self.cache.epoch += 1
+
+    def _entered(self, call: Call) -> tuple[Entry, Counts]:
+        """The entry of a call, and what is counted for it here."""
+        entry, counts = call.entry, call.counts
+        if entry is None or counts is None or entry.forgotten:
+            entry = call.entry = self.cache.entry(call.key)
+            counts = self._counts.get(entry)
+            if counts is None:
+                if len(self._counts) >= self._sweep_at:
+                    self._sweep()
+                    self._sweep_at = len(self._counts) + _SWEEP
+                counts = self._counts[entry] = Counts()
+            call.counts = counts
+        return entry, counts
+
+    def _sweep(self) -> None:
+        """Adds up the counts of entries that the cache has forgotten."""
+        for entry in [entry for entry in self._counts if entry.forgotten]:
+            self._dropped.add(self._counts.pop(entry))
+
+    def _counts_of(self, entry: Entry) -> Counts:
+        return self._counts.get(entry, self._dropped)
+
+    # --- calls
+    def call(self, work: Work) -> Decision:
+        """Makes a call; what was done and why.  Raises what `Work.run` raises in an eager run, and
+        VerificationError, EagerRunError, StateLostError, ContextPoisonedError, ClosedError."""
+        call, context = work.call, work.stream.context
+        if self._repeated is not None:
+            self._end_repeats()
+        entry, counts = call.entry, call.counts
+        if entry is None or counts is None or entry.forgotten:
+            entry, counts = self._entered(call)
+        counts.calls += 1
+        counts.used += call.used
+        counts.padded += call.room
+        # Leased, so that another thread's eviction cannot close it before it is launched.
+        kept = self._leased(work, entry)
+        try:
+            decision = REPLAY
+            if (
+                kept is None
+                or entry.epoch is not self.cache.epoch
+                or context.captures
+                or work.options.preconditions
+            ):
+                decision = self._decision(work, entry, kept)
+            if decision is REPLAY and kept is not None:
+                return self._replay(work, entry, kept, decision)
+        finally:
+            if kept is not None and kept.release():
+                self.cache.let_go(kept)
+        if decision.action is Action.BUILD:
+            return self._build(work, entry, decision)
+        if entry.wait and entry.disturbance is not None:
+            entry.wait -= decision.reason is entry.disturbance[0]
+        return self._run_eager(work, entry, decision)
+
+    def next(self, work: Work) -> tuple[Entry, Decision]:
+        """What a call would do now."""
+        self._end_repeats()
+        entry, _ = self._entered(work.call)
+        kept = self._leased(work, entry)
+        try:
+            return entry, self._decision(work, entry, kept)
+        finally:
+            if kept is not None and kept.release():
+                self.cache.let_go(kept)
+
+    def _leased(self, work: Work, entry: Entry) -> Kept | None:
+        """The graph of an entry, with a lease, out of the work's store if it is not there.  One
+        that cannot be launched any more (memory that it points at was closed, or a change of it
+        failed half way) is taken out of the cache."""
+        kept = entry.graph
+        if kept is None and not entry.looked:
+            self._restore(work, entry)
+            kept = entry.graph
+        # As `GraphCache.lease` does, for the common case.
+        if kept is None or kept is not self.cache.table.latest or not kept.lease():
+            kept = self.cache.lease(entry)
+        if kept is None or not kept.executable.suspect or kept.executable.usable:
+            return kept
+        self.cache.evict(entry.key)
+        if kept.release():
+            self.cache.let_go(kept)
+        return None
+
+    def _decision(self, work: Work, entry: Entry, kept: Kept | None) -> Decision:
+        """What to do: as before, if nothing has changed but what is asked at each call."""
+        epoch, options = self.cache.epoch, work.options
+        if kept is not None and entry.epoch is epoch and not work.stream.context.captures:
+            for met in options.preconditions.values():
+                if not met():
+                    break
+            else:
+                return REPLAY
+        decision = decide(self._situation(work, entry, kept is not None))
+        if decision is REPLAY:
+            entry.epoch = epoch
+        return decision
+
+    def _situation(self, work: Work, entry: Entry, has_graph: bool) -> Situation:
+        options, context = work.options, work.stream.context
+        return Situation(
+            enabled=options.enabled,
+            profiling=options.profiling,
+            inside_capture=bool(context.captures)
+            and work.stream.capture_info.status is not CaptureStatus.NONE,
+            quarantine=self.broken or entry.reason,
+            unmet=tuple(name for name, met in options.preconditions.items() if not met()),
+            over_buckets=work.call.unfit,
+            has_graph=has_graph,
+            runs=self._counts_of(entry).eager,
+            warmups=options.warmups,
+            capped=None if has_graph else self._capped(work, entry),
+            strict=options.strict,
+            records=work.recorded,
+        )
+
+    def _capped(self, work: Work, entry: Entry) -> tuple[Reason, str] | None:
+        """Why no graph can be built now."""
+        if entry.wait:
+            return entry.disturbance
+        closed = work.closed_to_builds()
+        if closed is not None:
+            return closed
+        refused = self.cache.refusal(entry.key)
+        return None if refused is None else (Reason(refused.reason.value), refused.detail)
+
+    def _run_eager(self, work: Work, entry: Entry, decision: Decision) -> Decision:
+        """Runs the call launch by launch, at its real sizes; raises if the decision refuses."""
+        if decision.action is Action.REFUSE:
+            error = _ERRORS.get(decision.reason)
+            if error is not None:
+                raise error(f"{entry.key}: {decision.detail}")
+            raise EagerRunError(
+                f"{entry.key} has no graph to replay, and a strict step does not run it eagerly: "
+                f"{decision.reason.value} ({decision.detail})"
+            )
+        stream = work.stream
+        work.begin(inside=decision.reason is Reason.INSIDE_CAPTURE)
+        before = stream.submitted
+        if decision.reason is Reason.WARMING_UP:
+            with submissions(stream.context) as made:
+                work.run()
+            entry.submitted = tuple(made)
+        else:
+            work.run()
+        self._counts_of(entry).ran_eagerly(stream.submitted - before, decision.reason)
+        return decision
+
+    # --- replaying
+    def _replay(self, work: Work, entry: Entry, kept: Kept, decision: Decision) -> Decision:
+        call, verify = work.call, work.options.verify
+        counts = self._counts_of(entry) if call.counts is None else call.counts
+        work.bind()
+        if verify != "off" and self._is_due(verify, call, counts, kept):
+            return self._checked(work, entry, kept, decision)
+        try:
+            if self._plain and (counts.replayed + 1) % TIMED_EVERY:
+                kept.executable.launch(work.stream)
+            else:
+                self._launch(work, counts, kept)
+        except ContextPoisonedError:
+            raise
+        except NotLaunched as refused:
+            return self._refused(work, entry, refused.__cause__ or refused)
+        except OstinatoError as refused:
+            return self._refused(work, entry, refused)
+        counts.replayed += 1
+        entry.refusals = 0
+        if call is not self._last:
+            self._last = call
+        elif self._plain and not (isinstance(verify, int) or work.options.preconditions):
+            self._arm(work, counts, kept)
+        return decision
+
+    @staticmethod
+    def _is_due(verify: str | int, call: Call, counts: Counts, kept: Kept) -> bool:
+        if not kept.is_checked(call.padded):
+            return True
+        return isinstance(verify, int) and (counts.replayed + 1) % verify == 0
+
+    def _launch(self, work: Work, counts: Counts, kept: Kept) -> None:
+        """One replay, one in `TIMED_EVERY` timed.  Raises as `run_replay` does."""
+        begin = 0 if (counts.replayed + 1) % TIMED_EVERY else time.perf_counter_ns()
+        run_replay(work.call.key, kept.executable, work.stream, self.settings, self.profile)
+        if begin:
+            counts.times.append((time.perf_counter_ns() - begin) / 1e3)
+
+    def _arm(self, work: Work, counts: Counts, kept: Kept) -> None:
+        """Lets calls like this one, which was like the one before, go the short way."""
+        call, context = work.call, work.stream.context
+        if call.given is None or context.taps:
+            return
+        self._repeated = call
+        if self.repeat not in kept.repeats:
+            kept.repeats.append(self.repeat)
+        self.repeat.arm(
+            call.given,
+            (self.cache.epoch, kept, *work.wanted()),
+            kept,
+            kept.executable,
+            work.stream,
+            TIMED_EVERY - 1 - counts.replayed % TIMED_EVERY,
+        )
+        if kept.leaving:  # meanwhile, in another thread
+            self.repeat.cool()
+
+    def _count_repeats(self) -> None:
+        """Counts the calls that went the short way."""
+        launches, call = self.repeat.taken(), self._repeated
+        if launches and call is not None and call.entry is not None:
+            self._counts_of(call.entry).replays(launches, call.used, call.room)
+
+    def _end_repeats(self) -> None:
+        """Closes the short way, whose calls may be counted as others' afterwards."""
+        self.repeat.cool()
+        self._count_repeats()
+        self._repeated = None
+
+    def refused(self, work: Work, error: OstinatoError) -> Decision:
+        """Makes a call whose replay went the short way and was refused."""
+        self._end_repeats()
+        entry, counts = self._entered(work.call)
+        counts.calls += 1
+        counts.used += work.call.used
+        counts.padded += work.call.room
+        return self._refused(work, entry, error)
+
+    def _refused(self, work: Work, entry: Entry, error: BaseException) -> Decision:
+        """Drops the graph, and runs the call eagerly."""
+        entry.refusals += 1
+        why = str(error)
+        if out_of_memory(error):
+            self._make_room(work)
+            self.cache.evict(entry.key)
+            self._disturbed(work, entry, Reason.NO_MEMORY, why)
+        elif entry.refusals >= _REFUSALS:
+            self._give_up(work, entry, Reason.REFUSED, why)
+        else:
+            self.cache.evict(entry.key)
+        return self._fall_back(work, entry, Reason.REFUSED, why)
+
+    def _fall_back(self, work: Work, entry: Entry, reason: Reason, why: str) -> Decision:
+        """Runs the call eagerly, where a graph was expected; raises EagerRunError if strict."""
+        return self._run_eager(work, entry, fall_back(reason, why, strict=work.options.strict))
+
+    # --- building
+    def _build(self, work: Work, entry: Entry, decision: Decision) -> Decision:
+        if work.recorded:
+            return self._build_by_record(work, entry, decision)
+        failure = self.make(work, entry)
+        if failure is not None:
+            # The build ran nothing, so the call must still run the work once.
+            return self._fall_back(work, entry, failure.reason, failure.detail)
+        entry, _ = self._entered(work.call)
+        kept = self.cache.lease(entry)
+        if kept is None:
+            return self._fall_back(work, entry, Reason.EVICTED, "")
+        try:
+            return self._replay(work, entry, kept, decision)
+        finally:
+            if kept.release():
+                self.cache.let_go(kept)
+
+    def make(self, work: Work, entry: Entry) -> Decision | None:
+        """Builds the graph and keeps it; returns a Decision if that failed."""
+        work.begin()
+        return self._install(work, entry, work.build)
+
+    def _install(
+        self, work: Work, entry: Entry, make: Callable[[], GraphExec], *, again: bool = True
+    ) -> Decision | None:
+        """Puts the executable of `make` into the cache; an error of `make` gives the key up, except
+        a ClosedError, a PoolSealedError, what the work has no part in, and what is lost with the
+        context."""
+        try:
+            self.keys.add(entry.key)
+            self.cache.get_or_capture(entry.key, make)
+        except ContextPoisonedError:
+            raise
+        except CaptureLimitError as limit:  # another thread's capture, or one that `make` made
+            reason, detail = self._capped(work, entry) or (Reason.CAPTURE_TIME, str(limit))
+            return Decision(Action.EAGER, reason, detail)
+        except PoolSealedError as error:  # the key is built once its pool is open again
+            return Decision(Action.EAGER, Reason.POOL_SEALED, str(error))
+        except ClosedError as error:  # a mistake of this call, which an eager run finds too
+            return Decision(Action.EAGER, Reason.BUILD_FAILED, str(error))
+        except Exception as error:
+            if out_of_memory(error):
+                if again and self._make_room(work):
+                    return self._install(work, entry, make, again=False)
+                return self._disturbed(work, entry, Reason.NO_MEMORY, str(error))
+            if disturbed(error):
+                return self._disturbed(work, entry, Reason.DISTURBED, str(error))
+            return self._give_up(work, entry, Reason.BUILD_FAILED, str(error))
+        entry.disturbed, entry.disturbance = 0, None
+        self._counts_of(entry).built += 1
+        return None
+
+    def _make_room(self, work: Work) -> bool:
+        """Takes graphs that are not in use out of the cache; whether there were any."""
+        gone = self.cache.evict_idle()
+        context = work.stream.context
+        if gone and not context.captures:
+            work.stream.synchronize()  # until then their memory is not given back
+            context.collect()
+        return bool(gone)
+
+    def _disturbed(self, work: Work, entry: Entry, reason: Reason, why: str) -> Decision:
+        """Notes that a graph could not be had for a reason that may pass: it is tried again after
+        some calls, or given up if that has happened too often in a row."""
+        entry.disturbed += 1
+        if entry.disturbed >= _DISTURBANCES:
+            return self._give_up(
+                work, entry, Reason.BUILD_FAILED, f"{entry.disturbed} times: {why}"
+            )
+        entry.wait = _WAIT ** (entry.disturbed - 1) - 1
+        entry.disturbance = reason, why
+        return Decision(Action.EAGER, reason, why)
+
+    def _build_by_record(self, work: Work, entry: Entry, decision: Decision) -> Decision:
+        """Records a real run at the bucketed sizes and builds the graph; the answer of the run is
+        kept, also if the graph cannot be built.  If the driver refuses a part of the run, the call
+        is run eagerly from its start, where that is known to do nothing twice."""
+        stream, options = work.stream, work.options
+        work.begin()
+        look = work.watch() if options.verify != "off" else None
+        recording: Recording | None = None
+        try:
+            before = stream.submitted
+            with record(stream) as recording:
+                work.run(padded=True)
+            self._counts_of(entry).ran_eagerly(stream.submitted - before, decision.reason)
+        except (ContextPoisonedError, ClosedError, PoolSealedError):
+            raise
+        except Exception as error:
+            self._give_up(work, entry, Reason.BUILD_FAILED, str(error))
+            # What was done before the refusal must not be done twice.
+            again = work.repeatable or recording is None or recording.did_nothing
+            if options.strict or not (again and isinstance(error, DriverError)):
+                raise
+            return self._fall_back(work, entry, Reason.BUILD_FAILED, str(error))
+        try:
+            finding = look() if look is not None else None
+        except StateLostError as lost:
+            self.lose(lost)
+            raise
+        if finding is not None:
+            return self._mismatched(work, entry, finding)
+
+        recorded = recording
+
+        def make() -> GraphExec:
+            return recorded.build().instantiate()
+
+        return self._install(work, entry, make) or decision
+
+    def _give_up(self, work: Work, entry: Entry, reason: Reason, why: str) -> Decision:
+        """Keeps the key from being replayed."""
+        entry.reason = (reason, why)
+        self.cache.evict(entry.key)
+        refused = work.options.strict or reason is Reason.HOST_STATE
+        served = "not run" if refused else "run eagerly"
+        _log.warning("%s is %s from now on: %s: %s", entry.key, served, reason.value, why)
+        return Decision(Action.EAGER, reason, why)
+
+    def lose(self, lost: StateLostError) -> None:
+        """Refuses all calls from here on: memory could not be put back."""
+        self.broken = (Reason.STATE_LOST, str(lost))
+        self.changed()
+
+    def release(self, key: Hashable) -> None:
+        """Allows calls again, and forgets why this key is not replayed."""
+        self.broken = None
+        for entry in self._counts:
+            if entry.key == key:
+                entry.forgive()
+        self.changed()
+
+    # --- stores
+    def _restore(self, work: Work, entry: Entry) -> None:
+        """Takes a key's graph from its store, if there is one that fits.  What is wrong with the
+        store raises nothing: the store counts it, and the key is built."""
+        if not work.options.enabled or work.stream.context.captures:
+            return
+        entry.looked = True
+        made = work.restored()
+        if made is None:
+            return
+        self.keys.add(entry.key)
+        try:
+            self.cache.install(entry.key, made)
+        except ContextPoisonedError:
+            raise
+        except OstinatoError as error:
+            made.close()
+            work.not_restored(str(error))
+
+    # --- checking
+    def _checked(self, work: Work, entry: Entry, kept: Kept, decision: Decision) -> Decision:
+        call, counts = work.call, self._counts_of(entry)
+        try:
+            report = work.check(kept.executable, partial(self._launch, work, counts, kept))
+        except NotLaunched as refused:
+            return self._refused(work, entry, refused.__cause__ or refused)
+        except StateLostError as lost:
+            self.lose(lost)
+            raise
+        self.last_check = report
+        counts.verified += 1
+        counts.replayed += 1
+        kept.note_check(call.padded)
+        if report.finding is None:
+            return decision
+        return self._mismatched(work, entry, report.finding)
+
+    def _mismatched(self, work: Work, entry: Entry, finding: Finding) -> Decision:
+        """After a failed check, with all memory as before the call: runs the call eagerly.
+
+        Raises VerificationError if strict, or if the work keeps state on the host.
+        """
+        from ostinato.step.check import Cause
+
+        why = str(finding)
+        if finding.cause is Cause.HOST_STATE:
+            why += ". Put that state right and release() the step's sizes, or switch its graphs off"
+            self._give_up(work, entry, Reason.HOST_STATE, why)
+            self.broken = entry.reason
+            self.changed()
+            raise VerificationError(f"{entry.key}: {why}")
+        decision = self._give_up(work, entry, Reason.MISMATCH, why)
+        if work.options.strict:
+            raise VerificationError(f"{entry.key}: {why}")
+        return self._run_eager(work, entry, decision)
+
+    # --- many replays in a row
+    def hold(self, work: Work) -> HeldReplay | Decision:
+        """See `GraphedStep.hold`."""
+        call, verify = work.call, work.options.verify
+        entry, decision = self.next(work)
+        if decision.action in (Action.EAGER, Action.REFUSE):
+            return decision
+        if isinstance(verify, int):
+            return replace(
+                decision,
+                detail=f"not held: verify={verify} counts replays, and a held graph is "
+                'launched without that; call the step, or use verify="first"',
+            )
+        if decision.action is Action.BUILD:
+            if work.recorded or verify != "off":
+                return decision
+            failure = self.make(work, entry)
+            if failure is not None:
+                return failure
+            entry, _ = self._entered(call)
+        lease = ExitStack()
+        executable = lease.enter_context(self.cache.hold(call.key))
+        kept = entry.graph
+        if executable is None or kept is None:  # evicted at once, by another thread
+            lease.close()
+            return Decision(Action.BUILD, Reason.FIRST_USE)
+        if verify != "off" and not kept.is_checked(call.padded):
+            lease.close()
+            return replace(decision, detail="its check is due")
+        work.bind()
+        run = partial(launch_in_turn, work.stream, executable)
+        if not self._plain or work.binds:
+            args = call.key, executable, work.stream, self.settings, self.profile
+            run = partial(work.relaunch, partial(replay_as_set, *args))
+        counts = HeldCounts(call.used, call.room)
+        self._count_given_back()
+        # Ended by a finaliser perhaps, in any thread, which must not wait for the engine.
+        lease.callback(self._given_back.append, (entry, counts))
+        self._held.append((entry, counts))
+        return HeldReplay(work.stream.context, run, lease, counts)
+
+    def _count_given_back(self) -> None:
+        """Counts the launches of graphs that are not held any more."""
+        while self._given_back:
+            entry, held = self._given_back.popleft()
+            self._held.remove((entry, held))
+            self._counts_of(entry).replays(held.launches, held.used, held.padded)
+
+    # --- numbers and lifetime
+    def statistics(self) -> StepStatistics:
+        """What was done so far."""
+        self._count_repeats()
+        self._sweep()
+        counts = {entry: each.copy() for entry, each in self._counts.items()}
+        dropped = self._dropped.copy()
+        for entry, held in self._held:
+            counts.get(entry, dropped).replays(held.launches, held.used, held.padded)
+        lines = tuple(
+            each.key_statistics(
+                entry.key,
+                None if entry.reason is None else entry.reason[1],
+                self.cache.key_statistics(entry.key),
+            )
+            for entry, each in counts.items()
+        )
+        total = Counts.sum([*counts.values(), dropped])
+        return total.statistics(lines, self.last_check)
+
+
+def _errors(error: BaseException) -> list[BaseException]:
+    """An error and its causes."""
+    found: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in found:
+        found.append(following)
+        hidden = following.__suppress_context__
+        following = following.__cause__ or (None if hidden else following.__context__)
+    return found
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error is that of a device without memory."""
+    return any(getattr(e, "status", None) == Status.OUT_OF_MEMORY for e in _errors(error))
+
+
+def disturbed(error: BaseException) -> bool:
+    """Whether an error of a capture says that something else had broken it before (status 901), and
+    nothing that was called in it was refused."""
+    rules = range(Status.STREAM_CAPTURE_UNSUPPORTED, Status.STREAM_CAPTURE_WRONG_THREAD + 1)
+    statuses = {getattr(each, "status", None) for each in _errors(error)}
+    return {s for s in statuses if s in rules} == {Status.STREAM_CAPTURE_INVALIDATED}
