@@ -14,7 +14,6 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -35,13 +34,12 @@ from ostinato.explain.times import ReplayProfile
 from ostinato.graph import GraphExec, Submission, capture, first_missing, operations
 from ostinato.memory import CapturePool, PoolState
 from ostinato.settings import ReplaySettings
-from ostinato.state import DeviceScalar
 from ostinato.step.budget import parse_bytes
 from ostinato.step.cache import GraphCache
 from ostinato.step.engine import Call, Engine, Work
 from ostinato.step.held import HeldReplay
 from ostinato.step.policy import Action, Decision, Reason
-from ostinato.step.sizes import StepKey, bucket_of, checked_sizes, sizes_of
+from ostinato.step.sizes import Sizes, StepKey, bucket_of, checked_sizes, sizes_of
 from ostinato.step.slots import Role, Slot, check_slots, check_verify
 from ostinato.step.statistics import StepStatistics
 from ostinato.step.work import work_digest
@@ -55,10 +53,9 @@ _REMEMBERED = 4096
 """How many combinations of sizes a step keeps; the oldest are dropped."""
 
 
-# Of (stream, **sizes): a type checker would take no function that names its sizes.
-Run: TypeAlias = Callable[..., object]
+Run: TypeAlias = Callable[[Stream, Sizes], object]
 """What a step runs: submits work of the given sizes to the stream."""
-Builder: TypeAlias = Callable[..., GraphExec]
+Builder: TypeAlias = Callable[[Stream, Sizes], GraphExec]
 """Makes the executable of the given (bucketed) sizes, uploaded on the stream or not."""
 
 
@@ -73,15 +70,15 @@ class SizedCall(Call):
 class GraphedStep(Closeable):
     """A step that replays a graph where it can.
 
-    `run(stream, **sizes)` must submit all its work to the stream (and streams forked from it), at
+    `run(stream, sizes)` must submit all its work to the stream (and streams forked from it), at
     fixed addresses.  Whatever changes from call to call must be in device memory: host numbers are
-    frozen by the capture.  An eager run gets the real sizes, a graph is made for the bucketed ones.
-    Rows beyond the real size are padding; `step.slots` has the contract for them.  Kernels can
-    read the real size on the device: `step.size("rows")`.
+    frozen by the capture.  `sizes.rows` (`Sizes`) is the real size in an eager run, and the bucket
+    where a graph is made.  Rows beyond the real size are padding; `step.slots` has the contract for
+    them.  Kernels can read the real size on the device: `sizes.on_device("rows")`.
 
     Graphs belong to the step: another step has its own, even with the same name in the same cache.
-    Steps that are given the same `share` use each other's graphs and `size`s; the caller must make
-    sure that they do the same work on the same memory, and one after the other.
+    Steps that are given the same `share` use each other's graphs and sizes on the device; the
+    caller must make sure that they do the same work on the same memory, and one after the other.
 
     `slots` are the buffers that the step reads and writes; `verify` needs them.  "first" checks
     each graph at its first replay, and again at the first with padding of each size; a number n
@@ -102,7 +99,7 @@ class GraphedStep(Closeable):
     eagerly, with the reason PRECONDITION and the names of the false ones.  `warmups` eager runs
     come before a capture; a capture that lacks an operation of the last warm-up is refused.
     `preload` is called once, before the first capture and outside of it, to load what the step
-    launches (`lambda: device.modules.preload(kernels)`).  `builder(stream, **sizes)`, if given,
+    launches (`lambda: device.modules.preload(kernels)`).  `builder(stream, sizes)`, if given,
     makes the executable in place of a capture of `run`, for graphs that a capture cannot make, such
     as a loop.  Its graph must do the same as `run`, which is still called for eager runs.  An
     exception of either quarantines the key, except a ClosedError or PoolSealedError: then the next
@@ -169,6 +166,9 @@ class GraphedStep(Closeable):
         for what, function in [*functions, *conditions.items()]:
             if not callable(function):
                 raise InputError(f"{what}: a function is needed, not {type(function).__name__}")
+        for what, made in (("run", run), ("builder", builder)):
+            if made is not None:
+                _require_sizes(what, made)
         options: list[tuple[str, object, type]] = [
             ("pool", pool, CapturePool),
         ]
@@ -242,7 +242,7 @@ class GraphedStep(Closeable):
 
     def __setattr__(self, name: str, value: object) -> None:
         """All that users may set can forbid a replay: the next call is decided anew."""
-        object.__setattr__(self, name, value)
+        super().__setattr__(name, value)
         if not name.startswith("_") and "_engine" in vars(self):
             self._engine.changed()
 
@@ -254,17 +254,6 @@ class GraphedStep(Closeable):
         return f"<GraphedStep {self.name!r} on {self.stream!r}, {graphs}>"
 
     # --- sizes and keys
-    def size(self, name: str) -> DeviceScalar:
-        """The real size of that name on the device, as one uint32 for kernels to read.
-
-        It is written before each call, in stream order.  Call this in `run`, or before the first
-        call.  Raises InputError for a name that is no size, CaptureError if memory for it must be
-        allocated, or it must be written, in a capture; ClosedError.
-        """
-        with self._lock:
-            self._require_open()
-            return self._sizes.scalar(name, self.stream)
-
     def key(self, **sizes: int) -> StepKey:
         """The cache key of these sizes.  Raises InputError for sizes that have no bucket."""
         with self._lock:
@@ -355,9 +344,7 @@ class GraphedStep(Closeable):
 
     def _unnamed(self) -> TypeError:
         """The error of a call that gives a size without its name."""
-        names = {slot.size: None for slot in self.slots if slot.size is not None}
-        with suppress(ValueError, TypeError):  # compiled code need not tell
-            names |= dict.fromkeys([*inspect.signature(self.run).parameters][1:])
+        names = {slot.size: None for slot in self.slots if slot.size is not None} or ["rows"]
         given = ", ".join(f"{name}=…" for name in names)
         return TypeError(f"the step {self.name!r} takes its sizes by name: step({given})")
 
@@ -492,10 +479,14 @@ class _StepWork(Work):
         sizes = self.step._sizes
         try:
             sizes.running, sizes.complete = True, None  # what it calls must not be repeated
-            self.step.run(self.stream, **(self.call.buckets if padded else self.call.sizes))
+            self.step.run(self.stream, self._sizes(padded=padded))
         finally:
             sizes.running = False
         sizes.end()
+
+    def _sizes(self, *, padded: bool) -> Sizes:
+        values = self.call.buckets if padded else self.call.sizes
+        return Sizes(values, self.step._sizes, self.stream)
 
     # --- graphs
     @property
@@ -512,7 +503,7 @@ class _StepWork(Work):
             # Kept: kernels that nothing holds may be unloaded again.
             step._preloaded, step._preload = step._preload(), None
         if step._builder is not None:
-            return step._builder(self.stream, **self.call.buckets)
+            return step._builder(self.stream, self._sizes(padded=True))
         with capture(self.stream, mode=step.mode, pool=step.pool, contained=True) as under_way:
             self.run(padded=True)
         assert self.call.entry is not None
@@ -587,6 +578,21 @@ class _StepWork(Work):
         from ostinato.step.check import watch_promises
 
         return watch_promises(self.step.slots, self.call.sizes, self.stream)
+
+
+def _require_sizes(what: str, function: Callable[..., object]) -> None:
+    """Raises InputError unless a function can be called with a stream and sizes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # compiled code need not tell
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise InputError(
+            f"{what} is called as {what}(stream, sizes), with sizes.rows for a size called rows, "
+            f"and it takes {signature}"
+        ) from None
 
 
 def _require_all(eager: Sequence[Submission] | None, captured: Sequence[Submission]) -> None:
