@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -320,3 +321,139 @@ def test_without_the_extension_everything_still_imports() -> None:
         "assert (x.to_numpy(stream).view('u1') == 3).all()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- a call that is repeated
+class Cache:
+    """What a repeated call is guarded by."""
+
+    def __init__(self) -> None:
+        self.epoch = 1000
+        self.let_go: list[object] = []
+
+
+class Repeated:
+    """A repeat of `rows=3`, and what it needs."""
+
+    def __init__(self, thing: Thing, *statuses: int) -> None:
+        self.seen, self.stream, self.cache = Seen(*statuses), Named(), Cache()
+        compiled = driver_launcher.compiled()
+        self.seat = (driver_launcher.Seat if compiled else driver_launcher.PythonSeat)()
+        self.lock, self.thing = threading.RLock(), thing
+        guarded = ((self.cache, "epoch"),)
+        self.repeat = driver_launcher.repeat(
+            self.lock, "replayed", guarded, self.cache.let_go.append
+        )
+        thing._heat(self.stream, prepare(self.seen.function, HANDLE, 1))
+        self.arm()
+
+    def arm(self, left: int = 10, **sizes: int) -> None:
+        wanted = (self.cache.epoch,)
+        given = sizes or {"rows": 3}
+        self.repeat.arm(given, wanted, self.seat, self.thing, self.stream, left)
+
+    def calls(self, **sizes: object) -> bool:
+        """Whether a call with these sizes was repeated."""
+        before = len(self.seen.calls)
+        answer = self.repeat.again(sizes)
+        assert (answer == "replayed") == (len(self.seen.calls) == before + 1)
+        assert answer in ("replayed", None) and self.seat.leases == 0
+        return answer is not None
+
+
+def test_a_call_like_the_one_before_is_repeated(thing: Thing) -> None:
+    case = Repeated(thing)
+    assert case.calls(rows=3) and case.calls(rows=3)
+    assert (case.repeat.taken(), case.repeat.taken(), case.seat.uses) == (2, 0, 2)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"rows": 4}, {"rows": True}, {"rows": 3.0}, {"cols": 3}, {"rows": 3, "cols": 1}, {}]
+)
+def test_a_call_of_other_sizes_is_not_repeated(thing: Thing, sizes: dict[str, object]) -> None:
+    case = Repeated(thing)
+    assert not case.calls(**sizes) and case.calls(rows=3)
+
+
+def test_equal_sizes_that_are_other_objects_are_the_same(thing: Thing) -> None:
+    case = Repeated(thing)
+    case.arm(rows=10**6)
+    assert case.calls(rows=int("1000000"))
+    case.arm(rows=1)
+    assert not case.calls(rows=True) and case.calls(rows=1)
+
+
+CHANGES: dict[str, Callable[[Repeated], object]] = {
+    "epoch": lambda case: setattr(case.cache, "epoch", case.cache.epoch + 1),
+    "evicted": lambda case: case.seat.leave(),
+    "cooled": lambda case: case.repeat.cool(),
+    "tap": lambda case: case.thing.cool(),
+    "other stream": lambda case: case.thing._heat(Named(), int),
+    "none left": lambda case: case.arm(left=0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_is_repeated_after_a_change(thing: Thing, change: str) -> None:
+    case = Repeated(thing)
+    assert case.calls(rows=3)
+    CHANGES[change](case)
+    assert not case.calls(rows=3) and not thing.slow
+
+
+def test_so_many_calls_are_repeated_and_no_more(thing: Thing) -> None:
+    case = Repeated(thing)
+    case.arm(left=2)
+    assert [case.calls(rows=3) for _ in range(4)] == [True, True, False, False]
+
+
+def test_a_repeated_launch_that_fails_raises_and_is_not_counted(thing: Thing) -> None:
+    case = Repeated(thing, 719)
+    thing.error = RuntimeError("719 in words")
+    with pytest.raises(RuntimeError, match="719 in words"):
+        case.repeat.again({"rows": 3})
+    assert (case.repeat.taken(), case.seat.leases) == (0, 0)
+    with ThreadPoolExecutor(1) as other:  # the lock is free
+        assert other.submit(case.lock.acquire, timeout=20).result()
+
+
+def test_an_eviction_under_a_repeated_launch_waits_for_it(thing: Thing) -> None:
+    case = Repeated(thing)
+    left: list[bool] = []
+
+    def launch() -> int:
+        left.append(case.seat.leave())
+        case.repeat.cool()
+        return 0
+
+    thing._heat(case.stream, launch)
+    assert case.repeat.again({"rows": 3}) == "replayed"
+    assert left == [False], "a lease was out"
+    assert case.cache.let_go == [case.seat]
+    assert not case.seat.lease()
+
+
+def test_a_repeat_waits_for_its_lock_and_looks_again(thing: Thing) -> None:
+    case, done = Repeated(thing), threading.Event()
+
+    def call() -> object:
+        done.set()
+        return case.repeat.again({"rows": 3})
+
+    with ThreadPoolExecutor(1) as other:
+        with case.lock:
+            waiting = other.submit(call)
+            done.wait(20)
+            case.cache.epoch += 1
+        assert waiting.result() is None
+
+
+def test_what_was_armed_is_kept_until_it_is_cooled(thing: Thing) -> None:
+    case = Repeated(thing)
+    stream = weakref.ref(case.stream)
+    thing.cool()
+    case.stream = Named()
+    assert stream() is not None
+    case.repeat.cool()
+    gc.collect()
+    assert stream() is None

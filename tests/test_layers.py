@@ -237,6 +237,8 @@ def test_frozen_records_are_never_written() -> None:
         assert "object.__setattr__" not in text, f"{path.name} writes into a frozen record"
         if path.parts[-3:] == ("interop", "torch", "graphing.py"):
             continue  # what is set of a graphed module is set of the module
+        if path.parts[-2:] == ("step", "graphed_step.py"):
+            continue  # no record: what is set of a step may forbid its next replay
         assert "def __setattr__" not in text, f"{path.name}: @dataclass(frozen=True) forbids that"
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import CaptureError, EagerRunError, PoolSealedError
+from ostinato.errors import CaptureError, ClosedError, EagerRunError, PoolSealedError, Status
 from ostinato.explain import ReplayProfile
 from ostinato.step import (
     Action,
@@ -263,6 +265,194 @@ def test_a_graph_that_another_thread_evicts_at_once(
         assert (decision.action, decision.reason) == (Action.EAGER, Reason.EVICTED)
         assert case.value == 1
         assert case.step.statistics().eager_reasons == {Reason.EVICTED.value: 1}
+
+
+# --- what may pass
+def faulty(host_device: Device, **options: object) -> tuple[FaultyDriver, Counting]:
+    faults = FaultyDriver(host_device.driver)
+    return faults, Counting(preload(Device(faults)), warmups=0, **options)
+
+
+def test_a_graph_that_found_no_memory_is_made_later(host_device: Device) -> None:
+    """One refused allocation made a key eager for ever."""
+    faults, case = faulty(host_device)
+    faults.fail("graph_instantiate", Status.OUT_OF_MEMORY)
+    assert case.step(rows=1).reason is Reason.NO_MEMORY
+    assert case.step(rows=1).action is Action.BUILD
+    assert case.value == 2 and not case.step.statistics().quarantined
+
+
+def test_graphs_that_nobody_uses_leave_for_one_that_found_no_memory(host_device: Device) -> None:
+    faults, case = faulty(host_device)
+    for rows in (1, 2, 4):
+        case.step(rows=rows)
+    with case.step.hold(rows=2):
+        faults.fail("graph_instantiate", Status.OUT_OF_MEMORY)
+        assert case.step(rows=8).action is Action.BUILD
+        assert set(case.cache.keys()) == {case.step.key(rows=rows) for rows in (2, 8)}
+    assert case.cache.statistics().evictions.memory == 2
+    assert case.value == 4
+
+
+def test_a_launch_that_found_no_memory_is_made_later(host_device: Device) -> None:
+    """The first launch uploads the graph."""
+    faults, case = faulty(host_device)
+    for calls in (1, 2, 3, 4):
+        faults.fail("exec_launch", Status.OUT_OF_MEMORY)
+        while case.step(rows=1).reason is not Reason.REFUSED:
+            pass
+        assert not case.step.statistics().quarantined, calls
+    assert case.value == case.step.statistics().calls
+    calls = case.step.statistics().calls
+    while case.step(rows=1).action is not Action.BUILD:
+        pass
+    assert case.step.statistics().calls == calls + 64
+
+
+def test_a_capture_that_something_else_broke_is_made_again(host_device: Device) -> None:
+    """After 1, 4 and 16 calls; another thread's call had broken it, which says nothing of the
+    step."""
+    faults, case = faulty(host_device)
+    tried: list[int] = []
+
+    def disturb() -> None:
+        if case.stream.is_capturing and len(tried) < 3:
+            tried.append(call)
+            faults.fail("launch_kernel", Status.STREAM_CAPTURE_INVALIDATED)
+
+    case.preparing = disturb
+    for call in range(1, 23):
+        decision = case.step(rows=1)
+        assert decision.reason in (Reason.DISTURBED, Reason.FIRST_USE)
+    assert tried == [1, 2, 6]
+    assert decision.action is Action.BUILD
+    assert case.value == 22 and not case.step.statistics().quarantined
+
+
+def test_captures_that_are_broken_again_and_again_end(host_device: Device) -> None:
+    faults, case = faulty(host_device)
+    tried: list[int] = []
+
+    def disturb() -> None:
+        if case.stream.is_capturing:
+            tried.append(call)
+            faults.fail("launch_kernel", Status.STREAM_CAPTURE_INVALIDATED)
+
+    case.preparing = disturb
+    for call in range(1, 101):
+        case.step(rows=1)
+    (why,) = case.step.statistics().quarantined.values()
+    assert why.startswith("5 times: ") and tried == [1, 2, 6, 22, 86]
+    case.preparing = lambda: None
+    assert case.step(rows=1).reason is Reason.BUILD_FAILED
+    case.step.release(rows=1)
+    assert case.step(rows=1).action is Action.BUILD
+
+
+# --- the way of a call
+def test_the_way_of_a_call(host_device: Device, launcher: str) -> None:
+    """How many functions of this package a replay calls, to the launch: the compiled way of a
+    repeated call is the step's own call alone."""
+    case = Counting(host_device)
+    source = str(Path(ost.__file__).parent)
+
+    def called(rows: int) -> int:
+        names: list[str] = []
+
+        def note(frame: FrameType, event: str, _: object) -> None:
+            name = frame.f_code.co_filename
+            if event == "call" and name.startswith(source) and "/driver/host/" not in name:
+                names.append(frame.f_code.co_qualname)
+
+        sys.setprofile(note)
+        try:
+            decision = case.step(rows=rows)
+        finally:
+            sys.setprofile(None)
+        assert decision.action is Action.REPLAY
+        return len(names)
+
+    for rows in (3, 8, 4) * 3:
+        case.step(rows=rows)
+    other_graph = [called(rows) for rows in (3, 8, 3)]
+    other_size = [called(rows) for rows in (4, 3, 4)]
+    case.step(rows=4)
+    same = [called(rows) for rows in (4, 4)]
+    assert max(*other_graph, *other_size) <= (10 if launcher == "compiled" else 12)
+    assert max(same) <= (1 if launcher == "compiled" else 6)
+
+
+def switch_off(case: Counting) -> None:
+    case.step.enabled = False
+
+
+def profile(case: Counting) -> None:
+    case.step.profiling = True
+
+
+def verify(case: Counting) -> None:
+    case.step.verify = 1
+
+
+REFUSING: dict[str, tuple[Callable[[Counting], object], Action, Reason | None]] = {
+    "off": (switch_off, Action.EAGER, Reason.GRAPHS_OFF),
+    "profiling": (profile, Action.EAGER, Reason.PROFILING),
+    "precondition": (lambda case: unmet(case), Action.EAGER, Reason.PRECONDITION),
+    "buckets": (lambda case: small(case), Action.EAGER, Reason.OVER_BUCKETS),
+    "evicted": (lambda case: case.cache.evict_all(), Action.BUILD, None),
+    "replaced": (
+        lambda case: case.cache.install(case.step.key(rows=2), graph_of(case.device)),
+        Action.REPLAY,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("change", REFUSING)
+def test_a_repeated_call_sees_what_was_changed(device: Device, change: str, launcher: str) -> None:
+    """Nothing of it is asked while nothing changes."""
+    case = Counting(device)
+    for _ in range(5):
+        case.step(rows=2)
+    spoil, action, reason = REFUSING[change]
+    spoil(case)
+    decision = case.step(rows=2)
+    assert decision.action is action and reason in (None, decision.reason)
+    assert case.value == (5 if change == "replaced" else 6)
+
+
+def test_a_repeated_call_is_captured_recorded_and_closed_as_others(device: Device) -> None:
+    case = Counting(device)
+    for _ in range(5):
+        case.step(rows=2)
+    with ost.capture(case.stream) as under_way:
+        assert case.step(rows=2).reason is Reason.INSIDE_CAPTURE
+    assert case.value == 5
+    run = under_way.graph.instantiate()
+    case.step(rows=2), case.step(rows=2)
+    with ost.record(case.stream) as recording:
+        case.step(rows=2)
+    run.launch(case.stream)
+    recording.build().instantiate().launch(case.stream)
+    assert case.value == 10
+    case.step(rows=2), case.step(rows=2)
+    case.step.close()
+    with pytest.raises(ClosedError):
+        case.step(rows=2)
+
+
+def test_repeated_calls_are_uses_of_their_graph(device: Device) -> None:
+    """The least recently used graph is another one, however a graph is used."""
+    case = Counting(device, warmups=0)
+    for rows in (1, 2, 2, 2, 2):
+        case.step(rows=rows)
+    one, two = (case.step.key(rows=rows) for rows in (1, 2))
+    assert case.cache.get(one) is not None
+    case.step(rows=2)
+    assert case.cache.keys() == [one, two]
+    line = case.cache.key_statistics(two)
+    assert line is not None and line.hits == 5
+    assert [line.calls for line in case.step.statistics().keys] == [1, 5]
 
 
 # --- strict

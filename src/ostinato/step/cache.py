@@ -321,9 +321,9 @@ class GraphCache(Closeable):
         self.limits = CaptureLimits() if limits is None else limits
         # Reentrant, because the garbage collector may run a user's finaliser, which may use the
         # cache, between any two lines here.
-        self._lock = new_lock()
+        self.lock = new_lock()
         self.table = Table(None if budget is None else parse_bytes(budget), max_graphs)
-        self._flights = Flights(self._lock)
+        self._flights = Flights(self.lock)
         self.settings, self.profile = resolved(settings, profile)
         self._plain = self.settings.plain
         self._closed = False
@@ -333,7 +333,7 @@ class GraphCache(Closeable):
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         name = self.context.driver.name
-        with self._lock:
+        with self.lock:
             graphs, nbytes = len(self), self.table.nbytes
         return f"<GraphCache {graphs} graphs, {nbytes} bytes on {name}{state}>"
 
@@ -357,12 +357,12 @@ class GraphCache(Closeable):
 
     def __contains__(self, key: object) -> bool:
         """Whether there is a graph under the key.  Not a use of it."""
-        with self._lock:
+        with self.lock:
             return key in self.table.entries
 
     def keys(self) -> list[Hashable]:
         """The keys, from the least to the most recently used."""
-        with self._lock:
+        with self.lock:
             return [entry.key for entry in self.table.by_use()]
 
     def get(self, key: Hashable) -> GraphExec | None:
@@ -429,7 +429,7 @@ class GraphCache(Closeable):
         Raises ClosedError."""
         entry = self.table.entries.get(key)
         if entry is None:
-            with self._lock:
+            with self.lock:
                 entry = self.table.entries.get(key)
                 if entry is None:
                     self._require_open()
@@ -440,7 +440,7 @@ class GraphCache(Closeable):
 
     def entry(self, key: Hashable) -> Entry:
         """What is known of a key.  Raises ClosedError."""
-        with self._lock:
+        with self.lock:
             self._require_open()
             return self.table.entry(key)
 
@@ -449,19 +449,19 @@ class GraphCache(Closeable):
         has none.  Raises ClosedError."""
         kept = entry.graph
         if kept is None or not kept.lease():
-            with self._lock:
+            with self.lock:
                 self._require_open()
                 for each in (entry, self.table.total):
                     each.misses += 1
             return None
         if kept is not self.table.latest:
-            with self._lock:
+            with self.lock:
                 self.table.make_latest(kept)
         return kept
 
     def let_go(self, kept: Kept) -> None:
         """Closes a graph whose last lease has ended after it left."""
-        with self._lock:
+        with self.lock:
             self.table.leaving.discard(kept)
         kept.executable.close()
 
@@ -498,7 +498,7 @@ class GraphCache(Closeable):
         joined = False
         try:
             while True:
-                with self._lock:
+                with self.lock:
                     executable = self._known(key, hit=not joined)
                     if executable is not None:
                         return executable
@@ -518,7 +518,7 @@ class GraphCache(Closeable):
         """The executable under a key, which is a use if `hit`; None if there is none.
 
         Raises ClosedError."""
-        with self._lock:
+        with self.lock:
             entry = self.table.entries.get(key)
             if entry is None or entry.graph is None:
                 self._require_open()
@@ -533,7 +533,7 @@ class GraphCache(Closeable):
         limits = self.limits
         if limits.per_key is None and limits.seconds is None:
             return None
-        with self._lock:
+        with self.lock:
             entry = self.table.find(key)
             return refuse(
                 limits,
@@ -576,7 +576,7 @@ class GraphCache(Closeable):
             flight.error = error
             raise
         finally:
-            with self._lock:
+            with self.lock:
                 self._end_capture(flight.key, landed, time.perf_counter() - started)
             del flight  # it holds errors whose tracebacks hold this frame
         return executable
@@ -612,7 +612,7 @@ class GraphCache(Closeable):
         charge: Footprint,
         capture_ms: float | None,
     ) -> None:
-        with uninterrupted, self._lock:
+        with uninterrupted, self.lock:
             self._require_open()
             out = self.table.put(key, executable, charge, capture_ms)
             if capture_ms is None:
@@ -627,7 +627,7 @@ class GraphCache(Closeable):
         It is closed once no replay of this cache uses it, and destroyed once its own last launch
         is done; this call does not wait for either.
         """
-        with uninterrupted, self._lock:
+        with uninterrupted, self.lock:
             entry = self.table.entries.get(key)
             out = [] if entry is None else self.table.remove([entry], "asked")
         self._close(out)
@@ -635,7 +635,7 @@ class GraphCache(Closeable):
 
     def evict_all(self) -> int:
         """Takes every graph out, as `evict` does; returns how many."""
-        with uninterrupted, self._lock:
+        with uninterrupted, self.lock:
             entries = list(self.table.entries.values())
             out = self.table.remove(entries, "asked")
         self._close(out)
@@ -643,7 +643,7 @@ class GraphCache(Closeable):
 
     def evict_idle(self) -> int:
         """Takes every graph out that no lease holds, for memory; returns how many."""
-        with uninterrupted, self._lock:
+        with uninterrupted, self.lock:
             table = self.table
             idle = [e for e in table.entries.values() if e.graph is not None and not e.graph.leases]
             out = table.remove(idle, "memory")
@@ -666,7 +666,7 @@ class GraphCache(Closeable):
         order, as with `evict`.
         """
         found = self._touching(target)
-        with uninterrupted, self._lock:
+        with uninterrupted, self.lock:
             gone = [entry for entry, kept in found if entry.graph is kept]
             out = self.table.remove(gone, "touching")
         self._close(out)
@@ -674,7 +674,7 @@ class GraphCache(Closeable):
 
     def manifest(self, key: Hashable) -> tuple[Touch, ...]:
         """Every pointer of the graph under a key.  Raises InputError if there is none."""
-        with self._lock:
+        with self.lock:
             entry = self.table.entries.get(key)
             kept = None if entry is None else entry.graph
         if kept is None:
@@ -683,7 +683,7 @@ class GraphCache(Closeable):
 
     def _touching(self, target: Target) -> list[tuple[Entry, Kept]]:
         wanted = range_of(target)
-        with self._lock:
+        with self.lock:
             entries = [(e, e.graph) for e in self.table.entries.values()]
         return [(e, kept) for e, kept in entries if kept and kept.executable.touches(wanted)]
 
@@ -696,7 +696,7 @@ class GraphCache(Closeable):
     # --- numbers and lifetime
     def statistics(self) -> CacheStatistics:
         """Counts, bytes, and a line for each key, taken at one moment."""
-        with self._lock:
+        with self.lock:
             table, total = self.table, self.table.total
             return CacheStatistics(
                 graphs=len(table.entries),
@@ -724,7 +724,7 @@ class GraphCache(Closeable):
 
     def key_statistics(self, key: Hashable) -> KeyStatistics | None:
         """The line of one key, with or without a graph; None if nothing is known of it."""
-        with self._lock:
+        with self.lock:
             entry = self.table.find(key)
             return None if entry is None else self.table.statistics(entry)
 
@@ -738,7 +738,7 @@ class GraphCache(Closeable):
 
     def close(self) -> None:
         """Takes every graph out, and refuses new ones.  Idempotent; does not wait."""
-        with uninterrupted, self._lock:
+        with uninterrupted, self.lock:
             self._closed = True
             out = self.table.remove([*self.table.entries.values()], "closed")
         self._close(out)

@@ -303,9 +303,11 @@ class Engine:
         if kept is None and not entry.looked:
             self._restore(work, entry)
             kept = entry.graph
-        # As `GraphCache.lease` does, for the common case.
-        if kept is None or kept is not self.cache.table.latest or not kept.lease():
+        if kept is None or not kept.lease():
             kept = self.cache.lease(entry)
+        elif kept is not self.cache.table.latest:
+            with self.cache.lock:
+                self.cache.table.make_latest(kept)
         if kept is None or not kept.executable.suspect or kept.executable.usable:
             return kept
         self.cache.evict(entry.key)
@@ -396,7 +398,7 @@ class Engine:
         except OstinatoError as refused:
             return self._refused(work, entry, refused)
         counts.replayed += 1
-        entry.refusals = 0
+        entry.refusals = entry.disturbed = 0
         if call is not self._last:
             self._last = call
         elif self._plain and not (isinstance(verify, int) or work.options.preconditions):
@@ -523,7 +525,6 @@ class Engine:
             if disturbed(error):
                 return self._disturbed(work, entry, Reason.DISTURBED, str(error))
             return self._give_up(work, entry, Reason.BUILD_FAILED, str(error))
-        entry.disturbed, entry.disturbance = 0, None
         self._counts_of(entry).built += 1
         return None
 
