@@ -15,11 +15,10 @@ Two figures each, both on graphs of the same kernels (a chain of tiny ones, rand
 Ours is measured twice: with the compiled hot path (`driver/_launch.c`), where it was built, and
 with the one in Python over a ctypes call, on an executable of its own of the same graph.
 
-What the checks that are always on cost is the difference of two rows each: `GraphExec.launch` and
-the prepared driver call under it, which asks nothing; a call of a `GraphedStep` and the same call
-with its checks taken out (`_Unchecked`: is the state of the slots valid, was memory closed that the
-graph points at).  A step's other work (sizes to a key, the cache, the decision, the counts) is in
-both; a `HeldReplay` does it once.
+What the checks of a launch that are always on cost is the difference of `GraphExec.launch` and the
+prepared driver call under it, which asks nothing.  A `GraphedStep` is called with the same size
+again and again, and with another size at each call (of the same bucket, so its graph is the same);
+a `HeldReplay` looks its graph up once.
 
 All Python callables are called without arguments, those that take some as a `functools.partial`: no
 frame of ours in between.  Python's clock costs some 40 ns a reading, which is in the Python
@@ -34,6 +33,7 @@ The last line is one JSON object.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ import ostinato as ost
 from benchmarks import common
 from benchmarks.common import Chain, Measured, measured
 from ostinato.driver import launcher
-from ostinato.step import GraphCache, HeldReplay, Multiples
+from ostinato.step import ExplicitBuckets, GraphCache, HeldReplay
 
 CALLS = {1: 2000, 32: 2000, 280: 600, 1000: 200}
 """Graph length to calls a turn: the longer ones take the GPU longer."""
@@ -145,13 +145,6 @@ def python_contender(
     return Contender(name, bursts, back_to_back, (launch, keep))
 
 
-class _Unchecked(ost.GraphedStep):
-    """A step that does not ask before each replay whether the graph may still be launched."""
-
-    def _usable(self, call: object, executable: ost.GraphExec | None) -> ost.GraphExec | None:
-        return executable
-
-
 class CLoop:
     """The C loop, compiled once."""
 
@@ -243,22 +236,22 @@ def _steps(chain: Chain, stream: ost.Stream) -> list[Contender]:
     def run(stream: ost.Stream, _: ost.Sizes) -> None:
         chain.submit(stream)
 
-    def contender(name: str, made: ost.GraphedStep) -> Contender:
-        made(n=chain.length)  # warms up
-        replayed = made(n=chain.length)
+    def contender(name: str, *sizes: int) -> Contender:
+        cache = GraphCache(chain.device, buckets=ExplicitBuckets([max(sizes)]))
+        made = ost.GraphedStep(run, stream=stream, cache=cache)
+        steps.append(made)
+        made(n=max(sizes))  # warms up
+        replayed = made(n=max(sizes))
         assert replayed.action.value == "build"
-        call = partial(made, n=chain.length)
+        call: Callable[[], object] = partial(made, n=sizes[0])
+        if len(sizes) > 1:
+            turn = itertools.cycle(sizes)
+            call = lambda: made(n=next(turn))  # noqa: E731  # with a frame of its own
         return python_contender(f"ostinato compiled, {name}", call, stream.synchronize, made)
 
-    steps = []
-    for kind in (ost.GraphedStep, _Unchecked):
-        cache = GraphCache(chain.device, buckets=Multiples(1, chain.length))
-        steps.append(kind(run, stream=stream, cache=cache))
-    found = [
-        contender("GraphedStep", steps[0]),
-        contender("GraphedStep without its checks", steps[1]),
-    ]
-    held = steps[0].hold(n=chain.length)
+    steps: list[ost.GraphedStep] = []
+    found = [contender("GraphedStep", 2), contender("GraphedStep, another size", 1, 2)]
+    held = steps[0].hold(n=2)
     assert isinstance(held, HeldReplay)
     wait = stream.synchronize
     return [
@@ -417,10 +410,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "microseconds of the checks of a launch": _difference(
                     rows, "ostinato compiled, GraphExec.launch", "ostinato compiled, prepared call"
                 ),
-                "microseconds of the checks of a step": _difference(
+                "microseconds of another size": _difference(
                     rows,
+                    "ostinato compiled, GraphedStep, another size",
                     "ostinato compiled, GraphedStep",
-                    "ostinato compiled, GraphedStep without its checks",
                 ),
             },
         )

@@ -134,7 +134,7 @@ def test_replay_cost_measures_both_of_our_ways(
         f"ostinato {path}, {by}" for path in paths for by in ("prepared call", "GraphExec.launch")
     ]
     if launcher.compiled():
-        steps = ("HeldReplay.launch", "GraphedStep", "GraphedStep without its checks")
+        steps = ("HeldReplay.launch", "GraphedStep", "GraphedStep, another size")
         names += [f"ostinato compiled, {step}" for step in steps]
     assert {(r["kernels"], r["launched by"]) for r in rows} == {
         (n, name) for n in (1, 8) for name in names

@@ -329,7 +329,11 @@ class Cache:
 
     def __init__(self) -> None:
         self.epoch = 1000
+        self.latest: object = None
         self.let_go: list[object] = []
+
+    def touch(self, seat: object) -> None:
+        self.latest = seat
 
 
 class Repeated:
@@ -342,7 +346,7 @@ class Repeated:
         self.lock, self.thing = threading.RLock(), thing
         guarded = ((self.cache, "epoch"),)
         self.repeat = driver_launcher.repeat(
-            self.lock, "replayed", guarded, self.cache.let_go.append
+            self.lock, "replayed", guarded, self.cache, self.cache.touch, self.cache.let_go.append
         )
         thing._heat(self.stream, prepare(self.seen.function, HANDLE, 1))
         self.arm()
@@ -365,6 +369,7 @@ def test_a_call_like_the_one_before_is_repeated(thing: Thing) -> None:
     case = Repeated(thing)
     assert case.calls(rows=3) and case.calls(rows=3)
     assert (case.repeat.taken(), case.repeat.taken(), case.seat.uses) == (2, 0, 2)
+    assert case.cache.latest is case.seat
 
 
 @pytest.mark.parametrize(

@@ -349,7 +349,7 @@ static PyType_Spec seat_spec = {
 /* Cold: `sizes` is NULL.  Armed: all of the second group is set. */
 typedef struct {
     PyObject_HEAD
-    PyObject *acquire, *unlock, *answer, *guarded, *release;
+    PyObject *acquire, *unlock, *answer, *guarded, *table, *latest, *touch, *release;
     PyObject *sizes, *wanted, *seat, *launcher, *stream;
     Py_ssize_t left, count;
 } Repeat;
@@ -357,10 +357,10 @@ typedef struct {
 static PyObject *
 repeat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"lock", "answer", "guarded", "release", NULL};
-    PyObject *lock, *answer, *guarded, *release;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!O:Repeat", names, &lock, &answer,
-                                     &PyTuple_Type, &guarded, &release))
+    static char *names[] = {"lock", "answer", "guarded", "table", "touch", "release", NULL};
+    PyObject *lock, *answer, *guarded, *table, *touch, *release;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!OOO:Repeat", names, &lock, &answer,
+                                     &PyTuple_Type, &guarded, &table, &touch, &release))
         return NULL;
     for (Py_ssize_t i = 0; i < PyTuple_Size(guarded); i++) {
         PyObject *pair = PyTuple_GetItem(guarded, i);
@@ -371,12 +371,17 @@ repeat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     PyObject *acquire = PyObject_GetAttrString(lock, "acquire");
     PyObject *unlock = acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
-    Repeat *self = unlock == NULL ? NULL : (Repeat *)new_object(type);
+    PyObject *latest = unlock == NULL ? NULL : PyUnicode_InternFromString("latest");
+    Repeat *self = latest == NULL ? NULL : (Repeat *)new_object(type);
     if (self == NULL) {
         Py_XDECREF(acquire);
         Py_XDECREF(unlock);
+        Py_XDECREF(latest);
         return NULL;
     }
+    self->latest = latest;
+    self->table = Py_NewRef(table);
+    self->touch = Py_NewRef(touch);
     self->acquire = acquire;
     self->unlock = unlock;
     self->answer = Py_NewRef(answer);
@@ -490,6 +495,18 @@ repeat_launch(Repeat *self, PyObject *sizes)
         return made;
     if (self->sizes != sizes)
         return 0;
+    PyObject *kept = Py_NewRef(self->seat);
+    PyObject *latest = PyObject_GetAttr(self->table, self->latest);
+    Py_XDECREF(latest); /* only compared */
+    if (latest != NULL && latest != kept) {
+        latest = PyObject_CallFunctionObjArgs(self->touch, kept, NULL);
+        Py_XDECREF(latest);
+    }
+    Py_DECREF(kept);
+    if (latest == NULL)
+        return -1;
+    if (self->sizes != sizes)
+        return 0;
     Seat *seat = (Seat *)self->seat;
     Launcher *launcher = (Launcher *)self->launcher;
     if (launcher->stream != self->stream || seat->leaving)
@@ -561,6 +578,8 @@ repeat_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->unlock);
     Py_VISIT(self->answer);
     Py_VISIT(self->guarded);
+    Py_VISIT(self->table);
+    Py_VISIT(self->touch);
     Py_VISIT(self->release);
     Py_VISIT(self->sizes);
     Py_VISIT(self->wanted);
@@ -579,6 +598,9 @@ repeat_clear(PyObject *op)
     Py_CLEAR(self->unlock);
     Py_CLEAR(self->answer);
     Py_CLEAR(self->guarded);
+    Py_CLEAR(self->table);
+    Py_CLEAR(self->latest);
+    Py_CLEAR(self->touch);
     Py_CLEAR(self->release);
     return 0;
 }
@@ -600,7 +622,13 @@ static PyMethodDef repeat_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef repeat_members[] = {
+    {"left", T_PYSSIZET, offsetof(Repeat, left), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyType_Slot repeat_slots[] = {
+    {Py_tp_members, repeat_members},
     {Py_tp_doc, "See PythonRepeat in ostinato.driver.launcher."},
     {Py_tp_new, repeat_new},
     {Py_tp_methods, repeat_methods},

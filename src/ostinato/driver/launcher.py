@@ -129,6 +129,7 @@ class PythonRepeat:
 
         cold -> arm() -> hot for `left` launches, or until cool()
 
+    `touch` is called with the seat before the launch if it is not the `latest` of the `table`;
     `release` is called with the seat whose last lease has ended after it left.
     """
 
@@ -137,14 +138,18 @@ class PythonRepeat:
         lock: Any,
         answer: object,
         guarded: tuple[tuple[object, str], ...],
+        table: Any,
+        touch: Callable[[Any], object],
         release: Callable[[Any], object],
     ) -> None:
         self._lock = lock
         self._answer = answer
         self._guarded = guarded
+        self._table = table
+        self._touch = touch
         self._release = release
         self._armed: tuple[Any, ...] | None = None
-        self._left = 0
+        self.left = 0
         self._count = 0
 
     def arm(
@@ -158,7 +163,7 @@ class PythonRepeat:
         /,
     ) -> None:
         """From here on such calls are launches of the launcher on the stream."""
-        self._armed, self._left = (sizes, wanted, seat, launcher, stream), left
+        self._armed, self.left = (sizes, wanted, seat, launcher, stream), left
 
     def cool(self) -> None:
         """Nothing is repeated until `arm` is called again."""
@@ -171,7 +176,7 @@ class PythonRepeat:
 
     def again(self, given: dict[str, int], /) -> Any:
         armed = self._armed
-        if armed is None or armed[0] != given or not self._left:
+        if armed is None or armed[0] != given or not self.left:
             return None
         for size in given.values():
             if type(size) is not int:  # True and 3.0 are equal to whole numbers
@@ -186,8 +191,10 @@ class PythonRepeat:
             if launcher._hot[0] is not stream or not seat.lease():
                 return None
             try:
+                if self._table.latest is not seat:
+                    self._touch(seat)
                 launcher.launch(stream)
-                self._left -= 1
+                self.left -= 1
                 self._count += 1
             finally:
                 if seat.release():
@@ -235,11 +242,13 @@ def repeat(
     lock: Any,
     answer: object,
     guarded: tuple[tuple[object, str], ...],
+    table: Any,
+    touch: Callable[[Any], object],
     release: Callable[[Any], object],
 ) -> Repeat:
     """See `PythonRepeat`: compiled where the extension was built."""
     kind = PythonRepeat if _extension is None else _extension.Repeat
-    made: Repeat = kind(lock, answer, guarded, release)
+    made: Repeat = kind(lock, answer, guarded, table, touch, release)
     return made
 
 

@@ -455,9 +455,13 @@ class GraphCache(Closeable):
                     each.misses += 1
             return None
         if kept is not self.table.latest:
-            with self.lock:
-                self.table.make_latest(kept)
+            self.touch(kept)
         return kept
+
+    def touch(self, kept: Kept) -> None:
+        """Makes a graph the most recently used."""
+        with self.lock:
+            self.table.make_latest(kept)
 
     def let_go(self, kept: Kept) -> None:
         """Closes a graph whose last lease has ended after it left."""

@@ -54,6 +54,7 @@ from ostinato.step.policy import REPLAY, Action, Decision, Reason, Situation, de
 from ostinato.step.statistics import Counts, StepStatistics
 
 if TYPE_CHECKING:
+    from ostinato.driver.launcher import Repeat
     from ostinato.step.check import CheckReport, Finding
 
 _log = logging.getLogger(__name__)
@@ -102,6 +103,9 @@ class Call:
     """The arguments of a call that may be repeated without its key; None if that may not be."""
     entry: Entry | None = None
     counts: Counts | None = None
+    repeat: Repeat | None = None
+    """A way for such a call that looks at nothing else; and the epoch that it was armed at."""
+    armed_at: int | None = None
 
 
 class Work(ABC):
@@ -203,15 +207,12 @@ class Engine:
         self.keys: set[Hashable] = set()
         """Keys under which graphs were put into the cache."""
         self.last_check: CheckReport | None = None
-        self.repeat = repeat(
-            turn,
-            REPLAY,
-            ((cache, "epoch"), (cache.table, "latest"), *guarded),
-            cache.let_go,
+        guards = ((cache, "epoch"), *guarded)
+        self._new_repeat = partial(
+            repeat, turn, REPLAY, guards, cache.table, cache.touch, cache.let_go
         )
-        """A call like the last one, if nothing has changed."""
-        self._repeated: Call | None = None
-        """What it was armed for."""
+        self._repeated: set[Call] = set()
+        """Those that have a repeat."""
         self._last: Call | None = None
         """What the last replay was of."""
         self._plain = self.settings.plain
@@ -254,14 +255,14 @@ class Engine:
         """Makes a call; what was done and why.  Raises what `Work.run` raises in an eager run, and
         VerificationError, EagerRunError, StateLostError, ContextPoisonedError, ClosedError."""
         call, context = work.call, work.stream.context
-        if self._repeated is not None:
-            self._end_repeats()
         entry, counts = call.entry, call.counts
         if entry is None or counts is None or entry.forgotten:
             entry, counts = self._entered(call)
         counts.calls += 1
         counts.used += call.used
         counts.padded += call.room
+        if call.repeat is not None:
+            self._count_repeats(call)
         # Leased, so that another thread's eviction cannot close it before it is launched.
         kept = self._leased(work, entry)
         try:
@@ -286,7 +287,6 @@ class Engine:
 
     def next(self, work: Work) -> tuple[Entry, Decision]:
         """What a call would do now."""
-        self._end_repeats()
         entry, _ = self._entered(work.call)
         kept = self._leased(work, entry)
         try:
@@ -306,8 +306,7 @@ class Engine:
         if kept is None or not kept.lease():
             kept = self.cache.lease(entry)
         elif kept is not self.cache.table.latest:
-            with self.cache.lock:
-                self.cache.table.make_latest(kept)
+            self.cache.touch(kept)
         if kept is None or not kept.executable.suspect or kept.executable.usable:
             return kept
         self.cache.evict(entry.key)
@@ -399,10 +398,16 @@ class Engine:
             return self._refused(work, entry, refused)
         counts.replayed += 1
         entry.refusals = entry.disturbed = 0
-        if call is not self._last:
-            self._last = call
-        elif self._plain and not (isinstance(verify, int) or work.options.preconditions):
+        way = call.repeat
+        if (
+            call is self._last  # or it is not armed
+            or way is None
+            or not way.left
+            or call.armed_at is not self.cache.epoch
+            or way not in kept.repeats
+        ) and not (isinstance(verify, int) or work.options.preconditions):
             self._arm(work, counts, kept)
+        self._last = call
         return decision
 
     @staticmethod
@@ -420,38 +425,41 @@ class Engine:
 
     def _arm(self, work: Work, counts: Counts, kept: Kept) -> None:
         """Lets calls like this one, which was like the one before, go the short way."""
-        call, context = work.call, work.stream.context
-        if call.given is None or context.taps:
+        call = work.call
+        if call.given is None or not self._plain or work.stream.context.taps:
             return
-        self._repeated = call
-        if self.repeat not in kept.repeats:
-            kept.repeats.append(self.repeat)
-        self.repeat.arm(
+        if call.repeat is None:
+            call.repeat = self._new_repeat()
+            self._repeated.add(call)
+        self._count_repeats(call)
+        call.armed_at = self.cache.epoch
+        kept.repeats.add(call.repeat)
+        call.repeat.arm(
             call.given,
-            (self.cache.epoch, kept, *work.wanted()),
+            (call.armed_at, *work.wanted()),
             kept,
             kept.executable,
             work.stream,
             TIMED_EVERY - 1 - counts.replayed % TIMED_EVERY,
         )
         if kept.leaving:  # meanwhile, in another thread
-            self.repeat.cool()
+            call.repeat.cool()
 
-    def _count_repeats(self) -> None:
+    def _count_repeats(self, call: Call) -> None:
         """Counts the calls that went the short way."""
-        launches, call = self.repeat.taken(), self._repeated
-        if launches and call is not None and call.entry is not None:
+        launches = 0 if call.repeat is None else call.repeat.taken()
+        if launches and call.entry is not None:
             self._counts_of(call.entry).replays(launches, call.used, call.room)
 
-    def _end_repeats(self) -> None:
-        """Closes the short way, whose calls may be counted as others' afterwards."""
-        self.repeat.cool()
-        self._count_repeats()
-        self._repeated = None
+    def drop(self, call: Call) -> None:
+        """A door does not keep a call any longer."""
+        if call.repeat is not None:
+            call.repeat.cool()
+            self._count_repeats(call)
+            self._repeated.discard(call)
 
     def refused(self, work: Work, error: OstinatoError) -> Decision:
         """Makes a call whose replay went the short way and was refused."""
-        self._end_repeats()
         entry, counts = self._entered(work.call)
         counts.calls += 1
         counts.used += work.call.used
@@ -715,7 +723,8 @@ class Engine:
     # --- numbers and lifetime
     def statistics(self) -> StepStatistics:
         """What was done so far."""
-        self._count_repeats()
+        for call in self._repeated:
+            self._count_repeats(call)
         self._sweep()
         counts = {entry: each.copy() for entry, each in self._counts.items()}
         dropped = self._dropped.copy()

@@ -47,7 +47,7 @@ class Kept(Seat):
         """Held from a change of the executable to its launch."""
         self.checked: frozenset[str] | None = None
         """The sizes with which it was checked when they had padding; None if it was not checked."""
-        self.repeats: list[Repeat] = []
+        self.repeats: set[Repeat] = set()
         """What launches it without a look at its entry; cooled when it leaves."""
 
     def cool(self) -> None:

@@ -38,8 +38,8 @@ from ostinato.step.budget import parse_bytes
 from ostinato.step.cache import GraphCache
 from ostinato.step.engine import Call, Engine, Work
 from ostinato.step.held import HeldReplay
-from ostinato.step.policy import Action, Decision, Reason
-from ostinato.step.sizes import Sizes, StepKey, bucket_of, checked_sizes, sizes_of
+from ostinato.step.policy import REPLAY, Action, Decision, Reason
+from ostinato.step.sizes import NONE_READ, Sizes, StepKey, bucket_of, checked_sizes, sizes_of
 from ostinato.step.slots import Role, Slot, check_slots, check_verify
 from ostinato.step.statistics import StepStatistics
 from ostinato.step.work import work_digest
@@ -229,7 +229,6 @@ class GraphedStep(Closeable):
         self._engine = Engine(cache, self._turn, guarded, settings=settings, profile=profile)
         self.settings, self.profile = self._engine.settings, self._engine.profile
         self._lock = self._engine.lock
-        self._again = self._engine.repeat.again
         self._work = "" if store is None else work_digest(run, builder)
         self._claim = None if store is None or share is not None else store.claim(self.name)
         self._check_limit = parse_bytes(check_limit)
@@ -269,7 +268,8 @@ class GraphedStep(Closeable):
             self._require_open()
             if self._buckets is not self.cache.buckets:
                 self._buckets = self.cache.buckets
-                self._calls.clear()
+                while self._calls:
+                    self._engine.drop(self._calls.popitem()[1])
             self._epoch = self.cache.epoch
         known = None
         for size in sizes.values():
@@ -285,7 +285,7 @@ class GraphedStep(Closeable):
             if known is None:
                 known = self._calls[given] = self._bucketed(checked)
                 if len(self._calls) > _REMEMBERED:
-                    del self._calls[next(iter(self._calls))]
+                    self._engine.drop(self._calls.pop(next(iter(self._calls))))
         return known
 
     def _bucketed(self, sizes: dict[str, int]) -> SizedCall:
@@ -328,14 +328,18 @@ class GraphedStep(Closeable):
         if unnamed:
             raise self._unnamed()
         try:
-            again: Decision | None = self._again(sizes)
+            call = self._calls.get(tuple(sizes.items()))
+        except TypeError:  # what cannot be hashed is no size
+            call = None
+        try:
+            again = None if call is None or call.repeat is None else call.repeat.again(sizes)
         except ContextPoisonedError:
             raise
         except OstinatoError as error:
             with self._turn, self._lock:
                 return self._engine.refused(_StepWork(self, self._call(sizes)), error)
         if again is not None:
-            return again
+            return REPLAY
         with self._turn, self._lock:
             if self._sizes.running:  # called by `run`, or by that of a step with the same sizes
                 with self._sizes.nested(self.stream):
@@ -512,7 +516,9 @@ class _StepWork(Work):
 
     def bind(self) -> None:
         sizes = self.step._sizes
-        if sizes.complete is not self.call.sizes or self.stream.context.taps:
+        there = sizes.complete
+        there = there is self.call.sizes or there is NONE_READ
+        if not there or self.stream.context.taps:
             sizes.set(self.call.sizes, self.stream)
 
     @property
@@ -530,7 +536,7 @@ class _StepWork(Work):
             launch()
 
     def wanted(self) -> tuple[object, ...]:
-        return (self.call.sizes,)
+        return (self.step._sizes.wanted(self.call.sizes),)
 
     def closed_to_builds(self) -> tuple[Reason, str] | None:
         step, pool = self.step, self.step.pool

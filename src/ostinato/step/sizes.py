@@ -108,6 +108,10 @@ def bucket_of(schemes: Buckets, name: str, size: int) -> int:
     return bucket
 
 
+NONE_READ = object()
+"""What a step whose kernels read no size needs of its sizes on the device."""
+
+
 class DeviceSizes:
     """The real sizes of the current or last call, in device memory.
 
@@ -141,13 +145,18 @@ class DeviceSizes:
         """Whether other graphs write the sizes too, so that each call must."""
         self._joins = False
         """Whether that call runs inside of a capture that is not the step's own."""
-        self.complete: Mapping[str, int] | None = None
-        """The sizes of which `set` has nothing to write; None if that is not known."""
+        self.complete: object = None
+        """What `wanted` gives for sizes of which `set` has nothing to write; None if that is not
+        known."""
 
     @property
     def asked(self) -> bool:
         """Whether any size may be read, so that each call must write it."""
         return bool(self._asked or self._restored)
+
+    def wanted(self, sizes: Mapping[str, int]) -> object:
+        """What `complete` is when these sizes are on the device, or no size is ever read."""
+        return sizes if self._asked or self._restored or not self._known else NONE_READ
 
     @property
     def ranges(self) -> list[MemoryRange]:
@@ -162,6 +171,7 @@ class DeviceSizes:
     def note_restored(self) -> None:
         """Notes that a graph from a file may read any of the sizes that there are."""
         self._restored.update(self._scalars)
+        self.complete = None
 
     def scalar(self, name: str, stream: Stream) -> DeviceScalar:
         """The uint32 on the device that holds a size.  This call and all later ones write it.
@@ -211,7 +221,7 @@ class DeviceSizes:
                     self._fill(name, stream)
                 elif self._elsewhere or not same:
                     self._write(name, sizes[name], stream)
-        self.complete = None if self._elsewhere else sizes
+        self.complete = None if self._elsewhere else self.wanted(sizes)
 
     @contextmanager
     def nested(self, stream: Stream) -> Iterator[None]:
