@@ -2,7 +2,8 @@
 
 Use it for work that stream capture refuses, or if the answer is needed at once: the recorded run is
 a real run.  Edges follow from the memory that each operation reads and writes, so operations on
-different memory may run side by side.
+different memory may run side by side.  An event that something can still wait for when the graph is
+built gets a node, behind all that was recorded before it and ahead of the rest.
 
 Work that a graph cannot repeat breaks a recording, as it breaks a capture, but the run goes on:
 bytes of the host copied to the device, waiting for the device, a stream that was not forked from
@@ -13,11 +14,18 @@ unless the library gets the stream during the recording.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ostinato.driver.api import CaptureStatus, ChildGraphNodeParams, NodeHandle
+from ostinato.driver.api import (
+    CaptureStatus,
+    ChildGraphNodeParams,
+    EventHandle,
+    EventRecordNodeParams,
+    NodeHandle,
+)
 from ostinato.driver.context import Entry, Tap
 from ostinato.driver.location import caller_line, caller_location
 from ostinato.driver.stream import Event, Operation, Stream, require_stream
@@ -40,6 +48,17 @@ class _Break:
     location: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """The last record of an event inside: how many operations were recorded before it, the line,
+    and the handles of the event and of its stream."""
+
+    index: int
+    line: tuple[str, int] | None
+    event: EventHandle
+    stream: int
+
+
 class Recording(Tap):
     """The operations that one thread ran on one stream, and on streams forked from it, in order.
 
@@ -53,10 +72,8 @@ class Recording(Tap):
         self.operations: list[Recorded] = []
         self._thread = threading.get_ident()
         self._members = {int(stream.handle)}
-        self._events: dict[Event, str] = {}
-        """Events recorded inside and not waited for inside yet, with their lines."""
-        self._inside: set[Event] = set()
-        """Events whose last record was inside."""
+        self._events: weakref.WeakKeyDictionary[object, _Record] = weakref.WeakKeyDictionary()
+        """The events whose last record was inside, by what owns the driver's event."""
         self._launched: list[tuple[Graph, tuple[NodeHandle, ...], str]] = []
         """Graphs that were launched, with the nodes that they had and the line."""
         self._broken: _Break | None = None
@@ -66,15 +83,8 @@ class Recording(Tap):
     def __repr__(self) -> str:
         from ostinato.graph.show.outline import count_text
 
-        broken = ", broken" if self._found() is not None else ""
+        broken = ", broken" if self._broken is not None else ""
         return f"<Recording of {count_text(len(self), 'operation')} on {self.stream!r}{broken}>"
-
-    def _found(self) -> _Break | None:
-        """What broke the recording, or would break it now; None if a graph can be built."""
-        if self._broken is None and self._events:
-            location = next(iter(self._events.values()))
-            return _Break("an event was recorded that nothing inside waits for", location)
-        return self._broken
 
     def _break(self, why: str, *, refused: bool = False) -> None:
         self._did_more |= not refused
@@ -84,7 +94,7 @@ class Recording(Tap):
     @property
     def did_nothing(self) -> bool:
         """Whether nothing was done so far that a second run would do twice: refused calls alone."""
-        return not (self.operations or self._events or self._did_more)
+        return not (self.operations or self._did_more)
 
     def _is_mine(self, stream: Stream) -> bool:
         """Whether a call on the stream was work of the recording."""
@@ -134,17 +144,17 @@ class Recording(Tap):
 
     def recorded(self, stream: Stream, event: Event) -> None:
         """An event inside forks another stream, or joins it; from outside it can do neither."""
-        self._inside.discard(event)
-        self._events.pop(event, None)
-        if self._is_mine(stream):
-            self._inside.add(event)
-            self._events[event] = caller_location()
+        self._events.pop(event.owner, None)
+        if event.owner is not None and self._is_mine(stream):
+            self._did_more = True
+            self._events[event.owner] = _Record(
+                len(self.operations), caller_line(), event.handle, int(stream.handle)
+            )
 
     def waited(self, stream: Stream, event: Event) -> None:
         if threading.get_ident() != self._thread or self._is_captured(stream):
             return
-        if event in self._inside:
-            self._events.pop(event, None)
+        if event.owner in self._events:
             self._members.add(int(stream.handle))
         elif int(stream.handle) in self._members:
             self._break("the stream was made to wait for an event from outside of the recording")
@@ -152,7 +162,8 @@ class Recording(Tap):
     def awaited(self, event: Event | None) -> None:
         """What the host reads after a wait, and passes to later work, becomes a constant of the
         graph."""
-        if threading.get_ident() == self._thread and (event is None or event in self._inside):
+        inside = event is not None and event.owner in self._events
+        if threading.get_ident() == self._thread and (event is None or inside):
             what = "the device" if event is None else "an event of the recording"
             self._break(f"the host waited for {what}, or asked whether it was reached")
 
@@ -177,7 +188,7 @@ class Recording(Tap):
         with the line if something ran that a graph cannot do again; GraphError if nothing was
         recorded or the driver refuses a node.  Nothing is left behind then.
         """
-        broken = self._found()
+        broken = self._broken
         for graph, nodes, location in self._launched:
             if not (broken or graph.closed) and _nodes(graph) != nodes:
                 broken = _Break("nodes were added since to the graph that it launched", location)
@@ -187,7 +198,18 @@ class Recording(Tap):
                 "graph cannot repeat it.",
                 location=broken.location,
             )
-        return build_graph(self.stream, self.operations, serial=serial)
+        return build_graph(self.stream, self._with_events(), serial=serial)
+
+    def _with_events(self) -> list[Recorded]:
+        """The operations, and the records of events that something can wait for by now."""
+        result = list(self.operations)
+        records = sorted(self._events.items(), key=lambda each: each[1].index)
+        for owner, record in reversed(records if result else ()):
+            operation = Operation(
+                EventRecordNodeParams(record.event), "event record", keep=(owner,)
+            )
+            result.insert(record.index, Recorded(operation, record.line, record.stream))
+        return result
 
 
 def _nodes(graph: Graph) -> tuple[NodeHandle, ...]:
