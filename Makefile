@@ -12,7 +12,7 @@ PROMPT ?= Why is the sky blue?
 TORCH_INDEX  ?= https://download.pytorch.org/whl/cpu
 TRANSFORMERS ?= 5.17 5.24
 # What an installation is made from; everything else is used where it lies.
-BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c src/ostinato/interop/graphing/*.c src/ostinato/models/native/*.[ch])
+BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c src/ostinato/interop/reading/*.c src/ostinato/models/native/*.[ch])
 
 # Tests start hundreds of processes: what these import is compiled once, whatever the environment says.
 TESTS  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist worksteal

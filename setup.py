@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say: extension modules, each of which may be missing, and links.
 
 `src/ostinato/driver/_launch.c` makes replays and launches cheaper,
-`src/ostinato/interop/graphing/_recheck.c` calls of graphed functions, and the C files in
+`src/ostinato/interop/reading/_recheck.c` calls of graphed functions, and the C files in
 `src/ostinato/models/native` decode on a CPU from packed weights.  Without a C compiler the package
 installs and works without them (`ostinato doctor` says so), and its wheel is one for any machine.
 The README's links are relative, so that they work in every copy of the repository; a package index
@@ -24,8 +24,8 @@ LAUNCH = Extension(
     py_limited_api=True,
 )
 RECHECK = Extension(
-    "ostinato.interop.graphing._recheck",
-    ["src/ostinato/interop/graphing/_recheck.c"],
+    "ostinato.interop.reading._recheck",
+    ["src/ostinato/interop/reading/_recheck.c"],
     optional=True,
     py_limited_api=True,
 )

@@ -41,8 +41,8 @@ from typing import Any
 import ostinato as ost
 from benchmarks import common
 from benchmarks.torch_works import NAMES, Work, make_work
-from ostinato.interop.graphing.moves import MOST
-from ostinato.interop.graphing.recheck import launch
+from ostinato.interop.reading.moves import MOST
+from ostinato.interop.reading.recheck import launch
 
 HOST = ("eager", "by hand", "make_graphed", "graphed", "graphed, static")
 COMPILE = ("eager", "compile", "graphed")

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.kernels.checks import config_of
 from ostinato.distributed import exchange, nccl
-from ostinato.interop.graphing import moves
+from ostinato.interop.reading import moves
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import FORMATS, formats_of
 from ostinato.models.cuda.dequantise import dequantise_source, repack_source

@@ -25,8 +25,8 @@ with warnings.catch_warnings():
     transformers = pytest.importorskip("transformers")
 
 from ostinato.interop.generate_call import CACHE_NAMES
-from ostinato.interop.graphing.guards import Guards, same
-from ostinato.interop.graphing.stored import Description, code_text
+from ostinato.interop.reading.guards import Guards, same
+from ostinato.interop.reading.stored import Description, code_text
 from ostinato.interop.torch.library import Torch
 from ostinato.interop.transformers import graphed
 

@@ -769,7 +769,7 @@ def test_12_a_static_tensor_is_freed(make: Make) -> None:
 @pytest.mark.parametrize("results", ["clone", "static"])
 def test_arrays_of_all_layouts(make: Make, results: str) -> None:
     """Whether the graph copies them itself or torch does, beside it."""
-    from ostinato.interop.graphing.moves import NAMES
+    from ostinato.interop.reading.moves import NAMES
 
     def whole(n: int) -> Any:
         return torch.randint(-9, 9, (n, 6), device="cuda").float()

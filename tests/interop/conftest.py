@@ -9,8 +9,8 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import Options
+from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading.library import Options
 from tests.interop.library import Lib
 
 

@@ -1,4 +1,4 @@
-"""A small array library on the host device, for tests of `interop.graphing` without any other.
+"""A small array library on the host device, for tests of `interop.reading` without any other.
 
 Its arrays are buffers with a shape, its functions launch kernels on its current stream.
 """
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
-from ostinato.interop.graphing.library import NotGraphable
-from ostinato.interop.graphing.objects import Watch
-from ostinato.interop.graphing.trees import Join
+from ostinato.interop.reading.library import NotGraphable
+from ostinato.interop.reading.objects import Watch
+from ostinato.interop.reading.trees import Join
 
 
 @ost.host_kernel("out: *out f32, x: *const f32, n: u32, by: f32, plus: f32", name="line")

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import NotGraphable, Options
+from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading.library import NotGraphable, Options
 from ostinato.interop.torch.capturing import explained
 from ostinato.interop.torch.graphing import GraphedModule
 from ostinato.interop.torch.library import Torch

@@ -13,9 +13,8 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import CaptureBrokenError, DriverError, EagerRunError, Status, driver_error
-from ostinato.interop.graphing.capturing import captured
-from ostinato.interop.graphing.errors import disturbed, explained
-from ostinato.interop.graphing.graphed import Graphed
+from ostinato.interop.captures import captured, disturbed, explained
+from ostinato.interop.graphed import Graphed
 from tests.interop.library import Array, Lib
 
 

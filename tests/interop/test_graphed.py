@@ -12,9 +12,9 @@ import pytest
 
 import ostinato as ost
 from ostinato.errors import ClosedError, EagerRunError, InputError, NotAvailableError
-from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import Options
-from ostinato.interop.graphing.padding import Padding
+from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading.library import Options
+from ostinato.interop.reading.padding import Padding
 from tests.interop.library import Array, Lib, SubArray
 
 Make = Callable[..., Graphed]

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 import ostinato as ost
-from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.padding import Padding
-from ostinato.interop.graphing.trees import plain_token
+from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading.padding import Padding
+from ostinato.interop.reading.trees import plain_token
 from tests.interop.library import Array, Lib
 
 Make = Callable[..., Graphed]

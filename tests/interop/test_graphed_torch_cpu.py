@@ -18,10 +18,10 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import EagerRunError, InputError
-from ostinato.interop.graphing import recheck
-from ostinato.interop.graphing.library import Options
-from ostinato.interop.graphing.padding import Padding
-from ostinato.interop.graphing.recheck import Checks
+from ostinato.interop.reading import recheck
+from ostinato.interop.reading.library import Options
+from ostinato.interop.reading.padding import Padding
+from ostinato.interop.reading.recheck import Checks
 
 torch: Any = pytest.importorskip("torch")
 
@@ -401,8 +401,8 @@ def test_layouts_of_results_are_found_again() -> None:
 
 
 def test_private_numbers_that_a_forward_reads_are_described(make: Any) -> None:
-    from ostinato.interop.graphing.guards import Guards
-    from ostinato.interop.graphing.stored import Description
+    from ostinato.interop.reading.guards import Guards
+    from ostinato.interop.reading.stored import Description
 
     class Scaled(torch.nn.Module):  # type: ignore[misc, name-defined]
         def __init__(self, by: float, calls: int) -> None:
@@ -424,8 +424,8 @@ def test_private_numbers_that_a_forward_reads_are_described(make: Any) -> None:
 def test_enums_with_an_equality_of_their_own_are_text(make: Any) -> None:
     import enum
 
-    from ostinato.interop.graphing.stored import text_of
-    from ostinato.interop.graphing.trees import plain_token
+    from ostinato.interop.reading.stored import text_of
+    from ostinato.interop.reading.trees import plain_token
 
     class Mode(enum.IntEnum):
         ONE, TWO = 1, 2
@@ -438,8 +438,8 @@ def test_enums_with_an_equality_of_their_own_are_text(make: Any) -> None:
 def test_modules_are_described_by_names_in_the_order_of_their_guards(make: Any) -> None:
     from types import SimpleNamespace
 
-    from ostinato.interop.graphing.guards import Guards
-    from ostinato.interop.graphing.stored import Description
+    from ostinato.interop.reading.guards import Guards
+    from ostinato.interop.reading.stored import Description
 
     def describe(model: Any) -> Any:
         lib = make(model)._library

@@ -26,7 +26,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.interop.graphing.padding import Padding
+from ostinato.interop.reading.padding import Padding
 
 torch: Any = pytest.importorskip("torch")
 

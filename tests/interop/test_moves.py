@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.interop.graphing import moves
-from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import Options
-from ostinato.interop.graphing.moves import MOST, NAMES, Mover, dense
-from ostinato.interop.graphing.padding import Padding
+from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading import moves
+from ostinato.interop.reading.library import Options
+from ostinato.interop.reading.moves import MOST, NAMES, Mover, dense
+from ostinato.interop.reading.padding import Padding
 from ostinato.step.fills import FILL
 from tests.emulator.emulator import Emulator
 from tests.interop.library import Array, Lib

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.interop.graphing import recheck
-from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.recheck import Checks
+from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading import recheck
+from ostinato.interop.reading.recheck import Checks
 from tests.interop.library import Array, Lib, SubArray
 
 pytestmark = pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")

@@ -18,11 +18,11 @@ import pytest
 
 import ostinato as ost
 from ostinato.errors import InputError
-from ostinato.interop.graphing import stored
-from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import Options
-from ostinato.interop.graphing.padding import Padding
-from ostinato.interop.graphing.stored import Stored, Unstable, code_text, text_of
+from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading import stored
+from ostinato.interop.reading.library import Options
+from ostinato.interop.reading.padding import Padding
+from ostinato.interop.reading.stored import Stored, Unstable, code_text, text_of
 from tests.interop.library import Array, Lib
 
 Make = Callable[..., Graphed]
@@ -402,7 +402,7 @@ def test_text_of_keys() -> None:
 PROGRAM = """
 import functools
 from types import SimpleNamespace
-from ostinato.interop.graphing.stored import code_text, text_of
+from ostinato.interop.reading.stored import code_text, text_of
 from tests.interop import test_stored as t
 lib = SimpleNamespace(stable=())
 print(code_text(t.scaled), code_text(functools.partial(t.numbers, 1)), code_text(t.Record))

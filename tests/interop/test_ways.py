@@ -16,9 +16,9 @@ import ostinato as ost
 from benchmarks import torch_graphed
 from ostinato.device import Device
 from ostinato.errors import ClosedError
-from ostinato.interop.graphing import recheck
-from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import Options
+from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading import recheck
+from ostinato.interop.reading.library import Options
 from tests.interop.library import Array, Lib
 
 pytestmark = pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")

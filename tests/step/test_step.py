@@ -29,7 +29,7 @@ from ostinato.errors import (
     driver_error,
 )
 from ostinato.explain import ReplayProfile
-from ostinato.interop.graphing.library import Options
+from ostinato.interop.reading.library import Options
 from ostinato.settings import ReplaySettings
 from ostinato.step import Action, Decision, GraphCache, HeldReplay, PowersOfTwo, Reason
 from ostinato.testing import FaultyDriver

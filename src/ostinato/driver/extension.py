@@ -1,5 +1,5 @@
 """Loading the C extensions, each of which may be missing: `driver._launch`, `models._native` and
-`interop.graphing._recheck`."""
+`interop.reading._recheck`."""
 
 from __future__ import annotations
 

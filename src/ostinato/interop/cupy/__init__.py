@@ -10,6 +10,6 @@ print(step.explain())
 from __future__ import annotations
 
 from ostinato.interop.cupy.adopting import adopt_graph, as_array, external_stream
-from ostinato.interop.cupy.graphing import graphed
+from ostinato.interop.cupy.library import graphed
 
 __all__ = ["adopt_graph", "as_array", "external_stream", "graphed"]

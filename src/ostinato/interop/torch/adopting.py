@@ -28,8 +28,8 @@ from ostinato import (
     launch,
 )
 from ostinato.errors import GraphError, InputError, NotAvailableError
-from ostinato.interop.graphing.library import cuda_index
-from ostinato.interop.graphing.moves import NAMES
+from ostinato.interop.reading.library import cuda_index
+from ostinato.interop.reading.moves import NAMES
 from ostinato.lowlevel import every_node, new_lock
 
 try:

@@ -20,10 +20,9 @@ from ostinato import (
     NodeKind,
     Stream,
 )
-from ostinato.interop.graphing import errors
-from ostinato.interop.graphing.capturing import captured, no_collection
-from ostinato.interop.graphing.errors import disturbed
-from ostinato.interop.graphing.library import CaptureDisturbed, NotGraphable
+from ostinato.interop import captures
+from ostinato.interop.captures import captured, disturbed, no_collection
+from ostinato.interop.reading.library import CaptureDisturbed, NotGraphable
 from ostinato.interop.torch.adopting import adopt_graph, drawing
 from ostinato.lowlevel import every_node
 
@@ -293,7 +292,7 @@ def _undisturbed() -> Iterator[None]:
 
 def explained(error: Exception) -> str:
     """What broke a capture, and the line of the caller's code where it did."""
-    return errors.explained(
+    return captures.explained(
         error,
         torch,
         ".item(), a print, nonzero, a copy to the CPU, a generator that was not given",

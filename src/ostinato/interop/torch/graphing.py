@@ -1,6 +1,6 @@
 """`graphed`: a function or a module of PyTorch that replays a graph of itself.
 
-What is keyed, captured and replayed is in `interop.graphing`; what torch does for it is in
+What is keyed, captured and replayed is in `interop.reading`; what torch does for it is in
 `library.py`.
 """
 
@@ -16,12 +16,12 @@ import torch
 
 from ostinato import Device, GraphCache
 from ostinato.errors import InputError
-from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import LIMITS, Devices, Options, cuda_index, name_of
-from ostinato.interop.graphing.moves import MOST
-from ostinato.interop.graphing.places import Current
-from ostinato.interop.graphing.recheck import MISSED, Checks, Inexpressible
-from ostinato.interop.graphing.stored import Stored, code_text
+from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading.library import LIMITS, Devices, Options, cuda_index, name_of
+from ostinato.interop.reading.moves import MOST
+from ostinato.interop.reading.places import Current
+from ostinato.interop.reading.recheck import MISSED, Checks, Inexpressible
+from ostinato.interop.reading.stored import Stored, code_text
 from ostinato.interop.torch.library import Torch, TorchWithoutCuda
 from ostinato.step import Buckets
 
@@ -60,7 +60,7 @@ def graphed(
     replays.  The key: nesting, shapes, strides, types and devices of the tensors in the
     arguments, plain Python values, torch's modes (gradients, inference, autocast, determinism,
     default type, precision of products, kernels), and what the function uses besides its arguments
-    as far as it can be seen (`interop.graphing.guards`).  What cannot be captured runs eagerly,
+    as far as it can be seen (`interop.reading.guards`).  What cannot be captured runs eagerly,
     with a reason in `explain()`; so does everything where torch has no CUDA device.
 
     * `static`: names of parameters whose tensors are not copied (weights, key-value caches).  The

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ostinato import Buffer, Device, Graph, MemoryRange, Stream
-from ostinato.interop.graphing.library import NotGraphable
-from ostinato.interop.graphing.moves import dense
-from ostinato.interop.graphing.objects import Watch
+from ostinato.interop.reading.library import NotGraphable
+from ostinato.interop.reading.moves import dense
+from ostinato.interop.reading.objects import Watch
 from ostinato.interop.torch.adopting import as_tensor
 from ostinato.interop.torch.capturing import Captures
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
@@ -190,7 +190,7 @@ def _reader() -> tuple[int, int] | None:
 
 
 class Torch:
-    """What torch does for `Graphed` (`interop.graphing.library.Library`)."""
+    """What torch does for `Graphed` (`interop.reading.library.Library`)."""
 
     array_type = torch.Tensor
     plain = PLAIN

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ostinato.interop.graphing.guards import contents_of
-from ostinato.interop.graphing.objects import same
-from ostinato.interop.graphing.trees import Join, Unknown, is_plain, made_in_python, plain_token
+from ostinato.interop.reading.guards import contents_of
+from ostinato.interop.reading.objects import same
+from ostinato.interop.reading.trees import Join, Unknown, is_plain, made_in_python, plain_token
 
 PLAIN: tuple[type, ...] = (
     torch.dtype,

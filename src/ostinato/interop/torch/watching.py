@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ostinato.interop.graphing.guards import Guarded
-from ostinato.interop.graphing.objects import Missing, same
-from ostinato.interop.graphing.places import data_of, names_in_method
-from ostinato.interop.graphing.recheck import Checks, Inexpressible
-from ostinato.interop.graphing.stored import Description, code_text
-from ostinato.interop.graphing.trees import is_plain, plain_token
+from ostinato.interop.reading.guards import Guarded
+from ostinato.interop.reading.objects import Missing, same
+from ostinato.interop.reading.places import data_of, names_in_method
+from ostinato.interop.reading.recheck import Checks, Inexpressible
+from ostinato.interop.reading.stored import Description, code_text
+from ostinato.interop.reading.trees import is_plain, plain_token
 from ostinato.interop.torch.trees import PLAIN
 
 _MOST_VERSIONS = 4096

@@ -15,8 +15,8 @@ from ostinato import (
     open_device,
 )
 from ostinato.errors import InputError
-from ostinato.interop.graphing.objects import Watcher
-from ostinato.interop.graphing.padding import Padding
+from ostinato.interop.reading.objects import Watcher
+from ostinato.interop.reading.padding import Padding
 from ostinato.lowlevel import new_lock
 from ostinato.step import Buckets, CaptureLimits
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ostinato.errors import InputError
-from ostinato.interop.graphing.library import Library, NotGraphable, Options
-from ostinato.interop.graphing.objects import ObjectWatch, same
-from ostinato.interop.graphing.records import Dynamic, Work
-from ostinato.interop.graphing.trees import (
+from ostinato.interop.reading.library import Library, NotGraphable, Options
+from ostinato.interop.reading.objects import ObjectWatch, same
+from ostinato.interop.reading.records import Dynamic, Work
+from ostinato.interop.reading.trees import (
     Tree,
     Unknown,
     children_of,

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from ostinato.interop.graphing.objects import Watch, Watcher, attributes_of, items_in, same
-from ostinato.interop.graphing.places import (
+from ostinato.interop.reading.objects import Watch, Watcher, attributes_of, items_in, same
+from ostinato.interop.reading.places import (
     Place,
     data_in,
     data_of,
@@ -43,7 +43,7 @@ from ostinato.interop.graphing.places import (
     own_bases,
     places_of,
 )
-from ostinato.interop.graphing.trees import (
+from ostinato.interop.reading.trees import (
     ATOMS,
     Leaf,
     Unknown,

@@ -7,12 +7,12 @@ from typing import Any
 
 from ostinato import Graph, MemoryRange, Stream
 from ostinato.errors import InputError, UpdateRefusedError
-from ostinato.interop.graphing.library import NotGraphable
-from ostinato.interop.graphing.moves import MOST, Mover
-from ostinato.interop.graphing.padding import cuts
-from ostinato.interop.graphing.records import Bound, Captured, Line, Work
-from ostinato.interop.graphing.subject import Subject
-from ostinato.interop.graphing.trees import Tree, Unknown
+from ostinato.interop.reading.function import Subject
+from ostinato.interop.reading.library import NotGraphable
+from ostinato.interop.reading.moves import MOST, Mover
+from ostinato.interop.reading.padding import cuts
+from ostinato.interop.reading.records import Bound, Captured, Line, Work
+from ostinato.interop.reading.trees import Tree, Unknown
 from ostinato.lowlevel import replace_small_fills
 
 

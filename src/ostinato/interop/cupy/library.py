@@ -1,6 +1,6 @@
 """`graphed`: a function of CuPy that replays a graph of itself.
 
-What is keyed, captured and replayed is in `interop.graphing`; here is what CuPy does for it.
+What is keyed, captured and replayed is in `interop.reading`; here is what CuPy does for it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from ostinato import (
     Stream,
 )
 from ostinato.errors import InputError
+from ostinato.interop.captures import captured, explained, no_collection
 from ostinato.interop.cupy.adopting import external_stream
-from ostinato.interop.graphing.capturing import captured, no_collection
-from ostinato.interop.graphing.errors import explained
-from ostinato.interop.graphing.graphed import Graphed
-from ostinato.interop.graphing.library import (
+from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading.library import (
     LIMITS,
     Devices,
     NotGraphable,
@@ -35,9 +34,9 @@ from ostinato.interop.graphing.library import (
     cuda_index,
     name_of,
 )
-from ostinato.interop.graphing.moves import dense
-from ostinato.interop.graphing.objects import Watch
-from ostinato.interop.graphing.trees import Join
+from ostinato.interop.reading.moves import dense
+from ostinato.interop.reading.objects import Watch
+from ostinato.interop.reading.trees import Join
 from ostinato.lowlevel import every_node
 from ostinato.step import Buckets
 
@@ -114,7 +113,7 @@ def graphed(
 
 
 class CuPy:
-    """What CuPy does for `Graphed` (`interop.graphing.library.Library`)."""
+    """What CuPy does for `Graphed` (`interop.reading.library.Library`)."""
 
     array_type = cupy.ndarray
     plain: tuple[type, ...] = (np.dtype, np.generic)

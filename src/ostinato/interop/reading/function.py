@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ostinato import GraphCache
-from ostinato.interop.graphing.arguments import Arguments
-from ostinato.interop.graphing.guards import Guards
-from ostinato.interop.graphing.library import Library, Options, Turns
-from ostinato.interop.graphing.records import Captured, Work
-from ostinato.interop.graphing.trees import Unknown
+from ostinato.interop.reading.arguments import Arguments
+from ostinato.interop.reading.guards import Guards
+from ostinato.interop.reading.library import Library, Options, Turns
+from ostinato.interop.reading.records import Captured, Work
+from ostinato.interop.reading.trees import Unknown
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ostinato.interop.graphing.moves import NAMES
-from ostinato.interop.graphing.records import Captured, Line, Work
-from ostinato.interop.graphing.subject import Subject
-from ostinato.interop.graphing.trees import Tree
+from ostinato.interop.reading.function import Subject
+from ostinato.interop.reading.moves import NAMES
+from ostinato.interop.reading.records import Captured, Line, Work
+from ostinato.interop.reading.trees import Tree
 
 
 def due(verify: str | int | None, line: Line, captured: Captured, work: Work) -> bool:

@@ -735,7 +735,7 @@ static PyType_Slot recheck_slots[] = {
 };
 
 static PyType_Spec recheck_spec = {
-    .name = "ostinato.interop.graphing._recheck.Recheck",
+    .name = "ostinato.interop.reading._recheck.Recheck",
     .basicsize = sizeof(Recheck),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = recheck_slots,
@@ -1078,7 +1078,7 @@ static PyMemberDef way_members[] = {
 static PyType_Slot way_slots[] = {
     {Py_tp_doc, "Way(recheck, acquire, release, captured, turns, stream, maker, address, "
                 "reader, node, replay, name, missed, timed, written)\n--\n\n"
-                "A whole call by the short way; see ostinato.interop.graphing.recheck."},
+                "A whole call by the short way; see ostinato.interop.reading.recheck."},
     {Py_tp_new, way_new},
     {Py_tp_dealloc, way_dealloc},
     {Py_tp_traverse, way_traverse},
@@ -1090,7 +1090,7 @@ static PyType_Slot way_slots[] = {
 };
 
 static PyType_Spec way_spec = {
-    .name = "ostinato.interop.graphing._recheck.Way",
+    .name = "ostinato.interop.reading._recheck.Way",
     .basicsize = sizeof(Way),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = way_slots,
@@ -1129,8 +1129,8 @@ static PyModuleDef_Slot module_slots[] = {
 
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "ostinato.interop.graphing._recheck",
-    .m_doc = "Checks that a call is like an earlier one.  See ostinato.interop.graphing.recheck.",
+    .m_name = "ostinato.interop.reading._recheck",
+    .m_doc = "Checks that a call is like an earlier one.  See ostinato.interop.reading.recheck.",
     .m_size = 0,
     .m_slots = module_slots,
 };

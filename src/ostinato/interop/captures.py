@@ -1,14 +1,58 @@
-"""What broke a capture, in words that name the caller's line."""
+"""A capture on a stream of this library, for libraries that can do without their own; and what
+broke a capture, in words that name the caller's line."""
 
 from __future__ import annotations
 
+import gc
 import linecache
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import ostinato
-from ostinato.errors import Status
+from ostinato import Capture, Graph, Stream
+from ostinato.errors import CaptureError, ContextPoisonedError, OstinatoError, Status
+from ostinato.interop.reading.library import CaptureDisturbed, NotGraphable
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection in the block: it may destroy graphs, which breaks a capture."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def captured(
+    stream: Stream, work: Callable[[Stream], Any], explained: Callable[[Exception], str]
+) -> tuple[Graph, Any]:
+    """Captures work on a stream that it is given; the graph, and what the work returned.
+
+    Raises ContextPoisonedError, CaptureDisturbed if another thread broke the capture, and
+    NotGraphable for everything else that breaks it; its cause is what the work raised, which
+    `explained` puts into words.
+    """
+    capture = Capture(stream)
+    capture.begin()
+    try:
+        result = work(stream)
+        return capture.end(), result
+    except ContextPoisonedError:
+        raise
+    except Exception as raised:
+        kind = CaptureDisturbed if disturbed(raised) else NotGraphable
+        if isinstance(raised, CaptureError):
+            raise kind(f"the capture failed: {raised}") from raised
+        raise kind(explained(raised)) from raised
+    finally:
+        capture.abort()  # nothing to do if it has ended
 
 
 def explained(error: Exception, library: ModuleType, cannot: str) -> str:
@@ -60,7 +104,7 @@ def _status(error: BaseException) -> int | None:
     if isinstance(status, int):
         rule = Status.STREAM_CAPTURE_UNSUPPORTED <= status <= Status.STREAM_CAPTURE_WRONG_THREAD
         return int(status) if rule else None
-    if isinstance(error, ostinato.OstinatoError):
+    if isinstance(error, OstinatoError):
         return None  # its cause has the status
     text = str(error).lower()
     if "previous error during capture" in text:

@@ -16,7 +16,7 @@ The way of a call, each step of which only comes if those before it do not answe
     __call__   a call like one of the last: a whole replay in C (`recheck.py`)
     _keyed     its key (`arguments.py`, `guards.py`), and a replay of the key's graph as it is
     _slowly    the key is new, its graph is not there or must be changed: a warm-up, a graph out of
-               the store (`saving.py`), a capture or a rebinding (`making.py`), a check
+               the store (`saving.py`), a capture or a rebinding (`slots.py`), a check
                (`checking.py`), or an eager run and its reason
 """
 
@@ -40,19 +40,19 @@ from ostinato.errors import (
     OstinatoError,
     VerificationError,
 )
-from ostinato.interop.graphing.arguments import Arguments
-from ostinato.interop.graphing.checking import due, verified
-from ostinato.interop.graphing.guards import Guarded, Guards
-from ostinato.interop.graphing.library import (
+from ostinato.interop.reading.arguments import Arguments
+from ostinato.interop.reading.checking import due, verified
+from ostinato.interop.reading.function import Subject
+from ostinato.interop.reading.guards import Guarded, Guards
+from ostinato.interop.reading.library import (
     CaptureDisturbed,
     Library,
     NotGraphable,
     Options,
     Turns,
 )
-from ostinato.interop.graphing.making import Maker
-from ostinato.interop.graphing.objects import same
-from ostinato.interop.graphing.recheck import (
+from ostinato.interop.reading.objects import same
+from ostinato.interop.reading.recheck import (
     MISSED,
     MOST_HOT,
     TIMED,
@@ -61,12 +61,12 @@ from ostinato.interop.graphing.recheck import (
     launch,
     recheck,
 )
-from ostinato.interop.graphing.records import Captured, Line, Work
-from ostinato.interop.graphing.saving import Saving
-from ostinato.interop.graphing.statistics import GraphedKeyStatistics, GraphedStatistics, explained
-from ostinato.interop.graphing.stored import Stored
-from ostinato.interop.graphing.subject import Subject
-from ostinato.interop.graphing.trees import Unknown
+from ostinato.interop.reading.records import Captured, Line, Work
+from ostinato.interop.reading.saving import Saving
+from ostinato.interop.reading.slots import Maker
+from ostinato.interop.reading.statistics import GraphedKeyStatistics, GraphedStatistics, explained
+from ostinato.interop.reading.stored import Stored
+from ostinato.interop.reading.trees import Unknown
 from ostinato.lowlevel import new_lock
 from ostinato.settings import blocking_captures, graphs_enabled
 

@@ -19,16 +19,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from ostinato import GraphCache, MemoryRange, Stream
-from ostinato.interop.graphing.guards import Guards, Trail, contents_of, size_of
-from ostinato.interop.graphing.library import Library, Options
-from ostinato.interop.graphing.objects import ObjectWatch, Watch, items_in, same
-from ostinato.interop.graphing.places import Place
-from ostinato.interop.graphing.records import Captured, Line, Work
-from ostinato.interop.graphing.subject import Subject
-from ostinato.interop.graphing.trees import Leaf, children_of, is_plain, plain_token
+from ostinato.interop.reading.function import Subject
+from ostinato.interop.reading.guards import Guards, Trail, contents_of, size_of
+from ostinato.interop.reading.library import Library, Options
+from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
+from ostinato.interop.reading.places import Place
+from ostinato.interop.reading.records import Captured, Line, Work
+from ostinato.interop.reading.trees import Leaf, children_of, is_plain, plain_token
 from ostinato.lowlevel import load_extension
 
-_extension, _ = load_extension("ostinato.interop.graphing._recheck")
+_extension, _ = load_extension("ostinato.interop.reading._recheck")
 MOST_HOT = 4
 """Keys of a function that have a short way at one time."""
 TIMED = 16

@@ -8,12 +8,13 @@ from typing import Any
 from ostinato import MemoryRange
 from ostinato.errors import ContextPoisonedError, InputError, OstinatoError
 from ostinato.graphfile import LoadedGraph, Twin
-from ostinato.interop.graphing.library import NotGraphable
-from ostinato.interop.graphing.making import Maker
-from ostinato.interop.graphing.moves import Mover
-from ostinato.interop.graphing.objects import same
-from ostinato.interop.graphing.records import Bound, Captured, Line, Work
-from ostinato.interop.graphing.stored import (
+from ostinato.interop.reading.function import Subject
+from ostinato.interop.reading.library import NotGraphable
+from ostinato.interop.reading.moves import Mover
+from ostinato.interop.reading.objects import same
+from ostinato.interop.reading.records import Bound, Captured, Line, Work
+from ostinato.interop.reading.slots import Maker
+from ostinato.interop.reading.stored import (
     CALL,
     Description,
     Stored,
@@ -22,7 +23,6 @@ from ostinato.interop.graphing.stored import (
     rebuilt,
     require_rebuildable,
 )
-from ostinato.interop.graphing.subject import Subject
 
 
 class Saving:

@@ -12,7 +12,7 @@ from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Protocol
 
-from ostinato.interop.graphing.trees import Arrays, is_plain, made_in_python
+from ostinato.interop.reading.trees import Arrays, is_plain, made_in_python
 
 _DEEPEST = 4
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ostinato import MemoryRange
-from ostinato.interop.graphing.guards import Seen
-from ostinato.interop.graphing.moves import Moves
-from ostinato.interop.graphing.padding import Cut
-from ostinato.interop.graphing.trees import Tree
+from ostinato.interop.reading.guards import Seen
+from ostinato.interop.reading.moves import Moves
+from ostinato.interop.reading.padding import Cut
+from ostinato.interop.reading.trees import Tree
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,11 +33,11 @@ import numpy as np
 from ostinato import Buffer, Graph, GraphStore, MemoryRange, Stream
 from ostinato.errors import InputError
 from ostinato.graphfile import LoadedGraph, Twin
-from ostinato.interop.graphing.guards import Guarded, Guards, Trail, in_words
-from ostinato.interop.graphing.library import Library
-from ostinato.interop.graphing.objects import Watch
-from ostinato.interop.graphing.places import Place
-from ostinato.interop.graphing.trees import (
+from ostinato.interop.reading.guards import Guarded, Guards, Trail, in_words
+from ostinato.interop.reading.library import Library
+from ostinato.interop.reading.objects import Watch
+from ostinato.interop.reading.places import Place
+from ostinato.interop.reading.trees import (
     Itself,
     children_of,
     is_plain,

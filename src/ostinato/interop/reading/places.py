@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ostinato.interop.graphing.objects import Missing, of_standard_library
+from ostinato.interop.reading.objects import Missing, of_standard_library
 
 
 @dataclass(frozen=True, slots=True)
