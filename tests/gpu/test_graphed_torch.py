@@ -936,3 +936,37 @@ def test_soak(make: Make, cuda_device: Device, calls: int) -> None:
     assert statistics.replays > 0.8 * calls, step.explain()
     # Every key was there after half of the phases.
     assert max(held[phases // 2 :]) <= held[phases // 2 - 1] + (4 << 20), held
+
+
+@pytest.mark.parametrize("seed", [False, True])
+@pytest.mark.parametrize("way", ["kept", "external", "forks", "never recorded"])
+def test_an_event_that_is_in_use_after_the_call(make: Make, way: str, seed: bool) -> None:
+    """No replay recorded it: who waited for it saw what was there before.  With random numbers
+    torch itself captures."""
+    event = torch.cuda.Event(external=way == "external")
+    side, other, x = torch.cuda.Stream(), torch.cuda.Stream(), torch.zeros(1 << 22, device="cuda")
+
+    def function(x: Any) -> Any:
+        y = torch.rand_like(x) if seed else x * 2
+        if way == "forks":
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                z = y + 1
+            torch.cuda.current_stream().wait_stream(side)
+            return z
+        if way == "never recorded":
+            torch.cuda.current_stream().wait_event(event)
+        else:
+            event.record()
+        return y + 1
+
+    step = make(function)
+    for _ in range(4):
+        step(x)
+        if way in ("kept", "external"):
+            other.wait_event(event)
+            event.synchronize()
+    refused = way in ("kept", "never recorded")
+    assert (step.statistics().replays == 0) is refused, step.explain()
+    if refused:
+        assert "test_graphed_torch.py" in str(step.explain()) and "event" in str(step.explain())

@@ -672,3 +672,57 @@ def test_tensors_of_the_cpu_are_adopted(host_device: Device) -> None:
     ):
         with pytest.raises(InputError, match=said):
             host_device.adopt_array(wrong)
+
+
+@pytest.mark.parametrize(
+    "way", ["kept", "let go", "external", "another thread's", "waited for", "never recorded"]
+)
+def test_events_of_a_capture_that_no_replay_would_record(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    from ostinato.interop.torch.capturing import followed_events
+
+    inside = host_device.create_event()
+
+    class Event:
+        """As torch's: without a handle before it is recorded."""
+
+        cuda_event = 0
+
+        def record(self, stream: object = None) -> None:
+            self.cuda_event = inside.handle
+
+        def wait(self, stream: object = None) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    record, wait, kept = Event.record, Event.wait, [Event()]
+
+    def work() -> None:
+        if way == "never recorded":
+            kept[0].wait()
+            return
+        event = Event() if way == "let go" else kept[0]
+        event.record()
+        if way == "waited for":
+            event.wait()
+
+    graph = ost.Graph.create(host_device)
+    if way == "external":
+        graph.add_event_record(inside)
+    with followed_events() as events:
+        if way == "another thread's":
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        else:
+            work()
+    missing = events.missing_in(graph)
+    assert (Event.record, Event.wait) == (record, wait)
+    if way in ("kept", "waited for"):
+        assert "test_graphed_torch_cpu.py" in missing and "event.record()" in missing
+    elif way == "never recorded":
+        assert "never recorded" in missing and "kept[0].wait()" in missing
+    else:
+        assert missing == ""
+    assert (kept[0] in graph.keep) is (way == "external")

@@ -159,8 +159,9 @@ class Event(Closeable):
     def done(self) -> bool:
         """Whether the work before its last record is done.
 
-        Raises DriverError if it was last recorded in a capture: with status 907 while that is under
-        way, which breaks it.  An event that was never recorded is done.
+        Raises DriverError if it was last recorded in a capture, and no launch of the graph has
+        recorded it yet: with status 907 while the capture is under way, which breaks it.  An event
+        that was never recorded is done.
         """
         with self.context.reporting():
             return self.context.driver.event_query(self._awaited())
@@ -201,8 +202,9 @@ class Event(Closeable):
     def elapsed_since(self, start: Event) -> float:
         """Milliseconds from `start` to this event.
 
-        Raises InputError unless both were made with `timing`, DriverError unless both were recorded
-        (outside of captures) and reached.
+        For events recorded in a capture: the time of the graph's last launch.  Raises InputError
+        unless both were made with `timing`, DriverError unless both were recorded (in a capture:
+        by a launch) and reached.
         """
         self.context.require_same(start.context, f"{start!r}", "the other event is of")
         if not (self.timing and start.timing):
@@ -431,7 +433,11 @@ class Stream(Closeable):
         self.submit(Operation(HostNodeParams(function), name, keep=(function,)))
 
     def record(self, event: Event | None = None) -> Event:
-        """Records an event (a new one if none is given) after the work submitted so far."""
+        """Records an event (a new one if none is given) after the work submitted so far.
+
+        In a capture or a recording each launch of its graph does, if the event is in use when that
+        ends.  In a capture that another library began, no launch does.
+        """
         if event is None:
             event = Event(self.context)
         handle = handle_of(event, self.context)
@@ -444,7 +450,8 @@ class Stream(Closeable):
     def wait(self, event: Event) -> None:
         """Later work of this stream waits for the event.
 
-        An event recorded inside a capture pulls this stream into the capture (fork and join).
+        An event recorded inside a capture pulls this stream into the capture (fork and join).  A
+        stream that captures can wait for no others: raises DriverError (905) or CaptureBrokenError.
         """
         handle = handle_of(event, self.context)
         wait = self.context.driver.stream_wait_event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import threading
 import weakref
@@ -109,12 +110,15 @@ class Captures:
 
     def _captured(self, work: Callable[[Stream], Any], *, hidden: bool) -> _Made:
         self._open_pool()
-        with _hidden_capture(hidden) as asked:
+        with _hidden_capture(hidden) as asked, followed_events() as events:
             made = None if self._by_torch else self._capture_here(work)
             if made is None:
                 self._by_torch = True
                 made = self._capture_by_torch(work)
         made.asked = bool(asked)
+        if made.graph is not None:
+            made.error = events.missing_in(made.graph)
+            made.graph = None if made.error else made.graph
         return made
 
     def _open_pool(self) -> None:
@@ -259,6 +263,84 @@ def _hidden_capture(hidden: bool) -> Iterator[list[bool]]:
         yield asked
     finally:
         module.is_cuda_stream_capturing = question
+
+
+class FollowedEvents:
+    """torch's events that one thread records and waits for while a function is captured.
+
+    A capture keeps the order that they give inside of it, and no replay records them; a wait for an
+    event that was never recorded does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._recorded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        """The events that are alive, and the lines of their last records."""
+        self._waited_in_vain = ""
+
+    def recorded(self, event: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._recorded[event] = _line_outside_torch()
+
+    def waited(self, event: Any) -> None:
+        # An event has no handle before its first record.
+        if threading.get_ident() == self._thread and not event.cuda_event:
+            self._waited_in_vain = self._waited_in_vain or _line_outside_torch()
+
+    def missing_in(self, graph: Graph) -> str:
+        """What replays of a graph would leave out; empty if there is nothing.  The graph keeps the
+        events that its nodes record."""
+        if self._waited_in_vain:
+            return (
+                f"it waits at {self._waited_in_vain} for an event that was never recorded, and a "
+                "replay would not wait for a later record"
+            )
+        if not self._recorded:
+            return ""
+        kind = NodeKind.EVENT_RECORD
+        nodes = {n.event_record.event for n in every_node(graph.nodes) if n.kind is kind}
+        for event, line in list(self._recorded.items()):
+            if event.cuda_event not in nodes:
+                return (
+                    f"the event that it records at {line} is in use after it, and a replay would "
+                    "not record it; make the event with torch.cuda.Event(external=True), or record "
+                    "it outside"
+                )
+            graph.keep.append(event)
+        return ""
+
+
+@contextmanager
+def followed_events() -> Iterator[FollowedEvents]:
+    """Follows the events of `torch.cuda.Event` for a `with` block, which every way of recording
+    them and waiting for them in Python goes through."""
+    kind, events = torch.cuda.Event, FollowedEvents()
+    record, wait = kind.record, kind.wait
+
+    def noted_record(self: Any, stream: Any = None) -> None:
+        record(self, stream)
+        events.recorded(self)
+
+    def noted_wait(self: Any, stream: Any = None) -> None:
+        events.waited(self)
+        wait(self, stream)
+
+    kind.record, kind.wait = noted_record, noted_wait
+    try:
+        yield events
+    finally:
+        kind.record, kind.wait = record, wait
+
+
+def _line_outside_torch() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "ostinato",
+        "torch",
+    ):
+        frame = frame.f_back
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{file}:{number}: {linecache.getline(file, number).strip()}"
 
 
 def _copies_elsewhere(nodes: Sequence[Node]) -> bool:
