@@ -4769,3 +4769,33 @@ def test_a_graph_with_events_of_this_process_is_not_kept_for_another(
     with pytest.raises(GraphFileError, match="events of this process"):
         store.save("key", ost.capture_function(stream, work), check=False)
     assert "key" not in store
+
+
+def test_the_last_of_a_graphs_records_of_an_event_counts(
+    device: Device, stream: ost.Stream
+) -> None:
+    """As where a graph that records it is launched twice in a capture."""
+    other, event = device.create_stream(), device.create_event()
+    x, seen = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    reached, opened = threading.Event(), threading.Event()
+
+    def work() -> None:
+        ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
+        stream.record(event)
+
+    def hold() -> None:
+        reached.set()
+        opened.wait(30)
+
+    inner, graph = ost.capture_function(stream, work), ost.Graph.create(device)
+    first = graph.add_child(inner)
+    held = graph.add_host(hold, [first])
+    graph.add_child(inner, [held])
+    run = graph.instantiate(upload=stream)
+    device.synchronize()
+    run.launch(stream)
+    other.wait(event)
+    seen.copy_from(x, other)
+    assert reached.wait(30) and not event.done
+    opened.set()
+    assert seen.to_numpy(other)[0] == 2
