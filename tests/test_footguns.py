@@ -4799,3 +4799,28 @@ def test_the_last_of_a_graphs_records_of_an_event_counts(
     assert reached.wait(30) and not event.done
     opened.set()
     assert seen.to_numpy(other)[0] == 2
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+def test_an_event_that_a_step_makes_and_keeps_is_made_by_each_call(
+    device: Device, build: str
+) -> None:
+    """Each bucket's replays recorded the event of its own capture, and the last one was waited
+    for."""
+    gate, stream = device.create_stream(), device.create_stream()
+    x, last = device.zeros(1, np.int32), []
+
+    def work(stream: ost.Stream, rows: int) -> None:
+        ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
+        last[:] = [stream.record()]
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device), build=build)
+    for rows in (4, 4, 8, 8):
+        step(rows=rows)
+    device.synchronize()
+    with HeldStream(gate):
+        stream.wait(gate.record())
+        step(rows=4)
+        assert not last[0].done
+    reasons = step.statistics().quarantined.values()
+    assert len(reasons) == 2 and all("last[:] = [stream.record()]" in why for why in reasons)

@@ -675,7 +675,11 @@ def test_tensors_of_the_cpu_are_adopted(host_device: Device) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", ["kept", "let go", "external", "another thread's", "waited for", "never recorded"]
+    "way",
+    [
+        *("kept", "let go", "external", "external, made inside"),
+        *("another thread's", "waited for", "never recorded"),
+    ],
 )
 def test_events_of_a_capture_that_no_replay_would_record(
     host_device: Device, monkeypatch: pytest.MonkeyPatch, way: str
@@ -697,6 +701,8 @@ def test_events_of_a_capture_that_no_replay_would_record(
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     record, wait, kept = Event.record, Event.wait, [Event()]
+    if way not in ("external, made inside", "never recorded"):
+        kept[0].record()
 
     def work() -> None:
         if way == "never recorded":
@@ -708,7 +714,7 @@ def test_events_of_a_capture_that_no_replay_would_record(
             event.wait()
 
     graph = ost.Graph.create(host_device)
-    if way == "external":
+    if "external" in way:
         graph.add_event_record(inside)
     with followed_events() as events:
         if way == "another thread's":
@@ -719,7 +725,7 @@ def test_events_of_a_capture_that_no_replay_would_record(
             work()
     missing = events.missing_in(graph)
     assert (Event.record, Event.wait) == (record, wait)
-    if way in ("kept", "waited for"):
+    if way in ("kept", "external, made inside", "waited for"):
         assert "test_graphed_torch_cpu.py" in missing and "event.record()" in missing
     elif way == "never recorded":
         assert "never recorded" in missing and "kept[0].wait()" in missing

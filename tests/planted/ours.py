@@ -486,6 +486,14 @@ _FAULTS = (
         (FOOTGUNS + "test_each_replay_records_the_event_that_its_step_records",),
     ),
     Fault(
+        "each-graph-records-its-own-event",
+        "A step keeps the event that its run makes, and each graph records another one.",
+        "ostinato.graph.capturing:_Session.add_records",
+        "if self.contained and record.made_inside:",
+        "if False:",
+        (FOOTGUNS + "test_an_event_that_a_step_makes_and_keeps_is_made_by_each_call",),
+    ),
+    Fault(
         "time-begins-anywhere",
         "Nothing orders the node of an event with timing before the work that is timed.",
         "ostinato.graph.capturing:_Session.add_records",

@@ -7,6 +7,7 @@ noted by a recording, and labels a node of a captured graph.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,6 +44,12 @@ from ostinato.errors import (
 )
 
 T = TypeVar("T")
+_serials = itertools.count(1)
+
+
+def next_serial() -> int:
+    """A number above the `serial` of every event that was made so far."""
+    return next(_serials)
 
 
 def require_callable(function: object) -> None:
@@ -138,6 +145,8 @@ class Event(Closeable):
         self.owner: object = _DriverEvent(context, timing, blocking)
         """What graphs keep; None once it is closed."""
         self._handle: EventHandle = self.owner.handle
+        self.serial = next_serial()
+        """Which of two events was made first."""
 
     def __repr__(self) -> str:
         timing = " with timing" if self.timing else ""
@@ -435,8 +444,8 @@ class Stream(Closeable):
     def record(self, event: Event | None = None) -> Event:
         """Records an event (a new one if none is given) after the work submitted so far.
 
-        In a capture or a recording each launch of its graph does, if the event is in use when that
-        ends.  In a capture that another library began, no launch does.
+        In a capture or a recording each launch of its graph does, if the event is in use when the
+        graph is made.  In a capture that another library began, no launch does.
         """
         if event is None:
             event = Event(self.context)

@@ -45,7 +45,7 @@ from ostinato.driver.closeable import elsewhere
 from ostinato.driver.context import Entry, Tap
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.location import caller_line, caller_location, describe_line
-from ostinato.driver.stream import Event, Operation, Stream, require_stream
+from ostinato.driver.stream import Event, Operation, Stream, next_serial, require_stream
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureError,
@@ -89,12 +89,14 @@ class _Record:
 
     `after`: the nodes behind which it was recorded.  `gate`: for an event with timing, an empty
     node that later work of the stream waits for, and that will wait for the event's node.
+    `made_inside`: whether the event was made in the capture.
     """
 
     event: EventHandle
     after: tuple[NodeHandle, ...]
     gate: NodeHandle | None
     line: tuple[str, int] | None
+    made_inside: bool
 
 
 class _Session(Tap):
@@ -130,6 +132,8 @@ class _Session(Tap):
         """The last record of each event in this capture, by what owns the driver's event."""
         self.gates: set[NodeHandle] = set()
         self._id = 0
+        self._serial = 0
+        """Below the serials of the events that are made in the capture."""
         self._thread = 0
         self._in_driver = False
         self._before: frozenset[NodeHandle] | None = None
@@ -161,6 +165,7 @@ class _Session(Tap):
             reason = _NOT_BEGUN if error.status == Status.ILLEGAL_STATE else str(error)
             raise CaptureError(f"a capture could not begin on {stream!r}: {reason}") from error
         self._in_driver = True
+        self._serial = next_serial()
         self._id = stream.capture_info.capture_id
         if self.trace is not None:
             self.trace.start()
@@ -252,16 +257,27 @@ class _Session(Tap):
     def add_records(self, graph: Graph) -> None:
         """Adds a node for each event that something can wait for after the capture.
 
-        Raises CaptureBrokenError with the line if the graph cannot have one.
+        Raises CaptureBrokenError with the line if the graph cannot have one; ContextPoisonedError,
+        OutOfMemoryError.
         """
         for owner, record in list(self.records.items()):
             params = EventRecordNodeParams(record.event)
+            location = "unknown line" if record.line is None else describe_line(*record.line)
+            if self.contained and record.made_inside:
+                raise CaptureBrokenError(
+                    f"the capture was broken at {location}: the event that is recorded there was "
+                    "made in the run and is in use after it. Replays make no other, so all would "
+                    "record this one. Make an event before, and record that one "
+                    "(stream.record(event)).",
+                    location=location,
+                )
             try:
                 node = graph.add(params, record.after, keep=(owner,), line=record.line)
                 if record.gate is not None:
                     graph.add_edges([(node, record.gate)])
             except GraphError as error:
-                location = "unknown line" if record.line is None else describe_line(*record.line)
+                if isinstance(error.__cause__, ContextPoisonedError | OutOfMemoryError):
+                    raise error.__cause__ from None
                 raise CaptureBrokenError(
                     f"the capture was broken at {location}: an event was recorded there that is "
                     f"still in use after the capture, and the graph cannot record it: {error}. "
@@ -387,7 +403,8 @@ class _Session(Tap):
             self.gates.add(gate)
             self.labels[gate] = NodeLabel(None, line)
         if event.owner is not None:
-            self.records[event.owner] = _Record(event.handle, after, gate, line)
+            inside = event.serial > self._serial
+            self.records[event.owner] = _Record(event.handle, after, gate, line, inside)
 
     def waited(self, stream: Stream, event: Event) -> None:
         """Notes the line that pulled another stream into this capture; refuses a wait for an event
@@ -503,10 +520,12 @@ class Capture:
     waits for it.  After an exception in the block the graph is as it was before.  A call that
     the driver refuses may cost the graph: CUDA destroys it with the capture, and later uses of it
     raise GraphError.  `pool`: one that the work allocates from; it must be open.  `contained`
-    refuses work that this thread submits to a stream outside of the capture: the graph would lack
-    it, and it would run at once.  `trace` checks the capture after every line of Python and finds
-    the first line that breaks it, also inside other libraries; it is slow, and only for debugging.
-    Raises InputError for arguments of the wrong type.
+    refuses what replays of a function's graph would lack: work that this thread submits to a stream
+    outside of the capture, where it would run at once, events that it records or waits for there,
+    and an event that it makes, records and keeps, of which they make no other.  `trace` checks the
+    capture after every line of Python and finds the first line that breaks it, also inside other
+    libraries; it is slow, and only for debugging.  Raises InputError
+    for arguments of the wrong type.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ from ostinato.driver.api import (
     NodeHandle,
 )
 from ostinato.driver.context import Entry, Tap
-from ostinato.driver.location import caller_line, caller_location
-from ostinato.driver.stream import Event, Operation, Stream, require_stream
+from ostinato.driver.location import caller_line, caller_location, describe_line
+from ostinato.driver.stream import Event, Operation, Stream, next_serial, require_stream
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureError,
@@ -51,12 +51,13 @@ class _Break:
 @dataclass(frozen=True, slots=True)
 class _Record:
     """The last record of an event inside: how many operations were recorded before it, the line,
-    and the handles of the event and of its stream."""
+    the handles of the event and of its stream, and whether the event was made inside."""
 
     index: int
     line: tuple[str, int] | None
     event: EventHandle
     stream: int
+    made_inside: bool
 
 
 class Recording(Tap):
@@ -74,6 +75,9 @@ class Recording(Tap):
         self._members = {int(stream.handle)}
         self._events: weakref.WeakKeyDictionary[object, _Record] = weakref.WeakKeyDictionary()
         """The events whose last record was inside, by what owns the driver's event."""
+        self._forks: weakref.WeakSet[object] = weakref.WeakSet()
+        """Those of them that something inside waited for."""
+        self._serial = next_serial()
         self._launched: list[tuple[Graph, tuple[NodeHandle, ...], str]] = []
         """Graphs that were launched, with the nodes that they had and the line."""
         self._broken: _Break | None = None
@@ -83,8 +87,19 @@ class Recording(Tap):
     def __repr__(self) -> str:
         from ostinato.graph.show.outline import count_text
 
-        broken = ", broken" if self._broken is not None else ""
+        broken = ", broken" if self._found() is not None else ""
         return f"<Recording of {count_text(len(self), 'operation')} on {self.stream!r}{broken}>"
+
+    def _found(self) -> _Break | None:
+        """What broke the recording, or would break it now; None if a graph can be built."""
+        for owner, record in () if self._broken else list(self._events.items()):
+            if record.made_inside and owner not in self._forks:
+                return _Break(
+                    "the event that is recorded there was made inside and is in use after it, and "
+                    "a replay makes no other; make an event before, and record that one",
+                    "unknown line" if record.line is None else describe_line(*record.line),
+                )
+        return self._broken
 
     def _break(self, why: str, *, refused: bool = False) -> None:
         self._did_more |= not refused
@@ -145,16 +160,19 @@ class Recording(Tap):
     def recorded(self, stream: Stream, event: Event) -> None:
         """An event inside forks another stream, or joins it; from outside it can do neither."""
         self._events.pop(event.owner, None)
+        self._forks.discard(event.owner)
         if event.owner is not None and self._is_mine(stream):
             self._did_more = True
             self._events[event.owner] = _Record(
-                len(self.operations), caller_line(), event.handle, int(stream.handle)
+                *(len(self.operations), caller_line(), event.handle, int(stream.handle)),
+                event.serial > self._serial,
             )
 
     def waited(self, stream: Stream, event: Event) -> None:
         if threading.get_ident() != self._thread or self._is_captured(stream):
             return
         if event.owner in self._events:
+            self._forks.add(event.owner)
             self._members.add(int(stream.handle))
         elif int(stream.handle) in self._members:
             self._break("the stream was made to wait for an event from outside of the recording")
@@ -188,7 +206,7 @@ class Recording(Tap):
         with the line if something ran that a graph cannot do again; GraphError if nothing was
         recorded or the driver refuses a node.  Nothing is left behind then.
         """
-        broken = self._broken
+        broken = self._found()
         for graph, nodes, location in self._launched:
             if not (broken or graph.closed) and _nodes(graph) != nodes:
                 broken = _Break("nodes were added since to the graph that it launched", location)

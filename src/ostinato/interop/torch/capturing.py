@@ -276,14 +276,17 @@ class FollowedEvents:
         self._thread = threading.get_ident()
         self._recorded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         """The events that are alive, and the lines of their last records."""
+        self._new: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those that were never recorded before: the function makes others at each call."""
         self._waited_in_vain = ""
 
-    def recorded(self, event: Any) -> None:
+    def recording(self, event: Any) -> None:
         if threading.get_ident() == self._thread:
             self._recorded[event] = _line_outside_torch()
+            if not event.cuda_event:  # it has no handle before its first record
+                self._new.add(event)
 
-    def waited(self, event: Any) -> None:
-        # An event has no handle before its first record.
+    def waiting(self, event: Any) -> None:
         if threading.get_ident() == self._thread and not event.cuda_event:
             self._waited_in_vain = self._waited_in_vain or _line_outside_torch()
 
@@ -300,11 +303,11 @@ class FollowedEvents:
         kind = NodeKind.EVENT_RECORD
         nodes = {n.event_record.event for n in every_node(graph.nodes) if n.kind is kind}
         for event, line in list(self._recorded.items()):
-            if event.cuda_event not in nodes:
+            if event in self._new or event.cuda_event not in nodes:
                 return (
                     f"the event that it records at {line} is in use after it, and a replay would "
-                    "not record it; make the event with torch.cuda.Event(external=True), or record "
-                    "it outside"
+                    "not record it; make it once, outside of the function, with "
+                    "torch.cuda.Event(external=True), or record it after the call"
                 )
             graph.keep.append(event)
         return ""
@@ -318,11 +321,11 @@ def followed_events() -> Iterator[FollowedEvents]:
     record, wait = kind.record, kind.wait
 
     def noted_record(self: Any, stream: Any = None) -> None:
+        events.recording(self)
         record(self, stream)
-        events.recorded(self)
 
     def noted_wait(self: Any, stream: Any = None) -> None:
-        events.waited(self)
+        events.waiting(self)
         wait(self, stream)
 
     kind.record, kind.wait = noted_record, noted_wait
