@@ -4824,3 +4824,27 @@ def test_an_event_that_a_step_makes_and_keeps_is_made_by_each_call(
         assert not last[0].done
     reasons = step.statistics().quarantined.values()
     assert len(reasons) == 2 and all("last[:] = [stream.record()]" in why for why in reasons)
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+def test_a_step_lets_another_stream_wait_for_it_at_each_call(device: Device, build: str) -> None:
+    """A fork without work needs no join in CUDA, and no replay made the stream wait."""
+    gate, stream, other = (device.create_stream() for _ in range(3))
+    x, seen = device.zeros(1, np.int32), device.zeros(1, np.int32)
+
+    def work(stream: ost.Stream) -> None:
+        ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
+        other.wait(stream.record())
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device), build=build)
+    for _ in range(3):
+        step()
+    why = " ".join(step.statistics().quarantined.values())
+    assert "other.wait(stream.record())" in why and "not joined" in why
+    device.synchronize()
+    with HeldStream(gate):
+        stream.wait(gate.record())
+        step()
+        seen.copy_from(x, other)
+        assert not other.done
+    assert seen.to_numpy(other)[0] == 4

@@ -89,7 +89,7 @@ class _Record:
 
     `after`: the nodes behind which it was recorded.  `gate`: for an event with timing, an empty
     node that later work of the stream waits for, and that will wait for the event's node.
-    `made_inside`: whether the event was made in the capture.
+    `made_inside`: whether the event was made in the capture.  `stream`: the handle of the stream.
     """
 
     event: EventHandle
@@ -97,6 +97,7 @@ class _Record:
     gate: NodeHandle | None
     line: tuple[str, int] | None
     made_inside: bool
+    stream: int
 
 
 class _Session(Tap):
@@ -130,6 +131,9 @@ class _Session(Tap):
         """The last line that used a stream forked from the captured one."""
         self.records: weakref.WeakKeyDictionary[object, _Record] = weakref.WeakKeyDictionary()
         """The last record of each event in this capture, by what owns the driver's event."""
+        self.forks: dict[int, str] = {}
+        """The streams that were made to wait for captured work, by handle, and that nothing in the
+        capture has waited for since, with the lines."""
         self.gates: set[NodeHandle] = set()
         self._id = 0
         self._serial = 0
@@ -404,7 +408,9 @@ class _Session(Tap):
             self.labels[gate] = NodeLabel(None, line)
         if event.owner is not None:
             inside = event.serial > self._serial
-            self.records[event.owner] = _Record(event.handle, after, gate, line, inside)
+            self.records[event.owner] = _Record(
+                event.handle, after, gate, line, inside, int(stream.handle)
+            )
 
     def waited(self, stream: Stream, event: Event) -> None:
         """Notes the line that pulled another stream into this capture; refuses a wait for an event
@@ -414,11 +420,29 @@ class _Session(Tap):
             return
         if stream is not self.stream:
             self.forked_at = caller_location()
-        if event.owner not in self.records:
+        record = self.records.get(event.owner)
+        if record is not None and record.stream != stream.handle:
+            self.forks.pop(record.stream, None)
+            if stream.handle != self.stream.handle:
+                self.forks[stream.handle] = caller_location()
+        if record is None:
             self._refuse(
                 f"{stream!r} was made to wait for an event that was not recorded in the capture, "
                 "so the graph would not wait for it. Wait for it before each launch, or add a node "
                 "that does (graph.add_event_wait(event))."
+            )
+
+    def require_joined(self) -> None:
+        """Refuses a `contained` capture that leaves a stream waiting: CUDA asks for a join only if
+        that stream has captured work."""
+        if self.contained and self.forks:
+            location = next(iter(self.forks.values()))
+            self.refusal = self.refusal or CaptureBrokenError(
+                f"the capture was broken at {location}: a stream was made to wait for the captured "
+                "work there and is not joined again, and replays would not make it wait. Let it "
+                "wait after the call, or for an event that was made before (stream.record(event); "
+                "after the call: side.wait(event)).",
+                location=location,
             )
 
     def _require_contained(self, stream: Stream, what: str) -> None:
@@ -522,10 +546,11 @@ class Capture:
     raise GraphError.  `pool`: one that the work allocates from; it must be open.  `contained`
     refuses what replays of a function's graph would lack: work that this thread submits to a stream
     outside of the capture, where it would run at once, events that it records or waits for there,
-    and an event that it makes, records and keeps, of which they make no other.  `trace` checks the
+    an event that it makes, records and keeps, of which they make no other, and a stream that it
+    lets wait for the work and does not join again.  `trace` checks the
     capture after every line of Python and finds the first line that breaks it, also inside other
-    libraries; it is slow, and only for debugging.  Raises InputError
-    for arguments of the wrong type.
+    libraries; it is slow, and only for debugging.  Raises InputError for arguments of the wrong
+    type.
     """
 
     def __init__(
@@ -609,6 +634,7 @@ class Capture:
             self._abort()
             self.stream.context.require_open()
             raise session.broken(session.failure) from (session.broken_by or session.failure)
+        session.require_joined()
         if session.refusal is not None:
             self._abort()
             raise session.refusal

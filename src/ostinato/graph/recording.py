@@ -75,8 +75,11 @@ class Recording(Tap):
         self._members = {int(stream.handle)}
         self._events: weakref.WeakKeyDictionary[object, _Record] = weakref.WeakKeyDictionary()
         """The events whose last record was inside, by what owns the driver's event."""
-        self._forks: weakref.WeakSet[object] = weakref.WeakSet()
+        self._waited: weakref.WeakSet[object] = weakref.WeakSet()
         """Those of them that something inside waited for."""
+        self._forks: dict[int, str] = {}
+        """The streams that were made to wait for recorded work, by handle, and that nothing inside
+        has waited for since, with the lines."""
         self._serial = next_serial()
         self._launched: list[tuple[Graph, tuple[NodeHandle, ...], str]] = []
         """Graphs that were launched, with the nodes that they had and the line."""
@@ -93,12 +96,18 @@ class Recording(Tap):
     def _found(self) -> _Break | None:
         """What broke the recording, or would break it now; None if a graph can be built."""
         for owner, record in () if self._broken else list(self._events.items()):
-            if record.made_inside and owner not in self._forks:
+            if record.made_inside and owner not in self._waited:
                 return _Break(
                     "the event that is recorded there was made inside and is in use after it, and "
                     "a replay makes no other; make an event before, and record that one",
                     "unknown line" if record.line is None else describe_line(*record.line),
                 )
+        if self._broken is None and self._forks:
+            return _Break(
+                "a stream was made to wait for the recorded work there and is not joined again "
+                "(stream.wait(side.record())), and a replay would not make it wait",
+                next(iter(self._forks.values())),
+            )
         return self._broken
 
     def _break(self, why: str, *, refused: bool = False) -> None:
@@ -160,7 +169,7 @@ class Recording(Tap):
     def recorded(self, stream: Stream, event: Event) -> None:
         """An event inside forks another stream, or joins it; from outside it can do neither."""
         self._events.pop(event.owner, None)
-        self._forks.discard(event.owner)
+        self._waited.discard(event.owner)
         if event.owner is not None and self._is_mine(stream):
             self._did_more = True
             self._events[event.owner] = _Record(
@@ -171,9 +180,14 @@ class Recording(Tap):
     def waited(self, stream: Stream, event: Event) -> None:
         if threading.get_ident() != self._thread or self._is_captured(stream):
             return
-        if event.owner in self._events:
-            self._forks.add(event.owner)
+        record = self._events.get(event.owner)
+        if record is not None:
+            self._waited.add(event.owner)
             self._members.add(int(stream.handle))
+            if record.stream != stream.handle:
+                self._forks.pop(record.stream, None)
+                if stream.handle != self.stream.handle:
+                    self._forks[int(stream.handle)] = caller_location()
         elif int(stream.handle) in self._members:
             self._break("the stream was made to wait for an event from outside of the recording")
 
