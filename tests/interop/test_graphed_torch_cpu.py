@@ -675,18 +675,26 @@ def test_tensors_of_the_cpu_are_adopted(host_device: Device) -> None:
 
 
 @pytest.mark.parametrize(
-    "way",
+    ("way", "why"),
     [
-        *("kept", "let go", "external", "external, made inside"),
-        *("another thread's", "waited for", "never recorded"),
+        ("kept", "event.record()"),
+        ("waited for", "event.record()"),
+        ("external, made inside", "event.record()"),
+        ("never recorded", "event.wait()"),
+        ("fork", "side_waits = event.wait(side)"),
+        ("let go", ""),
+        ("external", ""),
+        ("another thread's", ""),
+        ("fork and join", ""),
     ],
 )
 def test_events_of_a_capture_that_no_replay_would_record(
-    host_device: Device, monkeypatch: pytest.MonkeyPatch, way: str
+    host_device: Device, monkeypatch: pytest.MonkeyPatch, way: str, why: str
 ) -> None:
-    from ostinato.interop.torch.capturing import followed_events
+    from ostinato.interop.torch.capturing import FollowedEvents
 
-    inside = host_device.create_event()
+    recorded = host_device.create_event()
+    main, side = SimpleNamespace(stream_id=1), SimpleNamespace(stream_id=2)
 
     class Event:
         """As torch's: without a handle before it is recorded."""
@@ -694,41 +702,44 @@ def test_events_of_a_capture_that_no_replay_would_record(
         cuda_event = 0
 
         def record(self, stream: object = None) -> None:
-            self.cuda_event = inside.handle
+            self.cuda_event = recorded.handle
 
         def wait(self, stream: object = None) -> None:
             pass
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    record, wait, kept = Event.record, Event.wait, [Event()]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    methods, event = (Event.record, Event.wait), Event()
     if way not in ("external, made inside", "never recorded"):
-        kept[0].record()
+        event.record()
 
-    def work() -> None:
+    def work(event: Event) -> None:
         if way == "never recorded":
-            kept[0].wait()
+            event.wait()
             return
-        event = Event() if way == "let go" else kept[0]
         event.record()
         if way == "waited for":
             event.wait()
+        if "fork" in way:
+            side_waits = event.wait(side)
+            assert side_waits is None
+        if way == "fork and join":
+            event.record(side)
+            event.wait()
 
-    graph = ost.Graph.create(host_device)
+    graph, events = ost.Graph.create(host_device), FollowedEvents()
     if "external" in way:
-        graph.add_event_record(inside)
-    with followed_events() as events:
+        graph.add_event_record(recorded)
+    with events.following():
         if way == "another thread's":
-            thread = threading.Thread(target=work)
+            thread = threading.Thread(target=work, args=(event,))
             thread.start()
             thread.join()
         else:
-            work()
+            work(Event() if way in ("let go", "fork and join") else event)
     missing = events.missing_in(graph)
-    assert (Event.record, Event.wait) == (record, wait)
-    if way in ("kept", "external, made inside", "waited for"):
-        assert "test_graphed_torch_cpu.py" in missing and "event.record()" in missing
-    elif way == "never recorded":
-        assert "never recorded" in missing and "kept[0].wait()" in missing
-    else:
-        assert missing == ""
-    assert (kept[0] in graph.keep) is (way == "external")
+    assert (Event.record, Event.wait) == methods
+    assert bool(missing) is bool(why)
+    if why:
+        assert "test_graphed_torch_cpu.py" in missing and why in missing
+    assert (event in graph.keep) is (way == "external")

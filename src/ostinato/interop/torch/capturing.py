@@ -110,11 +110,19 @@ class Captures:
 
     def _captured(self, work: Callable[[Stream], Any], *, hidden: bool) -> _Made:
         self._open_pool()
-        with _hidden_capture(hidden) as asked, followed_events() as events:
-            made = None if self._by_torch else self._capture_here(work)
+        events = FollowedEvents()
+
+        def followed(stream: Stream) -> Any:
+            nonlocal events
+            events = FollowedEvents()  # again where a second capture is made
+            with events.following():
+                return work(stream)
+
+        with _hidden_capture(hidden) as asked:
+            made = None if self._by_torch else self._capture_here(followed)
             if made is None:
                 self._by_torch = True
-                made = self._capture_by_torch(work)
+                made = self._capture_by_torch(followed)
         made.asked = bool(asked)
         if made.graph is not None:
             made.error = events.missing_in(made.graph)
@@ -266,29 +274,58 @@ def _hidden_capture(hidden: bool) -> Iterator[list[bool]]:
 
 
 class FollowedEvents:
-    """torch's events that one thread records and waits for while a function is captured.
+    """torch's events that a function records and waits for while it is captured.
 
-    A capture keeps the order that they give inside of it, and no replay records them; a wait for an
-    event that was never recorded does nothing.
+    A capture keeps the order that they give inside of it, and no more: no replay records them, or
+    lets a stream outside wait.  A wait for an event that was never recorded does nothing.
     """
 
     def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        self._recorded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        """The events that are alive, and the lines of their last records."""
+        self._lines: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        """The events that were recorded and are alive, with the lines of their last records."""
+        self._streams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """The streams of those records."""
         self._new: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that were never recorded before: the function makes others at each call."""
+        self._forks: dict[int, str] = {}
+        """The streams that were made to wait for others, and that none has waited for since, with
+        the lines."""
         self._waited_in_vain = ""
 
-    def recording(self, event: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self._recorded[event] = _line_outside_torch()
-            if not event.cuda_event:  # it has no handle before its first record
-                self._new.add(event)
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follows the events of this thread for a `with` block.  Every way of
+        recording a `torch.cuda.Event`, and of waiting for it, in Python goes through the two
+        methods that are wrapped here."""
+        kind, thread = torch.cuda.Event, threading.get_ident()
+        record, wait = kind.record, kind.wait
+        captured = torch.cuda.current_stream().stream_id
 
-    def waiting(self, event: Any) -> None:
-        if threading.get_ident() == self._thread and not event.cuda_event:
-            self._waited_in_vain = self._waited_in_vain or _line_outside_torch()
+        def noted_record(event: Any, stream: Any = None) -> None:
+            if threading.get_ident() == thread:
+                if not event.cuda_event:  # it has no handle before its first record
+                    self._new.add(event)
+                self._lines[event] = _line_outside_torch()
+                self._streams[event] = (stream or torch.cuda.current_stream()).stream_id
+            record(event, stream)
+
+        def noted_wait(event: Any, stream: Any = None) -> None:
+            if threading.get_ident() == thread:
+                if not event.cuda_event:
+                    self._waited_in_vain = self._waited_in_vain or _line_outside_torch()
+                waits = (stream or torch.cuda.current_stream()).stream_id
+                recorded_on = self._streams.get(event)
+                if recorded_on not in (None, waits):
+                    self._forks.pop(recorded_on, None)
+                    if waits != captured:
+                        self._forks[waits] = _line_outside_torch()
+            wait(event, stream)
+
+        kind.record, kind.wait = noted_record, noted_wait
+        try:
+            yield
+        finally:
+            kind.record, kind.wait = record, wait
 
     def missing_in(self, graph: Graph) -> str:
         """What replays of a graph would leave out; empty if there is nothing.  The graph keeps the
@@ -298,11 +335,16 @@ class FollowedEvents:
                 f"it waits at {self._waited_in_vain} for an event that was never recorded, and a "
                 "replay would not wait for a later record"
             )
-        if not self._recorded:
+        if self._forks:
+            return (
+                f"it lets a stream wait at {next(iter(self._forks.values()))} that is not joined "
+                "again, and a replay would not let it wait; do so after the call"
+            )
+        if not self._lines:
             return ""
         kind = NodeKind.EVENT_RECORD
         nodes = {n.event_record.event for n in every_node(graph.nodes) if n.kind is kind}
-        for event, line in list(self._recorded.items()):
+        for event, line in list(self._lines.items()):
             if event in self._new or event.cuda_event not in nodes:
                 return (
                     f"the event that it records at {line} is in use after it, and a replay would "
@@ -311,28 +353,6 @@ class FollowedEvents:
                 )
             graph.keep.append(event)
         return ""
-
-
-@contextmanager
-def followed_events() -> Iterator[FollowedEvents]:
-    """Follows the events of `torch.cuda.Event` for a `with` block, which every way of recording
-    them and waiting for them in Python goes through."""
-    kind, events = torch.cuda.Event, FollowedEvents()
-    record, wait = kind.record, kind.wait
-
-    def noted_record(self: Any, stream: Any = None) -> None:
-        events.recording(self)
-        record(self, stream)
-
-    def noted_wait(self: Any, stream: Any = None) -> None:
-        events.waiting(self)
-        wait(self, stream)
-
-    kind.record, kind.wait = noted_record, noted_wait
-    try:
-        yield events
-    finally:
-        kind.record, kind.wait = record, wait
 
 
 def _line_outside_torch() -> str:
