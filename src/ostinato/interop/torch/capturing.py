@@ -273,6 +273,19 @@ def _hidden_capture(hidden: bool) -> Iterator[list[bool]]:
         module.is_cuda_stream_capturing = question
 
 
+@dataclass(slots=True)
+class _Record:
+    """The last record of an event in a capture: the line, and torch's number of the stream.
+
+    `new`: the event was never recorded before, so the function makes another one at each call.
+    """
+
+    event: Any
+    line: str
+    stream: int
+    new: bool
+
+
 class FollowedEvents:
     """torch's events that a function records and waits for while it is captured.
 
@@ -281,12 +294,9 @@ class FollowedEvents:
     """
 
     def __init__(self) -> None:
-        self._lines: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        """The events that were recorded and are alive, with the lines of their last records."""
-        self._streams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """The streams of those records."""
-        self._new: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Those that were never recorded before: the function makes others at each call."""
+        # Not weakly: torch 2.11 frees its events without clearing weak references to them.
+        self._records: dict[int, _Record] = {}
+        """By the `id` of the event."""
         self._forks: dict[int, str] = {}
         """The streams that were made to wait for others, and that none has waited for since, with
         the lines."""
@@ -294,19 +304,20 @@ class FollowedEvents:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follows the events of this thread for a `with` block.  Every way of
-        recording a `torch.cuda.Event`, and of waiting for it, in Python goes through the two
-        methods that are wrapped here."""
+        """Follows the events of this thread for a `with` block.  Every way of recording a
+        `torch.cuda.Event`, and of waiting for it, in Python goes through the two methods that are
+        wrapped here."""
         kind, thread = torch.cuda.Event, threading.get_ident()
         record, wait = kind.record, kind.wait
         captured = torch.cuda.current_stream().stream_id
 
         def noted_record(event: Any, stream: Any = None) -> None:
             if threading.get_ident() == thread:
-                if not event.cuda_event:  # it has no handle before its first record
-                    self._new.add(event)
-                self._lines[event] = _line_outside_torch()
-                self._streams[event] = (stream or torch.cuda.current_stream()).stream_id
+                before = self._records.get(id(event))
+                # An event has no handle before its first record.
+                new = not event.cuda_event if before is None else before.new
+                on = (stream or torch.cuda.current_stream()).stream_id
+                self._records[id(event)] = _Record(event, _line_outside_torch(), on, new)
             record(event, stream)
 
         def noted_wait(event: Any, stream: Any = None) -> None:
@@ -314,9 +325,9 @@ class FollowedEvents:
                 if not event.cuda_event:
                     self._waited_in_vain = self._waited_in_vain or _line_outside_torch()
                 waits = (stream or torch.cuda.current_stream()).stream_id
-                recorded_on = self._streams.get(event)
-                if recorded_on not in (None, waits):
-                    self._forks.pop(recorded_on, None)
+                found = self._records.get(id(event))
+                if found is not None and found.stream != waits:
+                    self._forks.pop(found.stream, None)
                     if waits != captured:
                         self._forks[waits] = _line_outside_torch()
             wait(event, stream)
@@ -329,7 +340,7 @@ class FollowedEvents:
 
     def missing_in(self, graph: Graph) -> str:
         """What replays of a graph would leave out; empty if there is nothing.  The graph keeps the
-        events that its nodes record."""
+        events that its nodes record.  To be called once the function has returned."""
         if self._waited_in_vain:
             return (
                 f"it waits at {self._waited_in_vain} for an event that was never recorded, and a "
@@ -340,19 +351,27 @@ class FollowedEvents:
                 f"it lets a stream wait at {next(iter(self._forks.values()))} that is not joined "
                 "again, and a replay would not let it wait; do so after the call"
             )
-        if not self._lines:
+        if not self._records:
             return ""
         kind = NodeKind.EVENT_RECORD
         nodes = {n.event_record.event for n in every_node(graph.nodes) if n.kind is kind}
-        for event, line in list(self._lines.items()):
-            if event in self._new or event.cuda_event not in nodes:
+        alone = _references(_Record(object(), "", 0, new=False))
+        for found in self._records.values():
+            has_node = found.event.cuda_event in nodes
+            in_use = _references(found) > alone  # garbage in a cycle counts, which costs speed
+            if in_use and (found.new or not has_node):
                 return (
-                    f"the event that it records at {line} is in use after it, and a replay would "
-                    "not record it; make it once, outside of the function, with "
+                    f"the event that it records at {found.line} is in use after it, and a replay "
+                    "would not record it; make it once, outside of the function, with "
                     "torch.cuda.Event(external=True), or record it after the call"
                 )
-            graph.keep.append(event)
+            if has_node:
+                graph.keep.append(found.event)
         return ""
+
+
+def _references(record: _Record) -> int:
+    return sys.getrefcount(record.event)
 
 
 def _line_outside_torch() -> str:
