@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import contextlib
 import threading
 import weakref
@@ -302,6 +303,8 @@ def test_a_driver_that_refuses_to_instantiate(host_device: Device) -> None:
 @pytest.fixture
 def destroyed(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The executables that the driver has been told to destroy."""
+    gc.collect()
+    device.synchronize()  # what other tests left is destroyed now
     handles: list[int] = []
     destroy = device.driver.exec_destroy
 
