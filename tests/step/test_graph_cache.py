@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
