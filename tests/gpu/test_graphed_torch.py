@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import gc
 import random
 import threading
@@ -453,6 +454,95 @@ def test_memory_comes_back(make: Make, cuda_device: Device) -> None:
     cuda_device.synchronize()
     gc.collect()
     assert torch.cuda.memory_allocated() < held
+
+
+# ----------------------------------------------------------------------- memory of other owners
+
+
+_ADD = """
+extern "C" __global__ void add_table(const float* x, const float* table, float* out, int n) {
+    int i = threadIdx.x;
+    if (i < n) out[i] = x[i] + table[i];
+}"""
+
+
+def _reading(how: str, table: Callable[[int], Any]) -> Callable[[Any], Any]:
+    """Adds a table that only the call sees: by an operation of torch, by a kernel that torch does
+    not see, by an operation inside of an operation of the user's, and by one of torch that is the
+    last use of the table."""
+    if how == "a kernel of its own":
+        kernel = torch.cuda._compile_kernel(_ADD, "add_table")
+
+        def launched(x: Any) -> Any:
+            out = torch.empty_like(x)
+            kernel(block=(64, 1, 1), args=[x, table(x.numel()), out, x.numel()])
+            return out
+
+        return launched
+    if how == "an operation of its own":
+        name = "ostinato_tests::add_table"
+
+        def inside(x: torch.Tensor) -> torch.Tensor:
+            return x + table(x.numel())
+
+        inside.__annotations__ = {"x": torch.Tensor, "return": torch.Tensor}
+        made: Any = torch.library.custom_op(name, inside, mutates_args=())
+        return made  # type: ignore[no-any-return]
+    if how == "torch, for the last time":
+
+        def last(x: Any) -> Any:
+            out = x + table(x.numel())
+            if torch.cuda.is_current_stream_capturing():
+                table.cache_clear()  # type: ignore[attr-defined]
+            return out
+
+        return last
+    return lambda x: x + table(x.numel())
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["torch", "a kernel of its own", "an operation of its own", "torch, for the last time"],
+)
+def test_memory_that_a_helper_alone_owns_lives_as_long_as_the_graph(make: Make, how: str) -> None:
+    @functools.lru_cache(maxsize=1)
+    def table(size: int) -> Any:
+        return torch.full((size,), 3.0, device="cuda")
+
+    table(48)  # on the caller's stream, whose memory the caller's next tensors get
+    add = _reading(how, table)
+    step = make(lambda x: add(x))
+    x = torch.ones(48, device="cuda")
+    for _ in range(2):
+        assert same(step(x), x + 3)
+    table(16)
+    others = [torch.full((48,), 777.0, device="cuda") for _ in range(256)]
+    for _ in range(3):
+        assert same(step(x), x + 3)
+    assert step.statistics().replays == 4, step.explain()
+    assert len(others) == 256
+
+
+def test_memory_that_a_graph_keeps_comes_back_with_it(make: Make, cuda_device: Device) -> None:
+    @functools.lru_cache(maxsize=1)
+    def table(size: int) -> Any:
+        return torch.full((size, 1 << 20), 3.0, device="cuda")
+
+    def read(x: Any) -> Any:
+        return x + table(x.numel())[:, 0]
+
+    step = make(lambda x: read(x))
+    x = torch.ones(16, device="cuda")
+    for _ in range(3):
+        step(x)
+    torch.cuda.synchronize()
+    table.cache_clear()
+    held = torch.cuda.memory_allocated()
+    step.close()
+    gc.collect()
+    cuda_device.synchronize()
+    gc.collect()
+    assert held - torch.cuda.memory_allocated() >= 64 << 20
 
 
 # ------------------------------------------------------------------------- explained eager runs

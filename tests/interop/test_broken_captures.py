@@ -27,7 +27,8 @@ class Capturing(Lib):
 
     def capture(self, work: Callable[[ost.Stream], Any]) -> tuple[ost.Graph, Any]:
         self.captures += 1
-        self.here.pool = [self.device.zeros(4096, "f4") for _ in range(8)]
+        pool = [self.device.zeros(4096, "f4") for _ in range(8)]
+        self.here.pool = [*pool]
 
         def run(stream: ost.Stream) -> Any:
             self.here.capture = ost.Capture(stream)  # any: it says that this thread captures
@@ -38,8 +39,7 @@ class Capturing(Lib):
 
         with self.on(self.side):
             graph, result = captured(self.side, run, str)
-        owner = graph, self.here.pool
-        return ost.Graph.adopt(self.device, int(graph.handle), owner=owner), result
+        return ost.Graph.adopt(self.device, int(graph.handle), owner=(graph, pool)), result
 
 
 @pytest.fixture

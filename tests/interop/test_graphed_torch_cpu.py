@@ -672,3 +672,42 @@ def test_tensors_of_the_cpu_are_adopted(host_device: Device) -> None:
     ):
         with pytest.raises(InputError, match=said):
             host_device.adopt_array(wrong)
+
+
+class _Opaque(torch.Tensor):  # type: ignore[misc]
+    """A subclass that nobody may ask anything."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("it was asked")
+
+
+class _Outer(torch.Tensor):  # type: ignore[misc]
+    """A subclass without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("it was asked")
+
+
+@pytest.mark.filterwarnings("error")
+def test_whose_memory_is_whose(host_device: Device) -> None:
+    from tests.interop.tape import OnCpu
+
+    library = OnCpu(host_device)
+    base = torch.ones(8)
+    for array in (base[2:], base.view(2, 4).t(), base.as_subclass(_Opaque)):
+        found = library.memory(array)
+        assert found is not None
+        memory, keeper = found
+        assert (memory.address, memory.nbytes) == (base.data_ptr(), 32)
+        assert keeper.data_ptr() == base.data_ptr()
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.empty(4)
+    for array in (fake, _Outer(base), torch.empty(0), torch.empty(4, device="meta")):
+        assert library.memory(array) is None
+    assert library.memory(torch.eye(3).to_sparse()) is None

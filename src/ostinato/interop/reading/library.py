@@ -78,6 +78,11 @@ class Library(Watcher, Protocol):
         """The whole memory that an array is a view of."""
         ...
 
+    def memory(self, array: Any, /) -> tuple[MemoryRange, object] | None:
+        """The whole memory of any array that there is, and what keeps it, also without the array;
+        None for one without memory of its own."""
+        ...
+
     def offset(self, array: Any, /) -> int:
         """Where in its memory an array begins."""
         ...

@@ -18,9 +18,9 @@ from typing import Any
 
 from ostinato import (
     Device,
-    Graph,
     GraphExec,
     LaunchConfig,
+    Node,
     Source,
     Stream,
     host_kernel,
@@ -141,9 +141,9 @@ class Mover:
         return _PLAN.pack(*places, *rest, *sizes, *rest, self.table.address, count, outs)
 
     @staticmethod
-    def find(graph: Graph, inputs: int, outputs: tuple[int, ...]) -> Moves | None:
+    def find(nodes: Sequence[Node], inputs: int, outputs: tuple[int, ...]) -> Moves | None:
         """How a graph copies that `begin` put its node into; None if it holds nothing else."""
-        names = [node.name for node in graph.nodes]
+        names = [node.name for node in nodes]
         if {*names} <= {_FIRST, _LAST}:
             return None
         return Moves(names.index(_FIRST), inputs, outputs)

@@ -43,6 +43,9 @@ class Captured:
     """Of the static arguments."""
     epoch: int
     """Of the guarded arrays."""
+    kept: list[object] = field(default_factory=list, repr=False)
+    """What keeps the other memory that the graph points at, which nobody else may keep: a table
+    that a helper made, and will forget."""
     moves: Moves | None = None
     """How the graph itself copies the arrays of a call; None if that is done around it."""
     recipes: tuple[tuple[Any, ...], ...] = ()

@@ -239,6 +239,17 @@ class Torch:
         storage = tensor.untyped_storage()
         return MemoryRange(storage.data_ptr(), storage.nbytes())
 
+    def memory(self, tensor: torch.Tensor, /) -> tuple[MemoryRange, object] | None:
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = tensor.untyped_storage()
+                if storage.device.type == "meta":  # also of the tensors with which torch compiles
+                    return None
+                found = MemoryRange(storage.data_ptr(), storage.nbytes())
+        except (RuntimeError, NotImplementedError):  # sparse, or made of other tensors
+            return None
+        return (found, storage) if found.address else None
+
     def refusal(self, tensor: torch.Tensor, /) -> str:
         kind = type(tensor)
         if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
