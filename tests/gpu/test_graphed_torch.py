@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import gc
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +19,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import ClosedError, EagerRunError, InputError, VerificationError
 from tests.gpu.foreign import library
+from tests.processes import child_environment
 
 torch = library("torch")
 
@@ -543,6 +546,36 @@ def test_memory_that_a_graph_keeps_comes_back_with_it(make: Make, cuda_device: D
     cuda_device.synchronize()
     gc.collect()
     assert held - torch.cuda.memory_allocated() >= 64 << 20
+
+
+def test_graphs_hold_a_part_of_the_device_by_default(make: Make) -> None:
+    budget = make(lambda x: x * 2).cache.statistics().budget
+    assert budget is not None
+    assert 4 * budget <= torch.cuda.get_device_properties(0).total_memory < 5 * budget
+
+
+_ASYNC = """
+import torch
+from ostinato.interop.torch import graphed
+
+assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+model = torch.nn.Linear(8, 8).cuda()
+step = graphed(model)
+with torch.no_grad():
+    for _ in range(4):
+        x = torch.randn(2, 8, device="cuda")
+        assert torch.equal(step(x), model(x))
+print(step.explain())
+"""
+
+
+def test_with_cuda_malloc_async_every_call_is_eager_and_the_process_ends_well() -> None:
+    environment = child_environment(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+    done = subprocess.run(
+        [sys.executable, "-c", _ASYNC], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch allocates with cudaMallocAsync" in done.stdout
 
 
 # ------------------------------------------------------------------------- explained eager runs

@@ -657,6 +657,21 @@ def test_without_cuda_modules_and_functions_run_eagerly() -> None:
     step.close()
 
 
+@pytest.mark.parametrize("allocator", ["cudaMallocAsync", "pluggable"])
+def test_with_another_allocator_than_its_own_torch_runs_eagerly(
+    monkeypatch: pytest.MonkeyPatch, allocator: str
+) -> None:
+    from ostinato.interop.torch import graphed
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+    with graphed(lambda x: x * 2) as double:
+        check(double, double.__wrapped__, *[torch.randn(2, 4) for _ in range(3)])
+        (line,) = double.statistics().keys
+        assert (line.eager, line.captures) == (3, 0)
+        assert f"torch allocates with {allocator}" in double.explain()
+
+
 def test_tensors_of_the_cpu_are_adopted(host_device: Device) -> None:
     stream = host_device.create_stream()
     tensor = torch.zeros(4, 4)

@@ -27,12 +27,12 @@ from ostinato.interop.captures import captured, explained, no_collection
 from ostinato.interop.cupy.adopting import external_stream
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.library import (
-    LIMITS,
     Devices,
     NotGraphable,
     Options,
     cuda_index,
     name_of,
+    own_cache,
 )
 from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
@@ -106,7 +106,7 @@ def graphed(
     )
     if name is None:
         name = name_of(function, next(_names))
-    kept = cache or GraphCache(device, budget=budget, limits=LIMITS)
+    kept = cache or own_cache(device, budget)
     library = CuPy(device, index or 0, writes=writes)
     rest: dict[str, Any] = {"owns_cache": cache is None, "unavailable": unavailable}
     return Graphed(function, library, options, kept, name=name, **rest)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from ostinato import (
     Device,
     Graph,
+    GraphCache,
     MemoryRange,
     PowersOfTwo,
     Stream,
@@ -20,8 +21,10 @@ from ostinato.interop.reading.padding import Padding
 from ostinato.lowlevel import new_lock
 from ostinato.step import Buckets, CaptureLimits
 
-LIMITS = CaptureLimits(per_key=8, within=1000)
+_LIMITS = CaptureLimits(per_key=8, within=1000)
 """Of the cache that `graphed` makes: a key that is evicted all the time is run eagerly."""
+_SHARE = 4
+"""Which part of the device's memory the graphs of a function may hold."""
 
 
 class NotGraphable(Exception):
@@ -288,6 +291,17 @@ class Devices:
                 name = "host" if index is None else f"cuda:{index}"
                 device = self._open[index] = open_device(name)
             return device
+
+
+def own_cache(device: Device, budget: int | str | None) -> GraphCache:
+    """The cache of one function that was given none.
+
+    `budget`: the bytes that its graphs may hold; None for a part of the device's memory, since keys
+    without end (a number that is another one at each call) would fill it otherwise.
+    """
+    if budget is None:
+        budget = device.properties.total_memory // _SHARE or None
+    return GraphCache(device, budget=budget, limits=_LIMITS)
 
 
 def cuda_index(device: Device) -> int:
