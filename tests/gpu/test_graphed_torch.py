@@ -548,6 +548,54 @@ def test_memory_that_a_graph_keeps_comes_back_with_it(make: Make, cuda_device: D
     assert held - torch.cuda.memory_allocated() >= 64 << 20
 
 
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_key_without_memory_for_its_graph_is_captured_later(make: Make, draws: bool) -> None:
+    """`draws`: random numbers, so that torch itself captures."""
+    full = [True]
+
+    def work(x: Any) -> Any:
+        if draws:
+            x = x + torch.rand_like(x)
+        if full and torch.cuda.is_current_stream_capturing():
+            torch.empty(1 << 46, dtype=torch.uint8, device="cuda")
+        return x * 2
+
+    step = make(lambda x: work(x))
+    x = randn(64)
+    check(step, work, [(x,) for _ in range(2)])
+    (line,) = step.statistics().keys
+    assert (line.captures, line.broken, line.reason) == (0, 1, ""), step.explain()
+    assert "had no memory" in str(line.eager_reasons)
+    full.clear()
+    check(step, work, [(x,) for _ in range(4)])
+    (line,) = step.statistics().keys
+    assert (line.captures, line.replays, line.reason) == (1, 4, ""), step.explain()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_captures_that_fail_give_their_memory_back(make: Make, draws: bool) -> None:
+    def waits(x: Any) -> Any:
+        if draws:
+            x = x + torch.rand_like(x)
+        large = torch.ones(16 << 20, device="cuda")  # 64 MiB
+        return x * large[0].item()
+
+    x = randn(8)
+    waits(x)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    steps = [make(waits) for _ in range(3)]
+    for step in steps:
+        for _ in range(3):
+            step(x)
+        assert step.statistics().eager == 3 and step.statistics().quarantined, step.explain()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - before < 32 << 20
+    torch.rand(3, device="cuda")  # and torch works on
+
+
 def test_graphs_hold_a_part_of_the_device_by_default(make: Make) -> None:
     budget = make(lambda x: x * 2).cache.statistics().budget
     assert budget is not None

@@ -94,6 +94,7 @@ class Lib:
         self.fail = ""
         self.captures = 0
         self.waits = 0
+        self.trims: list[bool] = []
 
     # --- the library itself
     def array(self, values: Any) -> Array:
@@ -221,6 +222,12 @@ class Lib:
         # Adopted, as other libraries' graphs are: without what their launches said of addresses.
         graph = capture.graph
         return ost.Graph.adopt(self.device, int(graph.handle), owner=(graph, pool)), result
+
+    def out_of_memory(self, error: BaseException, /) -> bool:
+        return isinstance(error, MemoryError)
+
+    def trim(self, *, short: bool) -> None:
+        self.trims.append(short)
 
     def buffer(self, array: Array, shape: Sequence[int] | None) -> Array:
         return Array(self, array.shape if shape is None else shape)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
@@ -22,7 +23,7 @@ from ostinato import (
     Node,
     Stream,
 )
-from ostinato.errors import InputError
+from ostinato.errors import InputError, Status
 from ostinato.interop.captures import captured, explained, no_collection
 from ostinato.interop.cupy.adopting import external_stream
 from ostinato.interop.graphed import Graphed
@@ -130,10 +131,16 @@ class CuPy:
 
     def _allocate(self, nbytes: int) -> Any:
         """New memory for the pool, also while this thread captures."""
+        with self._relaxed():
+            return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
+
+    @contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        """In the block this thread may allocate and free memory while any thread captures."""
         driver = self.device.driver
         before = driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
         try:
-            return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
+            yield
         finally:
             driver.thread_exchange_capture_mode(before)
 
@@ -253,6 +260,18 @@ class CuPy:
             )
         # Adopted: what CuPy's kernels point at is not known to this library.
         return Graph.adopt(self.device, int(graph.handle), owner=(graph, self._pool)), result
+
+    def out_of_memory(self, error: BaseException, /) -> bool:
+        return isinstance(error, MemoryError) or (
+            isinstance(error, cupy.cuda.runtime.CUDARuntimeError)
+            and error.status == Status.OUT_OF_MEMORY
+        )
+
+    def trim(self, *, short: bool) -> None:
+        with _captures, self._relaxed():
+            self._pool.free_all_blocks()
+            if short:
+                cupy.get_default_memory_pool().free_all_blocks()
 
     # --- memory
     def buffer(self, array: Any, shape: Sequence[int] | None) -> Any:

@@ -35,6 +35,10 @@ class CaptureDisturbed(NotGraphable):
     """A capture was broken, and not by the function: another one may succeed."""
 
 
+class NoMemory(NotGraphable):
+    """The device had no memory for a capture: another one may succeed later."""
+
+
 class Library(Watcher, Protocol):
     """What a library does for `Graphed`."""
 
@@ -131,8 +135,17 @@ class Library(Watcher, Protocol):
         """Captures work on a stream that it is given; the graph, which keeps its memory alive, and
         the result.
 
-        Raises NotGraphable, and CaptureDisturbed if another thread broke the capture.
+        Raises NotGraphable; CaptureDisturbed if another thread broke the capture, NoMemory.
         """
+        ...
+
+    def out_of_memory(self, error: BaseException, /) -> bool:
+        """Whether an error says that the device has no memory left."""
+        ...
+
+    def trim(self, *, short: bool) -> None:
+        """Gives the memory of captures back that no graph has; if memory is `short`, also what else
+        the library keeps for later."""
         ...
 
     def buffer(self, array: Any, shape: Sequence[int] | None) -> Any:

@@ -26,7 +26,7 @@ from ostinato import (
     host_kernel,
     launch,
 )
-from ostinato.errors import OstinatoError
+from ostinato.errors import OstinatoError, OutOfMemoryError
 from ostinato.lowlevel import FILL, fill_kernel
 
 MOST = 16
@@ -121,6 +121,8 @@ class Mover:
         """None where kernels cannot be compiled."""
         try:
             return cls(device)
+        except OutOfMemoryError:
+            raise  # another time there may be some
         except OstinatoError:
             return None
 

@@ -324,7 +324,8 @@ def _living(kind: type) -> Iterator[Any]:
     """The objects of a class and of its subclasses that Python's garbage collector knows."""
     kinds, left = {id(kind)}, [kind]
     while left:
-        found = [each for each in type.__subclasses__(left.pop()) if id(each) not in kinds]
+        found: list[type] = type.__subclasses__(left.pop())
+        found = [each for each in found if id(each) not in kinds]
         kinds.update(map(id, found))
         left += found
     return (each for each in gc.get_objects() if id(type(each)) in kinds)

@@ -41,7 +41,7 @@ class GraphedKeyStatistics:
     """Why it was captured: the first time, and why again instead of bound to other memory."""
     broken: int
     """Captures that something else than the function broke, such as a `synchronize()` of another
-    thread."""
+    thread, or for which the device had no memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
 from ostinato.interop.torch.adopting import as_tensor
-from ostinato.interop.torch.capturing import Captures
+from ostinato.interop.torch.capturing import Captures, out_of_memory
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
 from ostinato.interop.torch.watching import ModuleWatch
 
@@ -373,6 +373,12 @@ class Torch:
 
     def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
         return self._captures.capture(work)
+
+    def out_of_memory(self, error: BaseException, /) -> bool:
+        return out_of_memory(error)
+
+    def trim(self, *, short: bool) -> None:
+        self._captures.trim(short=short)
 
     # --- memory
     def buffer(self, tensor: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
