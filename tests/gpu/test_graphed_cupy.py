@@ -174,7 +174,8 @@ def test_memory_that_a_helper_alone_owns_lives_as_long_as_the_graph(make: Make, 
 
     def read(x: Any) -> Any:
         out = x + table(x.size)
-        if last and cupy.cuda.get_current_stream().is_capturing():
+        stream = cupy.cuda.get_current_stream()
+        if last and stream.ptr and stream.is_capturing():
             table.cache_clear()
         return out
 
