@@ -150,8 +150,8 @@ class Lib:
     def storage(self, array: Array, /) -> ost.MemoryRange:
         return array.buffer.storage.range
 
-    def memory(self, array: Array, /) -> tuple[ost.MemoryRange, object]:
-        return self.storage(array), array.buffer.storage
+    def memory(self, array: Array, /) -> list[tuple[ost.MemoryRange, object]]:
+        return [(self.storage(array), array.buffer.storage)]
 
     def offset(self, array: Array, /) -> int:
         return self.address(array) - self.storage(array).address

@@ -716,13 +716,25 @@ def test_whose_memory_is_whose(host_device: Device) -> None:
     library = OnCpu(host_device)
     base = torch.ones(8)
     for array in (base[2:], base.view(2, 4).t(), base.as_subclass(_Opaque)):
-        found = library.memory(array)
-        assert found is not None
-        memory, keeper = found
+        ((memory, keeper),) = library.memory(array)
         assert (memory.address, memory.nbytes) == (base.data_ptr(), 32)
         assert keeper.data_ptr() == base.data_ptr()
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(4)
     for array in (fake, _Outer(base), torch.empty(0), torch.empty(4, device="meta")):
-        assert library.memory(array) is None
-    assert library.memory(torch.eye(3).to_sparse()) is None
+        assert library.memory(array) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_the_memory_of_a_sparse_tensor_is_that_of_its_parts(
+    host_device: Device, layout: str
+) -> None:
+    from tests.interop.tape import OnCpu
+
+    blocks = {"blocksize": (2, 2)} if layout.startswith("b") else {}
+    one = torch.eye(4).to_sparse(layout=getattr(torch, f"sparse_{layout}"), **blocks)
+    (*found,) = OnCpu(host_device).memory(one)
+    assert len(found) == (2 if layout == "coo" else 3)
+    values = one._values() if layout == "coo" else one.values()
+    assert values.data_ptr() in [memory.address for memory, _ in found]

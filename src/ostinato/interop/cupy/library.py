@@ -167,11 +167,12 @@ class CuPy:
         memory = array.data.mem
         return MemoryRange(int(memory.ptr), int(memory.size))
 
-    def memory(self, array: Any, /) -> tuple[MemoryRange, object] | None:
-        data = array.data
-        if data is None:  # another thread makes it just now
-            return None
-        return MemoryRange(int(data.mem.ptr), int(data.mem.size)), data.mem
+    def memory(self, array: Any, /) -> list[tuple[MemoryRange, object]]:
+        # None: another thread makes it just now.
+        memory = None if array.data is None else array.data.mem
+        if memory is None:
+            return []
+        return [(MemoryRange(int(memory.ptr), int(memory.size)), memory)]
 
     def offset(self, array: Any, /) -> int:
         return int(array.data.ptr) - int(array.data.mem.ptr)

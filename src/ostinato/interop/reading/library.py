@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -85,9 +85,9 @@ class Library(Watcher, Protocol):
         """The whole memory that an array is a view of."""
         ...
 
-    def memory(self, array: Any, /) -> tuple[MemoryRange, object] | None:
-        """The whole memory of any array that there is, and what keeps it, also without the array;
-        None for one without memory of its own."""
+    def memory(self, array: Any, /) -> Iterable[tuple[MemoryRange, object]]:
+        """The whole memory of any array that there is, each piece with what keeps it, also without
+        the array; none for one without memory of its own."""
         ...
 
     def offset(self, array: Any, /) -> int:

@@ -164,7 +164,7 @@ class Maker:
         other functions do.  It is kept while the capture lasts, so that what the graph points at
         afterwards is this memory, and no other that took its place."""
         library = self._subject.library
-        return [found for each in _living(library.array_type) if (found := library.memory(each))]
+        return [piece for each in _living(library.array_type) for piece in library.memory(each)]
 
     def taken_apart(self, result: Any, work: Work) -> Tree | str:
         """The result of a call; why it can be none of a graph."""

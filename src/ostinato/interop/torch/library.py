@@ -107,6 +107,22 @@ def _name_of(choice: Any) -> Hashable:
     return name
 
 
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""Methods that give the tensors of which one of another layout consists."""
+
+
+def _strided(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor; of a sparse one, which has no memory of its own, its parts."""
+    names = _PARTS.get(tensor.layout)
+    return [tensor] if names is None else [getattr(tensor, name)() for name in names]
+
+
 def _repeated(tensor: torch.Tensor) -> list[int]:
     """The axes along which all elements are one in memory: torch does not write such tensors."""
     strides = tensor.stride()
@@ -239,16 +255,17 @@ class Torch:
         storage = tensor.untyped_storage()
         return MemoryRange(storage.data_ptr(), storage.nbytes())
 
-    def memory(self, tensor: torch.Tensor, /) -> tuple[MemoryRange, object] | None:
+    def memory(self, tensor: torch.Tensor, /) -> list[tuple[MemoryRange, object]]:
+        found: list[tuple[MemoryRange, object]] = []
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                storage = tensor.untyped_storage()
-                if storage.device.type == "meta":  # also of the tensors with which torch compiles
-                    return None
-                found = MemoryRange(storage.data_ptr(), storage.nbytes())
-        except (RuntimeError, NotImplementedError):  # sparse, or made of other tensors
-            return None
-        return (found, storage) if found.address else None
+                for part in _strided(tensor):
+                    storage = part.untyped_storage()
+                    if storage.device.type != "meta":  # as that of the tensors while torch compiles
+                        found.append((MemoryRange(storage.data_ptr(), storage.nbytes()), storage))
+        except Exception:  # it is made of other tensors, and code of the user's says of which
+            return []
+        return [piece for piece in found if piece[0].address]
 
     def refusal(self, tensor: torch.Tensor, /) -> str:
         kind = type(tensor)
