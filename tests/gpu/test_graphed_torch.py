@@ -483,14 +483,13 @@ def _reading(how: str, table: Callable[[int], Any]) -> Callable[[Any], Any]:
 
         return launched
     if how == "an operation of its own":
-        name = "ostinato_tests::add_table"
-
-        def inside(x: torch.Tensor) -> torch.Tensor:
-            return x + table(x.numel())
-
-        inside.__annotations__ = {"x": torch.Tensor, "return": torch.Tensor}
-        made: Any = torch.library.custom_op(name, inside, mutates_args=())
-        return made  # type: ignore[no-any-return]
+        operation: Any = torch.library.custom_op(
+            "ostinato_tests::add_table",
+            lambda x: x + table(x.numel()),
+            mutates_args=(),
+            schema="(Tensor x) -> Tensor",
+        )
+        return lambda x: operation(x)
     if how == "torch, for the last time":
 
         def last(x: Any) -> Any:
