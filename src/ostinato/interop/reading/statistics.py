@@ -118,5 +118,5 @@ def explained(keys: Sequence[GraphedKeyStatistics]) -> str:
 def _again(key: GraphedKeyStatistics) -> str:
     """Why a key was captured more than once."""
     again = [f"{why} ({count}x)" for why, count in [*key.capture_reasons.items()][1:]]
-    again += [f"the capture was broken from outside ({key.broken}x)"] * bool(key.broken)
+    again += [f"a capture failed that the function did not break ({key.broken}x)"] * bool(key.broken)
     return f"captured again: {'; '.join(again)}" if again else ""
