@@ -118,5 +118,6 @@ def explained(keys: Sequence[GraphedKeyStatistics]) -> str:
 def _again(key: GraphedKeyStatistics) -> str:
     """Why a key was captured more than once."""
     again = [f"{why} ({count}x)" for why, count in [*key.capture_reasons.items()][1:]]
-    again += [f"a capture failed that the function did not break ({key.broken}x)"] * bool(key.broken)
+    if key.broken:
+        again.append(f"a capture failed that the function did not break ({key.broken}x)")
     return f"captured again: {'; '.join(again)}" if again else ""
