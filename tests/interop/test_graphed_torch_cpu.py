@@ -723,6 +723,11 @@ def test_whose_memory_is_whose(host_device: Device) -> None:
         fake = torch.empty(4)
     for array in (fake, _Outer(base), torch.empty(0), torch.empty(4, device="meta")):
         assert library.memory(array) == []
+    weight = torch.nn.Parameter(torch.ones(4))
+    with torch.enable_grad():
+        (weight * 2).sum().backward()
+    addresses = [memory.address for memory, _ in library.memory(weight)]
+    assert addresses == [weight.data_ptr(), weight.grad.data_ptr()]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -117,10 +117,13 @@ _PARTS = {
 """Methods that give the tensors of which one of another layout consists."""
 
 
-def _strided(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor; of a sparse one, which has no memory of its own, its parts."""
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor, or the parts of a sparse one, which has no memory of its own; and those of its
+    gradient, of which Python may not know."""
     names = _PARTS.get(tensor.layout)
-    return [tensor] if names is None else [getattr(tensor, name)() for name in names]
+    found = [tensor] if names is None else [getattr(tensor, name)() for name in names]
+    gradient = tensor.grad if tensor.is_leaf else None
+    return found if gradient is None else [*found, *_parts(gradient)]
 
 
 def _repeated(tensor: torch.Tensor) -> list[int]:
@@ -259,7 +262,7 @@ class Torch:
         found: list[tuple[MemoryRange, object]] = []
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                for part in _strided(tensor):
+                for part in _parts(tensor):
                     storage = part.untyped_storage()
                     if storage.device.type != "meta":  # as that of the tensors while torch compiles
                         found.append((MemoryRange(storage.data_ptr(), storage.nbytes()), storage))
