@@ -261,7 +261,7 @@ class Torch:
     def memory(self, tensor: torch.Tensor, /) -> list[tuple[MemoryRange, object]]:
         found: list[tuple[MemoryRange, object]] = []
         try:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunction():
                 for part in _parts(tensor):
                     storage = part.untyped_storage()
                     if storage.device.type != "meta":  # as that of the tensors while torch compiles
