@@ -188,6 +188,21 @@ def test_a_key_without_memory_for_its_graph_is_captured_later(
     assert lib.trims == [True, True]
 
 
+def test_a_key_without_memory_for_its_first_call_is_warmed_up_later(
+    lib: Capturing, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the arguments were is kept while a key is warmed up."""
+    step = make(function(lib, "before"), guard=False)
+    monkeypatch.setattr(lib, "clone", raising(MemoryError("no 16 bytes left")))
+    call(step, lib, 1)
+    (line,) = step.statistics().keys
+    assert (line.eager, line.broken, line.reason) == (1, 1, "") and lib.trims == [True]
+    monkeypatch.undo()
+    call(step, lib, 3)
+    (line,) = step.statistics().keys
+    assert (line.eager, line.captures, line.replays) == (2, 1, 2), step.explain()
+
+
 def raising(error: Exception) -> Callable[..., Any]:
     def call(*args: object, **kwargs: object) -> Any:
         raise error

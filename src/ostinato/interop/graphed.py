@@ -493,12 +493,17 @@ class Graphed(Guarded):
         state = work.state
         places = self._places(work.leaves + work.statics), self._places(state)
         versions = [*map(library.version, work.leaves)]
-        kept = self._kept(work.leaves)
         versions_before = [*map(library.version, state)]
         # A check writes again what a replay has written, and a file takes it for a constant, if it
         # is not known.
         asked = options.verify is not None or self._saving is not None
-        kept_state = self._kept(state) if asked else {}
+        try:
+            kept = self._kept(work.leaves)
+            kept_state = self._kept(state) if asked else {}
+        except Exception as error:
+            if not self._is_out_of_memory(error):
+                raise
+            return self._eager(line, work, self._without_memory(line, str(error)))
         line.eager += 1
         line.reasons["the first call of a key warms up"] += 1
         subject.turns.take()
@@ -624,9 +629,15 @@ class Graphed(Guarded):
                 raise
         # The error is gone, and with it what its frames held.
         if short:
-            self._make_room()
-        self._library.trim(short=short)
-        return self._later(line, _SHORT, _FULL.format(why)) if short else line.reason
+            return self._without_memory(line, why)
+        self._library.trim(short=False)
+        return line.reason
+
+    def _without_memory(self, line: Line, error: str) -> str:
+        """Makes room after the device had no memory for a graph; why the call runs eagerly."""
+        self._make_room()
+        self._library.trim(short=True)
+        return self._later(line, _SHORT, _FULL.format(error))
 
     def _is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, NoMemory) or any(map(self._library.out_of_memory, chain(error)))
