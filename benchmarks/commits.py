@@ -105,7 +105,7 @@ def measure(device_name: str, quick: bool) -> dict[str, float]:
     y = device.array(np.resize(values, (8, 32)))
     slots = [ost.Slot("x", x, ost.Role.INPUT, "rows"), ost.Slot("y", y, ost.Role.OUTPUT, "rows")]
 
-    def run(stream: ost.Stream, **rows: object) -> None:
+    def run(stream: ost.Stream, *_: object, **rows: object) -> None:  # before `Sizes` too
         ost.launch(stream, kernel, config, x, y, 256)
 
     cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))

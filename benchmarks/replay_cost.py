@@ -240,7 +240,7 @@ def _ours(
 def _steps(chain: Chain, stream: ost.Stream) -> list[Contender]:
     """Calls of a step that replays the same work."""
 
-    def run(stream: ost.Stream, *, n: int) -> None:
+    def run(stream: ost.Stream, _: ost.Sizes) -> None:
         chain.submit(stream)
 
     def contender(name: str, made: ost.GraphedStep) -> Contender:

@@ -49,9 +49,9 @@ class Model:
         for rows in graphs.buckets:
             self.step.prepare(rows=rows)
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
-        shape = ost.LaunchConfig(max(rows, 1), 1)
-        ost.launch(stream, self.kernel, shape, self.x, self.step.size("rows"))
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
+        shape = ost.LaunchConfig(max(sizes.rows, 1), 1)
+        ost.launch(stream, self.kernel, shape, self.x, sizes.on_device("rows"))
 
     async def __call__(self, values: list[float]) -> list[float]:
         rows = len(values)

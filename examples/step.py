@@ -1,7 +1,7 @@
 """A step that runs eagerly, then as a captured graph, with sizes in buckets and a check.
 
 Three rows run in the graph of four.  The fourth is padding, and a state must keep it: the kernel
-reads the real number of rows on the device (`step.size`).
+reads the real number of rows on the device (`sizes.on_device`).
 """
 
 import numpy as np
@@ -36,9 +36,9 @@ def main() -> None:
         total = device.zeros((rows, width), np.float32)
         graphs = ost.GraphCache(device, buckets=ost.PowersOfTwo(rows), budget="64 MiB")
 
-        def accumulate(stream: ost.Stream, batch: int) -> None:
-            config = ost.LaunchConfig(batch, width)
-            ost.launch(stream, kernel, config, x, total, step.size("batch"), width)
+        def accumulate(stream: ost.Stream, sizes: ost.Sizes) -> None:
+            config = ost.LaunchConfig(sizes.batch, width)
+            ost.launch(stream, kernel, config, x, total, sizes.on_device("batch"), width)
 
         step = ost.GraphedStep(
             accumulate,

@@ -37,7 +37,9 @@ class Parent:
         self.run = self.graph.instantiate(upload=self.stream)
         self.run.launch(self.stream)
         self.cache = ost.GraphCache(self.device)
-        self.step = ost.GraphedStep(lambda _: self.work(), stream=self.stream, cache=self.cache)
+        self.step = ost.GraphedStep(
+            lambda _, sizes: self.work(), stream=self.stream, cache=self.cache
+        )
         for _ in range(3):
             self.step()
         self.stream.synchronize()

@@ -431,9 +431,9 @@ def _step(build: str, verify: Any, **options: Any) -> Scenario:
         model = np.zeros((4, width), np.float32)
         possible = [model]  # before and after the call that failed
 
-        def body(stream: ost.Stream, rows: int) -> None:
-            axpy, real = kernel(device, "axpy_rows"), step.size("rows")
-            ost.launch(stream, axpy, config(rows * width), x, one, total, real, width)
+        def body(stream: ost.Stream, sizes: ost.Sizes) -> None:
+            axpy, real = kernel(device, "axpy_rows"), sizes.on_device("rows")
+            ost.launch(stream, axpy, config(sizes.rows * width), x, one, total, real, width)
 
         step = ost.GraphedStep(
             body,
@@ -499,7 +499,7 @@ def step_held(world: World) -> Case:
     counter = world.device.zeros(1, np.int32)
     increment = kernel(world.device, "increment")
     step = ost.GraphedStep(
-        lambda stream: ost.launch(stream, increment, config(1), counter, 1),
+        lambda stream, _: ost.launch(stream, increment, config(1), counter, 1),
         stream=world.stream,
         cache=ost.GraphCache(world.device),
     )
@@ -664,7 +664,7 @@ def step_restored(world: World) -> Case:
     def stored() -> ost.GraphedStep:
         outs = [ost.Slot(str(i), out, ost.Role.OUTPUT) for i, out in enumerate(world.outs)]
         return ost.GraphedStep(
-            lambda stream: world.submit(world.a),
+            lambda stream, _: world.submit(world.a),
             stream=world.stream,
             cache=ost.GraphCache(world.device),
             name="sums",

@@ -458,7 +458,9 @@ def test_a_step_with_state_advances_once_a_call(device: Device, stream: ost.Stre
     slots = [ost.Slot("counter", counter, ost.Role.STATE)]
     for verify in ("off", "first", 1):
         step = ost.GraphedStep(
-            lambda stream: ost.launch(stream, kernel(device, "increment"), config(1), counter, 1),
+            lambda stream, _: ost.launch(
+                stream, kernel(device, "increment"), config(1), counter, 1
+            ),
             stream=stream,
             cache=cache,
             name=f"count {verify}",
@@ -474,7 +476,7 @@ def test_a_step_with_state_advances_once_a_call(device: Device, stream: ost.Stre
 def test_a_failed_capture_has_run_nothing(device: Device, stream: ost.Stream) -> None:
     counter = device.zeros(1, np.int32)
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "increment"), config(1), counter, 1)
         stream.synchronize()
 
@@ -762,7 +764,7 @@ def count_step(
     increment = kernel(device, "increment")
     options.setdefault("stream", device.create_stream())
     return ost.GraphedStep(
-        lambda stream: ost.launch(stream, increment, config(1), counter, by),
+        lambda stream, _: ost.launch(stream, increment, config(1), counter, by),
         cache=cache,
         **options,
     )
@@ -826,11 +828,12 @@ def test_a_shared_graph_reads_the_size_of_the_call(device: Device) -> None:
     total = device.zeros((8, 1), np.float32)
 
     def made() -> ost.GraphedStep:
-        def run(stream: ost.Stream, rows: int) -> None:
-            ost.launch(stream, axpy, config(rows), x, factor, total, step.size("rows"), 1)
+        def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
+            ost.launch(
+                stream, axpy, config(sizes.rows), x, factor, total, sizes.on_device("rows"), 1
+            )
 
-        step = ost.GraphedStep(run, stream=stream, cache=cache, share="axpy")
-        return step
+        return ost.GraphedStep(run, stream=stream, cache=cache, share="axpy")
 
     first, other = made(), made()
     for step, rows in ((first, 8), (first, 8), (other, 3), (first, 2), (other, 5)):
@@ -851,12 +854,12 @@ def test_a_step_that_calls_itself_keeps_its_size(device: Device, first: bool) ->
     x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
     total = device.zeros((8, 1), np.float32)
 
-    def run(stream: ost.Stream, rows: int) -> None:
+    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
         if not first:
-            step.size("rows")
-        if rows == 8:
+            sizes.on_device("rows")
+        if sizes.rows == 8:
             step(rows=3)
-        ost.launch(stream, axpy, config(rows), x, factor, total, step.size("rows"), 1)
+        ost.launch(stream, axpy, config(sizes.rows), x, factor, total, sizes.on_device("rows"), 1)
 
     cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
     step = ost.GraphedStep(run, stream=stream, cache=cache)
@@ -874,13 +877,13 @@ def test_a_step_keeps_its_size_whatever_its_run_calls(device: Device, inner: str
     cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
     calls: list[Callable[[], object]] = []
 
-    def add(stream: ost.Stream, rows: int) -> None:
-        ost.launch(stream, axpy, config(rows), x, factor, total, step.size("rows"), 1)
+    def add(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, axpy, config(sizes.rows), x, factor, total, sizes.on_device("rows"), 1)
 
-    def run(stream: ost.Stream, rows: int) -> None:
-        for call in calls if rows == 7 else ():
+    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        for call in calls if sizes.rows == 7 else ():
             call()
-        add(stream, rows)
+        add(stream, sizes)
 
     step = ost.GraphedStep(run, stream=stream, cache=cache, share="rows")
     other = ost.GraphedStep(add, stream=stream, cache=cache, share="rows")
@@ -907,15 +910,15 @@ def test_a_graph_around_a_step_has_the_size_of_its_call(device: Device, around: 
     x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
     total = device.zeros((8, 1), np.float32)
 
-    def run(stream: ost.Stream, rows: int) -> None:
-        ost.launch(stream, axpy, config(rows), x, factor, total, inner.size("rows"), 1)
+    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, axpy, config(sizes.rows), x, factor, total, sizes.on_device("rows"), 1)
 
     inner = ost.GraphedStep(run, stream=stream, cache=ost.GraphCache(device))
     for _ in range(0 if around == "step" else 3):  # a capture must do what the warm-up did
         inner(rows=4)
 
-    def again(stream: ost.Stream, rows: int) -> None:
-        inner(rows=rows)
+    def again(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        inner(rows=sizes.rows)
 
     if around == "capture":
         launch = ost.capture_function(stream, lambda: inner(rows=4)).instantiate().launch
@@ -950,8 +953,8 @@ def test_a_held_launch_has_its_size_whatever_other_threads_call(
     x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
     total = device.zeros((8, 1), np.float32)
 
-    def run(stream: ost.Stream, rows: int) -> None:
-        ost.launch(stream, axpy, config(rows), x, factor, total, step.size("rows"), 1)
+    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, axpy, config(sizes.rows), x, factor, total, sizes.on_device("rows"), 1)
 
     cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
     step = ost.GraphedStep(run, stream=stream, cache=cache)
@@ -1000,7 +1003,7 @@ def test_work_on_another_stream_is_not_lost(device: Device) -> None:
     increment = kernel(device, "increment")
     for verify in ("off", "first", 1):
         step = ost.GraphedStep(
-            lambda stream: ost.launch(side, increment, config(1), counter, 1),
+            lambda stream, _: ost.launch(side, increment, config(1), counter, 1),
             stream=device.create_stream(),
             cache=ost.GraphCache(device),
             slots=[ost.Slot("counter", counter, ost.Role.STATE)],
@@ -1020,7 +1023,7 @@ def test_half_the_work_on_another_stream_is_not_lost(device: Device) -> None:
     x, counter = device.zeros(1, np.int32), device.zeros(1, np.int32)
     side, increment = device.create_stream(), kernel(device, "increment")
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, increment, config(1), x, 1)
         ost.launch(side, increment, config(1), counter, 1)
 
@@ -1046,7 +1049,7 @@ def test_other_kinds_of_work_do_not_escape_either(device: Device, call: str) -> 
         "staged": lambda: value.set(3, side),
     }
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, increment, config(1), x, 1)
         calls[call]()
 
@@ -1067,7 +1070,7 @@ def test_a_refused_launch_breaks_the_capture_although_its_error_is_caught(device
     x, y, side = device.zeros(1, np.int32), device.zeros(1, np.int32), device.create_stream()
     increment = kernel(device, "increment")
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, increment, config(1), x, 1)
         with contextlib.suppress(CaptureBrokenError):
             ost.launch(side, increment, config(1), y, 1)
@@ -1086,7 +1089,7 @@ def test_an_operation_that_only_the_warm_up_does_is_missed(device: Device) -> No
     x, plan, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
     planned = []
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         if not planned:
             ost.launch(stream, kernel(device, "add"), config(N), x, x, plan, N)
             planned.append(True)
@@ -1118,7 +1121,7 @@ def test_a_forked_stream_is_recorded(device: Device) -> None:
     x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
     increment = kernel(device, "increment")
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, increment, config(1), x, 1)
         side.wait(stream.record())
         ost.launch(side, increment, config(1), y, 5)
@@ -1146,7 +1149,7 @@ def test_what_cannot_be_recorded_breaks_the_recording(device: Device, kind: str)
         "waits": lambda: stream.wait(outside),
     }
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         values.append(float(len(values)))
         breaks[kind]()
         ost.launch(stream, kernel(device, "axpy"), config(N), y, scalar, x, N)
@@ -1184,7 +1187,7 @@ def test_what_the_host_reads_in_a_recording_is_not_baked_into_its_graph(
                 break
         return int(np.asarray(x)[0] if how == "asarray" else x.array[0])
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, increment, config(1), x, 1)
         ost.launch(stream, increment, config(1), y, read())
 
@@ -1231,7 +1234,7 @@ def test_what_is_captured_in_a_recording_did_not_run(device: Device, forked: boo
     x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
     increment = kernel(device, "increment")
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, increment, config(1), x, 1)
         if forked:
             side.wait(stream.record())
@@ -1241,7 +1244,7 @@ def test_what_is_captured_in_a_recording_did_not_run(device: Device, forked: boo
     inner = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device))
     inner()
 
-    def run(stream: ost.Stream) -> None:
+    def run(stream: ost.Stream, _: ost.Sizes) -> None:
         inner()
 
     step = ost.GraphedStep(run, stream=stream, cache=ost.GraphCache(device), build="record")
@@ -1255,7 +1258,7 @@ def test_what_is_captured_in_a_recording_did_not_run(device: Device, forked: boo
 def test_a_recorded_run_that_raises_is_not_tried_again(device: Device) -> None:
     stream, x, fail = device.create_stream(), device.zeros(1, np.int32), [True]
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
         if fail:
             fail.clear()
@@ -1316,7 +1319,7 @@ def test_two_threads_steps_on_one_stream_take_turns(device: Device) -> None:
     inside, increment = threading.Event(), kernel(device, "increment")
     first, joined = [], []
 
-    def slowly(stream: ost.Stream) -> None:
+    def slowly(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, increment, config(1), x, 1)
         if first and stream.is_capturing:
             inside.set()
@@ -1376,8 +1379,8 @@ def test_rows_of_a_state_that_padding_writes_are_found(
     acc, one = device.zeros(4, np.float32), device.array(np.ones(4, np.float32))
     factor = device.array(np.ones(1, np.float32))
 
-    def work(stream: ost.Stream, rows: int) -> None:
-        ost.launch(stream, kernel(device, "axpy"), config(rows), one, factor, acc, rows)
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, kernel(device, "axpy"), config(sizes.rows), one, factor, acc, sizes.rows)
 
     slots = [ost.Slot("acc", acc, ost.Role.STATE, size="rows")]
     step = checked_step(device, work, slots, build=build, verify=verify)
@@ -1399,7 +1402,7 @@ def test_rows_of_a_state_that_padding_writes_are_found(
 def test_a_graph_is_checked_however_it_was_made(device: Device, made: str) -> None:
     x, value = ones(device), [1.0]
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "fill"), config(N), x, value[0], N)
 
     build = "record" if made == "recorded" else "capture"
@@ -1423,7 +1426,7 @@ def test_a_graph_that_writes_nothing_is_found(device: Device) -> None:
     x, out, other = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
     where = [out]
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "add"), config(N), x, x, where[0], N)
 
     slots = [ost.Slot("x", x, ost.Role.INPUT), ost.Slot("out", out, ost.Role.OUTPUT)]
@@ -1439,7 +1442,7 @@ def test_a_graph_that_writes_nothing_is_found(device: Device) -> None:
 def test_an_output_that_no_run_writes_is_found(device: Device) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "scale"), config(N), x, N)
 
     slots = [ost.Slot("x", x, ost.Role.STATE), ost.Slot("out", out, ost.Role.OUTPUT)]
@@ -1451,7 +1454,7 @@ def test_an_output_that_no_run_writes_is_found(device: Device) -> None:
 def test_an_input_that_is_written_is_found(device: Device) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
         ost.launch(stream, kernel(device, "scale"), config(N), x, N)
 
@@ -1469,7 +1472,7 @@ def test_slots_that_overlap_are_refused(device: Device) -> None:
     x = ones(device)
     slots = [ost.Slot("all", x, ost.Role.STATE), ost.Slot("part", x[0:2], ost.Role.INPUT)]
     with pytest.raises(InputError, match="overlap"):
-        checked_step(device, lambda stream: None, slots)
+        checked_step(device, lambda stream, _: None, slots)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.int8, np.bool_, np.float16])
@@ -1487,8 +1490,8 @@ def test_padding_of_every_type_is_poisoned(device: Device, dtype: type) -> None:
     source = ost.Source(cuda=text, host=[total], name="total")
     summed = device.modules.get_or_compile(source, "total")
 
-    def work(stream: ost.Stream, rows: int) -> None:
-        nbytes = rows * np.dtype(dtype).itemsize
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        nbytes = sizes.rows * np.dtype(dtype).itemsize
         ost.launch(stream, summed, ost.LaunchConfig(1, 1), x, nbytes, out)
 
     slots = [ost.Slot("x", x, ost.Role.INPUT, size="rows"), ost.Slot("out", out, ost.Role.OUTPUT)]
@@ -1504,8 +1507,10 @@ def test_padding_of_every_type_is_poisoned(device: Device, dtype: type) -> None:
 def test_a_first_check_without_padding_is_repeated_with_some(device: Device) -> None:
     x, out = device.array(np.ones((4, 4), np.float32)), device.zeros(4, np.float32)
 
-    def work(stream: ost.Stream, rows: int) -> None:  # the last row of the bucket reaches row 0
-        ost.launch(stream, kernel(device, "add"), config(4), x, x[rows - 1], out, 4)
+    def work(
+        stream: ost.Stream, sizes: ost.Sizes
+    ) -> None:  # the last row of the bucket reaches row 0
+        ost.launch(stream, kernel(device, "add"), config(4), x, x[sizes.rows - 1], out, 4)
 
     slots = [ost.Slot("x", x, ost.Role.INPUT, size="rows"), ost.Slot("out", out, ost.Role.OUTPUT)]
     step = checked_step(device, work, slots, verify="first")
@@ -1557,8 +1562,8 @@ def test_padding_that_two_poisons_do_not_show_is_found(device: Device, how: str)
     buffers = [device.array(np.array(values, dtype)) for values in rows]
     out = device.zeros(1, dtype)
 
-    def work(stream: ost.Stream, rows: int) -> None:
-        ost.launch(stream, reduce, ost.LaunchConfig(1, 1), buffers[0], buffers[-1], rows, out)
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, reduce, ost.LaunchConfig(1, 1), buffers[0], buffers[-1], sizes.rows, out)
 
     slots = [ost.Slot(f"x{i}", x, ost.Role.INPUT, size="rows") for i, x in enumerate(buffers)]
     step = checked_step(device, work, [*slots, ost.Slot("out", out, ost.Role.OUTPUT)])
@@ -1575,10 +1580,12 @@ def test_padding_of_each_size_is_checked(device: Device) -> None:
         device, "u4", initial=1 << 20, stream=(stream := device.create_stream())
     )
 
-    def work(stream: ost.Stream, rows: int, columns: int) -> None:
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
         at = config(1)
-        ost.launch(stream, kernel(device, "total"), at, x, rows, step.size("rows"), sums[0])
-        ost.launch(stream, kernel(device, "total"), at, y, columns, most, sums[1])
+        ost.launch(
+            stream, kernel(device, "total"), at, x, sizes.rows, sizes.on_device("rows"), sums[0]
+        )
+        ost.launch(stream, kernel(device, "total"), at, y, sizes.columns, most, sums[1])
 
     slots = [
         ost.Slot("x", x, ost.Role.INPUT, size="rows"),
@@ -1600,7 +1607,7 @@ def test_an_answer_that_is_a_poison_hides_no_missing_launch(
     flag = device.zeros((), np.uint8)
     where = [device.array(np.array([value], np.uint8))]
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.fill(stream, where[0], value)
 
     slots = [ost.Slot("flag", flag, ost.Role.OUTPUT, poison=poison)]
@@ -1620,7 +1627,9 @@ def test_state_that_no_slot_declares_advances_once_a_call(device: Device) -> Non
     for verify in ("first", 1):
         hidden, x = device.zeros(1, np.int32), ones(device)
 
-        def work(stream: ost.Stream, hidden: ost.Buffer = hidden, x: ost.Buffer = x) -> None:
+        def work(
+            stream: ost.Stream, _: ost.Sizes, hidden: ost.Buffer = hidden, x: ost.Buffer = x
+        ) -> None:
             ost.launch(stream, kernel(device, "scale"), config(N), x, N)
             ost.launch(stream, kernel(device, "increment"), config(1), hidden, 1)
 
@@ -1636,7 +1645,7 @@ def test_state_that_no_slot_declares_advances_once_a_call(device: Device) -> Non
 def test_memory_over_the_limit_of_a_check_is_said(device: Device) -> None:
     hidden, x = device.zeros(1000, np.float32), ones(device)
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "scale"), config(N), x, N)
         ost.launch(stream, kernel(device, "fill"), config(1000), hidden, 3.0, 1000)
 
@@ -1652,7 +1661,7 @@ def test_undeclared_memory_that_differs_is_found(device: Device) -> None:
     x, buffers = ones(device), [device.zeros(N, np.float32), device.zeros(N, np.float32)]
     which = [0]
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "scale"), config(N), x, N)
         ost.launch(stream, kernel(device, "add"), config(N), x, x, buffers[which[0]], N)
 
@@ -1669,7 +1678,7 @@ def test_state_that_was_moved_since_the_capture_advances_once(device: Device, st
     x, factor = ones(device), device.array(np.ones(1, np.float32))
     state = [device.zeros(N, np.float32)]
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "axpy"), config(N), x, factor, state[0], N)
 
     step = checked_step(device, work, [ost.Slot("state", state[0], ost.Role.STATE)], strict=strict)
@@ -1691,7 +1700,7 @@ def test_a_branch_that_touches_no_slot_is_found(device: Device) -> None:
     x, factor = ones(device), device.array(np.ones(1, np.float32))
     y, counts, counting = device.zeros(N, np.float32), device.zeros(1, np.int32), []
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "axpy"), config(N), x, factor, y, N)
         if counting:
             ost.launch(stream, kernel(device, "increment"), config(1), counts, 1)
@@ -1711,7 +1720,7 @@ def test_a_check_does_not_write_to_what_the_step_closes_in_it(device: Device) ->
     """Another buffer may lie there by then."""
     x, out, others = ones(device), device.zeros(N, np.float32), []
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         if not stream.is_capturing:
             scratch = device.array(np.zeros(N, np.float32))
             ost.launch(stream, kernel(device, "add"), config(N), x, x, scratch, N)
@@ -1733,8 +1742,8 @@ def test_a_check_that_raises_leaves_everything_as_it_was(device: Device) -> None
     acc, fail = device.zeros(8, np.float32), [False]
     factor = device.array(np.ones(1, np.float32))
 
-    def work(stream: ost.Stream, rows: int) -> None:
-        ost.launch(stream, kernel(device, "axpy"), config(rows), x, factor, acc, 3)
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, kernel(device, "axpy"), config(sizes.rows), x, factor, acc, 3)
         if fail[0]:
             raise ZeroDivisionError("mine")
 
@@ -1775,7 +1784,7 @@ def test_two_branches_that_nothing_orders_are_found(device: Device, kept: bool) 
     ]
     for early in (False, True):
         step = ost.GraphedStep(
-            lambda stream, early=early: work(stream, early),
+            lambda stream, _, early=early: work(stream, early),
             stream=stream,
             cache=ost.GraphCache(device),
             slots=slots,
@@ -1791,7 +1800,7 @@ def test_two_branches_of_a_tree_that_nothing_orders_are_found(device: Device) ->
     x, y, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
     add = kernel(device, "add")
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, add, config(N), x, x, y, N)
         side.wait(stream.record())
         ost.launch(side, add, config(N), y, y, out, N)
@@ -1809,7 +1818,7 @@ def test_two_branches_of_a_tree_that_nothing_orders_are_found(device: Device) ->
 def test_a_graph_that_was_made_again_is_checked_again(device: Device) -> None:
     x, value = ones(device), [1.0]
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "fill"), config(N), x, value[0], N)
 
     slots = [ost.Slot("x", x, ost.Role.OUTPUT)]
@@ -1827,7 +1836,7 @@ def test_poison_of_two_inputs_is_no_row_in_use(device: Device) -> None:
     tokens, at, kv = (device.zeros(8, np.int32) for _ in range(3))
     everything = device.array(np.array([8], np.uint32))
 
-    def work(stream: ost.Stream, rows: int) -> None:
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
         ost.launch(
             stream,
             kernel(device, "scatter"),
@@ -1835,7 +1844,7 @@ def test_poison_of_two_inputs_is_no_row_in_use(device: Device) -> None:
             tokens.view(dtype="f32"),
             at,
             kv.view(dtype="f32"),
-            rows,
+            sizes.rows,
             everything,
         )
 
@@ -2390,7 +2399,7 @@ def test_a_step_makes_its_graph_again_once_memory_of_it_is_closed(device: Device
     out, stream = device.zeros(N, np.float32), device.create_stream()
     weights = [ones(device)]
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "add"), config(N), weights[0], weights[0], out, N)
 
     step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device))
@@ -2505,7 +2514,7 @@ def test_infinity_that_is_meant_is_kept(device: Device, stream: ost.Stream) -> N
 def test_what_is_no_size_is_an_error_and_not_over_a_bucket(device: Device, size: object) -> None:
     x = device.zeros(1, np.int32)
     step = count_step(device, x, ost.GraphCache(device), 1)
-    step.run = lambda stream, n: None
+    step.run = lambda stream, sizes: None
     for call in (step, step.prepare, step.hold, step.key):
         with pytest.raises(InputError, match="n="):
             call(n=size)
@@ -2542,8 +2551,8 @@ def test_memory_that_no_address_can_reach_is_an_error(device: Device) -> None:
 def test_more_rows_than_a_slot_has_are_refused(device: Device) -> None:
     x = device.array(np.ones((8, 4), np.float32))
 
-    def work(stream: ost.Stream, rows: int) -> None:
-        ost.launch(stream, kernel(device, "scale"), config(rows * 4), x, rows * 4)
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, kernel(device, "scale"), config(sizes.rows * 4), x, sizes.rows * 4)
 
     cache = ost.GraphCache(device, buckets=ost.ExplicitBuckets([5, 10]))
     step = ost.GraphedStep(
@@ -2573,7 +2582,7 @@ def test_a_bucket_that_is_too_small_for_its_size_is_refused(device: Device) -> N
 
     x, work = device.zeros(16, np.float32), []
     step = ost.GraphedStep(
-        lambda stream, rows: work.append(rows),
+        lambda stream, sizes: work.append(sizes.rows),
         stream=device.create_stream(),
         cache=ost.GraphCache(device, buckets=Own()),
         slots=[ost.Slot("x", x, ost.Role.STATE, size="rows")],
@@ -2588,7 +2597,9 @@ def test_a_bucket_that_is_too_small_for_its_size_is_refused(device: Device) -> N
 def test_other_buckets_are_other_graphs(device: Device) -> None:
     x, cache = device.zeros(1, np.int32), ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
     step = count_step(device, x, cache, 1)
-    step.run = lambda stream, n: ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
+    step.run = lambda stream, sizes: ost.launch(
+        stream, kernel(device, "increment"), config(1), x, 1
+    )
     before = step.key(n=3)
     cache.buckets = ost.ExplicitBuckets([3, 8])
     assert step.key(n=3) != before
@@ -2597,7 +2608,7 @@ def test_other_buckets_are_other_graphs(device: Device) -> None:
 def test_a_step_forgets_sizes_that_it_has_not_seen_for_long(host_device: Device) -> None:
     x = host_device.zeros(1, np.int32)
     step = count_step(host_device, x, ost.GraphCache(host_device), 1, enabled=False)
-    step.run = lambda stream, n: None
+    step.run = lambda stream, sizes: None
     tracemalloc.start()
     try:
         for n in range(5_000):
@@ -3603,9 +3614,9 @@ def test_a_held_replay_waits_for_a_run_of_its_step(device: Device) -> None:
     x, other, total = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
     begun, launched = threading.Event(), threading.Event()
 
-    def run(stream: ost.Stream, rows: int) -> None:
+    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
         ost.launch(stream, axpy, config(N), total, x, other, N)  # other = total + 1
-        if rows == 8:
+        if sizes.rows == 8:
             begun.set()
             launched.wait(0.2)
         ost.copy(stream, total, other)
@@ -3633,11 +3644,13 @@ def test_a_step_inside_of_a_step_and_beside_it(device: Device) -> None:
     total = device.zeros(N, np.float32)
     cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
 
-    def run(stream: ost.Stream, rows: int) -> None:
+    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
         ost.launch(stream, scale, config(N), total, x, total, N)
 
     inner = ost.GraphedStep(run, stream=stream, cache=cache, name="inner")
-    outer = ost.GraphedStep(lambda stream, rows: inner(rows=rows), stream=stream, cache=cache)
+    outer = ost.GraphedStep(
+        lambda stream, sizes: inner(rows=sizes.rows), stream=stream, cache=cache
+    )
     outer.enabled = False
     calls = 300
     threads = [
@@ -3665,7 +3678,7 @@ def test_a_held_graph_that_is_dropped_waits_for_no_step(device: Device) -> None:
         return go_on.wait(60)
 
     step = ost.GraphedStep(
-        lambda stream, rows: ost.launch(stream, scale, config(N), x, N),
+        lambda stream, sizes: ost.launch(stream, scale, config(N), x, N),
         stream=stream,
         cache=ost.GraphCache(device, buckets=ost.PowersOfTwo(8)),
         preconditions={"met": met},
@@ -3697,7 +3710,7 @@ def test_a_slot_of_a_single_value_is_checked(device: Device) -> None:
     stream, scale = device.create_stream(), kernel(device, "scale")
     count = ost.DeviceScalar(device, "f4", initial=1, stream=stream)
     step = ost.GraphedStep(
-        lambda stream, rows: ost.launch(stream, scale, config(1), count.buffer, 1),
+        lambda stream, sizes: ost.launch(stream, scale, config(1), count.buffer, 1),
         stream=stream,
         cache=ost.GraphCache(device),
         verify="first",
@@ -4033,7 +4046,7 @@ def test_a_node_that_nothing_orders_is_found_whoever_added_it(device: Device) ->
     ]
     for ordered in (True, False):
         step = ost.GraphedStep(
-            lambda stream, ordered=ordered: work(stream, ordered),
+            lambda stream, _, ordered=ordered: work(stream, ordered),
             stream=stream,
             cache=ost.GraphCache(device),
             slots=slots,
@@ -4488,7 +4501,7 @@ def test_each_replay_records_the_event_that_its_step_records(device: Device, bui
     gate, stream, other = (device.create_stream() for _ in range(3))
     x, seen, event = device.zeros(1, np.int32), device.zeros(1, np.int32), device.create_event()
 
-    def work(stream: ost.Stream, rows: int) -> None:
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
         stream.record(event)
 
@@ -4683,7 +4696,7 @@ def test_a_step_that_orders_another_stream_is_run_eagerly(device: Device, what: 
     gate, stream, other = (device.create_stream() for _ in range(3))
     x, seen, event = device.zeros(1, np.int32), device.zeros(1, np.int32), device.create_event()
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
         if what == "record":
             other.record(event)
@@ -4810,7 +4823,7 @@ def test_an_event_that_a_step_makes_and_keeps_is_made_by_each_call(
     gate, stream = device.create_stream(), device.create_stream()
     x, last = device.zeros(1, np.int32), []
 
-    def work(stream: ost.Stream, rows: int) -> None:
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
         last[:] = [stream.record()]
 
@@ -4832,7 +4845,7 @@ def test_a_step_lets_another_stream_wait_for_it_at_each_call(device: Device, bui
     gate, stream, other = (device.create_stream() for _ in range(3))
     x, seen = device.zeros(1, np.int32), device.zeros(1, np.int32)
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
         other.wait(stream.record())
 

@@ -216,7 +216,7 @@ def test_a_step_goes_on(device: Device, step_size: int, build: str, verify: obje
 
     def fresh() -> ost.GraphedStep:
         return ost.GraphedStep(
-            lambda stream: ost.launch(stream, increment, config(1), counter, 1),
+            lambda stream, _: ost.launch(stream, increment, config(1), counter, 1),
             stream=device.create_stream(),
             cache=ost.GraphCache(device),
             slots=slots,

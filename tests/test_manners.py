@@ -207,7 +207,7 @@ def test_a_step_over_arrays_of_the_cpu(host_device: Device) -> None:
     x, out = np.ones(4, np.float32), np.zeros(4, np.float32)
     given, taken = map(host_device.adopt_array, (x, out))
     step = ost.GraphedStep(
-        lambda s: ost.launch(s, loaded, ost.LaunchConfig(1, 1), given, taken, 4),
+        lambda s, _: ost.launch(s, loaded, ost.LaunchConfig(1, 1), given, taken, 4),
         stream=stream,
         cache=ost.GraphCache(host_device),
         slots=[ost.Slot("x", given, ost.Role.INPUT), ost.Slot("out", taken, ost.Role.STATE)],

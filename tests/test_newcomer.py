@@ -44,7 +44,7 @@ class Place:
         self.run: Any = self.graph.instantiate(upload=self.stream)
         self.cache: Any = ost.GraphCache(device, buckets=ost.PowersOfTwo(N))
         self.slot: Any = ost.Slot("x", self.x, ost.Role.STATE, size="rows")
-        self.step: Any = self.new_step(lambda stream, rows: self.launch(2.0, rows))
+        self.step: Any = self.new_step(lambda stream, sizes: self.launch(2.0, sizes.rows))
 
     def launch(self, *rest: Any, x: Any = None, stream: Any = None) -> None:
         where = self.stream if stream is None else stream
@@ -358,12 +358,12 @@ MISTAKES = [
     ),
     mistake(
         "two slots of one name",
-        lambda p: p.new_step(lambda stream, rows: None, slots=[p.slot, p.slot]),
+        lambda p: p.new_step(lambda stream, sizes: None, slots=[p.slot, p.slot]),
         *(errors.InputError, "two slots are called 'x'"),
     ),
     mistake(
         "verify=True",
-        lambda p: p.new_step(lambda stream, rows: None, verify=True),
+        lambda p: p.new_step(lambda stream, sizes: None, verify=True),
         *(errors.InputError, "verify=True", '"first", or N'),
     ),
     mistake(
@@ -386,7 +386,7 @@ MISTAKES = [
 
 
 def misspelt_size(place: Place) -> None:
-    step = place.new_step(lambda stream, rows: step.size("row"))
+    step = place.new_step(lambda stream, sizes: sizes.on_device("row"))
     step(rows=3)
 
 

@@ -58,9 +58,9 @@ def test_every_public_name_has_a_docstring(name: str) -> None:
 FACE = """
 Buffer Capture CaptureLimits CaptureMode CapturePool ConditionalKind Device DeviceArray DeviceScalar
 Event ExplicitBuckets Graph GraphCache GraphExec GraphStore GraphedStep HostKernel Kernel
-LaunchConfig MemoryRange Node NodeKind Operation OstinatoError PowersOfTwo Role Slot Source Stream
-capture capture_function compile copy fill host_kernel kernel launch lift open_device prepare record
-errors explain graphfile lowlevel settings step testing
+LaunchConfig MemoryRange Node NodeKind Operation OstinatoError PowersOfTwo Role Sizes Slot Source
+Stream capture capture_function compile copy fill host_kernel kernel launch lift open_device prepare
+record errors explain graphfile lowlevel settings step testing
 """
 LOWLEVEL = """
 Closeable FILL HostLaunch InstantiateFlags every_node fill_kernel load_extension new_lock

@@ -79,8 +79,9 @@ def test_a_step_captures_itself(device: Device) -> None:
     x = device.array(np.ones(8, np.float32))
     graphs = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
 
-    def work(stream: ost.Stream, n: int) -> None:  # n: 7 eagerly, and 8, its bucket, in the graph
-        ost.launch(stream, first, EIGHT, x, step.size("n"))  # 7, on the device
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        # sizes.n is 7 eagerly, and 8, its bucket, in the graph
+        ost.launch(stream, first, EIGHT, x, sizes.on_device("n"))  # 7, on the device
 
     step = ost.GraphedStep(work, stream=stream, cache=graphs)
     actions = [step(n=7).action.value for _ in range(3)]

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from ostinato.step import GraphedStep as GraphedStep
     from ostinato.step import PowersOfTwo as PowersOfTwo
     from ostinato.step import Role as Role
+    from ostinato.step import Sizes as Sizes
     from ostinato.step import Slot as Slot
     from ostinato.step.store import GraphStore as GraphStore
 
@@ -97,6 +98,7 @@ _HOMES = {
     "OstinatoError": "errors",
     "PowersOfTwo": "step",
     "Role": "step",
+    "Sizes": "step",
     "Slot": "step",
     "Source": "modules",
     "Stream": "driver.stream",

@@ -498,7 +498,7 @@ def test_a_launch_that_was_done_raises_nothing_because_of_a_capture(host_device:
     stream, other, x = device.create_stream(), device.create_stream(), device.zeros(1, np.int32)
     increment = kernel(device, "increment")
     step = ost.GraphedStep(
-        lambda stream: ost.launch(stream, increment, config(1), x, 1),
+        lambda stream, _: ost.launch(stream, increment, config(1), x, 1),
         stream=other,
         cache=ost.GraphCache(device),
     )

@@ -48,7 +48,7 @@ class Made:
         self.scale = kernel(device, "scale")
         self.cache = ost.GraphCache(device)
 
-    def work(self, stream: ost.Stream, **sizes: int) -> None:
+    def work(self, stream: ost.Stream, _: object = None) -> None:
         ost.launch(stream, self.scale, config(N), self.x, N)
 
     def graph(self) -> ost.Graph:

@@ -40,8 +40,8 @@ class FrozenLength(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
 
-    def run(self, stream: ost.Stream, length: int | None = None) -> None:
-        length = self.length if length is None else length
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
+        length = self.length if self.planted else sizes.length
         self.launch("total", 1, self.x, length, self.everything, self.out)
 
     def sizes(self, number: int) -> dict[str, int]:
@@ -117,7 +117,8 @@ class TwoKindsOfWork(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot("x", self.x, INPUT), ost.Slot("kv", self.kv, STATE, size="rows")]
 
-    def run(self, stream: ost.Stream, rows: int, kind: int = 0) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
+        rows = sizes.rows
         if self.prefill:
             self.launch("add", rows, self.x, self.zero, self.kv, rows)  # sets the state
         else:
@@ -153,7 +154,7 @@ class ReplacedWeights(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("add", 8, self.x, self.w, self.out, 8)
 
     def call(self, number: int) -> None:
@@ -190,7 +191,7 @@ class MovedState(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot("x", self.x, INPUT), ost.Slot("kv", self.first, STATE)]
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("axpy", 8, self.x, self.one, self.kv, 8)
 
     def call(self, number: int) -> None:
@@ -229,7 +230,7 @@ class AdapterByIndex(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("add", 8, self.x, self.active, self.out, 8)
 
     def call(self, number: int) -> None:
@@ -270,7 +271,7 @@ class StagingByCounter(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot("x", self.x, STATE), ost.Slot("out", self.out, OUTPUT)]
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         ost.copy(stream, self.x, self.pinned[self.turn])
         self.launch("add", 8, self.x, self.x, self.out, 8)
 
@@ -310,7 +311,7 @@ class RandomNumbersFromTheHost(Programme):
         self.drawn += 1
         return self.drawn
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("fill", 8, self.out, float(self.draw()) if self.planted else 0.0, 8)
         self.launch("axpy", 8, self.x, self.number, self.out, 8)
 
@@ -346,7 +347,7 @@ class SwappedInPython(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot(f"buffer {i}", one, STATE) for i, one in enumerate(self.buffers)]
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("add", 8, self.newest, self.x, self.other, 8)
         if self.planted:
             self.newest, self.other = self.other, self.newest

@@ -31,13 +31,13 @@ class ScratchThatGrows(Programme):
             ost.Slot("out", self.out, OUTPUT, size="rows"),
         ]
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
-        if self.scratch is None or len(self.scratch) < rows:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
+        if self.scratch is None or len(self.scratch) < sizes.rows:
             if self.scratch is not None and self.planted:
                 self.scratch.close()
-            self.scratch = self.device.empty(rows, np.float32)
-        self.launch("add", rows, self.x, self.x, self.scratch, rows)
-        self.launch("add", rows, self.scratch, self.scratch, self.out, rows)
+            self.scratch = self.device.empty(sizes.rows, np.float32)
+        self.launch("add", sizes.rows, self.x, self.x, self.scratch, sizes.rows)
+        self.launch("add", sizes.rows, self.scratch, self.scratch, self.out, sizes.rows)
 
     def sizes(self, number: int) -> dict[str, int]:
         return {"rows": 16 if number == 3 else 4}
@@ -114,7 +114,7 @@ class SharedKey(Programme):
         return draft
 
     def model(self, weights: ost.Buffer, out: ost.Buffer) -> object:
-        return lambda stream: self.launch("add", 8, self.x, weights, out, 8)
+        return lambda stream, sizes: self.launch("add", 8, self.x, weights, out, 8)
 
     def call(self, number: int) -> None:
         self.write(self.x, number)
@@ -144,7 +144,7 @@ class InputWritten(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if self.planted:
             self.launch("scale", 8, self.x, 8)
             self.launch("add", 8, self.x, self.zero, self.out, 8)
@@ -175,7 +175,7 @@ class GridTooSmall(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("add", 128 if self.planted else 256, self.x, self.x, self.out, 256)
 
     def answer(self) -> Values:
@@ -200,7 +200,7 @@ class OutputAccumulates(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if not self.planted:
             self.launch("fill", 8, self.out, 0.0, 8)
         self.launch("axpy", 8, self.x, self.one, self.out, 8)
@@ -223,7 +223,7 @@ class OverlappingSlots(Programme):
         slots = [ost.Slot("kv", self.kv, STATE)]
         return [*slots, ost.Slot("window", self.kv[0:2], INPUT)] if self.planted else slots
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("axpy", 8, self.x, self.one, self.kv, 8)
 
     def answer(self) -> Values:

@@ -45,7 +45,7 @@ class _TwoOutputs(Programme):
 class SideStreamNotForked(_TwoOutputs):
     """One launch goes to a stream that is not forked from the captured one."""
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if not self.planted:
             self.side.wait(stream.record())
         self.launch("add", 8, self.x, self.x, self.theirs, 8, stream=self.side)
@@ -62,7 +62,7 @@ class OtherLibraryElsewhere(_TwoOutputs):
     stream.
     """
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("add", 8, self.x, self.x, self.ours, 8)
         theirs = ost.prepare(kernel(self.device, "add"), config(8), self.x, self.x, self.theirs, 8)
         where = self.side if self.planted else stream
@@ -79,7 +79,7 @@ class HelperThread(_TwoOutputs):
         super().make()
         self.helper = ThreadPoolExecutor(1)
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         def part() -> None:
             self.launch("add", 8, self.x, self.x, self.theirs, 8)
 
@@ -101,13 +101,13 @@ class BuilderLacksALaunch(_TwoOutputs):
     def build(self, **options: object) -> ost.GraphedStep | None:
         return super().build(builder=self.built, **options)
 
-    def built(self, stream: ost.Stream) -> ost.GraphExec:
+    def built(self, stream: ost.Stream, sizes: ost.Sizes) -> ost.GraphExec:
         graph = ost.Graph.create(self.device)
         for out in [self.ours] if self.planted else [self.ours, self.theirs]:
             graph.add_kernel(kernel(self.device, "add"), config(8), self.x, self.x, out, 8)
         return graph.instantiate(upload=stream)
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("add", 8, self.x, self.x, self.ours, 8)
         self.launch("add", 8, self.x, self.x, self.theirs, 8)
 
@@ -130,7 +130,7 @@ class PlanOfTheWarmUp(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if not self.planned:
             self.launch("add", 8, self.x, self.x, self.plan, 8)
             self.planned = True
@@ -173,7 +173,7 @@ class CastKeptFromTheWarmUp(Programme):
             ost.Slot("out", self.out, OUTPUT),
         ]
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if not self.is_cast:
             self.launch("add", 8, self.w, self.zero, self.cast, 8)
             self.is_cast = True
@@ -212,7 +212,7 @@ class HostBytesInARecording(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot("x", self.x, STATE), ost.Slot("out", self.out, OUTPUT)]
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if self.planted:
             self.x.copy_from(self.values, stream)
         self.launch("add", 8, self.x, self.x, self.out, 8)
@@ -253,7 +253,7 @@ class ForkedTooEarly(Programme):
             ost.Slot("out", self.out, OUTPUT),
         ]
 
-    def run(self, stream: ost.Stream) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         fork = stream.record()
         self.launch("add", 8, self.x, self.x, self.middle, 8)
         self.side.wait(fork if self.planted else stream.record())

@@ -34,8 +34,8 @@ class PaddedRowsWriteALiveSlot(Programme):
             ost.Slot("kv", self.kv, STATE),
         ]
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
-        self.launch("scatter", 1, self.x, self.at, self.kv, rows, self.size("rows"))
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
+        self.launch("scatter", 1, self.x, self.at, self.kv, sizes.rows, self.rows_of(sizes))
 
     def sizes(self, number: int) -> dict[str, int]:
         return {"rows": self.rows}
@@ -96,8 +96,8 @@ class PaddingReachesASum(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot("x", self.x, INPUT, size="rows"), ost.Slot("out", self.out, OUTPUT)]
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
-        self.launch("total", 1, self.x, rows, self.size("rows"), self.out)
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
+        self.launch("total", 1, self.x, sizes.rows, self.rows_of(sizes), self.out)
 
     def sizes(self, number: int) -> dict[str, int]:
         return {"rows": 4 if number < 3 else 3}
@@ -129,11 +129,13 @@ class PaddingAdvancesState(Programme):
             ost.Slot("acc", self.acc, STATE, size="rows"),
         ]
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if self.planted:
-            self.launch("axpy", rows, self.x, self.one, self.acc, rows)
+            self.launch("axpy", sizes.rows, self.x, self.one, self.acc, sizes.rows)
         else:
-            self.launch("axpy_rows", rows, self.x, self.one, self.acc, self.size("rows"), 1)
+            self.launch(
+                "axpy_rows", sizes.rows, self.x, self.one, self.acc, sizes.on_device("rows"), 1
+            )
 
     def sizes(self, number: int) -> dict[str, int]:
         return {"rows": 3 if number < 4 else 4}
@@ -163,8 +165,8 @@ class BeyondTheCapacity(Programme):
             ost.Slot("out", self.out, OUTPUT, size="rows"),
         ]
 
-    def run(self, stream: ost.Stream, rows: int, blocks: int) -> None:
-        self.launch("add", rows, self.x, self.x, self.out, rows)
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
+        self.launch("add", sizes.rows, self.x, self.x, self.out, sizes.rows)
 
     def sizes(self, number: int) -> dict[str, int]:
         return {"rows": 3, "blocks": 5 if self.planted and number == 4 else 4}
@@ -209,9 +211,9 @@ class BucketTooSmallAtItsBorder(Programme):
     def slots(self) -> list[ost.Slot]:
         return [ost.Slot("acc", self.acc, STATE, size="rows")]
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
-        real = self.step.size("rows")
-        self.launch("axpy_rows", rows, self.x, self.one, self.acc, real, 1)
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
+        real = sizes.on_device("rows")
+        self.launch("axpy_rows", sizes.rows, self.x, self.one, self.acc, real, 1)
 
     def sizes(self, number: int) -> dict[str, int]:
         return {"rows": 4 if number < 2 else 5}

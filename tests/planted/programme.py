@@ -74,7 +74,7 @@ class Programme:
     def slots(self) -> list[ost.Slot]:
         raise NotImplementedError
 
-    def run(self, stream: ost.Stream, **sizes: int) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         raise NotImplementedError
 
     def sizes(self, number: int) -> dict[str, int]:
@@ -114,10 +114,9 @@ class Programme:
         where = stream or self.stream
         ost.launch(where, kernel(self.device, name), config(n), *arguments)
 
-    def size(self, name: str) -> ost.DeviceScalar:
+    def rows_of(self, sizes: ost.Sizes) -> ost.DeviceScalar:
         """The real size on the device; the mistake is to bound nothing by it."""
-        assert self.step is not None
-        return self.everything if self.planted else self.step.size(name)
+        return self.everything if self.planted else sizes.on_device("rows")
 
 
 class Caught(enum.StrEnum):

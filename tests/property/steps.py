@@ -63,17 +63,17 @@ class Work:
     def slots(self) -> list[ost.Slot]:
         raise NotImplementedError
 
-    def submit(self, stream: ost.Stream, step: ost.GraphedStep, **sizes: int) -> None:
+    def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         raise NotImplementedError
 
     def refused(self) -> None:
         """A strict step refused a call: what a check may have left in memory without a rule."""
 
-    def run(self, stream: ost.Stream, step: ost.GraphedStep, **sizes: int) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         """The step's function."""
         if self.fail == "first" or (self.fail == "captured" and stream.is_capturing):
             raise _Interrupted("mine")
-        self.submit(stream, step, **sizes)
+        self.submit(stream, sizes)
 
     def take(self, box: Box) -> None:
         buffer = self.world.memories[box].buffer
@@ -111,8 +111,8 @@ class Pure(Work):
             self.slot("out", self.own[0], ost.Role.OUTPUT),
         ]
 
-    def submit(self, stream: ost.Stream, step: ost.GraphedStep, **sizes: int) -> None:
-        n, real = sizes["rows"] * WIDTH, step.size("rows")
+    def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
+        n, real = sizes.rows * WIDTH, sizes.on_device("rows")
         self.launch(stream, "weigh", n, self.x, self.w, self.own[0], self.c, real, WIDTH)
 
     def apply(self, w: Box, sizes: Sizes, reached: Sizes) -> None:
@@ -123,8 +123,8 @@ class Pure(Work):
 class Padded(Pure):
     """The same, but all rows that it is given are written: padding of an output may be."""
 
-    def submit(self, stream: ost.Stream, step: ost.GraphedStep, **sizes: int) -> None:
-        n = sizes["rows"] * WIDTH
+    def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
+        n = sizes.rows * WIDTH
         self.launch(stream, "weigh_all", n, self.x, self.w, self.own[0], self.c, n)
 
     def apply(self, w: Box, sizes: Sizes, reached: Sizes) -> None:
@@ -146,9 +146,9 @@ class Scratch(Work):
             self.slot("total", total, ost.Role.STATE, size=None),
         ]
 
-    def submit(self, stream: ost.Stream, step: ost.GraphedStep, **sizes: int) -> None:
+    def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         tmp, _, total = self.own
-        n, real = sizes["rows"] * WIDTH, step.size("rows")
+        n, real = sizes.rows * WIDTH, sizes.on_device("rows")
         self.launch(stream, "weigh_all", n, self.x, self.w, tmp, 0, n)
         self.middle(stream, n, real)
         self.launch(stream, "reduce", n, self.x, self.w, total, real, WIDTH)
@@ -187,9 +187,9 @@ class Corner(Work):
             self.slot("acc", self.own[0], ost.Role.STATE),
         ]
 
-    def submit(self, stream: ost.Stream, step: ost.GraphedStep, **sizes: int) -> None:
-        real = [step.size(name) for name in self.names]
-        n = sizes["rows"] * WIDTH
+    def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
+        real = [sizes.on_device(name) for name in self.names]
+        n = sizes.rows * WIDTH
         self.launch(stream, "weigh_corner", n, self.x, self.w, self.own[0], *real, WIDTH)
 
     def apply(self, w: Box, sizes: Sizes, reached: Sizes) -> None:
@@ -209,21 +209,23 @@ class Looped(Work):
     def slots(self) -> list[ost.Slot]:
         return []
 
-    def submit(self, stream: ost.Stream, step: ost.GraphedStep, **sizes: int) -> None:
+    def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         acc, tmp, _ = self.own
         self.launch(stream, "weigh_all", SIZE, self.x, self.w, tmp, 0, SIZE)
-        for _ in range(sizes["times"]):
+        for _ in range(sizes.times):
             self.launch(stream, "total", SIZE, acc, acc, tmp, SIZE)
 
-    def build(self, stream: ost.Stream, step: ost.GraphedStep, **sizes: int) -> ost.GraphExec:
+    def build(self, stream: ost.Stream, sizes: ost.Sizes) -> ost.GraphExec:
         device = self.world.device
         graph = ost.Graph.create(device)
         condition = graph.condition()
         acc, tmp, count = (self.buffer(box) for box in self.own)
-        x, w, real = self.buffer(self.x), self.buffer(self.w), step.size("times")
+        x, w, real = self.buffer(self.x), self.buffer(self.w), sizes.on_device("times")
         shape = config(SIZE)
         weigh = graph.add_kernel(kernel(device, "weigh_all"), shape, x, w, tmp, 0, SIZE)
-        times = graph.add_memcpy(count[0:1], real.buffer.view(shape=1), after=[weigh])
+        times = graph.add_memcpy(
+            count[0:1], real.buffer.view(dtype=np.int32, shape=1), after=[weigh]
+        )
         begin = kernel(device, "begin_loop"), config(1), count, condition
         decide = graph.add_kernel(*begin, after=[times])
         loop = graph.add_conditional(ost.ConditionalKind.WHILE, condition, after=[decide])
@@ -252,8 +254,8 @@ class Escaping(Work):
             self.slot("b", self.own[1], ost.Role.STATE, size=None),
         ]
 
-    def submit(self, stream: ost.Stream, step: ost.GraphedStep, **sizes: int) -> None:
-        n, real = sizes["rows"] * WIDTH, step.size("rows")
+    def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
+        n, real = sizes.rows * WIDTH, sizes.on_device("rows")
         self.launch(stream, "weigh", n, self.x, self.w, self.own[0], self.c, real, WIDTH)
         stream.synchronize()
         self.launch(self.side, "weigh", n, self.x, self.w, self.own[1], self.c, real, WIDTH)
@@ -400,12 +402,12 @@ class StepRules(World):
         ready = {"it is ready": True}
         step: list[ost.GraphedStep] = []
 
-        def run(stream: ost.Stream, **sizes: int) -> None:
-            work.run(stream, step[0], **sizes)
+        def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
+            work.run(stream, sizes)
 
-        def build(stream: ost.Stream, **sizes: int) -> ost.GraphExec:
+        def build(stream: ost.Stream, sizes: ost.Sizes) -> ost.GraphExec:
             assert isinstance(work, Looped)
-            return work.build(stream, step[0], **sizes)
+            return work.build(stream, sizes)
 
         step.append(
             ost.GraphedStep(

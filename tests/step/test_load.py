@@ -55,16 +55,16 @@ class Load:
         device.synchronize()
         self.free = device.memory_info()[0]
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
-        real = self.step.size("rows")
-        axpy, launched = self.kernels["axpy_rows"], config(rows * WIDTH or 1)
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
+        real = sizes.on_device("rows")
+        axpy, launched = self.kernels["axpy_rows"], config(sizes.rows * WIDTH or 1)
         ost.launch(stream, axpy, launched, self.x, self.one, self.total, real, WIDTH)
 
-    def build(self, stream: ost.Stream, rows: int) -> ost.GraphExec:
+    def build(self, stream: ost.Stream, sizes: ost.Sizes) -> ost.GraphExec:
         own = self.device.empty(OWN // 4, np.float32)
         with ost.capture(stream) as capture:
             ost.launch(stream, self.kernels["fill"], config(WIDTH), own, 1.0, WIDTH)
-            self.run(stream, rows)
+            self.run(stream, sizes)
             if self.failing:
                 self.failing = False
                 self.failed += 1

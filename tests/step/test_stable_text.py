@@ -100,8 +100,8 @@ def stepped(device: ost.Device, before: int, rows: int = 3) -> str:
     stream, x = device.create_stream(), device.zeros(8, "float32")
     cache = ost.GraphCache(device)
 
-    def run(stream: ost.Stream, rows: int) -> None:
-        ost.launch(stream, kernel(device, "fill"), config(8), x, 1.0, rows)
+    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, kernel(device, "fill"), config(8), x, 1.0, sizes.rows)
 
     unused = [ost.GraphedStep(run, stream=stream, cache=cache) for _ in range(before)]
     step = ost.GraphedStep(run, stream=stream, cache=cache)

@@ -59,10 +59,10 @@ class Rows:
             self.run, stream=self.stream, cache=self.cache, name="rows", **options
         )
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.runs += 1
-        real = self.step.size("rows")
-        launched = config(rows * WIDTH)
+        real = sizes.on_device("rows")
+        launched = config(sizes.rows * WIDTH)
         ost.launch(stream, self.axpy, launched, self.x, self.factor, self.total, real, WIDTH)
 
     def totals(self) -> np.ndarray:
@@ -252,8 +252,8 @@ def test_a_key_that_cannot_be_captured_is_quarantined_and_served(
     rows = Rows(device, slots=())
     calls = rows.run
 
-    def synchronises(stream: ost.Stream, rows: int) -> None:
-        calls(stream, rows)
+    def synchronises(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        calls(stream, sizes)
         stream.synchronize()
 
     rows.step.run = synchronises
@@ -297,7 +297,7 @@ def test_a_refused_launch_of_a_recorded_run(
     first, second = (device.zeros(1, np.int32) for _ in range(2))
     increment = kernel(device, "increment")
 
-    def run(stream: ost.Stream, rows: int) -> None:
+    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
         for counter in (first, second):
             stream.submit(ost.prepare(increment, config(1), counter, 1))
 
@@ -331,7 +331,7 @@ def test_a_recorded_run_that_gave_work_away_is_not_run_again(device: Device) -> 
     """Another library may have done anything with the stream before the refusal."""
     stream, calls = device.create_stream(), 0
 
-    def run(stream: ost.Stream, rows: int) -> None:
+    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
         nonlocal calls
         calls += 1
         with suppress(DriverError):
@@ -386,9 +386,9 @@ def test_a_size_that_the_device_does_not_have_joins_no_capture(device: Device) -
 class ReadsLate(Rows):
     """It asks for its size in a capture only."""
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if stream.is_capturing:
-            super().run(stream, rows)
+            super().run(stream, sizes)
 
 
 def test_a_size_that_is_first_read_in_a_capture_must_be_there(device: Device) -> None:
@@ -408,9 +408,16 @@ class Frozen(Rows):
 
     value = 1.0
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.runs += 1
-        ost.launch(stream, kernel(self.device, "fill"), config(rows), self.total, self.value, rows)
+        ost.launch(
+            stream,
+            kernel(self.device, "fill"),
+            config(sizes.rows),
+            self.total,
+            self.value,
+            sizes.rows,
+        )
 
 
 def test_verify_finds_a_frozen_number_and_keeps_the_eager_answer(device: Device) -> None:
@@ -433,9 +440,9 @@ def test_verify_finds_a_frozen_number_and_keeps_the_eager_answer(device: Device)
 class Counting(Frozen):
     """A step whose eager runs are not repeatable: it counts them itself."""
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.value += 1
-        super().run(stream, rows)
+        super().run(stream, sizes)
 
 
 def test_a_step_with_state_on_the_host_is_refused(device: Device) -> None:
@@ -466,7 +473,7 @@ def test_the_same_work_with_other_answers_is_run_eagerly(device: Device) -> None
         drawn.append(True)
         noise.array[:] = len(drawn)
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         stream.call(draw)
         ost.copy(stream, out, noise)
 
@@ -491,7 +498,7 @@ def test_an_output_that_is_read_before_it_is_written_is_told_from_a_frozen_numbe
     x, out = device.array(np.ones(WIDTH, np.float32)), device.zeros(WIDTH, np.float32)
     one = device.array(np.ones(1, np.float32))
 
-    def work(stream: ost.Stream) -> None:
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, kernel(device, "axpy"), config(WIDTH), x, one, out, WIDTH)
 
     step = ost.GraphedStep(
@@ -508,9 +515,9 @@ def test_an_output_that_is_read_before_it_is_written_is_told_from_a_frozen_numbe
 class Leaky(Rows):
     """A step whose first row depends on the last row of the bucket."""
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.runs += 1
-        last = self.x[rows - 1]
+        last = self.x[sizes.rows - 1]
         ost.launch(
             stream, kernel(self.device, "add"), config(WIDTH), self.x, last, self.total, WIDTH
         )
@@ -542,8 +549,8 @@ def test_state_that_a_check_cannot_put_back_is_said(host_device: Device) -> None
     x = rows.x.to_numpy(rows.stream)
     rows.step(rows=8)
 
-    def interrupted(stream: ost.Stream, **sizes: int) -> None:
-        Rows.run(rows, stream, **sizes)
+    def interrupted(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        Rows.run(rows, stream, sizes)
         faults.fail("memcpy_from_host", times=2)  # the undo, and the undo tried again
         raise ZeroDivisionError
 
@@ -769,9 +776,9 @@ def test_preload_comes_before_the_first_capture_and_once(device: Device) -> None
         seen.append(stream.is_capturing)
         return device.modules.preload([(source, "late")])
 
-    def work(stream: ost.Stream, n: int) -> None:
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
         kernel = device.modules.get_or_compile(source, "late")
-        ost.launch(stream, kernel, ost.LaunchConfig(n, 1), counter)
+        ost.launch(stream, kernel, ost.LaunchConfig(sizes.n, 1), counter)
 
     step = ost.GraphedStep(
         work, stream=stream, cache=GraphCache(device), warmups=0, preload=preload
@@ -911,10 +918,10 @@ def test_held_replays_are_profiled_too(device: Device) -> None:
 def test_a_builder_makes_the_graph_by_itself(device: Device) -> None:
     rows = Rows(device)
 
-    def build(stream: ost.Stream, rows: int) -> ost.GraphExec:
+    def build(stream: ost.Stream, sizes: ost.Sizes) -> ost.GraphExec:
         graph = ost.Graph.create(device)
-        launched, step = config(rows * WIDTH), made
-        real = step.step.size("rows")
+        launched, step = config(sizes.rows * WIDTH), made
+        real = sizes.on_device("rows")
         graph.add_kernel(step.axpy, launched, step.x, step.factor, step.total, real, WIDTH)
         return graph.instantiate(upload=stream)
 
@@ -954,7 +961,7 @@ def test_an_option_of_the_wrong_type_is_refused(
     device: Device, wrong: dict[str, object], needed: str
 ) -> None:
     """Some had quarantined each key at its capture, so that the step never replayed."""
-    own = {"run": lambda stream: None, "stream": device.create_stream()}
+    own = {"run": lambda stream, sizes: None, "stream": device.create_stream()}
     with pytest.raises(InputError, match=f"^{needed}"):
         ost.GraphedStep(**{**own, "cache": GraphCache(device), **wrong})  # type: ignore[arg-type]
 
@@ -966,13 +973,13 @@ def test_memory_of_another_device_is_refused(device: Device) -> None:
         slot = ost.Slot("x", other.zeros(8, "bytes"), ost.Role.STATE)
         for wrong in ({"slots": [slot]}, {"pool": other.pool()}):
             with pytest.raises(InputError, match="of another device"):
-                ost.GraphedStep(lambda stream: None, stream=stream, cache=cache, **wrong)  # type: ignore[arg-type]
+                ost.GraphedStep(lambda stream, _: None, stream=stream, cache=cache, **wrong)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="of another device"):
             ost.Capture(stream, pool=other.pool())
 
 
 def test_a_builder_that_fails_quarantines_its_key(device: Device) -> None:
-    def build(stream: ost.Stream, rows: int) -> ost.GraphExec:
+    def build(stream: ost.Stream, sizes: ost.Sizes) -> ost.GraphExec:
         raise ValueError("no plan")
 
     rows = Rows(device, warmups=0, builder=build)
@@ -997,7 +1004,6 @@ def test_a_closed_step_refuses(device: Device) -> None:
         lambda: rows.step.prepare(rows=3),
         lambda: rows.step.hold(rows=3),
         lambda: rows.step.key(rows=3),
-        lambda: rows.step.size("rows"),
     ):
         with pytest.raises(ClosedError, match="step"):
             call()

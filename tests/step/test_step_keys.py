@@ -50,7 +50,7 @@ class Counting:
             **options,  # type: ignore[arg-type]
         )
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.runs += 1
         self.preparing()
         ost.launch(stream, self.increment, config(1), self.count, 1)

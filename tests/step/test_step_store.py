@@ -61,9 +61,9 @@ class Rig:
             Slot("total", self.total, Role.STATE),
         ]
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.runs += 1
-        size = self.step.size("rows")
+        size = sizes.on_device("rows")
         ost.launch(stream, self.kernel, ONE, self.x, self.w, self.y, self.total, size)
 
     def call(self, rows: int) -> tuple[Action, list[int], int]:
@@ -147,9 +147,9 @@ def test_a_restored_step_joins_no_capture_with_another_size(folder: Path) -> Non
 class ReadsNow(Rig):
     """It reads its size in some of its runs."""
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.runs += 1
-        size = self.step.size("rows") if rows > 2 else self.w.view(dtype="u32")
+        size = sizes.on_device("rows") if sizes.rows > 2 else self.w.view(dtype="u32")
         ost.launch(stream, self.kernel, ONE, self.x, self.w, self.y, self.total, size)
 
 
@@ -171,7 +171,7 @@ def test_a_restored_graph_reads_a_size_that_no_run_has_read(
 class ReadsNone(Rig):
     """Its graphs are of whole buckets."""
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.runs += 1
         count = self.w.view(dtype="u32")
         ost.launch(stream, self.kernel, ONE, self.x, self.w, self.y, self.total, count)
@@ -204,9 +204,9 @@ def test_a_step_whose_graphs_are_off_restores_nothing(folder: Path) -> None:
 class Edited(Rig):
     """The next version of the program."""
 
-    def run(self, stream: ost.Stream, rows: int) -> None:
+    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.runs += 1
-        size = self.step.size("rows")
+        size = sizes.on_device("rows")
         ost.launch(stream, self.kernel, ONE, self.x, self.w, self.y, self.total, size)
         ost.launch(stream, self.kernel, ONE, self.x, self.w, self.y, self.total, size)
 
@@ -399,7 +399,7 @@ def test_a_store_of_another_device_is_refused(folder: Path) -> None:
         stream, cache = device.create_stream(), ost.GraphCache(device)
         store = ost.GraphStore(other, folder)
         with pytest.raises(InputError, match="store is of another device"):
-            ost.GraphedStep(lambda stream: None, stream=stream, cache=cache, store=store)
+            ost.GraphedStep(lambda stream, _: None, stream=stream, cache=cache, store=store)
 
 
 def test_a_step_without_a_store_saves_nothing(host_device: Device, tmp_path: Path) -> None:

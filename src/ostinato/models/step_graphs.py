@@ -26,6 +26,7 @@ from ostinato import (
     GraphExec,
     Operation,
     Role,
+    Sizes,
     Slot,
     Stream,
     capture,
@@ -172,10 +173,10 @@ class StepGraphs:
         if self._ranks is not None:
             self._ranks.group.check()
 
-    def _submit(self, name: str, stream: Stream, *, rows: int) -> None:
+    def _submit(self, name: str, stream: Stream, sizes: Sizes) -> None:
         self._check()
         # Launches are made for buckets: rows that are not active are padding to every kernel.
-        operations = self._prepared[self._buckets.bucket(rows)][name]
+        operations = self._prepared[self._buckets.bucket(sizes.rows)][name]
         if self._times is not None:
             self._times.run(stream, operations)
             return
@@ -273,7 +274,9 @@ class StepGraphs:
         return tuple(operation for one in bound for operation in one.operations(resolve))
 
     # --- several ranks
-    def _build_of_rank(self, name: str, stream: Stream, *, rows: int) -> GraphExec:
+    def _build_of_rank(self, name: str, stream: Stream, sizes: Sizes) -> GraphExec:
+        rows = sizes.rows
+
         def make() -> GraphExec:
             operations = self._prepared[rows][name]
             if self._build == "record":
@@ -304,9 +307,9 @@ class StepGraphs:
         step = self._loops.get((tokens, name))
         if step is None:
 
-            def submit(stream: Stream, **sizes: int) -> None:
+            def submit(stream: Stream, sizes: Sizes) -> None:
                 for _ in range(tokens):
-                    self._submit(name, stream, **sizes)
+                    self._submit(name, stream, sizes)
 
             # Nothing to warm up: a sequence has a token to go on from only after a first step.
             step = self._new_step(
@@ -319,10 +322,10 @@ class StepGraphs:
             self._loops[tokens, name] = step
         return step
 
-    def _build_loop(self, tokens: int, name: str, stream: Stream, *, rows: int) -> GraphExec:
+    def _build_loop(self, tokens: int, name: str, stream: Stream, sizes: Sizes) -> GraphExec:
         if not self._device.capabilities.conditional_nodes:
             raise NotAvailableError(f"{self._device.name} has no conditional nodes")
-        begin = time.perf_counter()
+        begin, rows = time.perf_counter(), sizes.rows
         bound = self._bounds[rows][name]
         calls = (loop_call(tokens), loop_call())
         loop = self._bind(calls, rows)

@@ -23,7 +23,7 @@ from ostinato.step.graphed_step import GraphedStep
 from ostinato.step.held import HeldReplay
 from ostinato.step.limits import CaptureLimits, Refusal, Refused
 from ostinato.step.policy import Action, Decision, Reason, Situation, decide
-from ostinato.step.sizes import StepKey
+from ostinato.step.sizes import Sizes, StepKey
 from ostinato.step.slots import Role, Slot
 from ostinato.step.statistics import StepKeyStatistics, StepStatistics
 
@@ -54,6 +54,7 @@ __all__ = [
     "Refused",
     "Role",
     "Situation",
+    "Sizes",
     "Slot",
     "StepKey",
     "StepKeyStatistics",

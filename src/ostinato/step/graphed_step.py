@@ -21,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -63,13 +63,12 @@ from ostinato.graph import (
 )
 from ostinato.memory import CapturePool, PoolState
 from ostinato.settings import ReplaySettings
-from ostinato.state import DeviceScalar
 from ostinato.step.budget import parse_bytes
 from ostinato.step.cache import GraphCache
 from ostinato.step.held import HeldCounts, HeldReplay, launch_in_turn
 from ostinato.step.key_state import TIMED_EVERY, KeyState, remember
 from ostinato.step.policy import Action, Decision, Reason, Situation, decide, fall_back
-from ostinato.step.sizes import Call, StepKey, bucket_of, checked_sizes, sizes_of
+from ostinato.step.sizes import Call, Sizes, StepKey, bucket_of, checked_sizes, sizes_of
 from ostinato.step.slots import Role, Slot, check_slots, check_verify
 from ostinato.step.statistics import Counts, StepStatistics
 from ostinato.step.work import work_digest
@@ -91,25 +90,24 @@ _REFUSALS = 3
 """A key is quarantined after so many refused replays in a row."""
 
 
-# Of (stream, **sizes): a type checker would take no function that names its sizes.
-Work: TypeAlias = Callable[..., object]
+Work: TypeAlias = Callable[[Stream, Sizes], object]
 """What a step runs: submits work of the given sizes to the stream."""
-Builder: TypeAlias = Callable[..., GraphExec]
+Builder: TypeAlias = Callable[[Stream, Sizes], GraphExec]
 """Makes the executable of the given (bucketed) sizes, uploaded on the stream or not."""
 
 
 class GraphedStep(Closeable):
     """A step that replays a graph where it can.
 
-    `run(stream, **sizes)` must submit all its work to the stream (and streams forked from it), at
+    `run(stream, sizes)` must submit all its work to the stream (and streams forked from it), at
     fixed addresses.  Whatever changes from call to call must be in device memory: host numbers are
-    frozen by the capture.  An eager run gets the real sizes, a graph is made for the bucketed ones.
-    Rows beyond the real size are padding; `replay.slots` has the contract for them.  Kernels can
-    read the real size on the device: `step.size("rows")`.
+    frozen by the capture.  `sizes.rows` (`Sizes`) is the real size in an eager run, and the bucket
+    where a graph is made.  Rows beyond the real size are padding; `step.slots` has the contract for
+    them.  Kernels can read the real size on the device: `sizes.on_device("rows")`.
 
     Graphs belong to the step: another step has its own, even with the same name in the same cache.
-    Steps that are given the same `share` use each other's graphs and `size`s; the caller must make
-    sure that they do the same work on the same memory, and one after the other.
+    Steps that are given the same `share` use each other's graphs and sizes on the device; the
+    caller must make sure that they do the same work on the same memory, and one after the other.
 
     `slots` are the buffers that the step reads and writes; `verify` needs them.  "first" checks
     each graph at its first replay, and again at the first with padding of each size; a number n
@@ -130,7 +128,7 @@ class GraphedStep(Closeable):
     eagerly, with the reason PRECONDITION and the names of the false ones.  `warmups` eager runs
     come before a capture; a capture that lacks an operation of the last warm-up is refused.
     `preload` is called once, before the first capture and outside of it, to load what the step
-    launches (`lambda: device.modules.preload(kernels)`).  `builder(stream, **sizes)`, if given,
+    launches (`lambda: device.modules.preload(kernels)`).  `builder(stream, sizes)`, if given,
     makes the executable in place of a capture of `run`, for graphs that a capture cannot make, such
     as a loop.  Its graph must do the same as `run`, which is still called for eager runs.  An
     exception of either quarantines the key, except a ClosedError or PoolSealedError: then the next
@@ -197,6 +195,9 @@ class GraphedStep(Closeable):
         for what, function in [*functions, *conditions.items()]:
             if not callable(function):
                 raise InputError(f"{what}: a function is needed, not {type(function).__name__}")
+        for what, made in (("run", run), ("builder", builder)):
+            if made is not None:
+                _require_sizes(what, made)
         options: list[tuple[str, object, type]] = [
             ("pool", pool, CapturePool),
         ]
@@ -284,17 +285,6 @@ class GraphedStep(Closeable):
         return f"<GraphedStep {self.name!r} on {self.stream!r}, {graphs}>"
 
     # --- sizes and keys
-    def size(self, name: str) -> DeviceScalar:
-        """The real size of that name on the device, as one uint32 for kernels to read.
-
-        It is written before each call, in stream order.  Call this in `run`, or before the first
-        call.  Raises InputError for a name that is no size, CaptureError if memory for it must be
-        allocated, or it must be written, in a capture; ClosedError.
-        """
-        with self._lock:
-            self._require_open()
-            return self._sizes.scalar(name, self.stream)
-
     def key(self, **sizes: int) -> StepKey:
         """The cache key of these sizes.  Raises InputError for sizes that have no bucket."""
         with self._lock:
@@ -396,16 +386,14 @@ class GraphedStep(Closeable):
 
     def _unnamed(self) -> TypeError:
         """The error of a call that gives a size without its name."""
-        names = {slot.size: None for slot in self.slots if slot.size is not None}
-        with suppress(ValueError, TypeError):  # compiled code need not tell
-            names |= dict.fromkeys([*inspect.signature(self.run).parameters][1:])
+        names = {slot.size: None for slot in self.slots if slot.size is not None} or ["rows"]
         given = ", ".join(f"{name}=…" for name in names)
         return TypeError(f"the step {self.name!r} takes its sizes by name: step({given})")
 
     def _run(self, sizes: Mapping[str, int]) -> None:
         try:
             self._sizes.running = True
-            self.run(self.stream, **sizes)
+            self.run(self.stream, Sizes(sizes, self._sizes, self.stream))
         finally:
             self._sizes.running = False
 
@@ -709,7 +697,8 @@ class GraphedStep(Closeable):
                 # Kept: kernels that nothing holds may be unloaded again.
                 self._preloaded, self._preload = self._preload(), None
             if self._builder is not None:
-                return self._builder(self.stream, **call.buckets)
+                sizes = Sizes(call.buckets, self._sizes, self.stream)
+                return self._builder(self.stream, sizes)
             with capture(self.stream, mode=self.mode, pool=self.pool, contained=True) as under_way:
                 self._run(call.buckets)
             self._sizes.end()
@@ -888,6 +877,21 @@ class GraphedStep(Closeable):
             self._claim = None
             _evict(self.cache, self._keys)
             self._sizes.close()
+
+
+def _require_sizes(what: str, function: Callable[..., object]) -> None:
+    """Raises InputError unless a function can be called with a stream and sizes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # compiled code need not tell
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise InputError(
+            f"{what} is called as {what}(stream, sizes), with sizes.rows for a size called rows, "
+            f"and it takes {signature}"
+        ) from None
 
 
 def _require_all(eager: Sequence[Submission] | None, captured: Sequence[Submission]) -> None:

@@ -59,12 +59,48 @@ class Call:
     over_slot: str | None = None
 
 
+class Sizes:
+    """The sizes that a step's `run` and `builder` are given: `sizes.rows` is an int.
+
+    In an eager run they are the call's own; where a graph is made they are the buckets, and the
+    rows in between are padding.  `on_device` has the call's own in both.
+    """
+
+    __slots__ = ("_on_device", "_stream", "_values")
+
+    def __init__(self, values: Mapping[str, int], on_device: DeviceSizes, stream: Stream) -> None:
+        self._values, self._on_device, self._stream = values, on_device, stream
+
+    def __getattr__(self, name: str) -> int:
+        try:
+            return self._values[name]
+        except KeyError:
+            there = ", ".join(self._values) or "none"
+            raise AttributeError(
+                f"{name!r} is no size of this call; its sizes: {there}", name=name, obj=self
+            ) from None
+
+    def __dir__(self) -> list[str]:
+        return ["on_device", *self._values]
+
+    def __repr__(self) -> str:
+        return f"Sizes({', '.join(f'{name}={size}' for name, size in self._values.items())})"
+
+    def on_device(self, name: str) -> DeviceScalar:
+        """The call's own size of that name on the device: one uint32 for kernels to read.
+
+        It is written before each call, in stream order.  Raises InputError for a name that is no
+        size, CaptureError if its memory must be allocated, or it must be written, in a capture.
+        """
+        return self._on_device.scalar(name, self._stream)
+
+
 def checked_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
     """The sizes as whole numbers of 0 or more.  Raises InputError by name."""
     checked: dict[str, int] = {}
     for name, size in sizes.items():
-        if name == "stream":
-            raise InputError("a size cannot be called 'stream': that is the step's first argument")
+        if name.startswith("_") or name == "on_device":
+            raise InputError(f"a size cannot be called {name!r}: `Sizes` has that name for itself")
         try:
             whole = -1 if isinstance(size, bool) else operator.index(size)  # type: ignore[arg-type]
         except TypeError:

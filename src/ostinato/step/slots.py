@@ -8,7 +8,7 @@ The contract, by role:
     STATE     the step must leave padding unchanged, unless the slot has `scratch_padding`
     SCRATCH   no rule
 
-A kernel keeps the contract if it reads the real size on the device: `step.size("rows")`.
+A kernel keeps the contract if it reads the real size on the device: `sizes.on_device("rows")`.
 """
 
 from __future__ import annotations

@@ -7,13 +7,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ostinato import (
+    CaptureMode,
     Device,
     Graph,
     MemoryRange,
@@ -21,9 +22,10 @@ from ostinato import (
     NodeKind,
     Stream,
 )
+from ostinato.errors import Status
 from ostinato.interop import captures
-from ostinato.interop.captures import captured, disturbed, no_collection
-from ostinato.interop.reading.library import CaptureDisturbed, NotGraphable
+from ostinato.interop.captures import captured, chain, disturbed, no_collection
+from ostinato.interop.reading.library import CaptureDisturbed, NoMemory, NotGraphable
 from ostinato.interop.torch.adopting import adopt_graph, drawing
 from ostinato.lowlevel import every_node
 
@@ -48,8 +50,8 @@ class _Made:
     graph: Graph | None = None
     result: Any = None
     error: str = ""
-    disturbed: bool = False
-    """Whether something else than the function broke it."""
+    kind: type[NotGraphable] = NotGraphable
+    """As what the error is raised."""
     asked: bool = False
     """Whether the function asked if it is captured, and was told that it is not."""
 
@@ -66,6 +68,8 @@ class Captures:
         self._keeper: Any = None
         """Keeps the pool: torch ends one whose last graph is destroyed, and refuses it from then
         on."""
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        """What keeps the pool for each graph in it."""
         self._by_torch = bool(generators) or _begin_pool is None
         """Whether torch captures: where a capture of this library would not do (`_capture_here`),
         and in a torch that lets nobody else use its pools."""
@@ -100,10 +104,10 @@ class Captures:
         """As `Library.capture`."""
         with _one_at_a_time, torch.cuda.device(self._index):
             made = self._captured(work, hidden=True)
-            if made.error and made.asked and not made.disturbed:
+            if made.error and made.asked and made.kind is NotGraphable:
                 made = self._captured(work, hidden=False)
         if made.graph is None:
-            raise CaptureDisturbed(made.error) if made.disturbed else NotGraphable(made.error)
+            raise made.kind(made.error)
         if made.graph.only_to_read:
             raise NotGraphable(f"the graph cannot be replayed here: {made.graph.only_to_read}")
         return made.graph, made.result
@@ -139,6 +143,28 @@ class Captures:
                 with self._allocating(self._keeper):
                     pass
 
+    def trim(self, *, short: bool) -> None:
+        """As `Library.trim`.
+
+        A capture that failed leaves its memory in the pool, for the next one; torch gives a pool
+        back that nobody keeps."""
+        with _one_at_a_time:
+            if self._keeper is not None and not self._owners:
+                segments = torch.cuda.memory_snapshot()
+                left = any(s.get("segment_pool_id") == self._pool for s in segments)
+                short |= left or self._pool is None  # None: it was left to torch (`_mend`)
+                self._pool = self._keeper = None
+            if not short:
+                return
+            driver = self._device.driver
+            # Another thread may capture, by torch: memory may be freed meanwhile.
+            before = driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
+            try:
+                with suppress(RuntimeError):
+                    torch.cuda.empty_cache()
+            finally:
+                driver.thread_exchange_capture_mode(before)
+
     @contextmanager
     def _allocating(self, owner: object) -> Iterator[None]:
         """This thread's tensors come out of the pool, which stays as long as the owner does."""
@@ -166,8 +192,7 @@ class Captures:
                 graph, result = captured(stream, work, explained)
         except NotGraphable as broken:
             drew = _NOT_REGISTERED in str(broken.__cause__)
-            other = isinstance(broken, CaptureDisturbed)
-            return None if drew else _Made(error=str(broken), disturbed=other)
+            return None if drew else _Made(error=str(broken), kind=_kind(broken))
         finally:
             current.wait_stream(side)
         nodes = graph.nodes
@@ -175,6 +200,7 @@ class Captures:
             return None
         # Adopted: what torch's kernels point at is not known to this library.
         adopted = Graph.adopt(self._device, int(graph.handle), owner=(graph, owner))
+        self._owners.add(owner)
         return _Made(adopted, result)
 
     def _capture_by_torch(self, work: Callable[[Stream], Any]) -> _Made:
@@ -190,7 +216,7 @@ class Captures:
             try:
                 made.result = work(stream)
             except Exception as raised:
-                made.error, made.disturbed = explained(raised), disturbed(raised)
+                made.error, made.kind = explained(raised), _kind(raised)
             except BaseException:
                 self._end(owner)
                 raise
@@ -198,11 +224,12 @@ class Captures:
         current.wait_stream(side)
         if not made.error and ended is not None:
             reason = str(ended).strip().partition("\n")[0]
-            made.error, made.disturbed = f"the capture failed: {reason}", disturbed(ended)
+            made.error, made.kind = f"the capture failed: {reason}", _kind(ended)
         if not made.error:
             graph = adopt_graph(self._device, owner, generators=self._generators)
             if len(graph):
                 made.graph = graph
+                self._owners.add(owner)
             else:
                 made.error = "the capture is empty: nothing ran on the caller's current stream"
         return made
@@ -242,6 +269,20 @@ class Captures:
             nothing.add_(1)
             owner.capture_end()
         return owner
+
+
+def _kind(error: BaseException) -> type[NotGraphable]:
+    """As what an error that broke a capture is raised."""
+    if any(map(out_of_memory, chain(error))):
+        return NoMemory
+    return CaptureDisturbed if disturbed(error) else NotGraphable
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """As `Library.out_of_memory`."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return getattr(error, "error_code", None) == Status.OUT_OF_MEMORY  # torch.AcceleratorError
 
 
 @contextmanager
