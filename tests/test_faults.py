@@ -254,6 +254,30 @@ def capture_into(world: World) -> Case:
 
 
 @scenario
+def capture_events(world: World) -> Case:
+    graphs: list[ost.Graph] = [ost.Graph.create(world.device)]
+    start, stop = (world.device.create_event(timing=timing) for timing in (True, False))
+
+    def work() -> None:
+        for into in (graphs[0], None):
+            with ost.capture(world.stream, into=into) as under_way:
+                world.stream.record(start)
+                world.submit(world.b)
+                world.stream.record(stop)
+            graphs.append(under_way.graph)
+
+    def check(error: OstinatoError | None) -> None:
+        assert (len(graphs) == 3) == (error is None)
+        for graph in graphs[1:]:
+            assert world.answers(graph.instantiate()) == TEN
+            assert start.done and stop.done
+        if len(graphs) == 1 and not (graphs[0].lost or graphs[0].only_to_read):
+            assert not len(graphs[0]), "the broken capture left nodes"
+
+    return work, check
+
+
+@scenario
 def record(world: World) -> Case:
     made: list[ost.Graph] = []
     world.clear()

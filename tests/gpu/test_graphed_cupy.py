@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -161,6 +162,34 @@ def test_products_run_eagerly(make: Make) -> None:
     for _ in range(3):
         assert same(step(x), x @ x)
     assert "cuBLAS" in str(step.explain()) and step.statistics().replays == 0
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_memory_that_a_helper_alone_owns_lives_as_long_as_the_graph(make: Make, last: bool) -> None:
+    """`last`: the capture is the last that uses the helper's table."""
+
+    @functools.lru_cache(maxsize=1)
+    def table(size: int) -> Any:
+        return cupy.full(size, 3, np.float32)
+
+    def read(x: Any) -> Any:
+        out = x + table(x.size)
+        stream = cupy.cuda.get_current_stream()
+        if last and stream.ptr and stream.is_capturing():
+            table.cache_clear()
+        return out
+
+    table(48)
+    step = make(lambda x: read(x))
+    x = cupy.ones(48, np.float32)
+    for _ in range(2):
+        assert same(step(x), x + 3)
+    table(16)
+    others = [cupy.full(48, 777, np.float32) for _ in range(256)]
+    for _ in range(3):
+        assert same(step(x), x + 3)
+    assert step.statistics().replays == 4, step.explain()
+    assert len(others) == 256
 
 
 @pytest.mark.parametrize("line", ["float(x.max())", "x[x > 0].sum()"])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import gc
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +19,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import ClosedError, EagerRunError, InputError, VerificationError
 from tests.gpu.foreign import library
+from tests.processes import child_environment
 
 torch = library("torch")
 
@@ -453,6 +457,172 @@ def test_memory_comes_back(make: Make, cuda_device: Device) -> None:
     cuda_device.synchronize()
     gc.collect()
     assert torch.cuda.memory_allocated() < held
+
+
+# ----------------------------------------------------------------------- memory of other owners
+
+
+_ADD = """
+extern "C" __global__ void add_table(const float* x, const float* table, float* out, int n) {
+    int i = threadIdx.x;
+    if (i < n) out[i] = x[i] + table[i];
+}"""
+
+
+def _reading(how: str, table: Callable[[int], Any]) -> Callable[[Any], Any]:
+    """Adds a table that only the call sees: by an operation of torch, by a kernel that torch does
+    not see, by an operation inside of an operation of the user's, and by one of torch that is the
+    last use of the table."""
+    if how == "a kernel of its own":
+        kernel = torch.cuda._compile_kernel(_ADD, "add_table")
+
+        def launched(x: Any) -> Any:
+            out = torch.empty_like(x)
+            kernel(block=(64, 1, 1), args=[x, table(x.numel()), out, x.numel()])
+            return out
+
+        return launched
+    if how == "an operation of its own":
+        operation: Any = torch.library.custom_op(
+            "ostinato_tests::add_table",
+            lambda x: x + table(x.numel()),
+            mutates_args=(),
+            schema="(Tensor x) -> Tensor",
+        )
+        return lambda x: operation(x)
+    if how == "torch, for the last time":
+
+        def last(x: Any) -> Any:
+            out = x + table(x.numel())
+            if torch.cuda.is_current_stream_capturing():
+                table.cache_clear()  # type: ignore[attr-defined]
+            return out
+
+        return last
+    return lambda x: x + table(x.numel())
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["torch", "a kernel of its own", "an operation of its own", "torch, for the last time"],
+)
+def test_memory_that_a_helper_alone_owns_lives_as_long_as_the_graph(make: Make, how: str) -> None:
+    @functools.lru_cache(maxsize=1)
+    def table(size: int) -> Any:
+        return torch.full((size,), 3.0, device="cuda")
+
+    table(48)  # on the caller's stream, whose memory the caller's next tensors get
+    add = _reading(how, table)
+    step = make(lambda x: add(x))
+    x = torch.ones(48, device="cuda")
+    for _ in range(2):
+        assert same(step(x), x + 3)
+    table(16)
+    others = [torch.full((48,), 777.0, device="cuda") for _ in range(256)]
+    for _ in range(3):
+        assert same(step(x), x + 3)
+    assert step.statistics().replays == 4, step.explain()
+    assert len(others) == 256
+
+
+def test_memory_that_a_graph_keeps_comes_back_with_it(make: Make, cuda_device: Device) -> None:
+    @functools.lru_cache(maxsize=1)
+    def table(size: int) -> Any:
+        return torch.full((size, 1 << 20), 3.0, device="cuda")
+
+    def read(x: Any) -> Any:
+        return x + table(x.numel())[:, 0]
+
+    step = make(lambda x: read(x))
+    x = torch.ones(16, device="cuda")
+    for _ in range(3):
+        step(x)
+    torch.cuda.synchronize()
+    table.cache_clear()
+    held = torch.cuda.memory_allocated()
+    step.close()
+    gc.collect()
+    cuda_device.synchronize()
+    gc.collect()
+    assert held - torch.cuda.memory_allocated() >= 64 << 20
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_key_without_memory_for_its_graph_is_captured_later(make: Make, draws: bool) -> None:
+    """`draws`: random numbers, so that torch itself captures."""
+    full = [True]
+
+    def work(x: Any) -> Any:
+        if draws:
+            x = x + torch.rand_like(x)
+        if full and torch.cuda.is_current_stream_capturing():
+            torch.empty(1 << 46, dtype=torch.uint8, device="cuda")
+        return x * 2
+
+    step = make(lambda x: work(x))
+    x = randn(64)
+    check(step, work, [(x,) for _ in range(2)])
+    (line,) = step.statistics().keys
+    assert (line.captures, line.broken, line.reason) == (0, 1, ""), step.explain()
+    assert "had no memory" in str(line.eager_reasons)
+    full.clear()
+    check(step, work, [(x,) for _ in range(4)])
+    (line,) = step.statistics().keys
+    assert (line.captures, line.replays, line.reason) == (1, 4, ""), step.explain()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_captures_that_fail_give_their_memory_back(make: Make, draws: bool) -> None:
+    def waits(x: Any) -> Any:
+        if draws:
+            x = x + torch.rand_like(x)
+        large = torch.ones(16 << 20, device="cuda")  # 64 MiB
+        return x * large[0].item()
+
+    x = randn(8)
+    waits(x)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    steps = [make(waits) for _ in range(3)]
+    for step in steps:
+        for _ in range(3):
+            step(x)
+        assert step.statistics().eager == 3 and step.statistics().quarantined, step.explain()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - before < 32 << 20
+    torch.rand(3, device="cuda")  # and torch works on
+
+
+def test_graphs_hold_a_part_of_the_device_by_default(make: Make) -> None:
+    budget = make(lambda x: x * 2).cache.statistics().budget
+    assert budget is not None
+    assert 4 * budget <= torch.cuda.get_device_properties(0).total_memory < 5 * budget
+
+
+_ASYNC = """
+import torch
+from ostinato.interop.torch import graphed
+
+assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+model = torch.nn.Linear(8, 8).cuda()
+step = graphed(model)
+with torch.no_grad():
+    for _ in range(4):
+        x = torch.randn(2, 8, device="cuda")
+        assert torch.equal(step(x), model(x))
+print(step.explain())
+"""
+
+
+def test_with_cuda_malloc_async_every_call_is_eager_and_the_process_ends_well() -> None:
+    environment = child_environment(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+    done = subprocess.run(
+        [sys.executable, "-c", _ASYNC], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch allocates with cudaMallocAsync" in done.stdout
 
 
 # ------------------------------------------------------------------------- explained eager runs
@@ -936,3 +1106,39 @@ def test_soak(make: Make, cuda_device: Device, calls: int) -> None:
     assert statistics.replays > 0.8 * calls, step.explain()
     # Every key was there after half of the phases.
     assert max(held[phases // 2 :]) <= held[phases // 2 - 1] + (4 << 20), held
+
+
+@pytest.mark.parametrize("seed", [False, True])
+@pytest.mark.parametrize("way", ["kept", "external", "forks", "lets wait", "never recorded"])
+def test_an_event_that_is_in_use_after_the_call(make: Make, way: str, seed: bool) -> None:
+    """No replay recorded it: who waited for it saw what was there before.  With random numbers
+    torch itself captures."""
+    event = torch.cuda.Event(external=way == "external")
+    side, other, x = torch.cuda.Stream(), torch.cuda.Stream(), torch.zeros(1 << 22, device="cuda")
+
+    def function(x: Any) -> Any:
+        y = torch.rand_like(x) if seed else x * 2
+        if way == "forks":
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                z = y + 1
+            torch.cuda.current_stream().wait_stream(side)
+            return z
+        if way == "never recorded":
+            torch.cuda.current_stream().wait_event(event)
+        elif way == "lets wait":
+            other.wait_stream(torch.cuda.current_stream())
+        else:
+            event.record()
+        return y + 1
+
+    step = make(function)
+    for _ in range(4):
+        step(x)
+        if way in ("kept", "external"):
+            other.wait_event(event)
+            event.synchronize()
+    refused = way in ("kept", "lets wait", "never recorded")
+    assert (step.statistics().replays == 0) is refused, step.explain()
+    if refused:
+        assert "test_graphed_torch.py" in str(step.explain()), step.explain()

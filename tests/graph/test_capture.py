@@ -183,8 +183,7 @@ def test_fork_and_join(device: Device, stream: ost.Stream, x: ost.Buffer) -> Non
     other = device.create_stream()
     y = device.zeros(1000, np.float32)
     with ost.capture(stream) as capture:
-        fork = stream.record()
-        other.wait(fork)
+        other.wait(stream.record())
         ost.fill(stream, x, 1)
         ost.fill(other, y, 2)
         stream.wait(other.record())

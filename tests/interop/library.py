@@ -94,6 +94,7 @@ class Lib:
         self.fail = ""
         self.captures = 0
         self.waits = 0
+        self.trims: list[bool] = []
 
     # --- the library itself
     def array(self, values: Any) -> Array:
@@ -108,7 +109,12 @@ class Lib:
         return buffer
 
     def launch(self, name: str, *args: Any) -> None:
-        ost.launch(self.here.stream, self.kernels[name], ONE, *args)
+        kernel, stream = self.kernels[name], self.here.stream
+        if self.capturing():  # as other libraries do: nobody here knows what it reads
+            packed = kernel.arguments(*args)
+            kernel.context.driver.launch_kernel(stream.handle, kernel.function, ONE, packed)
+        else:
+            ost.launch(stream, kernel, ONE, *args)
 
     @contextlib.contextmanager
     def on(self, stream: ost.Stream) -> Iterator[None]:
@@ -143,6 +149,9 @@ class Lib:
 
     def storage(self, array: Array, /) -> ost.MemoryRange:
         return array.buffer.storage.range
+
+    def memory(self, array: Array, /) -> list[tuple[ost.MemoryRange, object]]:
+        return [(self.storage(array), array.buffer.storage)]
 
     def offset(self, array: Array, /) -> int:
         return self.address(array) - self.storage(array).address
@@ -197,7 +206,8 @@ class Lib:
 
     def capture(self, work: Callable[[ost.Stream], Any]) -> tuple[ost.Graph, Any]:
         self.captures += 1
-        self.here.pool = [self.device.zeros(4096, "f4") for _ in range(32)]
+        pool = [self.device.zeros(4096, "f4") for _ in range(32)]
+        self.here.pool = [*pool]
         try:
             with ost.capture(self.side) as capture, self.on(self.side):
                 self.here.capture = capture
@@ -211,9 +221,13 @@ class Lib:
             raise NotGraphable(f"{type(error).__name__}: {error}") from None
         # Adopted, as other libraries' graphs are: without what their launches said of addresses.
         graph = capture.graph
-        return ost.Graph.adopt(
-            self.device, int(graph.handle), owner=(graph, self.here.pool)
-        ), result
+        return ost.Graph.adopt(self.device, int(graph.handle), owner=(graph, pool)), result
+
+    def out_of_memory(self, error: BaseException, /) -> bool:
+        return isinstance(error, MemoryError)
+
+    def trim(self, *, short: bool) -> None:
+        self.trims.append(short)
 
     def buffer(self, array: Array, shape: Sequence[int] | None) -> Array:
         return Array(self, array.shape if shape is None else shape)

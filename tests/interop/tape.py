@@ -93,6 +93,9 @@ class OnCpu(Torch):
     def run_beside(self, work: Callable[[], Any]) -> Any:
         return work()
 
+    def trim(self, *, short: bool) -> None:
+        """Captures have no memory of their own."""
+
     def extent(self, tensor: Any, /) -> None:
         """The host driver's kernels cannot reach torch's memory."""
 

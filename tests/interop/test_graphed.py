@@ -13,7 +13,7 @@ import pytest
 import ostinato as ost
 from ostinato.errors import ClosedError, EagerRunError, InputError, NotAvailableError
 from ostinato.interop.graphed import Graphed
-from ostinato.interop.reading.library import Options
+from ostinato.interop.reading.library import Options, own_cache
 from ostinato.interop.reading.padding import Padding
 from tests.interop.library import Array, Lib, SubArray
 
@@ -590,6 +590,13 @@ def test_explain_says_what_stays_unseen(
     assert "OSTINATO_BLOCKING_CAPTURES=1 finds it" in step.explain()
     monkeypatch.setenv("OSTINATO_BLOCKING_CAPTURES", "1")
     assert "default stream" not in step.explain()
+
+
+def test_a_function_that_is_given_no_budget_has_a_part_of_the_device(lib: Lib) -> None:
+    total = lib.device.properties.total_memory
+    for given, budget in ((None, total // 4), ("1 MiB", 1 << 20), (4096, 4096)):
+        with own_cache(lib.device, given) as cache:
+            assert cache.statistics().budget == budget
 
 
 def test_without_a_device_every_call_is_eager_and_says_why(lib: Lib) -> None:

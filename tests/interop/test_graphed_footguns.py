@@ -517,3 +517,39 @@ def test_it_is_not_copied(lib: Lib, make: Make, copied: Callable[[Any], Any]) ->
     if copied is not copy.copy:
         with pytest.raises(TypeError, match="graph the copy"):
             copied({"inside": step})
+
+
+# ---------------------------------------------------------------- memory that only a call saw
+
+
+@pytest.mark.parametrize("during", [False, True])
+def test_memory_that_a_helper_alone_owns_lives_as_long_as_the_graph(
+    lib: Lib, make: Make, during: bool
+) -> None:
+    """`during`: the helper drops it inside of the capture, where the function had it last."""
+    made: list[weakref.ref[ost.Buffer]] = []
+
+    @functools.lru_cache(maxsize=1)
+    def table(size: int) -> Array:
+        values = lib.array(np.full(size, 3.0))
+        made.append(weakref.ref(values.buffer))
+        return values
+
+    def read(size: int) -> Array:
+        out = table(size).line(1.0, 1.0)
+        if during and lib.capturing():
+            table.cache_clear()
+        return out
+
+    step = make(lambda x: read(x.size))
+    step(ones(lib))
+    step(ones(lib))
+    table.cache_clear()
+    gc.collect()
+    for _ in range(2):
+        np.testing.assert_array_equal(step(ones(lib)).numpy(), np.full(4, 4.0))
+    assert step.statistics().replays == 3, step.explain()
+    assert made[0]() is not None
+    step.close()
+    gc.collect()
+    assert made[0]() is None

@@ -657,6 +657,21 @@ def test_without_cuda_modules_and_functions_run_eagerly() -> None:
     step.close()
 
 
+@pytest.mark.parametrize("allocator", ["cudaMallocAsync", "pluggable"])
+def test_with_another_allocator_than_its_own_torch_runs_eagerly(
+    monkeypatch: pytest.MonkeyPatch, allocator: str
+) -> None:
+    from ostinato.interop.torch import graphed
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+    with graphed(lambda x: x * 2) as double:
+        check(double, double.__wrapped__, *[torch.randn(2, 4) for _ in range(3)])
+        (line,) = double.statistics().keys
+        assert (line.eager, line.captures) == (3, 0)
+        assert f"torch allocates with {allocator}" in double.explain()
+
+
 def test_tensors_of_the_cpu_are_adopted(host_device: Device) -> None:
     stream = host_device.create_stream()
     tensor = torch.zeros(4, 4)
@@ -672,3 +687,136 @@ def test_tensors_of_the_cpu_are_adopted(host_device: Device) -> None:
     ):
         with pytest.raises(InputError, match=said):
             host_device.adopt_array(wrong)
+
+
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        ("kept", "event.record()"),
+        ("waited for", "event.record()"),
+        ("external, made inside", "event.record()"),
+        ("never recorded", "event.wait()"),
+        ("fork", "side_waits = event.wait(side)"),
+        ("let go", ""),
+        ("external", ""),
+        ("external, let go", ""),
+        ("another thread's", ""),
+        ("fork and join", ""),
+    ],
+)
+def test_events_of_a_capture_that_no_replay_would_record(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch, way: str, why: str
+) -> None:
+    from ostinato.interop.torch.capturing import FollowedEvents
+
+    recorded = host_device.create_event()
+    main, side = SimpleNamespace(stream_id=1), SimpleNamespace(stream_id=2)
+
+    class Event:
+        """As torch's: without a handle before it is recorded, and nothing may refer to it weakly:
+        torch does not clear such references when it frees the event."""
+
+        __slots__ = ("cuda_event",)
+
+        def __init__(self) -> None:
+            self.cuda_event = 0
+
+        def record(self, stream: object = None) -> None:
+            self.cuda_event = recorded.handle
+
+        def wait(self, stream: object = None) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    methods, event = (Event.record, Event.wait), Event()
+    if way not in ("external, made inside", "never recorded"):
+        event.record()
+
+    def work(event: Event) -> None:
+        if way == "never recorded":
+            event.wait()
+            return
+        event.record()
+        if way == "waited for":
+            event.wait()
+        if "fork" in way:
+            side_waits = event.wait(side)
+            assert side_waits is None
+        if way == "fork and join":
+            event.record(side)
+            event.wait()
+
+    graph, events = ost.Graph.create(host_device), FollowedEvents()
+    if "external" in way:
+        graph.add_event_record(recorded)
+    with events.following():
+        if way == "another thread's":
+            thread = threading.Thread(target=work, args=(event,))
+            thread.start()
+            thread.join()
+        else:
+            work(Event() if "let go" in way or way == "fork and join" else event)
+    missing = events.missing_in(graph)
+    assert (Event.record, Event.wait) == methods
+    assert bool(missing) is bool(why)
+    if why:
+        assert "test_graphed_torch_cpu.py" in missing and why in missing
+    kept = [each for each in graph.keep if isinstance(each, Event)]
+    assert len(kept) == (way in ("external", "external, let go"))
+
+
+class _Opaque(torch.Tensor):  # type: ignore[misc]
+    """A subclass that nobody may ask anything."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("it was asked")
+
+
+class _Outer(torch.Tensor):  # type: ignore[misc]
+    """A subclass without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("it was asked")
+
+
+@pytest.mark.filterwarnings("error")
+def test_whose_memory_is_whose(host_device: Device) -> None:
+    from tests.interop.tape import OnCpu
+
+    library = OnCpu(host_device)
+    base = torch.ones(8)
+    for array in (base[2:], base.view(2, 4).t(), base.as_subclass(_Opaque)):
+        ((memory, keeper),) = library.memory(array)
+        assert (memory.address, memory.nbytes) == (base.data_ptr(), 32)
+        assert keeper.data_ptr() == base.data_ptr()
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.empty(4)
+    for array in (fake, _Outer(base), torch.empty(0), torch.empty(4, device="meta")):
+        assert library.memory(array) == []
+    weight = torch.nn.Parameter(torch.ones(4))
+    with torch.enable_grad():
+        (weight * 2).sum().backward()
+    addresses = [memory.address for memory, _ in library.memory(weight)]
+    assert addresses == [weight.data_ptr(), weight.grad.data_ptr()]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_the_memory_of_a_sparse_tensor_is_that_of_its_parts(
+    host_device: Device, layout: str
+) -> None:
+    from tests.interop.tape import OnCpu
+
+    blocks = {"blocksize": (2, 2)} if layout.startswith("b") else {}
+    one = torch.eye(4).to_sparse(layout=getattr(torch, f"sparse_{layout}"), **blocks)
+    (*found,) = OnCpu(host_device).memory(one)
+    assert len(found) == (2 if layout == "coo" else 3)
+    values = one._values() if layout == "coo" else one.values()
+    assert values.data_ptr() in [memory.address for memory, _ in found]

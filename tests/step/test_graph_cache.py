@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -302,6 +303,8 @@ def test_a_driver_that_refuses_to_instantiate(host_device: Device) -> None:
 @pytest.fixture
 def destroyed(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The executables that the driver has been told to destroy."""
+    gc.collect()
+    device.synchronize()  # what other tests left is destroyed now
     handles: list[int] = []
     destroy = device.driver.exec_destroy
 

@@ -1019,7 +1019,13 @@ class Driver(Protocol):
 
     def event_destroy(self, event: EventHandle) -> None: ...
 
-    def event_record(self, event: EventHandle, stream: StreamHandle) -> None: ...
+    def event_record(self, event: EventHandle, stream: StreamHandle) -> None:
+        """Records an event behind the work that was submitted to the stream.
+
+        While the stream captures, the event marks a place in that capture, and has no state (907)
+        until it is recorded again: eagerly, or by a launch of a graph with a node for it.
+        """
+        ...
 
     def event_query(self, event: EventHandle) -> bool:
         """Whether the work before its last record is done.  Status 907 if that was in a capture."""

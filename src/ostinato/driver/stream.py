@@ -7,6 +7,7 @@ noted by a recording, and labels a node of a captured graph.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,6 +44,12 @@ from ostinato.errors import (
 )
 
 T = TypeVar("T")
+_serials = itertools.count(1)
+
+
+def next_serial() -> int:
+    """A number above the `serial` of every event that was made so far."""
+    return next(_serials)
 
 
 def require_callable(function: object) -> None:
@@ -138,6 +145,8 @@ class Event(Closeable):
         self.owner: object = _DriverEvent(context, timing, blocking)
         """What graphs keep; None once it is closed."""
         self._handle: EventHandle = self.owner.handle
+        self.serial = next_serial()
+        """Which of two events was made first."""
 
     def __repr__(self) -> str:
         timing = " with timing" if self.timing else ""
@@ -159,8 +168,9 @@ class Event(Closeable):
     def done(self) -> bool:
         """Whether the work before its last record is done.
 
-        Raises DriverError if it was last recorded in a capture: with status 907 while that is under
-        way, which breaks it.  An event that was never recorded is done.
+        Raises DriverError if it was last recorded in a capture, and no launch of the graph has
+        recorded it yet: with status 907 while the capture is under way, which breaks it.  An event
+        that was never recorded is done.
         """
         with self.context.reporting():
             return self.context.driver.event_query(self._awaited())
@@ -201,8 +211,9 @@ class Event(Closeable):
     def elapsed_since(self, start: Event) -> float:
         """Milliseconds from `start` to this event.
 
-        Raises InputError unless both were made with `timing`, DriverError unless both were recorded
-        (outside of captures) and reached.
+        For events recorded in a capture: the time of the graph's last launch.  Raises InputError
+        unless both were made with `timing`, DriverError unless both were recorded (in a capture:
+        by a launch) and reached.
         """
         self.context.require_same(start.context, f"{start!r}", "the other event is of")
         if not (self.timing and start.timing):
@@ -431,7 +442,11 @@ class Stream(Closeable):
         self.submit(Operation(HostNodeParams(function), name, keep=(function,)))
 
     def record(self, event: Event | None = None) -> Event:
-        """Records an event (a new one if none is given) after the work submitted so far."""
+        """Records an event (a new one if none is given) after the work submitted so far.
+
+        In a capture or a recording each launch of its graph does, if the event is in use when the
+        graph is made.  In a capture that another library began, no launch does.
+        """
         if event is None:
             event = Event(self.context)
         handle = handle_of(event, self.context)
@@ -444,7 +459,8 @@ class Stream(Closeable):
     def wait(self, event: Event) -> None:
         """Later work of this stream waits for the event.
 
-        An event recorded inside a capture pulls this stream into the capture (fork and join).
+        An event recorded inside a capture pulls this stream into the capture (fork and join).  A
+        stream that captures can wait for no others: raises DriverError (905) or CaptureBrokenError.
         """
         handle = handle_of(event, self.context)
         wait = self.context.driver.stream_wait_event

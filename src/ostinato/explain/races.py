@@ -10,6 +10,7 @@ from ostinato.driver.api import (
     KernelNodeParams,
     MemoryRange,
     NodeHandle,
+    NodeKind,
     NodeParams,
 )
 from ostinato.driver.signature import Access
@@ -53,13 +54,22 @@ _Placed = tuple[NodeHandle, Operation]
 def _by_name(
     graph: Graph, every: Sequence[NodeHandle], operations: Sequence[Operation]
 ) -> list[_Placed]:
-    """Each operation with its node, if all nodes were captured from just these; else nothing."""
-    labels = [(node, label.operation) for node, label in graph.labels.items()]
-    names = [None if made is None else made.name for _, made in labels]
-    nodes = [node for node, _ in labels]
-    if {*nodes} != {*every} or names != [operation.name for operation in operations]:
+    """Each operation with its node, if all nodes of work were captured from just these; else
+    nothing."""
+    made = [(node, label.operation) for node, label in graph.labels.items()]
+    known = [(node, operation) for node, operation in made if operation is not None]
+    nodes = [node for node, _ in known]
+    others = {*every} - {*nodes}
+    if not {*nodes} <= {*every} or any(not _idle(graph, node) for node in others):
+        return []
+    if [operation.name for _, operation in known] != [operation.name for operation in operations]:
         return []
     return list(zip(nodes, operations, strict=True))
+
+
+def _idle(graph: Graph, node: NodeHandle) -> bool:
+    """Whether a node touches no memory: a capture adds such ones for events."""
+    return graph.context.driver.node_kind(node) in (NodeKind.EMPTY, NodeKind.EVENT_RECORD)
 
 
 def _by_params(

@@ -12,6 +12,10 @@ capture.
 
 While a thread captures a stream, calls of other threads on that stream are refused before they
 reach the driver, so they neither join the capture nor break it.  In relaxed mode they are allowed.
+
+An event that is recorded in a capture orders the work of the streams that wait for it there: edges.
+If anything outside can still wait for the event when the capture ends, the graph gets a node that
+records it, at the place of its last record, so that each launch does what the eager work does.
 """
 
 from __future__ import annotations
@@ -22,12 +26,17 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, _GeneratorContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from ostinato.driver.api import (
+    CaptureInfo,
     CaptureMode,
     CaptureStatus,
     Driver,
+    EmptyNodeParams,
+    EventHandle,
+    EventRecordNodeParams,
     GraphHandle,
     NodeHandle,
     NodeKind,
@@ -36,13 +45,14 @@ from ostinato.driver.closeable import elsewhere
 from ostinato.driver.context import Entry, Tap
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.location import caller_line, caller_location, describe_line
-from ostinato.driver.stream import Event, Operation, Stream, require_stream
+from ostinato.driver.stream import Event, Operation, Stream, next_serial, require_stream
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureError,
     ClosedError,
     ContextPoisonedError,
     DriverError,
+    GraphError,
     InputError,
     NotCapturingError,
     OutOfMemoryError,
@@ -58,6 +68,10 @@ from ostinato.graph.trace import LineTrace
 from ostinato.memory import CapturePool
 
 _NOT_BEGUN = "the stream is capturing already: end that capture first (they do not nest)"
+_INSIDE = (
+    "Submit it to the stream that is captured, or fork this one from it "
+    "(side.wait(stream.record())) and join it again (stream.wait(side.record()))."
+)
 _PATIENCE = 10.0
 """Seconds that a beginning capture waits for other threads' calls."""
 
@@ -67,6 +81,23 @@ class _State(enum.Enum):
     ACTIVE = "under way"
     ENDED = "ended"
     ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """Where an event was last recorded in a capture.
+
+    `after`: the nodes behind which it was recorded.  `gate`: for an event with timing, an empty
+    node that later work of the stream waits for, and that will wait for the event's node.
+    `made_inside`: whether the event was made in the capture.  `stream`: the handle of the stream.
+    """
+
+    event: EventHandle
+    after: tuple[NodeHandle, ...]
+    gate: NodeHandle | None
+    line: tuple[str, int] | None
+    made_inside: bool
+    stream: int
 
 
 class _Session(Tap):
@@ -98,7 +129,15 @@ class _Session(Tap):
         self.broken_by: DriverError | None = None
         self.forked_at: str | None = None
         """The last line that used a stream forked from the captured one."""
+        self.records: weakref.WeakKeyDictionary[object, _Record] = weakref.WeakKeyDictionary()
+        """The last record of each event in this capture, by what owns the driver's event."""
+        self.forks: dict[int, str] = {}
+        """The streams that were made to wait for captured work, by handle, and that nothing in the
+        capture has waited for since, with the lines."""
+        self.gates: set[NodeHandle] = set()
         self._id = 0
+        self._serial = 0
+        """Below the serials of the events that are made in the capture."""
         self._thread = 0
         self._in_driver = False
         self._before: frozenset[NodeHandle] | None = None
@@ -130,6 +169,7 @@ class _Session(Tap):
             reason = _NOT_BEGUN if error.status == Status.ILLEGAL_STATE else str(error)
             raise CaptureError(f"a capture could not begin on {stream!r}: {reason}") from error
         self._in_driver = True
+        self._serial = next_serial()
         self._id = stream.capture_info.capture_id
         if self.trace is not None:
             self.trace.start()
@@ -213,9 +253,42 @@ class _Session(Tap):
             context.retire(lambda: driver.graph_destroy(handle))
             context.collect()
 
-    def grew(self, into: Graph) -> bool:
-        """Whether the graph that the capture went into has other nodes than before."""
-        return frozenset(into.context.driver.graph_nodes(into.handle)) != self._before
+    def grew(self, graph: Graph) -> bool:
+        """Whether the graph has nodes of work that it had not before."""
+        nodes = graph.context.driver.graph_nodes(graph.handle)
+        return frozenset(nodes) - self.gates != (self._before or frozenset())
+
+    def add_records(self, graph: Graph) -> None:
+        """Adds a node for each event that something can wait for after the capture.
+
+        Raises CaptureBrokenError with the line if the graph cannot have one; ContextPoisonedError,
+        OutOfMemoryError.
+        """
+        for owner, record in list(self.records.items()):
+            params = EventRecordNodeParams(record.event)
+            location = "unknown line" if record.line is None else describe_line(*record.line)
+            if self.contained and record.made_inside:
+                raise CaptureBrokenError(
+                    f"the capture was broken at {location}: the event that is recorded there was "
+                    "made in the run and is in use after it. Replays make no other, so all would "
+                    "record this one. Make an event before, and record that one "
+                    "(stream.record(event)).",
+                    location=location,
+                )
+            try:
+                node = graph.add(params, record.after, keep=(owner,), line=record.line)
+                if record.gate is not None:
+                    graph.add_edges([(node, record.gate)])
+            except GraphError as error:
+                if isinstance(error.__cause__, ContextPoisonedError | OutOfMemoryError):
+                    raise error.__cause__ from None
+                raise CaptureBrokenError(
+                    f"the capture was broken at {location}: an event was recorded there that is "
+                    f"still in use after the capture, and the graph cannot record it: {error}. "
+                    "Record it before or after, or let go of it inside the capture "
+                    "(side.wait(stream.record())).",
+                    location=location,
+                ) from error
 
     def _take_back(self, into: Graph, before: frozenset[NodeHandle]) -> None:
         """Leaves a graph as it was before a capture that went into it broke.
@@ -262,15 +335,18 @@ class _Session(Tap):
             return
         outside = self.contained and entry in (Entry.WORK, Entry.ONCE) and not self._holds(stream)
         if outside:
-            location = caller_location()
-            self.refusal = self.refusal or CaptureBrokenError(
-                f"the capture was broken at {location}: {what} went to {stream!r}, which is not in "
-                "the capture, so the graph would lack it; it did not run. Submit it to the stream "
-                "that is captured, or fork this one from it (side.wait(stream.record())) and join "
-                "it again (stream.wait(side.record())).",
-                location=location,
+            self._refuse(
+                f"{what} went to {stream!r}, which is not in the capture, so the graph would lack "
+                f"it; it did not run. {_INSIDE}"
             )
-            raise self.refusal
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Refuses what the graph would lack: now, and at the end if this is caught."""
+        location = caller_location()
+        self.refusal = self.refusal or CaptureBrokenError(
+            f"the capture was broken at {location}: {why}", location=location
+        )
+        raise self.refusal
 
     def _holds(self, stream: Stream) -> bool:
         """Whether a stream is in this capture."""
@@ -284,18 +360,8 @@ class _Session(Tap):
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
         """Notes the node and the line of an operation, if it went into this capture."""
-        try:
-            info = stream.context.driver.stream_capture_info(stream.handle)
-        except DriverError as error:  # the graph would not keep what the node points at
-            self.refusal = self.refusal or CaptureBrokenError(
-                f"the capture was broken at {caller_location()}: after {operation.name} the driver "
-                f"refused to say what is captured ({error})",
-                location=caller_location(),
-            )
-            return  # raised at the end: the work may be done, on a stream outside of the capture
-        if info.status is CaptureStatus.INVALIDATED and stream is self.stream:
-            self._note_broken(None)
-        if info.status is not CaptureStatus.ACTIVE or info.capture_id != self._id:
+        info = self._place(stream, operation.name)
+        if info is None:
             return
         self.keep.extend(operation.keep)
         line = caller_line(2)  # `Stream.announce` calls this
@@ -306,13 +372,87 @@ class _Session(Tap):
             self.labels[info.dependencies[0]] = label
         self.noted.append(label)
 
-    def waited(self, stream: Stream, event: Event) -> None:
-        """Notes the line that pulled another stream into this capture."""
-        if stream is self.stream:
+    def _place(self, stream: Stream, what: str) -> CaptureInfo | None:
+        """Where a stream is in this capture after `what`; None if it is not in it."""
+        try:
+            info = stream.context.driver.stream_capture_info(stream.handle)
+        except DriverError as error:  # the graph would not keep what the node points at
+            self.refusal = self.refusal or CaptureBrokenError(
+                f"the capture was broken at {caller_location()}: after {what} the driver refused "
+                f"to say what is captured ({error})",
+                location=caller_location(),
+            )
+            return None  # raised at the end: the work may be done, on a stream outside
+        if info.status is CaptureStatus.INVALIDATED and stream is self.stream:
+            self._note_broken(None)
+        if info.status is not CaptureStatus.ACTIVE or info.capture_id != self._id:
+            return None
+        return info
+
+    def recorded(self, stream: Stream, event: Event) -> None:
+        """Notes where an event was recorded in this capture."""
+        info = self._place(stream, "a record of an event")
+        if info is None:
+            self._require_contained(stream, "an event was recorded on")
             return
-        info = stream.capture_info
-        if info.status is CaptureStatus.ACTIVE and info.capture_id == self._id:
+        after, gate, line = info.dependencies, None, caller_line()
+        if event.timing:  # the time counts before all later work, which must wait for its node
+            driver = stream.context.driver
+            try:
+                gate = driver.graph_add_node(info.graph, after, EmptyNodeParams())
+                driver.stream_set_capture_dependencies(stream.handle, [gate])
+                driver.event_record(event.handle, stream.handle)
+            except DriverError as error:
+                self._refuse(f"the record of an event with timing cannot be captured ({error}).")
+            self.gates.add(gate)
+            self.labels[gate] = NodeLabel(None, line)
+        if event.owner is not None:
+            inside = event.serial > self._serial
+            self.records[event.owner] = _Record(
+                event.handle, after, gate, line, inside, int(stream.handle)
+            )
+
+    def waited(self, stream: Stream, event: Event) -> None:
+        """Notes the line that pulled another stream into this capture; refuses a wait for an event
+        that was never recorded, with which the driver does nothing."""
+        if self._place(stream, "a wait for an event") is None:
+            self._require_contained(stream, "an event is waited for on")
+            return
+        if stream is not self.stream:
             self.forked_at = caller_location()
+        record = self.records.get(event.owner)
+        if record is not None and record.stream != stream.handle:
+            self.forks.pop(record.stream, None)
+            if stream.handle != self.stream.handle:
+                self.forks[stream.handle] = caller_location()
+        if record is None:
+            self._refuse(
+                f"{stream!r} was made to wait for an event that was not recorded in the capture, "
+                "so the graph would not wait for it. Wait for it before each launch, or add a node "
+                "that does (graph.add_event_wait(event))."
+            )
+
+    def require_joined(self) -> None:
+        """Refuses a `contained` capture that leaves a stream waiting: CUDA asks for a join only if
+        that stream has captured work."""
+        if self.contained and self.forks:
+            location = next(iter(self.forks.values()))
+            self.refusal = self.refusal or CaptureBrokenError(
+                f"the capture was broken at {location}: a stream was made to wait for the captured "
+                "work there and is not joined again, and replays would not make it wait. Let it "
+                "wait after the call, or for an event that was made before (stream.record(event); "
+                "after the call: side.wait(event)).",
+                location=location,
+            )
+
+    def _require_contained(self, stream: Stream, what: str) -> None:
+        """Refuses an order of work, which replays would lack, outside of a `contained` capture."""
+        mine = threading.get_ident() == self._thread
+        if self.contained and mine and not self._holds(stream):
+            self._refuse(
+                f"{what} {stream!r}, which is not in the capture, so replays would lack that. "
+                f"{_INSIDE}"
+            )
 
     def fills(self, graph: GraphHandle, what: str) -> Stream | None:
         """Refuses what another thread would change in the graph of this capture."""
@@ -404,10 +544,13 @@ class Capture:
     waits for it.  After an exception in the block the graph is as it was before.  A call that
     the driver refuses may cost the graph: CUDA destroys it with the capture, and later uses of it
     raise GraphError.  `pool`: one that the work allocates from; it must be open.  `contained`
-    refuses work that this thread submits to a stream outside of the capture: the graph would lack
-    it, and it would run at once.  `trace` checks the capture after every line of Python and finds
-    the first line that breaks it, also inside other libraries; it is slow, and only for debugging.
-    Raises InputError for arguments of the wrong type.
+    refuses what replays of a function's graph would lack: work that this thread submits to a stream
+    outside of the capture, where it would run at once, events that it records or waits for there,
+    an event that it makes, records and keeps, of which they make no other, and a stream that it
+    lets wait for the work and does not join again.  `trace` checks the
+    capture after every line of Python and finds the first line that breaks it, also inside other
+    libraries; it is slow, and only for debugging.  Raises InputError for arguments of the wrong
+    type.
     """
 
     def __init__(
@@ -491,6 +634,7 @@ class Capture:
             self._abort()
             self.stream.context.require_open()
             raise session.broken(session.failure) from (session.broken_by or session.failure)
+        session.require_joined()
         if session.refusal is not None:
             self._abort()
             raise session.refusal
@@ -515,13 +659,22 @@ class Capture:
             if not session.noted and not session.grew(into):
                 self._abort()
                 raise nothing
+            try:
+                session.add_records(into)
+            except Exception:
+                self._abort()
+                raise
             into.labels.update(session.labels)
             into.keep.extend(session.keep)
             return into
         graph = Graph(context, handle, labels=session.labels, keep=session.keep)
-        if not session.labels and not len(graph):
+        try:
+            if not session.noted and not session.grew(graph):
+                raise nothing
+            session.add_records(graph)
+        except Exception:
             graph.close()
-            raise nothing
+            raise
         return graph
 
     @uninterrupted

@@ -2,7 +2,8 @@
 
 Use it for work that stream capture refuses, or if the answer is needed at once: the recorded run is
 a real run.  Edges follow from the memory that each operation reads and writes, so operations on
-different memory may run side by side.
+different memory may run side by side.  An event that something can still wait for when the graph is
+built gets a node, behind all that was recorded before it and ahead of the rest.
 
 Work that a graph cannot repeat breaks a recording, as it breaks a capture, but the run goes on:
 bytes of the host copied to the device, waiting for the device, a stream that was not forked from
@@ -13,14 +14,21 @@ unless the library gets the stream during the recording.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ostinato.driver.api import CaptureStatus, ChildGraphNodeParams, NodeHandle
+from ostinato.driver.api import (
+    CaptureStatus,
+    ChildGraphNodeParams,
+    EventHandle,
+    EventRecordNodeParams,
+    NodeHandle,
+)
 from ostinato.driver.context import Entry, Tap
-from ostinato.driver.location import caller_line, caller_location
-from ostinato.driver.stream import Event, Operation, Stream, require_stream
+from ostinato.driver.location import caller_line, caller_location, describe_line
+from ostinato.driver.stream import Event, Operation, Stream, next_serial, require_stream
 from ostinato.errors import (
     CaptureBrokenError,
     CaptureError,
@@ -40,6 +48,18 @@ class _Break:
     location: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """The last record of an event inside: how many operations were recorded before it, the line,
+    the handles of the event and of its stream, and whether the event was made inside."""
+
+    index: int
+    line: tuple[str, int] | None
+    event: EventHandle
+    stream: int
+    made_inside: bool
+
+
 class Recording(Tap):
     """The operations that one thread ran on one stream, and on streams forked from it, in order.
 
@@ -53,10 +73,14 @@ class Recording(Tap):
         self.operations: list[Recorded] = []
         self._thread = threading.get_ident()
         self._members = {int(stream.handle)}
-        self._events: dict[Event, str] = {}
-        """Events recorded inside and not waited for inside yet, with their lines."""
-        self._inside: set[Event] = set()
-        """Events whose last record was inside."""
+        self._events: weakref.WeakKeyDictionary[object, _Record] = weakref.WeakKeyDictionary()
+        """The events whose last record was inside, by what owns the driver's event."""
+        self._waited: weakref.WeakSet[object] = weakref.WeakSet()
+        """Those of them that something inside waited for."""
+        self._forks: dict[int, str] = {}
+        """The streams that were made to wait for recorded work, by handle, and that nothing inside
+        has waited for since, with the lines."""
+        self._serial = next_serial()
         self._launched: list[tuple[Graph, tuple[NodeHandle, ...], str]] = []
         """Graphs that were launched, with the nodes that they had and the line."""
         self._broken: _Break | None = None
@@ -71,9 +95,19 @@ class Recording(Tap):
 
     def _found(self) -> _Break | None:
         """What broke the recording, or would break it now; None if a graph can be built."""
-        if self._broken is None and self._events:
-            location = next(iter(self._events.values()))
-            return _Break("an event was recorded that nothing inside waits for", location)
+        for owner, record in () if self._broken else list(self._events.items()):
+            if record.made_inside and owner not in self._waited:
+                return _Break(
+                    "the event that is recorded there was made inside and is in use after it, and "
+                    "a replay makes no other; make an event before, and record that one",
+                    "unknown line" if record.line is None else describe_line(*record.line),
+                )
+        if self._broken is None and self._forks:
+            return _Break(
+                "a stream was made to wait for the recorded work there and is not joined again "
+                "(stream.wait(side.record())), and a replay would not make it wait",
+                next(iter(self._forks.values())),
+            )
         return self._broken
 
     def _break(self, why: str, *, refused: bool = False) -> None:
@@ -84,7 +118,7 @@ class Recording(Tap):
     @property
     def did_nothing(self) -> bool:
         """Whether nothing was done so far that a second run would do twice: refused calls alone."""
-        return not (self.operations or self._events or self._did_more)
+        return not (self.operations or self._did_more)
 
     def _is_mine(self, stream: Stream) -> bool:
         """Whether a call on the stream was work of the recording."""
@@ -134,25 +168,34 @@ class Recording(Tap):
 
     def recorded(self, stream: Stream, event: Event) -> None:
         """An event inside forks another stream, or joins it; from outside it can do neither."""
-        self._inside.discard(event)
-        self._events.pop(event, None)
-        if self._is_mine(stream):
-            self._inside.add(event)
-            self._events[event] = caller_location()
+        self._events.pop(event.owner, None)
+        self._waited.discard(event.owner)
+        if event.owner is not None and self._is_mine(stream):
+            self._did_more = True
+            self._events[event.owner] = _Record(
+                *(len(self.operations), caller_line(), event.handle, int(stream.handle)),
+                event.serial > self._serial,
+            )
 
     def waited(self, stream: Stream, event: Event) -> None:
         if threading.get_ident() != self._thread or self._is_captured(stream):
             return
-        if event in self._inside:
-            self._events.pop(event, None)
+        record = self._events.get(event.owner)
+        if record is not None:
+            self._waited.add(event.owner)
             self._members.add(int(stream.handle))
+            if record.stream != stream.handle:
+                self._forks.pop(record.stream, None)
+                if stream.handle != self.stream.handle:
+                    self._forks[int(stream.handle)] = caller_location()
         elif int(stream.handle) in self._members:
             self._break("the stream was made to wait for an event from outside of the recording")
 
     def awaited(self, event: Event | None) -> None:
         """What the host reads after a wait, and passes to later work, becomes a constant of the
         graph."""
-        if threading.get_ident() == self._thread and (event is None or event in self._inside):
+        inside = event is not None and event.owner in self._events
+        if threading.get_ident() == self._thread and (event is None or inside):
             what = "the device" if event is None else "an event of the recording"
             self._break(f"the host waited for {what}, or asked whether it was reached")
 
@@ -187,7 +230,18 @@ class Recording(Tap):
                 "graph cannot repeat it.",
                 location=broken.location,
             )
-        return build_graph(self.stream, self.operations, serial=serial)
+        return build_graph(self.stream, self._with_events(), serial=serial)
+
+    def _with_events(self) -> list[Recorded]:
+        """The operations, and the records of events that something can wait for by now."""
+        result = list(self.operations)
+        records = sorted(self._events.items(), key=lambda each: each[1].index)
+        for owner, record in reversed(records if result else ()):
+            operation = Operation(
+                EventRecordNodeParams(record.event), "event record", keep=(owner,)
+            )
+            result.insert(record.index, Recorded(operation, record.line, record.stream))
+        return result
 
 
 def _nodes(graph: Graph) -> tuple[NodeHandle, ...]:

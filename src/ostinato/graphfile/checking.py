@@ -143,9 +143,11 @@ class Trial:
                 self._fill_range(guard.memory, poison)
             try:
                 what = self._outcome()
-            except DriverError:
+            except DriverError as error:
                 if not self.strays:
-                    raise
+                    raise GraphFileError(
+                        f"the launch with {poison:#04x} in all memory without a name failed: {error}"
+                    ) from error
                 what = ""
             else:
                 for guard in self._loader.guards:

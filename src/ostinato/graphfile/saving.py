@@ -217,6 +217,11 @@ def save_keyed(
     context.synchronize()
     named = _named(inputs, outputs, constants)
     found = survey(graph, {n: one.memory for n, one in named.items()}, twin)
+    if key and found.events:
+        raise GraphFileError(
+            "the graph records or waits for events of this process, and one that is restored has "
+            "events of its own: nobody outside would see them"
+        )
     loose = [(place, one) for place, node in enumerate(found.graph.walk()) for one in node.loose]
     if len(loose) > (_MOST_LOOSE if check else 0):
         many = f"{len(loose)} such places are too many to try" if check else ""

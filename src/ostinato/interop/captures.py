@@ -88,14 +88,19 @@ def explained(error: Exception, library: ModuleType, cannot: str) -> str:
 def disturbed(error: BaseException) -> bool:
     """Whether an error of a capture says that something else had broken it before (status 901), and
     nothing that was called in it was refused."""
-    statuses, known = set(), set()
+    statuses = {*map(_status, chain(error))}
+    return statuses - {None} == {Status.STREAM_CAPTURE_INVALIDATED}
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it came from."""
+    known = set()
     following: BaseException | None = error
     while following is not None and id(following) not in known:
         known.add(id(following))
-        statuses.add(_status(following))
+        yield following
         hidden = following.__suppress_context__
         following = following.__cause__ or (None if hidden else following.__context__)
-    return statuses - {None} == {Status.STREAM_CAPTURE_INVALIDATED}
 
 
 def _status(error: BaseException) -> int | None:

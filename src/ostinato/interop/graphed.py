@@ -6,8 +6,8 @@ What happens to a key (`Line`):
                      │                         │                    └─ evicted: captured again
                      └── refused ──────────────┴── failed ──▶ EAGER, with its reason
 
-A capture that something else broke (another thread) is tried again at later calls: after 1, 4, 16
-and 64 more of them (`_disturbed`).
+A capture that something else broke (another thread), or that had no memory, is tried again at later
+calls: after 1, 4, 16 and 64 more of them (`_later`).
 
 A failure costs speed, never answers: whatever cannot be captured runs eagerly and is counted.
 
@@ -40,6 +40,7 @@ from ostinato.errors import (
     OstinatoError,
     VerificationError,
 )
+from ostinato.interop.captures import chain
 from ostinato.interop.reading.arguments import Arguments
 from ostinato.interop.reading.checking import due, verified
 from ostinato.interop.reading.function import Subject
@@ -47,6 +48,7 @@ from ostinato.interop.reading.guards import Guarded, Guards
 from ostinato.interop.reading.library import (
     CaptureDisturbed,
     Library,
+    NoMemory,
     NotGraphable,
     Options,
     Turns,
@@ -76,6 +78,16 @@ _MOST_KEPT = 256 << 20
 uses."""
 _MOST_BROKEN, _WAIT = 5, 4
 _DISTURBED = "something else than the function broke a capture, which is tried again later"
+_BROKEN = (
+    "were broken from outside ({}). Look for another thread that calls what CUDA forbids while any "
+    "stream captures, such as torch.cuda.synchronize() (wait for a stream or an event instead), or "
+    "for an error that the function itself catches"
+)
+_SHORT = "the device had no memory for a graph, which is tried again later"
+_FULL = (
+    "had no memory ({}). Free some, or let the graphs hold less (budget=, buckets for sizes that "
+    "change)"
+)
 _numbers = itertools.count()
 """Of keys, in all caches."""
 _OFF = "graphs are switched off (OSTINATO_NO_GRAPHS)"
@@ -428,7 +440,7 @@ class Graphed(Guarded):
             return self._eager(line, work, line.reason)
         if line.wait:
             line.wait -= 1
-            return self._eager(line, work, _DISTURBED)
+            return self._eager(line, work, line.later)
         if self._saving is not None and not line.text:
             self._saving.name(line, work, key)
         there = line.captured() is not None and line.name in self.cache
@@ -436,24 +448,11 @@ class Graphed(Guarded):
             return self._warm_up(line, work)
         if self._overlaps(line, work):
             return self._eager(line, work, _OVERLAPS)
-        try:
-            captured = self._graph(line, work)
-        except CaptureLimitError as error:
-            return self._eager(line, work, f"the cache refused the capture: {error}")
-        except CaptureDisturbed as error:
-            self._disturbed(line, str(error))
-            return self._eager(line, work, line.reason or _DISTURBED)
-        except NotGraphable as error:
-            line.reason = str(error)
-            return self._eager(line, work, line.reason)
-        except ContextPoisonedError:
-            raise
-        except OstinatoError as error:
-            why = f"no graph could be made ({type(error).__name__}: {error})"
-            line.reason = self._subject.at(why)
-            return self._eager(line, work, line.reason)
+        captured = self._graph_or_why(line, work)
         if captured is None:
             return self._warm_up(line, work)
+        if isinstance(captured, str):
+            return self._eager(line, work, captured)
         if self._overlaps(line, work):  # known since the capture, which showed what is written
             return self._eager(line, work, _OVERLAPS)
         if work.sizes and not _fits(line, work):
@@ -494,12 +493,17 @@ class Graphed(Guarded):
         state = work.state
         places = self._places(work.leaves + work.statics), self._places(state)
         versions = [*map(library.version, work.leaves)]
-        kept = self._kept(work.leaves)
         versions_before = [*map(library.version, state)]
         # A check writes again what a replay has written, and a file takes it for a constant, if it
         # is not known.
         asked = options.verify is not None or self._saving is not None
-        kept_state = self._kept(state) if asked else {}
+        try:
+            kept = self._kept(work.leaves)
+            kept_state = self._kept(state) if asked else {}
+        except Exception as error:
+            if not self._is_out_of_memory(error):
+                raise
+            return self._eager(line, work, self._without_memory(line, str(error)))
         line.eager += 1
         line.reasons["the first call of a key warms up"] += 1
         subject.turns.take()
@@ -602,6 +606,49 @@ class Graphed(Guarded):
         line.restored += 1
         return True
 
+    def _graph_or_why(self, line: Line, work: Work) -> Captured | str | None:
+        """As `_graph`; why the call runs eagerly if no graph can be made."""
+        try:
+            return self._graph(line, work)
+        except ContextPoisonedError:
+            raise
+        except CaptureLimitError as error:
+            return f"the cache refused the capture: {error}"
+        except Exception as error:
+            short = self._is_out_of_memory(error)
+            if short:
+                why = str(error)
+            elif isinstance(error, CaptureDisturbed):
+                return self._later(line, _DISTURBED, _BROKEN.format(error))
+            elif isinstance(error, NotGraphable):
+                line.reason = str(error)
+            elif isinstance(error, OstinatoError):
+                why = f"no graph could be made ({type(error).__name__}: {error})"
+                line.reason = self._subject.at(why)
+            else:
+                raise
+        # The error is gone, and with it what its frames held.
+        if short:
+            return self._without_memory(line, why)
+        self._library.trim(short=False)
+        return line.reason
+
+    def _without_memory(self, line: Line, error: str) -> str:
+        """Makes room after the device had no memory for a graph; why the call runs eagerly."""
+        self._make_room()
+        self._library.trim(short=True)
+        return self._later(line, _SHORT, _FULL.format(error))
+
+    def _is_out_of_memory(self, error: Exception) -> bool:
+        return isinstance(error, NoMemory) or any(map(self._library.out_of_memory, chain(error)))
+
+    def _make_room(self) -> None:
+        """Evicts that half of this function's graphs that was not used for longest."""
+        names, kept = {line.name for line in self._lines.values()}, self.cache.keys()
+        own = [key for key in kept if key in names]
+        for name in own[: (len(own) + 1) // 2]:
+            self.cache.evict(name)
+
     def _graph(self, line: Line, work: Work) -> Captured | None:
         """The graph of a key, captured or bound anew where that must be; None if the key must be
         warmed up first.  Raises NotGraphable, and the errors of the library below."""
@@ -639,19 +686,17 @@ class Graphed(Guarded):
         self._attach(made[0], line)
         return made[0]
 
-    def _disturbed(self, line: Line, error: str) -> None:
-        """Notes that something else broke a capture: another one is made after some calls, or none
-        if that has happened too often in a row."""
+    def _later(self, line: Line, why: str, advice: str) -> str:
+        """Notes that a capture failed, but not because of the function: another one is made after
+        some calls, or none if that has happened too often in a row.  Why the call runs eagerly."""
         line.broken += 1
         line.broken_again += 1
-        line.wait = _WAIT ** (line.broken_again - 1) - 1
+        line.wait, line.later = _WAIT ** (line.broken_again - 1) - 1, why
         if line.broken_again >= _MOST_BROKEN:
             line.reason = self._subject.at(
-                f"{line.broken_again} captures were broken from outside ({error}). Look for "
-                "another thread that calls what CUDA forbids while any stream captures, such as "
-                "torch.cuda.synchronize() (wait for a stream or an event instead), or for an error "
-                "that the function itself catches; call invalidate() to capture again"
+                f"{line.broken_again} captures {advice}; call invalidate() to capture again"
             )
+        return line.reason or why
 
     def _attach(self, captured: Captured, line: Line) -> None:
         """Makes a captured or restored graph the one of a key."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -314,7 +315,10 @@ class Executable:
         """
         task, memory, events = self._task, self._memory, self._compiler.events
         freed = list(self._leaves) if self._auto_free else []
-        latches = {event: Latch(launch.queue, launch.number) for event in self._records}
+        latches = {
+            event: Latch(launch.queue, launch.number, stamps)
+            for event, stamps in Counter(self._records).items()
+        }
         waits = {
             event: mark
             for event in self._waits

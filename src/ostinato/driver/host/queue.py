@@ -278,12 +278,16 @@ class Mark:
 
 
 class Latch(Mark):
-    """A place inside a graph launch: it may be reached before the launch ends."""
+    """A place inside a graph launch: it may be reached before the launch ends.
 
-    __slots__ = ("_reached",)
+    `stamps`: how many nodes of the graph record the event; the last one counts.
+    """
 
-    def __init__(self, queue: WorkQueue, number: int) -> None:
+    __slots__ = ("_left", "_reached")
+
+    def __init__(self, queue: WorkQueue, number: int, stamps: int) -> None:
         super().__init__(queue, number)
+        self._left = stamps
         self._reached = threading.Event()
 
     def done(self) -> bool:
@@ -297,4 +301,6 @@ class Latch(Mark):
 
     def stamp(self) -> None:
         super().stamp()
-        self._reached.set()
+        self._left -= 1
+        if not self._left:
+            self._reached.set()

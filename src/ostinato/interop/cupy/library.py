@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
@@ -22,17 +23,17 @@ from ostinato import (
     Node,
     Stream,
 )
-from ostinato.errors import InputError
+from ostinato.errors import InputError, Status
 from ostinato.interop.captures import captured, explained, no_collection
 from ostinato.interop.cupy.adopting import external_stream
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.library import (
-    LIMITS,
     Devices,
     NotGraphable,
     Options,
     cuda_index,
     name_of,
+    own_cache,
 )
 from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
@@ -106,7 +107,7 @@ def graphed(
     )
     if name is None:
         name = name_of(function, next(_names))
-    kept = cache or GraphCache(device, budget=budget, limits=LIMITS)
+    kept = cache or own_cache(device, budget)
     library = CuPy(device, index or 0, writes=writes)
     rest: dict[str, Any] = {"owns_cache": cache is None, "unavailable": unavailable}
     return Graphed(function, library, options, kept, name=name, **rest)
@@ -130,10 +131,16 @@ class CuPy:
 
     def _allocate(self, nbytes: int) -> Any:
         """New memory for the pool, also while this thread captures."""
+        with self._relaxed():
+            return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
+
+    @contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        """In the block this thread may allocate and free memory while any thread captures."""
         driver = self.device.driver
         before = driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
         try:
-            return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
+            yield
         finally:
             driver.thread_exchange_capture_mode(before)
 
@@ -159,6 +166,13 @@ class CuPy:
     def storage(self, array: Any, /) -> MemoryRange:
         memory = array.data.mem
         return MemoryRange(int(memory.ptr), int(memory.size))
+
+    def memory(self, array: Any, /) -> list[tuple[MemoryRange, object]]:
+        # None: another thread makes it just now.
+        memory = None if array.data is None else array.data.mem
+        if memory is None:
+            return []
+        return [(MemoryRange(int(memory.ptr), int(memory.size)), memory)]
 
     def offset(self, array: Any, /) -> int:
         return int(array.data.ptr) - int(array.data.mem.ptr)
@@ -247,6 +261,18 @@ class CuPy:
             )
         # Adopted: what CuPy's kernels point at is not known to this library.
         return Graph.adopt(self.device, int(graph.handle), owner=(graph, self._pool)), result
+
+    def out_of_memory(self, error: BaseException, /) -> bool:
+        return isinstance(error, MemoryError) or (
+            isinstance(error, cupy.cuda.runtime.CUDARuntimeError)
+            and error.status == Status.OUT_OF_MEMORY
+        )
+
+    def trim(self, *, short: bool) -> None:
+        with _captures, self._relaxed():
+            self._pool.free_all_blocks()
+            if short:
+                cupy.get_default_memory_pool().free_all_blocks()
 
     # --- memory
     def buffer(self, array: Any, shape: Sequence[int] | None) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ostinato import (
     Device,
     Graph,
+    GraphCache,
     MemoryRange,
     PowersOfTwo,
     Stream,
@@ -20,8 +21,10 @@ from ostinato.interop.reading.padding import Padding
 from ostinato.lowlevel import new_lock
 from ostinato.step import Buckets, CaptureLimits
 
-LIMITS = CaptureLimits(per_key=8, within=1000)
+_LIMITS = CaptureLimits(per_key=8, within=1000)
 """Of the cache that `graphed` makes: a key that is evicted all the time is run eagerly."""
+_SHARE = 4
+"""Which part of the device's memory the graphs of a function may hold."""
 
 
 class NotGraphable(Exception):
@@ -30,6 +33,10 @@ class NotGraphable(Exception):
 
 class CaptureDisturbed(NotGraphable):
     """A capture was broken, and not by the function: another one may succeed."""
+
+
+class NoMemory(NotGraphable):
+    """The device had no memory for a capture: another one may succeed later."""
 
 
 class Library(Watcher, Protocol):
@@ -78,6 +85,11 @@ class Library(Watcher, Protocol):
         """The whole memory that an array is a view of."""
         ...
 
+    def memory(self, array: Any, /) -> Iterable[tuple[MemoryRange, object]]:
+        """The whole memory of any array that there is, each piece with what keeps it, also without
+        the array; none for one without memory of its own."""
+        ...
+
     def offset(self, array: Any, /) -> int:
         """Where in its memory an array begins."""
         ...
@@ -123,8 +135,17 @@ class Library(Watcher, Protocol):
         """Captures work on a stream that it is given; the graph, which keeps its memory alive, and
         the result.
 
-        Raises NotGraphable, and CaptureDisturbed if another thread broke the capture.
+        Raises NotGraphable; CaptureDisturbed if another thread broke the capture, NoMemory.
         """
+        ...
+
+    def out_of_memory(self, error: BaseException, /) -> bool:
+        """Whether an error says that the device has no memory left."""
+        ...
+
+    def trim(self, *, short: bool) -> None:
+        """Gives the memory of captures back that no graph has; if memory is `short`, also what else
+        the library keeps for later."""
         ...
 
     def buffer(self, array: Any, shape: Sequence[int] | None) -> Any:
@@ -283,6 +304,17 @@ class Devices:
                 name = "host" if index is None else f"cuda:{index}"
                 device = self._open[index] = open_device(name)
             return device
+
+
+def own_cache(device: Device, budget: int | str | None) -> GraphCache:
+    """The cache of one function that was given none.
+
+    `budget`: the bytes that its graphs may hold; None for a part of the device's memory, since keys
+    without end (a number that is another one at each call) would fill it otherwise.
+    """
+    if budget is None:
+        budget = device.properties.total_memory // _SHARE or None
+    return GraphCache(device, budget=budget, limits=_LIMITS)
 
 
 def cuda_index(device: Device) -> int:

@@ -18,15 +18,15 @@ from typing import Any
 
 from ostinato import (
     Device,
-    Graph,
     GraphExec,
     LaunchConfig,
+    Node,
     Source,
     Stream,
     host_kernel,
     launch,
 )
-from ostinato.errors import OstinatoError
+from ostinato.errors import OstinatoError, OutOfMemoryError
 from ostinato.lowlevel import FILL, fill_kernel
 
 MOST = 16
@@ -121,6 +121,8 @@ class Mover:
         """None where kernels cannot be compiled."""
         try:
             return cls(device)
+        except OutOfMemoryError:
+            raise  # another time there may be some
         except OstinatoError:
             return None
 
@@ -141,9 +143,9 @@ class Mover:
         return _PLAN.pack(*places, *rest, *sizes, *rest, self.table.address, count, outs)
 
     @staticmethod
-    def find(graph: Graph, inputs: int, outputs: tuple[int, ...]) -> Moves | None:
+    def find(nodes: Sequence[Node], inputs: int, outputs: tuple[int, ...]) -> Moves | None:
         """How a graph copies that `begin` put its node into; None if it holds nothing else."""
-        names = [node.name for node in graph.nodes]
+        names = [node.name for node in nodes]
         if {*names} <= {_FIRST, _LAST}:
             return None
         return Moves(names.index(_FIRST), inputs, outputs)

@@ -43,6 +43,9 @@ class Captured:
     """Of the static arguments."""
     epoch: int
     """Of the guarded arrays."""
+    kept: list[object] = field(default_factory=list, repr=False)
+    """What keeps the other memory that the graph points at, which nobody else may keep: a table
+    that a helper made, and will forget."""
     moves: Moves | None = None
     """How the graph itself copies the arrays of a call; None if that is done around it."""
     recipes: tuple[tuple[Any, ...], ...] = ()
@@ -102,10 +105,13 @@ class Line:
     """Of eager runs."""
     capture_reasons: Counter[str] = field(default_factory=Counter)
     broken: int = 0
-    """Captures that something else than the function broke; and those of them in a row,"""
+    """Captures that something else than the function broke, or that had no memory; and those of
+    them in a row,"""
     broken_again: int = 0
     wait: int = 0
-    """and how many of its calls run eagerly before the next one."""
+    """and how many of its calls run eagerly before the next one,"""
+    later: str = ""
+    """for which reason."""
     times: deque[float] = field(default_factory=lambda: deque(maxlen=256))
     unmatched: int = 0
     """Replays that were found by the key: after each power of two a short way is looked for."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
-from ostinato import Graph, MemoryRange, Stream
+import numpy as np
+import numpy.typing as npt
+
+from ostinato import Graph, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import InputError, UpdateRefusedError
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.library import NotGraphable
@@ -13,7 +18,7 @@ from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
 from ostinato.interop.reading.records import Bound, Captured, Line, Work
 from ostinato.interop.reading.trees import Tree, Unknown
-from ostinato.lowlevel import replace_small_fills
+from ostinato.lowlevel import every_node, replace_small_fills
 
 
 class Maker:
@@ -102,10 +107,12 @@ class Maker:
                 mover.end(stream, places)
             return result
 
+        around = self._memory_around()
         graph, result = library.capture(run)
         if compiled is not None:
             replace_small_fills(compiled.device, graph)
-        moves = None if mover is None else mover.find(graph, len(inputs), moved)
+        nodes = graph.nodes
+        moves = None if mover is None else mover.find(nodes, len(inputs), moved)
         if mover is not None and moves is None:
             raise NotGraphable(
                 subject.at("the capture is empty: nothing ran on the caller's current stream")
@@ -139,6 +146,7 @@ class Maker:
             bound=bound,
             pointers=subject.pointers(work),
             epoch=work.epoch,
+            kept=_pointed_at(nodes, around, bound),
             moves=moves,
             recipes=tuple([library.recipe(tree.leaves[i]) for i in moved]),
         )
@@ -148,6 +156,16 @@ class Maker:
             captured.result = result
         graph.owner = captured
         return graph, captured
+
+    def _memory_around(self) -> list[tuple[MemoryRange, object]]:
+        """The memory of all arrays that there are, and what keeps it.
+
+        A capture may read any of it, and nothing tells what the graph does not say itself: kernels
+        of Triton and of extensions are seen by no mode of a library, which would also change what
+        other functions do.  It is kept while the capture lasts, so that what the graph points at
+        afterwards is this memory, and no other that took its place."""
+        library = self._subject.library
+        return [piece for each in _living(library.array_type) for piece in library.memory(each)]
 
     def taken_apart(self, result: Any, work: Work) -> Tree | str:
         """The result of a call; why it can be none of a graph."""
@@ -301,3 +319,46 @@ class Maker:
         if any(m.holds(address(leaf)) for m in moved for leaf in captured.outputs):
             return "memory that it uses has moved, and a result is a view of it"
         return ""
+
+
+def _living(kind: type) -> Iterator[Any]:
+    """The objects of a class and of its subclasses that Python's garbage collector knows."""
+    kinds, left = {id(kind)}, [kind]
+    while left:
+        found: list[type] = type.__subclasses__(left.pop())
+        found = [each for each in found if id(each) not in kinds]
+        kinds.update(map(id, found))
+        left += found
+    objects = gc.get_objects()  # some 100,000: no Python for each
+    return compress(objects, map(kinds.__contains__, map(id, map(type, objects))))
+
+
+def _pointed_at(
+    nodes: Iterable[Node], around: Iterable[tuple[MemoryRange, object]], bound: Bound
+) -> list[object]:
+    """What keeps the memory that a graph points at, and that is none of `bound`, which may move.
+
+    A word that is no address and looks like one keeps memory too long; that is all."""
+    words = _words(nodes)
+    others = {memory.address for memory, _ in bound.storages}
+    found = [(memory, keeper) for memory, keeper in around if memory.address not in others]
+    starts = np.array([memory.address for memory, _ in found], np.uint64)
+    ends = np.array([memory.end for memory, _ in found], np.uint64)
+    inside = np.searchsorted(words, starts) < np.searchsorted(words, ends)
+    return [keeper for (_, keeper), used in zip(found, inside.tolist(), strict=True) if used]
+
+
+def _words(nodes: Iterable[Node]) -> npt.NDArray[np.uint64]:
+    """All that may be an address in the nodes of a graph, in order."""
+    packed, fields = [], []
+    for node in every_node(nodes):
+        if node.kind is NodeKind.KERNEL:
+            data = node.kernel.arguments.data
+            packed.append(np.frombuffer(data, np.uint64, len(data) // 8))
+        elif node.kind is NodeKind.MEMCPY:
+            fields += [node.memcpy.src, node.memcpy.dst]
+        elif node.kind is NodeKind.MEMSET:
+            fields.append(node.memset.dst)
+        elif node.kind is NodeKind.BATCH_MEM_OP:
+            fields += [operation.address for operation in node.batch_mem_op.operations]
+    return np.unique(np.concatenate([*packed, np.array(fields, np.uint64)]))

@@ -41,7 +41,7 @@ class GraphedKeyStatistics:
     """Why it was captured: the first time, and why again instead of bound to other memory."""
     broken: int
     """Captures that something else than the function broke, such as a `synchronize()` of another
-    thread."""
+    thread, or for which the device had no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,5 +118,6 @@ def explained(keys: Sequence[GraphedKeyStatistics]) -> str:
 def _again(key: GraphedKeyStatistics) -> str:
     """Why a key was captured more than once."""
     again = [f"{why} ({count}x)" for why, count in [*key.capture_reasons.items()][1:]]
-    again += [f"the capture was broken from outside ({key.broken}x)"] * bool(key.broken)
+    if key.broken:
+        again.append(f"a capture failed that the function did not break ({key.broken}x)")
     return f"captured again: {'; '.join(again)}" if again else ""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ostinato import (
+    CaptureMode,
     Device,
     Graph,
     MemoryRange,
@@ -20,9 +22,10 @@ from ostinato import (
     NodeKind,
     Stream,
 )
+from ostinato.errors import Status
 from ostinato.interop import captures
-from ostinato.interop.captures import captured, disturbed, no_collection
-from ostinato.interop.reading.library import CaptureDisturbed, NotGraphable
+from ostinato.interop.captures import captured, chain, disturbed, no_collection
+from ostinato.interop.reading.library import CaptureDisturbed, NoMemory, NotGraphable
 from ostinato.interop.torch.adopting import adopt_graph, drawing
 from ostinato.lowlevel import every_node
 
@@ -47,8 +50,8 @@ class _Made:
     graph: Graph | None = None
     result: Any = None
     error: str = ""
-    disturbed: bool = False
-    """Whether something else than the function broke it."""
+    kind: type[NotGraphable] = NotGraphable
+    """As what the error is raised."""
     asked: bool = False
     """Whether the function asked if it is captured, and was told that it is not."""
 
@@ -65,6 +68,8 @@ class Captures:
         self._keeper: Any = None
         """Keeps the pool: torch ends one whose last graph is destroyed, and refuses it from then
         on."""
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        """What keeps the pool for each graph in it."""
         self._by_torch = bool(generators) or _begin_pool is None
         """Whether torch captures: where a capture of this library would not do (`_capture_here`),
         and in a torch that lets nobody else use its pools."""
@@ -99,22 +104,33 @@ class Captures:
         """As `Library.capture`."""
         with _one_at_a_time, torch.cuda.device(self._index):
             made = self._captured(work, hidden=True)
-            if made.error and made.asked and not made.disturbed:
+            if made.error and made.asked and made.kind is NotGraphable:
                 made = self._captured(work, hidden=False)
         if made.graph is None:
-            raise CaptureDisturbed(made.error) if made.disturbed else NotGraphable(made.error)
+            raise made.kind(made.error)
         if made.graph.only_to_read:
             raise NotGraphable(f"the graph cannot be replayed here: {made.graph.only_to_read}")
         return made.graph, made.result
 
     def _captured(self, work: Callable[[Stream], Any], *, hidden: bool) -> _Made:
         self._open_pool()
+        events = FollowedEvents()
+
+        def followed(stream: Stream) -> Any:
+            nonlocal events
+            events = FollowedEvents()  # again where a second capture is made
+            with events.following():
+                return work(stream)
+
         with _hidden_capture(hidden) as asked:
-            made = None if self._by_torch else self._capture_here(work)
+            made = None if self._by_torch else self._capture_here(followed)
             if made is None:
                 self._by_torch = True
-                made = self._capture_by_torch(work)
+                made = self._capture_by_torch(followed)
         made.asked = bool(asked)
+        if made.graph is not None:
+            made.error = events.missing_in(made.graph)
+            made.graph = None if made.error else made.graph
         return made
 
     def _open_pool(self) -> None:
@@ -126,6 +142,28 @@ class Captures:
                 self._keeper = _Kept()
                 with self._allocating(self._keeper):
                     pass
+
+    def trim(self, *, short: bool) -> None:
+        """As `Library.trim`.
+
+        A capture that failed leaves its memory in the pool, for the next one; torch gives a pool
+        back that nobody keeps."""
+        with _one_at_a_time:
+            if self._keeper is not None and not self._owners:
+                segments = torch.cuda.memory_snapshot()
+                left = any(s.get("segment_pool_id") == self._pool for s in segments)
+                short |= left or self._pool is None  # None: it was left to torch (`_mend`)
+                self._pool = self._keeper = None
+            if not short:
+                return
+            driver = self._device.driver
+            # Another thread may capture, by torch: memory may be freed meanwhile.
+            before = driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
+            try:
+                with suppress(RuntimeError):
+                    torch.cuda.empty_cache()
+            finally:
+                driver.thread_exchange_capture_mode(before)
 
     @contextmanager
     def _allocating(self, owner: object) -> Iterator[None]:
@@ -154,8 +192,7 @@ class Captures:
                 graph, result = captured(stream, work, explained)
         except NotGraphable as broken:
             drew = _NOT_REGISTERED in str(broken.__cause__)
-            other = isinstance(broken, CaptureDisturbed)
-            return None if drew else _Made(error=str(broken), disturbed=other)
+            return None if drew else _Made(error=str(broken), kind=_kind(broken))
         finally:
             current.wait_stream(side)
         nodes = graph.nodes
@@ -163,6 +200,7 @@ class Captures:
             return None
         # Adopted: what torch's kernels point at is not known to this library.
         adopted = Graph.adopt(self._device, int(graph.handle), owner=(graph, owner))
+        self._owners.add(owner)
         return _Made(adopted, result)
 
     def _capture_by_torch(self, work: Callable[[Stream], Any]) -> _Made:
@@ -178,7 +216,7 @@ class Captures:
             try:
                 made.result = work(stream)
             except Exception as raised:
-                made.error, made.disturbed = explained(raised), disturbed(raised)
+                made.error, made.kind = explained(raised), _kind(raised)
             except BaseException:
                 self._end(owner)
                 raise
@@ -186,11 +224,12 @@ class Captures:
         current.wait_stream(side)
         if not made.error and ended is not None:
             reason = str(ended).strip().partition("\n")[0]
-            made.error, made.disturbed = f"the capture failed: {reason}", disturbed(ended)
+            made.error, made.kind = f"the capture failed: {reason}", _kind(ended)
         if not made.error:
             graph = adopt_graph(self._device, owner, generators=self._generators)
             if len(graph):
                 made.graph = graph
+                self._owners.add(owner)
             else:
                 made.error = "the capture is empty: nothing ran on the caller's current stream"
         return made
@@ -232,6 +271,20 @@ class Captures:
         return owner
 
 
+def _kind(error: BaseException) -> type[NotGraphable]:
+    """As what an error that broke a capture is raised."""
+    if any(map(out_of_memory, chain(error))):
+        return NoMemory
+    return CaptureDisturbed if disturbed(error) else NotGraphable
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """As `Library.out_of_memory`."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return getattr(error, "error_code", None) == Status.OUT_OF_MEMORY  # torch.AcceleratorError
+
+
 @contextmanager
 def _hidden_capture(hidden: bool) -> Iterator[list[bool]]:
     """Gives a list that is filled if transformers asks whether the stream captures.
@@ -259,6 +312,118 @@ def _hidden_capture(hidden: bool) -> Iterator[list[bool]]:
         yield asked
     finally:
         module.is_cuda_stream_capturing = question
+
+
+@dataclass(slots=True)
+class _Record:
+    """The last record of an event in a capture: the line, and torch's number of the stream.
+
+    `new`: the event was never recorded before, so the function makes another one at each call.
+    """
+
+    event: Any
+    line: str
+    stream: int
+    new: bool
+
+
+class FollowedEvents:
+    """torch's events that a function records and waits for while it is captured.
+
+    A capture keeps the order that they give inside of it, and no more: no replay records them, or
+    lets a stream outside wait.  A wait for an event that was never recorded does nothing.
+    """
+
+    def __init__(self) -> None:
+        # Not weakly: torch 2.11 frees its events without clearing weak references to them.
+        self._records: dict[int, _Record] = {}
+        """By the `id` of the event."""
+        self._forks: dict[int, str] = {}
+        """The streams that were made to wait for others, and that none has waited for since, with
+        the lines."""
+        self._waited_in_vain = ""
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follows the events of this thread for a `with` block.  Every way of recording a
+        `torch.cuda.Event`, and of waiting for it, in Python goes through the two methods that are
+        wrapped here."""
+        kind, thread = torch.cuda.Event, threading.get_ident()
+        record, wait = kind.record, kind.wait
+        captured = torch.cuda.current_stream().stream_id
+
+        def noted_record(event: Any, stream: Any = None) -> None:
+            if threading.get_ident() == thread:
+                before = self._records.get(id(event))
+                # An event has no handle before its first record.
+                new = not event.cuda_event if before is None else before.new
+                on = (stream or torch.cuda.current_stream()).stream_id
+                self._records[id(event)] = _Record(event, _line_outside_torch(), on, new)
+            record(event, stream)
+
+        def noted_wait(event: Any, stream: Any = None) -> None:
+            if threading.get_ident() == thread:
+                if not event.cuda_event:
+                    self._waited_in_vain = self._waited_in_vain or _line_outside_torch()
+                waits = (stream or torch.cuda.current_stream()).stream_id
+                found = self._records.get(id(event))
+                if found is not None and found.stream != waits:
+                    self._forks.pop(found.stream, None)
+                    if waits != captured:
+                        self._forks[waits] = _line_outside_torch()
+            wait(event, stream)
+
+        kind.record, kind.wait = noted_record, noted_wait
+        try:
+            yield
+        finally:
+            kind.record, kind.wait = record, wait
+
+    def missing_in(self, graph: Graph) -> str:
+        """What replays of a graph would leave out; empty if there is nothing.  The graph keeps the
+        events that its nodes record.  To be called once the function has returned."""
+        if self._waited_in_vain:
+            return (
+                f"it waits at {self._waited_in_vain} for an event that was never recorded, and a "
+                "replay would not wait for a later record"
+            )
+        if self._forks:
+            return (
+                f"it lets a stream wait at {next(iter(self._forks.values()))} that is not joined "
+                "again, and a replay would not let it wait; do so after the call"
+            )
+        if not self._records:
+            return ""
+        kind = NodeKind.EVENT_RECORD
+        nodes = {n.event_record.event for n in every_node(graph.nodes) if n.kind is kind}
+        alone = _references(_Record(object(), "", 0, new=False))
+        for found in self._records.values():
+            has_node = found.event.cuda_event in nodes
+            in_use = _references(found) > alone  # garbage in a cycle counts, which costs speed
+            if in_use and (found.new or not has_node):
+                return (
+                    f"the event that it records at {found.line} is in use after it, and a replay "
+                    "would not record it; make it once, outside of the function, with "
+                    "torch.cuda.Event(external=True), or record it after the call"
+                )
+            if has_node:
+                graph.keep.append(found.event)
+        return ""
+
+
+def _references(record: _Record) -> int:
+    return sys.getrefcount(record.event)
+
+
+def _line_outside_torch() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "ostinato",
+        "torch",
+    ):
+        frame = frame.f_back
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{file}:{number}: {linecache.getline(file, number).strip()}"
 
 
 def _copies_elsewhere(nodes: Sequence[Node]) -> bool:

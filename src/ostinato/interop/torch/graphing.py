@@ -17,7 +17,7 @@ import torch
 from ostinato import Device, GraphCache
 from ostinato.errors import InputError
 from ostinato.interop.graphed import Graphed
-from ostinato.interop.reading.library import LIMITS, Devices, Options, cuda_index, name_of
+from ostinato.interop.reading.library import Devices, Options, cuda_index, name_of, own_cache
 from ostinato.interop.reading.moves import MOST
 from ostinato.interop.reading.places import Current
 from ostinato.interop.reading.recheck import MISSED, Checks, Inexpressible
@@ -82,8 +82,8 @@ def graphed(
       collects machine code: `graphfile.collect_modules`) is restored when it is first called,
       bound to the tensors of this process, without a warm-up and a capture.  What does not fit is
       captured as usual; `statistics().not_restored` says why.
-    * `cache`, or `budget` for the bytes of a cache of its own; `device`, if not that which torch
-      has as its current one.
+    * `cache`, or `budget` for the bytes of a cache of its own (a quarter of the device's memory if
+      neither is given); `device`, if not that which torch has as its current one.
 
     Raises InputError for options that do not fit the function.
     """
@@ -96,6 +96,12 @@ def graphed(
     unavailable = ""
     if not torch.cuda.is_available():
         unavailable = "torch has no CUDA device here, so there is nothing to capture"
+    elif (allocator := torch.cuda.get_allocator_backend()) != "native":
+        unavailable = (
+            f"torch allocates with {allocator} here, and only its native allocator keeps the "
+            "memory of a capture for its graph (backend:native in PYTORCH_CUDA_ALLOC_CONF)"
+        )
+    if unavailable:
         library: Torch = TorchWithoutCuda(device or _devices.of(None))
     else:
         index = torch.cuda.current_device() if index is None else index
@@ -112,7 +118,7 @@ def graphed(
         strict=strict,
         guard=guard,
     )
-    kept = cache or GraphCache(library.device, budget=budget, limits=LIMITS)
+    kept = cache or own_cache(library.device, budget)
     owns = cache is None
     module = function if isinstance(function, torch.nn.Module) else None
     called = function if module is None else module.forward

@@ -17,7 +17,7 @@ from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
 from ostinato.interop.torch.adopting import as_tensor
-from ostinato.interop.torch.capturing import Captures
+from ostinato.interop.torch.capturing import Captures, out_of_memory
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
 from ostinato.interop.torch.watching import ModuleWatch
 
@@ -105,6 +105,25 @@ def _name_of(choice: Any) -> Hashable:
     """A setting without the handle that takes it back."""
     name: Hashable = choice[0] if isinstance(choice, tuple) else choice
     return name
+
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""Methods that give the tensors of which one of another layout consists."""
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor, or the parts of a sparse one, which has no memory of its own; and those of its
+    gradient, of which Python may not know."""
+    names = _PARTS.get(tensor.layout)
+    found = [tensor] if names is None else [getattr(tensor, name)() for name in names]
+    gradient = tensor.grad if tensor.is_leaf else None
+    return found if gradient is None else [*found, *_parts(gradient)]
 
 
 def _repeated(tensor: torch.Tensor) -> list[int]:
@@ -239,6 +258,18 @@ class Torch:
         storage = tensor.untyped_storage()
         return MemoryRange(storage.data_ptr(), storage.nbytes())
 
+    def memory(self, tensor: torch.Tensor, /) -> list[tuple[MemoryRange, object]]:
+        found: list[tuple[MemoryRange, object]] = []
+        try:
+            with torch._C.DisableTorchFunction():
+                for part in _parts(tensor):
+                    storage = part.untyped_storage()
+                    if storage.device.type != "meta":  # as that of the tensors while torch compiles
+                        found.append((MemoryRange(storage.data_ptr(), storage.nbytes()), storage))
+        except Exception:  # it is made of other tensors, and code of the user's says of which
+            return []
+        return [piece for piece in found if piece[0].address]
+
     def refusal(self, tensor: torch.Tensor, /) -> str:
         kind = type(tensor)
         if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
@@ -362,6 +393,12 @@ class Torch:
 
     def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
         return self._captures.capture(work)
+
+    def out_of_memory(self, error: BaseException, /) -> bool:
+        return out_of_memory(error)
+
+    def trim(self, *, short: bool) -> None:
+        self._captures.trim(short=short)
 
     # --- memory
     def buffer(self, tensor: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
