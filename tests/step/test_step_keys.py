@@ -459,6 +459,32 @@ def test_repeated_calls_are_uses_of_their_graph(device: Device) -> None:
     assert [line.calls for line in case.step.statistics().keys] == [1, 5]
 
 
+def test_a_step_that_is_switched_off_replays_no_graph_of_another(device: Device) -> None:
+    """Steps that share their graphs are decided for one by one."""
+    case = Counting(device, warmups=0, share="count")
+    other = ost.GraphedStep(case.run, stream=case.stream, cache=case.cache, share="count")
+    for step in (case.step, other) * 3:
+        step(rows=2)
+    other.enabled = False
+    for _ in range(3):
+        assert case.step(rows=2).action is Action.REPLAY
+        assert other(rows=2).reason is Reason.GRAPHS_OFF
+    assert case.value == 12
+
+
+def test_a_graph_that_is_put_under_a_key_that_was_given_up_is_not_replayed(device: Device) -> None:
+    case = Counting(device)
+    for _ in range(4):
+        case.step(rows=2)
+    case.cache.evict_all()
+    case.broken = True
+    assert case.step(rows=2).reason is Reason.BUILD_FAILED
+    case.cache.install(case.step.key(rows=2), graph_of(case.device))
+    for _ in range(3):
+        assert case.step(rows=2).reason is Reason.BUILD_FAILED
+    assert case.value == 8
+
+
 # --- strict
 def unmet(case: Counting) -> None:
     case.step.preconditions = {"workspace ready": lambda: False}

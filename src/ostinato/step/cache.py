@@ -197,7 +197,7 @@ class Table:
         for entry in entries:
             if self.entries.get(entry.key) is entry:
                 del self.entries[entry.key]
-            kept, entry.graph, entry.epoch = entry.graph, None, None
+            kept, entry.graph = entry.graph, None
             self.total.left[reason] += 1
             entry.left[reason] += 1
             if kept is not None:

@@ -12,8 +12,8 @@ The engine knows no slots, sizes or arguments.  A door (`GraphedStep`) makes a `
 hands it over once, and is called back only through it.
 
 What may become of a call is decided by `policy.decide`.  It is asked if the cache's epoch is
-another one than when the entry's last replay was decided, or if the entry has no graph; otherwise
-the answer is the same: replay.
+another one than when the last replay of such a call was decided, or if the entry has no graph;
+otherwise the answer is the same: replay.
 """
 
 from __future__ import annotations
@@ -103,9 +103,12 @@ class Call:
     """The arguments of a call that may be repeated without its key; None if that may not be."""
     entry: Entry | None = None
     counts: Counts | None = None
+    decided_at: int | None = None
+    """The cache's epoch when a replay was decided."""
     repeat: Repeat | None = None
-    """A way for such a call that looks at nothing else; and the epoch that it was armed at."""
+    """A way for such a call that looks at nothing else; and"""
     armed_at: int | None = None
+    """the epoch when it was armed."""
 
 
 class Work(ABC):
@@ -269,7 +272,7 @@ class Engine:
             decision = REPLAY
             if (
                 kept is None
-                or entry.epoch is not self.cache.epoch
+                or call.decided_at is not self.cache.epoch
                 or context.captures
                 or work.options.preconditions
             ):
@@ -316,8 +319,8 @@ class Engine:
 
     def _decision(self, work: Work, entry: Entry, kept: Kept | None) -> Decision:
         """What to do: as before, if nothing has changed but what is asked at each call."""
-        epoch, options = self.cache.epoch, work.options
-        if kept is not None and entry.epoch is epoch and not work.stream.context.captures:
+        epoch, options, call = self.cache.epoch, work.options, work.call
+        if kept is not None and call.decided_at is epoch and not work.stream.context.captures:
             for met in options.preconditions.values():
                 if not met():
                     break
@@ -325,7 +328,7 @@ class Engine:
                 return REPLAY
         decision = decide(self._situation(work, entry, kept is not None))
         if decision is REPLAY:
-            entry.epoch = epoch
+            call.decided_at = epoch
         return decision
 
     def _situation(self, work: Work, entry: Entry, has_graph: bool) -> Situation:
@@ -598,6 +601,7 @@ class Engine:
         """Keeps the key from being replayed."""
         entry.reason = (reason, why)
         self.cache.evict(entry.key)
+        self.changed()
         refused = work.options.strict or reason is Reason.HOST_STATE
         served = "not run" if refused else "run eagerly"
         _log.warning("%s is %s from now on: %s: %s", entry.key, served, reason.value, why)

@@ -86,8 +86,6 @@ class Entry:
     refused: Counter[Refusal] = field(default_factory=Counter)
 
     # --- what an engine knows
-    epoch: object = None
-    """That of the cache when a replay was decided; None since the graph changed."""
     reason: tuple[Reason, str] | None = None
     """Why it is not replayed (quarantine), and the text of the error."""
     refusals: int = 0
