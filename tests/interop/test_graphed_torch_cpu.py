@@ -62,6 +62,21 @@ class Net(torch.nn.Module):
         return self.inner(x) * self.scale
 
 
+def test_nothing_points_weakly_at_an_event(make: Any) -> None:
+    """torch frees its events without clearing weak references: the next collection of garbage that
+    met one ended the process."""
+    event, given = torch.cuda.Event(), torch.cuda.Event()
+
+    def function(x: Any, other: Any) -> Any:
+        return x * 2 if event is not other else x
+
+    step = make(function)
+    for x in torch.randn(4, 2, 4):
+        assert torch.equal(step(x, given), x * 2)
+    assert step.statistics().replays == 3, step.explain()
+    assert (weakref.getweakrefcount(event), weakref.getweakrefcount(given)) == (0, 0)
+
+
 def test_modules(make: Any) -> None:
     model = Net()
     step = make(model)
