@@ -155,9 +155,8 @@ class Arguments:
             if found is not None and found[0] is gone:  # else another one has its address
                 del watched[key]
 
-        if not isinstance(value, self._library.held):
-            with contextlib.suppress(TypeError):  # no weak references
-                watched[key] = weakref.ref(value, drop), watch
+        with contextlib.suppress(TypeError):  # no weak references
+            watched[key] = weakref.ref(value, drop), watch
         return watch
 
     # --- putting together

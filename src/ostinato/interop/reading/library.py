@@ -45,8 +45,6 @@ class Library(Watcher, Protocol):
     device: Device
     array_type: type
     """Of plain arrays, which need no other check."""
-    held: tuple[type, ...]
-    """Types that no weak reference may point at: it would outlive the object."""
 
     def capturing(self) -> bool:
         """Whether the caller's current stream captures."""
