@@ -1206,7 +1206,12 @@ def test_a_recorded_launch_of_a_changed_graph_is_not_its_definition(device: Devi
         stream, lambda: ost.launch(stream, increment, config(1), x, 1)
     ).instantiate(upload=stream)
     run.patch(0, "by", 10)
-    step = ost.GraphedStep(run.launch, stream=stream, cache=ost.GraphCache(device), build="record")
+    step = ost.GraphedStep(
+        lambda stream, _: run.launch(stream),
+        stream=stream,
+        cache=ost.GraphCache(device),
+        build="record",
+    )
     for calls in range(1, 4):
         step()
         assert x.to_numpy(stream)[0] == 10 * calls

@@ -80,6 +80,7 @@ class Lib:
     """The library; also what `Graphed` needs of it (`Library`)."""
 
     array_type: type = Array
+    held: tuple[type, ...] = ()
     plain: tuple[type, ...] = ()
     reader = None
 

@@ -62,6 +62,17 @@ class Net(torch.nn.Module):
         return self.inner(x) * self.scale
 
 
+def test_nothing_points_weakly_at_an_event(make: Any) -> None:
+    """torch frees its events without clearing weak references: the next collection of garbage that
+    met one ended the process."""
+    event, other = torch.cuda.Event(), torch.cuda.Event()
+    function = lambda x: x * 2 if event is not other else x  # noqa: E731
+    step = make(function)
+    check(step, function, *torch.randn(4, 2, 4))
+    assert step.statistics().replays == 3, step.explain()
+    assert (weakref.getweakrefcount(event), weakref.getweakrefcount(other)) == (0, 0)
+
+
 def test_modules(make: Any) -> None:
     model = Net()
     step = make(model)

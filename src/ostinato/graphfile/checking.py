@@ -146,7 +146,7 @@ class Trial:
             except DriverError as error:
                 if not self.strays:
                     raise GraphFileError(
-                        f"the launch with {poison:#04x} in all memory without a name failed: {error}"
+                        f"a launch with {poison:#04x} in all memory without a name failed: {error}"
                     ) from error
                 what = ""
             else:

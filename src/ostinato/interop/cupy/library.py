@@ -117,6 +117,7 @@ class CuPy:
     """What CuPy does for `Graphed` (`interop.reading.library.Library`)."""
 
     array_type = cupy.ndarray
+    held: tuple[type, ...] = ()
     plain: tuple[type, ...] = (np.dtype, np.generic)
     reader: tuple[int, int] | None = None
 

@@ -19,6 +19,7 @@ other functions that it calls read by themselves.  An iterator makes a call run 
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -411,10 +412,10 @@ class Guards:
         known = self._known.get(id(value))
         if known is None or known.itself() is not value:
             watch = value if isinstance(value, Guarded) else self._library.watch(value)
-            try:
-                itself: Callable[[], object] = weakref.ref(value, _Drops(self._known, id(value)))
-            except TypeError:
-                itself = functools.partial(_itself, value)
+            itself: Callable[[], object] = functools.partial(_itself, value)
+            if not isinstance(value, self._library.held):
+                with contextlib.suppress(TypeError):  # no weak references
+                    itself = weakref.ref(value, _Drops(self._known, id(value)))
             known = self._known[id(value)] = _Known(itself, next(self._serials), watch)
             for kind, name in () if watch is None else watch.methods():
                 self._named |= names_in_method(kind, name)

@@ -36,6 +36,9 @@ class Watch(Protocol):
 class Watcher(Arrays, Protocol):
     """A library that knows objects with a state of their own."""
 
+    held: tuple[type, ...]
+    """Types that no weak reference may point at: it would outlive the object."""
+
     def watch(self, value: object, /) -> Watch | None:
         """How to read such an object; None for all others."""
         ...

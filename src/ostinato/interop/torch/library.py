@@ -212,6 +212,9 @@ class Torch:
     """What torch does for `Graphed` (`interop.reading.library.Library`)."""
 
     array_type = torch.Tensor
+    held: tuple[type, ...] = (torch.cuda.Event, torch.cuda.Stream)
+    """torch 2.11 frees them without clearing their weak references (0 of 50 events), and the next
+    collection of garbage that met one was a segmentation fault."""
     plain = PLAIN
     alias = staticmethod(torch.Tensor.detach)
 
