@@ -332,6 +332,22 @@ _FAULTS = (
         (FOOTGUNS + "test_other_buckets_are_other_graphs",),
     ),
     Fault(
+        "setting-is-not-seen",
+        "A step that was switched off goes on replaying what its last call replayed.",
+        "ostinato.step.engine:Engine.changed",
+        "self.cache.epoch += 1",
+        "pass",
+        (STEP_KEYS + "test_a_repeated_call_sees_what_was_changed",),
+    ),
+    Fault(
+        "size-is-frozen-in-repeats",
+        "A call that is repeated as it was reads the size that another call left on the device.",
+        "ostinato.step.sizes:DeviceSizes.wanted",
+        "sizes if self._asked",
+        "NONE_READ if self._asked",
+        (STEP + "test_a_replay_reads_the_real_size_of_its_own_call",),
+    ),
+    Fault(
         "failed-capture-is-not-run",
         "A capture fails, and the call that needed it runs nothing.",
         "ostinato.step.engine:Engine._build",
