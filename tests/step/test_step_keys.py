@@ -13,7 +13,14 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import CaptureError, ClosedError, EagerRunError, PoolSealedError, Status
+from ostinato.errors import (
+    CaptureError,
+    ClosedError,
+    DriverError,
+    EagerRunError,
+    PoolSealedError,
+    Status,
+)
 from ostinato.explain import ReplayProfile
 from ostinato.step import (
     Action,
@@ -347,6 +354,17 @@ def test_captures_that_are_broken_again_and_again_end(host_device: Device) -> No
     assert case.step(rows=1).reason is Reason.BUILD_FAILED
     case.step.release(rows=1)
     assert case.step(rows=1).action is Action.BUILD
+
+
+def test_a_wait_that_fails_after_a_replay_runs_nothing_again(host_device: Device) -> None:
+    settings = ost.settings.ReplaySettings(synchronize=True)
+    faults, case = faulty(host_device, settings=settings)
+    for _ in range(3):
+        case.step(rows=1)
+    faults.fail("stream_synchronize")
+    with pytest.raises(DriverError, match="stream_synchronize"):
+        case.step(rows=1)
+    assert case.value == 4
 
 
 # --- the way of a call

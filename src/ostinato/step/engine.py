@@ -388,16 +388,20 @@ class Engine:
         work.bind()
         if verify != "off" and self._is_due(verify, call, counts, kept):
             return self._checked(work, entry, kept, decision)
+        refused: BaseException | None = None
         try:
             if self._plain and (counts.replayed + 1) % TIMED_EVERY:
                 kept.executable.launch(work.stream)
             else:
                 self._launch(work, counts, kept)
-        except ContextPoisonedError:
-            raise
-        except NotLaunched as refused:
-            return self._refused(work, entry, refused.__cause__ or refused)
-        except OstinatoError as refused:
+        except NotLaunched as error:
+            refused = error.__cause__ or error
+        except OstinatoError as error:
+            # With other settings it may be an error of the wait after a launch.
+            if not self._plain or isinstance(error, ContextPoisonedError):
+                raise
+            refused = error
+        if refused is not None:
             return self._refused(work, entry, refused)
         counts.replayed += 1
         entry.refusals = entry.disturbed = 0
