@@ -265,7 +265,13 @@ class Guards:
         if library.is_array(value):
             walker.array(path, value)
             return
-        if isinstance(value, _SPACES) or (type(value) is types.FunctionType and vars(value)):
+        with_attributes = type(value) is types.FunctionType and vars(value)
+        if with_attributes:  # it may stand for an object that the library knows
+            watch = self.watch(value)
+            if watch is not None:
+                self._visit_watched(walker, path, value, watch, depth, met)
+                return
+        if with_attributes or isinstance(value, _SPACES):
             self._visit_space(walker, path, value, depth, met)
             return
         bound = _bound(value)
@@ -278,11 +284,7 @@ class Guards:
             return
         watch = self.watch(value)
         if watch is not None:
-            met.add(id(value))
-            walker.watched(path, watch)
-            for name, child in watch.others():
-                if name.rpartition(".")[2] in self._named:
-                    self._visit(walker, (path, name), child, depth + 1, met, True)
+            self._visit_watched(walker, path, value, watch, depth, met)
             return
         if size_of(value) is not None:
             walker.other(path, value, None, inner)
@@ -313,6 +315,15 @@ class Guards:
         items = items_in(value) if depth < _DEEPEST else None
         if items is not None:
             self._visit_items(walker, path, value, items, depth, met)
+
+    def _visit_watched(
+        self, walker: Walker, path: Trail, value: Any, watch: Watch, depth: int, met: set[int]
+    ) -> None:
+        met.add(id(value))
+        walker.watched(path, watch)
+        for name, child in watch.others():
+            if name.rpartition(".")[2] in self._named:
+                self._visit(walker, (path, name), child, depth + 1, met, True)
 
     def _visit_space(
         self, walker: Walker, path: Trail, value: Any, depth: int, met: set[int]

@@ -103,7 +103,7 @@ class ObjectWatch:
         self.inner: list[tuple[Any, Any]] = []
         """The same of each object that was looked into."""
         self.holders: list[Any] = []
-        """All that was looked into: dicts, lists, deques, tuples, and `_Slots`."""
+        """All that was looked into: dicts, lists, deques, tuples, and `Slots`."""
         self.watches: list[Watch] = []
         """Of the library's modules."""
         self._search(value, 0, set())
@@ -129,9 +129,9 @@ class ObjectWatch:
                 if not isinstance(child, _CALLED):
                     self._search(child, depth + 1, seen)
             return
-        for held in _holders(value):
+        for held in holders_of(value):
             self.holders.append(held)
-            for key, child in [*_items(held)]:
+            for key, child in [*items_of(held)]:
                 if self._library.is_array(child):
                     self.places.append((held, key))
                 elif not (is_plain(child, self._library.plain) or isinstance(child, _CALLED)):
@@ -139,7 +139,7 @@ class ObjectWatch:
                     self._search(child, depth + 1, seen)
 
     def _kinds_now(self) -> list[list[type]]:
-        return [[type(child) for _, child in _items(held)] for held in self.holders]
+        return [[type(child) for _, child in items_of(held)] for held in self.holders]
 
     def _objects_now(self) -> list[Any]:
         found = [held[key] for held, key in self.inner]
@@ -175,7 +175,7 @@ class ObjectWatch:
         return None
 
 
-class _Slots:
+class Slots:
     """An object's slots as a dict."""
 
     def __init__(self, value: object, names: Iterable[str]) -> None:
@@ -183,6 +183,9 @@ class _Slots:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self._value, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([value for _, value in self.items()])
 
     def items(self) -> list[tuple[str, Any]]:
         held = [(name, getattr(self._value, name, Missing)) for name in self._names]
@@ -210,7 +213,7 @@ def items_in(value: Any) -> list[Any] | None:
     return None
 
 
-def _holders(value: Any) -> Iterator[Any]:
+def holders_of(value: Any) -> Iterator[Any]:
     kind: Any = type(value)
     if isinstance(value, dict | list | tuple | deque):
         yield value
@@ -220,8 +223,8 @@ def _holders(value: Any) -> Iterator[Any]:
     if held is not None:
         yield held
     if slots:
-        yield _Slots(value, slots)
+        yield Slots(value, slots)
 
 
-def _items(held: Any) -> Iterable[tuple[Any, Any]]:
+def items_of(held: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(held) if isinstance(held, list | tuple | deque) else held.items()

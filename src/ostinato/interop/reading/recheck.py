@@ -324,7 +324,7 @@ class _Noting:
         elif isinstance(value, list):
             self._checks.sequence(value, [*list.__iter__(value)])
         else:
-            self._checks.reads(value, _SameItems(value))
+            self._checks.reads(value, SameItems(value))
 
 
 def _note(watch: Watch, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
@@ -336,7 +336,7 @@ def _note(watch: Watch, checks: Checks, tokens: list[Hashable], arrays: list[Any
     note(watch, checks, tokens, arrays)
 
 
-class _SameItems:
+class SameItems:
     """Whether a container holds the very items that it holds now."""
 
     def __init__(self, value: Any) -> None:

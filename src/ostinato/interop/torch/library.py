@@ -16,10 +16,11 @@ from ostinato import Buffer, Device, Graph, MemoryRange, Stream
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
+from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.torch.adopting import as_tensor
 from ostinato.interop.torch.capturing import Captures
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
-from ostinato.interop.torch.watching import ModuleWatch
+from ostinato.interop.torch.watching import ModuleWatch, stateful
 
 
 def _kept(*names: tuple[str, str]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -222,7 +223,10 @@ class Torch:
     joiner = staticmethod(joiner)
 
     def watch(self, value: object, /) -> Watch | None:
-        return ModuleWatch(value) if isinstance(value, torch.nn.Module) else None
+        if isinstance(value, torch.nn.Module):
+            return ModuleWatch(value)
+        found = stateful(value)
+        return None if found is None else StateWatch(found, self)
 
     @staticmethod
     def signature(tensor: torch.Tensor, /) -> tuple[Hashable, ...]:
