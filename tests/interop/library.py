@@ -40,6 +40,7 @@ class Array:
         self.buffer = buffer if buffer is not None else lib.device.zeros(max(1, self.size), "f4")
         self.version = 0
         self.wanted = False
+        self.attached: Array | None = None
         self.place = "device"
 
     @property
@@ -157,6 +158,15 @@ class Lib:
 
     def lost(self, array: Array, /) -> str:
         return ""
+
+    def attached(self, arrays: Sequence[Array], /) -> Callable[[], None]:
+        held = [(array, array.attached) for array in arrays]
+
+        def put_back() -> None:
+            for array, other in held:
+                array.attached = other
+
+        return put_back
 
     def live(self) -> None:
         """Arrays have no such state."""

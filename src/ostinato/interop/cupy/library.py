@@ -177,6 +177,9 @@ class CuPy:
     def lost(self, array: Any, /) -> str:
         return ""
 
+    def attached(self, arrays: Sequence[Any], /) -> Callable[[], None]:
+        return lambda: None
+
     def live(self) -> None:
         """Arrays have no such state."""
 

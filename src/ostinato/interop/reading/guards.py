@@ -132,6 +132,12 @@ class Guarded:
     def methods(self) -> Iterable[tuple[type, str]]:
         return ()
 
+    def holders(self) -> Iterable[Any]:
+        return ()
+
+    def names(self) -> list[str]:
+        return []
+
 
 class _Here(threading.local):
     def __init__(self) -> None:
@@ -176,6 +182,44 @@ class _Reading:
 
     def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
         self.tokens.append(head)
+
+
+class _Naming(_Reading):
+    """The same, and where the value of each token is; empty for those that are of none."""
+
+    def __init__(self, serial: Callable[[object], int]) -> None:
+        super().__init__(serial)
+        self.names: list[str] = []
+
+    def array(self, path: Trail, array: Any) -> None:
+        super().array(path, array)
+        self.names.append(in_words(path))
+
+    def plain(self, path: Trail, value: Any) -> None:
+        super().plain(path, value)
+        self.names.append(in_words(path))
+
+    def watched(self, path: Trail, watch: Watch) -> None:
+        super().watched(path, watch)
+        whole, missing = in_words(path), len(self.tokens) - len(self.names)
+        names = [f"{whole}{name}" for name in watch.names()]
+        self.names += names if len(names) == missing else [whole] * missing
+
+    def container(self, path: Trail, value: Any, head: Hashable, children: list[Any]) -> None:
+        super().container(path, value, head, children)
+        self.names.append(in_words(path))
+
+    def contents(self, path: Trail, value: Any, token: Hashable) -> None:
+        super().contents(path, value, token)
+        self.names.append(in_words(path))
+
+    def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
+        super().other(path, value, inside, inner)
+        self.names.append(in_words(path))
+
+    def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
+        super().items(path, value, head, items)
+        self.names.append(in_words(path))
 
 
 @dataclass(slots=True)
@@ -432,13 +476,25 @@ class Guards:
                 self._named.add(name)  # an instance may have an attribute of this name
         return known
 
-    def explain(self, before: Seen, after: Seen) -> str:
-        """The names of what differs between two readings; empty if nothing does."""
+    def names(self) -> list[str]:
+        """Where the value of each token is that `read` gives now."""
+        naming = _Naming(self.serial)
+        self.walk(naming)
+        return naming.names
+
+    def explain(self, before: Seen, after: Seen) -> list[str]:
+        """The names of what differs between two readings, of which the second was made just now;
+        none if nothing does."""
         if before.tokens == after.tokens and same(before.arrays, after.arrays):
-            return ""
+            return []
+        if len(before.tokens) == len(after.tokens):
+            pairs = zip(self.names(), before.tokens, after.tokens, strict=True)
+            found = [*dict.fromkeys([name for name, one, other in pairs if one != other])]
+            if found:
+                return found
         parts = zip(self.places, _parts(before), _parts(after), strict=True)
         changed = [place.name for place, (a, b), (c, d) in parts if a != c or not same(b, d)]
-        return ", ".join(changed) or "what it uses"
+        return changed or ["what it uses"]
 
 
 def size_of(value: Any) -> int | None:

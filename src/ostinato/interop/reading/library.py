@@ -95,6 +95,11 @@ class Library(Watcher, Protocol):
         """What a copy of an array would not have, in words; empty if it has all."""
         ...
 
+    def attached(self, arrays: Sequence[Any], /) -> Callable[[], None]:
+        """A function that gives arrays the other arrays again that are attached to them now (their
+        gradients)."""
+        ...
+
     def live(self) -> Callable[[Any], Hashable] | None:
         """What of the arrays that a function uses besides its arguments may change while they stay
         where they are, and decides now what a call does; None if nothing does."""

@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from ostinato.interop.reading.trees import Arrays, is_plain, made_in_python
@@ -30,6 +30,15 @@ class Watch(Protocol):
 
     def methods(self) -> Iterable[tuple[type, str]]:
         """Classes and the names of their methods that run when it is called."""
+        ...
+
+    def names(self) -> list[str]:
+        """Behind the name of the object, where the values are that `read` gave tokens of; empty if
+        that is not known."""
+        ...
+
+    def holders(self) -> Iterable[Any]:
+        """The dicts, lists and the like that hold what it reads; asked for after `read`."""
         ...
 
 
@@ -186,6 +195,14 @@ class Slots:
 
     def __iter__(self) -> Iterator[Any]:
         return iter([value for _, value in self.items()])
+
+    def fill(self, held: Mapping[str, Any]) -> None:
+        """Gives the slots these values, and no others one."""
+        for name in self._names:
+            if name in held:
+                setattr(self._value, name, held[name])
+            elif hasattr(self._value, name):
+                delattr(self._value, name)
 
     def items(self) -> list[tuple[str, Any]]:
         held = [(name, getattr(self._value, name, Missing)) for name in self._names]

@@ -110,6 +110,12 @@ class Line:
     unmatched: int = 0
     """Replays that were found by the key: after each power of two a short way is looked for."""
 
+    def absorb(self, other: Line) -> None:
+        """Adds what another key counted that had no graph."""
+        self.calls += other.calls
+        self.eager += other.eager
+        self.reasons += other.reasons
+
 
 @dataclass(frozen=True, slots=True)
 class Dynamic:

@@ -109,7 +109,11 @@ class Saving:
         with self._subject.cache.hold(line.name) as run:
             if run is None:
                 raise InputError("its graph was evicted")
-            other, twin = self._maker.make(line, call)
+            kept = self._subject.keep(call)
+            try:
+                other, twin = self._maker.make(line, call, kept)
+            finally:
+                kept.put_back()  # nobody called the function
             moved = self._memory(twin, pieces)
             if moved[2] != results:
                 raise InputError("a second capture gave results of another layout")

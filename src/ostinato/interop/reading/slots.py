@@ -8,6 +8,7 @@ from typing import Any
 from ostinato import Graph, MemoryRange, Stream
 from ostinato.errors import InputError, UpdateRefusedError
 from ostinato.interop.reading.function import Subject
+from ostinato.interop.reading.kept import Kept
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
@@ -71,8 +72,10 @@ class Maker:
         return [not any(m.nbytes and m.holds(address(leaf)) for m in static) for leaf in leaves]
 
     # --- captures
-    def make(self, line: Line, work: Work) -> tuple[Graph, Captured]:
-        """Captures a call.  What it writes is noted in its line.  Raises NotGraphable."""
+    def make(self, line: Line, work: Work, kept: Kept) -> tuple[Graph, Captured]:
+        """Captures a call.  What it writes is noted in its line.  Raises NotGraphable.
+
+        `kept`: what the host held before, where each further try begins."""
         subject = self._subject
         library, arguments = subject.library, subject.arguments
         inputs = self.inputs(work)
@@ -90,9 +93,13 @@ class Maker:
         compiled = self.mover()
         mover = None if work.sizes or sources is None else compiled
         moved: tuple[int, ...] = ()
+        tried = False
 
         def run(stream: Stream) -> Any:
-            nonlocal moved
+            nonlocal moved, tried
+            if tried:
+                kept.put_back()
+            tried = True
             if mover is None or sources is None:
                 return subject.function(*args, **kwargs)
             mover.begin(stream, sources)

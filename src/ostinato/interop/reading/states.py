@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 from ostinato.interop.reading.guards import contents_of
@@ -45,7 +45,7 @@ class StateWatch:
         return self._object()
 
     def _find(self) -> None:
-        self.holders: list[Any] = []
+        self._holders: list[Any] = []
         """All that was looked into: dicts, lists, deques, tuples, and `Slots`."""
         self._tokens: list[Hashable] = []
         self._names: list[str] = []
@@ -65,9 +65,9 @@ class StateWatch:
         value = self.object
         self._kind = type(value)
         self._search("", value, 0)
-        self._inside = [h.values() if isinstance(h, dict) else h for h in self.holders]
-        self._dicts = [held for held in self.holders if isinstance(held, dict)]
-        self._sized = [held for held in self.holders if not isinstance(held, Slots)]
+        self._inside = [h.values() if isinstance(h, dict) else h for h in self._holders]
+        self._dicts = [held for held in self._holders if isinstance(held, dict)]
+        self._sized = [held for held in self._holders if not isinstance(held, Slots)]
         self._keys, self._lengths = [*_all(self._dicts)], [*map(len, self._sized)]
         self._kinds = [*map(type, self._objects)]
         self._values = [*_all(self._inside)]
@@ -118,7 +118,7 @@ class StateWatch:
         layout.append(type(value))
         for held in holders_of(value):
             items, placed = [*items_of(held)], dict[int, int]()
-            self.holders.append(held)
+            self._holders.append(held)
             self._placed.append(placed)
             layout.append(tuple([self._key(key) for key, _ in items]))
             for index, (key, child) in enumerate(items):
@@ -168,23 +168,26 @@ class StateWatch:
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
         if not self._as_before():
             self._find()
-        tokens.append(self._version)
+        tokens.append((StateWatch, self._version))
         tokens += self._tokens
         arrays += self._arrays
         for _, watch in self._watches:
             watch.read(tokens, arrays)
 
     def names(self) -> list[str]:
-        """Where the value of each token is that was read last; empty for those that are none."""
-        return ["", *self._names]
+        return [] if self._watches else ["", *self._names]
 
     def others(self) -> Iterator[tuple[str, Any]]:
         for name, watch in self._watches:
             for inner, child in watch.others():
                 yield f"{name}.{inner}", child
 
-    def methods(self) -> Iterator[tuple[type, str]]:
-        yield from ()
+    def methods(self) -> Iterable[tuple[type, str]]:
+        return ()
+
+    def holders(self) -> Iterable[Any]:
+        inside = [watch.holders() for _, watch in self._watches]
+        return [*self._holders, *[value for value, _ in self._contents], *_all(inside)]
 
     def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
         """Reads, and notes where each value was found."""
@@ -192,7 +195,7 @@ class StateWatch:
         if self._watches:
             raise Inexpressible  # which modules an optimiser holds is not looked into
         checks.types([self.object, *self._objects], [self._kind, *self._kinds])
-        for held in self.holders:
+        for held in self._holders:
             if isinstance(held, OrderedDict) and not held:
                 checks.size(held, 0)
             elif isinstance(held, dict) and not isinstance(held, OrderedDict):

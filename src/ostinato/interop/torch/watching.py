@@ -196,7 +196,7 @@ class ModuleWatch:
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
         if not self._as_before():
             self._find()
-        tokens.append(self._version)
+        tokens.append((ModuleWatch, self._version))
         arrays += [t for t in _all(map(_values, self._tensors)) if t is not None]
         arrays += map(_value, self._loose)
 
@@ -212,6 +212,12 @@ class ModuleWatch:
         module: Any = self._module()
         for kind in {type(each) for each in module.modules()}:
             yield kind, "forward"
+
+    def names(self) -> list[str]:
+        return []
+
+    def holders(self) -> Iterable[Any]:
+        return [*self._sized, *self._hooks]
 
     def describe(self, name: str, description: Description) -> None:
         """All that it holds but for `others`, by names."""

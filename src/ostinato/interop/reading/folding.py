@@ -1,0 +1,118 @@
+"""Keys that differ in plain values alone.  A number that is another one at each call (a position)
+would make a key of each call and a graph of none: such keys are folded into one."""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias
+
+from ostinato.interop.reading.records import Line
+
+MOST = 8
+"""Keys that differ in the same plain values alone before these are folded."""
+_MOST_MET = 128
+_MOST_FAMILIES = 64
+_MOST_COMPARED = 16
+_MOST_CHANGING = 256
+Flat: TypeAlias = tuple[Hashable, ...]
+"""A key whose tokens are all in one tuple."""
+
+
+class Fold:
+    """Keys that are one line."""
+
+    def __init__(self, places: tuple[int, ...], line: Line) -> None:
+        self.places, self.line = places, line
+        """Where the keys differ."""
+        self._met: OrderedDict[Hashable, None] = OrderedDict()
+        """The values of the last calls, which may come again."""
+        self.endless = False
+        """Whether more different values came than are remembered."""
+
+    def comes_again(self, flat: Flat) -> bool:
+        """Whether a call's values were met before: then it gets a key of its own."""
+        values = tuple([flat[place] for place in self.places])
+        if values in self._met:
+            del self._met[values]
+            return True
+        self.meet(flat)
+        return False
+
+    def meet(self, flat: Flat) -> None:
+        self._met[tuple([flat[place] for place in self.places])] = None
+        if len(self._met) > _MOST_MET:
+            self._met.popitem(last=False)
+            self.endless = True
+
+
+class Folds:
+    """The folded keys of one function."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[Flat, Hashable]] = deque(maxlen=_MOST_COMPARED)
+        """Keys that were new."""
+        self._families: OrderedDict[Hashable, list[tuple[Flat, Hashable]]] = OrderedDict()
+        """Keys that differ, by where they do and what they have in common."""
+        self._folds: dict[tuple[int, ...], dict[Flat, Fold]] = {}
+
+    def find(self, flat: Flat) -> Fold | None:
+        """The fold that a key belongs to."""
+        for places, folds in self._folds.items():
+            if places[-1] < len(flat) and all(_is_plain(flat[place]) for place in places):
+                fold = folds.get(_without(flat, places))
+                if fold is not None:
+                    return fold
+        return None
+
+    def family(
+        self, flat: Flat, key: Hashable
+    ) -> tuple[tuple[int, ...], list[tuple[Flat, Hashable]]]:
+        """Notes a new key.  Where it differs from the last one like it, and all that differ there
+        alone, itself with them."""
+        found: tuple[tuple[int, ...], list[tuple[Flat, Hashable]]] = (), []
+        for other in reversed(self._recent):
+            places = _differing(flat, other[0])
+            if places:
+                same = places, _without(flat, places)
+                family = self._families.setdefault(same, [other])
+                self._families.move_to_end(same)
+                family.append((flat, key))
+                found = places, family
+                break
+        if len(self._families) > _MOST_FAMILIES:
+            self._families.popitem(last=False)
+        self._recent.append((flat, key))
+        return found
+
+    def fold(self, fold: Fold, flat: Flat) -> None:
+        """All keys like one are folded from here on."""
+        same = _without(flat, fold.places)
+        self._families.pop((fold.places, same), None)
+        self._folds.setdefault(fold.places, {})[same] = fold
+
+
+def _differing(one: Flat, other: Flat) -> tuple[int, ...]:
+    """Where two keys differ, if they do in plain values alone; else nothing."""
+    if len(one) != len(other):
+        return ()
+    places = [place for place, differs in enumerate(map(operator.ne, one, other)) if differs]
+    plain = all(_is_plain(one[place]) and _is_plain(other[place]) for place in places)
+    return tuple(places) if plain and len(places) <= _MOST_CHANGING else ()
+
+
+def _without(flat: Flat, places: Sequence[int]) -> Flat:
+    rest = [*flat]
+    for place in places:
+        rest[place] = None
+    return tuple(rest)
+
+
+def _is_plain(token: Any) -> bool:
+    """Whether a token is of a value, and not of an array or of how a container is put together."""
+    if type(token) is not tuple or len(token) < 2 or not isinstance(token[0], type):
+        return False
+    if token[0] is tuple:
+        return type(token[1]) is tuple
+    return token[0] not in (list, dict, OrderedDict)
