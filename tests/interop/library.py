@@ -15,6 +15,7 @@ import numpy as np
 import ostinato as ost
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.objects import Watch
+from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.reading.trees import Join
 
 
@@ -66,6 +67,13 @@ class Array:
 
 class SubArray(Array):
     pass
+
+
+class Stateful:
+    """An object of the library, all of whose state counts: an optimiser."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
 
 
 class Here(threading.local):
@@ -187,7 +195,7 @@ class Lib:
         raise AssertionError
 
     def watch(self, value: object, /) -> Watch | None:
-        return None
+        return StateWatch(value, self) if isinstance(value, Stateful) else None
 
     def stream(self) -> ost.Stream:
         return self.here.stream
@@ -308,6 +316,10 @@ class Lib:
 
     def restore_random(self, state: Any) -> None:
         self.state = state
+
+    def seeding(self) -> Callable[[], str]:
+        before = self.state
+        return lambda: "the state of the generator" if self.state < before else ""
 
     def same_random(self, state: Any) -> bool:
         return bool(self.state == state)

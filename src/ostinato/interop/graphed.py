@@ -81,7 +81,8 @@ _numbers = itertools.count()
 """Of keys, in all caches."""
 _OFF = "graphs are switched off (OSTINATO_NO_GRAPHS)"
 _OVERLAPS = "an argument shares memory with another that is written"
-_EVERY, _ALL = "every call", ("every call",)
+_EVERY = "every call"
+_ALL: tuple[Any, ...] = (_EVERY,)
 """The words and the key of a function that runs eagerly whatever it is given."""
 EAGER = object()
 """Stands for the result of a call that is to run eagerly."""
@@ -577,6 +578,7 @@ class Graphed(Guarded):
         line.eager += 1
         line.reasons["the first call of a key warms up"] += 1
         subject.turns.take()
+        seeded = library.seeding()
         result = library.run_beside(lambda: self._function(*work.args, **work.kwargs))
         if library.wants_gradient(result):
             line.reason = subject.at(
@@ -609,6 +611,7 @@ class Graphed(Guarded):
         changed = subject.changed_state(work)
         if not changed and self._places(state) != places[1]:
             changed = "the memory of a tensor"
+        changed = changed or seeded()
         self._stateful = self._stateful + 1 if changed else 0
         if changed:
             if self._stateful > 1:
@@ -712,7 +715,11 @@ class Graphed(Guarded):
         except BaseException as error:
             kept.put_back()  # the call runs eagerly next
             left = self._subject.changed_state(work)
-            if left and isinstance(error, Exception) and not isinstance(error, ContextPoisonedError):
+            if (
+                left
+                and isinstance(error, Exception)
+                and not isinstance(error, ContextPoisonedError)
+            ):
                 raise NotGraphable(
                     self._subject.at(
                         f"{error}; and before it failed, the capture changed Python state that "

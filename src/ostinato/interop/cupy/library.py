@@ -336,6 +336,9 @@ class CuPy:
     def restore_random(self, state: Any) -> None:
         """There is no state."""
 
+    def seeding(self) -> Callable[[], str]:
+        return lambda: ""  # draws of its generators are refused
+
     def same_random(self, state: Any) -> bool:
         return True
 

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ostinato.errors import InputError
@@ -217,7 +217,7 @@ class Arguments:
         ]
 
     # --- in words
-    def words(self, work: Work, changing: Sequence[str] = ()) -> str:
+    def words(self, work: Work, changing: Collection[str] = ()) -> str:
         """The arguments as they stand in tables; "…" for the value of those that are `changing`."""
         given = self.named(work.args, work.kwargs)
         return ", ".join(

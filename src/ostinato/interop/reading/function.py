@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -70,13 +69,15 @@ class Subject:
         return [*map(self.library.address, work.statics)]
 
     def keep(self, work: Work) -> Kept:
-        """What a run of a call may change on the host."""
-        kept = Kept()
-        with contextlib.suppress(Unknown):  # only where guards are off: it was read before
-            kept.guards(self.code)
-        self.arguments.keep(work, kept)
-        kept.also(self.library.attached(work.state))
-        return kept
+        """What a run of a call may change on the host, to be put back."""
+
+        def note(kept: Kept) -> None:
+            if self.guards is not None:
+                kept.guards(self.guards)
+            self.arguments.keep(work, kept)
+            kept.also(self.library.attached(work.state))
+
+        return Kept(note)
 
     def changed_state(self, work: Work) -> str:
         """What the function uses besides its arguments and is not as it was when a call began;

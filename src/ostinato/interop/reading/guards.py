@@ -309,7 +309,7 @@ class Guards:
         if library.is_array(value):
             walker.array(path, value)
             return
-        with_attributes = type(value) is types.FunctionType and vars(value)
+        with_attributes = _has_attributes(value)
         if with_attributes:  # it may stand for an object that the library knows
             watch = self.watch(value)
             if watch is not None:
@@ -323,7 +323,8 @@ class Guards:
             walker.container(path, value, (type(value),), bound)
             self._visit_all(walker, path, enumerate(bound), depth, met, inner)
             return
-        if is_plain(value, library.plain):
+        functions = type(value) is tuple and any(map(_has_attributes, value))
+        if not functions and is_plain(value, library.plain):
             walker.plain(path, value)
             return
         watch = self.watch(value)
@@ -495,6 +496,11 @@ class Guards:
         parts = zip(self.places, _parts(before), _parts(after), strict=True)
         changed = [place.name for place, (a, b), (c, d) in parts if a != c or not same(b, d)]
         return changed or ["what it uses"]
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether it is a function with attributes of its own."""
+    return type(value) is types.FunctionType and bool(vars(value))
 
 
 def size_of(value: Any) -> int | None:

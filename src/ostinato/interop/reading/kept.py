@@ -19,9 +19,14 @@ from ostinato.interop.reading.places import Place
 
 class Kept:
     """A walk (`guards.Walker`) that notes what all that it meets holds.  What is in the memory of
-    arrays is not noted: a capture writes none."""
+    arrays is not noted: a capture writes none.
 
-    def __init__(self) -> None:
+    Only what changes between `begin` and `end` is put back: other threads may change the same
+    objects."""
+
+    def __init__(self, note: Callable[[Kept], None]) -> None:
+        """`note`: notes all that may change."""
+        self._note = note
         self._held: dict[int, tuple[Any, Any]] = {}
         """By addresses: what holds something, and all that it holds."""
         self._named: list[tuple[Any, str, Any]] = []
@@ -30,6 +35,29 @@ class Kept:
         self._names: set[str] = set()
         """Attributes that the code names."""
         self._others: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """A run begins, where the last one did, if there was one."""
+        self.put_back()
+        self._note(self)
+
+    def end(self) -> None:
+        """The run is over."""
+        self._named = [each for each in self._named if _named(*each[:2]) is not each[2]]
+        self._held = {key: each for key, each in self._held.items() if _differs(*each)}
+
+    def put_back(self) -> None:
+        """Puts back what the run changed."""
+        for held, name, value in self._named:
+            if _named(held, name) is not value:
+                _set_named(held, name, value)
+        for held, before in self._held.values():
+            if _differs(held, before):
+                _fill(held, before)
+        for put_back in self._others:
+            put_back()
+        for noted in (self._held, self._named, self._guards, self._names, self._others):
+            noted.clear()
 
     def hold(self, held: Any) -> None:
         """Notes what something holds, if that can change."""
@@ -41,18 +69,6 @@ class Kept:
     def also(self, put_back: Callable[[], None]) -> None:
         """Notes what else puts something back."""
         self._others.append(put_back)
-
-    def put_back(self) -> None:
-        """Puts back what is not as it was."""
-        for held, name, value in self._named:
-            if _named(held, name) is not value:
-                _set_named(held, name, value)
-        for held, before in self._held.values():
-            now = _taken(held)
-            if now != before if isinstance(before, bytes) else not same(now, before):
-                _fill(held, before)
-        for put_back in self._others:
-            put_back()
 
     # --- a walk
     def guards(self, guards: Guards) -> None:
@@ -153,8 +169,14 @@ def _taken(held: Any) -> Any:
     if isinstance(held, Slots):
         return [each for pair in held.items() for each in pair]
     if isinstance(held, np.ndarray):
-        return held.tobytes() if held.flags.writeable and not held.dtype.hasobject else None
+        plain = held.flags.writeable and not held.dtype.hasobject
+        return np.asarray(held).tobytes() if plain else None
     return bytes(memoryview(held)) if isinstance(held, _BYTES) else None
+
+
+def _differs(held: Any, before: Any) -> bool:
+    now = _taken(held)
+    return now != before if isinstance(before, bytes) else not same(now, before)
 
 
 def _fill(held: Any, before: Any) -> None:
@@ -173,7 +195,7 @@ def _fill(held: Any, before: Any) -> None:
     elif isinstance(held, Slots):
         held.fill(dict(zip(before[::2], before[1::2], strict=True)))
     elif isinstance(held, np.ndarray):
-        held[...] = np.frombuffer(before, held.dtype).reshape(held.shape)
+        np.asarray(held)[...] = np.frombuffer(before, held.dtype).reshape(held.shape)
     elif isinstance(held, array.array):
         held[:] = array.array(held.typecode, before)
     elif isinstance(held, bytearray):

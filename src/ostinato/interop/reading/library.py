@@ -191,6 +191,11 @@ class Library(Watcher, Protocol):
 
     def restore_random(self, state: Any) -> None: ...
 
+    def seeding(self) -> Callable[[], str]:
+        """A function that tells which generator has a state that no replay gives it: it got another
+        seed since now, or drew on the host.  In words; empty if there is none."""
+        ...
+
     def same_random(self, state: Any) -> bool:
         """Whether the generators are in that state now."""
         ...

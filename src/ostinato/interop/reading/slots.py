@@ -75,7 +75,7 @@ class Maker:
     def make(self, line: Line, work: Work, kept: Kept) -> tuple[Graph, Captured]:
         """Captures a call.  What it writes is noted in its line.  Raises NotGraphable.
 
-        `kept`: what the host held before, where each further try begins."""
+        `kept`: notes what running the function changes on the host."""
         subject = self._subject
         library, arguments = subject.library, subject.arguments
         inputs = self.inputs(work)
@@ -93,17 +93,20 @@ class Maker:
         compiled = self.mover()
         mover = None if work.sizes or sources is None else compiled
         moved: tuple[int, ...] = ()
-        tried = False
+
+        def call() -> Any:
+            kept.begin()  # it may be the second try
+            try:
+                return subject.function(*args, **kwargs)
+            finally:
+                kept.end()
 
         def run(stream: Stream) -> Any:
-            nonlocal moved, tried
-            if tried:
-                kept.put_back()
-            tried = True
+            nonlocal moved
             if mover is None or sources is None:
-                return subject.function(*args, **kwargs)
+                return call()
             mover.begin(stream, sources)
-            result = subject.function(*args, **kwargs)
+            result = call()
             moved, places = self._moved(result, work, bound)
             if moved:
                 mover.end(stream, places)

@@ -63,7 +63,7 @@ class StateWatch:
         """Of each holder: which of its values have a token, and the number of that."""
         self._layout: list[Hashable] = []
         value = self.object
-        self._kind = type(value)
+        self._kind: Any = type(value)
         self._search("", value, 0)
         self._inside = [h.values() if isinstance(h, dict) else h for h in self._holders]
         self._dicts = [held for held in self._holders if isinstance(held, dict)]
@@ -98,7 +98,8 @@ class StateWatch:
         self._met[id(value)] = len(self._met)
         watch = library.watch(value)
         if watch is not None and not isinstance(watch, StateWatch):
-            layout.append(type(value))
+            kind: Any = type(value)
+            layout.append(kind)
             self._watches.append((name, watch))
             return
         contents = contents_of(value)
@@ -115,7 +116,8 @@ class StateWatch:
             return
         if depth and not container:
             self._objects.append(value)
-        layout.append(type(value))
+        kind = type(value)
+        layout.append(kind)
         for held in holders_of(value):
             items, placed = [*items_of(held)], dict[int, int]()
             self._holders.append(held)

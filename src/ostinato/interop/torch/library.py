@@ -196,6 +196,8 @@ class Torch:
     array_type = torch.Tensor
     plain = PLAIN
     alias = staticmethod(torch.Tensor.detach)
+    _of_host: tuple[torch.Generator, ...] = (torch.default_generator,)
+    """Generators from which no graph draws."""
 
     def __init__(self, device: Device, index: int, generators: Sequence[Any] = ()) -> None:
         self.device, self.index, self.where = device, index, torch.device("cuda", index)
@@ -540,11 +542,30 @@ class Torch:
         for generator, saved in zip(self._states(), state, strict=True):
             generator.set_state(saved)
 
+    def seeding(self) -> Callable[[], str]:
+        before = [(g, g.initial_seed(), _drawn(g)) for g in self._states()]
+        host = [(g, g.get_state()) for g in self._of_host]
+
+        def found() -> str:
+            for generator, seed, drawn in before:
+                if generator.initial_seed() != seed or _drawn(generator) < drawn:
+                    return f"the seed or the offset of the generator of {generator.device}"
+            if all(torch.equal(generator.get_state(), state) for generator, state in host):
+                return ""
+            return "the state of torch's generator of the CPU"
+
+        return found
+
     def same_random(self, state: Any) -> bool:
         return all(
             torch.equal(generator.get_state(), saved)
             for generator, saved in zip(self._states(), state, strict=True)
         )
+
+
+def _drawn(generator: torch.Generator) -> int:
+    """How far a generator of a GPU has counted."""
+    return int(generator.get_offset()) if generator.device.type == "cuda" else 0
 
 
 class TorchWithoutCuda(Torch):
