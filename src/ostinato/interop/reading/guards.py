@@ -309,7 +309,7 @@ class Guards:
         if library.is_array(value):
             walker.array(path, value)
             return
-        with_attributes = _has_attributes(value)
+        with_attributes = type(value) is types.FunctionType and _has_attributes(value)
         if with_attributes:  # it may stand for an object that the library knows
             watch = self.watch(value)
             if watch is not None:

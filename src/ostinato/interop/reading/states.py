@@ -96,20 +96,20 @@ class StateWatch:
             layout.append(("again", self._met[id(value)]))
             return
         self._met[id(value)] = len(self._met)
-        watch = library.watch(value)
+        container = isinstance(value, _CONTAINERS)
+        watch = None if container else library.watch(value)
         if watch is not None and not isinstance(watch, StateWatch):
             kind: Any = type(value)
             layout.append(kind)
             self._watches.append((name, watch))
             return
-        contents = contents_of(value)
+        contents = None if container else contents_of(value)
         if contents is not None:
             layout.append(None)
             self._tokens.append(contents)
             self._names.append(name)
             self._contents.append((value, contents))
             return
-        container = isinstance(value, _CONTAINERS)
         if depth > _DEEPEST or (not container and attributes_of(value) is None):
             layout.append(Itself(value))  # nothing is known of it
             self._objects.append(value)
