@@ -53,33 +53,37 @@ class Folds:
     def __init__(self) -> None:
         self._recent: deque[tuple[Flat, Hashable]] = deque(maxlen=_MOST_COMPARED)
         """Keys that were new."""
-        self._families: OrderedDict[Hashable, list[tuple[Flat, Hashable]]] = OrderedDict()
+        self._families: OrderedDict[tuple[tuple[int, ...], Flat], list[tuple[Flat, Hashable]]] = (
+            OrderedDict()
+        )
         """Keys that differ, by where they do and what they have in common."""
         self._folds: dict[tuple[int, ...], dict[Flat, Fold]] = {}
 
     def find(self, flat: Flat) -> Fold | None:
         """The fold that a key belongs to."""
         for places, folds in self._folds.items():
-            if places[-1] < len(flat) and all(_is_plain(flat[place]) for place in places):
-                fold = folds.get(_without(flat, places))
-                if fold is not None:
-                    return fold
+            fold = folds.get(_without(flat, places))
+            if fold is not None and _are_plain(flat, places):
+                return fold
         return None
 
     def family(
         self, flat: Flat, key: Hashable
     ) -> tuple[tuple[int, ...], list[tuple[Flat, Hashable]]]:
-        """Notes a new key.  Where it differs from the last one like it, and all that differ there
-        alone, itself with them."""
+        """Notes a new key.  The most keys that differ in the same places alone, itself with them,
+        and these places."""
         found: tuple[tuple[int, ...], list[tuple[Flat, Hashable]]] = (), []
-        for other in reversed(self._recent):
+        for places in {places for places, _ in self._families}:
+            family = self._families.get((places, _without(flat, places)))
+            if family is not None and _are_plain(flat, places):
+                family.append((flat, key))
+                if len(family) > len(found[1]):
+                    found = places, family
+        for other in () if found[1] else reversed(self._recent):
             places = _differing(flat, other[0])
             if places:
-                same = places, _without(flat, places)
-                family = self._families.setdefault(same, [other])
-                self._families.move_to_end(same)
-                family.append((flat, key))
-                found = places, family
+                found = places, [other, (flat, key)]
+                self._families[places, _without(flat, places)] = found[1]
                 break
         if len(self._families) > _MOST_FAMILIES:
             self._families.popitem(last=False)
@@ -98,15 +102,22 @@ def _differing(one: Flat, other: Flat) -> tuple[int, ...]:
     if len(one) != len(other):
         return ()
     places = [place for place, differs in enumerate(map(operator.ne, one, other)) if differs]
-    plain = all(_is_plain(one[place]) and _is_plain(other[place]) for place in places)
+    plain = _are_plain(one, places) and _are_plain(other, places)
     return tuple(places) if plain and len(places) <= _MOST_CHANGING else ()
 
 
 def _without(flat: Flat, places: Sequence[int]) -> Flat:
+    """A key without the values at some places, if it is as long as that."""
+    if places[-1] >= len(flat):
+        return ()
     rest = [*flat]
     for place in places:
         rest[place] = None
     return tuple(rest)
+
+
+def _are_plain(flat: Flat, places: Sequence[int]) -> bool:
+    return all(_is_plain(flat[place]) for place in places)
 
 
 def _is_plain(token: Any) -> bool:
