@@ -167,14 +167,8 @@ class Lib:
     def lost(self, array: Array, /) -> str:
         return ""
 
-    def attached(self, arrays: Sequence[Array], /) -> Callable[[], None]:
-        held = [(array, array.attached) for array in arrays]
-
-        def put_back() -> None:
-            for array, other in held:
-                array.attached = other
-
-        return put_back
+    def attached(self, arrays: Sequence[Array], /) -> list[tuple[Any, str, Any]]:
+        return [(array, "attached", array.attached) for array in arrays]
 
     def live(self) -> None:
         """Arrays have no such state."""

@@ -2029,3 +2029,50 @@ def test_numbers_that_the_function_draws_on_the_cpu(
     torch.manual_seed(0)
     equal([step(torch.ones(3)) for _ in range(20)], wanted)
     assert step.statistics().captures == 0 and "generator of the CPU" in step.explain()
+
+
+def gradients_in(way: str) -> tuple[Any, Any, Callable[[Any, int], None]]:
+    """A model, a function that gives it gradients, and what is done around each call."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def inside(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    def outside(x: Any) -> Any:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    def around(x: Any, number: int) -> None:
+        if way != "zeroed inside" and number % (3 if "added" in way else 1) == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none="kept" not in way)
+        elif way == "zeroed inside":
+            optimizer.step()
+
+    return model, inside if way == "zeroed inside" else outside, around
+
+
+@pytest.mark.parametrize(
+    "way", ["zeroed inside", "zeroed outside", "zeroed outside, kept", "added to", "added to, kept"]
+)
+@pytest.mark.parametrize("shapes", [1, 2])
+def test_gradients_that_the_function_gives(make: Any, way: str, shapes: int) -> None:
+    """They are those of the last call, also for who reads them outside."""
+    (mine, f, around), (theirs, g, around_theirs) = gradients_in(way), gradients_in(way)
+    step = make(f, gradients="eager")
+    with torch.enable_grad():
+        for number in range(30):
+            x = torch.full((2 + number // 2 % shapes, 3), number % 3 + 1.0)
+            equal(step(x), g(x))
+            equal([p.grad for p in mine.parameters()], [p.grad for p in theirs.parameters()])
+            around(x, number)
+            around_theirs(x, number)
+            equal([*mine.parameters()], [*theirs.parameters()])
+    if "added to" != way:
+        assert step.statistics().replays >= 12, step.explain()

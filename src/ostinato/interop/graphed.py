@@ -353,6 +353,7 @@ class Graphed(Guarded):
         """Whether a graph can be replayed as it is, unless it was evicted."""
         return (
             captured.epoch == work.epoch
+            and all([each.fits for each in captured.attached])
             and not line.reason
             and not self._state_reason
             and (not work.statics or self._subject.pointers(work) == captured.pointers)
@@ -396,6 +397,9 @@ class Graphed(Guarded):
     def _results(self, line: Line, captured: Captured, work: Work, made: Sequence[Any]) -> Any:
         """What a call gives after its replay.  `made`: the copies that the graph has made."""
         library = self._library
+        for each in captured.attached:
+            if getattr(each.array, each.name) is not each.after:
+                setattr(each.array, each.name, each.after)
         written = captured.written
         overwritten = self._subject.overwritten(captured, work) if written else ()
         for index in written:
@@ -685,6 +689,8 @@ class Graphed(Guarded):
         captured = line.captured()
         if captured is None or line.name not in self.cache:
             why = "the graph was evicted" if line.captures else "the second call of a key"
+        elif not all([each.fits for each in captured.attached]):
+            why = "a gradient is another one than it was at the capture"
         elif captured.epoch == work.epoch and self._subject.pointers(work) == captured.pointers:
             return captured
         else:

@@ -177,8 +177,8 @@ class CuPy:
     def lost(self, array: Any, /) -> str:
         return ""
 
-    def attached(self, arrays: Sequence[Any], /) -> Callable[[], None]:
-        return lambda: None
+    def attached(self, arrays: Sequence[Any], /) -> list[tuple[Any, str, Any]]:
+        return []
 
     def live(self) -> None:
         """Arrays have no such state."""

@@ -75,7 +75,7 @@ class Subject:
             if self.guards is not None:
                 kept.guards(self.guards)
             self.arguments.keep(work, kept)
-            kept.also(self.library.attached(work.state))
+            kept.attributes(self.library.attached(work.state))
 
         return Kept(note)
 

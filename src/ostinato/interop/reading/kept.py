@@ -7,7 +7,7 @@ import array
 import ctypes
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ class Kept:
         self._guards: list[Guards] = []
         self._names: set[str] = set()
         """Attributes that the code names."""
-        self._others: list[Callable[[], None]] = []
 
     def begin(self) -> None:
         """A run begins, where the last one did, if there was one."""
@@ -54,9 +53,7 @@ class Kept:
         for held, before in self._held.values():
             if _differs(held, before):
                 _fill(held, before)
-        for put_back in self._others:
-            put_back()
-        for noted in (self._held, self._named, self._guards, self._names, self._others):
+        for noted in (self._held, self._named, self._guards, self._names):
             noted.clear()
 
     def hold(self, held: Any) -> None:
@@ -66,9 +63,9 @@ class Kept:
             if found is not None:
                 self._held[id(held)] = held, found
 
-    def also(self, put_back: Callable[[], None]) -> None:
-        """Notes what else puts something back."""
-        self._others.append(put_back)
+    def attributes(self, found: Iterable[tuple[Any, str, Any]]) -> None:
+        """Notes attributes of objects: the object, the name and the value."""
+        self._named += found
 
     # --- a walk
     def guards(self, guards: Guards) -> None:

@@ -95,9 +95,9 @@ class Library(Watcher, Protocol):
         """What a copy of an array would not have, in words; empty if it has all."""
         ...
 
-    def attached(self, arrays: Sequence[Any], /) -> Callable[[], None]:
-        """A function that gives arrays the other arrays again that are attached to them now (their
-        gradients)."""
+    def attached(self, arrays: Sequence[Any], /) -> list[tuple[Any, str, Any]]:
+        """Of arrays that may have another one attached (a gradient), which functions replace: the
+        array, the attribute, and what it is now."""
         ...
 
     def live(self) -> Callable[[Any], Hashable] | None:

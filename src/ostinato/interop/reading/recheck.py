@@ -513,6 +513,10 @@ def recheck(
             live = library.live()
             if live is not None:
                 checks.each(live, noting.arrays)
+        for each in captured.attached:  # what a replay leaves: then it has nothing to set
+            if not each.fits:
+                return None
+            checks.attributes(each.array, {each.name: each.after})
         if line.state:
             used = [*work.statics, *([] if work.seen is None else work.seen.arrays)]
             ranges = [library.storage(used[i]) for i in line.state if i < len(used)]

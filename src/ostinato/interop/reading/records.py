@@ -24,6 +24,25 @@ class Bound:
     """Of each array, in which piece it is."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Attached:
+    """What a captured function did to an array's gradient, which a replay is to do."""
+
+    array: Any
+    name: str
+    before: Any
+    after: Any
+
+    @property
+    def fits(self) -> bool:
+        """Whether a replay does what the function would do now.  It writes where the capture did:
+        what is added to must be that, and if there was nothing, the function may have been about to
+        add to what is there now."""
+        if self.before is not None and self.before is not self.after:
+            return True  # it was replaced, whatever it was
+        return getattr(self.array, self.name) is self.before
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Captured:
     """What belongs to one graph; the graph owns it."""
@@ -57,6 +76,8 @@ class Captured:
     """its result; both for its file, and None if it is not to be saved."""
     rebound: bool = False
     """Whether it was bound to other memory than it was captured with."""
+    attached: tuple[Attached, ...] = ()
+    """The gradients that the function gives, or adds to."""
     compared: bool = False
     """Whether its inputs were compared with the arguments after a replay."""
     checked: bool = False

@@ -95,6 +95,8 @@ class Saving:
             raise InputError("it was bound to other memory")
         if line.text.startswith("!"):
             raise InputError(line.text[1:])
+        if captured.attached:
+            raise InputError("it gives gradients to what it uses")
         if captured.tree.given:
             raise InputError("its result holds an object that it was given")
         leaves: list[Any] = []

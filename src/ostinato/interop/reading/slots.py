@@ -12,7 +12,7 @@ from ostinato.interop.reading.kept import Kept
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
-from ostinato.interop.reading.records import Bound, Captured, Line, Work
+from ostinato.interop.reading.records import Attached, Bound, Captured, Line, Work
 from ostinato.interop.reading.trees import Tree, Unknown
 from ostinato.lowlevel import replace_small_fills
 
@@ -94,8 +94,11 @@ class Maker:
         mover = None if work.sizes or sources is None else compiled
         moved: tuple[int, ...] = ()
 
+        before: list[tuple[Any, str, Any]] = []
+
         def call() -> Any:
             kept.begin()  # it may be the second try
+            before[:] = library.attached(work.state)
             try:
                 return subject.function(*args, **kwargs)
             finally:
@@ -138,7 +141,15 @@ class Maker:
         if isinstance(tree, str):
             raise NotGraphable(subject.at(tree))
         self._compare_shapes(line, tree, work)
+        attached = zip(before, library.attached(work.state), strict=True)
         captured = Captured(
+            attached=tuple(
+                [
+                    Attached(array, name, one, other)
+                    for (array, name, one), (_, _, other) in attached
+                    if not (one is other is None)
+                ]
+            ),
             owner=(graph.owner, mover),
             inputs=inputs,
             stage=stage,

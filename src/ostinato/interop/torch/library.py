@@ -286,15 +286,9 @@ class Torch:
             return f"its class ({type(tensor).__qualname__})"
         return "that it requires gradients" if tensor.requires_grad else ""
 
-    def attached(self, tensors: Sequence[torch.Tensor], /) -> Callable[[], None]:
-        held = [(t, t.grad) for t in tensors if t.is_leaf and t.requires_grad]
-
-        def put_back() -> None:
-            for tensor, gradient in held:
-                if tensor.grad is not gradient:
-                    tensor.grad = gradient
-
-        return put_back
+    def attached(self, tensors: Sequence[torch.Tensor], /) -> list[tuple[Any, str, Any]]:
+        learning = {id(t): t for t in tensors if t.requires_grad and t.is_leaf}
+        return [(tensor, "grad", tensor.grad) for tensor in learning.values()]
 
     def live(self) -> Callable[[Any], Hashable] | None:
         return _requires_grad if torch.is_grad_enabled() else None
