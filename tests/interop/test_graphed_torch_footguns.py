@@ -2074,5 +2074,5 @@ def test_gradients_that_the_function_gives(make: Any, way: str, shapes: int) -> 
             around(x, number)
             around_theirs(x, number)
             equal([*mine.parameters()], [*theirs.parameters()])
-    if "added to" != way:
+    if way != "added to":
         assert step.statistics().replays >= 12, step.explain()

@@ -353,7 +353,7 @@ class Graphed(Guarded):
         """Whether a graph can be replayed as it is, unless it was evicted."""
         return (
             captured.epoch == work.epoch
-            and all([each.fits for each in captured.attached])
+            and (not captured.attached or all(each.fits for each in captured.attached))
             and not line.reason
             and not self._state_reason
             and (not work.statics or self._subject.pointers(work) == captured.pointers)
@@ -689,7 +689,7 @@ class Graphed(Guarded):
         captured = line.captured()
         if captured is None or line.name not in self.cache:
             why = "the graph was evicted" if line.captures else "the second call of a key"
-        elif not all([each.fits for each in captured.attached]):
+        elif not all(each.fits for each in captured.attached):
             why = "a gradient is another one than it was at the capture"
         elif captured.epoch == work.epoch and self._subject.pointers(work) == captured.pointers:
             return captured
