@@ -361,6 +361,31 @@ def test_each_try_of_a_capture_begins_where_the_first_one_did(
         assert lib.captures == 2 and counts.calls == 2
 
 
+def test_what_a_graphed_function_in_the_function_uses_is_put_back(lib: Lib, make: Make) -> None:
+    calls = [0]
+
+    def inner(x: Array) -> Array:
+        return x.line(float(calls[0]))
+
+    inside = make(inner)
+
+    def f(x: Array) -> Array:
+        inside.count(1)
+        by = float(x.numpy()[0])
+        inside.count(-1)
+        return x.line(by)
+
+    def count(by: int) -> None:
+        calls[0] += by
+
+    inside.count = count  # type: ignore[attr-defined]
+    step = make(f)
+    for _ in range(4):
+        step(ones(lib))
+        assert calls == [0]
+    assert lib.captures == 1
+
+
 def test_what_others_change_during_a_capture_that_fails_stays(lib: Lib, make: Make) -> None:
     shared = types.SimpleNamespace(mine=0, theirs=0)
     capture = lib.capture

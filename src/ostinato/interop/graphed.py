@@ -9,7 +9,9 @@ What happens to a key (`Line`):
 A capture that something else broke (another thread) is tried again at later calls: after 1, 4, 16
 and 64 more of them (`_disturbed`).
 
-A failure costs speed, never answers: whatever cannot be captured runs eagerly and is counted.
+A failure costs speed, never answers: whatever cannot be captured runs eagerly and is counted, and
+what a capture that fails did to the host is put back first (`kept.py`).  Keys that differ in plain
+values alone are folded into one that runs eagerly (`folding.py`).
 
 The way of a call, each step of which only comes if those before it do not answer:
 

@@ -12,8 +12,9 @@ nested tuples, lists, dicts and dataclasses, sets, small NumPy arrays, data of C
 partials, and modules of the library.  Of other objects: items, plain attributes and arrays, and
 what else of them the code names, by the names of attributes in it (also as texts, where it calls
 `getattr`) and in the methods of these objects that it calls (`self.config.scale`), three objects
-deep; of functions, and of modules and classes of the user's, what the code names.  Not read is what
-other functions that it calls read by themselves.  An iterator makes a call run eagerly.
+deep; of functions, and of modules and classes of the user's, what the code names; all that there is
+of objects of which the library says so (`states.py`).  Not read is what other functions that it
+calls read by themselves.  An iterator makes a call run eagerly.
 """
 
 from __future__ import annotations

@@ -208,9 +208,9 @@ class Captures:
 
         `beside`: a stream that does not capture, where torch lets a generator be set."""
         generators = [torch.cuda.default_generators[self._index], *self._generators]
-        # Others of the same states: cuDNN begins anew with a generator that is given a seed itself.
-        states = [generator.graphsafe_get_state() for generator in generators]
         with torch.cuda.stream(beside):
+            # Others of the same states: cuDNN begins anew with a generator that is given a seed.
+            states = [generator.graphsafe_get_state() for generator in generators]
             saved = [state.get_state() for state in states]
             for state in states:
                 state.manual_seed(_NO_SEED)
