@@ -91,6 +91,7 @@ class Lib:
     array_type: type = Array
     plain: tuple[type, ...] = ()
     reader = None
+    seeds: tuple[str, ...] = ("seed",)
 
     def __init__(self, device: ost.Device) -> None:
         self.device = device
@@ -105,6 +106,9 @@ class Lib:
         self.waits = 0
 
     # --- the library itself
+    def seed(self, state: int) -> None:
+        self.state = state
+
     def array(self, values: Any) -> Array:
         found = np.asarray(values, np.float32)
         return Array(self, found.shape, self.device.array(found.reshape(-1)))

@@ -1803,7 +1803,10 @@ class Training:
         return self.learned(x, self.optimizer.step)
 
     def parameters(self) -> list[Any]:
-        return [p.detach().clone() for p in self.model.parameters()]
+        """All that a step changes."""
+        parameters = [*self.model.parameters()]
+        given = [p.grad for p in parameters if p.grad is not None]
+        return [*parameters, *given, *[[*one.values()] for one in self.optimizer.state.values()]]
 
 
 HOLDS = ["closure", "bound method", "wrapper", "attribute", "a partial"]
@@ -1979,6 +1982,31 @@ def test_a_scaler_of_gradients(make: Any, unscaled: bool, hold: str) -> None:
     assert step.statistics().captures == 0 and step.statistics().quarantined, step.explain()
 
 
+def test_an_averaged_model(make: Any) -> None:
+    """It reads whether it was updated before, which no graph can."""
+
+    def training() -> Any:
+        made = Training("momentum")
+        optimizer, learned, model = made.optimizer, made.learned, made.model
+        average = torch.optim.swa_utils.AveragedModel(model)
+
+        def f(x: Any) -> Any:
+            loss = learned(x, optimizer.step)
+            average.update_parameters(model)
+            return loss
+
+        return made, average, f
+
+    (mine, average, f), (theirs, other, g) = training(), training()
+    step = make(f, gradients="eager")
+    with torch.enable_grad():
+        for _ in range(8):
+            equal(step(torch.ones(2, 3)), g(torch.ones(2, 3)))
+            equal(mine.parameters(), theirs.parameters())
+            equal(average.state_dict(), other.state_dict())
+    assert step.statistics().captures == 0 and step.statistics().quarantined, step.explain()
+
+
 def test_gradients_of_a_capture_that_fails(make: Any) -> None:
     """They are in memory of the graph that does not come to be."""
     mine, theirs = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
@@ -2010,7 +2038,8 @@ def test_a_seed_that_the_function_gives(make: Any) -> None:
     for _ in range(4):
         equal(step(torch.ones(3)), f(torch.ones(3)))
         torch.manual_seed(1)
-    assert step.statistics().captures == 0 and "the seed" in step.explain()
+    line = f.__code__.co_firstlineno + 1
+    assert step.statistics().captures == 0 and f"cpu at {__file__}:{line})" in step.explain()
 
 
 def test_numbers_that_the_function_draws_on_the_cpu(

@@ -617,7 +617,9 @@ class Graphed(Guarded):
         changed = subject.changed_state(work)
         if not changed and self._places(state) != places[1]:
             changed = "the memory of a tensor"
-        changed = changed or seeded()
+        if not changed:
+            changed = seeded()
+            changed += subject.seeded() if changed else ""
         self._stateful = self._stateful + 1 if changed else 0
         if changed:
             if self._stateful > 1:

@@ -118,6 +118,7 @@ class CuPy:
     array_type = cupy.ndarray
     plain: tuple[type, ...] = (np.dtype, np.generic)
     reader: tuple[int, int] | None = None
+    seeds: tuple[str, ...] = ()
 
     def __init__(self, device: Device, index: int, *, writes: bool) -> None:
         self.device, self.index = device, index

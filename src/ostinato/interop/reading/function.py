@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,14 +90,22 @@ class Subject:
             return str(error)
         return self.located(self.guards.explain(work.seen, now))
 
+    def seeded(self) -> str:
+        """Where the function may give a generator a seed."""
+        lines = [lines_of(self.function, [name]) for name in self.library.seeds]
+        return self.place(sorted({line for several in lines for line in several}))
+
+    def place(self, lines: Sequence[int]) -> str:
+        """Lines of the function, in words."""
+        code, named = code_of(self.function), ", ".join(map(str, lines[:_MOST_NAMED]))
+        return "" if code is None or not lines else f" at {code.co_filename}:{named}"
+
     def located(self, names: Iterable[str]) -> str:
         """Names of what the function uses, in words, with the lines of it that name them."""
-        code = code_of(self.function)
         found: dict[str, list[str]] = {}
         for name in names:
-            lines = lines_of(self.function, _WORD.findall(name))[:_MOST_NAMED]
-            place = "" if code is None else f"{code.co_filename}:{', '.join(map(str, lines))}"
-            found.setdefault(f" at {place}" if lines else "", []).append(name)
+            place = self.place(lines_of(self.function, _WORD.findall(name)))
+            found.setdefault(place, []).append(name)
         # What most of it is of comes first: a scheduler, before the optimiser that it changes.
         places = sorted(found.items(), key=lambda each: -len(each[1]))[:_MOST_NAMED]
         return "; ".join(

@@ -191,6 +191,9 @@ class Library(Watcher, Protocol):
 
     def restore_random(self, state: Any) -> None: ...
 
+    seeds: tuple[str, ...]
+    """What the functions are called that give a generator a seed or a state."""
+
     def seeding(self) -> Callable[[], str]:
         """A function that tells which generator has a state that no replay gives it: it got another
         seed since now, or drew on the host.  In words; empty if there is none."""

@@ -196,6 +196,10 @@ class Torch:
     array_type = torch.Tensor
     plain = PLAIN
     alias = staticmethod(torch.Tensor.detach)
+    seeds = (
+        *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state"),
+        *("set_rng_state_all", "set_state", "graphsafe_set_state", "set_offset"),
+    )
     _of_host: tuple[torch.Generator, ...] = (torch.default_generator,)
     """Generators from which no graph draws."""
 
