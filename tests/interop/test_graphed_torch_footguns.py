@@ -2091,10 +2091,11 @@ def gradients_in(way: str) -> tuple[Any, Any, Callable[[Any, int], None]]:
     "way", ["zeroed inside", "zeroed outside", "zeroed outside, kept", "added to", "added to, kept"]
 )
 @pytest.mark.parametrize("shapes", [1, 2])
-def test_gradients_that_the_function_gives(make: Any, way: str, shapes: int) -> None:
+@pytest.mark.parametrize("verify", [None, 3])
+def test_gradients_that_the_function_gives(make: Any, way: str, shapes: int, verify: Any) -> None:
     """They are those of the last call, also for who reads them outside."""
     (mine, f, around), (theirs, g, around_theirs) = gradients_in(way), gradients_in(way)
-    step = make(f, gradients="eager")
+    step = make(f, gradients="eager", verify=verify)
     with torch.enable_grad():
         for number in range(30):
             x = torch.full((2 + number // 2 % shapes, 3), number % 3 + 1.0)
@@ -2105,3 +2106,29 @@ def test_gradients_that_the_function_gives(make: Any, way: str, shapes: int) -> 
             equal([*mine.parameters()], [*theirs.parameters()])
     if way != "added to":
         assert step.statistics().replays >= 12, step.explain()
+
+
+def test_gradients_and_sizes_that_change(make: Any) -> None:
+    """After the capture an eager run learns where the size shows in the results."""
+
+    def using(weight: Any) -> Any:
+        def f(x: Any) -> Any:
+            y = x @ weight
+            (y.square().sum() + weight.square().sum()).backward()
+            return y.detach()
+
+        return f
+
+    mine, theirs = (torch.nn.Parameter(torch.eye(3)) for _ in range(2))
+    step = make(
+        using(mine),
+        gradients="eager",
+        padding=Padding({"x": 0}, ost.PowersOfTwo(8)),
+        fill={"x": 0.0},
+    )
+    with torch.enable_grad():
+        for size in (8, 7, 8, 5, 6, 7, 5, 6):
+            equal(step(torch.ones(size, 3)), using(theirs)(torch.ones(size, 3)))
+            equal(mine.grad, theirs.grad)
+            mine.grad = theirs.grad = None
+    assert step.statistics().replays >= 4, step.explain()

@@ -525,6 +525,21 @@ def test_keys_that_raise_are_not_folded(lib: Lib, make: Make) -> None:
             step(ones(lib), by)
 
 
+def test_folds_are_dropped_with_the_oldest_keys(
+    lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ostinato.interop import graphed
+
+    monkeypatch.setattr(graphed, "_MOST_LINES", 8)
+    step = make(lambda x, by: x.line(float(by)))
+    for size in range(1, 30):
+        for by in range(20):
+            found = step(lib.array(np.ones(size)), by)
+            np.testing.assert_array_equal(found.numpy(), [by] * size)
+    assert len(values_of(step)) <= 9
+    assert sum(map(len, step._folds._folds.values())) <= 9
+
+
 def test_what_was_folded_is_forgotten_with_the_rest(lib: Lib, make: Make) -> None:
     step = make(lambda x, by: x.line(float(by)))
     for by in range(50):

@@ -302,7 +302,7 @@ class Graphed(Guarded):
             family.clear()  # each of them raises
             return None
         names, what = self._places_in_words(places, work)
-        fold = Fold(places, Line(f"{self.name} #{next(_numbers)}", names))
+        fold = Fold(places, flat, Line(f"{self.name} #{next(_numbers)}", names))
         fold.line.reason = self._subject.at(
             f"{what} had another value in each of {MOST} keys, and a graph holds one value: give "
             "it as an array of the device, of which a graph reads what it holds then. A value that "
@@ -315,7 +315,7 @@ class Graphed(Guarded):
                 del self._lines[other]
                 fold.meet(each)
                 fold.line.absorb(line)
-        self._folds.fold(fold, flat)
+        self._folds.add(fold)
         self._lines[fold] = fold.line
         return fold
 
@@ -343,13 +343,11 @@ class Graphed(Guarded):
 
     def _forget(self) -> None:
         """Drops the older half of the keys without a graph."""
-        idle = [
-            key
-            for key, line in [*self._lines.items()]
-            if line.captured() is None and not isinstance(key, Fold)
-        ]
+        idle = [key for key, line in [*self._lines.items()] if line.captured() is None]
         for key in idle[: max(1, len(idle) // 2)]:
             del self._lines[key]
+            if isinstance(key, Fold):
+                self._folds.drop(key)
 
     def _ready(self, line: Line, captured: Captured, work: Work) -> bool:
         """Whether a graph can be replayed as it is, unless it was evicted."""
@@ -536,6 +534,7 @@ class Graphed(Guarded):
         if captured is None:
             return self._warm_up(line, work)
         if self._overlaps(line, work):  # known since the capture, which showed what is written
+            captured.detach()
             return self._eager(line, work, _OVERLAPS)
         if work.sizes and not _fits(line, work):
             return self._learn(line, captured, work)
@@ -543,6 +542,7 @@ class Graphed(Guarded):
             return self._verify(line, captured, work)
         done, result = self._replay(line, captured, work)
         if not done:
+            captured.detach()
             return self._eager(line, work, "the graph was evicted while it was to be replayed")
         if not (captured.compared or work.sizes):
             captured.compared = True
@@ -766,6 +766,7 @@ class Graphed(Guarded):
         """An eager run that tells which axes of the results are dynamic."""
         reason = "where the size shows in the results is learned from an eager run"
         self._eager(line, work, reason)
+        captured.detach()
         result = self._function(*work.args, **work.kwargs)
         try:
             tree = self._subject.arguments.tree(result, work)

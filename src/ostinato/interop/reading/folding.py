@@ -23,9 +23,12 @@ Flat: TypeAlias = tuple[Hashable, ...]
 class Fold:
     """Keys that are one line."""
 
-    def __init__(self, places: tuple[int, ...], line: Line) -> None:
+    def __init__(self, places: tuple[int, ...], flat: Flat, line: Line) -> None:
+        """`flat`: one of the keys."""
         self.places, self.line = places, line
         """Where the keys differ."""
+        self.same = _without(flat, places)
+        """What they have in common."""
         self._met: OrderedDict[Hashable, None] = OrderedDict()
         """The values of the last calls, which may come again."""
         self.endless = False
@@ -90,11 +93,17 @@ class Folds:
         self._recent.append((flat, key))
         return found
 
-    def fold(self, fold: Fold, flat: Flat) -> None:
-        """All keys like one are folded from here on."""
-        same = _without(flat, fold.places)
-        self._families.pop((fold.places, same), None)
-        self._folds.setdefault(fold.places, {})[same] = fold
+    def add(self, fold: Fold) -> None:
+        """Its keys are folded from here on."""
+        self._families.pop((fold.places, fold.same), None)
+        self._folds.setdefault(fold.places, {})[fold.same] = fold
+
+    def drop(self, fold: Fold) -> None:
+        """Its keys are new again."""
+        folds = self._folds[fold.places]
+        del folds[fold.same]
+        if not folds:
+            del self._folds[fold.places]
 
 
 def _differing(one: Flat, other: Flat) -> tuple[int, ...]:

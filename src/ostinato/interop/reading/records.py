@@ -84,6 +84,11 @@ class Captured:
     checked_padding: frozenset[int] = frozenset()
     """The arrays with which it was checked when they had padding."""
 
+    def detach(self) -> None:
+        """Takes the gradients away that the capture or a replay gave, before an eager run."""
+        for each in self.attached:
+            setattr(each.array, each.name, each.before)
+
 
 @dataclass(slots=True, eq=False)
 class Line:

@@ -196,7 +196,7 @@ class Torch:
     array_type = torch.Tensor
     plain = PLAIN
     alias = staticmethod(torch.Tensor.detach)
-    seeds = (
+    seeds: tuple[str, ...] = (
         *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state"),
         *("set_rng_state_all", "set_state", "graphsafe_set_state", "set_offset"),
     )
