@@ -554,3 +554,42 @@ def test_what_was_folded_is_forgotten_with_the_rest(lib: Lib, make: Make) -> Non
 def closed() -> Iterator[None]:
     yield
     Shared.inside = 0
+
+
+# ---------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("adding", [False, True])
+def test_what_a_replay_attaches_to_an_array(lib: Lib, make: Make, way: str, adding: bool) -> None:
+    """As eager calls leave it, by whatever key, and whatever the caller attached meanwhile."""
+
+    def using(weight: Array) -> Callable[[Array, int], Array]:
+        def f(x: Array, by: int) -> Array:
+            _ = weight.shape
+            if adding and weight.attached is not None:
+                weight.attached.shift(float(by))
+            else:
+                weight.attached = x.line(float(by))
+            return x.line(1.0)
+
+        return f
+
+    mine, theirs = ones(lib), ones(lib)
+    step, f = make(using(mine)), using(theirs)
+    for number in range(40):
+        x = lib.array(np.full(4, float(number)))
+        by = 2 + number // 4 % 2
+        step(x, by)
+        f(x, by)
+        found, wanted = mine.attached, theirs.attached
+        assert found is not None and wanted is not None
+        np.testing.assert_array_equal(found.numpy(), wanted.numpy())
+        if number in (9, 10, 23):
+            mine.attached = theirs.attached = None
+        if number == 30:
+            mine.attached, theirs.attached = ones(lib), ones(lib)
+    statistics = step.statistics()
+    assert statistics.replays >= 25 and not statistics.quarantined, step.explain()
+    assert statistics.captures == 2 or adding
+    if way == "compiled" and not adding:
+        assert step._hot
