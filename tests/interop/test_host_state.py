@@ -495,6 +495,15 @@ def test_several_values_that_change_at_once(lib: Lib, make: Make) -> None:
     assert len(values_of(step)) < 9, step.explain()
 
 
+def test_a_function_without_arguments_whose_numbers_change(lib: Lib, make: Make) -> None:
+    x, state = ones(lib), Stateful(lr=1.0)
+    step = make(lambda: x.line(state.lr))
+    for number in range(100):
+        state.lr = float(number)
+        np.testing.assert_array_equal(step().numpy(), [number] * 4)
+    assert values_of(step) == ["state.lr=…"]
+
+
 def test_other_arrays_and_other_containers_are_not_folded(lib: Lib, make: Make) -> None:
     step = make(lambda x, more: x.line(2.0))
     for size in range(1, 30):

@@ -288,7 +288,7 @@ class Graphed(Guarded):
     def _fold(self, key: Any, work: Work) -> Fold | None:
         """Where a new key is folded with others that differ from it in plain values alone; None if
         it is to have a line of its own."""
-        if not work.tokens:  # nothing was read of the call
+        if key is _ALL:
             return None
         flat = key if work.seen is None else (*key[:-4], *key[-4], *key[-3:])
         fold = self._folds.find(flat)

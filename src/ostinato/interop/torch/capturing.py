@@ -37,6 +37,7 @@ _NOT_REGISTERED = "generator not in capture mode"
 
 
 _NO_SEED = 0x6E6F_2073_6565_6421
+"""A number that nobody gives a generator."""
 
 
 class _Kept:
@@ -219,7 +220,8 @@ class Captures:
         finally:
             with torch.cuda.stream(beside):
                 for state, before in zip(states, saved, strict=True):
-                    state.set_state(before)
+                    if state.initial_seed() == _NO_SEED:  # else another thread has given it one
+                        state.set_state(before)
 
     def _end(self, owner: Any) -> RuntimeError | None:
         """Ends a capture; torch's error if it was broken, after mending what that leaves."""
