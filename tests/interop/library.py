@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -315,9 +315,9 @@ class Lib:
     def restore_random(self, state: Any) -> None:
         self.state = state
 
-    def seeding(self) -> Callable[[], str]:
+    def seeding(self) -> Callable[[Collection[str]], str]:
         before = self.state
-        return lambda: "the state of the generator" if self.state < before else ""
+        return lambda named: "the state of the generator" if self.state < before else ""
 
     def same_random(self, state: Any) -> bool:
         return bool(self.state == state)

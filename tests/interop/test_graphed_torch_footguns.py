@@ -2132,3 +2132,21 @@ def test_gradients_and_sizes_that_change(make: Any) -> None:
             equal(mine.grad, theirs.grad)
             mine.grad = theirs.grad = None
     assert step.statistics().replays >= 4, step.explain()
+
+
+def test_numbers_that_others_draw_on_the_cpu_meanwhile(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.interop.tape import OnCpu
+
+    monkeypatch.setattr(OnCpu, "_of_host", (torch.default_generator,))
+    run_beside = OnCpu.run_beside
+
+    def disturbed(self: Any, work: Any) -> Any:
+        torch.rand(3)  # another thread's
+        return run_beside(self, work)
+
+    monkeypatch.setattr(OnCpu, "run_beside", disturbed)
+    step = make(lambda x: x * 2)
+    check(step, lambda x: x * 2, torch.ones(3))
+    assert step.statistics().replays == 3, step.explain()

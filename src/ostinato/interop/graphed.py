@@ -618,7 +618,7 @@ class Graphed(Guarded):
         if not changed and self._places(state) != places[1]:
             changed = "the memory of a tensor"
         if not changed:
-            changed = seeded()
+            changed = seeded(subject.code.named)
             changed += subject.seeded() if changed else ""
         self._stateful = self._stateful + 1 if changed else 0
         if changed:

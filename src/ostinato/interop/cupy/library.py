@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import cupy
@@ -337,8 +337,8 @@ class CuPy:
     def restore_random(self, state: Any) -> None:
         """There is no state."""
 
-    def seeding(self) -> Callable[[], str]:
-        return lambda: ""  # draws of its generators are refused
+    def seeding(self) -> Callable[[Collection[str]], str]:
+        return lambda named: ""  # draws of its generators are refused
 
     def same_random(self, state: Any) -> bool:
         return True

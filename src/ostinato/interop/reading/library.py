@@ -194,9 +194,11 @@ class Library(Watcher, Protocol):
     seeds: tuple[str, ...]
     """What the functions are called that give a generator a seed or a state."""
 
-    def seeding(self) -> Callable[[], str]:
+    def seeding(self) -> Callable[[Collection[str]], str]:
         """A function that tells which generator has a state that no replay gives it: it got another
-        seed since now, or drew on the host.  In words; empty if there is none."""
+        seed since now, or drew on the host.  In words; empty if there is none.
+
+        It is given the attributes that the code names: other threads draw, too."""
         ...
 
     def same_random(self, state: Any) -> bool:

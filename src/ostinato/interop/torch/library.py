@@ -190,16 +190,25 @@ def _reader() -> tuple[int, int] | None:
     return ctypes.cast(function, ctypes.c_void_p).value or 0, places[0]
 
 
+_SEEDS: tuple[str, ...] = (
+    *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state"),
+    *("set_rng_state_all", "set_state", "graphsafe_set_state", "set_offset"),
+)
+_DRAWING = frozenset(_SEEDS) | {
+    *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"),
+    *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_"),
+    *("exponential_", "geometric_", "log_normal_", "cauchy_", "poisson", "binomial"),
+}
+"""What draws random numbers, on the CPU or a GPU, or begins to anew."""
+
+
 class Torch:
     """What torch does for `Graphed` (`interop.reading.library.Library`)."""
 
     array_type = torch.Tensor
     plain = PLAIN
     alias = staticmethod(torch.Tensor.detach)
-    seeds: tuple[str, ...] = (
-        *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state"),
-        *("set_rng_state_all", "set_state", "graphsafe_set_state", "set_offset"),
-    )
+    seeds = _SEEDS
     _of_host: tuple[torch.Generator, ...] = (torch.default_generator,)
     """Generators from which no graph draws."""
 
@@ -540,15 +549,17 @@ class Torch:
         for generator, saved in zip(self._states(), state, strict=True):
             generator.set_state(saved)
 
-    def seeding(self) -> Callable[[], str]:
+    def seeding(self) -> Callable[[Collection[str]], str]:
         before = [(g, g.initial_seed(), _drawn(g)) for g in self._states()]
         host = [(g, g.get_state()) for g in self._of_host]
 
-        def found() -> str:
+        def found(named: Collection[str]) -> str:
             for generator, seed, drawn in before:
                 if generator.initial_seed() != seed or _drawn(generator) < drawn:
                     return f"the seed or the offset of the generator of {generator.device}"
-            if all(torch.equal(generator.get_state(), state) for generator, state in host):
+            if _DRAWING.isdisjoint(named) or all(
+                torch.equal(generator.get_state(), state) for generator, state in host
+            ):
                 return ""
             return "the state of torch's generator of the CPU"
 
