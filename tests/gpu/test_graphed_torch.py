@@ -1129,3 +1129,36 @@ def test_a_position_that_is_another_one_at_each_call(make: Make) -> None:
         assert same(step(x, position), f(x, position))
     (line,) = step.statistics().keys
     assert line.eager == 500 and "position had another value" in line.reason, step.explain()
+
+
+@pytest.mark.parametrize("zeroed", ["inside", "outside"])
+def test_gradients_are_those_of_the_last_call(make: Make, zeroed: str) -> None:
+    """Of whichever key, also for an optimiser outside of the function."""
+
+    def using(model: Any) -> Callable[..., Any]:
+        parameters = [*model.parameters()]
+
+        def f(x: Any) -> Any:
+            for parameter in parameters if zeroed == "inside" else ():
+                parameter.grad = None
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return f
+
+    mine, theirs = Mlp(16).cuda(), Mlp(16).cuda()
+    theirs.load_state_dict(mine.state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (mine, theirs)]
+    step, f = make(using(mine), gradients="eager"), using(theirs)
+    with torch.enable_grad():
+        for number in range(20):
+            x = randn(4 + number % 2, 16)
+            assert same(step(x), f(x)), number
+            for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+                assert same(one.grad, other.grad), number
+            for optimizer in optimizers:
+                optimizer.step()
+                if zeroed == "outside":
+                    optimizer.zero_grad()
+    assert step.statistics().replays >= 14, step.explain()
