@@ -1142,3 +1142,229 @@ def test_an_event_that_is_in_use_after_the_call(make: Make, way: str, seed: bool
     assert (step.statistics().replays == 0) is refused, step.explain()
     if refused:
         assert "test_graphed_torch.py" in str(step.explain()), step.explain()
+
+
+# ------------------------------------------------------------------------------ training
+
+
+class Learning:
+    """A model that learns inside of the function."""
+
+    def __init__(self, make_optimizer: Callable[..., Any], *, scaled: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model = Mlp(16).cuda()
+        self.optimizer = make_optimizer(self.model.parameters())
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
+        self.scaler = torch.amp.GradScaler("cuda", init_scale=256.0, growth_interval=3)
+        self.scaled = scaled
+
+    def step(self, x: Any, y: Any) -> Any:
+        self.optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(self.model(x), y)
+        if self.scaled:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            loss.backward()
+            self.optimizer.step()
+        return loss.detach()
+
+
+OPTIMISERS: dict[str, Callable[..., Any]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "fused SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "capturable Adam": lambda p: torch.optim.Adam(p, lr=0.01, capturable=True),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True, capturable=True),
+    "Adam, lr in a tensor": lambda p: torch.optim.Adam(
+        p, lr=torch.tensor(0.01, device="cuda"), capturable=True
+    ),
+}
+
+
+def train(make: Make, name: str, *, scaled: bool = False, each: int = 6) -> Any:
+    """30 steps next to an eager twin, whose learning rate is another one after `each`."""
+    mine, theirs = (Learning(OPTIMISERS[name], scaled=scaled) for _ in range(2))
+    step = make(mine.step, gradients="eager")
+    with torch.enable_grad():
+        for number in range(30):
+            x, y = randn(8, 16), randn(8, 16)
+            assert same(step(x, y), theirs.step(x, y)), f"{name}, step {number}: {step.explain()}"
+            for one, other in zip(mine.model.parameters(), theirs.model.parameters(), strict=True):
+                assert same(one, other), f"{name}, step {number}"
+            if number % each == each - 1:
+                mine.schedule.step()
+                theirs.schedule.step()
+    assert mine.scaler.state_dict() == theirs.scaler.state_dict()
+    return step
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_a_learning_rate_that_a_scheduler_changes(make: Make, name: str) -> None:
+    statistics = train(make, name).statistics()
+    if name == "Adam":  # it counts its steps on the CPU
+        assert statistics.replays == 0 and "on cpu" in str(statistics.quarantined)
+    elif "tensor" in name:
+        assert statistics.captures == 1 and statistics.replays >= 27, statistics
+    else:
+        assert statistics.captures == 5 and statistics.replays >= 23, statistics
+
+
+@pytest.mark.parametrize("name", ["SGD", "fused SGD", "capturable Adam", "fused AdamW"])
+def test_a_scaler_of_gradients(make: Make, name: str) -> None:
+    """It reads whether anything overflowed, unless the optimiser does on the device."""
+    step = train(make, name, scaled=True)
+    statistics = step.statistics()
+    if "fused" in name:
+        assert statistics.replays >= 20, step.explain()
+    else:
+        assert statistics.replays == 0 and "self.scaler.step(" in step.explain(), step.explain()
+
+
+def test_a_learning_rate_that_is_another_one_at_each_step(make: Make) -> None:
+    step = train(make, "SGD", each=1)
+    assert len(step.statistics().keys) <= 3, step.explain()
+    assert "self.optimizer.param_groups[0]['lr']" in step.explain(), step.explain()
+
+
+def test_a_scheduler_inside_of_the_function(make: Make) -> None:
+    mine, theirs = (Learning(OPTIMISERS["SGD"]) for _ in range(2))
+
+    def stepping(of: Learning) -> Callable[..., Any]:
+        schedule = of.schedule
+
+        def f(x: Any, y: Any) -> Any:
+            loss = of.step(x, y)
+            schedule.step()
+            return loss
+
+        return f
+
+    step, f = make(stepping(mine), gradients="eager"), stepping(theirs)
+    with torch.enable_grad():
+        for number in range(12):
+            x, y = randn(8, 16), randn(8, 16)
+            assert same(step(x, y), f(x, y)), number
+    assert step.statistics().replays == 0 and "schedule." in step.explain(), step.explain()
+
+
+# ------------------------------------------------------------------------------ seeds
+
+SEEDS: dict[str, Callable[[Any], Any]] = {
+    "torch.manual_seed": lambda own: torch.manual_seed(5),
+    "torch.cuda.manual_seed": lambda own: torch.cuda.manual_seed(5),
+    "the default generator": lambda own: torch.cuda.default_generators[
+        torch.cuda.current_device()
+    ].manual_seed(5),
+    "a generator": lambda own: own.manual_seed(5),
+    "a state": lambda own: own.set_state(torch.Generator(device="cuda").manual_seed(5).get_state()),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seeded_before", [False, True])
+def test_a_seed_that_the_function_gives(make: Make, seed: str, seeded_before: bool) -> None:
+    """torch ignores a seed in a capture, if it is the one that the generator has."""
+    own = torch.Generator(device="cuda").manual_seed(3)
+    give = SEEDS[seed]
+
+    def f(x: Any) -> Any:
+        give(own)
+        return x + torch.rand(x.shape, device="cuda", generator=own) + torch.rand_like(x)
+
+    step = make(f, generators=[own])
+    x = randn(100)
+    results = []
+    for run in (f, step):
+        torch.manual_seed(1)
+        own.manual_seed(2)
+        if seeded_before:
+            give(own)
+        results.append([run(x) for _ in range(6)])
+        results[-1] += [torch.rand(4, device="cuda"), torch.rand(4, device="cuda", generator=own)]
+    assert all(same(a, b) for a, b in zip(*results, strict=True)), step.explain()
+    assert step.statistics().replays == 0 and step.statistics().quarantined, step.explain()
+
+
+def test_the_line_that_gives_a_seed_is_named(make: Make) -> None:
+    torch.cuda.manual_seed(5)
+
+    def f(x: Any) -> Any:
+        torch.cuda.manual_seed(5)
+        return x + torch.rand_like(x)
+
+    step = make(f)
+    for _ in range(4):
+        step(randn(4))
+    assert "torch.cuda.manual_seed(5)" in step.explain(), step.explain()
+
+
+def test_seeds_are_as_they_were_after_a_capture(make: Make) -> None:
+    """Also after one that failed, and for a recurrent network, whose dropout cuDNN keeps."""
+    f = lambda x: x + torch.rand_like(x)  # noqa: E731
+    step, broken = make(f), make(lambda x: x + torch.rand_like(x).sum().item())
+    x = randn(10)
+    torch.cuda.manual_seed(7)
+    wanted = [f(x) for _ in range(4)]
+    torch.cuda.manual_seed(7)
+    assert all(same(step(x), one) for one in wanted)
+    assert torch.cuda.initial_seed() == 7 and step.statistics().replays == 3, step.explain()
+    for _ in range(3):
+        broken(x)
+    assert torch.cuda.initial_seed() == 7
+    assert same(step(x), step(x)) is False
+
+
+def test_numbers_that_are_drawn_on_the_cpu(make: Make) -> None:
+    f = lambda x: x * 2 if float(torch.rand(())) < 0.5 else x + 1  # noqa: E731
+    step, x = make(f), randn(10)
+    torch.manual_seed(0)
+    wanted = [f(x) for _ in range(20)]
+    torch.manual_seed(0)
+    assert all(same(step(x), one) for one in wanted)
+    assert step.statistics().replays == 0 and "generator of the CPU" in step.explain()
+
+
+def test_a_position_that_is_another_one_at_each_call(make: Make) -> None:
+    def f(x: Any, position: int) -> Any:
+        return x * position
+
+    step, x = make(f), randn(10)
+    for position in range(500):
+        assert same(step(x, position), f(x, position))
+    (line,) = step.statistics().keys
+    assert line.eager == 500 and "position had another value" in line.reason, step.explain()
+
+
+@pytest.mark.parametrize("zeroed", ["inside", "outside"])
+def test_gradients_are_those_of_the_last_call(make: Make, zeroed: str) -> None:
+    """Of whichever key, also for an optimiser outside of the function."""
+
+    def using(model: Any) -> Callable[..., Any]:
+        parameters = [*model.parameters()]
+
+        def f(x: Any) -> Any:
+            for parameter in parameters if zeroed == "inside" else ():
+                parameter.grad = None
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return f
+
+    mine, theirs = Mlp(16).cuda(), Mlp(16).cuda()
+    theirs.load_state_dict(mine.state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (mine, theirs)]
+    step, f = make(using(mine), gradients="eager"), using(theirs)
+    with torch.enable_grad():
+        for number in range(20):
+            x = randn(4 + number % 2, 16)
+            assert same(step(x), f(x)), number
+            for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+                assert same(one.grad, other.grad), number
+            for optimizer in optimizers:
+                optimizer.step()
+                if zeroed == "outside":
+                    optimizer.zero_grad()
+    assert step.statistics().replays >= 14, step.explain()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 import ostinato as ost
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.objects import Watch
+from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.reading.trees import Join
 
 
@@ -40,6 +41,7 @@ class Array:
         self.buffer = buffer if buffer is not None else lib.device.zeros(max(1, self.size), "f4")
         self.version = 0
         self.wanted = False
+        self.attached: Array | None = None
         self.place = "device"
 
     @property
@@ -67,6 +69,13 @@ class SubArray(Array):
     pass
 
 
+class Stateful:
+    """An object of the library, all of whose state counts: an optimiser."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+
 class Here(threading.local):
     """What a thread has of its own: its current stream, the capture on it and that one's memory."""
 
@@ -83,6 +92,7 @@ class Lib:
     held: tuple[type, ...] = ()
     plain: tuple[type, ...] = ()
     reader = None
+    seeds: tuple[str, ...] = ("seed",)
 
     def __init__(self, device: ost.Device) -> None:
         self.device = device
@@ -98,6 +108,9 @@ class Lib:
         self.trims: list[bool] = []
 
     # --- the library itself
+    def seed(self, state: int) -> None:
+        self.state = state
+
     def array(self, values: Any) -> Array:
         found = np.asarray(values, np.float32)
         return Array(self, found.shape, self.device.array(found.reshape(-1)))
@@ -168,6 +181,9 @@ class Lib:
     def lost(self, array: Array, /) -> str:
         return ""
 
+    def attached(self, arrays: Sequence[Array], /) -> list[tuple[Any, str, Any]]:
+        return [(array, "attached", array.attached) for array in arrays]
+
     def live(self) -> None:
         """Arrays have no such state."""
 
@@ -187,7 +203,7 @@ class Lib:
         raise AssertionError
 
     def watch(self, value: object, /) -> Watch | None:
-        return None
+        return StateWatch(value, self) if isinstance(value, Stateful) else None
 
     def stream(self) -> ost.Stream:
         return self.here.stream
@@ -313,6 +329,10 @@ class Lib:
 
     def restore_random(self, state: Any) -> None:
         self.state = state
+
+    def seeding(self) -> Callable[[Collection[str]], str]:
+        before = self.state
+        return lambda named: "the state of the generator" if self.state < before else ""
 
     def same_random(self, state: Any) -> bool:
         return bool(self.state == state)

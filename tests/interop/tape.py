@@ -68,6 +68,7 @@ class OnCpu(Torch):
     and copies into the first result."""
 
     inside = False
+    _of_host = ()
 
     def __init__(self, device: Device) -> None:
         self.device, self.index, self.generators = device, -1, ()

@@ -1755,3 +1755,398 @@ def test_a_graphed_module_is_not_copied(make: Any) -> None:
         with pytest.raises(TypeError, match="graphed f can be neither copied nor pickled"):
             copied(step)
     assert copy.deepcopy(step.module) is not step.module
+
+
+# ---------------------------------------------------------------- optimisers, schedulers, scalers
+
+
+class Training:
+    """A model that learns, in all the ways in which a function may hold its optimiser."""
+
+    def __init__(self, kind: str, hold: str = "closure", **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(3, 3)
+        kinds = {"momentum": {"momentum": 0.9, "weight_decay": 0.01}, "plain": {}}
+        given = {"lr": 0.01, **kinds[kind], **options}
+        groups = [{"params": [self.model.weight]}, {"params": [self.model.bias], "lr": 0.02}]
+        self.optimizer = torch.optim.SGD(groups, **given)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        model, optimizer, take = self.model, self.optimizer, self.optimizer.step
+        parameters = [*model.parameters()]
+
+        def learned(x: Any, step: Any) -> Any:
+            for parameter in parameters:
+                parameter.grad = None
+            loss = model(x).square().sum()
+            loss.backward()
+            step()
+            return loss.detach()
+
+        class Wrapped:
+            def __init__(self, inner: Any) -> None:
+                self.inner = inner
+
+            def step(self) -> None:
+                self.inner.step()
+
+        wrapped = Wrapped(optimizer)
+        self.step: Any = {
+            "closure": lambda x: learned(x, optimizer.step),
+            "bound method": lambda x: learned(x, take),
+            "wrapper": lambda x: learned(x, wrapped.step),
+            "attribute": self.of_self,
+            "a partial": functools.partial(lambda step, x: learned(x, step), take),
+        }[hold]
+        self.learned = learned
+
+    def of_self(self, x: Any) -> Any:
+        return self.learned(x, self.optimizer.step)
+
+    def parameters(self) -> list[Any]:
+        """All that a step changes."""
+        parameters = [*self.model.parameters()]
+        given = [p.grad for p in parameters if p.grad is not None]
+        return [*parameters, *given, *[[*one.values()] for one in self.optimizer.state.values()]]
+
+
+HOLDS = ["closure", "bound method", "wrapper", "attribute", "a partial"]
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("kind", ["plain", "momentum"])
+def test_a_learning_rate_that_a_scheduler_changes(make: Any, kind: str, hold: str) -> None:
+    mine, theirs = Training(kind, hold), Training(kind, hold)
+    step = make(mine.step, gradients="eager")
+    with torch.enable_grad():
+        for number in range(20):
+            x = torch.full((2, 3), number % 3 + 1.0)
+            equal(step(x), theirs.step(x))
+            equal(mine.parameters(), theirs.parameters())
+            if number % 5 == 4:
+                mine.schedule.step()
+                theirs.schedule.step()
+    assert step.statistics().captures == 4 and step.statistics().replays >= 14, step.explain()
+
+
+CHANGES_OF_OPTIMISERS: dict[str, Callable[[Any], Any]] = {
+    "momentum": lambda t: t.optimizer.param_groups[0].update(momentum=0.5),
+    "weight_decay": lambda t: t.optimizer.param_groups[1].update(weight_decay=0.3),
+    "nesterov": lambda t: t.optimizer.param_groups[0].update(nesterov=True),
+    "maximize": lambda t: t.optimizer.param_groups[0].update(maximize=True),
+    "a state tensor": lambda t: t.optimizer.state[t.model.weight].update(
+        momentum_buffer=torch.ones(3, 3)
+    ),
+    "no state": lambda t: t.optimizer.state.clear(),
+    "a loaded state": lambda t: t.optimizer.load_state_dict(
+        Training("momentum").optimizer.state_dict()
+    ),
+    "fewer parameters": lambda t: t.optimizer.param_groups[1]["params"].clear(),
+    "no group": lambda t: t.optimizer.param_groups.pop(),
+    "a hook": lambda t: t.optimizer.register_step_pre_hook(
+        lambda *_: t.optimizer.param_groups[0].update(lr=0.001)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_OPTIMISERS)
+@pytest.mark.parametrize("hold", ["closure", "attribute"])
+def test_changes_of_an_optimiser(make: Any, change: str, hold: str) -> None:
+    mine, theirs = Training("momentum", hold), Training("momentum", hold)
+    step = make(mine.step, gradients="eager")
+    with torch.enable_grad():
+        for number in range(12):
+            x = torch.full((2, 3), number % 3 + 1.0)
+            equal(step(x), theirs.step(x))
+            equal(mine.parameters(), theirs.parameters())
+            if number == 5:
+                assert step.statistics().replays == 4, step.explain()
+                for each in (mine, theirs):
+                    CHANGES_OF_OPTIMISERS[change](each)
+    assert step.statistics().replays >= 6 and not step.statistics().quarantined, step.explain()
+
+
+def test_a_learning_rate_in_a_tensor_is_read_by_the_graph(make: Any) -> None:
+    mine, theirs = (Training("plain", lr=torch.tensor(0.01)) for _ in range(2))
+    for each in (mine, theirs):
+        each.optimizer.param_groups[1]["lr"] = each.optimizer.param_groups[0]["lr"]
+    step = make(mine.step, gradients="eager")
+    x = torch.ones(2, 3)
+    with torch.enable_grad():
+        for number in range(10):
+            for each in (mine, theirs):
+                each.optimizer.param_groups[0]["lr"].fill_(0.01 / (number + 1))
+            try:
+                wanted = theirs.step(x)
+            except RuntimeError as error:
+                pytest.skip(str(error))
+            equal(step(x), wanted)
+            equal(mine.parameters(), theirs.parameters())
+
+
+def test_a_learning_rate_that_is_another_one_at_each_step(make: Any) -> None:
+    mine, theirs = Training("momentum"), Training("momentum")
+    step = make(mine.step, gradients="eager")
+    x = torch.ones(2, 3)
+    with torch.enable_grad():
+        for _ in range(60):
+            equal(step(x), theirs.step(x))
+            equal(mine.parameters(), theirs.parameters())
+            for each in (mine, theirs):
+                for group in each.optimizer.param_groups:
+                    group["lr"] *= 0.99
+        line = step.statistics().keys[-1]
+        assert len(step.statistics().keys) == 2 and step.statistics().captures == 0
+        assert "optimizer.param_groups[0]['lr']=…" in line.key, step.explain()
+        assert (
+            "give it as an array" in line.reason
+            and "test_graphed_torch_footguns.py:" in line.reason
+        )
+        for _ in range(6):  # no change any more
+            equal(step(x), theirs.step(x))
+    assert step.statistics().replays == 4, step.explain()
+
+
+def test_a_scheduler_that_the_function_steps(make: Any) -> None:
+    def training() -> Any:
+        made = Training("momentum")
+        optimizer, schedule, learned = made.optimizer, made.schedule, made.learned
+
+        def f(x: Any) -> Any:
+            loss = learned(x, optimizer.step)
+            schedule.step()
+            return loss
+
+        return made, f
+
+    (mine, f), (theirs, g) = training(), training()
+    step = make(f, gradients="eager")
+    with torch.enable_grad():
+        for _ in range(20):
+            equal(step(torch.ones(2, 3)), g(torch.ones(2, 3)))
+            equal(mine.parameters(), theirs.parameters())
+    assert mine.schedule.state_dict() == theirs.schedule.state_dict()
+    assert step.statistics().captures == 0 and len(step.statistics().keys) <= 3
+    line = f.__code__.co_firstlineno + 2
+    assert "schedule.last_epoch" in step.explain() and f"{__file__}:{line}" in step.explain()
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("hold", ["closure", "attribute"])
+def test_a_scaler_of_gradients(make: Any, unscaled: bool, hold: str) -> None:
+    """The capture fails where the scaler reads whether anything overflowed."""
+
+    class Scaled:
+        def __init__(self) -> None:
+            self.training = Training("momentum")
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+            scaler, optimizer, model = self.scaler, self.training.optimizer, self.training.model
+
+            def f(x: Any) -> Any:
+                optimizer.zero_grad()
+                loss = model(x).square().sum()
+                scaler.scale(loss).backward()
+                if unscaled:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                return loss.detach()
+
+            self.step = self.of_self if hold == "attribute" else f
+
+        def of_self(self, x: Any) -> Any:
+            optimizer = self.training.optimizer
+            optimizer.zero_grad()
+            loss = self.training.model(x).square().sum()
+            self.scaler.scale(loss).backward()
+            if unscaled:
+                self.scaler.unscale_(optimizer)
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            return loss.detach()
+
+    mine, theirs = Scaled(), Scaled()
+    step = make(mine.step, gradients="eager")
+    with torch.enable_grad():
+        for number in range(30):
+            x = torch.full((2, 3), number % 3 + 1.0)
+            if number in (11, 21):
+                x[0, 0] = float("inf")
+            found, wanted = step(x), theirs.step(x)
+            equal(found, wanted)
+            equal(mine.training.parameters(), theirs.training.parameters())
+            assert mine.scaler.state_dict() == theirs.scaler.state_dict()
+            for one, other in zip(
+                mine.training.model.parameters(), theirs.training.model.parameters(), strict=True
+            ):
+                equal(one.grad, other.grad)
+    assert step.statistics().captures == 0 and step.statistics().quarantined, step.explain()
+
+
+def test_an_averaged_model(make: Any) -> None:
+    """It reads whether it was updated before, which no graph can."""
+
+    def training() -> Any:
+        made = Training("momentum")
+        optimizer, learned, model = made.optimizer, made.learned, made.model
+        average = torch.optim.swa_utils.AveragedModel(model)
+
+        def f(x: Any) -> Any:
+            loss = learned(x, optimizer.step)
+            average.update_parameters(model)
+            return loss
+
+        return made, average, f
+
+    (mine, average, f), (theirs, other, g) = training(), training()
+    step = make(f, gradients="eager")
+    with torch.enable_grad():
+        for _ in range(8):
+            equal(step(torch.ones(2, 3)), g(torch.ones(2, 3)))
+            equal(mine.parameters(), theirs.parameters())
+            equal(average.state_dict(), other.state_dict())
+    assert step.statistics().captures == 0 and step.statistics().quarantined, step.explain()
+
+
+def test_gradients_of_a_capture_that_fails(make: Any) -> None:
+    """They are in memory of the graph that does not come to be."""
+    mine, theirs = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    theirs.load_state_dict(mine.state_dict())
+
+    def using(model: Any) -> Any:
+        def f(x: Any) -> Any:
+            loss = model(x).square().sum()
+            loss.backward()
+            return x + loss.item()
+
+        return f
+
+    step, f = make(using(mine), gradients="eager"), using(theirs)
+    with torch.enable_grad():
+        for _ in range(4):
+            equal(step(torch.ones(2, 3)), f(torch.ones(2, 3)))
+            equal([p.grad for p in mine.parameters()], [p.grad for p in theirs.parameters()])
+    assert step.statistics().captures == 0
+
+
+def test_a_seed_that_the_function_gives(make: Any) -> None:
+    def f(x: Any) -> Any:
+        torch.manual_seed(5)
+        return x + torch.rand(3)
+
+    step = make(f)
+    torch.manual_seed(1)
+    for _ in range(4):
+        equal(step(torch.ones(3)), f(torch.ones(3)))
+        torch.manual_seed(1)
+    line = f.__code__.co_firstlineno + 1
+    assert step.statistics().captures == 0 and f"cpu at {__file__}:{line})" in step.explain()
+
+
+def test_numbers_that_the_function_draws_on_the_cpu(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.interop.tape import OnCpu
+
+    monkeypatch.setattr(OnCpu, "_of_host", (torch.default_generator,))
+
+    def f(x: Any) -> Any:
+        return x * 2 if float(torch.rand(())) < 0.5 else x  # it skips what it does, now and then
+
+    step = make(f)
+    torch.manual_seed(0)
+    wanted = [f(torch.ones(3)) for _ in range(20)]
+    torch.manual_seed(0)
+    equal([step(torch.ones(3)) for _ in range(20)], wanted)
+    assert step.statistics().captures == 0 and "generator of the CPU" in step.explain()
+
+
+def gradients_in(way: str) -> tuple[Any, Any, Callable[[Any, int], None]]:
+    """A model, a function that gives it gradients, and what is done around each call."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def inside(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    def outside(x: Any) -> Any:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    def around(x: Any, number: int) -> None:
+        if way != "zeroed inside" and number % (3 if "added" in way else 1) == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none="kept" not in way)
+        elif way == "zeroed inside":
+            optimizer.step()
+
+    return model, inside if way == "zeroed inside" else outside, around
+
+
+@pytest.mark.parametrize(
+    "way", ["zeroed inside", "zeroed outside", "zeroed outside, kept", "added to", "added to, kept"]
+)
+@pytest.mark.parametrize("shapes", [1, 2])
+@pytest.mark.parametrize("verify", [None, 3])
+def test_gradients_that_the_function_gives(make: Any, way: str, shapes: int, verify: Any) -> None:
+    """They are those of the last call, also for who reads them outside."""
+    (mine, f, around), (theirs, g, around_theirs) = gradients_in(way), gradients_in(way)
+    step = make(f, gradients="eager", verify=verify)
+    with torch.enable_grad():
+        for number in range(30):
+            x = torch.full((2 + number // 2 % shapes, 3), number % 3 + 1.0)
+            equal(step(x), g(x))
+            equal([p.grad for p in mine.parameters()], [p.grad for p in theirs.parameters()])
+            around(x, number)
+            around_theirs(x, number)
+            equal([*mine.parameters()], [*theirs.parameters()])
+    if way != "added to":
+        assert step.statistics().replays >= 12, step.explain()
+
+
+def test_gradients_and_sizes_that_change(make: Any) -> None:
+    """After the capture an eager run learns where the size shows in the results."""
+
+    def using(weight: Any) -> Any:
+        def f(x: Any) -> Any:
+            y = x @ weight
+            (y.square().sum() + weight.square().sum()).backward()
+            return y.detach()
+
+        return f
+
+    mine, theirs = (torch.nn.Parameter(torch.eye(3)) for _ in range(2))
+    step = make(
+        using(mine),
+        gradients="eager",
+        padding=Padding({"x": 0}, ost.PowersOfTwo(8)),
+        fill={"x": 0.0},
+    )
+    with torch.enable_grad():
+        for size in (8, 7, 8, 5, 6, 7, 5, 6):
+            equal(step(torch.ones(size, 3)), using(theirs)(torch.ones(size, 3)))
+            equal(mine.grad, theirs.grad)
+            mine.grad = theirs.grad = None
+    assert step.statistics().replays >= 4, step.explain()
+
+
+def test_numbers_that_others_draw_on_the_cpu_meanwhile(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.interop.tape import OnCpu
+
+    monkeypatch.setattr(OnCpu, "_of_host", (torch.default_generator,))
+    run_beside = OnCpu.run_beside
+
+    def disturbed(self: Any, work: Any) -> Any:
+        torch.rand(3)  # another thread's
+        return run_beside(self, work)
+
+    monkeypatch.setattr(OnCpu, "run_beside", disturbed)
+    step = make(lambda x: x * 2)
+    check(step, lambda x: x * 2, torch.ones(3))
+    assert step.statistics().replays == 3, step.explain()

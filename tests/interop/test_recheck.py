@@ -11,7 +11,7 @@ import ctypes
 import functools
 import io
 import random
-from collections import UserDict
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ import pytest
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import recheck
 from ostinato.interop.reading.recheck import Checks
-from tests.interop.library import Array, Lib, SubArray
+from tests.interop.library import Array, Lib, Stateful, SubArray
 
 pytestmark = pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
 
@@ -384,3 +384,79 @@ def test_dicts_that_change_in_any_way(lib: Lib, seed: int) -> None:
             for each in same:
                 agreed[each] += 1
     assert min(agreed) > 200, agreed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_states(lib: Lib, make: Any, seed: int) -> None:
+    """Objects all of whose state counts."""
+    rng = random.Random(seed)
+
+    def value(depth: int = 0) -> Any:
+        kind = rng.randrange(9 if depth < 3 else 3)
+        if kind == 0:
+            return Array(lib, (rng.choice([2, 3]),))
+        if kind < 3:
+            return rng.choice(VALUES)
+        if kind == 3:
+            return [value(depth + 1) for _ in range(rng.randrange(3))]
+        if kind == 4:
+            return {rng.choice(names): value(depth + 1) for _ in range(rng.randrange(3))}
+        if kind == 5:
+            return OrderedDict({rng.choice("xy"): value(depth + 1)})
+        if kind == 6:
+            return SimpleNamespace(**{rng.choice("xyz"): value(depth + 1)})
+        if kind == 7:
+            return tuple(value(depth + 1) for _ in range(rng.randrange(3)))
+        return rng.choice([{1}, deque([1]), np.ones(1), shared])
+
+    names: list[Any] = ["a", "b", 1, Array(lib, (2,))]
+    shared = Stateful(x=1)
+
+    def holders(found: Any) -> list[Any]:
+        """All that can be changed in it."""
+        if isinstance(found, dict):
+            return [found, *[each for one in found.values() for each in holders(one)]]
+        if isinstance(found, list | tuple | deque):
+            inside = [each for one in found for each in holders(one)]
+            return inside if isinstance(found, tuple) else [found, *inside]
+        if isinstance(found, set | np.ndarray):
+            return [found]
+        return holders(vars(found)) if isinstance(found, Stateful | SimpleNamespace) else []
+
+    taken = refused = 0
+    for _ in range(20):
+        state = Stateful(one=value(), two=[value() for _ in range(3)], three={"a": value()})
+        step = make(lambda x, state=state: x.line(2.0))
+        x = Array(lib, (3,))
+        for _ in range(3):
+            step(x)
+        if not step._hot:
+            continue
+        assert agree(step, (x,), {})
+        for _ in range(15):
+            if not step._hot:
+                break
+            held = rng.choice(holders(state))
+            if isinstance(held, dict):
+                name = rng.choice([*held, "more"])
+                change = rng.randrange(4)
+                if change == 0:
+                    held.pop(name, None)
+                elif change == 1 and name in held:
+                    held[name] = held.pop(name)
+                elif change == 2:
+                    held[name] = value()
+            elif isinstance(held, set):
+                held ^= {rng.randrange(3)}
+            elif isinstance(held, np.ndarray):
+                held[0] = rng.randrange(2)
+            elif rng.random() < 0.5:
+                held.append(value())
+            elif held:
+                held[rng.randrange(len(held))] = value()
+            if agree(step, (x,), {}):
+                taken += 1
+            else:
+                refused += 1
+                break
+    assert taken > 5 and refused > 5, (taken, refused)

@@ -381,6 +381,18 @@ def test_what_cannot_be_saved_says_why(lib: Lib, make: Make) -> None:
     for _ in range(3):
         step(lib.array(numbers()), 2.0)
     assert step.save() == {}
+    weight = lib.array(numbers())
+
+    def attaching(x: Any) -> Any:
+        _ = weight.shape
+        weight.attached = x.line(2.0)
+        return x.line(3.0)
+
+    step = make(attaching)
+    for _ in range(3):
+        step(lib.array(numbers()))
+    ((_, why),) = step.save().items()
+    assert "it gives gradients" in why
     plain = Graphed(
         lambda x: x, lib, Options(), ost.GraphCache(lib.device), name="f", owns_cache=True
     )

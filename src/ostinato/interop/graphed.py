@@ -9,7 +9,9 @@ What happens to a key (`Line`):
 A capture that something else broke (another thread), or that had no memory, is tried again at later
 calls: after 1, 4, 16 and 64 more of them (`_later`).
 
-A failure costs speed, never answers: whatever cannot be captured runs eagerly and is counted.
+A failure costs speed, never answers: whatever cannot be captured runs eagerly and is counted, and
+what a capture that fails did to the host is put back first (`kept.py`).  Keys that differ in plain
+values alone are folded into one that runs eagerly (`folding.py`).
 
 The way of a call, each step of which only comes if those before it do not answer:
 
@@ -43,6 +45,7 @@ from ostinato.errors import (
 from ostinato.interop.captures import chain
 from ostinato.interop.reading.arguments import Arguments
 from ostinato.interop.reading.checking import due, verified
+from ostinato.interop.reading.folding import MOST, Fold, Folds
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Guarded, Guards
 from ostinato.interop.reading.library import (
@@ -92,6 +95,9 @@ _numbers = itertools.count()
 """Of keys, in all caches."""
 _OFF = "graphs are switched off (OSTINATO_NO_GRAPHS)"
 _OVERLAPS = "an argument shares memory with another that is written"
+_EVERY = "every call"
+_ALL: tuple[Any, ...] = (_EVERY,)
+"""The words and the key of a function that runs eagerly whatever it is given."""
 EAGER = object()
 """Stands for the result of a call that is to run eagerly."""
 
@@ -168,9 +174,10 @@ class Graphed(Guarded):
     def _start_over(self) -> None:
         """The state of one that was never called."""
         self._lines.clear()
+        self._folds = Folds()
         self._stateful, self._state_reason = 0, self.unavailable
         if self.unavailable:
-            self._lines[None] = Line(f"{self.name} #{next(_numbers)}", "every call")
+            self._lines[None] = Line(f"{self.name} #{next(_numbers)}", _EVERY)
 
     def others(self) -> list[tuple[str, Any]]:
         """Attributes that the user gave it, which the function may read as its own."""
@@ -223,13 +230,22 @@ class Graphed(Guarded):
         self._calls += 1
         began = 0 if self._calls % TIMED else time.perf_counter_ns()
         try:
-            key, work = self._key(args, kwargs)
+            if self._state_reason or not self._enabled:
+                # Whatever the key, which may be another one at each call.
+                key, work = _ALL, Work(args, kwargs)
+            else:
+                key, work = self._key(args, kwargs)
         # RecursionError: an argument contains itself.
         except (Unknown, NotGraphable, RecursionError) as error:
             work = Work(args, kwargs)
             key = type(error), str(error)
             self._line(key, work).reason = self._subject.at(str(error))
-        line = self._lines.get(key) or self._line(key, work)
+        line = self._lines.get(key)
+        if line is None:
+            fold = self._fold(key, work)
+            if fold is not None:
+                return self._folded(fold, work)
+            line = self._line(key, work)
         line.calls += 1
         captured = line.captured()
         if captured is not None and self._ready(line, captured, work):
@@ -277,19 +293,79 @@ class Graphed(Guarded):
             if len(self._lines) >= _MOST_LINES:
                 self._forget()
             name = f"{self.name} #{next(_numbers)}"
-            line = self._lines[key] = Line(name, self._subject.arguments.words(work))
+            words = _EVERY if key is _ALL else self._subject.arguments.words(work)
+            line = self._lines[key] = Line(name, words)
         return line
+
+    def _fold(self, key: Any, work: Work) -> Fold | None:
+        """Where a new key is folded with others that differ from it in plain values alone; None if
+        it is to have a line of its own."""
+        if key is _ALL:
+            return None
+        flat = key if work.seen is None else (*key[:-4], *key[-4], *key[-3:])
+        fold = self._folds.find(flat)
+        if fold is not None:
+            return None if fold.comes_again(flat) else fold
+        places, family = self._folds.family(flat, key)
+        if len(family) < MOST:
+            return None
+        lines = [self._lines.get(each) for _, each in family]
+        if any(line is not None and line.refused for line in lines):
+            family.clear()  # each of them raises
+            return None
+        names, what = self._places_in_words(places, work)
+        fold = Fold(places, flat, Line(f"{self.name} #{next(_numbers)}", names))
+        fold.line.reason = self._subject.at(
+            f"{what} had another value in each of {MOST} keys, and a graph holds one value: give "
+            "it as an array of the device, of which a graph reads what it holds then. A value that "
+            "comes again gets a graph"
+        )
+        for (each, other), line in zip(family, lines, strict=True):
+            if line is None:
+                fold.meet(each)
+            elif line.captured() is None and not line.reason:
+                del self._lines[other]
+                fold.meet(each)
+                fold.line.absorb(line)
+        self._folds.add(fold)
+        self._lines[fold] = fold.line
+        return fold
+
+    def _places_in_words(self, places: Sequence[int], work: Work) -> tuple[str, str]:
+        """A key as it stands in tables, whose tokens at some places change; and what these are
+        of."""
+        subject, first = self._subject, len(work.tokens)
+        owners = subject.arguments.owners(work) if places[0] < first else []
+        inside = self._guards.names() if self._guards is not None and places[-1] >= first else []
+        arguments = {*[owners[place] for place in places if place < first]}
+        used = [*dict.fromkeys([inside[place - first] for place in places if place >= first])]
+        words = [subject.arguments.words(work, arguments), *[f"{name}=…" for name in used[:MOST]]]
+        found = [*sorted(arguments), *[subject.located(used)] * bool(used)]
+        return ", ".join(filter(None, words)), ", ".join(found)
+
+    def _folded(self, fold: Fold, work: Work) -> Any:
+        """A call of a fold, which the caller is to run."""
+        line = fold.line
+        line.calls += 1
+        if fold.endless:
+            return self._eager(line, work, line.reason)
+        line.eager += 1  # as the first calls of keys: those of strict ones, too
+        line.reasons[line.reason] += 1
+        return EAGER
 
     def _forget(self) -> None:
         """Drops the older half of the keys without a graph."""
         idle = [key for key, line in [*self._lines.items()] if line.captured() is None]
         for key in idle[: max(1, len(idle) // 2)]:
             del self._lines[key]
+            if isinstance(key, Fold):
+                self._folds.drop(key)
 
     def _ready(self, line: Line, captured: Captured, work: Work) -> bool:
         """Whether a graph can be replayed as it is, unless it was evicted."""
         return (
             captured.epoch == work.epoch
+            and (not captured.attached or all(each.fits for each in captured.attached))
             and not line.reason
             and not self._state_reason
             and (not work.statics or self._subject.pointers(work) == captured.pointers)
@@ -333,6 +409,9 @@ class Graphed(Guarded):
     def _results(self, line: Line, captured: Captured, work: Work, made: Sequence[Any]) -> Any:
         """What a call gives after its replay.  `made`: the copies that the graph has made."""
         library = self._library
+        for each in captured.attached:
+            if getattr(each.array, each.name) is not each.after:
+                setattr(each.array, each.name, each.after)
         written = captured.written
         overwritten = self._subject.overwritten(captured, work) if written else ()
         for index in written:
@@ -454,6 +533,7 @@ class Graphed(Guarded):
         if isinstance(captured, str):
             return self._eager(line, work, captured)
         if self._overlaps(line, work):  # known since the capture, which showed what is written
+            captured.detach()
             return self._eager(line, work, _OVERLAPS)
         if work.sizes and not _fits(line, work):
             return self._learn(line, captured, work)
@@ -461,6 +541,7 @@ class Graphed(Guarded):
             return self._verify(line, captured, work)
         done, result = self._replay(line, captured, work)
         if not done:
+            captured.detach()
             return self._eager(line, work, "the graph was evicted while it was to be replayed")
         if not (captured.compared or work.sizes):
             captured.compared = True
@@ -507,6 +588,7 @@ class Graphed(Guarded):
         line.eager += 1
         line.reasons["the first call of a key warms up"] += 1
         subject.turns.take()
+        seeded = library.seeding()
         result = library.run_beside(lambda: self._function(*work.args, **work.kwargs))
         if library.wants_gradient(result):
             line.reason = subject.at(
@@ -539,6 +621,9 @@ class Graphed(Guarded):
         changed = subject.changed_state(work)
         if not changed and self._places(state) != places[1]:
             changed = "the memory of a tensor"
+        if not changed:
+            changed = seeded(subject.code.named)
+            changed += subject.seeded() if changed else ""
         self._stateful = self._stateful + 1 if changed else 0
         if changed:
             if self._stateful > 1:
@@ -655,6 +740,8 @@ class Graphed(Guarded):
         captured = line.captured()
         if captured is None or line.name not in self.cache:
             why = "the graph was evicted" if line.captures else "the second call of a key"
+        elif not all(each.fits for each in captured.attached):
+            why = "a gradient is another one than it was at the capture"
         elif captured.epoch == work.epoch and self._subject.pointers(work) == captured.pointers:
             return captured
         else:
@@ -673,13 +760,30 @@ class Graphed(Guarded):
             self._maker.mover()  # before memory is measured
 
         def make() -> Any:
-            graph, captured = self._maker.make(line, work)
+            graph, captured = self._maker.make(line, work, kept)
             run = graph.instantiate(upload=self._subject.turns.take())
             made.append(captured)
             return run
 
         self.cache.evict(line.name)
-        self.cache.get_or_capture(line.name, make)
+        kept = self._subject.keep(work)
+        try:
+            self.cache.get_or_capture(line.name, make)
+        except BaseException as error:
+            kept.put_back()  # the call runs eagerly next
+            left = self._subject.changed_state(work)
+            if (
+                left
+                and isinstance(error, Exception)
+                and not isinstance(error, ContextPoisonedError)
+            ):
+                raise NotGraphable(
+                    self._subject.at(
+                        f"{error}; and before it failed, the capture changed Python state that "
+                        f"could not be put back ({left})"
+                    )
+                ) from error
+            raise
         line.captures += 1
         line.broken_again = 0
         line.capture_reasons[why] += 1
@@ -707,6 +811,7 @@ class Graphed(Guarded):
         """An eager run that tells which axes of the results are dynamic."""
         reason = "where the size shows in the results is learned from an eager run"
         self._eager(line, work, reason)
+        captured.detach()
         result = self._function(*work.args, **work.kwargs)
         try:
             tree = self._subject.arguments.tree(result, work)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,6 +120,7 @@ class CuPy:
     held: tuple[type, ...] = ()
     plain: tuple[type, ...] = (np.dtype, np.generic)
     reader: tuple[int, int] | None = None
+    seeds: tuple[str, ...] = ()
 
     def __init__(self, device: Device, index: int, *, writes: bool) -> None:
         self.device, self.index = device, index
@@ -191,6 +192,9 @@ class CuPy:
 
     def lost(self, array: Any, /) -> str:
         return ""
+
+    def attached(self, arrays: Sequence[Any], /) -> list[tuple[Any, str, Any]]:
+        return []
 
     def live(self) -> None:
         """Arrays have no such state."""
@@ -359,6 +363,9 @@ class CuPy:
 
     def restore_random(self, state: Any) -> None:
         """There is no state."""
+
+    def seeding(self) -> Callable[[Collection[str]], str]:
+        return lambda named: ""  # draws of its generators are refused
 
     def same_random(self, state: Any) -> bool:
         return True

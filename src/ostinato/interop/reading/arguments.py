@@ -6,12 +6,13 @@ import contextlib
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ostinato.errors import InputError
+from ostinato.interop.reading.kept import Kept
 from ostinato.interop.reading.library import Library, NotGraphable, Options
-from ostinato.interop.reading.objects import ObjectWatch, same
+from ostinato.interop.reading.objects import ObjectWatch, holders_of, same
 from ostinato.interop.reading.records import Dynamic, Work
 from ostinato.interop.reading.trees import (
     Tree,
@@ -143,6 +144,25 @@ class Arguments:
                 (type(array).__qualname__, library.signature(array), library.offset(array))
             )
 
+    def keep(self, work: Work, kept: Kept) -> None:
+        """Notes what the static arguments hold, which the function itself is given."""
+        for name, value in self.named(work.args, work.kwargs):
+            if name in self._options.static:
+                self._keep(value, kept)
+
+    def _keep(self, value: Any, kept: Kept) -> None:
+        library = self._library
+        if library.is_array(value) or is_plain(value, library.plain):
+            return
+        found = children_of(value, library)
+        for child in () if found is None else found[1]:
+            self._keep(child, kept)
+        watch = None if found is not None else self._watch(value)
+        for held in holders_of(value) if watch is None else watch.holders:
+            kept.hold(held)
+        for each in () if watch is None else watch.watches:
+            kept.watch(each)
+
     def _watch(self, value: Any) -> ObjectWatch:
         watched, key = self._watched, id(value)
         known = watched.get(key)
@@ -197,10 +217,26 @@ class Arguments:
         ]
 
     # --- in words
-    def words(self, work: Work) -> str:
-        """The arguments as they stand in tables."""
+    def words(self, work: Work, changing: Collection[str] = ()) -> str:
+        """The arguments as they stand in tables; "…" for the value of those that are `changing`."""
         given = self.named(work.args, work.kwargs)
-        return ", ".join([f"{name}={self._word(name, value)}" for name, value in given])
+        return ", ".join(
+            [f"{n}={'…' if n in changing else self._word(n, value)}" for n, value in given]
+        )
+
+    def owners(self, work: Work) -> list[str]:
+        """The argument that each of the tokens of a call is of, if not all are plain arrays."""
+        owners: list[str] = []
+        tokens: list[Hashable] = []
+        again = Work(work.args, work.kwargs)
+        for name, value in self.named(work.args, {}):
+            self._add(name, value, tokens, again)
+            owners += [name] * (len(tokens) - len(owners))
+        for name, value in work.kwargs.items():
+            tokens.append(name)
+            self._add(name, value, tokens, again)
+            owners += [name] * (len(tokens) - len(owners))
+        return owners
 
     def _word(self, name: str, value: Any) -> str:
         library = self._library

@@ -38,11 +38,13 @@ def verified(
     random = library.save_random()
     state = work.state
     written = [*work.leaves, *(state[i] for i in sorted(line.state) if i < len(state))]
+    written += [each.after for each in captured.attached if each.before is each.after]
     kept = [(array, library.clone(array)) for array in written]
 
     def put_back() -> None:
         for array, before in kept:
             library.copy(array, before)
+        captured.detach()
         library.restore_random(random)
 
     def leaves_of(result: Any) -> list[Any]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ostinato import GraphCache
 from ostinato.interop.reading.arguments import Arguments
 from ostinato.interop.reading.guards import Guards
+from ostinato.interop.reading.kept import Kept
 from ostinato.interop.reading.library import Library, Options, Turns
+from ostinato.interop.reading.places import code_of, lines_of
 from ostinato.interop.reading.records import Captured, Work
 from ostinato.interop.reading.trees import Unknown
+
+_WORD = re.compile(r"[^\W\d]\w*")
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +68,17 @@ class Subject:
         """Where the static arguments of a call are."""
         return [*map(self.library.address, work.statics)]
 
+    def keep(self, work: Work) -> Kept:
+        """What a run of a call may change on the host, to be put back."""
+
+        def note(kept: Kept) -> None:
+            if self.guards is not None:
+                kept.guards(self.guards)
+            self.arguments.keep(work, kept)
+            kept.attributes(self.library.attached(work.state))
+
+        return Kept(note)
+
     def changed_state(self, work: Work) -> str:
         """What the function uses besides its arguments and is not as it was when a call began;
         empty if all is."""
@@ -72,14 +88,35 @@ class Subject:
             now = self.guards.read()
         except Unknown as error:
             return str(error)
-        return self.guards.explain(work.seen, now)
+        return self.located(self.guards.explain(work.seen, now))
+
+    def seeded(self) -> str:
+        """Where the function may give a generator a seed."""
+        lines = [lines_of(self.function, [name]) for name in self.library.seeds]
+        return self.place(sorted({line for several in lines for line in several}))
+
+    def place(self, lines: Sequence[int]) -> str:
+        """Lines of the function, in words."""
+        code, named = code_of(self.function), ", ".join(map(str, lines[:_MOST_NAMED]))
+        return "" if code is None or not lines else f" at {code.co_filename}:{named}"
+
+    def located(self, names: Iterable[str]) -> str:
+        """Names of what the function uses, in words, with the lines of it that name them."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            place = self.place(lines_of(self.function, _WORD.findall(name)))
+            found.setdefault(place, []).append(name)
+        # What most of it is of comes first: a scheduler, before the optimiser that it changes.
+        places = sorted(found.items(), key=lambda each: -len(each[1]))[:_MOST_NAMED]
+        return "; ".join(
+            [
+                f"{', '.join(several[:_MOST_NAMED])}{', …' * (len(several) > _MOST_NAMED)}{place}"
+                for place, several in places
+            ]
+        )
 
 
 def _where(function: Callable[..., Any]) -> str:
     """The file and line where a function is defined."""
-    plain = inspect.unwrap(getattr(function, "__func__", function))
-    code = getattr(plain, "__code__", None)
-    if code is None:
-        plain = vars(type(function)).get("__call__")
-        code = getattr(plain, "__code__", None)
+    code = code_of(function)
     return "an unknown place" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

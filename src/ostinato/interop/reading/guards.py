@@ -12,8 +12,9 @@ nested tuples, lists, dicts and dataclasses, sets, small NumPy arrays, data of C
 partials, and modules of the library.  Of other objects: items, plain attributes and arrays, and
 what else of them the code names, by the names of attributes in it (also as texts, where it calls
 `getattr`) and in the methods of these objects that it calls (`self.config.scale`), three objects
-deep; of functions, and of modules and classes of the user's, what the code names.  Not read is what
-other functions that it calls read by themselves.  An iterator makes a call run eagerly.
+deep; of functions, and of modules and classes of the user's, what the code names; all that there is
+of objects of which the library says so (`states.py`).  Not read is what other functions that it
+calls read by themselves.  An iterator makes a call run eagerly.
 """
 
 from __future__ import annotations
@@ -133,6 +134,12 @@ class Guarded:
     def methods(self) -> Iterable[tuple[type, str]]:
         return ()
 
+    def holders(self) -> Iterable[Any]:
+        return ()
+
+    def names(self) -> list[str]:
+        return []
+
 
 class _Here(threading.local):
     def __init__(self) -> None:
@@ -177,6 +184,44 @@ class _Reading:
 
     def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
         self.tokens.append(head)
+
+
+class _Naming(_Reading):
+    """The same, and where the value of each token is; empty for those that are of none."""
+
+    def __init__(self, serial: Callable[[object], int]) -> None:
+        super().__init__(serial)
+        self.names: list[str] = []
+
+    def array(self, path: Trail, array: Any) -> None:
+        super().array(path, array)
+        self.names.append(in_words(path))
+
+    def plain(self, path: Trail, value: Any) -> None:
+        super().plain(path, value)
+        self.names.append(in_words(path))
+
+    def watched(self, path: Trail, watch: Watch) -> None:
+        super().watched(path, watch)
+        whole, missing = in_words(path), len(self.tokens) - len(self.names)
+        names = [f"{whole}{name}" for name in watch.names()]
+        self.names += names if len(names) == missing else [whole] * missing
+
+    def container(self, path: Trail, value: Any, head: Hashable, children: list[Any]) -> None:
+        super().container(path, value, head, children)
+        self.names.append(in_words(path))
+
+    def contents(self, path: Trail, value: Any, token: Hashable) -> None:
+        super().contents(path, value, token)
+        self.names.append(in_words(path))
+
+    def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
+        super().other(path, value, inside, inner)
+        self.names.append(in_words(path))
+
+    def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
+        super().items(path, value, head, items)
+        self.names.append(in_words(path))
 
 
 @dataclass(slots=True)
@@ -266,7 +311,13 @@ class Guards:
         if library.is_array(value):
             walker.array(path, value)
             return
-        if isinstance(value, _SPACES) or (type(value) is types.FunctionType and vars(value)):
+        with_attributes = type(value) is types.FunctionType and _has_attributes(value)
+        if with_attributes:  # it may stand for an object that the library knows
+            watch = self.watch(value)
+            if watch is not None:
+                self._visit_watched(walker, path, value, watch, depth, met)
+                return
+        if with_attributes or isinstance(value, _SPACES):
             self._visit_space(walker, path, value, depth, met)
             return
         bound = _bound(value)
@@ -274,16 +325,13 @@ class Guards:
             walker.container(path, value, (type(value),), bound)
             self._visit_all(walker, path, enumerate(bound), depth, met, inner)
             return
-        if is_plain(value, library.plain):
+        functions = type(value) is tuple and any(map(_has_attributes, value))
+        if not functions and is_plain(value, library.plain):
             walker.plain(path, value)
             return
         watch = self.watch(value)
         if watch is not None:
-            met.add(id(value))
-            walker.watched(path, watch)
-            for name, child in watch.others():
-                if name.rpartition(".")[2] in self._named:
-                    self._visit(walker, (path, name), child, depth + 1, met, True)
+            self._visit_watched(walker, path, value, watch, depth, met)
             return
         if size_of(value) is not None:
             walker.other(path, value, None, inner)
@@ -314,6 +362,15 @@ class Guards:
         items = items_in(value) if depth < _DEEPEST else None
         if items is not None:
             self._visit_items(walker, path, value, items, depth, met)
+
+    def _visit_watched(
+        self, walker: Walker, path: Trail, value: Any, watch: Watch, depth: int, met: set[int]
+    ) -> None:
+        met.add(id(value))
+        walker.watched(path, watch)
+        for name, child in watch.others():
+            if name.rpartition(".")[2] in self._named:
+                self._visit(walker, (path, name), child, depth + 1, met, True)
 
     def _visit_space(
         self, walker: Walker, path: Trail, value: Any, depth: int, met: set[int]
@@ -422,13 +479,30 @@ class Guards:
                 self._named.add(name)  # an instance may have an attribute of this name
         return known
 
-    def explain(self, before: Seen, after: Seen) -> str:
-        """The names of what differs between two readings; empty if nothing does."""
+    def names(self) -> list[str]:
+        """Where the value of each token is that `read` gives now."""
+        naming = _Naming(self.serial)
+        self.walk(naming)
+        return naming.names
+
+    def explain(self, before: Seen, after: Seen) -> list[str]:
+        """The names of what differs between two readings, of which the second was made just now;
+        none if nothing does."""
         if before.tokens == after.tokens and same(before.arrays, after.arrays):
-            return ""
+            return []
+        if len(before.tokens) == len(after.tokens):
+            pairs = zip(self.names(), before.tokens, after.tokens, strict=True)
+            found = [*dict.fromkeys([name for name, one, other in pairs if one != other])]
+            if found:
+                return found
         parts = zip(self.places, _parts(before), _parts(after), strict=True)
         changed = [place.name for place, (a, b), (c, d) in parts if a != c or not same(b, d)]
-        return ", ".join(changed) or "what it uses"
+        return changed or ["what it uses"]
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether it is a function with attributes of its own."""
+    return type(value) is types.FunctionType and bool(vars(value))
 
 
 def size_of(value: Any) -> int | None:

@@ -107,6 +107,11 @@ class Library(Watcher, Protocol):
         """What a copy of an array would not have, in words; empty if it has all."""
         ...
 
+    def attached(self, arrays: Sequence[Any], /) -> list[tuple[Any, str, Any]]:
+        """Of arrays that may have another one attached (a gradient), which functions replace: the
+        array, the attribute, and what it is now."""
+        ...
+
     def live(self) -> Callable[[Any], Hashable] | None:
         """What of the arrays that a function uses besides its arguments may change while they stay
         where they are, and decides now what a call does; None if nothing does."""
@@ -206,6 +211,16 @@ class Library(Watcher, Protocol):
         ...
 
     def restore_random(self, state: Any) -> None: ...
+
+    seeds: tuple[str, ...]
+    """What the functions are called that give a generator a seed or a state."""
+
+    def seeding(self) -> Callable[[Collection[str]], str]:
+        """A function that tells which generator has a state that no replay gives it: it got another
+        seed since now, or drew on the host.  In words; empty if there is none.
+
+        It is given the attributes that the code names: other threads draw, too."""
+        ...
 
     def same_random(self, state: Any) -> bool:
         """Whether the generators are in that state now."""

@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from ostinato.interop.reading.trees import Arrays, is_plain, made_in_python
@@ -30,6 +30,15 @@ class Watch(Protocol):
 
     def methods(self) -> Iterable[tuple[type, str]]:
         """Classes and the names of their methods that run when it is called."""
+        ...
+
+    def names(self) -> list[str]:
+        """Behind the name of the object, where the values are that `read` gave tokens of; empty if
+        that is not known."""
+        ...
+
+    def holders(self) -> Iterable[Any]:
+        """The dicts, lists and the like that hold what it reads; asked for after `read`."""
         ...
 
 
@@ -106,7 +115,7 @@ class ObjectWatch:
         self.inner: list[tuple[Any, Any]] = []
         """The same of each object that was looked into."""
         self.holders: list[Any] = []
-        """All that was looked into: dicts, lists, deques, tuples, and `_Slots`."""
+        """All that was looked into: dicts, lists, deques, tuples, and `Slots`."""
         self.watches: list[Watch] = []
         """Of the library's modules."""
         self._search(value, 0, set())
@@ -132,9 +141,9 @@ class ObjectWatch:
                 if not isinstance(child, _CALLED):
                     self._search(child, depth + 1, seen)
             return
-        for held in _holders(value):
+        for held in holders_of(value):
             self.holders.append(held)
-            for key, child in [*_items(held)]:
+            for key, child in [*items_of(held)]:
                 if self._library.is_array(child):
                     self.places.append((held, key))
                 elif not (is_plain(child, self._library.plain) or isinstance(child, _CALLED)):
@@ -142,7 +151,7 @@ class ObjectWatch:
                     self._search(child, depth + 1, seen)
 
     def _kinds_now(self) -> list[list[type]]:
-        return [[type(child) for _, child in _items(held)] for held in self.holders]
+        return [[type(child) for _, child in items_of(held)] for held in self.holders]
 
     def _objects_now(self) -> list[Any]:
         found = [held[key] for held, key in self.inner]
@@ -178,7 +187,7 @@ class ObjectWatch:
         return None
 
 
-class _Slots:
+class Slots:
     """An object's slots as a dict."""
 
     def __init__(self, value: object, names: Iterable[str]) -> None:
@@ -186,6 +195,17 @@ class _Slots:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self._value, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([value for _, value in self.items()])
+
+    def fill(self, held: Mapping[str, Any]) -> None:
+        """Gives the slots these values, and no others one."""
+        for name in self._names:
+            if name in held:
+                setattr(self._value, name, held[name])
+            elif hasattr(self._value, name):
+                delattr(self._value, name)
 
     def items(self) -> list[tuple[str, Any]]:
         held = [(name, getattr(self._value, name, Missing)) for name in self._names]
@@ -213,7 +233,7 @@ def items_in(value: Any) -> list[Any] | None:
     return None
 
 
-def _holders(value: Any) -> Iterator[Any]:
+def holders_of(value: Any) -> Iterator[Any]:
     kind: Any = type(value)
     if isinstance(value, dict | list | tuple | deque):
         yield value
@@ -223,8 +243,8 @@ def _holders(value: Any) -> Iterator[Any]:
     if held is not None:
         yield held
     if slots:
-        yield _Slots(value, slots)
+        yield Slots(value, slots)
 
 
-def _items(held: Any) -> Iterable[tuple[Any, Any]]:
+def items_of(held: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(held) if isinstance(held, list | tuple | deque) else held.items()

@@ -8,7 +8,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,38 @@ def _places_of_one(
         for each in data_of(kind, named_attributes):
             read = functools.partial(getattr, kind, each, Missing)
             yield Place(f"{kind.__name__}.{each}", read, ("attribute", kind, each))
+
+
+def lines_of(function: Callable[..., Any], names: Sequence[str]) -> list[int]:
+    """The lines of a function that read the last of some names, or the one before, and so on."""
+    code = code_of(function)
+    for name in reversed(names):
+        found = [] if code is None else _lines(code, name)
+        if found:
+            return found
+    return []
+
+
+def code_of(function: Callable[..., Any]) -> types.CodeType | None:
+    """The code of a function, of whatever kind; None if it is not in Python."""
+    plain: Any = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        code = getattr(vars(type(function)).get("__call__"), "__code__", None)
+    return code if isinstance(code, types.CodeType) else None
+
+
+def _lines(code: types.CodeType, name: str) -> list[int]:
+    """The lines on which a name is read."""
+    found: set[int] = set()
+    for step in dis.get_instructions(code):
+        line = None if step.positions is None else step.positions.lineno
+        if step.opname.startswith("LOAD_") and line is not None and step.argval == name:
+            found.add(line)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found.update(_lines(constant, name))
+    return sorted(found)
 
 
 def data_of(kind: type, names: Collection[str]) -> dict[str, Any]:

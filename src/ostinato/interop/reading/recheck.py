@@ -134,7 +134,7 @@ class Checks:
     def each(self, function: Callable[[Any], Any], arrays: Sequence[Any]) -> list[Any]:
         """A function gives for each of some arrays what it gives now, which is returned."""
         values = [*map(function, arrays)]
-        self._add("ADDRESSES", -1, function, arrays, values, len(values))
+        self._add_once("ADDRESSES", function, arrays, values)
         return values
 
     def addresses(self, arrays: Sequence[Any]) -> list[int]:
@@ -143,8 +143,17 @@ class Checks:
         if library.reader is None:
             return self.each(library.address, arrays)
         values = [*map(library.address, arrays)]
-        self._add("WORDS", -1, library.reader, arrays, values, len(values))
+        self._add_once("WORDS", library.reader, arrays, values)
         return values
+
+    def _add_once(
+        self, operation: str, held: object, arrays: Sequence[Any], values: Sequence[Any]
+    ) -> None:
+        """A check that gives a value for each of some arrays, of which some may come twice: a
+        weight of a module and of its optimiser."""
+        found = {id(array): (array, value) for array, value in zip(arrays, values, strict=True)}
+        keys, each = [array for array, _ in found.values()], [value for _, value in found.values()]
+        self._add(operation, -1, held, keys, each, len(keys))
 
     def array(self, array: Any, slot: int = -1) -> None:
         """An array has the type and the signature that it has now."""
@@ -324,7 +333,7 @@ class _Noting:
         elif isinstance(value, list):
             self._checks.sequence(value, [*list.__iter__(value)])
         else:
-            self._checks.reads(value, _SameItems(value))
+            self._checks.reads(value, SameItems(value))
 
 
 def _note(watch: Watch, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
@@ -336,7 +345,7 @@ def _note(watch: Watch, checks: Checks, tokens: list[Hashable], arrays: list[Any
     note(watch, checks, tokens, arrays)
 
 
-class _SameItems:
+class SameItems:
     """Whether a container holds the very items that it holds now."""
 
     def __init__(self, value: Any) -> None:
@@ -504,9 +513,14 @@ def recheck(
             live = library.live()
             if live is not None:
                 checks.each(live, noting.arrays)
+        for each in captured.attached:  # what a replay leaves: then it has nothing to set
+            if not each.fits:
+                return None
+            checks.attributes(each.array, {each.name: each.after})
         if line.state:
             used = [*work.statics, *([] if work.seen is None else work.seen.arrays)]
-            written = [library.storage(used[i]) for i in line.state if i < len(used)]
+            ranges = [library.storage(used[i]) for i in line.state if i < len(used)]
+            written = [*dict.fromkeys(ranges)]
         made = checks.made(len(work.args), [*work.kwargs])
     except Inexpressible:
         return None

@@ -24,6 +24,25 @@ class Bound:
     """Of each array, in which piece it is."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Attached:
+    """What a captured function did to an array's gradient, which a replay is to do."""
+
+    array: Any
+    name: str
+    before: Any
+    after: Any
+
+    @property
+    def fits(self) -> bool:
+        """Whether a replay does what the function would do now.  It writes where the capture did:
+        what is added to must be that, and if there was nothing, the function may have been about to
+        add to what is there now."""
+        if self.before is not None and self.before is not self.after:
+            return True  # it was replaced, whatever it was
+        return getattr(self.array, self.name) is self.before
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Captured:
     """What belongs to one graph; the graph owns it."""
@@ -60,11 +79,18 @@ class Captured:
     """its result; both for its file, and None if it is not to be saved."""
     rebound: bool = False
     """Whether it was bound to other memory than it was captured with."""
+    attached: tuple[Attached, ...] = ()
+    """The gradients that the function gives, or adds to."""
     compared: bool = False
     """Whether its inputs were compared with the arguments after a replay."""
     checked: bool = False
     checked_padding: frozenset[int] = frozenset()
     """The arrays with which it was checked when they had padding."""
+
+    def detach(self) -> None:
+        """Takes the gradients away that the capture or a replay gave, before an eager run."""
+        for each in self.attached:
+            setattr(each.array, each.name, each.before)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +141,12 @@ class Line:
     times: deque[float] = field(default_factory=lambda: deque(maxlen=256))
     unmatched: int = 0
     """Replays that were found by the key: after each power of two a short way is looked for."""
+
+    def absorb(self, other: Line) -> None:
+        """Adds what another key counted that had no graph."""
+        self.calls += other.calls
+        self.eager += other.eager
+        self.reasons += other.reasons
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,8 @@ class Saving:
             raise InputError("it was bound to other memory")
         if line.text.startswith("!"):
             raise InputError(line.text[1:])
+        if captured.attached:
+            raise InputError("it gives gradients to what it uses")
         if captured.tree.given:
             raise InputError("its result holds an object that it was given")
         leaves: list[Any] = []
@@ -109,7 +111,11 @@ class Saving:
         with self._subject.cache.hold(line.name) as run:
             if run is None:
                 raise InputError("its graph was evicted")
-            other, twin = self._maker.make(line, call)
+            kept = self._subject.keep(call)
+            try:
+                other, twin = self._maker.make(line, call, kept)
+            finally:
+                kept.put_back()  # nobody called the function
             moved = self._memory(twin, pieces)
             if moved[2] != results:
                 raise InputError("a second capture gave results of another layout")

@@ -13,10 +13,11 @@ import numpy.typing as npt
 from ostinato import Graph, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import InputError, UpdateRefusedError
 from ostinato.interop.reading.function import Subject
+from ostinato.interop.reading.kept import Kept
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
-from ostinato.interop.reading.records import Bound, Captured, Line, Work
+from ostinato.interop.reading.records import Attached, Bound, Captured, Line, Work
 from ostinato.interop.reading.trees import Tree, Unknown
 from ostinato.lowlevel import every_node, replace_small_fills
 
@@ -76,8 +77,10 @@ class Maker:
         return [not any(m.nbytes and m.holds(address(leaf)) for m in static) for leaf in leaves]
 
     # --- captures
-    def make(self, line: Line, work: Work) -> tuple[Graph, Captured]:
-        """Captures a call.  What it writes is noted in its line.  Raises NotGraphable."""
+    def make(self, line: Line, work: Work, kept: Kept) -> tuple[Graph, Captured]:
+        """Captures a call.  What it writes is noted in its line.  Raises NotGraphable.
+
+        `kept`: notes what running the function changes on the host."""
         subject = self._subject
         library, arguments = subject.library, subject.arguments
         inputs = self.inputs(work)
@@ -96,12 +99,22 @@ class Maker:
         mover = None if work.sizes or sources is None else compiled
         moved: tuple[int, ...] = ()
 
+        before: list[tuple[Any, str, Any]] = []
+
+        def call() -> Any:
+            kept.begin()  # it may be the second try
+            before[:] = library.attached(work.state)
+            try:
+                return subject.function(*args, **kwargs)
+            finally:
+                kept.end()
+
         def run(stream: Stream) -> Any:
             nonlocal moved
             if mover is None or sources is None:
-                return subject.function(*args, **kwargs)
+                return call()
             mover.begin(stream, sources)
-            result = subject.function(*args, **kwargs)
+            result = call()
             moved, places = self._moved(result, work, bound)
             if moved:
                 mover.end(stream, places)
@@ -135,7 +148,15 @@ class Maker:
         if isinstance(tree, str):
             raise NotGraphable(subject.at(tree))
         self._compare_shapes(line, tree, work)
+        attached = zip(before, library.attached(work.state), strict=True)
         captured = Captured(
+            attached=tuple(
+                [
+                    Attached(array, name, one, other)
+                    for (array, name, one), (_, _, other) in attached
+                    if not (one is other is None)
+                ]
+            ),
             owner=(graph.owner, mover),
             inputs=inputs,
             stage=stage,

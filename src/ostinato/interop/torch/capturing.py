@@ -39,6 +39,10 @@ _NOT_REGISTERED = "generator not in capture mode"
 """In torch's error for random numbers in a capture that is not its own."""
 
 
+_NO_SEED = 0x6E6F_2073_6565_6421
+"""A number that nobody gives a generator."""
+
+
 class _Kept:
     """Something that a pool is kept for."""
 
@@ -211,10 +215,12 @@ class Captures:
             owner.register_generator_state(generator)
         side.wait_stream(current)
         made = _Made()
+        beside = torch.cuda.Stream(self._index)
         with torch.cuda.stream(side), _undisturbed():
             owner.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                made.result = work(stream)
+                with self._unseeded(beside):
+                    made.result = work(stream)
             except Exception as raised:
                 made.error, made.kind = explained(raised), _kind(raised)
             except BaseException:
@@ -233,6 +239,28 @@ class Captures:
             else:
                 made.error = "the capture is empty: nothing ran on the caller's current stream"
         return made
+
+    @contextmanager
+    def _unseeded(self, beside: Any) -> Iterator[None]:
+        """In a capture: the generators have a seed that nobody gives them.  torch takes no notice
+        there of `manual_seed` with the seed that a generator has, and refuses another one; no graph
+        holds a seed.  Other threads cannot draw meanwhile.
+
+        `beside`: a stream that does not capture, where torch lets a generator be set."""
+        generators = [torch.cuda.default_generators[self._index], *self._generators]
+        with torch.cuda.stream(beside):
+            # Others of the same states: cuDNN begins anew with a generator that is given a seed.
+            states = [generator.graphsafe_get_state() for generator in generators]
+            saved = [state.get_state() for state in states]
+            for state in states:
+                state.manual_seed(_NO_SEED)
+        try:
+            yield
+        finally:
+            with torch.cuda.stream(beside):
+                for state, before in zip(states, saved, strict=True):
+                    if state.initial_seed() == _NO_SEED:  # else another thread has given it one
+                        state.set_state(before)
 
     def _end(self, owner: Any) -> RuntimeError | None:
         """Ends a capture; torch's error if it was broken, after mending what that leaves."""
@@ -460,5 +488,6 @@ def explained(error: Exception) -> str:
     return captures.explained(
         error,
         torch,
-        ".item(), a print, nonzero, a copy to the CPU, a generator that was not given",
+        ".item(), a print, nonzero, a copy to the CPU, a generator that was not given, or one that "
+        "is given a seed",
     )

@@ -16,10 +16,11 @@ from ostinato import Buffer, Device, Graph, MemoryRange, Stream
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
+from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.torch.adopting import as_tensor
 from ostinato.interop.torch.capturing import Captures, out_of_memory
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
-from ostinato.interop.torch.watching import ModuleWatch
+from ostinato.interop.torch.watching import ModuleWatch, stateful
 
 
 def _kept(*names: tuple[str, str]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -208,6 +209,18 @@ def _reader() -> tuple[int, int] | None:
     return ctypes.cast(function, ctypes.c_void_p).value or 0, places[0]
 
 
+_SEEDS: tuple[str, ...] = (
+    *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state"),
+    *("set_rng_state_all", "set_state", "graphsafe_set_state", "set_offset"),
+)
+_DRAWING = frozenset(_SEEDS) | {
+    *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"),
+    *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_"),
+    *("exponential_", "geometric_", "log_normal_", "cauchy_", "poisson", "binomial"),
+}
+"""What draws random numbers, on the CPU or a GPU, or begins to anew."""
+
+
 class Torch:
     """What torch does for `Graphed` (`interop.reading.library.Library`)."""
 
@@ -217,6 +230,9 @@ class Torch:
     collection of garbage that met one was a segmentation fault."""
     plain = PLAIN
     alias = staticmethod(torch.Tensor.detach)
+    seeds = _SEEDS
+    _of_host: tuple[torch.Generator, ...] = (torch.default_generator,)
+    """Generators from which no graph draws."""
 
     def __init__(self, device: Device, index: int, generators: Sequence[Any] = ()) -> None:
         self.device, self.index, self.where = device, index, torch.device("cuda", index)
@@ -244,7 +260,10 @@ class Torch:
     joiner = staticmethod(joiner)
 
     def watch(self, value: object, /) -> Watch | None:
-        return ModuleWatch(value) if isinstance(value, torch.nn.Module) else None
+        if isinstance(value, torch.nn.Module):
+            return ModuleWatch(value)
+        found = stateful(value)
+        return None if found is None else StateWatch(found, self)
 
     @staticmethod
     def signature(tensor: torch.Tensor, /) -> tuple[Hashable, ...]:
@@ -313,6 +332,10 @@ class Torch:
         if type(tensor) is not torch.Tensor:
             return f"its class ({type(tensor).__qualname__})"
         return "that it requires gradients" if tensor.requires_grad else ""
+
+    def attached(self, tensors: Sequence[torch.Tensor], /) -> list[tuple[Any, str, Any]]:
+        learning = {id(t): t for t in tensors if t.requires_grad and t.is_leaf}
+        return [(tensor, "grad", tensor.grad) for tensor in learning.values()]
 
     def live(self) -> Callable[[Any], Hashable] | None:
         return _requires_grad if torch.is_grad_enabled() else None
@@ -566,11 +589,32 @@ class Torch:
         for generator, saved in zip(self._states(), state, strict=True):
             generator.set_state(saved)
 
+    def seeding(self) -> Callable[[Collection[str]], str]:
+        before = [(g, g.initial_seed(), _drawn(g)) for g in self._states()]
+        host = [(g, g.get_state()) for g in self._of_host]
+
+        def found(named: Collection[str]) -> str:
+            for generator, seed, drawn in before:
+                if generator.initial_seed() != seed or _drawn(generator) < drawn:
+                    return f"the seed or the offset of the generator of {generator.device}"
+            if _DRAWING.isdisjoint(named) or all(
+                torch.equal(generator.get_state(), state) for generator, state in host
+            ):
+                return ""
+            return "the state of torch's generator of the CPU"
+
+        return found
+
     def same_random(self, state: Any) -> bool:
         return all(
             torch.equal(generator.get_state(), saved)
             for generator, saved in zip(self._states(), state, strict=True)
         )
+
+
+def _drawn(generator: torch.Generator) -> int:
+    """How far a generator of a GPU has counted."""
+    return int(generator.get_offset()) if generator.device.type == "cuda" else 0
 
 
 class TorchWithoutCuda(Torch):

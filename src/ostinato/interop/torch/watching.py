@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
 import types
@@ -20,6 +21,11 @@ from ostinato.interop.reading.stored import Description, code_text
 from ostinato.interop.reading.trees import is_plain, plain_token
 from ostinato.interop.torch.trees import PLAIN
 
+_STATEFUL = (
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
 _MOST_VERSIONS = 4096
 _next_version = itertools.count()
 _versions: dict[Hashable, int] = {}
@@ -69,6 +75,18 @@ def _private_names(kind: type) -> frozenset[str]:
     if kind.__module__.partition(".")[0] == "torch":
         return frozenset()
     return names_in_method(kind, "forward") - _OF_EVERY
+
+
+def stateful(value: Any) -> Any:
+    """The optimiser, scheduler or scaler that a value is or stands for: a weak reference, and the
+    function that a scheduler puts in the place of an optimiser's `step`.  None for all others."""
+    if isinstance(value, types.FunctionType):
+        if not hasattr(value, "_wrapped_by_lr_sched"):
+            return None
+        value = inspect.getclosurevars(value).nonlocals.get("opt_ref")
+    if isinstance(value, weakref.ref):
+        value = value()
+    return value if isinstance(value, _STATEFUL) else None
 
 
 class ModuleWatch:
@@ -178,7 +196,7 @@ class ModuleWatch:
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
         if not self._as_before():
             self._find()
-        tokens.append(self._version)
+        tokens.append((ModuleWatch, self._version))
         arrays += [t for t in _all(map(_values, self._tensors)) if t is not None]
         arrays += map(_value, self._loose)
 
@@ -194,6 +212,12 @@ class ModuleWatch:
         module: Any = self._module()
         for kind in {type(each) for each in module.modules()}:
             yield kind, "forward"
+
+    def names(self) -> list[str]:
+        return []
+
+    def holders(self) -> Iterable[Any]:
+        return [*self._sized, *self._hooks]
 
     def describe(self, name: str, description: Description) -> None:
         """All that it holds but for `others`, by names."""
