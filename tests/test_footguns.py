@@ -786,7 +786,7 @@ def test_two_instances_of_one_method_have_graphs_of_their_own(device: Device) ->
         def __init__(self, by: int) -> None:
             self.counter, self.by = device.zeros(1, np.int32), by
 
-        def forward(self, stream: ost.Stream) -> None:
+        def forward(self, stream: ost.Stream, _: ost.Sizes) -> None:
             ost.launch(stream, kernel(device, "increment"), config(1), self.counter, self.by)
 
     cache, models = ost.GraphCache(device), [Model(2), Model(5)]
@@ -1436,7 +1436,7 @@ def test_a_graph_that_writes_nothing_is_found(device: Device) -> None:
 
     slots = [ost.Slot("x", x, ost.Role.INPUT), ost.Slot("out", out, ost.Role.OUTPUT)]
     step = checked_step(device, work, slots, verify="first", strict=True)
-    work(step.stream)
+    ost.launch(step.stream, kernel(device, "add"), config(N), x, x, out, N)
     where[0] = other
     step.prepare()
     where[0] = out

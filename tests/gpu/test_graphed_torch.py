@@ -1138,8 +1138,11 @@ def test_an_event_that_is_in_use_after_the_call(make: Make, way: str, seed: bool
         if way in ("kept", "external"):
             other.wait_event(event)
             event.synchronize()
+    # How many numbers a graph draws is measured with all other nodes switched off, and an event's
+    # cannot be.
+    unmeasured = way == "external" and seed
     refused = way in ("kept", "lets wait", "never recorded")
-    assert (step.statistics().replays == 0) is refused, step.explain()
+    assert (step.statistics().replays == 0) is (refused or unmeasured), step.explain()
     if refused:
         assert "test_graphed_torch.py" in str(step.explain()), step.explain()
 

@@ -120,7 +120,7 @@ _FAULTS = (
         "held-graph-is-not-checked",
         "A graph is held for many replays before its first check.",
         "ostinato.step.engine:Engine.hold",
-        'if verify != "off" and not kept.is_checked(call.padded):',
+        'if verify != "off" and not kept.is_checked(self, call.padded):',
         "if False:",
         (FOOTGUNS + "test_a_graph_is_checked_however_it_was_made",),
     ),

@@ -331,6 +331,7 @@ def test_a_replay_under_way_is_not_disturbed(
     out, seven, nine = (device.array(np.full(1000, v, np.float32)) for v in (0, 7, 9))
     cache = ost.GraphCache(device, budget=10)
     cache.install("a", copying(device, stream, out, seven).instantiate(upload=stream), nbytes=6)
+    device.synchronize()  # freeing what others left would wait for the held stream
     with HeldStream(stream):
         assert cache.replay("a", stream)
         if how == "replace":

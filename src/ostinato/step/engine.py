@@ -417,9 +417,8 @@ class Engine:
         self._last = call
         return decision
 
-    @staticmethod
-    def _is_due(verify: str | int, call: Call, counts: Counts, kept: Kept) -> bool:
-        if not kept.is_checked(call.padded):
+    def _is_due(self, verify: str | int, call: Call, counts: Counts, kept: Kept) -> bool:
+        if not kept.is_checked(self, call.padded):
             return True
         return isinstance(verify, int) and (counts.replayed + 1) % verify == 0
 
@@ -656,7 +655,7 @@ class Engine:
         self.last_check = report
         counts.verified += 1
         counts.replayed += 1
-        kept.note_check(call.padded)
+        kept.note_check(self, call.padded)
         if report.finding is None:
             return decision
         return self._mismatched(work, entry, report.finding)
@@ -706,7 +705,7 @@ class Engine:
         if executable is None or kept is None:  # evicted at once, by another thread
             lease.close()
             return Decision(Action.BUILD, Reason.FIRST_USE)
-        if verify != "off" and not kept.is_checked(call.padded):
+        if verify != "off" and not kept.is_checked(self, call.padded):
             lease.close()
             return replace(decision, detail="its check is due")
         work.bind()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
@@ -45,8 +46,11 @@ class Kept(Seat):
         dictionary, which would need the key's `__hash__` again."""
         self.changing: AbstractContextManager[bool] = new_lock()
         """Held from a change of the executable to its launch."""
-        self.checked: frozenset[str] | None = None
-        """The sizes with which it was checked when they had padding; None if it was not checked."""
+        self.checked: weakref.WeakKeyDictionary[object, frozenset[str]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """By whose work it was compared with, the sizes that had padding then: works that share a
+        key may differ."""
         self.repeats: set[Repeat] = set()
         """What launches it without a look at its entry; cooled when it leaves."""
 
@@ -55,12 +59,14 @@ class Kept(Seat):
         while self.repeats:
             self.repeats.pop().cool()
 
-    def is_checked(self, padded: frozenset[str]) -> bool:
-        """Whether it was checked, with padding of each size that has some now."""
-        return self.checked is not None and padded <= self.checked
+    def is_checked(self, by: object, padded: frozenset[str]) -> bool:
+        """Whether it was compared with that one's work, with padding of each size that has some
+        now."""
+        known = self.checked.get(by)
+        return known is not None and padded <= known
 
-    def note_check(self, padded: frozenset[str]) -> None:
-        self.checked = padded | (self.checked or frozenset())
+    def note_check(self, by: object, padded: frozenset[str]) -> None:
+        self.checked[by] = padded | self.checked.get(by, frozenset())
 
 
 @dataclass(slots=True, eq=False)
