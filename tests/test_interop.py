@@ -40,7 +40,8 @@ def interop(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     torch.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
         memory_snapshot=lambda: [{"address": 4096, "total_size": 2048, "blocks": blocks}]
     )
-    torch.cuda.CUDAGraph = object  # type: ignore[attr-defined]
+    for name in ("CUDAGraph", "Event", "Stream"):
+        setattr(torch.cuda, name, object)
     torch.__dict__["__getattr__"] = lambda name: MagicMock(name=name)
     monkeypatch.setitem(sys.modules, "torch", torch)
     ours = [m for m in sys.modules if m.startswith("ostinato.interop.torch")]

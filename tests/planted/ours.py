@@ -128,7 +128,7 @@ _FAULTS = (
         "padding-is-checked-without-any",
         "A graph that was checked without padding is not checked again once it has some.",
         "ostinato.step.entry:Kept.is_checked",
-        " and padded <= self.checked",
+        " and padded <= known",
         "",
         (FOOTGUNS + "test_a_first_check_without_padding_is_repeated_with_some",),
         "local-inference-lab/vllm#621",
@@ -178,8 +178,8 @@ _FAULTS = (
         "padding-of-one-size-is-enough",
         "A graph that was checked with padding of one size is not checked with that of another.",
         "ostinato.step.entry:Kept.is_checked",
-        "padded <= self.checked",
-        "bool(self.checked or not padded)",
+        "padded <= known",
+        "bool(known or not padded)",
         (FOOTGUNS + "test_padding_of_each_size_is_checked",),
     ),
     Fault(
@@ -196,9 +196,9 @@ _FAULTS = (
     Fault(
         "rebuilt-graph-is-not-checked",
         "A graph that was evicted and made again is replayed without a check.",
-        "ostinato.step.entry:Kept.__init__",
-        "self.checked: frozenset[str] | None = None",
-        "self.checked = frozenset()",
+        "ostinato.step.engine:Engine._is_due",
+        "if not kept.is_checked(self, call.padded):",
+        "if not counts.verified and not kept.is_checked(self, call.padded):",
         (FOOTGUNS + "test_a_graph_that_was_made_again_is_checked_again",),
     ),
     Fault(
