@@ -503,6 +503,19 @@ def test_a_graph_that_is_put_under_a_key_that_was_given_up_is_not_replayed(devic
     assert case.value == 8
 
 
+def test_a_precondition_that_comes_later_is_not_overlooked(device: Device) -> None:
+    case = Counting(device)
+    for _ in range(4):
+        case.step(rows=2)
+    given = {"ready": lambda: False}
+    with pytest.raises(TypeError):
+        case.step.preconditions["ready"] = given["ready"]  # type: ignore[index]
+    case.step.preconditions = given
+    assert case.step(rows=2).reason is Reason.PRECONDITION
+    case.step.preconditions = {}
+    assert case.step(rows=2).reason is Reason.REPLAYED
+
+
 # --- strict
 def unmet(case: Counting) -> None:
     case.step.preconditions = {"workspace ready": lambda: False}

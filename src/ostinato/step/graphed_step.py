@@ -16,7 +16,8 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from ostinato import settings as _settings
 from ostinato.driver.api import CaptureMode, whole_number
@@ -95,8 +96,9 @@ class GraphedStep(Closeable):
     runs, calls inside another capture, and calls while `enabled` is False or `profiling` is set run
     eagerly without an error.  `Reason.silent` says which reasons are errors.
 
-    `preconditions` are called before each call.  If one returns a false value, the call runs
-    eagerly, with the reason PRECONDITION and the names of the false ones.  `warmups` eager runs
+    `preconditions` are called before each call; assign the attribute to have others.  If one
+    returns a false value, the call runs eagerly, with the reason PRECONDITION and the names of the
+    false ones.  `warmups` eager runs
     come before a capture; a capture that lacks an operation of the last warm-up is refused.
     `preload` is called once, before the first capture and outside of it, to load what the step
     launches (`lambda: device.modules.preload(kernels)`).  `builder(stream, sizes)`, if given,
@@ -241,6 +243,8 @@ class GraphedStep(Closeable):
 
     def __setattr__(self, name: str, value: object) -> None:
         """All that users may set can forbid a replay: the next call is decided anew."""
+        if name == "preconditions":  # one that came in later would not be seen
+            value = MappingProxyType(dict(cast(Mapping[str, Callable[[], bool]], value)))
         super().__setattr__(name, value)
         if not name.startswith("_") and "_engine" in vars(self):
             self._engine.changed()
