@@ -226,8 +226,8 @@ class Torch:
 
     array_type = torch.Tensor
     held: tuple[type, ...] = (torch.cuda.Event, torch.cuda.Stream)
-    """torch 2.11 frees them without clearing their weak references (0 of 50 events), and the next
-    collection of garbage that met one was a segmentation fault."""
+    """torch 2.11 frees events without clearing their weak references (0 of 50), which then point at
+    freed memory.  Streams have the same kind of base, and were not tried."""
     plain = PLAIN
     alias = staticmethod(torch.Tensor.detach)
     seeds = _SEEDS
