@@ -63,7 +63,7 @@ Stream capture capture_function compile copy fill host_kernel kernel launch lift
 record errors explain graphfile lowlevel settings step testing
 """
 LOWLEVEL = """
-Closeable FILL HostLaunch InstantiateFlags every_node fill_kernel load_extension new_lock
+Closeable FILL HostLaunch InstantiateFlags causes every_node fill_kernel load_extension new_lock
 replace_small_fills table uninterrupted whole_number
 """
 

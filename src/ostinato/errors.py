@@ -42,7 +42,7 @@ what to do next.  Nothing here imports anything of the library.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 __all__ = [
@@ -302,6 +302,17 @@ def explain(status: int) -> StatusMeaning:
     return _MEANINGS.get(
         status, StatusMeaning("the driver refused the call", "See CUresult in cuda.h.")
     )
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it came from."""
+    known = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in known:
+        known.add(id(following))
+        yield following
+        hidden = following.__suppress_context__
+        following = following.__cause__ or (None if hidden else following.__context__)
 
 
 class OstinatoError(Exception):

@@ -11,6 +11,7 @@ from ostinato.driver.extension import load_extension
 from ostinato.driver.forking import new_lock
 from ostinato.driver.host.kernel import HostLaunch
 from ostinato.driver.interrupts import uninterrupted
+from ostinato.errors import causes
 from ostinato.graph.node import every_node
 from ostinato.step.fills import FILL, fill_kernel, replace_small_fills
 from ostinato.step.statistics import table
@@ -20,6 +21,7 @@ __all__ = [
     "Closeable",
     "HostLaunch",
     "InstantiateFlags",
+    "causes",
     "every_node",
     "fill_kernel",
     "load_extension",

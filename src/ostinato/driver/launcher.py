@@ -85,7 +85,7 @@ class PythonSeat:
 
         here -> leave() -> leaving, as long as a lease is out -> to be closed
 
-    Whoever gets True from `leave` or `release` closes it.
+    A caller that gets True from `leave` or `release` must close it.
     """
 
     __slots__ = ("_guard", "leases", "leaving", "uses")

@@ -16,6 +16,7 @@ import ostinato
 from ostinato import Capture, Graph, Stream
 from ostinato.errors import CaptureError, ContextPoisonedError, OstinatoError, Status
 from ostinato.interop.reading.library import CaptureDisturbed, NotGraphable
+from ostinato.lowlevel import causes
 
 
 @contextmanager
@@ -88,19 +89,8 @@ def explained(error: Exception, library: ModuleType, cannot: str) -> str:
 def disturbed(error: BaseException) -> bool:
     """Whether an error of a capture says that something else had broken it before (status 901), and
     nothing that was called in it was refused."""
-    statuses = {*map(_status, chain(error))}
+    statuses = {*map(_status, causes(error))}
     return statuses - {None} == {Status.STREAM_CAPTURE_INVALIDATED}
-
-
-def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that it came from."""
-    known = set()
-    following: BaseException | None = error
-    while following is not None and id(following) not in known:
-        known.add(id(following))
-        yield following
-        hidden = following.__suppress_context__
-        following = following.__cause__ or (None if hidden else following.__context__)
 
 
 def _status(error: BaseException) -> int | None:

@@ -42,7 +42,6 @@ from ostinato.errors import (
     OstinatoError,
     VerificationError,
 )
-from ostinato.interop.captures import chain
 from ostinato.interop.reading.arguments import Arguments
 from ostinato.interop.reading.checking import due, verified
 from ostinato.interop.reading.folding import MOST, Fold, Folds
@@ -72,7 +71,7 @@ from ostinato.interop.reading.slots import Maker
 from ostinato.interop.reading.statistics import GraphedKeyStatistics, GraphedStatistics, explained
 from ostinato.interop.reading.stored import Stored
 from ostinato.interop.reading.trees import Unknown
-from ostinato.lowlevel import new_lock
+from ostinato.lowlevel import causes, new_lock
 from ostinato.settings import blocking_captures, graphs_enabled
 
 _MOST_LINES = 4096
@@ -725,7 +724,7 @@ class Graphed(Guarded):
         return self._later(line, _SHORT, _FULL.format(error))
 
     def _is_out_of_memory(self, error: Exception) -> bool:
-        return isinstance(error, NoMemory) or any(map(self._library.out_of_memory, chain(error)))
+        return isinstance(error, NoMemory) or any(map(self._library.out_of_memory, causes(error)))
 
     def _make_room(self) -> None:
         """Evicts that half of this function's graphs that was not used for longest."""

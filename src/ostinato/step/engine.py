@@ -43,6 +43,7 @@ from ostinato.errors import (
     StateLostError,
     Status,
     VerificationError,
+    causes,
 )
 from ostinato.explain.times import NotLaunched, ReplayProfile, replay_as_set, resolved, run_replay
 from ostinato.graph import GraphExec, Recording, record, submissions
@@ -749,25 +750,14 @@ class Engine:
         return total.statistics(lines, self.last_check)
 
 
-def _errors(error: BaseException) -> list[BaseException]:
-    """An error and its causes."""
-    found: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in found:
-        found.append(following)
-        hidden = following.__suppress_context__
-        following = following.__cause__ or (None if hidden else following.__context__)
-    return found
-
-
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error is that of a device without memory."""
-    return any(getattr(e, "status", None) == Status.OUT_OF_MEMORY for e in _errors(error))
+    return any(getattr(e, "status", None) == Status.OUT_OF_MEMORY for e in causes(error))
 
 
 def disturbed(error: BaseException) -> bool:
     """Whether an error of a capture says that something else had broken it before (status 901), and
     nothing that was called in it was refused."""
     rules = range(Status.STREAM_CAPTURE_UNSUPPORTED, Status.STREAM_CAPTURE_WRONG_THREAD + 1)
-    statuses = {getattr(each, "status", None) for each in _errors(error)}
+    statuses = {getattr(each, "status", None) for each in causes(error)}
     return {s for s in statuses if s in rules} == {Status.STREAM_CAPTURE_INVALIDATED}

@@ -24,10 +24,10 @@ from ostinato import (
 )
 from ostinato.errors import Status
 from ostinato.interop import captures
-from ostinato.interop.captures import captured, chain, disturbed, no_collection
+from ostinato.interop.captures import captured, disturbed, no_collection
 from ostinato.interop.reading.library import CaptureDisturbed, NoMemory, NotGraphable
 from ostinato.interop.torch.adopting import adopt_graph, drawing
-from ostinato.lowlevel import every_node
+from ostinato.lowlevel import causes, every_node
 
 _one_at_a_time = threading.RLock()
 """One capture at a time in the process: torch cannot make two, and what is set around one (the
@@ -301,7 +301,7 @@ class Captures:
 
 def _kind(error: BaseException) -> type[NotGraphable]:
     """As what an error that broke a capture is raised."""
-    if any(map(out_of_memory, chain(error))):
+    if any(map(out_of_memory, causes(error))):
         return NoMemory
     return CaptureDisturbed if disturbed(error) else NotGraphable
 
