@@ -21,7 +21,7 @@ situations = st.builds(
         st.just("why"),
     ),
     unmet=st.sampled_from([(), ("workspace",)]),
-    over_buckets=st.none() | st.just("70 is over 64"),
+    unfit=st.none() | st.just((Reason.OVER_BUCKETS, "70 is over 64")),
     has_graph=st.booleans(),
     runs=st.integers(0, 3),
     warmups=st.integers(0, 2),
@@ -40,7 +40,7 @@ def test_a_graph_is_used_only_when_nothing_speaks_against_it(s: Situation) -> No
         and not s.inside_capture
         and s.quarantine is None
         and not s.unmet
-        and s.over_buckets is None
+        and s.unfit is None
     )
     if decision.action is Action.REPLAY:
         assert free
@@ -87,7 +87,11 @@ def test_it_is_pure(s: Situation) -> None:
         (Situation(strict=True), Action.EAGER, Reason.WARMING_UP),
         (Situation(strict=True, enabled=False), Action.EAGER, Reason.GRAPHS_OFF),
         (Situation(strict=True, unmet=("head",)), Action.REFUSE, Reason.PRECONDITION),
-        (Situation(strict=True, over_buckets="9"), Action.REFUSE, Reason.OVER_BUCKETS),
+        (
+            Situation(strict=True, unfit=(Reason.OVER_BUCKETS, "9")),
+            Action.REFUSE,
+            Reason.OVER_BUCKETS,
+        ),
         (
             Situation(runs=1, capped=(Reason.RECAPTURED, "4 times")),
             Action.EAGER,

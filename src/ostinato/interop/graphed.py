@@ -1,25 +1,18 @@
 """`Graphed`: a function that replays a graph of itself.  It knows no library; `Library` does.
 
-What happens to a key (`Line`):
-
-    first call -> WARMED (ran eagerly) -> second call: captured -> CAPTURED: replays
-                     │                         │                    └─ evicted: captured again
-                     └── refused ──────────────┴── failed ──▶ EAGER, with its reason
-
-A capture that something else broke (another thread), or that had no memory, is tried again at later
-calls: after 1, 4, 16 and 64 more of them (`_later`).
-
-A failure costs speed, never answers: whatever cannot be captured runs eagerly and is counted, and
-what a capture that fails did to the host is put back first (`kept.py`).  Keys that differ in plain
-values alone are folded into one that runs eagerly (`folding.py`).
+It is the door of discovered slots: it reads from the arguments, and from what the function uses
+besides them, which calls are alike, and an `Engine` decides what becomes of a call.  A failure
+costs speed, never answers: whatever cannot be captured runs eagerly and is counted, and what a
+capture that fails did to the host is put back first (`kept.py`).  Keys that differ in plain values
+alone are folded into one that runs eagerly (`folding.py`).
 
 The way of a call, each step of which only comes if those before it do not answer:
 
     __call__   a call like one of the last: a whole replay in C (`recheck.py`)
-    _keyed     its key (`arguments.py`, `guards.py`), and a replay of the key's graph as it is
-    _slowly    the key is new, its graph is not there or must be changed: a warm-up, a graph out of
-               the store (`saving.py`), a capture or a rebinding (`slots.py`), a check
-               (`checking.py`), or an eager run and its reason
+    _keyed     its key (`arguments.py`, `guards.py`), whose `Line` the engine knows
+    Engine     a replay (`_Work.bind`), a warm-up (`warm`), a capture (`build`, `slots.py`) or a
+               graph out of the store (`restored`, `saving.py`), a graph that is bound to memory
+               that has moved (`fits`), a check (`checking.py`), or an eager run and its reason
 """
 
 from __future__ import annotations
@@ -28,22 +21,22 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any, Self
 
-from ostinato import GraphCache
+from ostinato import GraphCache, GraphExec, Stream
 from ostinato.errors import (
-    CaptureLimitError,
     ClosedError,
     ContextPoisonedError,
-    EagerRunError,
     InputError,
     NotAvailableError,
     OstinatoError,
-    VerificationError,
+    OutOfMemoryError,
+    causes,
 )
 from ostinato.interop.reading.arguments import Arguments
-from ostinato.interop.reading.checking import due, verified
+from ostinato.interop.reading.checking import verified
 from ostinato.interop.reading.folding import MOST, Fold, Folds
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Guarded, Guards
@@ -62,38 +55,35 @@ from ostinato.interop.reading.recheck import (
     TIMED,
     Checks,
     Hot,
-    launch,
+    prepared,
     recheck,
 )
-from ostinato.interop.reading.records import Captured, Line, Work
+from ostinato.interop.reading.records import Captured, Line, ReadCall
 from ostinato.interop.reading.saving import Saving
 from ostinato.interop.reading.slots import Maker
 from ostinato.interop.reading.statistics import GraphedKeyStatistics, GraphedStatistics, explained
 from ostinato.interop.reading.stored import Stored
 from ostinato.interop.reading.trees import Unknown
-from ostinato.lowlevel import causes, new_lock
-from ostinato.settings import blocking_captures, graphs_enabled
+from ostinato.lowlevel import Change, Counts, Engine, Work, new_lock
+from ostinato.settings import blocking_captures
+from ostinato.step import CheckReport, Decision, Reason
 
 _MOST_LINES = 4096
 _MOST_KEPT = 256 << 20
 """Bytes of arguments that are compared after a warm-up, and of what else a function that is checked
 uses."""
-_MOST_BROKEN, _WAIT = 5, 4
-_DISTURBED = "something else than the function broke a capture, which is tried again later"
 _BROKEN = (
-    "were broken from outside ({}). Look for another thread that calls what CUDA forbids while any "
-    "stream captures, such as torch.cuda.synchronize() (wait for a stream or an event instead), or "
-    "for an error that the function itself catches"
+    "a capture was broken from outside ({}). Look for another thread that calls what CUDA forbids "
+    "while any stream captures, such as torch.cuda.synchronize() (wait for a stream or an event "
+    "instead), or for an error that the function itself catches; call invalidate() to capture again"
 )
-_SHORT = "the device had no memory for a graph, which is tried again later"
 _FULL = (
-    "had no memory ({}). Free some, or let the graphs hold less (budget=, buckets for sizes that "
-    "change)"
+    "a capture had no memory ({}). Free some, or let the graphs hold less (budget=, buckets for "
+    "sizes that change); call invalidate() to capture again"
 )
 _numbers = itertools.count()
 """Of keys, in all caches."""
 _OFF = "graphs are switched off (OSTINATO_NO_GRAPHS)"
-_OVERLAPS = "an argument shares memory with another that is written"
 _EVERY = "every call"
 _ALL: tuple[Any, ...] = (_EVERY,)
 """The words and the key of a function that runs eagerly whatever it is given."""
@@ -128,7 +118,8 @@ class Graphed(Guarded):
         self.unavailable = unavailable
         """Why nothing can be captured on this machine: every call is eager.  Empty if it can."""
         self._owns_cache = owns_cache
-        self._lock = new_lock()
+        self._engine = Engine(cache, None, timed=False)
+        self._lock = self._engine.lock
         self._lines: dict[Hashable, Line] = {}
         guards = Guards(function, library)
         self._guards = guards if options.guard and not guards.empty else None
@@ -159,7 +150,6 @@ class Graphed(Guarded):
         # way here.
         self._nesting = new_lock()
         self._closed = False
-        self._enabled = graphs_enabled()
         self._calls = 0
         self._hot: tuple[Hot, ...] = ()
         """Short ways for calls like the last, of the state as it is now."""
@@ -174,9 +164,11 @@ class Graphed(Guarded):
         """The state of one that was never called."""
         self._lines.clear()
         self._folds = Folds()
-        self._stateful, self._state_reason = 0, self.unavailable
+        self._stateful = 0
+        self._engine.broken = None
         if self.unavailable:
-            self._lines[None] = Line(f"{self.name} #{next(_numbers)}", _EVERY)
+            self._engine.broken = Reason.NOT_GRAPHABLE, self.unavailable
+            self._line(_ALL, ReadCall((), {}))
 
     def others(self) -> list[tuple[str, Any]]:
         """Attributes that the user gave it, which the function may read as its own."""
@@ -197,7 +189,11 @@ class Graphed(Guarded):
     # ------------------------------------------------------------------------------ calls
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for way in self._ways:
-            result = way(args, kwargs)
+            try:
+                result = way(args, kwargs)
+            except OstinatoError as error:
+                self._refused(error)
+                break
             if result is not MISSED:
                 return result
         if self.unavailable:
@@ -214,53 +210,72 @@ class Graphed(Guarded):
             return result
         return self._function(*args, **kwargs)  # without the lock: it may take as long as it likes
 
+    def _refused(self, error: OstinatoError) -> None:
+        """After a replay by a short way was refused: the call goes by its key.  Raises the error if
+        something may have run."""
+        if isinstance(error, ContextPoisonedError) or not self._engine.settings.plain:
+            raise error
+        with self._lock:
+            self._set_hot()
+
     def _only_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call where there is no device: the library cannot even tell modes and streams."""
         if self._closed:
             raise ClosedError(f"graphed {self.name} is closed; call the function itself")
-        with self._lock:
-            line = self._lines[None]
-            line.calls += 1
-            self._slowly(line, Work(args, kwargs), None)  # raises if it is a strict one
+        given = ReadCall(args, kwargs)
+        with self._lock:  # raises if it is a strict one
+            self._engine.call(_Work(self, self._line(_ALL, given), given))
         return self._function(*args, **kwargs)
 
     def _keyed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call by its key; EAGER if the caller is to run it."""
         self._calls += 1
         began = 0 if self._calls % TIMED else time.perf_counter_ns()
+        line: Line | None
         try:
-            if self._state_reason or not self._enabled:
+            if self._engine.broken or not self._options.enabled:
                 # Whatever the key, which may be another one at each call.
-                key, work = _ALL, Work(args, kwargs)
+                key, given = _ALL, ReadCall(args, kwargs)
             else:
-                key, work = self._key(args, kwargs)
+                key, given = self._key(args, kwargs)
         # RecursionError: an argument contains itself.
         except (Unknown, NotGraphable, RecursionError) as error:
-            work = Work(args, kwargs)
+            given = ReadCall(args, kwargs)
             key = type(error), str(error)
-            self._line(key, work).reason = self._subject.at(str(error))
-        line = self._lines.get(key)
+            line = self._line(key, given)
+            self._give_up(line, str(error))
+        else:
+            line = self._lines.get(key)
         if line is None:
-            fold = self._fold(key, work)
+            fold = self._fold(key, given)
             if fold is not None:
-                return self._folded(fold, work)
-            line = self._line(key, work)
-        line.calls += 1
-        captured = line.captured()
-        if captured is not None and self._ready(line, captured, work):
-            done, result = self._replay(line, captured, work)
-            if done:
-                if began:
-                    line.times.append((time.perf_counter_ns() - began) / 1000)
-                line.unmatched += 1
-                if not line.unmatched & (line.unmatched - 1):
-                    self._heat(line, captured, work, key)
-                return result
-        result = self._slowly(line, work, key)
-        self._set_hot()  # drops what recursive calls of the function have set meanwhile
+                return self._folded(fold, given)
+            line = self._line(key, given)
+            if self._saving is not None and key is not _ALL:
+                self._saving.name(line, given, key)
+        if line.refused:
+            raise InputError(f'{line.refused}, or ask for gradients="eager"')
+        work = _Work(self, line, given)
+        if not self._ready(line, given):
+            work.begin()
+            line.decided_at = None
+        self._engine.call(work)
+        result = work.result
+        if work.made is not None:
+            result = self._replayed(line, work, work.made)
+        if work.slow:
+            self._set_hot()  # drops what recursive calls of the function have set meanwhile
+        elif work.made is not None:
+            if began:
+                line.times.append((time.perf_counter_ns() - began) / 1000)
+            line.unmatched += 1
+            if not line.unmatched & (line.unmatched - 1):
+                self._heat(line, work, key)
         return result
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Work]:
+    def _key(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], ReadCall]:
         """What must be equal for a graph to stand for a call.  Raises Unknown, NotGraphable."""
         library, guards = self._library, self._guards
         modes = library.modes()  # first: it raises in modes in which arrays cannot be inspected
@@ -286,17 +301,25 @@ class Graphed(Guarded):
         work.epoch = self._epoch
         return (*tokens, *used, modes), work
 
-    def _line(self, key: Hashable, work: Work) -> Line:
+    def _line(self, key: Hashable, work: ReadCall) -> Line:
         line = self._lines.get(key)
         if line is None:
             if len(self._lines) >= _MOST_LINES:
                 self._forget()
             name = f"{self.name} #{next(_numbers)}"
             words = _EVERY if key is _ALL else self._subject.arguments.words(work)
-            line = self._lines[key] = Line(name, words)
+            line = self._lines[key] = Line(name, words=words)
         return line
 
-    def _fold(self, key: Any, work: Work) -> Fold | None:
+    def _give_up(self, line: Line, why: str) -> str:
+        """Lets a key run eagerly from here on; returns the reason, with the function's place."""
+        entry, _ = self._engine.entered(line)
+        reason = self._subject.at(why)
+        if entry.reason is None:
+            self._engine.give_up(entry, Reason.NOT_GRAPHABLE, reason, strict=self._options.strict)
+        return reason
+
+    def _fold(self, key: Any, work: ReadCall) -> Fold | None:
         """Where a new key is folded with others that differ from it in plain values alone; None if
         it is to have a line of its own."""
         if key is _ALL:
@@ -313,11 +336,12 @@ class Graphed(Guarded):
             family.clear()  # each of them raises
             return None
         names, what = self._places_in_words(places, work)
-        fold = Fold(places, flat, Line(f"{self.name} #{next(_numbers)}", names))
-        fold.line.reason = self._subject.at(
+        fold = Fold(places, flat, Line(f"{self.name} #{next(_numbers)}", words=names))
+        self._give_up(
+            fold.line,
             f"{what} had another value in each of {MOST} keys, and a graph holds one value: give "
             "it as an array of the device, of which a graph reads what it holds then. A value that "
-            "comes again gets a graph"
+            "comes again gets a graph",
         )
         for (each, other), line in zip(family, lines, strict=True):
             if line is None:
@@ -325,12 +349,12 @@ class Graphed(Guarded):
             elif line.captured() is None and not line.reason:
                 del self._lines[other]
                 fold.meet(each)
-                fold.line.absorb(line)
+                self._engine.entered(fold.line)[1].add(self._engine.entered(line)[1])
         self._folds.add(fold)
         self._lines[fold] = fold.line
         return fold
 
-    def _places_in_words(self, places: Sequence[int], work: Work) -> tuple[str, str]:
+    def _places_in_words(self, places: Sequence[int], work: ReadCall) -> tuple[str, str]:
         """A key as it stands in tables, whose tokens at some places change; and what these are
         of."""
         subject, first = self._subject, len(work.tokens)
@@ -342,14 +366,15 @@ class Graphed(Guarded):
         found = [*sorted(arguments), *[subject.located(used)] * bool(used)]
         return ", ".join(filter(None, words)), ", ".join(found)
 
-    def _folded(self, fold: Fold, work: Work) -> Any:
+    def _folded(self, fold: Fold, given: ReadCall) -> Any:
         """A call of a fold, which the caller is to run."""
         line = fold.line
-        line.calls += 1
         if fold.endless:
-            return self._eager(line, work, line.reason)
-        line.eager += 1  # as the first calls of keys: those of strict ones, too
-        line.reasons[line.reason] += 1
+            self._engine.call(_Work(self, line, given))
+        else:  # as the first calls of keys: those of strict ones, too
+            _, counts = self._engine.entered(line)
+            counts.calls += 1
+            counts.ran_eagerly(0, line.reason)
         return EAGER
 
     def _forget(self) -> None:
@@ -360,37 +385,20 @@ class Graphed(Guarded):
             if isinstance(key, Fold):
                 self._folds.drop(key)
 
-    def _ready(self, line: Line, captured: Captured, work: Work) -> bool:
-        """Whether a graph can be replayed as it is, unless it was evicted."""
+    def _ready(self, line: Line, given: ReadCall) -> bool:
+        """Whether the graph of a key, if it is there, is what the last decision took it for."""
+        captured = line.captured()
         return (
-            captured.epoch == work.epoch
+            captured is not None
+            and captured.epoch == given.epoch
             and (not captured.attached or all(each.fits for each in captured.attached))
-            and not line.reason
-            and not self._state_reason
-            and (not work.statics or self._subject.pointers(work) == captured.pointers)
-            and (not work.sizes or _fits(line, work))
-            and not due(self._options.verify, line, captured, work)
-            and not self._overlaps(line, work)
+            and (not given.statics or self._subject.pointers(given) == captured.pointers)
+            and (not given.sizes or _fits(line, given))
+            and not self._overlaps(line, given)
         )
 
     # ------------------------------------------------------------------------------ replays
-    def _replay(
-        self, line: Line, captured: Captured, work: Work, *, poisoned: bool = False
-    ) -> tuple[bool, Any]:
-        """Replays a graph for a call.  (False, None) if it was evicted: nothing ran then.
-
-        `poisoned`: with padding that no answer may depend on."""
-        stream = self._subject.turns.take()
-        if work.sizes:
-            self._stage(captured, work, poisoned)
-        leaves = None if work.sizes else work.leaves
-        made = launch(self._library, self.cache, line, captured, leaves, stream)
-        if made is None:
-            return False, None
-        line.replays += not poisoned
-        return True, self._results(line, captured, work, made)
-
-    def _stage(self, captured: Captured, work: Work, poisoned: bool) -> None:
+    def _stage(self, captured: Captured, work: ReadCall, poisoned: bool) -> None:
         """Copies inputs of which some are shorter than their memory."""
         library = self._library
         for into, leaf, dynamic in zip(captured.inputs, work.leaves, work.axes, strict=True):
@@ -405,7 +413,7 @@ class Graphed(Guarded):
             elif poisoned:
                 library.poison(library.rest(into, axis, size), front, axis)
 
-    def _results(self, line: Line, captured: Captured, work: Work, made: Sequence[Any]) -> Any:
+    def _results(self, line: Line, captured: Captured, work: ReadCall, made: Sequence[Any]) -> Any:
         """What a call gives after its replay.  `made`: the copies that the graph has made."""
         library = self._library
         for each in captured.attached:
@@ -479,13 +487,28 @@ class Graphed(Guarded):
 
         return give
 
+    def _replayed(self, line: Line, work: _Work, made: Sequence[Any]) -> Any:
+        """The result of a call that was replayed."""
+        captured, given = work.captured, work.given
+        assert captured is not None
+        result = self._results(line, captured, given, made)
+        if not (captured.compared or given.sizes):
+            captured.compared = True
+            now = dict(enumerate(captured.inputs))
+            found = self._uncounted(line.written, given.leaves, now)
+            for index in found:
+                self._library.copy(given.leaves[index], captured.inputs[index])
+            line.written |= found
+            captured.written = tuple(sorted({*captured.written, *found}))
+        return result
+
     # --- the short way
-    def _heat(self, line: Line, captured: Captured, work: Work, key: Any) -> None:
+    def _heat(self, line: Line, work: _Work, key: Any) -> None:
         """Looks for a short way for calls like this one, which was just replayed."""
-        stream = self._subject.turns.last
-        assert stream is not None
+        stream, captured = self._subject.turns.last, work.captured
+        assert stream is not None and captured is not None
         seen = self._guarded, self._pointers, key[-1]
-        hot = recheck(self._subject, work, line, captured, stream, seen, self._note)
+        hot = recheck(self._subject, work.given, line, captured, stream, seen, self._note)
         if hot is not None:
             kept = [one for one in self._hot if one.line is not line][: MOST_HOT - 1]
             self._set_hot(hot, *kept)
@@ -502,101 +525,41 @@ class Graphed(Guarded):
         """Notes what else must be as it is for a short way to stand for a call."""
 
     # ------------------------------------------------------------------------------ the rest
-    def _slowly(self, line: Line, work: Work, key: Any) -> Any:
-        """Every call that is not a plain replay."""
-        self._set_hot()  # no plain replay until this call is over: it may change what they rely on
-        if not self._enabled:  # no error of a strict one: it was asked for
-            line.reason = _OFF
-            line.eager += 1
-            line.reasons[_OFF] += 1
-            return EAGER
-        if self._state_reason:
-            return self._eager(line, work, self._state_reason)
-        if line.refused:
-            raise InputError(f'{line.reason}, or ask for gradients="eager"')
-        if line.reason:
-            return self._eager(line, work, line.reason)
-        if line.wait:
-            line.wait -= 1
-            return self._eager(line, work, line.later)
-        if self._saving is not None and not line.text:
-            self._saving.name(line, work, key)
-        there = line.captured() is not None and line.name in self.cache
-        if not (line.warmed or there or self._restore(line, work)):
-            return self._warm_up(line, work)
-        if self._overlaps(line, work):
-            return self._eager(line, work, _OVERLAPS)
-        captured = self._graph_or_why(line, work)
-        if captured is None:
-            return self._warm_up(line, work)
-        if isinstance(captured, str):
-            return self._eager(line, work, captured)
-        if self._overlaps(line, work):  # known since the capture, which showed what is written
-            captured.detach()
-            return self._eager(line, work, _OVERLAPS)
-        if work.sizes and not _fits(line, work):
-            return self._learn(line, captured, work)
-        if due(self._options.verify, line, captured, work):
-            return self._verify(line, captured, work)
-        done, result = self._replay(line, captured, work)
-        if not done:
-            captured.detach()
-            return self._eager(line, work, "the graph was evicted while it was to be replayed")
-        if not (captured.compared or work.sizes):
-            captured.compared = True
-            now = dict(enumerate(captured.inputs))
-            found = self._uncounted(line.written, work.leaves, now)
-            for index in found:
-                self._library.copy(work.leaves[index], captured.inputs[index])
-            line.written |= found
-            captured.written = tuple(sorted({*captured.written, *found}))
-        return result
-
-    def _eager(self, line: Line, work: Work, reason: str) -> Any:
-        if self._options.strict:
-            raise EagerRunError(f"graphed {self.name} would run eagerly: {reason}")
-        line.eager += 1
-        line.reasons[reason] += 1
-        return EAGER
-
-    def _warm_up(self, line: Line, work: Work) -> Any:
-        """The first call of a key: it runs eagerly, beside the caller's stream."""
-        subject, library, options = self._subject, self._library, self._options
-        reason, seen = subject.refusal([*work.leaves, *work.statics]), work.seen
+    def _refusal(self, work: ReadCall) -> str:
+        """Why a call can be no graph, as far as that is known before it ran; empty if it can."""
+        subject, seen = self._subject, work.seen
+        reason = subject.refusal([*work.leaves, *work.statics])
         if not reason and seen is not None:
             reason = subject.refusal(seen.arrays)
             reason = reason and f"what the function uses: {reason}"
-        reason = reason or subject.hidden(work)
-        if reason:
-            line.reason = subject.at(reason)
-            return self._eager(line, work, line.reason)
+        return reason or subject.hidden(work)
+
+    def _warm_up(self, line: Line, work: ReadCall) -> Any:
+        """The first call of a key: it runs eagerly, beside the caller's stream.
+
+        Raises what says that there is no memory for copies of its arguments."""
+        subject, library, options = self._subject, self._library, self._options
         state = work.state
         places = self._places(work.leaves + work.statics), self._places(state)
         versions = [*map(library.version, work.leaves)]
         versions_before = [*map(library.version, state)]
         # A check writes again what a replay has written, and a file takes it for a constant, if it
         # is not known.
-        asked = options.verify is not None or self._saving is not None
-        try:
-            kept = self._kept(work.leaves)
-            kept_state = self._kept(state) if asked else {}
-        except Exception as error:
-            if not self._is_out_of_memory(error):
-                raise
-            return self._eager(line, work, self._without_memory(line, str(error)))
-        line.eager += 1
-        line.reasons["the first call of a key warms up"] += 1
+        asked = options.verify != "off" or self._saving is not None
+        kept = self._kept(work.leaves)
+        kept_state = self._kept(state) if asked else {}
         subject.turns.take()
         seeded = library.seeding()
         result = library.run_beside(lambda: self._function(*work.args, **work.kwargs))
         if library.wants_gradient(result):
-            line.reason = subject.at(
+            why = self._give_up(
+                line,
                 "the call needs gradients, which a replay does not give; call it inside "
-                "torch.no_grad() or torch.inference_mode()"
+                "torch.no_grad() or torch.inference_mode()",
             )
             if options.gradients == "refuse":
-                line.refused = True
-                raise InputError(f'{line.reason}, or ask for gradients="eager"')
+                line.refused = why
+                raise InputError(f'{why}, or ask for gradients="eager"')
             return result
         after = [*map(library.version, work.leaves)]
         line.written |= {i for i, (a, b) in enumerate(zip(versions, after, strict=True)) if a != b}
@@ -612,9 +575,10 @@ class Graphed(Guarded):
             or self._places(work.leaves + work.statics) != places[0]
             or subject.hidden(work)
         ):
-            line.reason = subject.at(
+            self._give_up(
+                line,
                 "the function changes a container or an object that it is given (another item, "
-                "another attribute, other memory of a tensor), and a replay runs no Python"
+                "another attribute, other memory of a tensor), and a replay runs no Python",
             )
             return result
         changed = subject.changed_state(work)
@@ -626,18 +590,20 @@ class Graphed(Guarded):
         self._stateful = self._stateful + 1 if changed else 0
         if changed:
             if self._stateful > 1:
-                self._state_reason = subject.at(
-                    f"the function changes Python state that it uses itself ({changed}), and "
-                    "a replay runs no Python"
-                )
+                why = f"the function changes Python state that it uses itself ({changed}), and "
+                why = subject.at(why + "a replay runs no Python")
+                self._engine.broken = Reason.NOT_GRAPHABLE, why
             return result
         tree = self._maker.taken_apart(result, work)
         wrong = tree if isinstance(tree, str) else self._maker.lost(tree, work)
         if isinstance(tree, str) or wrong:
-            line.reason = subject.at(wrong)
+            self._give_up(line, wrong)
             return result
         self._maker.note_shapes(line, tree, work)
         line.warmed = True
+        if not work.sizes:
+            with suppress(OutOfMemoryError):  # the capture makes it then
+                self._maker.mover()  # now: memory is measured around a capture
         return result
 
     def _places(self, arrays: Sequence[Any]) -> list[int]:
@@ -664,7 +630,7 @@ class Graphed(Guarded):
             if index not in counted and self._library.difference(arrays[index], other, None)
         }
 
-    def _overlaps(self, line: Line, work: Work) -> bool:
+    def _overlaps(self, line: Line, work: ReadCall) -> bool:
         """Whether an argument that is copied shares memory with something that the function writes:
         the copy would not see that."""
         if not (line.written or line.state):
@@ -680,94 +646,16 @@ class Graphed(Guarded):
         others = state if line.written else [state[i] for i in line.state if i < len(state)]
         return any(a.overlaps(b) for b in map(memory, others) for a in copied)
 
-    # --- graphs
-    def _restore(self, line: Line, work: Work) -> bool:
-        """Takes a key's graph from the store, if there is one that fits."""
-        captured = None if self._saving is None else self._saving.restore(line, work)
-        if captured is None:
-            return False
-        self._attach(captured, line)
-        line.restored += 1
-        return True
-
-    def _graph_or_why(self, line: Line, work: Work) -> Captured | str | None:
-        """As `_graph`; why the call runs eagerly if no graph can be made."""
-        try:
-            return self._graph(line, work)
-        except ContextPoisonedError:
-            raise
-        except CaptureLimitError as error:
-            return f"the cache refused the capture: {error}"
-        except Exception as error:
-            short = self._is_out_of_memory(error)
-            if short:
-                why = str(error)
-            elif isinstance(error, CaptureDisturbed):
-                return self._later(line, _DISTURBED, _BROKEN.format(error))
-            elif isinstance(error, NotGraphable):
-                line.reason = str(error)
-            elif isinstance(error, OstinatoError):
-                why = f"no graph could be made ({type(error).__name__}: {error})"
-                line.reason = self._subject.at(why)
-            else:
-                raise
-        # The error is gone, and with it what its frames held.
-        if short:
-            return self._without_memory(line, why)
-        self._library.trim(short=False)
-        return line.reason
-
-    def _without_memory(self, line: Line, error: str) -> str:
-        """Makes room after the device had no memory for a graph; why the call runs eagerly."""
-        self._make_room()
-        self._library.trim(short=True)
-        return self._later(line, _SHORT, _FULL.format(error))
-
     def _is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, NoMemory) or any(map(self._library.out_of_memory, causes(error)))
 
-    def _make_room(self) -> None:
-        """Evicts that half of this function's graphs that was not used for longest."""
-        names, kept = {line.name for line in self._lines.values()}, self.cache.keys()
-        own = [key for key in kept if key in names]
-        for name in own[: (len(own) + 1) // 2]:
-            self.cache.evict(name)
-
-    def _graph(self, line: Line, work: Work) -> Captured | None:
-        """The graph of a key, captured or bound anew where that must be; None if the key must be
-        warmed up first.  Raises NotGraphable, and the errors of the library below."""
-        captured = line.captured()
-        if captured is None or line.name not in self.cache:
-            why = "the graph was evicted" if line.captures else "the second call of a key"
-        elif not all(each.fits for each in captured.attached):
-            why = "a gradient is another one than it was at the capture"
-        elif captured.epoch == work.epoch and self._subject.pointers(work) == captured.pointers:
-            return captured
-        else:
-            why = self._maker.rebind(line, captured, work)
-            if not why:
-                return captured
-            if not line.warmed:
-                self.cache.evict(line.name)
-                return None
-        return self._capture(line, work, why)
-
-    def _capture(self, line: Line, work: Work, why: str) -> Captured:
+    # --- graphs
+    def _capture(self, line: Line, work: ReadCall) -> GraphExec:
         """Captures a key.  Raises NotGraphable, and the errors of the library below."""
-        made: list[Captured] = []
-        if not work.sizes:
-            self._maker.mover()  # before memory is measured
-
-        def make() -> Any:
-            graph, captured = self._maker.make(line, work, kept)
-            run = graph.instantiate(upload=self._subject.turns.take())
-            made.append(captured)
-            return run
-
-        self.cache.evict(line.name)
         kept = self._subject.keep(work)
         try:
-            self.cache.get_or_capture(line.name, make)
+            graph, captured = self._maker.make(line, work, kept)
+            made = graph.instantiate(upload=self._subject.turns.take())
         except BaseException as error:
             kept.put_back()  # the call runs eagerly next
             left = self._subject.changed_state(work)
@@ -783,62 +671,45 @@ class Graphed(Guarded):
                     )
                 ) from error
             raise
-        line.captures += 1
-        line.broken_again = 0
+        again = line.entry is not None and (line.entry.captures or line.entry.installed)
+        why = line.unbound or ("the graph was evicted" if again else "the second call of a key")
         line.capture_reasons[why] += 1
-        self._attach(made[0], line)
-        return made[0]
+        line.unbound = ""
+        self._attach(captured, line)
+        return made
 
-    def _later(self, line: Line, why: str, advice: str) -> str:
-        """Notes that a capture failed, but not because of the function: another one is made after
-        some calls, or none if that has happened too often in a row.  Why the call runs eagerly."""
-        line.broken += 1
-        line.broken_again += 1
-        line.wait, line.later = _WAIT ** (line.broken_again - 1) - 1, why
-        if line.broken_again >= _MOST_BROKEN:
-            line.reason = self._subject.at(
-                f"{line.broken_again} captures {advice}; call invalidate() to capture again"
-            )
-        return line.reason or why
+    def _fit(self, line: Line, work: ReadCall) -> bool:
+        """Whether the graph of a key can be replayed for a call, bound anew where that must be."""
+        captured = line.captured()
+        assert line.entry is not None and line.entry.graph is not None
+        if captured is None:
+            return False
+        if not all(each.fits for each in captured.attached):
+            line.unbound = "a gradient is another one than it was at the capture"
+            return False
+        if captured.epoch == work.epoch and self._subject.pointers(work) == captured.pointers:
+            return True
+        line.unbound = self._maker.rebind(line, captured, work)
+        line.entry.graph.checked.clear()
+        return not line.unbound
 
     def _attach(self, captured: Captured, line: Line) -> None:
         """Makes a captured or restored graph the one of a key."""
         captured.give = self._giver(captured)
         line.captured = weakref.ref(captured)
 
-    def _learn(self, line: Line, captured: Captured, work: Work) -> Any:
+    def _learn(self, line: Line, captured: Captured, work: ReadCall) -> Any:
         """An eager run that tells which axes of the results are dynamic."""
-        reason = "where the size shows in the results is learned from an eager run"
-        self._eager(line, work, reason)
-        captured.detach()
         result = self._function(*work.args, **work.kwargs)
         try:
             tree = self._subject.arguments.tree(result, work)
             self._maker.note_shapes(line, tree, work)
             self._maker.relate(line, captured.tree, work)
-        except (Unknown, NotGraphable) as error:
-            line.reason = self._subject.at(str(error))
+        except Unknown as error:
+            self._give_up(line, str(error))
+        except NotGraphable as error:
+            self._give_up(line, str(error))
         return result
-
-    def _verify(self, line: Line, captured: Captured, work: Work) -> Any:
-        """A replay and an eager run, whose answer counts."""
-        replayed, eager, wrong = verified(
-            self._subject,
-            line,
-            captured,
-            work,
-            lambda poisoned: self._replay(line, captured, work, poisoned=poisoned),
-        )
-        if not replayed:
-            return self._eager(line, work, "the graph was evicted while it was to be checked")
-        line.eager += 1
-        line.reasons["a check runs the call eagerly too"] += 1
-        if wrong:
-            line.reason = self._subject.at(f"a check failed: {wrong}")
-            self.cache.evict(line.name)
-            if self._options.strict:
-                raise VerificationError(f"graphed {self.name}, {line.words}: {line.reason}")
-        return eager
 
     def save(self, *, check: bool = True) -> dict[str, str]:
         """Writes the graphs that are kept now to the store; why some were not written, by key.
@@ -862,26 +733,30 @@ class Graphed(Guarded):
                 hot.count()
             cache = self.cache.statistics()
             charged = {line.key: line.nbytes for line in cache.keys}
+            broken = "" if self._engine.broken is None else self._engine.broken[1]
+            if not self._options.enabled:
+                broken = _OFF
             lines = tuple(
                 GraphedKeyStatistics(
                     name=line.name,
                     key=line.words,
-                    decision=self._decision(line, charged),
-                    reason=self._state_reason or line.reason,
-                    calls=line.calls,
-                    eager=line.eager,
-                    captures=line.captures,
-                    restored=line.restored,
-                    replays=line.replays,
+                    decision=self._decision(line, charged, broken or line.reason),
+                    reason=broken or line.reason,
+                    calls=counts.calls,
+                    eager=counts.eager,
+                    captures=entry.captures,
+                    restored=entry.installed,
+                    replays=counts.replayed,
                     rebound=line.rebound,
-                    verified=line.verified,
-                    us=median(line.times) if line.times else None,
+                    verified=counts.verified,
+                    us=median(counts.times) if counts.times else None,
                     nbytes=charged.get(line.name, 0),
-                    eager_reasons=dict(line.reasons),
+                    eager_reasons=dict(counts.reasons),
                     capture_reasons=dict(line.capture_reasons),
                     broken=line.broken,
                 )
                 for line in self._lines.values()
+                for entry, counts in [self._engine.entered(line)]
             )
         return GraphedStatistics.of(
             lines,
@@ -890,12 +765,13 @@ class Graphed(Guarded):
             not_restored={} if self._saving is None else self._saving.reasons,
         )
 
-    def _decision(self, line: Line, charged: Mapping[Any, int]) -> str:
-        if self._state_reason or line.reason:
+    def _decision(self, line: Line, charged: Mapping[Any, int], reason: str) -> str:
+        if reason:
             return "eager"
         if line.name in charged:
             return "replayed"
-        return "evicted" if line.captures or line.restored else "warmed up"
+        there = line.entry is not None and (line.entry.captures or line.entry.installed)
+        return "evicted" if there else "warmed up"
 
     def explain(self) -> str:
         """A table: each key, what is done with its calls, and why.
@@ -961,10 +837,160 @@ _UNSEEN = (
 )
 
 
+class _Work(Work):
+    """One call of a function."""
+
+    __slots__ = (
+        *("_built", "_learns", "_stream", "_why", "call", "captured", "door", "given", "made"),
+        *("options", "result", "slow"),
+    )
+
+    call: Line
+
+    def __init__(self, door: Graphed, line: Line, given: ReadCall) -> None:
+        self.door, self.call, self.given, self.options = door, line, given, door._options
+        self.captured: Captured | None = None
+        """What belongs to the graph that was replayed, and"""
+        self.made: Sequence[Any] | None = None
+        """the copies that it has made; None if nothing was replayed, or the result is there."""
+        self.result: Any = EAGER
+        self.slow = False
+        """Whether it was more than a replay."""
+        self._built = False
+        self._learns: Captured | None = None
+        self._stream: Stream | None = None
+        self._why = ""
+
+    @property
+    def stream(self) -> Stream:  # type: ignore[override]  # of the call, once it was asked for
+        return self._stream or self.door._library.stream()
+
+    @property
+    def padded(self) -> frozenset[Hashable]:
+        return frozenset(self.given.padded)
+
+    def unfit(self) -> tuple[Reason, str] | None:
+        door, line, given = self.door, self.call, self.given
+        there = line.entry is not None and line.entry.graph is not None
+        if not there and not line.warmed and line.entry is not None and line.entry.reason is None:
+            why = door._refusal(given)
+            if why:
+                return Reason.NOT_GRAPHABLE, door._give_up(line, why)
+        if door._overlaps(line, given):
+            return Reason.OVERLAP, ""
+        if there and given.sizes and not _fits(line, given):
+            self._learns = line.captured()
+            return Reason.LEARNING, ""
+        return None
+
+    # --- running
+    def begin(self, *, inside: bool = False) -> None:
+        self.slow = True
+        # No plain replay until this call is over: it may change what they rely on.
+        self.door._set_hot()
+
+    def run(self, *, padded: bool = False) -> None:
+        self.made = None
+        captured = self.call.captured() if self._built else None
+        if captured is not None:
+            captured.detach()
+        if self._learns is not None:
+            self.result = self.door._learn(self.call, self._learns, self.given)
+
+    def warm(self) -> None:
+        try:
+            self.result = self.door._warm_up(self.call, self.given)
+        except Exception as error:
+            if not self.door._is_out_of_memory(error):
+                raise
+            assert self.call.entry is not None
+            self.call.broken += 1
+            self.door._engine.without_memory(self, self.call.entry, str(error))
+            self._why = Reason.NO_MEMORY.value
+
+    def warm_ups(self, counts: Counts) -> int:
+        return int(self.call.warmed)
+
+    @property
+    def submitted(self) -> int:
+        return 0  # by the library, which does not tell
+
+    def words(self, decision: Decision) -> str:
+        told = decision.reason in (Reason.NOT_GRAPHABLE, Reason.BUILD_FAILED, Reason.MISMATCH)
+        return self._why or (decision.detail if told else decision.reason.value)
+
+    # --- graphs
+    def build(self) -> GraphExec:
+        made = self.door._capture(self.call, self.given)
+        self._built = True
+        return made
+
+    def failed(self, error: Exception) -> tuple[Reason, str] | None:
+        door, line = self.door, self.call
+        short = door._is_out_of_memory(error)
+        if short or isinstance(error, CaptureDisturbed):
+            line.broken += 1
+            reason, text = (Reason.NO_MEMORY, _FULL) if short else (Reason.DISTURBED, _BROKEN)
+            return reason, door._subject.at(text.format(error))
+        if isinstance(error, NotGraphable):
+            return Reason.NOT_GRAPHABLE, str(error)
+        if isinstance(error, OstinatoError):
+            why = f"no graph could be made ({type(error).__name__}: {error})"
+            return Reason.BUILD_FAILED, door._subject.at(why)
+        return None
+
+    def fits(self) -> bool:
+        return self.door._fit(self.call, self.given)
+
+    def trim(self, *, short: bool) -> None:
+        self.door._library.trim(short=short)
+
+    def restored(self) -> GraphExec | None:
+        saving = self.door._saving
+        found = None if saving is None else saving.restored(self.call, self.given)
+        if found is None:
+            return None
+        self.door._attach(found[1], self.call)
+        return found[0]
+
+    def not_restored(self, why: str) -> None:
+        assert self.door._saving is not None
+        self.door._saving.note_refused(why)
+
+    # --- replays
+    def bind(self, *, poisoned: bool = False) -> Change:
+        door, given = self.door, self.given
+        self._stream = door._subject.turns.take()
+        captured = self.captured = self.call.captured()
+        assert captured is not None
+        if given.sizes:
+            door._stage(captured, given, poisoned)
+        leaves = None if given.sizes else given.leaves
+        self.made, change = prepared(door._library, captured, leaves)
+        return change
+
+    def check(self, executable: GraphExec, launch: Callable[[Change], object]) -> CheckReport:
+        door, line = self.door, self.call
+        self.begin()
+
+        def replay(poisoned: bool) -> Any:
+            launch(self.bind(poisoned=poisoned))
+            assert self.captured is not None and self.made is not None
+            return door._results(line, self.captured, self.given, self.made)
+
+        captured = line.captured()
+        assert captured is not None and line.counts is not None
+        report, self.result = verified(door._subject, line, captured, self.given, replay)
+        self.made = None
+        if report.finding is None:
+            line.counts.ran_eagerly(0, "a check runs the call eagerly too")
+        return report
+
+
 def _itself(array: Any) -> Any:
     return array
 
 
-def _fits(line: Line, work: Work) -> bool:
+def _fits(line: Line, work: ReadCall) -> bool:
     """Whether it is known what to cut from the results for the sizes of a call."""
     return all(d is None or d.place in line.learned or d.size == d.capacity for d in work.dynamic)

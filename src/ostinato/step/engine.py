@@ -8,8 +8,8 @@ A key that cannot be built, or whose replay is found wrong, keeps its reason (`E
 served eagerly from then on.  A build that something else than the work broke, or that found no
 memory, is tried again after 1, 4, 16 and 64 calls.
 
-The engine knows no slots, sizes or arguments.  A door (`GraphedStep`) makes a `Work` of each call,
-hands it over once, and is called back only through it.
+The engine knows no slots, sizes or arguments.  A door (`GraphedStep`, `Graphed` of the interop)
+makes a `Work` of each call, hands it over once, and is called back only through it.
 
 What may become of a call is decided by `policy.decide`.  It is asked if the cache's epoch is
 another one than when the last replay of such a call was decided, or if the entry has no graph;
@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from ostinato.driver.api import CaptureStatus
 from ostinato.driver.forking import new_lock
@@ -45,9 +45,9 @@ from ostinato.errors import (
     VerificationError,
     causes,
 )
-from ostinato.explain.times import NotLaunched, ReplayProfile, replay_as_set, resolved, run_replay
-from ostinato.graph import GraphExec, Recording, record, submissions
-from ostinato.settings import ReplaySettings
+from ostinato.explain.times import NotLaunched, ReplayProfile, replay_as_set, run_replay
+from ostinato.graph import GraphExec, Recording, record
+from ostinato.settings import ResolvedReplaySettings
 from ostinato.step.cache import GraphCache
 from ostinato.step.entry import Entry, Kept
 from ostinato.step.held import HeldCounts, HeldReplay, launch_in_turn
@@ -76,15 +76,25 @@ _SWEEP = 1024
 """After so many new keys the counts of those that the cache has forgotten are added up."""
 
 
+Change: TypeAlias = "Callable[[GraphExec], object] | None"
+"""How an executable is changed before its launch; None if it launches as it is."""
+
+
 class Options(Protocol):
     """What the user of a door may set, at any time; a door changes the epoch then."""
 
-    enabled: bool
-    profiling: bool
-    strict: bool
-    verify: Literal["off", "first"] | int
-    warmups: int
-    preconditions: Mapping[str, Callable[[], bool]]
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def profiling(self) -> bool: ...
+    @property
+    def strict(self) -> bool: ...
+    @property
+    def verify(self) -> Literal["off", "first"] | int: ...
+    @property
+    def warmups(self) -> int: ...
+    @property
+    def preconditions(self) -> Mapping[str, Callable[[], bool]]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -96,10 +106,10 @@ class Call:
     """The sum of the real sizes."""
     room: int = 0
     """The sum of the bucketed sizes."""
-    padded: frozenset[str] = frozenset()
+    padded: frozenset[Hashable] = frozenset()
     """What has padding."""
-    unfit: str | None = None
-    """Why no bucket holds them."""
+    unfit: tuple[Reason, str] | None = None
+    """Why they run eagerly, whatever graph their key has."""
     given: dict[str, int] | None = None
     """The arguments of a call that may be repeated without its key; None if that may not be."""
     entry: Entry | None = None
@@ -121,6 +131,15 @@ class Work(ABC):
     stream: Stream
     options: Options
 
+    @property
+    def padded(self) -> frozenset[Hashable]:
+        """What has padding in this call."""
+        return self.call.padded
+
+    def unfit(self) -> tuple[Reason, str] | None:
+        """Why this call runs eagerly, whatever graph its key has; and the details."""
+        return self.call.unfit
+
     # --- running
     @abstractmethod
     def begin(self, *, inside: bool = False) -> None:
@@ -130,16 +149,50 @@ class Work(ABC):
     def run(self, *, padded: bool = False) -> None:
         """Submits the work, at the sizes of the call or, `padded`, at those of its graph."""
 
+    def warm(self) -> None:
+        """The run of a call that has no graph yet."""
+        self.run()
+
+    def warm_ups(self, counts: Counts) -> int:
+        """How many runs of its key were warm-ups."""
+        return counts.eager
+
+    @property
+    def submitted(self) -> int:
+        """How many operations were submitted to its stream so far."""
+        return self.stream.submitted
+
+    def words(self, decision: Decision) -> str:
+        """The reason of an eager run, as it is counted."""
+        return decision.reason.value
+
     # --- graphs
     @property
-    @abstractmethod
     def recorded(self) -> bool:
         """Whether its graph is built of a recorded run, which is the first real one."""
+        return False
 
     @abstractmethod
     def build(self) -> GraphExec:
-        """Makes its graph; nothing runs.  Any error but those of a pool and of the limits gives the
-        key up."""
+        """Makes its graph; nothing runs."""
+
+    def failed(self, error: Exception) -> tuple[Reason, str] | None:
+        """What an error of `build` means: NO_MEMORY and DISTURBED let the key be tried again later,
+        any other reason gives it up, and None raises the error."""
+        if out_of_memory(error):
+            return Reason.NO_MEMORY, str(error)
+        if disturbed(error):
+            return Reason.DISTURBED, str(error)
+        return Reason.BUILD_FAILED, str(error)
+
+    def fits(self) -> bool:
+        """Whether the graph of its key, which may be changed for it, does what the call would.
+        Asked if the epoch is another one than at the last replay of `call`."""
+        return True
+
+    def trim(self, *, short: bool) -> None:  # noqa: B027  # for libraries that keep memory
+        """Gives memory back that its library keeps for later: after a failed build, and if memory
+        is `short`."""
 
     @property
     def repeatable(self) -> bool:
@@ -147,17 +200,18 @@ class Work(ABC):
         return False
 
     @abstractmethod
-    def bind(self) -> None:
-        """Before each replay: writes what it reads, in stream order."""
+    def bind(self) -> Change:
+        """Before each replay: writes what it reads, in stream order.  Returns how the executable is
+        to be changed for it."""
 
     @property
     def binds(self) -> bool:
         """Whether `bind` may have something to do."""
         return True
 
-    @abstractmethod
     def relaunch(self, launch: Callable[[], None]) -> None:
         """For a graph that is held: takes the stream's turn, binds, and launches."""
+        raise NotImplementedError
 
     def wanted(self) -> tuple[object, ...]:
         """What the engine's guarded attributes must be for `bind` to have nothing to do."""
@@ -176,13 +230,14 @@ class Work(ABC):
 
     # --- checks
     @abstractmethod
-    def check(self, executable: GraphExec, launch: Callable[[], object]) -> CheckReport:
-        """Runs it both ways and compares; after a check that passes, memory is as one replay leaves
-        it, else as before.  Raises StateLostError if it cannot be put back."""
+    def check(self, executable: GraphExec, launch: Callable[[Change], object]) -> CheckReport:
+        """Runs it both ways and compares; `launch` replays it, given what `bind` returned.  After a
+        check that passes, memory is as one run leaves it, else as before, or as the run leaves it
+        whose answer counts.  Raises StateLostError if it cannot be put back."""
 
-    @abstractmethod
     def watch(self) -> Callable[[], Finding | None]:
         """For a recorded run: called after it, what it has changed that is not its own."""
+        raise NotImplementedError
 
 
 class Engine:
@@ -190,7 +245,9 @@ class Engine:
 
     `guarded`: objects and names of attributes that must be what `Work.wanted` said, for a call to
     be repeated without a look at anything else (`driver.launcher.PythonRepeat`).  Calls are made
-    under `turn`, the lock of their stream, and the engine's `lock`, in this order.
+    under `turn`, the lock of their stream, and the engine's `lock`, in this order.  `settings`
+    and `profile`: those of the cache if None.  `timed`: whether the engine times launches; a door
+    may time whole calls itself.
     """
 
     def __init__(
@@ -199,11 +256,13 @@ class Engine:
         turn: Any,
         guarded: tuple[tuple[object, str], ...] = (),
         *,
-        settings: ReplaySettings | None = None,
+        settings: ResolvedReplaySettings | None = None,
         profile: ReplayProfile | None = None,
+        timed: bool = True,
     ) -> None:
         self.cache = cache
-        self.settings, self.profile = resolved(settings, profile)
+        self.settings = cache.settings if settings is None else settings
+        self.profile = cache.profile if settings is None else profile
         self.lock = new_lock()
         """Taken after the stream's turn: a step may be called inside of another's run."""
         self.broken: tuple[Reason, str] | None = None
@@ -220,6 +279,7 @@ class Engine:
         self._last: Call | None = None
         """What the last replay was of."""
         self._plain = self.settings.plain
+        self._timed = timed
         self._counts: dict[Entry, Counts] = {}
         self._dropped = Counts()
         """Of keys that the cache has forgotten."""
@@ -232,7 +292,7 @@ class Engine:
         """Something has changed that could forbid a replay: the next calls are decided anew."""
         self.cache.epoch += 1
 
-    def _entered(self, call: Call) -> tuple[Entry, Counts]:
+    def entered(self, call: Call) -> tuple[Entry, Counts]:
         """The entry of a call, and what is counted for it here."""
         entry, counts = call.entry, call.counts
         if entry is None or counts is None or entry.forgotten:
@@ -258,10 +318,10 @@ class Engine:
     def call(self, work: Work) -> Decision:
         """Makes a call; what was done and why.  Raises what `Work.run` raises in an eager run, and
         VerificationError, EagerRunError, StateLostError, ContextPoisonedError, ClosedError."""
-        call, context = work.call, work.stream.context
+        call, context = work.call, self.cache.context
         entry, counts = call.entry, call.counts
         if entry is None or counts is None or entry.forgotten:
-            entry, counts = self._entered(call)
+            entry, counts = self.entered(call)
         counts.calls += 1
         counts.used += call.used
         counts.padded += call.room
@@ -291,7 +351,7 @@ class Engine:
 
     def next(self, work: Work) -> tuple[Entry, Decision]:
         """What a call would do now."""
-        entry, _ = self._entered(work.call)
+        entry, _ = self.entered(work.call)
         kept = self._leased(work, entry)
         try:
             return entry, self._decision(work, entry, kept)
@@ -301,8 +361,8 @@ class Engine:
 
     def _leased(self, work: Work, entry: Entry) -> Kept | None:
         """The graph of an entry, with a lease, out of the work's store if it is not there.  One
-        that cannot be launched any more (memory that it points at was closed, or a change of it
-        failed half way) is taken out of the cache."""
+        that does not fit the call, or that cannot be launched any more (memory that it points at
+        was closed, or a change of it failed half way), is taken out of the cache."""
         kept = entry.graph
         if kept is None and not entry.looked:
             self._restore(work, entry)
@@ -311,8 +371,12 @@ class Engine:
             kept = self.cache.lease(entry)
         elif kept is not self.cache.table.latest:
             self.cache.touch(kept)
-        if kept is None or not kept.executable.suspect or kept.executable.usable:
+        if kept is None or (
+            (not kept.executable.suspect or kept.executable.usable)
+            and (work.call.decided_at is self.cache.epoch or work.fits())
+        ):
             return kept
+        entry.looked = True  # a store has no other
         self.cache.evict(entry.key)
         if kept.release():
             self.cache.let_go(kept)
@@ -321,7 +385,7 @@ class Engine:
     def _decision(self, work: Work, entry: Entry, kept: Kept | None) -> Decision:
         """What to do: as before, if nothing has changed but what is asked at each call."""
         epoch, options, call = self.cache.epoch, work.options, work.call
-        if kept is not None and call.decided_at is epoch and not work.stream.context.captures:
+        if kept is not None and call.decided_at is epoch and not self.cache.context.captures:
             for met in options.preconditions.values():
                 if not met():
                     break
@@ -333,7 +397,7 @@ class Engine:
         return decision
 
     def _situation(self, work: Work, entry: Entry, has_graph: bool) -> Situation:
-        options, context = work.options, work.stream.context
+        options, context = work.options, self.cache.context
         return Situation(
             enabled=options.enabled,
             profiling=options.profiling,
@@ -341,9 +405,9 @@ class Engine:
             and work.stream.capture_info.status is not CaptureStatus.NONE,
             quarantine=self.broken or entry.reason,
             unmet=tuple(name for name, met in options.preconditions.items() if not met()),
-            over_buckets=work.call.unfit,
+            unfit=work.unfit(),
             has_graph=has_graph,
-            runs=self._counts_of(entry).eager,
+            runs=work.warm_ups(self._counts_of(entry)),
             warmups=options.warmups,
             capped=None if has_graph else self._capped(work, entry),
             strict=options.strict,
@@ -367,34 +431,36 @@ class Engine:
             if error is not None:
                 raise error(f"{entry.key}: {decision.detail}")
             raise EagerRunError(
-                f"{entry.key} has no graph to replay, and a strict step does not run it eagerly: "
-                f"{decision.reason.value} ({decision.detail})"
+                f"{entry.key} would run eagerly, and it is strict: {decision.reason.value} "
+                f"({decision.detail})"
             )
-        stream = work.stream
         work.begin(inside=decision.reason is Reason.INSIDE_CAPTURE)
-        before = stream.submitted
+        before = work.submitted
         if decision.reason is Reason.WARMING_UP:
-            with submissions(stream.context) as made:
-                work.run()
-            entry.submitted = tuple(made)
+            work.warm()
         else:
             work.run()
-        self._counts_of(entry).ran_eagerly(stream.submitted - before, decision.reason)
+        self._counts_of(entry).ran_eagerly(work.submitted - before, work.words(decision))
         return decision
 
     # --- replaying
     def _replay(self, work: Work, entry: Entry, kept: Kept, decision: Decision) -> Decision:
         call, verify = work.call, work.options.verify
         counts = self._counts_of(entry) if call.counts is None else call.counts
-        work.bind()
-        if verify != "off" and self._is_due(verify, call, counts, kept):
+        if verify != "off" and self._is_due(verify, work, counts, kept):
             return self._checked(work, entry, kept, decision)
+        change = work.bind()
         refused: BaseException | None = None
         try:
-            if self._plain and (counts.replayed + 1) % TIMED_EVERY:
-                kept.executable.launch(work.stream)
+            executable = kept.executable
+            if not self._plain or (self._timed and not (counts.replayed + 1) % TIMED_EVERY):
+                self._launch(work, counts, kept, change)
+            elif change is None:
+                executable.launch(work.stream)
             else:
-                self._launch(work, counts, kept)
+                with kept.changing:
+                    change(executable)
+                    executable.launch(work.stream)
         except NotLaunched as error:
             refused = error.__cause__ or error
         except OstinatoError as error:
@@ -406,6 +472,8 @@ class Engine:
             return self._refused(work, entry, refused)
         counts.replayed += 1
         entry.refusals = entry.disturbed = 0
+        if call.given is None:
+            return decision
         way = call.repeat
         if (
             call is self._last  # or it is not armed
@@ -418,23 +486,38 @@ class Engine:
         self._last = call
         return decision
 
-    def _is_due(self, verify: str | int, call: Call, counts: Counts, kept: Kept) -> bool:
-        if not kept.is_checked(self, call.padded):
+    def _is_due(self, verify: str | int, work: Work, counts: Counts, kept: Kept) -> bool:
+        if not kept.is_checked(self, work.padded):
             return True
         return isinstance(verify, int) and (counts.replayed + 1) % verify == 0
 
-    def _launch(self, work: Work, counts: Counts, kept: Kept) -> None:
-        """One replay, one in `TIMED_EVERY` timed.  Raises as `run_replay` does."""
-        begin = 0 if (counts.replayed + 1) % TIMED_EVERY else time.perf_counter_ns()
-        run_replay(work.call.key, kept.executable, work.stream, self.settings, self.profile)
+    def _launch(
+        self,
+        work: Work,
+        counts: Counts,
+        kept: Kept,
+        change: Change,
+    ) -> None:
+        """One replay, after a change of the executable, one in `TIMED_EVERY` timed.  Raises as
+        `run_replay` does, and what `change` raises."""
+        timed = self._timed and not (counts.replayed + 1) % TIMED_EVERY
+        begin = time.perf_counter_ns() if timed else 0
+        run = partial(run_replay, work.call.key, kept.executable, work.stream)
+        if change is None:
+            run(self.settings, self.profile)
+        else:
+            with kept.changing:
+                change(kept.executable)
+                run(self.settings, self.profile)
         if begin:
             counts.times.append((time.perf_counter_ns() - begin) / 1e3)
 
     def _arm(self, work: Work, counts: Counts, kept: Kept) -> None:
         """Lets calls like this one, which was like the one before, go the short way."""
         call = work.call
-        if call.given is None or not self._plain or work.stream.context.taps:
+        if not self._plain or self.cache.context.taps:
             return
+        assert call.given is not None
         if call.repeat is None:
             call.repeat = self._new_repeat()
             self._repeated.add(call)
@@ -467,7 +550,7 @@ class Engine:
 
     def refused(self, work: Work, error: OstinatoError) -> Decision:
         """Makes a call whose replay went the short way and was refused."""
-        entry, counts = self._entered(work.call)
+        entry, counts = self.entered(work.call)
         counts.calls += 1
         counts.used += work.call.used
         counts.padded += work.call.room
@@ -478,11 +561,10 @@ class Engine:
         entry.refusals += 1
         why = str(error)
         if out_of_memory(error):
-            self._make_room(work)
             self.cache.evict(entry.key)
-            self._disturbed(work, entry, Reason.NO_MEMORY, why)
+            self.without_memory(work, entry, why)
         elif entry.refusals >= _REFUSALS:
-            self._give_up(work, entry, Reason.REFUSED, why)
+            self.give_up(entry, Reason.REFUSED, why, strict=work.options.strict)
         else:
             self.cache.evict(entry.key)
         return self._fall_back(work, entry, Reason.REFUSED, why)
@@ -499,7 +581,10 @@ class Engine:
         if failure is not None:
             # The build ran nothing, so the call must still run the work once.
             return self._fall_back(work, entry, failure.reason, failure.detail)
-        entry, _ = self._entered(work.call)
+        entry, _ = self.entered(work.call)
+        unfit = work.unfit()  # known since the build perhaps
+        if unfit is not None:
+            return self._fall_back(work, entry, *unfit)
         kept = self.cache.lease(entry)
         if kept is None:
             return self._fall_back(work, entry, Reason.EVICTED, "")
@@ -518,8 +603,8 @@ class Engine:
         self, work: Work, entry: Entry, make: Callable[[], GraphExec], *, again: bool = True
     ) -> Decision | None:
         """Puts the executable of `make` into the cache; an error of `make` gives the key up, except
-        a ClosedError, a PoolSealedError, what the work has no part in, and what is lost with the
-        context."""
+        a ClosedError, a PoolSealedError, what the work has no part in or raises (`Work.failed`),
+        and what is lost with the context."""
         try:
             self.keys.add(entry.key)
             self.cache.get_or_capture(entry.key, make)
@@ -533,33 +618,44 @@ class Engine:
         except ClosedError as error:  # a mistake of this call, which an eager run finds too
             return Decision(Action.EAGER, Reason.BUILD_FAILED, str(error))
         except Exception as error:
-            if out_of_memory(error):
-                if again and self._make_room(work):
-                    return self._install(work, entry, make, again=False)
-                return self._disturbed(work, entry, Reason.NO_MEMORY, str(error))
-            if disturbed(error):
-                return self._disturbed(work, entry, Reason.DISTURBED, str(error))
-            return self._give_up(work, entry, Reason.BUILD_FAILED, str(error))
-        self._counts_of(entry).built += 1
-        return None
+            failed = work.failed(error)
+            if failed is None:
+                raise
+        else:
+            self._counts_of(entry).built += 1
+            return None
+        # The error is gone, and with it what its frames held.
+        reason, why = failed
+        if reason is Reason.NO_MEMORY and again and self._make_room(work):
+            return self._install(work, entry, make, again=False)
+        if reason is not Reason.NO_MEMORY:
+            work.trim(short=False)
+        if reason in (Reason.NO_MEMORY, Reason.DISTURBED):
+            return self._disturbed(work, entry, reason, why)
+        return self.give_up(entry, reason, why, strict=work.options.strict)
 
     def _make_room(self, work: Work) -> bool:
         """Takes graphs that are not in use out of the cache; whether there were any."""
         gone = self.cache.evict_idle()
-        context = work.stream.context
+        context = self.cache.context
         if gone and not context.captures:
             work.stream.synchronize()  # until then their memory is not given back
             context.collect()
+        work.trim(short=True)
         return bool(gone)
+
+    def without_memory(self, work: Work, entry: Entry, why: str) -> None:
+        """Makes room after the device had no memory for a key, which is tried again later."""
+        self._make_room(work)
+        self._disturbed(work, entry, Reason.NO_MEMORY, why)
 
     def _disturbed(self, work: Work, entry: Entry, reason: Reason, why: str) -> Decision:
         """Notes that a graph could not be had for a reason that may pass: it is tried again after
         some calls, or given up if that has happened too often in a row."""
         entry.disturbed += 1
         if entry.disturbed >= _DISTURBANCES:
-            return self._give_up(
-                work, entry, Reason.BUILD_FAILED, f"{entry.disturbed} times: {why}"
-            )
+            why = f"{entry.disturbed} times: {why}"
+            return self.give_up(entry, Reason.BUILD_FAILED, why, strict=work.options.strict)
         entry.wait = _WAIT ** (entry.disturbed - 1) - 1
         entry.disturbance = reason, why
         return Decision(Action.EAGER, reason, why)
@@ -573,14 +669,14 @@ class Engine:
         look = work.watch() if options.verify != "off" else None
         recording: Recording | None = None
         try:
-            before = stream.submitted
+            before = work.submitted
             with record(stream) as recording:
                 work.run(padded=True)
-            self._counts_of(entry).ran_eagerly(stream.submitted - before, decision.reason)
+            self._counts_of(entry).ran_eagerly(work.submitted - before, work.words(decision))
         except (ContextPoisonedError, ClosedError, PoolSealedError):
             raise
         except Exception as error:
-            self._give_up(work, entry, Reason.BUILD_FAILED, str(error))
+            self.give_up(entry, Reason.BUILD_FAILED, str(error), strict=options.strict)
             # What was done before the refusal must not be done twice.
             again = work.repeatable or recording is None or recording.did_nothing
             if options.strict or not (again and isinstance(error, DriverError)):
@@ -601,12 +697,13 @@ class Engine:
 
         return self._install(work, entry, make) or decision
 
-    def _give_up(self, work: Work, entry: Entry, reason: Reason, why: str) -> Decision:
-        """Keeps the key from being replayed."""
+    def give_up(self, entry: Entry, reason: Reason, why: str, *, strict: bool) -> Decision:
+        """Keeps the key from being replayed.  `strict`: its calls are not run eagerly either."""
         entry.reason = (reason, why)
+        entry.looked = True
         self.cache.evict(entry.key)
         self.changed()
-        refused = work.options.strict or reason is Reason.HOST_STATE
+        refused = strict or reason is Reason.HOST_STATE
         served = "not run" if refused else "run eagerly"
         _log.warning("%s is %s from now on: %s: %s", entry.key, served, reason.value, why)
         return Decision(Action.EAGER, reason, why)
@@ -628,7 +725,7 @@ class Engine:
     def _restore(self, work: Work, entry: Entry) -> None:
         """Takes a key's graph from its store, if there is one that fits.  What is wrong with the
         store raises nothing: the store counts it, and the key is built."""
-        if not work.options.enabled or work.stream.context.captures:
+        if not work.options.enabled or self.cache.context.captures:
             return
         entry.looked = True
         made = work.restored()
@@ -642,10 +739,12 @@ class Engine:
         except OstinatoError as error:
             made.close()
             work.not_restored(str(error))
+        else:
+            entry.looked = False  # it comes back if it is evicted
 
     # --- checking
     def _checked(self, work: Work, entry: Entry, kept: Kept, decision: Decision) -> Decision:
-        call, counts = work.call, self._counts_of(entry)
+        counts = self._counts_of(entry)
         try:
             report = work.check(kept.executable, partial(self._launch, work, counts, kept))
         except NotLaunched as refused:
@@ -656,7 +755,7 @@ class Engine:
         self.last_check = report
         counts.verified += 1
         counts.replayed += 1
-        kept.note_check(self, call.padded)
+        kept.note_check(self, work.padded)
         if report.finding is None:
             return decision
         return self._mismatched(work, entry, report.finding)
@@ -671,11 +770,11 @@ class Engine:
         why = str(finding)
         if finding.cause is Cause.HOST_STATE:
             why += ". Put that state right and release() the step's sizes, or switch its graphs off"
-            self._give_up(work, entry, Reason.HOST_STATE, why)
+            self.give_up(entry, Reason.HOST_STATE, why, strict=True)
             self.broken = entry.reason
             self.changed()
             raise VerificationError(f"{entry.key}: {why}")
-        decision = self._give_up(work, entry, Reason.MISMATCH, why)
+        decision = self.give_up(entry, Reason.MISMATCH, why, strict=work.options.strict)
         if work.options.strict:
             raise VerificationError(f"{entry.key}: {why}")
         return self._run_eager(work, entry, decision)
@@ -699,7 +798,7 @@ class Engine:
             failure = self.make(work, entry)
             if failure is not None:
                 return failure
-            entry, _ = self._entered(call)
+            entry, _ = self.entered(call)
         lease = ExitStack()
         executable = lease.enter_context(self.cache.hold(call.key))
         kept = entry.graph

@@ -46,7 +46,7 @@ class Kept(Seat):
         dictionary, which would need the key's `__hash__` again."""
         self.changing: AbstractContextManager[bool] = new_lock()
         """Held from a change of the executable to its launch."""
-        self.checked: weakref.WeakKeyDictionary[object, frozenset[str]] = (
+        self.checked: weakref.WeakKeyDictionary[object, frozenset[Hashable]] = (
             weakref.WeakKeyDictionary()
         )
         """By whose work it was compared with, the sizes that had padding then: works that share a
@@ -59,13 +59,13 @@ class Kept(Seat):
         while self.repeats:
             self.repeats.pop().cool()
 
-    def is_checked(self, by: object, padded: frozenset[str]) -> bool:
+    def is_checked(self, by: object, padded: frozenset[Hashable]) -> bool:
         """Whether it was compared with that one's work, with padding of each size that has some
         now."""
         known = self.checked.get(by)
         return known is not None and padded <= known
 
-    def note_check(self, by: object, padded: frozenset[str]) -> None:
+    def note_check(self, by: object, padded: frozenset[Hashable]) -> None:
         self.checked[by] = padded | self.checked.get(by, frozenset())
 
 

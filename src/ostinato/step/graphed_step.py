@@ -31,13 +31,20 @@ from ostinato.errors import (
     OstinatoError,
     StateLostError,
 )
-from ostinato.explain.times import ReplayProfile
-from ostinato.graph import GraphExec, Submission, capture, first_missing, operations
+from ostinato.explain.times import ReplayProfile, resolved
+from ostinato.graph import (
+    GraphExec,
+    Submission,
+    capture,
+    first_missing,
+    operations,
+    submissions,
+)
 from ostinato.memory import CapturePool, PoolState
 from ostinato.settings import ReplaySettings
 from ostinato.step.budget import parse_bytes
 from ostinato.step.cache import GraphCache
-from ostinato.step.engine import Call, Engine, Work
+from ostinato.step.engine import Call, Change, Engine, Work
 from ostinato.step.held import HeldReplay
 from ostinato.step.policy import REPLAY, Action, Decision, Reason
 from ostinato.step.sizes import NONE_READ, Sizes, StepKey, bucket_of, checked_sizes, sizes_of
@@ -228,8 +235,10 @@ class GraphedStep(Closeable):
         self._sizes = sizes_of(cache, share)
         guarded = ((self._sizes, "complete"),)
         self._turn = stream.turn.lock
-        self._engine = Engine(cache, self._turn, guarded, settings=settings, profile=profile)
-        self.settings, self.profile = self._engine.settings, self._engine.profile
+        self.settings, self.profile = resolved(settings, profile)
+        self._engine = Engine(
+            cache, self._turn, guarded, settings=self.settings, profile=self.profile
+        )
         self._lock = self._engine.lock
         self._work = "" if store is None else work_digest(run, builder)
         self._claim = None if store is None or share is not None else store.claim(self.name)
@@ -262,7 +271,7 @@ class GraphedStep(Closeable):
         with self._lock:
             call = self._call(sizes)
         if call.unfit is not None:
-            raise InputError(call.unfit)
+            raise InputError(call.unfit[1])
         assert isinstance(call.key, StepKey)
         return call.key
 
@@ -297,7 +306,8 @@ class GraphedStep(Closeable):
         buckets: dict[str, int] = dict(sizes)
         for name, size in sizes.items():
             if size > schemes.limit:
-                unfit = unfit or f"{name}={size} is over the limit {schemes.limit}"
+                over = f"{name}={size} is over the limit {schemes.limit}"
+                unfit = unfit or (Reason.OVER_BUCKETS, over)
             else:
                 buckets[name] = bucket_of(schemes, name, size)
         for slot in self.slots:
@@ -496,6 +506,13 @@ class _StepWork(Work):
         values = self.call.buckets if padded else self.call.sizes
         return Sizes(values, self.step._sizes, self.stream)
 
+    def warm(self) -> None:
+        entry = self.call.entry
+        assert entry is not None
+        with submissions(self.stream.context) as made:
+            self.run()
+        entry.submitted = tuple(made)
+
     # --- graphs
     @property
     def recorded(self) -> bool:
@@ -565,8 +582,10 @@ class _StepWork(Work):
         self.step.store.note_refused(why)
 
     # --- checks
-    def check(self, executable: GraphExec, launch: Callable[[], object]) -> CheckReport:
+    def check(self, executable: GraphExec, launch: Callable[[Change], object]) -> CheckReport:
         from ostinato.step.check import check_replay
+
+        self.bind()
 
         def eager() -> Sequence[Operation]:
             with operations(self.stream.context) as made:
@@ -579,7 +598,7 @@ class _StepWork(Work):
             self.stream,
             executable,
             eager=eager,
-            replay=launch,
+            replay=lambda: launch(None),
             own=self.step._sizes.ranges,
             limit=self.step._check_limit,
         )

@@ -42,6 +42,9 @@ class Reason(enum.StrEnum):
     STATE_LOST = "a check could not put back what it had changed"
     PRECONDITION = "a precondition is not met"
     OVER_BUCKETS = "the size is over the largest bucket"
+    NOT_GRAPHABLE = "the call cannot be a graph"
+    OVERLAP = "an argument shares memory with another that is written"
+    LEARNING = "where the size shows in the results is learned from an eager run"
     REFUSED = "the replay was refused, and nothing of it ran"
     RECAPTURED = Refusal.RECAPTURED.value
     CAPTURE_TIME = Refusal.SECONDS.value
@@ -78,7 +81,8 @@ class Situation:
     """Why this key runs eagerly from now on, or is refused; and the text of the error."""
     unmet: tuple[str, ...] = ()
     """Names of the preconditions that are not met."""
-    over_buckets: str | None = None
+    unfit: tuple[Reason, str] | None = None
+    """Why this call runs eagerly, whatever graph its key has; and the details."""
     has_graph: bool = False
     runs: int = 0
     """Eager runs of this key so far."""
@@ -129,8 +133,8 @@ def decide(situation: Situation) -> Decision:
         return Decision(Action.EAGER, Reason.PROFILING)
     if s.inside_capture:
         return Decision(Action.EAGER, Reason.INSIDE_CAPTURE)
-    if s.over_buckets is not None:
-        return fall_back(Reason.OVER_BUCKETS, s.over_buckets, strict=s.strict)
+    if s.unfit is not None:
+        return fall_back(*s.unfit, strict=s.strict)
     if s.quarantine is not None:
         reason, why = s.quarantine
         return fall_back(reason, why, strict=s.strict or reason is Reason.HOST_STATE)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from ostinato.explain.times import Percentiles
 from ostinato.step.budget import FootprintSource
 from ostinato.step.limits import CaptureLimits
-from ostinato.step.policy import Reason
 
 if TYPE_CHECKING:
     from ostinato.step.check import CheckReport
@@ -256,11 +255,11 @@ class Counts:
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
     """Microseconds of host time of the replays that were timed."""
 
-    def ran_eagerly(self, launches: int, reason: Reason) -> None:
+    def ran_eagerly(self, launches: int, reason: str) -> None:
         """One eager run, of so many operations."""
         self.eager += 1
         self.launches_eager += launches
-        self.reasons[reason.value] += 1
+        self.reasons[reason] += 1
 
     def replays(self, launches: int, used: int, padded: int) -> None:
         """Calls that were replays, each with these sums of sizes."""

@@ -9,7 +9,7 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import cupy
 import numpy as np
@@ -56,7 +56,7 @@ def graphed(
     padding: Mapping[str, float] | None = None,
     results: str = "clone",
     writes: bool = True,
-    verify: str | int | None = None,
+    verify: Literal["off", "first"] | int | None = None,
     tolerance: tuple[float, float] | None = None,
     strict: bool = False,
     guard: bool = True,

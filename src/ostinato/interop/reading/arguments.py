@@ -13,7 +13,7 @@ from ostinato.errors import InputError
 from ostinato.interop.reading.kept import Kept
 from ostinato.interop.reading.library import Library, NotGraphable, Options
 from ostinato.interop.reading.objects import ObjectWatch, holders_of, same
-from ostinato.interop.reading.records import Dynamic, Work
+from ostinato.interop.reading.records import Dynamic, ReadCall
 from ostinato.interop.reading.trees import (
     Tree,
     Unknown,
@@ -51,11 +51,11 @@ class Arguments:
         return itertools.chain(zip(names, args, strict=False), kwargs.items())
 
     # --- taking apart
-    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Hashable], Work]:
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Hashable], ReadCall]:
         """What of the arguments must be equal for a graph to stand for a call, and the call taken
         apart.  Raises Unknown, NotGraphable."""
         array, signature = self._library.array_type, self._library.signature
-        work = Work(args, kwargs)
+        work = ReadCall(args, kwargs)
         tokens: list[Hashable]
         if not (self._special or kwargs):
             tokens = [signature(v) if type(v) is array else None for v in args]
@@ -77,14 +77,14 @@ class Arguments:
         return self._with_repeats(tokens, work), work
 
     @staticmethod
-    def _with_repeats(tokens: list[Hashable], work: Work) -> list[Hashable]:
+    def _with_repeats(tokens: list[Hashable], work: ReadCall) -> list[Hashable]:
         """Adds which of the arrays are one object: the function may ask (`key is value`)."""
         leaves = [*map(id, work.leaves)]
         if len({*leaves}) < len(leaves):
             tokens.append(("the same", *map(leaves.index, leaves)))
         return tokens
 
-    def changed(self, work: Work, tokens: list[Hashable]) -> bool:
+    def changed(self, work: ReadCall, tokens: list[Hashable]) -> bool:
         """Whether the arguments are not as they were when a call was taken apart: a list has other
         items, an attribute another array."""
         try:
@@ -94,7 +94,7 @@ class Arguments:
         arrays = now.leaves + now.statics
         return again != tokens or not same(arrays, work.leaves + work.statics)
 
-    def _add(self, name: str, value: Any, tokens: list[Hashable], work: Work) -> None:
+    def _add(self, name: str, value: Any, tokens: list[Hashable], work: ReadCall) -> None:
         """Adds one argument to a key."""
         library = self._library
         if name in self._options.static:
@@ -125,7 +125,7 @@ class Arguments:
             # Without strides: it is copied into memory of its own layout.
             tokens.append((shape, axis, signature[1], *signature[3:]))
 
-    def _add_static(self, value: Any, tokens: list[Hashable], work: Work) -> None:
+    def _add_static(self, value: Any, tokens: list[Hashable], work: ReadCall) -> None:
         library, before = self._library, len(work.statics)
         if library.is_array(value):
             work.statics.append(value)
@@ -144,7 +144,7 @@ class Arguments:
                 (type(array).__qualname__, library.signature(array), library.offset(array))
             )
 
-    def keep(self, work: Work, kept: Kept) -> None:
+    def keep(self, work: ReadCall, kept: Kept) -> None:
         """Notes what the static arguments hold, which the function itself is given."""
         for name, value in self.named(work.args, work.kwargs):
             if name in self._options.static:
@@ -180,7 +180,9 @@ class Arguments:
         return watch
 
     # --- putting together
-    def replaced(self, work: Work, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def replaced(
+        self, work: ReadCall, leaves: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other arrays in the places of those that are copied."""
         rest = iter(leaves)
         library, static = self._library, self._options.static
@@ -198,13 +200,13 @@ class Arguments:
         kwargs = {n: v if n in static else visit(v) for n, v in work.kwargs.items()}
         return tuple(args), kwargs
 
-    def tree(self, result: Any, work: Work) -> Tree:
+    def tree(self, result: Any, work: ReadCall) -> Tree:
         """A result taken apart.  Objects that were given as static arguments stay themselves.
 
         Raises Unknown."""
         return tree_of(result, "result", self._library, self.static_objects(work))
 
-    def static_objects(self, work: Work) -> list[Any]:
+    def static_objects(self, work: ReadCall) -> list[Any]:
         """The static arguments that are neither arrays nor containers."""
         library = self._library
         return [
@@ -217,18 +219,18 @@ class Arguments:
         ]
 
     # --- in words
-    def words(self, work: Work, changing: Collection[str] = ()) -> str:
+    def words(self, work: ReadCall, changing: Collection[str] = ()) -> str:
         """The arguments as they stand in tables; "…" for the value of those that are `changing`."""
         given = self.named(work.args, work.kwargs)
         return ", ".join(
             [f"{n}={'…' if n in changing else self._word(n, value)}" for n, value in given]
         )
 
-    def owners(self, work: Work) -> list[str]:
+    def owners(self, work: ReadCall) -> list[str]:
         """The argument that each of the tokens of a call is of, if not all are plain arrays."""
         owners: list[str] = []
         tokens: list[Hashable] = []
-        again = Work(work.args, work.kwargs)
+        again = ReadCall(work.args, work.kwargs)
         for name, value in self.named(work.args, {}):
             self._add(name, value, tokens, again)
             owners += [name] * (len(tokens) - len(owners))

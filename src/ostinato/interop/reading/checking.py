@@ -7,32 +7,22 @@ from typing import Any
 
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.moves import NAMES
-from ostinato.interop.reading.records import Captured, Line, Work
+from ostinato.interop.reading.records import Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Tree
-
-
-def due(verify: str | int | None, line: Line, captured: Captured, work: Work) -> bool:
-    """Whether a replay is to be checked: the first of a graph, the first that has padding of an
-    array, and each so many."""
-    if verify is None:
-        return False
-    if not captured.checked or (work.dynamic and not work.padded <= captured.checked_padding):
-        return True
-    return verify != "first" and line.replays % int(verify) == 0
+from ostinato.step import Cause, CheckReport, Finding
 
 
 def verified(
     subject: Subject,
     line: Line,
     captured: Captured,
-    work: Work,
-    replay: Callable[[bool], tuple[bool, Any]],
-) -> tuple[bool, Any, str]:
+    work: ReadCall,
+    replay: Callable[[bool], Any],
+) -> tuple[CheckReport, Any]:
     """Replays a call, puts everything back, and runs it eagerly.
 
-    `replay`: replays it, with poisoned padding if so asked; (False, None) if the graph was evicted.
-    Returns whether it was replayed, the eager result (None if nothing ran), and how the replay
-    differs from it, empty if it does not.
+    `replay`: replays it, with poisoned padding if so asked.  Returns what was found, and the eager
+    result.
     """
     library, tree = subject.library, subject.arguments.tree
     random = library.save_random()
@@ -50,22 +40,14 @@ def verified(
     def leaves_of(result: Any) -> list[Any]:
         return [library.clone(leaf) for leaf in tree(result, work).leaves]
 
-    done, result = replay(False)
-    if not done:
-        return False, None, ""
-    results = [leaves_of(result)]
+    results = [leaves_of(replay(False))]
     after = [library.clone(array) for array, _ in kept]
     moved_on = library.save_random()
     if work.sizes:
         put_back()
-        done, result = replay(True)
-        if done:
-            results.append(leaves_of(result))
+        results.append(leaves_of(replay(True)))
     put_back()
     eager = subject.function(*work.args, **work.kwargs)
-    line.verified += 1
-    captured.checked = True
-    captured.checked_padding |= work.padded
     wanted = tree(eager, work)
     found = ""
     if wanted.tokens != captured.tree.tokens:
@@ -81,7 +63,9 @@ def verified(
             found = f"an array that the function writes differs afterwards: {differs}"
     if not found and not library.same_random(moved_on):
         found = "the generators are in another state after a replay than after an eager run"
-    return True, eager, found
+    nbytes = sum(library.storage(array).nbytes for array, _ in kept)
+    finding = Finding("a check failed", found, Cause.FROZEN) if found else None
+    return CheckReport(nbytes, 0, 0, finding), eager
 
 
 def _difference(

@@ -13,7 +13,7 @@ from ostinato.interop.reading.guards import Guards
 from ostinato.interop.reading.kept import Kept
 from ostinato.interop.reading.library import Library, Options, Turns
 from ostinato.interop.reading.places import code_of, lines_of
-from ostinato.interop.reading.records import Captured, Work
+from ostinato.interop.reading.records import Captured, ReadCall
 from ostinato.interop.reading.trees import Unknown
 
 _WORD = re.compile(r"[^\W\d]\w*")
@@ -45,7 +45,7 @@ class Subject:
         """Why one of some arrays can be no part of a graph; empty if all can."""
         return next(filter(None, map(self.library.refusal, arrays)), "")
 
-    def hidden(self, work: Work) -> str:
+    def hidden(self, work: ReadCall) -> str:
         """What of the arrays of a call a graph would not see, in words; empty if there is none.
 
         Of an argument the graph has a copy, which has no attributes of the user's."""
@@ -54,7 +54,7 @@ class Subject:
         found += [hidden(array, names) for array in work.state]
         return next(filter(None, found), "")
 
-    def overwritten(self, captured: Captured, work: Work) -> set[int]:
+    def overwritten(self, captured: Captured, work: ReadCall) -> set[int]:
         """Which arguments of a call are static results of the one before: a replay overwrites them,
         whatever the function does to its arguments."""
         if self.options.results != "static":
@@ -64,11 +64,11 @@ class Subject:
         places = [*map(library.address, work.leaves)]
         return {i for i, place in enumerate(places) if any(m.holds(place) for m in memory)}
 
-    def pointers(self, work: Work) -> list[int]:
+    def pointers(self, work: ReadCall) -> list[int]:
         """Where the static arguments of a call are."""
         return [*map(self.library.address, work.statics)]
 
-    def keep(self, work: Work) -> Kept:
+    def keep(self, work: ReadCall) -> Kept:
         """What a run of a call may change on the host, to be put back."""
 
         def note(kept: Kept) -> None:
@@ -79,7 +79,7 @@ class Subject:
 
         return Kept(note)
 
-    def changed_state(self, work: Work) -> str:
+    def changed_state(self, work: ReadCall) -> str:
         """What the function uses besides its arguments and is not as it was when a call began;
         empty if all is."""
         if self.guards is None or work.seen is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ostinato import (
     Device,
@@ -19,6 +19,7 @@ from ostinato.errors import InputError
 from ostinato.interop.reading.objects import Watcher
 from ostinato.interop.reading.padding import Padding
 from ostinato.lowlevel import new_lock
+from ostinato.settings import graphs_enabled
 from ostinato.step import Buckets, CaptureLimits
 
 _LIMITS = CaptureLimits(per_key=8, within=1000)
@@ -257,10 +258,14 @@ class Options:
     fill: Mapping[str, float] = field(default_factory=dict)
     results: str = "clone"
     gradients: str = "refuse"
-    verify: str | int | None = None
+    verify: Literal["off", "first"] | int = "off"
     tolerance: tuple[float, float] | None = None
     strict: bool = False
     guard: bool = True
+    enabled: bool = field(default_factory=graphs_enabled)
+    profiling: bool = False
+    warmups: int = 1
+    preconditions: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
 
     @classmethod
     def given(
@@ -270,7 +275,7 @@ class Options:
         dynamic: Mapping[str, int] | None,
         buckets: Buckets | None,
         padding: Mapping[str, float] | None,
-        verify: str | int | None,
+        verify: Literal["off", "first"] | int | None,
         **others: Any,
     ) -> Options:
         """Of the arguments of `graphed`.  Raises InputError for those that do not fit together."""
@@ -281,7 +286,7 @@ class Options:
             static=tuple([static] if isinstance(static, str) else static),
             padding=None if dynamic is None else Padding(dynamic, buckets or PowersOfTwo()),
             fill=dict(padding or {}),
-            verify=None if verify == "off" else verify,  # as `GraphedStep` calls it
+            verify="off" if verify is None else verify,
             **others,
         )
 
@@ -291,7 +296,7 @@ class Options:
         if self.gradients not in ("refuse", "eager"):
             raise InputError(f'gradients={self.gradients!r}: "refuse" or "eager"')
         whole = isinstance(self.verify, int) and not isinstance(self.verify, bool)
-        if not (self.verify in (None, "first") or (whole and int(self.verify) >= 1)):
+        if not (self.verify in ("off", "first") or (whole and int(self.verify) >= 1)):
             raise InputError(
                 f'verify={self.verify!r}: None (or "off"), "first", or N to check each Nth replay'
             )

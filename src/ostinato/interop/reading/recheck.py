@@ -18,13 +18,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from ostinato import GraphCache, MemoryRange, Stream
+from ostinato import GraphExec, MemoryRange, Stream
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Guards, Trail, contents_of, size_of
 from ostinato.interop.reading.library import Library, Options
 from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
 from ostinato.interop.reading.places import Place
-from ostinato.interop.reading.records import Captured, Line, Work
+from ostinato.interop.reading.records import Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Leaf, children_of, is_plain, plain_token
 from ostinato.lowlevel import load_extension
 
@@ -411,8 +411,8 @@ class _Way:
             began = 0 if (self.count + 1) % TIMED else time.perf_counter_ns()
             if self._turns.last is not self._stream:
                 self._turns.take()
-            made = launch(self._library, self._cache, self._line, captured, leaves, self._stream)
-            if made is None:
+            made, change = prepared(self._library, captured, leaves)
+            if not self._cache.replay(self._line.name, self._stream, change):
                 return MISSED
             self.count += 1
             result = captured.give(made)
@@ -421,26 +421,22 @@ class _Way:
             return result
 
 
-def launch(
-    library: Library,
-    cache: GraphCache,
-    line: Line,
-    captured: Captured,
-    leaves: Sequence[Any] | None,
-    stream: Stream,
-) -> list[Any] | None:
-    """Copies arrays to where the graph reads them, unless they are there (None), and launches it.
+def prepared(
+    library: Library, captured: Captured, leaves: Sequence[Any] | None
+) -> tuple[list[Any], Callable[[GraphExec], None] | None]:
+    """Copies arrays to where the graph reads them, unless they are there (None), or has the graph
+    do that.
 
-    Returns the outputs that it copies to new arrays itself; None if it was evicted: nothing ran."""
+    Returns the outputs that the graph copies to new arrays itself, and how it is changed for this
+    before its launch."""
     moves = captured.moves
     if moves is None:
         if leaves is not None:
             captured.stage(leaves)
-        return [] if cache.replay(line.name, stream) else None
+        return [], None
     made = [library.new(*recipe) for recipe in captured.recipes]
     address = library.address
-    packed = moves.packed(map(address, leaves or ()), map(address, made))
-    return made if cache.replay(line.name, stream, moves.change(packed)) else None
+    return made, moves.change(moves.packed(map(address, leaves or ()), map(address, made)))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -455,8 +451,8 @@ class Hot:
     def count(self) -> None:
         """Adds what was replayed since it was last asked for to the counts of the key."""
         new, self._counted = self.way.count - self._counted, self.way.count
-        self.line.calls += new
-        self.line.replays += new
+        if self.line.counts is not None:
+            self.line.counts.replays(new, 0, 0)
         self.line.unmatched >>= min(new // TIMED, 64)
 
     def end(self) -> None:
@@ -467,7 +463,7 @@ class Hot:
 
 def recheck(
     subject: Subject,
-    work: Work,
+    work: ReadCall,
     line: Line,
     captured: Captured,
     stream: Stream,
@@ -481,7 +477,7 @@ def recheck(
     """
     library, options, guards = subject.library, subject.options, subject.guards
     names = subject.arguments.names
-    if _extension is None or options.padding or options.verify:
+    if _extension is None or options.padding or options.verify != "off":
         return None
     if line.written or captured.tree.given:
         return None

@@ -12,6 +12,7 @@ from ostinato.interop.reading.guards import Seen
 from ostinato.interop.reading.moves import Moves
 from ostinato.interop.reading.padding import Cut
 from ostinato.interop.reading.trees import Tree
+from ostinato.lowlevel import Call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +74,7 @@ class Captured:
     """The result of a call, from the outputs that were copied by the graph (none if it copies
     none), the objects that it was given if it holds any, and for the call's dynamic sizes what its
     outputs are cut to."""
-    call: Work | None = None
+    call: ReadCall | None = None
     """The call that was captured, with the graph's own inputs as its arrays, and"""
     result: Any = None
     """its result; both for its file, and None if it is not to be saved."""
@@ -83,9 +84,6 @@ class Captured:
     """The gradients that the function gives, or adds to."""
     compared: bool = False
     """Whether its inputs were compared with the arguments after a replay."""
-    checked: bool = False
-    checked_padding: frozenset[int] = frozenset()
-    """The arrays with which it was checked when they had padding."""
 
     def detach(self) -> None:
         """Takes the gradients away that the capture or a replay gave, before an eager run."""
@@ -94,23 +92,15 @@ class Captured:
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class Line(Call):
     """One key."""
 
-    name: str
-    words: str
-    reason: str = ""
-    refused: bool = False
-    """Its calls need gradients, and raise."""
+    words: str = ""
+    refused: str = ""
+    """Why its calls raise: they need gradients."""
     warmed: bool = False
     captured: Callable[[], Captured | None] = lambda: None
-    calls: int = 0
-    eager: int = 0
-    captures: int = 0
-    restored: int = 0
-    replays: int = 0
     rebound: int = 0
-    verified: int = 0
     text: str = ""
     """Of the key, for a file; what it is not the same in another process for, behind a "!"."""
     names: list[str] = field(default_factory=list)
@@ -127,26 +117,29 @@ class Line:
     """By the result's number and its axis."""
     learned: set[int] = field(default_factory=set)
     """Dynamic sizes of which it is known where they show in the results."""
-    reasons: Counter[str] = field(default_factory=Counter)
-    """Of eager runs."""
+    unbound: str = ""
+    """Why its last graph could not be bound to what a call uses."""
     capture_reasons: Counter[str] = field(default_factory=Counter)
     broken: int = 0
-    """Captures that something else than the function broke, or that had no memory; and those of
-    them in a row,"""
-    broken_again: int = 0
-    wait: int = 0
-    """and how many of its calls run eagerly before the next one,"""
-    later: str = ""
-    """for which reason."""
-    times: deque[float] = field(default_factory=lambda: deque(maxlen=256))
+    """Captures that something else than the function broke, or that had no memory."""
     unmatched: int = 0
     """Replays that were found by the key: after each power of two a short way is looked for."""
 
-    def absorb(self, other: Line) -> None:
-        """Adds what another key counted that had no graph."""
-        self.calls += other.calls
-        self.eager += other.eager
-        self.reasons += other.reasons
+    @property
+    def name(self) -> str:
+        return str(self.key)
+
+    @property
+    def reason(self) -> str:
+        """Why its calls run eagerly; empty if they do not."""
+        reason = None if self.entry is None else self.entry.reason
+        return "" if reason is None else reason[1]
+
+    @property
+    def times(self) -> deque[float]:
+        """Microseconds of the whole calls that were timed."""
+        assert self.counts is not None
+        return self.counts.times
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +157,7 @@ class Dynamic:
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class ReadCall:
     """One call, taken apart."""
 
     args: tuple[Any, ...]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ostinato import MemoryRange
+from ostinato import GraphExec, MemoryRange
 from ostinato.errors import ContextPoisonedError, InputError, OstinatoError
 from ostinato.graphfile import LoadedGraph, Twin
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import Mover
 from ostinato.interop.reading.objects import same
-from ostinato.interop.reading.records import Bound, Captured, Line, Work
+from ostinato.interop.reading.records import Bound, Captured, Line, ReadCall
 from ostinato.interop.reading.slots import Maker
 from ostinato.interop.reading.stored import (
     CALL,
@@ -36,7 +36,7 @@ class Saving:
         """Why keys were not restored."""
         return self._stored.all_reasons()
 
-    def name(self, line: Line, work: Work, key: Any) -> None:
+    def name(self, line: Line, work: ReadCall, key: Any) -> None:
         """Gives a line the text of its key, which is the same in every process, and the names of
         the arrays that are not copied."""
         description, guards = Description(self._stored.library), self._subject.guards
@@ -89,7 +89,7 @@ class Saving:
                 refused[line.words] = str(error)
         return refused
 
-    def _save(self, line: Line, captured: Captured, call: Work, check: bool) -> None:
+    def _save(self, line: Line, captured: Captured, call: ReadCall, check: bool) -> None:
         library = self._stored.library
         if captured.rebound:
             raise InputError("it was bound to other memory")
@@ -168,8 +168,8 @@ class Saving:
         return named[0], named[1], results
 
     # --- reading
-    def restore(self, line: Line, work: Work) -> Captured | None:
-        """Takes a key's graph from the store into the cache; None if there is none that fits."""
+    def restored(self, line: Line, work: ReadCall) -> tuple[GraphExec, Captured] | None:
+        """A key's graph from the store, and what belongs to it; None if there is none that fits."""
         stored, subject = self._stored, self._subject
         if not line.text or line.text.startswith("!"):
             return None
@@ -184,19 +184,22 @@ class Saving:
         try:
             captured = self._restored(line, work, inputs, bound, loaded, facts)
             loaded.owner = captured
-            subject.cache.install(line.name, loaded.instantiate(upload=stream))
+            return loaded.instantiate(upload=stream), captured
         except ContextPoisonedError:
             raise
         except (OstinatoError, LookupError, TypeError, ValueError) as error:
             loaded.close()
-            stored.reasons[f"{type(error).__name__}: {error}"] += 1
+            self.note_refused(f"{type(error).__name__}: {error}")
             return None
-        return captured
+
+    def note_refused(self, why: str) -> None:
+        """Counts a graph that could not be taken."""
+        self._stored.reasons[why] += 1
 
     def _restored(
         self,
         line: Line,
-        work: Work,
+        work: ReadCall,
         inputs: list[Any],
         bound: Bound,
         loaded: LoadedGraph,

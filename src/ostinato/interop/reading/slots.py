@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import Graph, MemoryRange, Node, NodeKind, Stream
-from ostinato.errors import InputError, UpdateRefusedError
+from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import Kept
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
-from ostinato.interop.reading.records import Attached, Bound, Captured, Line, Work
+from ostinato.interop.reading.records import Attached, Bound, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Tree, Unknown
 from ostinato.lowlevel import every_node, replace_small_fills
 
@@ -39,7 +39,7 @@ class Maker:
         return self._movers[0]
 
     # --- the memory of a graph
-    def inputs(self, work: Work) -> list[Any]:
+    def inputs(self, work: ReadCall) -> list[Any]:
         """The graph's own arrays for those of a call that are copied."""
         library = self._subject.library
         inputs = []
@@ -58,7 +58,7 @@ class Maker:
                 library.fill(one, 0)
         return inputs
 
-    def bound(self, work: Work) -> Bound:
+    def bound(self, work: ReadCall) -> Bound:
         """The memory of the arrays of a call that are not copied, each piece once, in the order in
         which it first comes."""
         found: dict[int, tuple[MemoryRange, Any]] = {}
@@ -77,7 +77,7 @@ class Maker:
         return [not any(m.nbytes and m.holds(address(leaf)) for m in static) for leaf in leaves]
 
     # --- captures
-    def make(self, line: Line, work: Work, kept: Kept) -> tuple[Graph, Captured]:
+    def make(self, line: Line, work: ReadCall, kept: Kept) -> tuple[Graph, Captured]:
         """Captures a call.  What it writes is noted in its line.  Raises NotGraphable.
 
         `kept`: notes what running the function changes on the host."""
@@ -172,7 +172,7 @@ class Maker:
             recipes=tuple([library.recipe(tree.leaves[i]) for i in moved]),
         )
         if self._keeps:
-            captured.call = Work(args, kwargs, inputs, work.statics, work.dynamic, work.sizes)
+            captured.call = ReadCall(args, kwargs, inputs, work.statics, work.dynamic, work.sizes)
             captured.call.seen, captured.call.epoch = work.seen, work.epoch
             captured.result = result
         graph.owner = captured
@@ -188,7 +188,7 @@ class Maker:
         library = self._subject.library
         return [piece for each in _living(library.array_type) for piece in library.memory(each)]
 
-    def taken_apart(self, result: Any, work: Work) -> Tree | str:
+    def taken_apart(self, result: Any, work: ReadCall) -> Tree | str:
         """The result of a call; why it can be none of a graph."""
         try:
             tree = self._subject.arguments.tree(result, work)
@@ -197,7 +197,7 @@ class Maker:
         wrong = self._subject.refusal(tree.leaves)
         return f"of the result: {wrong}" if wrong else tree
 
-    def lost(self, tree: Tree, work: Work) -> str:
+    def lost(self, tree: Tree, work: ReadCall) -> str:
         """What of the result of an eager call a replay's would not have; empty if it has all."""
         lost = [*map(self._subject.library.lost, tree.leaves)]
         if any(lost):
@@ -219,7 +219,7 @@ class Maker:
         return [(address(a), n) for a, n in zip(arrays, sizes, strict=True) if n is not None]
 
     def _moved(
-        self, result: Any, work: Work, bound: Bound
+        self, result: Any, work: ReadCall, bound: Bound
     ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """Which outputs the graph copies, and where they lie."""
         tree = self.taken_apart(result, work)
@@ -231,7 +231,7 @@ class Maker:
         return ((), []) if found is None else (places, found)
 
     # --- shapes
-    def note_shapes(self, line: Line, tree: Tree, work: Work) -> None:
+    def note_shapes(self, line: Line, tree: Tree, work: ReadCall) -> None:
         """Notes the shapes of the result of an eager run, and what else it is."""
         line.tokens = tree.tokens
         line.shapes = self._shapes(tree), list(work.sizes)
@@ -239,7 +239,7 @@ class Maker:
     def _shapes(self, tree: Tree) -> list[tuple[int, ...]]:
         return [tuple(self._subject.library.signature(leaf)[0]) for leaf in tree.leaves]
 
-    def _compare_shapes(self, line: Line, tree: Tree, work: Work) -> None:
+    def _compare_shapes(self, line: Line, tree: Tree, work: ReadCall) -> None:
         """Raises NotGraphable if the shapes of a captured result are not those of the eager run."""
         if work.sizes:
             self.relate(line, tree, work)
@@ -266,7 +266,7 @@ class Maker:
                 )
             )
 
-    def relate(self, line: Line, padded: Tree, work: Work) -> None:
+    def relate(self, line: Line, padded: Tree, work: ReadCall) -> None:
         """Learns from the shapes of the last eager run which axes of the results are dynamic.
 
         `padded`: the result of a capture.  Raises NotGraphable if the shapes cannot be explained.
@@ -287,7 +287,7 @@ class Maker:
         line.learned |= {i for i, s in enumerate(sizes) if s != capacities[i]}
 
     # --- memory that has moved
-    def rebind(self, line: Line, captured: Captured, work: Work) -> str:
+    def rebind(self, line: Line, captured: Captured, work: ReadCall) -> str:
         """Points a graph at static memory that has moved; why it must be captured again if that
         cannot be."""
         now = self.bound(work)
@@ -304,7 +304,9 @@ class Maker:
                 else:
                     try:
                         report = run.rebind(moved)
-                    except (InputError, UpdateRefusedError) as error:
+                    except ContextPoisonedError:
+                        raise
+                    except OstinatoError as error:
                         why = f"memory that it uses has moved, and rebinding failed: {error}"
                     else:
                         if report.left:
@@ -319,7 +321,6 @@ class Maker:
         line.rebound += bool(moved)
         captured.rebound |= bool(moved)
         captured.bound = now
-        captured.checked = False
         captured.pointers = self._subject.pointers(work)
         captured.epoch = work.epoch
         return ""

@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ostinato import Device, GraphCache
-from ostinato.errors import InputError
+from ostinato.errors import InputError, OstinatoError
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.library import Devices, Options, cuda_index, name_of, own_cache
 from ostinato.interop.reading.moves import MOST
@@ -39,7 +39,7 @@ def graphed(
     padding: Mapping[str, float] | None = None,
     results: str = "clone",
     gradients: str = "refuse",
-    verify: str | int | None = None,
+    verify: Literal["off", "first"] | int | None = None,
     tolerance: tuple[float, float] | None = None,
     strict: bool = False,
     guard: bool = True,
@@ -159,7 +159,11 @@ class GraphedModule(Graphed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for way in self._ways:  # each compares the module's hooks, too
-            result = way(args, kwargs)
+            try:
+                result = way(args, kwargs)
+            except OstinatoError as error:
+                self._refused(error)
+                break
             if result is not MISSED:
                 return result
         module = self.module
