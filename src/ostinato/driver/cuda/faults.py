@@ -514,7 +514,9 @@ def probe(ordinal: int, name: str) -> int:
             found = _not_applicable(why) if why else fault.probe(CudaDriver(ordinal))
         except OstinatoError as error:
             found = Finding(Verdict.FAILED, f"{type(error).__name__}: {error}")
-    print(json.dumps({"verdict": found.verdict.value, "detail": found.detail}))
+    print(json.dumps({"verdict": found.verdict.value, "detail": found.detail}), flush=True)
+    if fault.dumps:
+        os._exit(0)  # the driver's own end of a process whose context has dumped does not return
     return 0
 
 
