@@ -18,7 +18,7 @@ from ostinato.device import Device
 from ostinato.errors import ClosedError
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import recheck
-from ostinato.interop.reading.library import Options
+from ostinato.interop.reading.library import NotGraphable, Options
 from tests.interop.library import Array, Lib
 
 pytestmark = pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
@@ -288,3 +288,57 @@ def test_the_benchmark_finds_the_parts_of_a_call(
         row.keys()
         == {"short", "moved_us", "match_us", "replay_us", "bare_us", "replays", "eager"} | inside
     )
+
+
+def test_keys_that_were_given_up(lib: Lib, make: Any) -> None:
+    """Calls like them run the function without a key; others go on as before."""
+    factor = [2.0]
+
+    def f(x: Array, read: bool) -> Array:
+        if read and x.lib.capturing():
+            raise NotGraphable("it reads a value")
+        return x.line(factor[0])
+
+    step = make(f)
+
+    def call(read: bool, times: int) -> int:
+        """How many of these calls went by a key."""
+        keyed = step._calls
+        for start in range(times):
+            found = step(lib.array(numbers(start)), read).numpy()
+            np.testing.assert_array_equal(found, factor[0] * numbers(start))
+        return step._calls - keyed
+
+    call(True, 8)
+    assert call(True, 50) == 0
+    assert call(False, 40) < 30  # replays
+    assert call(True, 50) < 40
+    factor[0] = 3.0
+    call(True, 5)
+    call(False, 5)
+    before = step.statistics().replays
+    call(False, 3)
+    assert step.statistics().replays == before + 3
+    lines = {line.reason: line for line in step.statistics().keys}
+    (given_up,) = [line for reason, line in lines.items() if "reads a value" in reason][:1]
+    assert given_up.calls == given_up.eager == sum(given_up.eager_reasons.values())
+    assert step.statistics().calls == sum(line.calls for line in step.statistics().keys)
+    step.invalidate()
+    assert call(True, 1) == 1
+
+
+def test_a_function_that_is_given_up(lib: Lib, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps state in Python, so no call of it has a key of its own."""
+    seen: list[int] = []
+
+    def f(x: Array) -> Array:
+        f.calls = getattr(f, "calls", 0) + 1  # type: ignore[attr-defined]
+        seen.append(f.calls)  # type: ignore[attr-defined]
+        return x.line(2.0)
+
+    step = make(f)
+    for start in range(40):
+        check(step, lib, start)
+    assert seen == [*range(1, 41)] and step._calls < 20
+    assert step.statistics().eager == step.statistics().calls == 40
+    assert "changes Python state" in step.explain()

@@ -50,11 +50,15 @@ from ostinato.interop.reading.library import (
 )
 from ostinato.interop.reading.objects import same
 from ostinato.interop.reading.recheck import (
+    EAGER,
     MISSED,
     MOST_HOT,
     TIMED,
     Checks,
     Hot,
+    always,
+    checked,
+    eager,
     prepared,
     recheck,
 )
@@ -66,7 +70,7 @@ from ostinato.interop.reading.stored import Stored
 from ostinato.interop.reading.trees import Unknown
 from ostinato.lowlevel import Change, Counts, Engine, Work, new_lock
 from ostinato.settings import blocking_captures
-from ostinato.step import CheckReport, Decision, Reason
+from ostinato.step import Action, CheckReport, Decision, Reason
 
 _MOST_LINES = 4096
 _MOST_KEPT = 256 << 20
@@ -87,8 +91,6 @@ _OFF = "graphs are switched off (OSTINATO_NO_GRAPHS)"
 _EVERY = "every call"
 _ALL: tuple[Any, ...] = (_EVERY,)
 """The words and the key of a function that runs eagerly whatever it is given."""
-EAGER = object()
-"""Stands for the result of a call that is to run eagerly."""
 
 
 class Graphed(Guarded):
@@ -194,6 +196,8 @@ class Graphed(Guarded):
             except OstinatoError as error:
                 self._refused(error)
                 break
+            if result is EAGER:
+                return self._eagerly(way, args, kwargs)
             if result is not MISSED:
                 return result
         if self.unavailable:
@@ -210,6 +214,17 @@ class Graphed(Guarded):
             return result
         return self._function(*args, **kwargs)  # without the lock: it may take as long as it likes
 
+    def _eagerly(self, way: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call by the short way of a key that runs eagerly."""
+        if len(self._ways) > 1:  # it may change what the others rely on
+            with self._lock:
+                self._set_hot(*[one for one in self._hot if one.way.call == way])
+        return self._plainly(args, kwargs)
+
+    def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the original does."""
+        return self._function(*args, **kwargs)
+
     def _refused(self, error: OstinatoError) -> None:
         """After a replay by a short way was refused: the call goes by its key.  Raises the error if
         something may have run."""
@@ -222,10 +237,9 @@ class Graphed(Guarded):
         """A call where there is no device: the library cannot even tell modes and streams."""
         if self._closed:
             raise ClosedError(f"graphed {self.name} is closed; call the function itself")
-        given = ReadCall(args, kwargs)
-        with self._lock:  # raises if it is a strict one
-            self._engine.call(_Work(self, self._line(_ALL, given), given))
-        return self._function(*args, **kwargs)
+        with self._lock:
+            work = self._called(_ALL, self._line(_ALL, ReadCall((), {})), ReadCall(args, kwargs))
+        return self._function(*args, **kwargs) if work.result is EAGER else work.result
 
     def _keyed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call by its key; EAGER if the caller is to run it."""
@@ -255,23 +269,31 @@ class Graphed(Guarded):
                 self._saving.name(line, given, key)
         if line.refused:
             raise InputError(f'{line.refused}, or ask for gradients="eager"')
+        work = self._called(key, line, given)
+        if began and not work.slow:
+            line.times.append((time.perf_counter_ns() - began) / 1000)
+        return work.result
+
+    def _called(self, key: Any, line: Line, given: ReadCall) -> _Work:
+        """Makes a call by its key."""
         work = _Work(self, line, given)
         if not self._ready(line, given):
             work.begin()
             line.decided_at = None
-        self._engine.call(work)
-        result = work.result
-        if work.made is not None:
-            result = self._replayed(line, work, work.made)
+        decision = self._engine.call(work)
+        made = work.made
+        if made is not None:
+            work.result = self._replayed(line, work, made)
         if work.slow:
             self._set_hot()  # drops what recursive calls of the function have set meanwhile
-        elif work.made is not None:
-            if began:
-                line.times.append((time.perf_counter_ns() - began) / 1000)
+        alike = made is not None and not work.slow
+        if decision.action is Action.EAGER and decision.reason is not Reason.WARMING_UP:
+            alike = key is _ALL or (bool(line.reason) and given.keyed)
+        if alike:
             line.unmatched += 1
             if not line.unmatched & (line.unmatched - 1):
-                self._heat(line, work, key)
-        return result
+                self._heat(line, work, key, work.words(decision) if made is None else "")
+        return work
 
     def _key(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -280,7 +302,7 @@ class Graphed(Guarded):
         library, guards = self._library, self._guards
         modes = library.modes()  # first: it raises in modes in which arrays cannot be inspected
         tokens, work = self._subject.arguments.key(args, kwargs)
-        work.tokens = tokens
+        work.tokens, work.keyed = tokens, True
         used: tuple[Hashable, ...] = ()
         if guards is not None:
             seen = work.seen = guards.read()
@@ -503,12 +525,23 @@ class Graphed(Guarded):
         return result
 
     # --- the short way
-    def _heat(self, line: Line, work: _Work, key: Any) -> None:
-        """Looks for a short way for calls like this one, which was just replayed."""
-        stream, captured = self._subject.turns.last, work.captured
-        assert stream is not None and captured is not None
-        seen = self._guarded, self._pointers, key[-1]
-        hot = recheck(self._subject, work.given, line, captured, stream, seen, self._note)
+    def _heat(self, line: Line, work: _Work, key: Any, reason: str) -> None:
+        """Looks for a short way for calls like this one, which was just replayed, or runs eagerly
+        for a reason that stays."""
+        hot: Hot | None = None
+        if key is _ALL:
+            hot = eager(line, always, reason)
+        else:
+            subject, given = self._subject, work.given
+            stream, captured = subject.turns.last, work.captured
+            seen = self._guarded, self._pointers, key[-1]
+            if reason:
+                made = None
+                with suppress(Exception):  # of an array that no graph takes
+                    made = checked(subject, given, (), seen, self._note)
+                hot = None if made is None else eager(line, made.match, reason)
+            elif stream is not None and captured is not None:
+                hot = recheck(subject, given, line, captured, stream, seen, self._note)
         if hot is not None:
             kept = [one for one in self._hot if one.line is not line][: MOST_HOT - 1]
             self._set_hot(hot, *kept)

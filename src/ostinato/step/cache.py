@@ -400,8 +400,13 @@ class GraphCache(Closeable):
             return False
         try:
             executable = kept.executable
-            if change is None and self._plain:
-                executable.launch(stream)
+            if self._plain:
+                if change is None:
+                    executable.launch(stream)
+                else:
+                    with kept.changing:
+                        change(executable)
+                        executable.launch(stream)
             elif change is None:
                 replay_as_set(key, executable, stream, self.settings, self.profile)
             else:

@@ -255,11 +255,11 @@ class Counts:
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
     """Microseconds of host time of the replays that were timed."""
 
-    def ran_eagerly(self, launches: int, reason: str) -> None:
-        """One eager run, of so many operations."""
-        self.eager += 1
+    def ran_eagerly(self, launches: int, reason: str, runs: int = 1) -> None:
+        """Eager runs, of so many operations."""
+        self.eager += runs
         self.launches_eager += launches
-        self.reasons[reason] += 1
+        self.reasons[reason] += runs
 
     def replays(self, launches: int, used: int, padded: int) -> None:
         """Calls that were replays, each with these sums of sizes."""

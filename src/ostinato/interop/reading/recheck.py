@@ -24,7 +24,7 @@ from ostinato.interop.reading.guards import Guards, Trail, contents_of, size_of
 from ostinato.interop.reading.library import Library, Options
 from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
 from ostinato.interop.reading.places import Place
-from ostinato.interop.reading.records import Captured, Line, ReadCall
+from ostinato.interop.reading.records import Attached, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Leaf, children_of, is_plain, plain_token
 from ostinato.lowlevel import load_extension
 
@@ -357,6 +357,8 @@ class SameItems:
 
 MISSED = object()
 """Stands for the result of a call that is not like the one before."""
+EAGER = object()
+"""Stands for the result of a call that the caller is to run."""
 Match: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None]
 """The arrays of a call's arguments, if it is like the one that this was made of."""
 
@@ -421,6 +423,22 @@ class _Way:
             return result
 
 
+class _Eager:
+    """The way of a key that runs eagerly from now on."""
+
+    def __init__(self, match: Match) -> None:
+        self.count, self._ended, self._match = 0, False, match
+
+    def end(self) -> None:
+        self._ended = True
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+        if self._ended or self._match(args, kwargs) is None:
+            return MISSED
+        self.count += 1
+        return EAGER
+
+
 def prepared(
     library: Library, captured: Captured, leaves: Sequence[Any] | None
 ) -> tuple[list[Any], Callable[[GraphExec], None] | None]:
@@ -446,13 +464,20 @@ class Hot:
     match: Match
     line: Line
     way: Way
+    reason: str = ""
+    """Why its calls run eagerly; empty if they are replays."""
     _counted: int = 0
 
     def count(self) -> None:
         """Adds what was replayed since it was last asked for to the counts of the key."""
         new, self._counted = self.way.count - self._counted, self.way.count
-        if self.line.counts is not None:
-            self.line.counts.replays(new, 0, 0)
+        counts = self.line.counts
+        assert counts is not None
+        if self.reason:
+            counts.calls += new
+            counts.ran_eagerly(0, self.reason, new)
+        else:
+            counts.replays(new, 0, 0)
         self.line.unmatched >>= min(new // TIMED, 64)
 
     def end(self) -> None:
@@ -461,25 +486,32 @@ class Hot:
         self.count()
 
 
-def recheck(
+def eager(line: Line, match: Match, reason: str) -> Hot:
+    """The short way of a key that runs eagerly."""
+    return Hot(match, line, _Eager(match), reason)
+
+
+def always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Matches any call."""
+    return []
+
+
+def checked(
     subject: Subject,
     work: ReadCall,
-    line: Line,
-    captured: Captured,
-    stream: Stream,
+    attached: Sequence[Attached],
     seen: tuple[list[Any], list[int], Hashable],
     note: Callable[[Checks], None],
-) -> Hot | None:
-    """The short way of a key that was just replayed; None if there is none.
+) -> Any:
+    """Whether a call is like this one, which was just made by its key; None if that cannot be told
+    in C.  Its `match` tells.
 
-    `seen`: the guarded arrays, their addresses, and the modes, as they stand in the key.
-    `note` notes what is to be looked at besides the key.
+    `attached`: the gradients that its graph gives.  `seen`: the guarded arrays, their addresses,
+    and the modes, as they stand in the key.  `note` notes what is to be looked at besides the key.
     """
     library, options, guards = subject.library, subject.options, subject.guards
     names = subject.arguments.names
-    if _extension is None or options.padding or options.verify != "off":
-        return None
-    if line.written or captured.tree.given:
+    if _extension is None or options.padding:
         return None
     args = [*work.args, *work.kwargs.values()]
     if len(args) > _extension.MOST_SLOTS:
@@ -487,17 +519,15 @@ def recheck(
     checks = Checks(library)
     given = [*names[: len(work.args)]]
     given += ["*"] * (len(work.args) - len(given))
-    written: list[MemoryRange] = []
-    """Memory that the function writes: copies of arrays in it would not see that."""
     try:
         checks.calls(library.situation())
         for held, name in library.names():
             checks.some_items(held, {name: held[name]})
         note(checks)
-        if library.modes() != seen[2] or library.capturing() or library.stream() is not stream:
+        if library.modes() != seen[2] or library.capturing():
             return None
         checks.arguments([*given, *work.kwargs], args, options)
-        if not same(checks.statics, work.statics) or checks.pointers != captured.pointers:
+        if not same(checks.statics, work.statics) or checks.pointers != subject.pointers(work):
             return None
         if guards is not None and work.seen is not None:
             noting = _Noting(checks, guards)
@@ -509,21 +539,37 @@ def recheck(
             live = library.live()
             if live is not None:
                 checks.each(live, noting.arrays)
-        for each in captured.attached:  # what a replay leaves: then it has nothing to set
+        for each in attached:  # what a replay leaves: then it has nothing to set
             if not each.fits:
                 return None
             checks.attributes(each.array, {each.name: each.after})
-        if line.state:
-            used = [*work.statics, *([] if work.seen is None else work.seen.arrays)]
-            ranges = [library.storage(used[i]) for i in line.state if i < len(used)]
-            written = [*dict.fromkeys(ranges)]
         made = checks.made(len(work.args), [*work.kwargs])
     except Inexpressible:
         return None
     # None also if an array was given twice: which are the same is not noted.
     leaves = made.match(work.args, work.kwargs)
-    if leaves is None or not same(leaves, work.leaves):
+    return made if leaves is not None and same(leaves, work.leaves) else None
+
+
+def recheck(
+    subject: Subject,
+    work: ReadCall,
+    line: Line,
+    captured: Captured,
+    stream: Stream,
+    seen: tuple[list[Any], list[int], Hashable],
+    note: Callable[[Checks], None],
+) -> Hot | None:
+    """The short way of a key that was just replayed; None if there is none.  See `checked`."""
+    library = subject.library
+    if subject.options.verify != "off" or line.written or captured.tree.given:
         return None
+    made = checked(subject, work, captured.attached, seen, note)
+    if made is None or library.stream() is not stream:
+        return None
+    # Memory that the function writes: copies of arrays in it would not see that.
+    ranges = [library.storage(work.state[i]) for i in line.state if i < len(work.state)]
+    written = [*dict.fromkeys(ranges)]
     owned, way = weakref.ref(captured), None
     if captured.moves is None:
         way = _Way(subject, made.match, line, owned, stream, written)

@@ -172,6 +172,8 @@ class ReadCall:
     """Of the dynamic arrays, in order."""
     tokens: list[Hashable] = field(default_factory=list)
     """What stands for the arguments in its key."""
+    keyed: bool = False
+    """Whether it has a key of its own: all that decides what it does could be read."""
     seen: Seen | None = None
     """What the function uses besides its arguments."""
     epoch: int = 0

@@ -20,7 +20,7 @@ from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.library import Devices, Options, cuda_index, name_of, own_cache
 from ostinato.interop.reading.moves import MOST
 from ostinato.interop.reading.places import Current
-from ostinato.interop.reading.recheck import MISSED, Checks, Inexpressible
+from ostinato.interop.reading.recheck import EAGER, MISSED, Checks, Inexpressible
 from ostinato.interop.reading.stored import Stored, code_text
 from ostinato.interop.torch.library import Torch, TorchWithoutCuda
 from ostinato.step import Buckets
@@ -164,6 +164,8 @@ class GraphedModule(Graphed):
             except OstinatoError as error:
                 self._refused(error)
                 break
+            if result is EAGER:
+                return self._eagerly(way, args, kwargs)
             if result is not MISSED:
                 return result
         module = self.module
@@ -178,6 +180,9 @@ class GraphedModule(Graphed):
             return super().__call__(*args, **kwargs)
         with self._lock, self._forward.replayed(super().__call__):
             return module(*args, **kwargs)
+
+    def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.module(*args, **kwargs)  # with its hooks
 
     def _note(self, checks: Checks) -> None:
         if _own_call(self.module):
