@@ -11,6 +11,8 @@ each input and `replay()` of a graph that was captured by hand (`by hand`).  Way
   compile           torch.compile(mode="reduce-overhead"), nothing in its caches
   graphed           `ostinato.interop.torch.graphed`; results are new tensors
   graphed, static   the same with results="static": as `by hand`
+  given up          `graphed` of the function with a wait in it, which no capture takes; as a ratio
+                    of `plainly`, the same function without `graphed`
 
 `--only host`: all but `compile`, whose calls are timed in turns, block by block.  Host time is that
 of the call alone; the device is waited for between blocks.  Rows of `graphed` have its parts too:
@@ -43,7 +45,7 @@ from benchmarks.torch_works import NAMES, Work, make_work
 from ostinato.interop.reading.moves import MOST
 from ostinato.interop.reading.recheck import prepared
 
-HOST = ("eager", "by hand", "make_graphed", "graphed", "graphed, static")
+HOST = ("eager", "by hand", "make_graphed", "graphed", "graphed, static", "plainly", "given up")
 COMPILE = ("eager", "compile", "graphed")
 BLOCK = 20
 FIRST = 12
@@ -114,6 +116,15 @@ def _way(way: str, work: Work, args: tuple[Any, ...], device: ost.Device) -> Cal
             return compiled(*given)
 
         return call
+    if way in ("plainly", "given up"):
+        function, capturing = work.function, torch.cuda.is_current_stream_capturing
+
+        def waits(*given: Any) -> Any:
+            if capturing():
+                torch.cuda.current_stream().synchronize()
+            return function(*given)
+
+        return waits if way == "plainly" else graphed(waits, device=device)
     results = "static" if way.endswith("static") else "clone"
     return graphed(work.function, device=device, static=work.static, results=results)
 
@@ -226,12 +237,12 @@ def measure(
     import torch
 
     made: list[tuple[Way, tuple[Any, ...]]] = []
-    plain = ("make_graphed", "compile")  # they do not work in inference mode
+    grads = ("make_graphed", "compile")  # they do not work in inference mode
     for each in ways:
         work = make_work(name)
         args = (*work.draw(), *work.fresh())
         try:
-            with torch.inference_mode(each not in plain), torch.no_grad():
+            with torch.inference_mode(each not in grads), torch.no_grad():
                 made.append((_start(each, work, args, device), args))
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
@@ -239,9 +250,10 @@ def measure(
             _synchronize()
     for _ in range(max(1, calls // BLOCK)):
         for way, args in made:
-            with torch.inference_mode(way.name not in plain), torch.no_grad():
+            with torch.inference_mode(way.name not in grads), torch.no_grad():
                 way.times += _block(way.call, args)
     bounds = [statistics.median(way.times) for way, _ in made if way.name == "by hand"]
+    plain = [statistics.median(way.times) for way, _ in made if way.name == "plainly"]
     rows: list[dict[str, object]] = []
     for way, args in made:
         row: dict[str, object] = {"work": name, "way": way.name}
@@ -249,10 +261,12 @@ def measure(
         row |= {"first_ms": round(way.first_ms, 2), "steady_ms": round(way.steady_ms, 2)}
         if bounds:
             row["of_by_hand"] = round(statistics.median(way.times) / bounds[0], 3)
+        if way.name == "given up" and plain:
+            row["of_plainly"] = round(statistics.median(way.times) / plain[0], 3)
         moved = (*work.draw(), *args[len(args) - len(work.static) :])
-        with torch.inference_mode(way.name not in plain), torch.no_grad():
+        with torch.inference_mode(way.name not in grads), torch.no_grad():
             row |= _parts(way, args, moved, calls // 4)
-        if way.name.startswith("graphed"):
+        if way.name.startswith(("graphed", "given up")):
             way.call.close()  # type: ignore[attr-defined]
         rows.append(row)
     compiled = next((way for way, _ in made if way.name == "compile"), None)
@@ -276,7 +290,16 @@ def main() -> int:
     device = ost.open_device(chosen.device)
     names = tuple(filter(None, chosen.works.split(","))) or NAMES
     calls = 80 if chosen.quick else chosen.calls
-    columns = ("work", "way", "median_us", "p90_us", "min_us", "of_by_hand", "of_compile")
+    columns = (
+        "work",
+        "way",
+        "median_us",
+        "p90_us",
+        "min_us",
+        "of_by_hand",
+        "of_plainly",
+        "of_compile",
+    )
     columns += ("steady_ms", "short", "moved_us", "match_us", "copy_us", "replay_us")
     columns += ("patch_us", "bare_us", "patched_us")
     for part, ways in (("host", HOST), ("compile", COMPILE)):
