@@ -807,7 +807,7 @@ def test_graphs_are_shared_only_if_that_is_asked_for(device: Device) -> None:
     first()
     first()
     other()
-    assert other.statistics().replayed == 1
+    assert other.statistics().replays == 1
     assert len(cache) == 1
     assert device.to_numpy(counter)[0] == 3
 
@@ -838,12 +838,12 @@ def test_a_shared_graph_reads_the_size_of_the_call(device: Device) -> None:
     first, other = made(), made()
     for step, rows in ((first, 8), (first, 8), (other, 3), (first, 2), (other, 5)):
         step(rows=rows)
-    assert other.statistics().replayed == 2
+    assert other.statistics().replays == 2
     assert total.to_numpy(stream)[:, 0].tolist() == [5, 5, 4, 3, 3, 2, 2, 2]
     first.close()
     for rows in (1, 1, 4):
         other(rows=rows)
-    assert other.statistics().replayed == 4
+    assert other.statistics().replays == 4
     assert total.to_numpy(stream)[:, 0].tolist() == [8, 6, 5, 4, 3, 2, 2, 2]
 
 
@@ -943,7 +943,7 @@ def test_a_graph_around_a_step_has_the_size_of_its_call(device: Device, around: 
             launch(stream) if own == 4 else inner(rows=own)
             assert total.to_numpy(stream).sum() == own
     if around in ("step", "recorded step"):
-        assert step.statistics().replayed >= 3
+        assert step.statistics().replays >= 3
 
 
 def test_a_held_launch_has_its_size_whatever_other_threads_call(
@@ -1063,7 +1063,7 @@ def test_other_kinds_of_work_do_not_escape_either(device: Device, call: str) -> 
     assert [a for a, _ in seen] == [1, 2, 3]
     if call == "graph":
         assert [b for _, b in seen] == [1, 2, 3]  # once a call: not once more for the capture
-    assert step.statistics().replayed == 0
+    assert step.statistics().replays == 0
 
 
 def test_a_refused_launch_breaks_the_capture_although_its_error_is_caught(device: Device) -> None:
@@ -1133,7 +1133,7 @@ def test_a_forked_stream_is_recorded(device: Device) -> None:
         step()
         device.synchronize()
         assert [device.to_numpy(v)[0] for v in (x, y)] == [2 * calls, 5 * calls]
-    assert step.statistics().replayed == 3
+    assert step.statistics().replays == 3
 
 
 @pytest.mark.parametrize("kind", ["host copy", "scalar", "side stream", "waits"])
@@ -1257,7 +1257,7 @@ def test_what_is_captured_in_a_recording_did_not_run(device: Device, forked: boo
         step()
         assert x.to_numpy(stream)[0] == calls
         assert y.to_numpy(stream)[0] == (calls if forked else 0)
-    assert step.statistics().replayed == 2
+    assert step.statistics().replays == 2
 
 
 def test_a_recorded_run_that_raises_is_not_tried_again(device: Device) -> None:
@@ -1624,7 +1624,7 @@ def test_an_answer_that_is_a_poison_hides_no_missing_launch(
     right = checked_step(device, work, slots)
     right()
     counts = right.statistics()
-    assert (counts.calls, counts.replayed, counts.verified) == (1, 1, 1)
+    assert (counts.calls, counts.replays, counts.verified) == (1, 1, 1)
     assert counts.quarantined == {}
 
 
@@ -2592,7 +2592,7 @@ def test_a_bucket_ends_with_the_rows_of_a_slot(device: Device) -> None:
     for rows in (5, 6, 5):
         step(rows=rows)
     assert step.key(rows=5) == step.key(rows=6) != step.key(rows=4)
-    assert step.statistics().replayed == 3
+    assert step.statistics().replays == 3
     assert (whole.to_numpy(step.stream)[5] == 8).all(), "a row of padding, within the slot"
     assert (whole.to_numpy(step.stream)[6:] == 1).all(), "and none behind it"
 

@@ -87,4 +87,4 @@ def test_a_step_captures_itself(device: Device) -> None:
     actions = [step(n=7).action.value for _ in range(3)]
     assert actions == ["eager", "build", "replay"]
     assert x.to_numpy(stream).tolist() == [8] * 7 + [1]
-    assert step.statistics().launches_replayed == 2
+    assert step.statistics().replays == 2

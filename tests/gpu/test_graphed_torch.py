@@ -98,9 +98,9 @@ def test_a_function_is_replayed(make: Make) -> None:
     check(step, f, [(randn(8, 16), randn(16, 32)) for _ in range(6)])
     (line,) = step.statistics().keys
     assert (line.eager, line.captures, line.replays) == (1, 1, 5), step.explain()
-    with step.cache.hold(line.name) as run:
+    with step.cache.hold(line.key) as run:
         assert run is not None and any("softmax" in node.name for node in run.nodes)
-    assert line.name in step.inspect() and "kernel)" in step.inspect()
+    assert line.key in step.inspect() and "kernel)" in step.inspect()
 
 
 def test_a_module_is_replayed(make: Make) -> None:

@@ -221,11 +221,11 @@ def test_graphs_that_were_not_used_for_longest_make_room(lib: Capturing, make: A
     lib.disturb = lambda: short_of_memory(lib)
     for _ in range(2):
         step(lib.array(np.ones(5)))
-    decided = {line.key: line.decision for line in step.statistics().keys}
+    decided = {line.words: line.decision for line in step.statistics().keys}
     assert [decided[f"x=f4[{n}]"] for n in (2, 3, 4, 5)] == [
         *("replayed", "evicted", "evicted", "warmed up")
     ]
-    decided = {line.key: line.decision for line in other.statistics().keys}
+    decided = {line.words: line.decision for line in other.statistics().keys}
     assert [*decided.values()] == ["replayed", "evicted", "replayed"]
     other.close()
 

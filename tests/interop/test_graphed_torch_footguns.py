@@ -1896,7 +1896,7 @@ def test_a_learning_rate_that_is_another_one_at_each_step(make: Any) -> None:
                     group["lr"] *= 0.99
         line = step.statistics().keys[-1]
         assert len(step.statistics().keys) == 2 and step.statistics().captures == 0
-        assert "optimizer.param_groups[0]['lr']=…" in line.key, step.explain()
+        assert "optimizer.param_groups[0]['lr']=…" in line.words, step.explain()
         assert (
             "give it as an array" in line.reason
             and "test_graphed_torch_footguns.py:" in line.reason

@@ -434,7 +434,7 @@ def test_a_generator_that_is_given_a_seed(lib: Lib, make: Make) -> None:
 
 
 def values_of(step: Graphed) -> list[str]:
-    return [line.key for line in step.statistics().keys]
+    return [line.words for line in step.statistics().keys]
 
 
 def test_a_number_that_is_another_one_at_each_call_is_one_key(

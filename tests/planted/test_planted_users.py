@@ -33,7 +33,7 @@ def test_without_the_mistake_it_is_right_and_silent(
     if programme.step is not None:
         statistics = programme.step.statistics()
         assert statistics.quarantined == {}
-        assert statistics.replayed >= 2, "it was really replayed"
+        assert statistics.replays >= 2, "it was really replayed"
         assert (statistics.verified > 0) is (verify != "off")
 
 
@@ -102,7 +102,7 @@ def test_a_graph_with_the_mistake_is_not_made(device: Device, plant: Plant, veri
     statistics = programme.step.statistics()
     (why,) = statistics.quarantined.values()
     assert re.search(plant.says, why)
-    assert statistics.replayed == 0
+    assert statistics.replays == 0
 
 
 @pytest.mark.parametrize("verify", ["off", "first"])
@@ -128,7 +128,7 @@ def test_the_graph_is_made_again(device: Device, plant: Plant, verify: object) -
         played = play(programme)
         assert played.error is None
         assert_right(played)
-        built.append(programme.step.statistics().built)
+        built.append(programme.step.statistics().captures)
     assert built[1] == built[0] + 1
 
 

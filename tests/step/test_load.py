@@ -124,29 +124,29 @@ def test_a_cache_under_load(device: Device, number: int) -> None:
     assert cache.evictions.total == sum(line.evictions.total for line in lines)
     assert cache.capture_ms == pytest.approx(sum(line.all_captures_ms for line in lines))
 
-    assert step.calls == number == step.eager + step.replayed
+    assert step.calls == number == step.eager + step.replays
     assert step.eager == sum(step.eager_reasons.values())
-    for name in ("calls", "eager", "replayed", "built", "used", "padded"):
+    for name in ("calls", "eager", "replays", "captures", "used", "padded"):
         assert sum(getattr(line, name) for line in step.keys) == getattr(step, name), name
     assert sum(sum(line.eager_reasons.values()) for line in step.keys) == step.eager
-    assert step.built == cache.captures and load.failed == cache.capture_failures
+    assert step.captures == cache.captures and load.failed == cache.capture_failures
     # A call looks once; one that captures looks again for what it captured.
     assert cache.hits + cache.misses == number + cache.captures
     replayed = load.decisions[Reason.REPLAYED] + load.decisions[Reason.FIRST_USE]
-    assert replayed == step.replayed
+    assert replayed == step.replays
     for reason, count in load.decisions.items():
         if reason not in (Reason.REPLAYED, Reason.FIRST_USE):
             assert step.eager_reasons[reason.value] == count
     for line in step.keys:
         assert line.graph == load.cache.key_statistics(line.key)
-        assert line.us.count <= line.replayed and line.us.p50 <= line.us.p99
+        assert line.us.count <= line.replays and line.us.p50 <= line.us.p99
 
     # What was to happen has happened.
     assert cache.evictions.budget > 0 and 0 < cache.evictions.asked < cache.evictions.total
     assert cache.evictions.touching and load.failed
     for expected in (Reason.BUILD_FAILED, Reason.RECAPTURED, Reason.WARMING_UP):
         assert step.eager_reasons[expected.value]
-    assert step.replayed > number // 4
+    assert step.replays > number // 4
     assert any(line.us.count for line in step.keys)
     load.step.close()
     assert len(load.cache) == 0

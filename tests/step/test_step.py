@@ -84,7 +84,7 @@ def test_eager_captured_replayed_give_the_same(device: Device) -> None:
     ]
     assert rows.runs == 2  # once eagerly, once captured
     statistics = rows.step.statistics()
-    assert (statistics.launches_eager, statistics.launches_replayed) == (1, 3)
+    assert (statistics.launches_eager, statistics.replays) == (1, 3)
     assert statistics.eager_reasons == {Reason.WARMING_UP.value: 1}
     assert statistics.padding_waste == pytest.approx(0.25)
 
@@ -265,7 +265,7 @@ def test_a_key_that_cannot_be_captured_is_quarantined_and_served(
     statistics = rows.step.statistics()
     (why,) = statistics.quarantined.values()
     assert "stream.synchronize()" in why
-    assert statistics.replayed == 0
+    assert statistics.replays == 0
     assert statistics.eager_reasons[Reason.BUILD_FAILED.value] == 3
     assert "eagerly from now on" in caplog.text
     rows.step.run = calls
@@ -283,7 +283,7 @@ def test_a_build_that_fails_costs_speed_only(host_device: Device, build: str, ca
     for number in range(1, 7):  # every other call of a recorded step makes its graph
         rows.step(rows=8)
         np.testing.assert_array_equal(rows.totals(), number * x)
-    assert rows.step.statistics().replayed == 0
+    assert rows.step.statistics().replays == 0
     assert len(rows.cache) == 0
 
 
@@ -804,8 +804,8 @@ def test_a_held_graph_replays_as_calls_do_and_counts_as_they_do(device: Device) 
     with pytest.raises(ClosedError, match="not held any more"):
         held.launch()
     statistics = rows.step.statistics()
-    assert (statistics.calls, statistics.replayed, statistics.launches_replayed) == (4, 4, 4)
-    assert (statistics.used, statistics.padded, statistics.built) == (13, 16, 1)
+    assert (statistics.calls, statistics.replays, statistics.launches_eager) == (4, 4, 0)
+    assert (statistics.used, statistics.padded, statistics.captures) == (13, 16, 1)
 
 
 def test_what_is_held_outlives_an_eviction(device: Device) -> None:
@@ -836,7 +836,7 @@ def test_what_is_held_and_dropped_is_let_go_outside_of_captures(device: Device) 
     device.synchronize()
     assert rows.cache.statistics().leaving == 0
     statistics = rows.step.statistics()
-    assert (statistics.calls, statistics.replayed, statistics.used) == (1, 1, 8)
+    assert (statistics.calls, statistics.replays, statistics.used) == (1, 1, 8)
 
 
 @pytest.mark.parametrize(
@@ -931,7 +931,7 @@ def test_a_builder_makes_the_graph_by_itself(device: Device) -> None:
         made.step(rows=8)
     np.testing.assert_array_equal(made.totals(), rows.totals())
     assert made.runs == 1, "the warm-up; nothing was captured"
-    assert made.step.statistics().replayed == 2
+    assert made.step.statistics().replays == 2
     with pytest.raises(InputError, match="nothing is recorded"):
         Rows(device, builder=build, build="record")
 

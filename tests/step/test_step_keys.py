@@ -80,14 +80,14 @@ def test_a_line_for_each_key(device: Device) -> None:
         case.step(rows=rows)
     four, eight = case.step.statistics().keys
     assert four.key == case.step.key(rows=4) and eight.key == case.step.key(rows=8)
-    assert (four.calls, four.eager, four.replayed, four.built) == (4, 1, 3, 1)
+    assert (four.calls, four.eager, four.replays, four.captures) == (4, 1, 3, 1)
     assert (four.used, four.padded) == (13, 16) and four.padding_waste == pytest.approx(3 / 16)
     assert four.eager_reasons == eight.eager_reasons == {Reason.WARMING_UP.value: 1}
     assert four.graph is not None and four.graph == case.cache.key_statistics(four.key)
     assert four.graph.nbytes > 0 and (four.graph.capture_ms or 0) > 0 and four.graph.captures == 1
     # Found three times: after its capture, and by the two calls after that.
     assert (four.graph.hits, four.graph.misses) == (3, 2)
-    assert (eight.calls, eight.replayed, eight.quarantined) == (1, 0, None)
+    assert (eight.calls, eight.replays, eight.reason) == (1, 0, "")
     assert eight.graph is not None and eight.graph.nbytes == 0
     case.cache.evict(four.key)
     line = case.step.statistics().keys[0]
@@ -112,9 +112,9 @@ def test_held_launches_count_for_their_key(device: Device) -> None:
         for _ in range(5):
             held.launch()
         during = case.step.statistics().keys[1]
-        assert (during.calls, during.replayed, during.used, during.padded) == (5, 5, 15, 20)
+        assert (during.calls, during.replays, during.used, during.padded) == (5, 5, 15, 20)
     after = case.step.statistics()
-    assert (after.keys[1].calls, after.calls, after.replayed) == (5, 6, 6)
+    assert (after.keys[1].calls, after.calls, after.replays) == (5, 6, 6)
 
 
 def test_keys_that_were_dropped_count_on(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_keys_that_were_dropped_count_on(device: Device, monkeypatch: pytest.Mon
     held.launch()
     statistics = case.step.statistics()
     assert [line.key for line in statistics.keys] == [case.step.key(rows=r) for r in (4, 8)]
-    assert (statistics.calls, statistics.replayed) == (4, 4)
+    assert (statistics.calls, statistics.replays) == (4, 4)
     held.close()
     assert case.step.statistics().calls == 4 == case.value
 
@@ -157,7 +157,7 @@ def test_a_key_that_is_captured_again_and_again_runs_eagerly(device: Device) -> 
     statistics = case.step.statistics()
     assert statistics.eager_reasons == {Reason.RECAPTURED.value: len(capped)}
     assert statistics.quarantined == {}
-    assert 3 <= statistics.built == 30 - len(capped) <= 8, "captured again once it may be"
+    assert 3 <= statistics.captures == 30 - len(capped) <= 8, "captured again once it may be"
 
 
 def test_the_time_of_captures_runs_out(device: Device) -> None:
@@ -563,7 +563,7 @@ def test_a_strict_step_raises_and_runs_nothing(
         assert reason.value in str(raised.value) and "counting" in str(raised.value)
     assert strict.value == 0, "nothing ran"
     statistics = strict.step.statistics()
-    assert (statistics.calls, statistics.eager, statistics.replayed) == (3, 0, 0)
+    assert (statistics.calls, statistics.eager, statistics.replays) == (3, 0, 0)
 
 
 def test_a_strict_step_says_what_its_next_call_would_do(device: Device) -> None:

@@ -22,8 +22,8 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
-from statistics import median
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, Self, cast
 
 from ostinato import GraphCache, GraphExec, Stream
 from ostinato.errors import (
@@ -33,7 +33,6 @@ from ostinato.errors import (
     NotAvailableError,
     OstinatoError,
     OutOfMemoryError,
-    causes,
 )
 from ostinato.interop.reading.arguments import Arguments
 from ostinato.interop.reading.checking import verified
@@ -65,10 +64,10 @@ from ostinato.interop.reading.recheck import (
 from ostinato.interop.reading.records import Captured, Line, ReadCall
 from ostinato.interop.reading.saving import Saving
 from ostinato.interop.reading.slots import Maker
-from ostinato.interop.reading.statistics import GraphedKeyStatistics, GraphedStatistics, explained
+from ostinato.interop.reading.statistics import GraphedStatistics, explained
 from ostinato.interop.reading.stored import Stored
 from ostinato.interop.reading.trees import Unknown
-from ostinato.lowlevel import Change, Counts, Engine, Work, new_lock
+from ostinato.lowlevel import Change, Counts, Engine, Work, causes, new_lock
 from ostinato.settings import blocking_captures
 from ostinato.step import Action, CheckReport, Decision, Reason
 
@@ -706,7 +705,8 @@ class Graphed(Guarded):
             raise
         again = line.entry is not None and (line.entry.captures or line.entry.installed)
         why = line.unbound or ("the graph was evicted" if again else "the second call of a key")
-        line.capture_reasons[why] += 1
+        assert line.counts is not None
+        line.counts.capture_reasons[why] += 1
         line.unbound = ""
         self._attach(captured, line)
         return made
@@ -764,47 +764,24 @@ class Graphed(Guarded):
         with self._lock:
             for hot in self._hot:
                 hot.count()
-            cache = self.cache.statistics()
-            charged = {line.key: line.nbytes for line in cache.keys}
             broken = "" if self._engine.broken is None else self._engine.broken[1]
             if not self._options.enabled:
                 broken = _OFF
-            lines = tuple(
-                GraphedKeyStatistics(
-                    name=line.name,
-                    key=line.words,
-                    decision=self._decision(line, charged, broken or line.reason),
-                    reason=broken or line.reason,
-                    calls=counts.calls,
-                    eager=counts.eager,
-                    captures=entry.captures,
-                    restored=entry.installed,
-                    replays=counts.replayed,
-                    rebound=line.rebound,
-                    verified=counts.verified,
-                    us=median(counts.times) if counts.times else None,
-                    nbytes=charged.get(line.name, 0),
-                    eager_reasons=dict(counts.reasons),
-                    capture_reasons=dict(line.capture_reasons),
-                    broken=line.broken,
-                )
-                for line in self._lines.values()
-                for entry, counts in [self._engine.entered(line)]
+            found = self._engine.statistics(
+                [*self._lines.values()], lambda call: cast(Line, call).words
             )
-        return GraphedStatistics.of(
-            lines,
+        if broken:
+            found["keys"] = tuple(
+                [replace(line, decision="eager", reason=broken) for line in found["keys"]]
+            )
+            found["quarantined"] = {line.key: broken for line in found["keys"]}
+        found["calls"] += self._nested
+        return GraphedStatistics(
+            **found,
             nested=self._nested,
-            cache=cache,
+            cache=self.cache.statistics(),
             not_restored={} if self._saving is None else self._saving.reasons,
         )
-
-    def _decision(self, line: Line, charged: Mapping[Any, int], reason: str) -> str:
-        if reason:
-            return "eager"
-        if line.name in charged:
-            return "replayed"
-        there = line.entry is not None and (line.entry.captures or line.entry.installed)
-        return "evicted" if there else "warmed up"
 
     def explain(self) -> str:
         """A table: each key, what is done with its calls, and why.
@@ -937,7 +914,6 @@ class _Work(Work):
             if not self.door._is_out_of_memory(error):
                 raise
             assert self.call.entry is not None
-            self.call.broken += 1
             self.door._engine.without_memory(self, self.call.entry, str(error))
             self._why = Reason.NO_MEMORY.value
 
@@ -959,10 +935,9 @@ class _Work(Work):
         return made
 
     def failed(self, error: Exception) -> tuple[Reason, str] | None:
-        door, line = self.door, self.call
+        door = self.door
         short = door._is_out_of_memory(error)
         if short or isinstance(error, CaptureDisturbed):
-            line.broken += 1
             reason, text = (Reason.NO_MEMORY, _FULL) if short else (Reason.DISTURBED, _BROKEN)
             return reason, door._subject.at(text.format(error))
         if isinstance(error, NotGraphable):

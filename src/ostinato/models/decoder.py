@@ -684,14 +684,14 @@ class Decoder(Closeable):
             quarantined.update(step.quarantined)
         sampling = [step for name, step in steps.items() if name != "prefill"]
         eager = sum(step.launches_eager for step in sampling)
-        replayed = sum(step.launches_replayed for step in sampling)
+        replayed = sum(step.replays for step in sampling)
         return DecoderStatistics(
             launches_eager=sum(step.launches_eager for step in steps.values()),
-            launches_replayed=sum(step.launches_replayed for step in steps.values()),
+            launches_replayed=sum(step.replays for step in steps.values()),
             launches_per_token=self._steps.launches,
             launches_per_token_eager=_ratio(eager, phases.tokens_eager),
             launches_per_token_replayed=_ratio(replayed, phases.tokens_replayed),
-            graphs_captured=sum(step.built for step in steps.values()),
+            graphs_captured=sum(step.captures for step in steps.values()),
             eager_reasons=dict(reasons),
             one_by_one=dict(phases.one_by_one),
             quarantined=quarantined,

@@ -22,7 +22,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,14 +45,20 @@ from ostinato.errors import (
     VerificationError,
     causes,
 )
-from ostinato.explain.times import NotLaunched, ReplayProfile, replay_as_set, run_replay
+from ostinato.explain.times import (
+    NotLaunched,
+    Percentiles,
+    ReplayProfile,
+    replay_as_set,
+    run_replay,
+)
 from ostinato.graph import GraphExec, Recording, record
 from ostinato.settings import ResolvedReplaySettings
 from ostinato.step.cache import GraphCache
 from ostinato.step.entry import Entry, Kept
 from ostinato.step.held import HeldCounts, HeldReplay, launch_in_turn
 from ostinato.step.policy import REPLAY, Action, Decision, Reason, Situation, decide, fall_back
-from ostinato.step.statistics import Counts, StepStatistics
+from ostinato.step.statistics import Counts, StepKeyStatistics
 
 if TYPE_CHECKING:
     from ostinato.driver.launcher import Repeat
@@ -288,6 +294,9 @@ class Engine:
         self._given_back: deque[tuple[Entry, HeldCounts]] = deque()
         """Of graphs that are not held any more, until they are counted."""
 
+    def __repr__(self) -> str:
+        return f"<Engine of {len(self.keys)} graphs in {self.cache!r}>"
+
     def changed(self) -> None:
         """Something has changed that could forbid a replay: the next calls are decided anew."""
         self.cache.epoch += 1
@@ -453,7 +462,7 @@ class Engine:
         refused: BaseException | None = None
         try:
             executable = kept.executable
-            if not self._plain or (self._timed and not (counts.replayed + 1) % TIMED_EVERY):
+            if not self._plain or (self._timed and not (counts.replays + 1) % TIMED_EVERY):
                 self._launch(work, counts, kept, change)
             elif change is None:
                 executable.launch(work.stream)
@@ -470,7 +479,7 @@ class Engine:
             refused = error
         if refused is not None:
             return self._refused(work, entry, refused)
-        counts.replayed += 1
+        counts.replays += 1
         entry.refusals = entry.disturbed = 0
         if call.given is None:
             return decision
@@ -489,7 +498,7 @@ class Engine:
     def _is_due(self, verify: str | int, work: Work, counts: Counts, kept: Kept) -> bool:
         if not kept.is_checked(self, work.padded):
             return True
-        return isinstance(verify, int) and (counts.replayed + 1) % verify == 0
+        return isinstance(verify, int) and (counts.replays + 1) % verify == 0
 
     def _launch(
         self,
@@ -500,7 +509,7 @@ class Engine:
     ) -> None:
         """One replay, after a change of the executable, one in `TIMED_EVERY` timed.  Raises as
         `run_replay` does, and what `change` raises."""
-        timed = self._timed and not (counts.replayed + 1) % TIMED_EVERY
+        timed = self._timed and not (counts.replays + 1) % TIMED_EVERY
         begin = time.perf_counter_ns() if timed else 0
         run = partial(run_replay, work.call.key, kept.executable, work.stream)
         if change is None:
@@ -530,7 +539,7 @@ class Engine:
             kept,
             kept.executable,
             work.stream,
-            TIMED_EVERY - 1 - counts.replayed % TIMED_EVERY,
+            TIMED_EVERY - 1 - counts.replays % TIMED_EVERY,
         )
         if kept.leaving:  # meanwhile, in another thread
             call.repeat.cool()
@@ -539,7 +548,7 @@ class Engine:
         """Counts the calls that went the short way."""
         launches = 0 if call.repeat is None else call.repeat.taken()
         if launches and call.entry is not None:
-            self._counts_of(call.entry).replays(launches, call.used, call.room)
+            self._counts_of(call.entry).replayed(launches, call.used, call.room)
 
     def drop(self, call: Call) -> None:
         """A door does not keep a call any longer."""
@@ -622,7 +631,7 @@ class Engine:
             if failed is None:
                 raise
         else:
-            self._counts_of(entry).built += 1
+            self._counts_of(entry).captures += 1
             return None
         # The error is gone, and with it what its frames held.
         reason, why = failed
@@ -653,6 +662,7 @@ class Engine:
         """Notes that a graph could not be had for a reason that may pass: it is tried again after
         some calls, or given up if that has happened too often in a row."""
         entry.disturbed += 1
+        self._counts_of(entry).broken += 1
         if entry.disturbed >= _DISTURBANCES:
             why = f"{entry.disturbed} times: {why}"
             return self.give_up(entry, Reason.BUILD_FAILED, why, strict=work.options.strict)
@@ -754,7 +764,7 @@ class Engine:
             raise
         self.last_check = report
         counts.verified += 1
-        counts.replayed += 1
+        counts.replays += 1
         kept.note_check(self, work.padded)
         if report.finding is None:
             return decision
@@ -825,28 +835,58 @@ class Engine:
         while self._given_back:
             entry, held = self._given_back.popleft()
             self._held.remove((entry, held))
-            self._counts_of(entry).replays(held.launches, held.used, held.padded)
+            self._counts_of(entry).replayed(held.launches, held.used, held.padded)
 
-    # --- numbers and lifetime
-    def statistics(self) -> StepStatistics:
-        """What was done so far."""
+    # --- numbers
+    def statistics(
+        self, calls: Iterable[Call] | None = None, words: Callable[[Call], str] | None = None
+    ) -> dict[str, Any]:
+        """The fields of a `StepStatistics`, of these calls; None for all keys.  `words`: how a call
+        is named in its line; None for its key."""
         for call in self._repeated:
             self._count_repeats(call)
         self._sweep()
-        counts = {entry: each.copy() for entry, each in self._counts.items()}
-        dropped = self._dropped.copy()
+        named = {}
+        if calls is not None:
+            named = {self.entered(call)[0]: call for call in [*calls]}
+        counts = {e: self._counts_of(e).copy() for e in (self._counts if calls is None else named)}
+        dropped = self._dropped.copy() if calls is None else Counts()
         for entry, held in self._held:
-            counts.get(entry, dropped).replays(held.launches, held.used, held.padded)
+            counts.get(entry, dropped).replayed(held.launches, held.used, held.padded)
         lines = tuple(
-            each.key_statistics(
-                entry.key,
-                None if entry.reason is None else entry.reason[1],
-                self.cache.key_statistics(entry.key),
-            )
+            self._line(entry, each, words(named[entry]) if words else str(entry.key))
             for entry, each in counts.items()
         )
-        total = Counts.sum([*counts.values(), dropped])
-        return total.statistics(lines, self.last_check)
+        total = Counts()
+        for each in [*counts.values(), dropped]:
+            total.add(each)
+        return {
+            **total.fields(),
+            "restored": sum(line.restored for line in lines),
+            "launches_eager": total.launches_eager,
+            "quarantined": {str(line.key): line.reason for line in lines if line.reason},
+            "last_check": self.last_check,
+            "keys": lines,
+        }
+
+    def _line(self, entry: Entry, counts: Counts, words: str) -> StepKeyStatistics:
+        """The record of one key."""
+        reason = "" if entry.reason is None else entry.reason[1]
+        decision: Literal["warmed up", "replayed", "evicted", "eager"] = "eager"
+        if not reason:
+            there = entry.graph is not None
+            made = counts.captures or entry.installed
+            decision = "replayed" if there else "evicted" if made else "warmed up"
+        return StepKeyStatistics(
+            key=entry.key,
+            words=words,
+            decision=decision,
+            reason=reason,
+            restored=entry.installed,
+            us=Percentiles.of(counts.times),
+            graph=self.cache.key_statistics(entry.key),
+            **counts.fields(),
+        )
 
 
 def out_of_memory(error: BaseException) -> bool:

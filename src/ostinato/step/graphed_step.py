@@ -461,7 +461,7 @@ class GraphedStep(Closeable):
     def statistics(self) -> StepStatistics:
         """What the step did so far."""
         with self._lock:
-            return self._engine.statistics()
+            return StepStatistics(**self._engine.statistics())
 
     def close(self) -> None:
         """Takes the step's graphs out of the cache, and gives its memory back.  Idempotent.

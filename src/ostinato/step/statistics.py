@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from ostinato.explain.times import Percentiles
 from ostinato.step.budget import FootprintSource
@@ -159,56 +159,85 @@ class CacheStatistics:
 
 @dataclass(frozen=True, slots=True)
 class StepKeyStatistics:
-    """What a step did so far for one key; fields of the same name are those of `StepStatistics`.
+    """What a step, or a graphed function, did so far for one key; fields of the same name are those
+    of `StepStatistics`.
 
-    `us`: host time of the latest timed replays in microseconds.  One replay in 32 is timed;
-    launches of held graphs are not.  It includes what the step's settings add to a launch: with
-    `synchronize`, also the time of the device.  `graph`: the cache's record of the key (bytes,
-    capture ms, hits, evictions); None if it has none.
+    `us`: host time of the latest timed replays in microseconds.  Of a step one replay in 32 is
+    timed, without what comes before the launch, and launches of held graphs are not; it includes
+    what the step's settings add to a launch: with `synchronize`, also the time of the device.  Of a
+    graphed function one call in 16 is timed, as a whole.
     """
 
     key: Hashable
-    """A `StepKey`."""
+    """Of its graph in the cache: a `StepKey`, or a name."""
+    words: str
+    """The sizes, or the arguments of a function."""
+    decision: Literal["warmed up", "replayed", "evicted", "eager"]
+    reason: str
+    """Why its calls run eagerly from now on; empty if they do not."""
     calls: int
     eager: int
-    replayed: int
-    built: int
-    eager_reasons: dict[str, int]
-    quarantined: str | None
+    replays: int
+    captures: int
+    restored: int
+    rebound: int
+    verified: int
+    broken: int
+    eager_reasons: Mapping[str, int]
+    capture_reasons: Mapping[str, int]
     used: int
     padded: int
     us: Percentiles
     graph: KeyStatistics | None
+    """The cache's record of the key (bytes, capture ms, hits, evictions); None if it has none."""
+
+    @property
+    def nbytes(self) -> int:
+        """The device bytes that the cache charges for its graph."""
+        return 0 if self.graph is None else self.graph.nbytes
 
     @property
     def padding_waste(self) -> float:
         """The share of bucketed sizes that was padding, 0 to 1."""
-        return 1 - self.used / self.padded if self.padded else 0.0
+        return _waste(self.used, self.padded)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepStatistics:
-    """What a step did so far.
+    """What a step, or a graphed function, did so far.
 
-    `built` counts graphs that were made; a call that captures one replays it too, so it is in
-    `replayed`, and a call that records one is in `eager`.
-    `launches_eager` counts operations launched one by one, `launches_replayed` replays.
-    `eager_reasons` counts eager runs by reason.  `padded` and `used` add up bucketed and real
-    sizes.  `verified` counts checks; each is one in `replayed` as well, also if it failed or
-    launched the graph twice.  A call that raised something else is in `calls`, `used` and `padded`.
+    A call that raised something else than VerificationError is in `calls`, `used` and `padded`
+    alone.
     """
 
     calls: int
     eager: int
-    replayed: int
-    built: int
-    launches_eager: int
-    launches_replayed: int
-    eager_reasons: dict[str, int]
-    quarantined: dict[str, str]
+    """Calls that ran launch by launch; one that records its graph is among them."""
+    replays: int
+    """Calls that were replayed; one that captures its graph is among them."""
+    captures: int
+    """Graphs that were made: captured, recorded, or by a builder."""
+    restored: int
+    """Graphs that were read from a store instead."""
+    rebound: int
+    """How often a function's graph was bound to memory that had moved."""
     verified: int
+    """Checks.  Each is one in `replays` as well, also if it failed or launched the graph twice."""
+    broken: int
+    """Captures that something else broke, such as a `synchronize()` of another thread, or for which
+    the device had no memory."""
+    launches_eager: int
+    """Operations that a step launched one by one; 0 for a function, whose library does not tell."""
+    eager_reasons: Mapping[str, int]
+    """Eager runs by reason."""
+    capture_reasons: Mapping[str, int]
+    """Captures of a function by reason: the first one, and why again instead of bound to other
+    memory."""
+    quarantined: Mapping[str, str]
+    """The reason for each key that runs eagerly from now on."""
     used: int
     padded: int
+    """The sums of a step's real and bucketed sizes."""
     last_check: CheckReport | None = None
     """What the last check compared, and what it left out."""
     keys: tuple[StepKeyStatistics, ...] = ()
@@ -216,42 +245,49 @@ class StepStatistics:
     unless there were so many keys (4,096) that the oldest were dropped."""
 
     def __str__(self) -> str:
-        """What the step did, why it ran eagerly, and a table of its keys."""
+        """What was done, why calls ran eagerly, and a table of the keys."""
         words = [
-            f"calls {self.calls}: replayed {self.replayed}, eager {self.eager}, checked "
-            f"{self.verified}; graphs built {self.built}; padding {self.padding_waste:.0%}",
+            f"calls {self.calls}: replayed {self.replays}, eager {self.eager}, checked "
+            f"{self.verified}; graphs built {self.captures}; padding {self.padding_waste:.0%}",
             *counted(self.eager_reasons),
         ]
         rows: list[tuple[str, ...]] = [
             ("key", "calls", "replayed", "eager", "built", "padding", "µs p50", "p99", "")
         ]
         for line in self.keys:
-            counts = (line.calls, line.replayed, line.eager, line.built)
+            counts = (line.calls, line.replays, line.eager, line.captures)
             times = [f"{time:.1f}" if line.us.count else "-" for time in (line.us.p50, line.us.p99)]
-            why = line.quarantined and f"quarantined: {line.quarantined}"
+            why = line.reason and f"quarantined: {line.reason}"
             share = f"{line.padding_waste:.0%}"
-            rows.append((key_text(line.key), *map(str, counts), share, *times, why or ""))
+            rows.append((key_text(line.words), *map(str, counts), share, *times, why))
         return "\n".join([*words, *([table(rows)] if self.keys else [])])
 
     @property
     def padding_waste(self) -> float:
         """The share of bucketed sizes that was padding, 0 to 1."""
-        return 1 - self.used / self.padded if self.padded else 0.0
+        return _waste(self.used, self.padded)
+
+
+def _waste(used: int, padded: int) -> float:
+    return 1 - used / padded if padded else 0.0
 
 
 @dataclass(slots=True)
 class Counts:
-    """What a step counts for a key while it runs; the fields are those of `StepStatistics`."""
+    """What is counted for a key; the fields are those of `StepStatistics`."""
 
     calls: int = 0
     eager: int = 0
-    replayed: int = 0
-    built: int = 0
-    launches_eager: int = 0
+    replays: int = 0
+    captures: int = 0
+    rebound: int = 0
     verified: int = 0
+    broken: int = 0
+    launches_eager: int = 0
     used: int = 0
     padded: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
+    eager_reasons: Counter[str] = field(default_factory=Counter)
+    capture_reasons: Counter[str] = field(default_factory=Counter)
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
     """Microseconds of host time of the replays that were timed."""
 
@@ -259,72 +295,28 @@ class Counts:
         """Eager runs, of so many operations."""
         self.eager += runs
         self.launches_eager += launches
-        self.reasons[reason] += runs
+        self.eager_reasons[reason] += runs
 
-    def replays(self, launches: int, used: int, padded: int) -> None:
+    def replayed(self, launches: int, used: int, padded: int) -> None:
         """Calls that were replays, each with these sums of sizes."""
         self.calls += launches
-        self.replayed += launches
+        self.replays += launches
         self.used += launches * used
         self.padded += launches * padded
 
     def add(self, other: Counts) -> None:
-        """Adds the counts of another key."""
+        """Adds the counts of another key, but not its times."""
         for each in fields(self):
-            if each.name not in ("reasons", "times"):
-                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-        self.reasons.update(other.reasons)
+            if each.name != "times":
+                mine, theirs = getattr(self, each.name), getattr(other, each.name)
+                setattr(self, each.name, mine + theirs)
 
     def copy(self) -> Counts:
-        made = Counts.sum([self])
-        made.times = self.times
+        made = Counts(times=self.times)
+        made.add(self)
         return made
 
-    @classmethod
-    def sum(cls, counts: Iterable[Counts]) -> Counts:
-        """The counts of several keys."""
-        total = cls()
-        for each in counts:
-            total.add(each)
-        return total
-
-    def key_statistics(
-        self,
-        key: Hashable,
-        quarantined: str | None,
-        graph: KeyStatistics | None,
-    ) -> StepKeyStatistics:
-        """A snapshot, of one key."""
-        return StepKeyStatistics(
-            key,
-            self.calls,
-            self.eager,
-            self.replayed,
-            self.built,
-            dict(self.reasons),
-            quarantined,
-            self.used,
-            self.padded,
-            Percentiles.of(self.times),
-            graph,
-        )
-
-    def statistics(
-        self, keys: tuple[StepKeyStatistics, ...], last_check: CheckReport | None
-    ) -> StepStatistics:
-        """A snapshot, of all keys together."""
-        return StepStatistics(
-            self.calls,
-            self.eager,
-            self.replayed,
-            self.built,
-            self.launches_eager,
-            self.replayed,
-            dict(self.reasons),
-            {str(line.key): line.quarantined for line in keys if line.quarantined is not None},
-            self.verified,
-            self.used,
-            self.padded,
-            last_check,
-            keys,
-        )
+    def fields(self) -> dict[str, Any]:
+        """What a key's record and the sums have of it."""
+        names = [each.name for each in fields(self)]
+        return {n: getattr(self, n) for n in names if n not in ("times", "launches_eager")}

@@ -477,7 +477,7 @@ class Hot:
             counts.calls += new
             counts.ran_eagerly(0, self.reason, new)
         else:
-            counts.replays(new, 0, 0)
+            counts.replayed(new, 0, 0)
         self.line.unmatched >>= min(new // TIMED, 64)
 
     def end(self) -> None:

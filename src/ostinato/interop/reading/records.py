@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,7 +100,6 @@ class Line(Call):
     """Why its calls raise: they need gradients."""
     warmed: bool = False
     captured: Callable[[], Captured | None] = lambda: None
-    rebound: int = 0
     text: str = ""
     """Of the key, for a file; what it is not the same in another process for, behind a "!"."""
     names: list[str] = field(default_factory=list)
@@ -119,9 +118,6 @@ class Line(Call):
     """Dynamic sizes of which it is known where they show in the results."""
     unbound: str = ""
     """Why its last graph could not be bound to what a call uses."""
-    capture_reasons: Counter[str] = field(default_factory=Counter)
-    broken: int = 0
-    """Captures that something else than the function broke, or that had no memory."""
     unmatched: int = 0
     """Replays that were found by the key: after each power of two a short way is looked for."""
 

@@ -318,7 +318,8 @@ class Maker:
                             )
         if why:
             return why
-        line.rebound += bool(moved)
+        assert line.counts is not None
+        line.counts.rebound += bool(moved)
         captured.rebound |= bool(moved)
         captured.bound = now
         captured.pointers = self._subject.pointers(work)
