@@ -36,6 +36,7 @@ from ostinato.driver.signature import BYTES
 from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import ContextPoisonedError, DriverError, GraphFileError, InputError
 from ostinato.files import UntrustedError, open_regular
+from ostinato.graph.frozen import graphs_inside
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import NodeLabel
 from ostinato.graph.order import overlap
@@ -62,7 +63,6 @@ from ostinato.graphfile.records import (
     misfit,
     with_addresses,
 )
-from ostinato.graphfile.survey import inner_graphs
 from ostinato.memory import Buffer, allocate
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 from ostinato.modules import Kernel, LoadedModule
@@ -114,7 +114,7 @@ class LoadedGraph(Graph):
             nodes += len(own)
             edges += len(self.context.driver.graph_edges(handle))
             for node in own:
-                inside += zip(inner_graphs(node.params), node.children, strict=True)
+                inside += zip(graphs_inside(node.params), node.children, strict=True)
         return (nodes, edges) == self._size
 
     def take_labels(self, child: GraphHandle, node: NodeHandle) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 from ostinato.driver.api import (
     AllocNodeParams,
     BatchMemOpNodeParams,
-    ChildGraphNodeParams,
     ConditionalNodeParams,
     Edge,
     EventRecordNodeParams,
@@ -37,6 +36,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.signature import Access, Parameter
 from ostinato.errors import GraphFileError
+from ostinato.graph.frozen import graphs_inside
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node, every_node, given_reach
 from ostinato.graph.words import Sort, Word, words_of
@@ -241,8 +241,8 @@ class _Surveyor:
             return SurveyedNode(node, path, addresses, conditions, (), loose)
         for event in _events_of(params):
             self._events.setdefault(event, len(self._events))
-        handles = inner_graphs(params)
-        theirs = () if other is None else inner_graphs(other.params)
+        handles = graphs_inside(params)
+        theirs = () if other is None else graphs_inside(other.params)
         if other is not None and len(theirs) != len(handles):
             raise _unlike(f"{path} has {len(handles)} bodies, and {len(theirs)} in the other")
         inner = []
@@ -444,13 +444,6 @@ def _word(data: bytes, offset: int) -> int:
 def _places(edges: Iterable[Edge], nodes: Sequence[Node]) -> set[tuple[int, int, object]]:
     index = {node.handle: i for i, node in enumerate(nodes)}
     return {(index[e.source], index[e.target], e.data) for e in edges}
-
-
-def inner_graphs(params: NodeParams) -> tuple[GraphHandle, ...]:
-    """The child graph or the bodies of a node."""
-    if isinstance(params, ChildGraphNodeParams):
-        return (params.graph,)
-    return params.bodies if isinstance(params, ConditionalNodeParams) else ()
 
 
 def _events_of(params: NodeParams) -> tuple[int, ...]:

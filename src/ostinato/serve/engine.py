@@ -25,7 +25,6 @@ from ostinato.errors import ContextPoisonedError, LogitsError, OstinatoError
 from ostinato.models import AnswerText, DecoderStatistics, SamplingOptions, TextGenerator
 from ostinato.modules import CacheStatistics as ModuleStatistics
 from ostinato.serve.scheduler import Action, Decode, Place, Read, Scheduler
-from ostinato.step import CacheStatistics
 
 _log = logging.getLogger(__name__)
 
@@ -135,11 +134,6 @@ class EngineStatistics:
     modules: ModuleStatistics
     memory_free: int
     memory_total: int
-
-    @property
-    def graph_cache(self) -> CacheStatistics:
-        """Statistics of the cache of the decoder's graphs."""
-        return self.decoder.graph_cache
 
 
 @dataclass(slots=True)

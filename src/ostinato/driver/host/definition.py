@@ -234,11 +234,6 @@ class GraphDefinition:
             for inner in node.inner:
                 yield from inner.walk()
 
-    def index(self, node: NodeHandle) -> int:
-        """The place of one of its nodes."""
-        last = next(reversed(self.nodes))
-        return len(self.nodes) - 1 if node == last else list(self.nodes).index(node)
-
     def edges(self) -> tuple[Edge, ...]:
         return tuple(
             Edge(source.handle, node.handle, data)

