@@ -8,8 +8,8 @@ A key that cannot be built, or whose replay is found wrong, keeps its reason (`E
 served eagerly from then on.  A build that something else than the work broke, or that found no
 memory, is tried again after 1, 4, 16 and 64 calls.
 
-The engine knows no slots, sizes or arguments.  A door (`GraphedStep`) makes a `Work` of each call,
-hands it over once, and is called back only through it.
+The engine knows no slots, sizes or arguments.  A door (`GraphedStep`, `relational.Joiner`) makes a
+`Work` of each call, hands it over once, and is called back only through it.
 
 What may become of a call is decided by `policy.decide`.  It is asked if the cache's epoch is
 another one than when the last replay of such a call was decided, or if the entry has no graph;
@@ -26,6 +26,7 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ostinato.driver.api import CaptureStatus
@@ -68,6 +69,8 @@ _ERRORS: Mapping[Reason, type[OstinatoError]] = {
     Reason.MISMATCH: VerificationError,
 }
 """What a call raises if it is refused for this reason; EagerRunError for others."""
+_SETTLED = (Reason.GRAPHS_OFF, Reason.PROFILING, Reason.OVER_BUCKETS)
+"""Why calls run eagerly until something is set; so do those that were given up."""
 _REFUSALS = 3
 """A key is given up after so many refused replays in a row, or"""
 _DISTURBANCES, _WAIT = 5, 4
@@ -79,12 +82,12 @@ _SWEEP = 1024
 class Options(Protocol):
     """What the user of a door may set, at any time; a door changes the epoch then."""
 
-    enabled: bool
-    profiling: bool
-    strict: bool
-    verify: Literal["off", "first"] | int
-    warmups: int
-    preconditions: Mapping[str, Callable[[], bool]]
+    enabled: bool = True
+    profiling: bool = False
+    strict: bool = False
+    verify: Literal["off", "first"] | int = "off"
+    warmups: int = 1
+    preconditions: Mapping[str, Callable[[], bool]] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +109,10 @@ class Call:
     counts: Counts | None = None
     decided_at: int | None = None
     """The cache's epoch when a replay was decided."""
+    settled: Decision | None = None
+    """The decision for eager runs, if it is the same until the epoch changes; and"""
+    settled_at: int | None = None
+    """the epoch when it was made."""
     repeat: Repeat | None = None
     """A way for such a call that looks at nothing else; and"""
     armed_at: int | None = None
@@ -132,9 +139,9 @@ class Work(ABC):
 
     # --- graphs
     @property
-    @abstractmethod
     def recorded(self) -> bool:
         """Whether its graph is built of a recorded run, which is the first real one."""
+        return False
 
     @abstractmethod
     def build(self) -> GraphExec:
@@ -155,9 +162,11 @@ class Work(ABC):
         """Whether `bind` may have something to do."""
         return True
 
-    @abstractmethod
     def relaunch(self, launch: Callable[[], None]) -> None:
         """For a graph that is held: takes the stream's turn, binds, and launches."""
+        with self.stream.turn.lock:
+            self.bind()
+            launch()
 
     def wanted(self) -> tuple[object, ...]:
         """What the engine's guarded attributes must be for `bind` to have nothing to do."""
@@ -174,15 +183,15 @@ class Work(ABC):
     def not_restored(self, why: str) -> None:  # noqa: B027  # for doors with a store alone
         """Called if what `restored` gave could not be kept."""
 
-    # --- checks
-    @abstractmethod
+    # --- checks, for doors whose `verify` may be another than "off"
     def check(self, executable: GraphExec, launch: Callable[[], object]) -> CheckReport:
         """Runs it both ways and compares; after a check that passes, memory is as one replay leaves
         it, else as before.  Raises StateLostError if it cannot be put back."""
+        raise NotImplementedError
 
-    @abstractmethod
     def watch(self) -> Callable[[], Finding | None]:
         """For a recorded run: called after it, what it has changed that is not its own."""
+        raise NotImplementedError
 
 
 class Engine:
@@ -228,6 +237,9 @@ class Engine:
         self._given_back: deque[tuple[Entry, HeldCounts]] = deque()
         """Of graphs that are not held any more, until they are counted."""
 
+    def __repr__(self) -> str:
+        return f"<Engine of {self.cache!r}, {len(self.keys)} keys>"
+
     def changed(self) -> None:
         """Something has changed that could forbid a replay: the next calls are decided anew."""
         self.cache.epoch += 1
@@ -237,6 +249,7 @@ class Engine:
         entry, counts = call.entry, call.counts
         if entry is None or counts is None or entry.forgotten:
             entry = call.entry = self.cache.entry(call.key)
+            call.settled = None
             counts = self._counts.get(entry)
             if counts is None:
                 if len(self._counts) >= self._sweep_at:
@@ -267,6 +280,9 @@ class Engine:
         counts.padded += call.room
         if call.repeat is not None:
             self._count_repeats(call)
+        if call.settled is not None and call.settled_at is self.cache.epoch:
+            if not context.captures:
+                return self._run_eager(work, entry, call.settled)
         # Leased, so that another thread's eviction cannot close it before it is launched.
         kept = self._leased(work, entry)
         try:
@@ -330,6 +346,10 @@ class Engine:
         decision = decide(self._situation(work, entry, kept is not None))
         if decision is REPLAY:
             call.decided_at = epoch
+        elif decision.action is Action.EAGER:
+            given_up = self.broken or entry.reason
+            if decision.reason in _SETTLED or (given_up and given_up[0] is decision.reason):
+                call.settled, call.settled_at = decision, epoch
         return decision
 
     def _situation(self, work: Work, entry: Entry, has_graph: bool) -> Situation:
@@ -379,7 +399,8 @@ class Engine:
             entry.submitted = tuple(made)
         else:
             work.run()
-        self._counts_of(entry).ran_eagerly(stream.submitted - before, decision.reason)
+        counts = work.call.counts or self._counts_of(entry)
+        counts.ran_eagerly(stream.submitted - before, decision.reason)
         return decision
 
     # --- replaying
@@ -475,6 +496,8 @@ class Engine:
 
     def _refused(self, work: Work, entry: Entry, error: BaseException) -> Decision:
         """Drops the graph, and runs the call eagerly."""
+        if work.stream.is_capturing:  # by something else: captures of this library are seen before
+            return self._run_eager(work, entry, Decision(Action.EAGER, Reason.INSIDE_CAPTURE))
         entry.refusals += 1
         why = str(error)
         if out_of_memory(error):
