@@ -63,8 +63,8 @@ Stream capture capture_function compile copy fill host_kernel kernel launch lift
 record errors explain graphfile lowlevel settings step testing
 """
 LOWLEVEL = """
-Closeable FILL HostLaunch InstantiateFlags causes every_node fill_kernel load_extension new_lock
-replace_small_fills table uninterrupted whole_number
+Call Closeable Engine FILL HostLaunch InstantiateFlags Options Work causes every_node fill_kernel
+load_extension new_lock replace_small_fills table uninterrupted whole_number
 """
 
 

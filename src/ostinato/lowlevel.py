@@ -13,14 +13,19 @@ from ostinato.driver.host.kernel import HostLaunch
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.errors import causes
 from ostinato.graph.node import every_node
+from ostinato.step.engine import Call, Engine, Options, Work
 from ostinato.step.fills import FILL, fill_kernel, replace_small_fills
 from ostinato.step.statistics import table
 
 __all__ = [
     "FILL",
+    "Call",
     "Closeable",
+    "Engine",
     "HostLaunch",
     "InstantiateFlags",
+    "Options",
+    "Work",
     "causes",
     "every_node",
     "fill_kernel",
