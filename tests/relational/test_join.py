@@ -7,8 +7,9 @@ import itertools
 import threading
 import time
 import weakref
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -20,14 +21,18 @@ from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import (
     CaptureError,
     ClosedError,
+    DriverError,
     GraphError,
     InputError,
     OutOfMemoryError,
+    Status,
 )
 from ostinato.relational import Joiner, JoinKey, JoinKind, build_index, hash_join
 from ostinato.relational import joiner as joiner_module
 from ostinato.relational.block import RING_DEPTH
-from ostinato.testing import HeldStream
+from ostinato.relational.ring import Turn
+from ostinato.step import Reason
+from ostinato.testing import FaultyDriver, HeldStream
 from tests import interrupted
 from tests.relational.tables import (
     BORDERS,
@@ -232,6 +237,133 @@ def test_graphs_leave_over_the_limit_and_come_again() -> None:
         assert joiner.statistics().cache.graphs == 1
 
 
+# ------------------------------------------------------------------------ graphs that are not there
+
+
+@pytest.fixture
+def faulty() -> Iterator[tuple[FaultyDriver, Joiner]]:
+    """A joiner without graphs yet, on a driver whose calls can be made to fail."""
+    faults = FaultyDriver(HostDriver())
+    with Device(faults) as device, Joiner(device) as joiner:
+        yield faults, joiner
+
+
+def replayed(joiner: Joiner, joins: int) -> list[int]:
+    """Makes joins of one key, each with the right answer; which of them, from 1, were replays."""
+    found = []
+    for number in range(1, joins + 1):
+        left, right = column([number, 3, 3]), column([3, number + 1, number])
+        before = joiner.statistics()
+        result = joiner.join(left, right, "k", capacity=64)
+        np.testing.assert_array_equal(pairs(result), expected(left, right))
+        after = joiner.statistics()
+        assert after.replays + after.eager == before.replays + before.eager + 1
+        if after.replays > before.replays:
+            found.append(number)
+    assert joiner.statistics().recoveries == 0
+    return found
+
+
+@pytest.mark.parametrize("call", ["graph_instantiate", "exec_upload"])
+def test_a_graph_that_found_no_memory_is_made_later(
+    faulty: tuple[FaultyDriver, Joiner], call: str
+) -> None:
+    """After 1 and 4 calls, which run launch by launch: such a join raised OutOfMemoryError."""
+    faults, joiner = faulty
+    faults.fail(call, Status.OUT_OF_MEMORY, times=2)
+    assert replayed(joiner, 8) == [6, 7, 8]
+    assert joiner.statistics().cache.capture_failures == 2
+
+
+def test_a_capture_that_something_else_broke_is_made_again(
+    faulty: tuple[FaultyDriver, Joiner],
+) -> None:
+    faults, joiner = faulty
+    faults.fail("launch_kernel", Status.STREAM_CAPTURE_INVALIDATED)
+    assert replayed(joiner, 3) == [2, 3]
+
+
+def test_a_key_that_cannot_be_captured_is_joined_launch_by_launch(
+    faulty: tuple[FaultyDriver, Joiner],
+) -> None:
+    faults, joiner = faulty
+    faults.fail("graph_instantiate", Status.NOT_SUPPORTED)
+    assert replayed(joiner, 8) == []
+    assert len(joiner.join(column(np.arange(300)), column([7]), "k")) == 1
+    statistics = joiner.statistics()
+    assert statistics.cache.capture_failures == statistics.replays == 1, "one key of two"
+    assert sum(statistics.eager_reasons.values()) == statistics.eager == 8
+
+
+@pytest.mark.parametrize("before", [0, 3], ids=["first", "repeated"])
+@pytest.mark.parametrize("status", [Status.LAUNCH_OUT_OF_RESOURCES, Status.OUT_OF_MEMORY])
+def test_a_replay_that_is_refused_is_made_launch_by_launch(
+    faulty: tuple[FaultyDriver, Joiner], before: int, status: Status
+) -> None:
+    faults, joiner = faulty
+    assert replayed(joiner, before) == [*range(1, before + 1)]
+    faults.fail("exec_launch", status)
+    assert replayed(joiner, 4) == [2, 3, 4]
+    assert joiner.statistics().eager_reasons == {Reason.REFUSED.value: 1}
+
+
+def test_a_capture_of_another_library_refuses_joins_and_keeps_their_graph(joiner: Joiner) -> None:
+    device, stream = joiner.device, joiner.stream
+    left, right = (joiner.columns(column(values), "k") for values in ([1, 2], [2]))
+    for _ in range(3):
+        assert len(joiner.join(left, right)) == 1
+    for _ in range(4):
+        device.driver.stream_begin_capture(stream.handle, ost.CaptureMode.THREAD_LOCAL)
+        with pytest.raises(CaptureError, match="captur"):
+            joiner.join(left, right)
+        with suppress(DriverError):  # a driver may break it as it refuses the launch
+            device.driver.graph_destroy(device.driver.stream_end_capture(stream.handle))
+        assert len(joiner.join(left, right)) == 1
+    statistics = joiner.statistics()
+    assert (statistics.replays, statistics.eager, statistics.cache.captures) == (7, 0, 1)
+
+
+def test_a_join_whose_capture_the_limits_refuse_is_made_launch_by_launch() -> None:
+    with open_device("host") as device, Joiner(device, max_graphs=1) as joiner:
+        joiner.cache.limits = ost.CaptureLimits(per_key=1)
+        for rows in (10, 1000, 10, 1000, 1000):
+            assert pairs(joiner.join(column(np.arange(rows)), column([3]), "k")).tolist() == [
+                [3, 0]
+            ]
+        statistics = joiner.statistics()
+        assert (statistics.replays, statistics.eager, statistics.cache.captures) == (4, 1, 2)
+
+
+def test_a_capture_that_is_interrupted_leaves_the_device_as_it_was(
+    joiner: Joiner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(joiner_module, "capture", cut)
+    with pytest.raises(KeyboardInterrupt):
+        joiner.join(column([1, 2]), column([2]), "k")
+    monkeypatch.undo()
+    check(joiner, column([5, 6]), column([6, 7]))
+    assert joiner.statistics().recoveries == 0
+
+
+def test_a_join_in_a_run_of_a_step_waits_for_no_thread_that_joins(joiner: Joiner) -> None:
+    """A step holds its stream's turn; another thread's join must not wait for that turn with what
+    the step's own join needs."""
+    left, right = column([1, 2]), column([2])
+    check(joiner, left, right)
+    with joiner.stream.turn.lock:
+        other = threading.Thread(target=lambda: check(joiner, left, right))
+        other.start()
+        other.join(0.2)
+        own = threading.Thread(target=joiner.statistics)
+        own.start()
+        own.join(20)
+        assert not own.is_alive(), "the other join holds the joiner while it waits for the turn"
+    other.join()
+
+
 # ------------------------------------------------------------------------------ overflow and retry
 
 
@@ -376,7 +508,8 @@ def test_a_capture_disturbs_no_other_thread(
         launch(*arguments)
 
     monkeypatch.setattr(joiner_module, "launch", launch_beside)
-    joiner.cache.get_or_capture("new", lambda: joiner._captured(pending._key))
+    call = joiner._call(pending._key)
+    joiner.cache.get_or_capture("new", joiner_module._JoinWork(joiner, call, lambda: None).build)
     assert seen == [[[3, 0]], 1]
 
 
@@ -418,13 +551,11 @@ def test_an_interruption_after_the_launch_is_recovered_from(
 ) -> None:
     left, right = column(np.arange(400)), column(np.arange(0, 800, 2))
     check(joiner, left, right)
-    replay = joiner.cache.replay
 
-    def replayed_and_cut(*arguments: Any) -> bool:
-        replay(*arguments)
+    def cut(turn: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(joiner.cache, "replay", replayed_and_cut)
+    monkeypatch.setattr(joiner._ring, "launched", cut)
     with pytest.raises(KeyboardInterrupt):
         joiner.join(left, right, on="k0" if "k0" in left else "k")
     monkeypatch.undo()
@@ -485,7 +616,13 @@ def test_a_lost_join_is_an_error(joiner: Joiner, monkeypatch: pytest.MonkeyPatch
     """A launch that the device does not count: its result never comes, and nobody waits for it."""
     left, right = column([1, 2]), column([2])
     check(joiner, left, right)
-    monkeypatch.setattr(joiner.cache, "replay", lambda *_: True)
+
+    def not_launched(call: object, enter: Callable[[], Turn]) -> Turn:
+        turn = enter()
+        joiner._ring.launched(turn)
+        return turn
+
+    monkeypatch.setattr(joiner, "_launch", not_launched)
     pending = joiner.submit(left, right, "k")
     monkeypatch.undo()
     with pytest.raises(GraphError, match="submit it again"):

@@ -1,17 +1,20 @@
 """`Joiner`: joins on one stream, each a replay of its key's graph.
 
-The parameters of a join go through a ring of pinned memory (`ring`), so no call but the launch
-reaches the driver.  If a launch fails or is interrupted, it is not known what the device did: the
+It is the engine's door of bound slots: the graph of a key is the same for all its joins, and the
+parameters of a join go through a ring of pinned memory (`ring`), so no call but the launch reaches
+the driver.  If a launch fails or is interrupted, it is not known what the device did: the
 ring is *uncertain* until the joiner has waited for the stream, and has set the device's count of
 turns and the table again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, repeat
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex
 
 import numpy as np
 
@@ -28,8 +31,15 @@ from ostinato import (
     launch,
     open_device,
 )
-from ostinato.errors import ClosedError, DriverError, InputError, OutOfMemoryError
-from ostinato.lowlevel import Closeable, new_lock
+from ostinato.errors import (
+    ClosedError,
+    ContextPoisonedError,
+    DriverError,
+    InputError,
+    OstinatoError,
+    OutOfMemoryError,
+)
+from ostinato.lowlevel import Call, Closeable, Engine, Work, new_lock
 from ostinato.relational.block import SLOT, Pattern
 from ostinato.relational.chain import KERNELS, chain_of, source
 from ostinato.relational.columns import KeyColumns, On, Table, check_same_types, names_of, serials
@@ -108,7 +118,7 @@ class PendingJoin:
         while self._result is None:
             turn = self._turn
             self._joiner._ring.wait(turn)
-            with self._joiner._lock:
+            with self._joiner._turn, self._joiner._lock:
                 if self._result is None and self._turn is turn:  # no other thread has done it
                     self._settle(turn)
         return self._result
@@ -153,7 +163,11 @@ class Joiner(Closeable):
         self._own_stream = stream is None
         self.cache = GraphCache(device, budget=budget, max_graphs=max_graphs)
         """The graphs, by JoinKey and IndexKey."""
-        self._use_graphs = graphs_enabled(graphs)
+        self._options = _JoinOptions(graphs_enabled(graphs))
+        self._turn = self.stream.turn.lock
+        self._engine = Engine(self.cache, self._turn)
+        self._lock = self._engine.lock
+        """Taken after the turn."""
         self._kernels = dict(
             zip(KERNELS, device.modules.preload([(source(), KERNELS)]), strict=True)
         )
@@ -163,10 +177,9 @@ class Joiner(Closeable):
         # Captures have a stream of their own, so that other threads can use `stream` meanwhile.
         self._captures = device.create_stream()
         self._closed = False
-        self._lock = new_lock()
         self._plans: dict[tuple[int, int, int], _Plan] = {}
         """By the serial numbers of the sides and the bits of the capacity."""
-        self._chains: dict[JoinKey | IndexKey, _Chain] = {}
+        self._calls: dict[JoinKey | IndexKey, _ChainCall] = {}
         self._counts = dict.fromkeys(_COUNTED, 0)
 
     def __repr__(self) -> str:
@@ -197,7 +210,7 @@ class Joiner(Closeable):
         """
         columns = self._side(right, None if on is None else names_of(on)[1])
         rows = columns.rows
-        with self._lock:
+        with self._turn, self._lock:
             self._ready()
             columns.require_open()
             require_no_capture(self.stream)
@@ -213,8 +226,8 @@ class Joiner(Closeable):
                 (0, rows, columns.slots - 1, 0, arity, 0),
                 _columns((0,) * arity, columns),
             )
-            turn = self._ring.enter(pattern, 0, 0, (columns, table, grouped))
-            self._launch(IndexKey(arity, columns.key_bytes), turn)
+            enter = partial(self._ring.enter, pattern, 0, 0, (columns, table, grouped))
+            self._launch(self._call(IndexKey(arity, columns.key_bytes)), enter)
             self._counts["indexes"] += 1
             return index
 
@@ -262,8 +275,12 @@ class Joiner(Closeable):
     def statistics(self) -> JoinStatistics:
         """Counts and bytes, taken at one moment."""
         with self._lock:
+            calls = self._engine.statistics()
             return JoinStatistics(
                 **self._counts,
+                replays=calls["replays"],
+                eager=calls["eager"],
+                eager_reasons=calls["eager_reasons"],
                 waits=self._ring.waits,
                 growths=self._workspace.growths,
                 workspace_bytes=self._workspace.nbytes,
@@ -321,7 +338,7 @@ class Joiner(Closeable):
         self, left: KeyColumns, right: KeyColumns | JoinIndex, capacity: int, count: str
     ) -> tuple[JoinKey, Lease, Turn]:
         """Launches a join with room for `capacity` rows, and counts it as a `count`."""
-        with self._lock:
+        with self._turn, self._lock:
             self._ready()
             left.require_open()
             right.require_open()
@@ -338,9 +355,9 @@ class Joiner(Closeable):
             except OutOfMemoryError:
                 self._outputs.clear()
                 lease = self._outputs.take(plan.key.output)
-            out = lease.buffer.address
-            turn = self._ring.enter(plan.pattern, out, out + 4 * lease.capacity, (left, right))
-            self._launch(plan.key, turn)
+            out, keep = lease.buffer.address, (left, right)
+            enter = partial(self._ring.enter, plan.pattern, out, out + 4 * lease.capacity, keep)
+            turn = self._launch(plan.call, enter)
             self._counts[count] += 1
             return plan.key, lease, turn
 
@@ -371,34 +388,31 @@ class Joiner(Closeable):
             (left.rows, columns.rows, columns.slots - 1, key.output, len(left.sizes), inner),
             _columns(left.addresses, columns),
         )
-        return _Plan(key, pattern, work.growths)
+        return _Plan(key, self._call(key), pattern, work.growths)
 
-    def _launch(self, key: JoinKey | IndexKey, turn: Turn) -> None:
-        """Launches the key's chain for a turn that was entered."""
-        if self._use_graphs:
-            while not self.cache.replay(key, self.stream):
-                self.cache.get_or_capture(key, lambda: self._captured(key))
-            self._counts["replays"] += 1
+    def _call(self, key: JoinKey | IndexKey) -> _ChainCall:
+        return self._calls.setdefault(key, _ChainCall(key, given=_ALIKE))
+
+    def _launch(self, call: _ChainCall, enter: Callable[[], Turn]) -> Turn:
+        """Launches the key's chain for the turn that `enter` gives."""
+        refused: OstinatoError | None = None
+        if call.repeat is not None:
+            turn = enter()
+            try:
+                if call.repeat.again(_ALIKE) is not None:
+                    self._ring.launched(turn)
+                    return turn
+            except ContextPoisonedError:
+                raise
+            except OstinatoError as error:
+                refused = error
+        work = _JoinWork(self, call, enter)
+        if refused is None:
+            self._engine.call(work)
         else:
-            require_no_capture(self.stream)
-            self._launch_eagerly(key)
-            self._counts["eager"] += 1
-        self._ring.launched(turn)
-
-    def _launch_eagerly(self, key: JoinKey | IndexKey) -> None:
-        made = self._chains.get(key)
-        if made is None:
-            # Not programmatic: such a launch takes the CPU longer, and the CPU bounds these.
-            made = self._chains[key] = self._chain(key, programmatic=False)
-        for kernel, config, arguments in made:
-            launch(self.stream, kernel, config, *arguments)
-
-    def _captured(self, key: JoinKey | IndexKey) -> GraphExec:
-        programmatic = self.device.capabilities.programmatic_launch
-        with capture(self._captures) as under_way:
-            for kernel, config, arguments in self._chain(key, programmatic=programmatic):
-                launch(self._captures, kernel, config, *arguments)
-        return under_way.graph.instantiate(upload=self.stream)
+            self._engine.refused(work, refused)
+        self._ring.launched(work.turn)
+        return work.turn
 
     def _chain(self, key: JoinKey | IndexKey, *, programmatic: bool) -> _Chain:
         ring = self._ring
@@ -452,17 +466,79 @@ class Joiner(Closeable):
 
 
 @dataclass(frozen=True, slots=True)
+class _JoinOptions:
+    """Graphs are made at once: the kernels are loaded, and a chain has nothing to initialise."""
+
+    enabled: bool
+    profiling: bool = False
+    strict: bool = False
+    verify: Literal["off"] = "off"
+    warmups: int = 0
+    preconditions: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _ChainCall(Call):
+    """The calls of one key."""
+
+    key: JoinKey | IndexKey
+    chain: _Chain | None = None
+    """Its launches one by one, once they were needed."""
+
+
+class _JoinWork(Work):
+    """One launch of a key's chain."""
+
+    __slots__ = ("call", "enter", "joiner", "options", "stream", "turn")
+
+    call: _ChainCall
+
+    def __init__(self, joiner: Joiner, call: _ChainCall, enter: Callable[[], Turn]) -> None:
+        self.joiner, self.call, self.enter = joiner, call, enter
+        self.options, self.stream = joiner._options, joiner.stream
+
+    def begin(self, *, inside: bool = False) -> None:
+        if self.stream.is_capturing:
+            require_no_capture(self.stream)
+
+    def run(self, *, padded: bool = False) -> None:
+        self.turn, made = self.enter(), self.call.chain
+        if made is None:
+            # Not programmatic: such a launch takes the CPU longer, and the CPU bounds these.
+            made = self.call.chain = self.joiner._chain(self.call.key, programmatic=False)
+        for kernel, config, arguments in made:
+            launch(self.stream, kernel, config, *arguments)
+
+    def build(self) -> GraphExec:
+        joiner = self.joiner
+        programmatic = joiner.device.capabilities.programmatic_launch
+        with capture(joiner._captures) as under_way:
+            for kernel, config, arguments in joiner._chain(
+                self.call.key, programmatic=programmatic
+            ):
+                launch(joiner._captures, kernel, config, *arguments)
+        return under_way.graph.instantiate(upload=self.stream)
+
+    def bind(self) -> None:
+        self.turn = self.enter()
+
+
+@dataclass(frozen=True, slots=True)
 class _Plan:
     """How two sides are joined with room of one class, until the workspace grows."""
 
     key: JoinKey
+    call: _ChainCall
     pattern: Pattern
     growths: int
 
 
 _MOST_PLANS = 1024
 
-_COUNTED = ("joins", "indexes", "retries", "replays", "eager", "recoveries")
+_COUNTED = ("joins", "indexes", "retries", "recoveries")
+
+_ALIKE: dict[str, int] = {}
+"""What distinguishes the calls of one key: nothing that a graph reads."""
 
 
 _Chain = tuple[tuple[Kernel, LaunchConfig, tuple[object, ...]], ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -78,7 +79,9 @@ class JoinStatistics:
     replays: int
     """Launches of a graph."""
     eager: int
-    """Chains launched kernel by kernel instead."""
+    """Chains launched kernel by kernel instead, and"""
+    eager_reasons: Mapping[str, int]
+    """how many for which reason."""
     waits: int
     """How often a join had to wait because all entries of the ring were in use."""
     recoveries: int

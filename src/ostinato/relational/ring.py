@@ -85,7 +85,7 @@ class Ring:
         """Puts the block of the next turn into its entry, as soon as that is free.
 
         `left` and `right`: the addresses of the output.  The turn counts, and the ring is certain
-        again, once it is `launched`.
+        again, once it is `launched`; until then, `enter` gives the same turn again.
         """
         under_way, turns = self._under_way, self.turns
         with self._lock:

@@ -8,8 +8,9 @@ A key that cannot be built, or whose replay is found wrong, keeps its reason (`E
 served eagerly from then on.  A build that something else than the work broke, or that found no
 memory, is tried again after 1, 4, 16 and 64 calls.
 
-The engine knows no slots, sizes or arguments.  A door (`GraphedStep`, `Graphed` of the interop)
-makes a `Work` of each call, hands it over once, and is called back only through it.
+The engine knows no slots, sizes or arguments.  A door (`GraphedStep`, `relational.Joiner`,
+`interop.graphed.Graphed`) makes a `Work` of each call, hands it over once, and is called back only
+through it.
 
 What may become of a call is decided by `policy.decide`.  It is asked if the cache's epoch is
 another one than when the last replay of such a call was decided, or if the entry has no graph;
@@ -74,6 +75,8 @@ _ERRORS: Mapping[Reason, type[OstinatoError]] = {
     Reason.MISMATCH: VerificationError,
 }
 """What a call raises if it is refused for this reason; EagerRunError for others."""
+_SETTLED = (Reason.GRAPHS_OFF, Reason.PROFILING, Reason.OVER_BUCKETS)
+"""Why calls run eagerly until something is set; so do those that were given up."""
 _REFUSALS = 3
 """A key is given up after so many refused replays in a row, or"""
 _DISTURBANCES, _WAIT = 5, 4
@@ -122,6 +125,10 @@ class Call:
     counts: Counts | None = None
     decided_at: int | None = None
     """The cache's epoch when a replay was decided."""
+    settled: Decision | None = None
+    """The decision for eager runs, if it is the same until the epoch changes; and"""
+    settled_at: int | None = None
+    """the epoch when it was made."""
     repeat: Repeat | None = None
     """A way for such a call that looks at nothing else; and"""
     armed_at: int | None = None
@@ -217,7 +224,9 @@ class Work(ABC):
 
     def relaunch(self, launch: Callable[[], None]) -> None:
         """For a graph that is held: takes the stream's turn, binds, and launches."""
-        raise NotImplementedError
+        with self.stream.turn.lock:
+            self.bind()
+            launch()
 
     def wanted(self) -> tuple[object, ...]:
         """What the engine's guarded attributes must be for `bind` to have nothing to do."""
@@ -234,12 +243,12 @@ class Work(ABC):
     def not_restored(self, why: str) -> None:  # noqa: B027  # for doors with a store alone
         """Called if what `restored` gave could not be kept."""
 
-    # --- checks
-    @abstractmethod
+    # --- checks, for doors whose `verify` may be another than "off"
     def check(self, executable: GraphExec, launch: Callable[[Change], object]) -> CheckReport:
         """Runs it both ways and compares; `launch` replays it, given what `bind` returned.  After a
         check that passes, memory is as one run leaves it, else as before, or as the run leaves it
         whose answer counts.  Raises StateLostError if it cannot be put back."""
+        raise NotImplementedError
 
     def watch(self) -> Callable[[], Finding | None]:
         """For a recorded run: called after it, what it has changed that is not its own."""
@@ -306,6 +315,7 @@ class Engine:
         entry, counts = call.entry, call.counts
         if entry is None or counts is None or entry.forgotten:
             entry = call.entry = self.cache.entry(call.key)
+            call.settled = None
             counts = self._counts.get(entry)
             if counts is None:
                 if len(self._counts) >= self._sweep_at:
@@ -336,6 +346,9 @@ class Engine:
         counts.padded += call.room
         if call.repeat is not None:
             self._count_repeats(call)
+        settled = call.settled
+        if settled is not None and call.settled_at is self.cache.epoch and not context.captures:
+            return self._run_eager(work, entry, settled)
         # Leased, so that another thread's eviction cannot close it before it is launched.
         kept = self._leased(work, entry)
         try:
@@ -403,6 +416,10 @@ class Engine:
         decision = decide(self._situation(work, entry, kept is not None))
         if decision is REPLAY:
             call.decided_at = epoch
+        elif decision.action is Action.EAGER:
+            given_up = self.broken or entry.reason
+            if decision.reason in _SETTLED or (given_up and given_up[0] is decision.reason):
+                call.settled, call.settled_at = decision, epoch
         return decision
 
     def _situation(self, work: Work, entry: Entry, has_graph: bool) -> Situation:
@@ -449,7 +466,8 @@ class Engine:
             work.warm()
         else:
             work.run()
-        self._counts_of(entry).ran_eagerly(work.submitted - before, work.words(decision))
+        counts = work.call.counts or self._counts_of(entry)
+        counts.ran_eagerly(work.submitted - before, work.words(decision))
         return decision
 
     # --- replaying
@@ -567,6 +585,8 @@ class Engine:
 
     def _refused(self, work: Work, entry: Entry, error: BaseException) -> Decision:
         """Drops the graph, and runs the call eagerly."""
+        if work.stream.is_capturing:  # by something else: captures of this library are seen before
+            return self._run_eager(work, entry, Decision(Action.EAGER, Reason.INSIDE_CAPTURE))
         entry.refusals += 1
         why = str(error)
         if out_of_memory(error):

@@ -318,5 +318,7 @@ class Counts:
 
     def fields(self) -> dict[str, Any]:
         """What a key's record and the sums have of it."""
-        names = [each.name for each in fields(self)]
-        return {n: getattr(self, n) for n in names if n not in ("times", "launches_eager")}
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        del found["times"], found["launches_eager"]
+        reasons = {name: dict(found[name]) for name in ("eager_reasons", "capture_reasons")}
+        return found | reasons
