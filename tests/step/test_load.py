@@ -130,8 +130,10 @@ def test_a_cache_under_load(device: Device, number: int) -> None:
         assert sum(getattr(line, name) for line in step.keys) == getattr(step, name), name
     assert sum(sum(line.eager_reasons.values()) for line in step.keys) == step.eager
     assert step.captures == cache.captures and load.failed == cache.capture_failures
-    # A call looks once; one that captures looks again for what it captured.
-    assert cache.hits + cache.misses == number + cache.captures
+    # A call looks once; one that captures looks again for what it captured, and one of a key that
+    # was given up need not look.
+    looks, given_up = number + cache.captures, load.decisions[Reason.BUILD_FAILED]
+    assert looks - given_up <= cache.hits + cache.misses <= looks
     replayed = load.decisions[Reason.REPLAYED] + load.decisions[Reason.FIRST_USE]
     assert replayed == step.replays
     for reason, count in load.decisions.items():
