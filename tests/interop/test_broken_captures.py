@@ -13,7 +13,14 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import CaptureBrokenError, DriverError, EagerRunError, Status, driver_error
+from ostinato.errors import (
+    CaptureBrokenError,
+    ClosedError,
+    DriverError,
+    EagerRunError,
+    Status,
+    driver_error,
+)
 from ostinato.interop.captures import captured, disturbed, explained
 from ostinato.interop.graphed import Graphed
 from ostinato.step import Reason
@@ -302,3 +309,40 @@ def test_a_replay_that_is_refused_runs_eagerly(lib: Capturing, make: Any) -> Non
     call(step, lib, 2)
     (line,) = step.statistics().keys
     assert (line.captures, line.replays, line.eager) == (2, 4, 2)
+
+
+def test_a_function_that_finds_no_memory_itself_runs_once(lib: Capturing, make: Any) -> None:
+    """Its first call is a real one: what it did before is not done again."""
+    total = lib.array(np.zeros(4))
+
+    def f(x: Array) -> Array:
+        total.shift(1.0)
+        if lib.disturb is not None:
+            lib.disturb()
+        return x.line(2.0)
+
+    step = make(f, guard=False)
+    lib.disturb = lambda: short_of_memory(lib)
+    with pytest.raises(MemoryError):
+        step(lib.array(np.ones(4)))
+    np.testing.assert_array_equal(total.numpy(), [1.0] * 4)
+    lib.disturb = None
+    call(step, lib, 3)
+    np.testing.assert_array_equal(total.numpy(), [4.0] * 4)
+    (line,) = step.statistics().keys
+    assert (line.calls, line.eager, line.replays) == (4, 1, 2)
+
+
+@pytest.mark.parametrize("called", [0, 1, 5])
+def test_a_function_whose_cache_was_closed_runs_eagerly(
+    lib: Capturing, make: Any, called: int
+) -> None:
+    cache = ost.GraphCache(lib.device)
+    step, strict = [make(function(lib, "before"), cache=cache, strict=s) for s in (False, True)]
+    call(step, lib, called)
+    cache.close()
+    call(step, lib, 3)
+    if called:
+        assert "cache of its graphs is closed" in step.explain()
+    with pytest.raises(ClosedError, match="cache"):
+        call(strict, lib, 1)

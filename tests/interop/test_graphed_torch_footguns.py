@@ -15,6 +15,7 @@ import gc
 import itertools
 import operator
 import pickle
+import socket
 import threading
 import types
 import weakref
@@ -2150,3 +2151,65 @@ def test_numbers_that_others_draw_on_the_cpu_meanwhile(
     step = make(lambda x: x * 2)
     check(step, lambda x: x * 2, torch.ones(3))
     assert step.statistics().replays == 3, step.explain()
+
+
+def test_a_check_compares_the_gradients_that_the_function_gives(make: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    def f(x: Any) -> Any:
+        weight.grad = None
+        ((socket.getdefaulttimeout() or 1.0) * (weight * x).sum()).backward()
+        return x + 1
+
+    step = make(f, gradients="eager", verify=2)
+    with torch.enable_grad():
+        for _ in range(3):
+            step(torch.ones(3))
+        socket.setdefaulttimeout(2.0)  # a number in C, which no guard reads
+        try:
+            for _ in range(4):
+                step(torch.ones(3))
+        finally:
+            socket.setdefaulttimeout(None)
+    assert "gradient" in str(step.statistics().quarantined), step.explain()
+    equal(weight.grad, torch.full((3,), 2.0))
+
+
+def test_a_check_leaves_the_arguments_alone(make: Any) -> None:
+    """What autograd has saved of them can still be used."""
+    step, x = make(lambda x: x * 2, verify=1), torch.ones(3)
+    for _ in range(3):
+        with torch.enable_grad():
+            weight = torch.nn.Parameter(torch.ones(3))
+            outside = (weight * x).sum()
+        equal(step(x), x * 2)
+        with torch.enable_grad():
+            outside.backward()
+        equal(weight.grad, x)
+    assert step.statistics().verified == 2
+
+
+def test_a_check_whose_replay_raises_changes_nothing(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = torch.zeros(3)
+
+    def f(x: Any) -> Any:
+        total.add_(x)
+        return x * 2
+
+    step = make(f, verify=1)
+    for _ in range(3):
+        step(torch.ones(3))
+    clone, calls = step._library.clone, iter(range(100))
+
+    def fails(array: Any) -> Any:
+        if next(calls) == 2:  # of the result, after the replay
+            raise RuntimeError("no clone")
+        return clone(array)
+
+    monkeypatch.setattr(step._library, "clone", fails)
+    before = total.clone()
+    with pytest.raises(RuntimeError, match="no clone"):
+        step(torch.ones(3))
+    equal(total, before)

@@ -145,12 +145,12 @@ class Graphed(Guarded):
         self._shapes: dict[Hashable, int] = {}
         self._shape = 0
         self._epoch = 0
+        self._closed = False
         self._start_over()
         self._nested = 0
         # Not the other lock: another thread may hold that and wait for the capture that is under
         # way here.
         self._nesting = new_lock()
-        self._closed = False
         self._calls = 0
         self._hot: tuple[Hot, ...] = ()
         """Short ways for calls like the last, of the state as it is now."""
@@ -167,7 +167,7 @@ class Graphed(Guarded):
         self._folds = Folds()
         self._stateful = 0
         self._engine.broken = None
-        if self.unavailable:
+        if self.unavailable and not self._closed:
             self._engine.broken = Reason.NOT_GRAPHABLE, self.unavailable
             self._line(_ALL, ReadCall((), {}))
 
@@ -267,6 +267,7 @@ class Graphed(Guarded):
             if self._saving is not None and key is not _ALL:
                 self._saving.name(line, given, key)
         if line.refused:
+            self._engine.entered(line)[1].calls += 1
             raise InputError(f'{line.refused}, or ask for gradients="eager"')
         work = self._called(key, line, given)
         if began and not work.slow:
@@ -279,7 +280,15 @@ class Graphed(Guarded):
         if not self._ready(line, given):
             work.begin()
             line.decided_at = None
-        decision = self._engine.call(work)
+        try:
+            decision = self._engine.call(work)
+        except ClosedError:
+            if work.ran or not self.cache.closed:
+                raise
+            self._engine.broken = Reason.NOT_GRAPHABLE, "the cache of its graphs is closed"
+            if self._options.strict:
+                raise
+            return work
         made = work.made
         if made is not None:
             work.result = self._replayed(line, work, made)
@@ -569,7 +578,8 @@ class Graphed(Guarded):
     def _warm_up(self, line: Line, work: ReadCall) -> Any:
         """The first call of a key: it runs eagerly, beside the caller's stream.
 
-        Raises what says that there is no memory for copies of its arguments."""
+        Raises _NoCopies, and nothing ran then, if there is no memory for copies of its arguments.
+        """
         subject, library, options = self._subject, self._library, self._options
         state = work.state
         places = self._places(work.leaves + work.statics), self._places(state)
@@ -578,8 +588,13 @@ class Graphed(Guarded):
         # A check writes again what a replay has written, and a file takes it for a constant, if it
         # is not known.
         asked = options.verify != "off" or self._saving is not None
-        kept = self._kept(work.leaves)
-        kept_state = self._kept(state) if asked else {}
+        try:
+            kept = self._kept(work.leaves)
+            kept_state = self._kept(state) if asked else {}
+        except Exception as error:
+            if self._is_out_of_memory(error):
+                raise _NoCopies(str(error)) from None
+            raise
         subject.turns.take()
         seeded = library.seeding()
         result = library.run_beside(lambda: self._function(*work.args, **work.kwargs))
@@ -738,9 +753,7 @@ class Graphed(Guarded):
             tree = self._subject.arguments.tree(result, work)
             self._maker.note_shapes(line, tree, work)
             self._maker.relate(line, captured.tree, work)
-        except Unknown as error:
-            self._give_up(line, str(error))
-        except NotGraphable as error:
+        except (Unknown, NotGraphable) as error:
             self._give_up(line, str(error))
         return result
 
@@ -767,9 +780,9 @@ class Graphed(Guarded):
             broken = "" if self._engine.broken is None else self._engine.broken[1]
             if not self._options.enabled:
                 broken = _OFF
-            found = self._engine.statistics(
-                [*self._lines.values()], lambda call: cast(Line, call).words
-            )
+            closed = self.cache.closed  # it knows no new keys
+            lines = [one for one in self._lines.values() if one.entry is not None or not closed]
+            found = self._engine.statistics(lines, lambda call: cast(Line, call).words)
         if broken:
             found["keys"] = tuple(
                 [replace(line, decision="eager", reason=broken) for line in found["keys"]]
@@ -813,6 +826,7 @@ class Graphed(Guarded):
         """
         with self._lock:
             names = [line.name for line in self._lines.values()]
+            self._engine.keys.clear()
             self._set_hot()
             self._start_over()
             return sum(self.cache.evict(name) for name in names)
@@ -847,12 +861,16 @@ _UNSEEN = (
 )
 
 
+class _NoCopies(Exception):
+    """There is no memory for copies of a call's arguments."""
+
+
 class _Work(Work):
     """One call of a function."""
 
     __slots__ = (
         *("_built", "_learns", "_stream", "_why", "call", "captured", "door", "given", "made"),
-        *("options", "result", "slow"),
+        *("options", "ran", "result", "slow"),
     )
 
     call: Line
@@ -866,6 +884,8 @@ class _Work(Work):
         self.result: Any = EAGER
         self.slow = False
         """Whether it was more than a replay."""
+        self.ran = False
+        """Whether the function was run for it."""
         self._built = False
         self._learns: Captured | None = None
         self._stream: Stream | None = None
@@ -908,11 +928,10 @@ class _Work(Work):
             self.result = self.door._learn(self.call, self._learns, self.given)
 
     def warm(self) -> None:
+        self.ran = True
         try:
             self.result = self.door._warm_up(self.call, self.given)
-        except Exception as error:
-            if not self.door._is_out_of_memory(error):
-                raise
+        except _NoCopies as error:
             assert self.call.entry is not None
             self.door._engine.without_memory(self, self.call.entry, str(error))
             self._why = Reason.NO_MEMORY.value
@@ -930,6 +949,7 @@ class _Work(Work):
 
     # --- graphs
     def build(self) -> GraphExec:
+        self.ran = True
         made = self.door._capture(self.call, self.given)
         self._built = True
         return made
@@ -979,6 +999,7 @@ class _Work(Work):
 
     def check(self, executable: GraphExec, launch: Callable[[Change], object]) -> CheckReport:
         door, line = self.door, self.call
+        self.ran = True
         self.begin()
 
         def replay(poisoned: bool) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.moves import NAMES
 from ostinato.interop.reading.records import Captured, Line, ReadCall
-from ostinato.interop.reading.trees import Tree
+from ostinato.interop.reading.trees import Tree, Unknown
 from ostinato.step import Cause, CheckReport, Finding
 
 
@@ -22,7 +22,7 @@ def verified(
     """Replays a call, puts everything back, and runs it eagerly.
 
     `replay`: replays it, with poisoned padding if so asked.  Returns what was found, and the eager
-    result.
+    result.  If a replay raises, all is as before.
     """
     library, tree = subject.library, subject.arguments.tree
     random = library.save_random()
@@ -30,26 +30,34 @@ def verified(
     written = [*work.leaves, *(state[i] for i in sorted(line.state) if i < len(state))]
     written += [each.after for each in captured.attached if each.before is each.after]
     kept = [(array, library.clone(array)) for array in written]
+    replaced = [each for each in captured.attached if each.before is not each.after]
 
     def put_back() -> None:
         for array, before in kept:
-            library.copy(array, before)
+            if library.difference(array, before, None):  # else its version would change for nothing
+                library.copy(array, before)
         captured.detach()
         library.restore_random(random)
 
     def leaves_of(result: Any) -> list[Any]:
         return [library.clone(leaf) for leaf in tree(result, work).leaves]
 
-    results = [leaves_of(replay(False))]
-    after = [library.clone(array) for array, _ in kept]
-    moved_on = library.save_random()
-    if work.sizes:
+    try:
+        results = [leaves_of(replay(False))]
+        after = [library.clone(array) for array, _ in kept]
+        given = [None if each.after is None else library.clone(each.after) for each in replaced]
+        moved_on = library.save_random()
+        if work.sizes:
+            put_back()
+            results.append(leaves_of(replay(True)))
+    finally:
         put_back()
-        results.append(leaves_of(replay(True)))
-    put_back()
     eager = subject.function(*work.args, **work.kwargs)
-    wanted = tree(eager, work)
     found = ""
+    try:
+        wanted = tree(eager, work)
+    except Unknown as error:
+        found, wanted, results = f"the result cannot be built again: {error}", captured.tree, []
     if wanted.tokens != captured.tree.tokens:
         found = "the result has other plain values, or another form, than that of the eager run"
     for index, leaves in enumerate(results):
@@ -61,6 +69,13 @@ def verified(
             differs = library.difference(replayed, array, subject.options.tolerance)
         if differs:
             found = f"an array that the function writes differs afterwards: {differs}"
+    for each, replayed in zip(replaced, given, strict=True):
+        now = getattr(each.array, each.name)
+        differs = "one is missing"
+        if now is not None and replayed is not None:
+            differs = library.difference(replayed, now, subject.options.tolerance)
+        if not found and differs and now is not replayed:
+            found = f"the gradient of an array differs from that of the eager run: {differs}"
     if not found and not library.same_random(moved_on):
         found = "the generators are in another state after a replay than after an eager run"
     nbytes = sum(library.storage(array).nbytes for array, _ in kept)
