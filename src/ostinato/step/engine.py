@@ -280,9 +280,9 @@ class Engine:
         counts.padded += call.room
         if call.repeat is not None:
             self._count_repeats(call)
-        if call.settled is not None and call.settled_at is self.cache.epoch:
-            if not context.captures:
-                return self._run_eager(work, entry, call.settled)
+        settled = call.settled
+        if settled is not None and call.settled_at is self.cache.epoch and not context.captures:
+            return self._run_eager(work, entry, settled)
         # Leased, so that another thread's eviction cannot close it before it is launched.
         kept = self._leased(work, entry)
         try:
