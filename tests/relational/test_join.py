@@ -479,6 +479,18 @@ def test_results_outlive_what_made_them_and_memory_is_used_again(joiner: Joiner)
     assert again.left_rows.address == address
 
 
+def test_memory_of_a_result_in_a_cycle_is_not_freed_and_used_again(joiner: Joiner) -> None:
+    left = joiner.columns(column(np.arange(300)), "k")
+    kept: list[Any] = [joiner.join(left, left)]
+    kept.append(kept)
+    buffer = weakref.ref(kept[0]._lease.buffer)
+    del kept
+    gc.collect()
+    assert buffer() is not None
+    joiner.device.synchronize()
+    np.testing.assert_array_equal(pairs(joiner.join(left, left)), [[i, i] for i in range(300)])
+
+
 def test_an_index_is_used_by_joins_under_way_when_it_is_closed(joiner: Joiner) -> None:
     index = joiner.build_index(column(np.arange(500)), "k")
     pending = joiner.submit(column([7, 499, 500]), index, "k", capacity=8)

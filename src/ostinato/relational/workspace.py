@@ -125,15 +125,20 @@ def _close(*buffers: Buffer | None) -> None:
 class Lease:
     """A buffer of a pool, which gets it back when nothing refers to the lease any more."""
 
-    __slots__ = ("__weakref__", "_pool", "buffer", "capacity")
+    __slots__ = ("__weakref__", "_leased", "_pool", "buffer", "capacity")
 
-    def __init__(self, buffer: Buffer, capacity: int, pool: deque[Buffer]) -> None:
+    def __init__(
+        self, buffer: Buffer, capacity: int, pool: deque[Buffer], leased: dict[int, Buffer]
+    ) -> None:
         self.buffer = buffer
         self.capacity = capacity
-        self._pool = pool
+        self._pool, self._leased = pool, leased
+        # Else the garbage collector frees the memory of a lease in a cycle before `__del__`.
+        leased[id(buffer)] = buffer
 
     def __del__(self) -> None:
         # Atomic calls only: the garbage collector may run this between any two lines.
+        self._leased.pop(id(self.buffer), None)
         if len(self._pool) < _KEPT:
             self._pool.append(self.buffer)
 
@@ -149,6 +154,8 @@ class OutputPool:
     def __init__(self, device: Device, stream: Stream) -> None:
         self._device, self._stream = device, stream
         self._free: dict[int, deque[Buffer]] = {}
+        self._leased: dict[int, Buffer] = {}
+        """By `id`."""
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +172,7 @@ class OutputPool:
         except IndexError:
             require_no_capture(self._stream)
             buffer = self._device.empty((2, capacity), np.uint32)
-        return Lease(buffer, capacity, free)
+        return Lease(buffer, capacity, free, self._leased)
 
     def clear(self) -> None:
         """Gives back what waits for later joins."""
