@@ -121,7 +121,7 @@ class Way:
         numbers = decoder.statistics()
         assert not numbers.quarantined
         assert (numbers.launches_replayed > 0) == (self.options.get("graphs", True))
-        loops = sum(step.launches_replayed for name, step in numbers.steps.items() if " x " in name)
+        loops = sum(step.replays for name, step in numbers.steps.items() if " x " in name)
         assert (loops > 0) == ("tokens_per_launch" in (self.run or {}))
 
 
