@@ -351,7 +351,7 @@ def lengths_h200() -> Iterable[str]:
 
 def front() -> Iterable[str]:
     """Of the site's first page: the best of the functions that were measured, and the worst."""
-    rows = results(f"torch_graphed-{H100}")["rows"]
+    rows = results("torch_graphed-nvidia-h200.json")["rows"]
     ways = {
         "eager": "PyTorch, eager",
         "graphed": "**`graphed`**",
@@ -364,7 +364,7 @@ def front() -> Iterable[str]:
         return f"**{text}**" if way == "graphed" else text
 
     return _table(
-        ("one call, µs of the CPU (H100)", "a small Llama", "an encoder"),
+        ("one call, µs of the CPU (H200)", "a small Llama", "an encoder"),
         ([title, cell("Llama", way), cell("encoder", way)] for way, title in ways.items()),
     )
 
@@ -598,7 +598,7 @@ def join() -> Iterable[str]:
 
 
 def torch_graphed() -> Iterable[str]:
-    rows = results(f"torch_graphed-{H100}")["rows"]
+    rows = results("torch_graphed-nvidia-h200.json")["rows"]
     ways = ("eager", "by hand", "make_graphed", "graphed", "graphed, static")
 
     def cells(work: str) -> Iterator[str]:
