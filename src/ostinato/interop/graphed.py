@@ -199,9 +199,12 @@ class Graphed(Guarded):
                 return self._eagerly(way, args, kwargs)
             if result is not MISSED:
                 return result
-        if self.unavailable:
-            return self._only_eager(args, kwargs)
-        if self._library.capturing():
+        return self._long(*args, **kwargs)
+
+    def _long(self, *args: Any, **kwargs: Any) -> Any:
+        """A call that no short way answers."""
+        # Where there is no device, the library cannot even tell modes and streams.
+        if not self.unavailable and self._library.capturing():
             with self._nesting:
                 self._nested += 1
             return self._function(*args, **kwargs)
@@ -231,14 +234,6 @@ class Graphed(Guarded):
             raise error
         with self._lock:
             self._set_hot()
-
-    def _only_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call where there is no device: the library cannot even tell modes and streams."""
-        if self._closed:
-            raise ClosedError(f"graphed {self.name} is closed; call the function itself")
-        with self._lock:
-            work = self._called(_ALL, self._line(_ALL, ReadCall((), {})), ReadCall(args, kwargs))
-        return self._function(*args, **kwargs) if work.result is EAGER else work.result
 
     def _keyed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call by its key; EAGER if the caller is to run it."""
@@ -718,9 +713,9 @@ class Graphed(Guarded):
                     )
                 ) from error
             raise
-        again = line.entry is not None and (line.entry.captures or line.entry.installed)
+        assert line.entry is not None and line.counts is not None
+        again = line.entry.captures or line.entry.installed
         why = line.unbound or ("the graph was evicted" if again else "the second call of a key")
-        assert line.counts is not None
         line.counts.capture_reasons[why] += 1
         line.unbound = ""
         self._attach(captured, line)
@@ -878,9 +873,10 @@ class _Work(Work):
     def __init__(self, door: Graphed, line: Line, given: ReadCall) -> None:
         self.door, self.call, self.given, self.options = door, line, given, door._options
         self.captured: Captured | None = None
-        """What belongs to the graph that was replayed, and"""
+        """What belongs to the graph that was replayed."""
         self.made: Sequence[Any] | None = None
-        """the copies that it has made; None if nothing was replayed, or the result is there."""
+        """The copies that the graph has made; None if nothing was replayed, or if the result is
+        there."""
         self.result: Any = EAGER
         self.slow = False
         """Whether it was more than a replay."""
@@ -897,12 +893,13 @@ class _Work(Work):
 
     @property
     def padded(self) -> frozenset[Hashable]:
-        return frozenset(self.given.padded)
+        return self.given.padded
 
     def unfit(self) -> tuple[Reason, str] | None:
-        door, line, given = self.door, self.call, self.given
-        there = line.entry is not None and line.entry.graph is not None
-        if not there and not line.warmed and line.entry is not None and line.entry.reason is None:
+        door, line, given, entry = self.door, self.call, self.given, self.call.entry
+        assert entry is not None
+        there = entry.graph is not None
+        if not there and not line.warmed and entry.reason is None:
             why = door._refusal(given)
             if why:
                 return Reason.NOT_GRAPHABLE, door._give_up(line, why)

@@ -498,8 +498,7 @@ class _JoinWork(Work):
         self.options, self.stream = joiner._options, joiner.stream
 
     def begin(self, *, inside: bool = False) -> None:
-        if self.stream.is_capturing:
-            require_no_capture(self.stream)
+        require_no_capture(self.stream)
 
     def run(self, *, padded: bool = False) -> None:
         self.turn, made = self.enter(), self.call.chain

@@ -79,9 +79,9 @@ class JoinStatistics:
     replays: int
     """Launches of a graph."""
     eager: int
-    """Chains launched kernel by kernel instead, and"""
+    """Chains launched kernel by kernel instead."""
     eager_reasons: Mapping[str, int]
-    """how many for which reason."""
+    """How many of those for which reason."""
     waits: int
     """How often a join had to wait because all entries of the ring were in use."""
     recoveries: int

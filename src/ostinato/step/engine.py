@@ -126,9 +126,9 @@ class Call:
     decided_at: int | None = None
     """The cache's epoch when a replay was decided."""
     settled: Decision | None = None
-    """The decision for eager runs, if it is the same until the epoch changes; and"""
+    """The decision to run eagerly, if it stays the same until the epoch changes."""
     settled_at: int | None = None
-    """the epoch when it was made."""
+    """The epoch when `settled` was decided."""
     repeat: Repeat | None = None
     """A way for such a call that looks at nothing else; and"""
     armed_at: int | None = None
@@ -221,12 +221,6 @@ class Work(ABC):
     def binds(self) -> bool:
         """Whether `bind` may have something to do."""
         return True
-
-    def relaunch(self, launch: Callable[[], None]) -> None:
-        """For a graph that is held: takes the stream's turn, binds, and launches."""
-        with self.stream.turn.lock:
-            self.bind()
-            launch()
 
     def wanted(self) -> tuple[object, ...]:
         """What the engine's guarded attributes must be for `bind` to have nothing to do."""
@@ -810,8 +804,10 @@ class Engine:
         return self._run_eager(work, entry, decision)
 
     # --- many replays in a row
-    def hold(self, work: Work) -> HeldReplay | Decision:
-        """See `GraphedStep.hold`."""
+    def hold(
+        self, work: Work, relaunch: Callable[[Callable[[], None]], None]
+    ) -> HeldReplay | Decision:
+        """See `GraphedStep.hold`.  `relaunch` takes the stream's turn, binds, and launches."""
         call, verify = work.call, work.options.verify
         entry, decision = self.next(work)
         if decision.action in (Action.EAGER, Action.REFUSE):
@@ -842,7 +838,7 @@ class Engine:
         run = partial(launch_in_turn, work.stream, executable)
         if not self._plain or work.binds:
             args = call.key, executable, work.stream, self.settings, self.profile
-            run = partial(work.relaunch, partial(replay_as_set, *args))
+            run = partial(relaunch, partial(replay_as_set, *args))
         counts = HeldCounts(call.used, call.room)
         self._count_given_back()
         # Ended by a finaliser perhaps, in any thread, which must not wait for the engine.
@@ -866,9 +862,7 @@ class Engine:
         for call in self._repeated:
             self._count_repeats(call)
         self._sweep()
-        named = {}
-        if calls is not None:
-            named = {self.entered(call)[0]: call for call in [*calls]}
+        named = {self.entered(call)[0]: call for call in calls or ()}
         counts = {e: self._counts_of(e).copy() for e in (self._counts if calls is None else named)}
         dropped = self._dropped.copy() if calls is None else Counts()
         for entry, held in self._held:

@@ -444,7 +444,8 @@ class GraphedStep(Closeable):
             if self._sizes.running:
                 with self._sizes.nested(self.stream):
                     return self.hold(**sizes)
-            return self._engine.hold(_StepWork(self, self._call(sizes)))
+            work = _StepWork(self, self._call(sizes))
+            return self._engine.hold(work, work.relaunch)
 
     def release(self, **sizes: int) -> None:
         """Ends the quarantine of the key of these sizes, and allows calls again after an error of
@@ -547,6 +548,7 @@ class _StepWork(Work):
         return self.step._sizes.asked
 
     def relaunch(self, launch: Callable[[], None]) -> None:
+        """Replays a held graph: takes the stream's turn, binds, and launches."""
         sizes = self.step._sizes
         with self.step._turn:  # another thread's call may have other sizes
             if sizes.running:

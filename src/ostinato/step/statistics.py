@@ -157,58 +157,9 @@ class CacheStatistics:
         return "\n".join([*words, *([table(rows)] if len(rows) > 1 else [])])
 
 
-@dataclass(frozen=True, slots=True)
-class StepKeyStatistics:
-    """What a step, or a graphed function, did so far for one key; fields of the same name are those
-    of `StepStatistics`.
-
-    `us`: host time of the latest timed replays in microseconds.  Of a step one replay in 32 is
-    timed, without what comes before the launch, and launches of held graphs are not; it includes
-    what the step's settings add to a launch: with `synchronize`, also the time of the device.  Of a
-    graphed function one call in 16 is timed, as a whole.
-    """
-
-    key: Hashable
-    """Of its graph in the cache: a `StepKey`, or a name."""
-    words: str
-    """The sizes, or the arguments of a function."""
-    decision: Literal["warmed up", "replayed", "evicted", "eager"]
-    reason: str
-    """Why its calls run eagerly from now on; empty if they do not."""
-    calls: int
-    eager: int
-    replays: int
-    captures: int
-    restored: int
-    rebound: int
-    verified: int
-    broken: int
-    eager_reasons: Mapping[str, int]
-    capture_reasons: Mapping[str, int]
-    used: int
-    padded: int
-    us: Percentiles
-    graph: KeyStatistics | None
-    """The cache's record of the key (bytes, capture ms, hits, evictions); None if it has none."""
-
-    @property
-    def nbytes(self) -> int:
-        """The device bytes that the cache charges for its graph."""
-        return 0 if self.graph is None else self.graph.nbytes
-
-    @property
-    def padding_waste(self) -> float:
-        """The share of bucketed sizes that was padding, 0 to 1."""
-        return _waste(self.used, self.padded)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepStatistics:
-    """What a step, or a graphed function, did so far.
-
-    A call that raised something else than VerificationError is in `calls`, `used` and `padded`
-    alone.
-    """
+class _Counted:
+    """What is counted for a key, and for all of them together."""
 
     calls: int
     eager: int
@@ -226,18 +177,61 @@ class StepStatistics:
     broken: int
     """Captures that something else broke, such as a `synchronize()` of another thread, or for which
     the device had no memory."""
-    launches_eager: int
-    """Operations that a step launched one by one; 0 for a function, whose library does not tell."""
     eager_reasons: Mapping[str, int]
     """Eager runs by reason."""
     capture_reasons: Mapping[str, int]
     """Captures of a function by reason: the first one, and why again instead of bound to other
     memory."""
+    used: int
+    """The sum of a step's real sizes."""
+    padded: int
+    """The sum of its bucketed sizes."""
+
+    @property
+    def padding_waste(self) -> float:
+        """The share of bucketed sizes that was padding, 0 to 1."""
+        return 1 - self.used / self.padded if self.padded else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepKeyStatistics(_Counted):
+    """What a step, or a graphed function, did so far for one key.
+
+    `us`: host time of the latest timed replays in microseconds.  Of a step one replay in 32 is
+    timed, without what comes before the launch, and launches of held graphs are not; it includes
+    what the step's settings add to a launch: with `synchronize`, also the time of the device.  Of a
+    graphed function one call in 16 is timed, as a whole.
+    """
+
+    key: Hashable
+    """The key of its graph in the cache: a `StepKey`, or a name."""
+    words: str
+    """The sizes, or the arguments of a function."""
+    decision: Literal["warmed up", "replayed", "evicted", "eager"]
+    reason: str
+    """Why its calls run eagerly from now on; empty if they do not."""
+    us: Percentiles
+    graph: KeyStatistics | None
+    """The cache's record of the key (bytes, capture ms, hits, evictions); None if it has none."""
+
+    @property
+    def nbytes(self) -> int:
+        """The device bytes that the cache charges for its graph."""
+        return 0 if self.graph is None else self.graph.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStatistics(_Counted):
+    """What a step, or a graphed function, did so far.
+
+    A call that raised something else than VerificationError is in `calls`, `used` and `padded`
+    alone.
+    """
+
+    launches_eager: int
+    """Operations that a step launched one by one; 0 for a function, whose library does not tell."""
     quarantined: Mapping[str, str]
     """The reason for each key that runs eagerly from now on."""
-    used: int
-    padded: int
-    """The sums of a step's real and bucketed sizes."""
     last_check: CheckReport | None = None
     """What the last check compared, and what it left out."""
     keys: tuple[StepKeyStatistics, ...] = ()
@@ -261,15 +255,6 @@ class StepStatistics:
             share = f"{line.padding_waste:.0%}"
             rows.append((key_text(line.words), *map(str, counts), share, *times, why))
         return "\n".join([*words, *([table(rows)] if self.keys else [])])
-
-    @property
-    def padding_waste(self) -> float:
-        """The share of bucketed sizes that was padding, 0 to 1."""
-        return _waste(self.used, self.padded)
-
-
-def _waste(used: int, padded: int) -> float:
-    return 1 - used / padded if padded else 0.0
 
 
 @dataclass(slots=True)

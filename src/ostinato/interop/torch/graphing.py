@@ -15,12 +15,12 @@ from typing import Any, Literal
 import torch
 
 from ostinato import Device, GraphCache
-from ostinato.errors import InputError, OstinatoError
+from ostinato.errors import InputError
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.library import Devices, Options, cuda_index, name_of, own_cache
 from ostinato.interop.reading.moves import MOST
 from ostinato.interop.reading.places import Current
-from ostinato.interop.reading.recheck import EAGER, MISSED, Checks, Inexpressible
+from ostinato.interop.reading.recheck import Checks, Inexpressible
 from ostinato.interop.reading.stored import Stored, code_text
 from ostinato.interop.torch.library import Torch, TorchWithoutCuda
 from ostinato.step import Buckets
@@ -157,18 +157,8 @@ class GraphedModule(Graphed):
         self.__wrapped__ = forward
         self._made = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for way in self._ways:  # each compares the module's hooks, too
-            try:
-                result = way(args, kwargs)
-            except OstinatoError as error:
-                self._refused(error)
-                break
-            if result is EAGER:
-                return self._eagerly(way, args, kwargs)
-            if result is not MISSED:
-                return result
-        module = self.module
+    def _long(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module  # whose hooks each short way compares, too
         if not (
             module._forward_hooks
             or module._forward_pre_hooks
@@ -177,8 +167,8 @@ class GraphedModule(Graphed):
             or _global_hooks()
             or _own_call(module)
         ):
-            return super().__call__(*args, **kwargs)
-        with self._lock, self._forward.replayed(super().__call__):
+            return super()._long(*args, **kwargs)
+        with self._lock, self._forward.replayed(super()._long):
             return module(*args, **kwargs)
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
