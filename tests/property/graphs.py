@@ -921,15 +921,18 @@ def programmatic(*ops: Op) -> bool:
 
 def conflicts(ops: tuple[Op, ...]) -> set[tuple[int, int]]:
     """The places of each two operations of which one writes what the other reads or writes."""
-    touched = [refs_of(op) for op in leaves(ops)]
-    pairs = itertools.combinations(enumerate(touched), 2)
+    pairs = itertools.combinations(enumerate(leaves(ops)), 2)
     return {(i, j) for (i, a), (j, b) in pairs if _meet(a, b) or _meet(b, a)}
 
 
-def _meet(writer: dict[str, Ref], other: dict[str, Ref]) -> bool:
-    to = [ref for name, ref in writer.items() if name != "src"]
+def _meet(writer: Op, other: Op) -> bool:
+    """Whether one writes what the other reads or writes.  Exact: two that read the same have no
+    edge, so a change may not make a conflict of them."""
     return any(
-        a.box is b.box and a.start < b.stop and b.start < a.stop for a in to for b in other.values()
+        a.box is b.box and a.start < b.stop and b.start < a.stop
+        for name, a in refs_of(writer).items()
+        if name == "dst" or isinstance(writer, Loop)
+        for b in refs_of(other).values()
     )
 
 
