@@ -63,8 +63,8 @@ Stream capture capture_function compile copy fill host_kernel kernel launch lift
 record errors explain graphfile lowlevel settings step testing
 """
 LOWLEVEL = """
-Call Change Closeable Counts Engine FILL HostLaunch InstantiateFlags Options Work causes every_node
-fill_kernel load_extension new_lock
+Call Change Closeable Counts Engine FILL HostLaunch InstantiateFlags Memory Options Work causes
+check_runs every_node fill_kernel load_extension new_lock
 replace_small_fills table uninterrupted whole_number
 """
 

@@ -13,6 +13,7 @@ from ostinato.driver.host.kernel import HostLaunch
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.errors import causes
 from ostinato.graph.node import every_node
+from ostinato.step.check import Memory, check_runs
 from ostinato.step.engine import Call, Change, Engine, Options, Work
 from ostinato.step.fills import FILL, fill_kernel, replace_small_fills
 from ostinato.step.statistics import Counts, table
@@ -26,9 +27,11 @@ __all__ = [
     "Engine",
     "HostLaunch",
     "InstantiateFlags",
+    "Memory",
     "Options",
     "Work",
     "causes",
+    "check_runs",
     "every_node",
     "fill_kernel",
     "load_extension",

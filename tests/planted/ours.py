@@ -28,7 +28,7 @@ _FAULTS = (
     Fault(
         "check-advances-state",
         "A check does not put a STATE back before its second run, so the state advances twice.",
-        "ostinato.step.check:_Check._start",
+        "ostinato.step.declared:Declared._start",
         "slot.buffer.copy_from(values, self._stream)",
         "slot.role is Role.STATE or slot.buffer.copy_from(values, self._stream)",
         (STEP + "test_verify_passes_advances_state_once_and_samples_again",),
@@ -46,7 +46,7 @@ _FAULTS = (
     Fault(
         "check-advances-undeclared-state",
         "A check does not put back memory that no slot declares, so it advances twice.",
-        "ostinato.step.check:_Check._start",
+        "ostinato.step.declared:Declared._start",
         "self._memory.restore()",
         "pass",
         (FOOTGUNS + "test_state_that_no_slot_declares_advances_once_a_call",),
@@ -55,9 +55,9 @@ _FAULTS = (
     Fault(
         "check-misses-moved-state",
         "A check saves what the graph writes, but not what the eager run writes.",
-        "ostinato.step.check:_Check._run",
-        "with self._memory.saving():",
-        "if True:",
+        "ostinato.step.declared:Declared.eager",
+        "self._memory.saving(), operations(",
+        "operations(",
         (FOOTGUNS + "test_state_that_was_moved_since_the_capture_advances_once",),
     ),
     Fault(
@@ -71,7 +71,7 @@ _FAULTS = (
     Fault(
         "poison-stays-in-inputs",
         "A check that passes leaves its poison in the padding of inputs.",
-        "ostinato.step.check:_Check._tidy",
+        "ostinato.step.declared:Declared.accept",
         "if slot.role is Role.INPUT:\n",
         "if slot.role is Role.INPUT:\n            continue\n",
         (STEP + "test_verify_passes_advances_state_once_and_samples_again",),
@@ -79,7 +79,7 @@ _FAULTS = (
     Fault(
         "poison-stays-in-state",
         "A check that passes leaves its poison in padding rows of a STATE.",
-        "ostinato.step.check:_Check._tidy",
+        "ostinato.step.declared:Declared.accept",
         "elif rows is not None and self._has_padding(slot):",
         "elif False:",
         (STEP + "test_verify_passes_advances_state_once_and_samples_again",),
@@ -87,8 +87,8 @@ _FAULTS = (
     Fault(
         "failed-check-is-not-undone",
         "A check that finds something, or is interrupted, leaves the memory as its runs left it.",
-        "ostinato.step.check:check_replay",
-        "check.restore(before)",
+        "ostinato.step.check:check_runs",
+        "memory.restore(before)",
         "pass",
         (FOOTGUNS + "test_a_check_that_raises_leaves_everything_as_it_was",),
     ),
@@ -136,7 +136,7 @@ _FAULTS = (
     Fault(
         "outputs-have-one-poison",
         "Both runs of a check start with equal outputs, so an output that no run writes passes.",
-        "ostinato.step.check:_output_poison",
+        "ostinato.step.declared:_output_poison",
         "_OUTPUT_POISONS[which]",
         "_OUTPUT_POISONS[0]",
         (FOOTGUNS + "test_an_output_that_no_run_writes_is_found",),
@@ -153,7 +153,7 @@ _FAULTS = (
     Fault(
         "failed-check-keeps-undeclared-state",
         "A check that finds something leaves memory that no slot declares as its runs left it.",
-        "ostinato.step.check:_Check._write_back",
+        "ostinato.step.declared:Declared.restore",
         "self._memory.restore()",
         "pass",
         (FOOTGUNS + "test_state_that_was_moved_since_the_capture_advances_once",),
@@ -185,8 +185,8 @@ _FAULTS = (
     Fault(
         "two-poisons-are-enough",
         "A check believes what a replay with a third poison would show.",
-        "ostinato.step.check:_Check.find",
-        "if self._needs_third(a) else",
+        "ostinato.step.declared:Declared.turns",
+        "if third else",
         "if False else",
         (
             FOOTGUNS + "test_padding_that_two_poisons_do_not_show_is_found",

@@ -21,8 +21,10 @@ from ostinato.graph import capturing, executable, order, recording
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.shadow import Shadow
 from ostinato.state import staging
-from ostinato.step import buckets, check, sizes
+from ostinato.step import buckets, sizes
 from ostinato.step.cache import Table
+from ostinato.step.declared import Declared
+from ostinato.step.engine import Engine
 from ostinato.step.entry import Kept
 from ostinato.step.flight import Flights
 
@@ -206,23 +208,22 @@ def a_size_is_written_too_late(right: Method, self: Any, wanted: Any, stream: St
     right(self, before, stream)
 
 
-@mutation(GraphedStep, "_build")
-def a_built_graph_is_not_run(right: Method, self: Any, call: Any, state: Any, decision: Any) -> Any:
-    if self.build == "capture" and self._make_graph(call, state) is None:
+@mutation(Engine, "_build")
+def a_built_graph_is_not_run(right: Method, self: Any, work: Any, entry: Any, decision: Any) -> Any:
+    if not work.recorded and self.make(work, entry) is None:
         return decision
-    return right(self, call, state, decision)
+    return right(self, work, entry, decision)
 
 
-@mutation(GraphedStep, "_refused")
-def a_refused_replay_is_forgotten(right: Method, self: Any, call: Any, state: Any, why: str) -> Any:
-    run, self.run = self.run, lambda *args, **sizes: None
-    try:
-        return right(self, call, state, why)
-    finally:
-        self.run = run
+@mutation(Engine, "_refused")
+def a_refused_replay_is_forgotten(
+    right: Method, self: Any, work: Any, entry: Any, error: Any
+) -> Any:
+    with mock.patch.object(self, "_run_eager", lambda work, entry, decision: decision):
+        return right(self, work, entry, error)
 
 
-@mutation(check._Check, "_tidy")
+@mutation(Declared, "accept")
 def a_check_leaves_poison(right: Method, self: Any, before: Any) -> None:
     pass
 
@@ -239,11 +240,11 @@ def a_staging_ring_does_not_wait(right: Method, self: Any, *args: Any, **more: A
     self._unmarked = Forgetful(self._unmarked)
 
 
-@mutation(check._Check, "restore")
+@mutation(Declared, "restore")
 def a_failed_check_puts_nothing_back(right: Method, self: Any, before: Any) -> None:
     pass
 
 
-@mutation(check._Check, "_start")
-def a_check_runs_twice(right: Method, self: Any, before: Any, padding: int, outputs: int) -> Any:
-    return self.read() if padding else right(self, before, padding, outputs)
+@mutation(Declared, "start")
+def a_check_runs_twice(right: Method, self: Any, before: Any, turn: int, eager: Any) -> Any:
+    return self.read() if turn else right(self, before, turn, eager)

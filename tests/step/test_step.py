@@ -991,6 +991,22 @@ def test_a_builder_that_fails_quarantines_its_key(device: Device) -> None:
     assert "no plan" in str(rows.step.statistics().quarantined)
 
 
+@pytest.mark.parametrize("why", ["given up", "switched off", "over the buckets"])
+def test_a_closed_cache_refuses_calls_that_run_eagerly_too(device: Device, why: str) -> None:
+    def build(stream: ost.Stream, sizes: ost.Sizes) -> ost.GraphExec:
+        raise ValueError("no plan")
+
+    rows = Rows(device, warmups=0, builder=build)
+    rows.step.enabled = why != "switched off"
+    if why == "over the buckets":
+        rows.cache.buckets = PowersOfTwo(4)
+    for _ in range(3):
+        assert rows.step(rows=8).action is Action.EAGER
+    rows.cache.close()
+    with pytest.raises(ClosedError, match="cache is closed"):
+        rows.step(rows=8)
+
+
 def test_a_closed_step_refuses(device: Device) -> None:
     rows = Rows(device)
     rows.step(rows=3)

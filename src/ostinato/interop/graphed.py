@@ -35,7 +35,7 @@ from ostinato.errors import (
     OutOfMemoryError,
 )
 from ostinato.interop.reading.arguments import Arguments
-from ostinato.interop.reading.checking import verified
+from ostinato.interop.reading.checking import Arrays
 from ostinato.interop.reading.folding import MOST, Fold, Folds
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Guarded, Guards
@@ -67,7 +67,7 @@ from ostinato.interop.reading.slots import Maker
 from ostinato.interop.reading.statistics import GraphedStatistics, explained
 from ostinato.interop.reading.stored import Stored
 from ostinato.interop.reading.trees import Unknown
-from ostinato.lowlevel import Change, Counts, Engine, Work, causes, new_lock
+from ostinato.lowlevel import Change, Counts, Engine, Work, causes, check_runs, new_lock
 from ostinato.settings import blocking_captures
 from ostinato.step import Action, CheckReport, Decision, Reason
 
@@ -999,14 +999,19 @@ class _Work(Work):
         self.ran = True
         self.begin()
 
-        def replay(poisoned: bool) -> Any:
-            launch(self.bind(poisoned=poisoned))
+        def replay(turn: int) -> Any:
+            launch(self.bind(poisoned=turn == 2))
             assert self.captured is not None and self.made is not None
             return door._results(line, self.captured, self.given, self.made)
 
+        def eager() -> Any:
+            self.result = door._function(*self.given.args, **self.given.kwargs)
+            return self.result
+
         captured = line.captured()
         assert captured is not None and line.counts is not None
-        report, self.result = verified(door._subject, line, captured, self.given, replay)
+        memory = Arrays(door._subject, line, captured, self.given)
+        report = check_runs(memory, eager, replay, once=True)
         self.made = None
         if report.finding is None:
             line.counts.ran_eagerly(0, "a check runs the call eagerly too")

@@ -6,8 +6,6 @@ Not here: one graph and its executable (`ostinato.graph`), graph files (`ostinat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ostinato.graph.words import Touch
 from ostinato.step.buckets import (
     Buckets,
@@ -18,6 +16,7 @@ from ostinato.step.buckets import (
 )
 from ostinato.step.budget import Footprint, FootprintSource, parse_bytes
 from ostinato.step.cache import GraphCache
+from ostinato.step.check import Cause, CheckReport, Finding
 from ostinato.step.graphed_step import GraphedStep
 from ostinato.step.held import HeldReplay
 from ostinato.step.limits import CaptureLimits, Refusal, Refused
@@ -31,9 +30,6 @@ from ostinato.step.statistics import (
     StepKeyStatistics,
     StepStatistics,
 )
-
-if TYPE_CHECKING:
-    from ostinato.step.check import Cause, CheckReport, Finding
 
 __all__ = [
     "Action",
@@ -69,12 +65,3 @@ __all__ = [
     "decide",
     "parse_bytes",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """What only checks need is loaded when it is first used."""
-    if name not in ("Cause", "CheckReport", "Finding"):
-        raise AttributeError(f"module 'ostinato.step' has no attribute {name!r}")
-    from ostinato.step import check
-
-    return getattr(check, name)

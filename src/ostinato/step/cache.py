@@ -750,5 +750,6 @@ class GraphCache(Closeable):
         """Takes every graph out, and refuses new ones.  Idempotent; does not wait."""
         with uninterrupted, self.lock:
             self._closed = True
+            self.epoch += 1  # a decision to run eagerly must not outlast it
             out = self.table.remove([*self.table.entries.values()], "closed")
         self._close(out)

@@ -56,6 +56,7 @@ from ostinato.explain.times import (
 from ostinato.graph import GraphExec, Recording, record
 from ostinato.settings import ResolvedReplaySettings
 from ostinato.step.cache import GraphCache
+from ostinato.step.check import Cause, CheckReport, Finding
 from ostinato.step.entry import Entry, Kept
 from ostinato.step.held import HeldCounts, HeldReplay, launch_in_turn
 from ostinato.step.policy import REPLAY, Action, Decision, Reason, Situation, decide, fall_back
@@ -63,7 +64,6 @@ from ostinato.step.statistics import Counts, StepKeyStatistics
 
 if TYPE_CHECKING:
     from ostinato.driver.launcher import Repeat
-    from ostinato.step.check import CheckReport, Finding
 
 _log = logging.getLogger(__name__)
 
@@ -789,8 +789,6 @@ class Engine:
 
         Raises VerificationError if strict, or if the work keeps state on the host.
         """
-        from ostinato.step.check import Cause
-
         why = str(finding)
         if finding.cause is Cause.HOST_STATE:
             why += ". Put that state right and release() the step's sizes, or switch its graphs off"

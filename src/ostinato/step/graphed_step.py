@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 from ostinato import settings as _settings
 from ostinato.driver.api import CaptureMode, whole_number
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.stream import Operation, Stream, require_stream
+from ostinato.driver.stream import Stream, require_stream
 from ostinato.errors import (
     CaptureBrokenError,
     ClosedError,
@@ -37,13 +37,13 @@ from ostinato.graph import (
     Submission,
     capture,
     first_missing,
-    operations,
     submissions,
 )
 from ostinato.memory import CapturePool, PoolState
 from ostinato.settings import ReplaySettings
 from ostinato.step.budget import parse_bytes
 from ostinato.step.cache import GraphCache
+from ostinato.step.check import CheckReport, Finding, check_runs
 from ostinato.step.engine import Call, Change, Engine, Work
 from ostinato.step.held import HeldReplay
 from ostinato.step.policy import REPLAY, Action, Decision, Reason
@@ -53,7 +53,6 @@ from ostinato.step.statistics import StepStatistics
 from ostinato.step.work import work_digest
 
 if TYPE_CHECKING:
-    from ostinato.step.check import CheckReport, Finding
     from ostinato.step.store import GraphStore
 
 _numbers = itertools.count(1)
@@ -585,30 +584,34 @@ class _StepWork(Work):
 
     # --- checks
     def check(self, executable: GraphExec, launch: Callable[[Change], object]) -> CheckReport:
-        from ostinato.step.check import check_replay
+        from ostinato.step.declared import Declared
 
         self.bind()
-
-        def eager() -> Sequence[Operation]:
-            with operations(self.stream.context) as made:
-                self.run(padded=True)
-            return made
-
-        return check_replay(
-            self.step.slots,
+        step = self.step
+        memory = Declared(
+            step.slots,
             self.call.sizes,
             self.stream,
             executable,
-            eager=eager,
-            replay=lambda: launch(None),
-            own=self.step._sizes.ranges,
-            limit=self.step._check_limit,
+            partial(self.run, padded=True),
+            own=step._sizes.ranges,
+            limit=step._check_limit,
         )
+        return check_runs(memory, memory.eager, lambda turn: launch(None))
 
     def watch(self) -> Callable[[], Finding | None]:
-        from ostinato.step.check import watch_promises
+        from ostinato.step.declared import Declared
 
-        return watch_promises(self.step.slots, self.call.sizes, self.stream)
+        memory = Declared(self.step.slots, self.call.sizes, self.stream)
+        before = memory.read()
+
+        def look() -> Finding | None:
+            finding = memory.fault(before, memory.read())
+            if finding is not None:
+                memory.restore(before)
+            return finding
+
+        return look
 
 
 def _require_sizes(what: str, function: Callable[..., object]) -> None:

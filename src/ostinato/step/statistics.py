@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ostinato.explain.times import Percentiles
 from ostinato.step.budget import FootprintSource
+from ostinato.step.check import CheckReport
 from ostinato.step.limits import CaptureLimits
-
-if TYPE_CHECKING:
-    from ostinato.step.check import CheckReport
 
 _KEY_WIDTH = 60
 _TIMES = 256

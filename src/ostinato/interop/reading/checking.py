@@ -1,121 +1,138 @@
-"""Checks of a replay: the call runs eagerly too, and all that it gives and writes is compared."""
+"""The memory of a check for a function: its results, and the arrays that it writes.
+
+The eager run comes last, since the function is run only once, and its answer counts.  Turn 2, for
+calls with dynamic sizes, has poisoned padding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.moves import NAMES
 from ostinato.interop.reading.records import Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Tree, Unknown
-from ostinato.step import Cause, CheckReport, Finding
+from ostinato.lowlevel import Memory
+from ostinato.step import Cause, Finding
 
 
-def verified(
-    subject: Subject,
-    line: Line,
-    captured: Captured,
-    work: ReadCall,
-    replay: Callable[[bool], Any],
-) -> tuple[CheckReport, Any]:
-    """Replays a call, puts everything back, and runs it eagerly.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Content:
+    """All of it at one moment."""
 
-    `replay`: replays it, with poisoned padding if so asked.  Returns what was found, and the eager
-    result.  If a replay raises, all is as before.
-    """
-    library, tree = subject.library, subject.arguments.tree
-    random = library.save_random()
-    state = work.state
-    written = [*work.leaves, *(state[i] for i in sorted(line.state) if i < len(state))]
-    written += [each.after for each in captured.attached if each.before is each.after]
-    kept = [(array, library.clone(array)) for array in written]
-    replaced = [each for each in captured.attached if each.before is not each.after]
-
-    def put_back() -> None:
-        for array, before in kept:
-            if library.difference(array, before, None):  # else its version would change for nothing
-                library.copy(array, before)
-        captured.detach()
-        library.restore_random(random)
-
-    def leaves_of(result: Any) -> list[Any]:
-        return [library.clone(leaf) for leaf in tree(result, work).leaves]
-
-    try:
-        results = [leaves_of(replay(False))]
-        after = [library.clone(array) for array, _ in kept]
-        given = [None if each.after is None else library.clone(each.after) for each in replaced]
-        moved_on = library.save_random()
-        if work.sizes:
-            put_back()
-            results.append(leaves_of(replay(True)))
-    finally:
-        put_back()
-    eager = subject.function(*work.args, **work.kwargs)
-    found = ""
-    try:
-        wanted = tree(eager, work)
-    except Unknown as error:
-        found, wanted, results = f"the result cannot be built again: {error}", captured.tree, []
-    if wanted.tokens != captured.tree.tokens:
-        found = "the result has other plain values, or another form, than that of the eager run"
-    for index, leaves in enumerate(results):
-        found = found or _difference(subject, line, captured, leaves, wanted, poisoned=index > 0)
-    overwritten = subject.overwritten(captured, work)
-    for index, ((array, _), replayed) in enumerate(zip(kept, after, strict=True)):
-        differs = ""
-        if not found and index not in overwritten:
-            differs = library.difference(replayed, array, subject.options.tolerance)
-        if differs:
-            found = f"an array that the function writes differs afterwards: {differs}"
-    for each, replayed in zip(replaced, given, strict=True):
-        now = getattr(each.array, each.name)
-        differs = "one is missing"
-        if now is not None and replayed is not None:
-            differs = library.difference(replayed, now, subject.options.tolerance)
-        if not found and differs and now is not replayed:
-            found = f"the gradient of an array differs from that of the eager run: {differs}"
-    if not found and not library.same_random(moved_on):
-        found = "the generators are in another state after a replay than after an eager run"
-    nbytes = sum(library.storage(array).nbytes for array, _ in kept)
-    finding = Finding("a check failed", found, Cause.FROZEN) if found else None
-    return CheckReport(nbytes, 0, 0, finding), eager
+    tree: Tree | None
+    """Of the result of the run before."""
+    unknown: str = ""
+    """Why that is None."""
+    leaves: Sequence[Any] = ()
+    written: Sequence[Any] = ()
+    gradients: Sequence[Any] = ()
+    """Those that the function replaces."""
+    random: Any = None
+    """The generators' states; None after the last run, of which they are in the generators."""
 
 
-def _difference(
-    subject: Subject,
-    line: Line,
-    captured: Captured,
-    leaves: Sequence[Any],
-    wanted: Tree,
-    *,
-    poisoned: bool,
-) -> str:
-    """How a replay's result differs from the eager one; empty if it does not."""
-    what = "with poisoned padding " if poisoned else ""
-    if len(leaves) != len(wanted.leaves):
-        return f"{what}the replay gives {len(leaves)} arrays, eager {len(wanted.leaves)}"
-    for index, (one, other, path) in enumerate(
-        zip(leaves, wanted.leaves, wanted.paths, strict=True)
-    ):
-        difference = subject.library.difference(one, other, subject.options.tolerance)
-        if difference:
-            names = _writers(subject, line, captured, index)
-            behind = f" (kernels that point at it: {', '.join(names)})" if names else ""
-            return f"{what}{path} differs from the eager run: {difference}{behind}"
-    return ""
+class Arrays(Memory[_Content]):
+    """What a function gives, writes and draws in one call."""
 
+    def __init__(self, subject: Subject, line: Line, captured: Captured, work: ReadCall) -> None:
+        self._subject, self._line, self._captured, self._work = subject, line, captured, work
+        state, attached = work.state, captured.attached
+        self._written = [*work.leaves, *(state[i] for i in sorted(line.state) if i < len(state))]
+        self._written += [each.after for each in attached if each.before is each.after]
+        self._replaced = [each for each in attached if each.before is not each.after]
 
-def _writers(subject: Subject, line: Line, captured: Captured, index: int) -> list[str]:
-    """The kernels of a graph that point at one of its outputs."""
-    address = subject.library.address(captured.outputs[index])
-    with subject.cache.hold(line.name) as run:
-        if run is None:
-            return []
-        return [
-            f"node {node.index} {node.name}"
-            for node in run.nodes
-            if node.name not in NAMES
-            and any(p.address == address for a in node.arguments for p in a.pointers)
-        ][-4:]
+    def nbytes(self) -> tuple[int, int, int]:
+        storage = self._subject.library.storage
+        return sum(storage(array).nbytes for array in self._written), 0, 0
+
+    def turns(self, eager: _Content | None) -> Sequence[int]:
+        return (1, 2) if self._work.sizes else (1,)
+
+    def read(self, result: Any = None, *, last: bool = False) -> _Content:
+        library = self._subject.library
+        gradients = [getattr(each.array, each.name) for each in self._replaced]
+        try:
+            tree = self._subject.arguments.tree(result, self._work)
+        except Unknown as error:
+            return _Content(None, str(error))
+        if last:
+            return _Content(tree, "", tree.leaves, self._written, gradients)
+        return _Content(
+            tree,
+            "",
+            [*map(library.clone, tree.leaves)],
+            [*map(library.clone, self._written)],
+            [None if gradient is None else library.clone(gradient) for gradient in gradients],
+            library.save_random(),
+        )
+
+    def start(self, before: _Content, turn: int, eager: _Content | None) -> _Content:
+        if turn != 1:  # the first
+            self.restore(before)
+        return before
+
+    def restore(self, before: _Content) -> None:
+        library = self._subject.library
+        for array, content in zip(self._written, before.written, strict=True):
+            if library.difference(
+                array, content, None
+            ):  # else its version would change for nothing
+                library.copy(array, content)
+        self._captured.detach()
+        library.restore_random(before.random)
+
+    def difference(
+        self, before: _Content, eager: _Content, replayed: _Content, turn: int
+    ) -> Finding | None:
+        found = self._first(eager, replayed)
+        if not found:
+            return None
+        what = "with poisoned padding, " if turn == 2 else ""
+        return Finding("a check failed", what + found, Cause.FROZEN)
+
+    def _first(self, eager: _Content, replayed: _Content) -> str:
+        """How a replay and the eager run differ first; empty if they do not."""
+        if eager.tree is None:
+            return f"the result cannot be built again: {eager.unknown}"
+        if eager.tree.tokens != self._captured.tree.tokens:
+            return "the result has other plain values, or another form, than that of the eager run"
+        if len(replayed.leaves) != len(eager.leaves):
+            return f"the replay gives {len(replayed.leaves)} arrays, eager {len(eager.leaves)}"
+        for index, path in enumerate(eager.tree.paths):
+            found = self._differ(replayed.leaves[index], eager.leaves[index])
+            if found:
+                return f"{path} differs from the eager run: {found}{self._writers(index)}"
+        overwritten = self._subject.overwritten(self._captured, self._work)
+        for index, (one, other) in enumerate(zip(replayed.written, eager.written, strict=True)):
+            found = "" if index in overwritten else self._differ(one, other)
+            if found:
+                return f"an array that the function writes differs afterwards: {found}"
+        for one, other in zip(replayed.gradients, eager.gradients, strict=True):
+            if one is not None and other is not None:
+                found = self._differ(one, other)
+            else:
+                found = "" if one is other else "one is missing"
+            if found:
+                return f"the gradient of an array differs from that of the eager run: {found}"
+        if not self._subject.library.same_random(replayed.random):
+            return "the generators are in another state after a replay than after an eager run"
+        return ""
+
+    def _differ(self, one: Any, other: Any) -> str:
+        return self._subject.library.difference(one, other, self._subject.options.tolerance)
+
+    def _writers(self, output: int) -> str:
+        """The kernels of the graph that point at one of its outputs, in words."""
+        subject = self._subject
+        address = subject.library.address(self._captured.outputs[output])
+        with subject.cache.hold(self._line.name) as run:
+            names = [
+                f"node {node.index} {node.name}"
+                for node in (() if run is None else run.nodes)
+                if node.name not in NAMES
+                and any(p.address == address for a in node.arguments for p in a.pointers)
+            ][-4:]
+        return f" (kernels that point at it: {', '.join(names)})" if names else ""

@@ -1,0 +1,277 @@
+"""The memory of a check for declared slots, which are compared bit by bit.
+
+Padding is filled with another poison at each turn, and so is each whole OUTPUT.  So turns 0 and 1
+differ if an answer depends on padding, if the graph holds something frozen, or if one run does not
+write an output.  Turn 2 is for what two poisons do not show: a minimum ignores NaN and large
+numbers, the sum of two inputs is the same when their poisons change places, and an answer may be
+equal to the poison that it should be written over.  It comes with padding, or if the eager run has
+a poison as an answer.  Memory that a run writes and that no slot declares is saved, restored and
+compared like a STATE, up to a limit in bytes (`step.undeclared`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ostinato.driver.api import MemoryRange
+from ostinato.driver.stream import Operation, Stream
+from ostinato.errors import DriverError
+from ostinato.explain.difference import first_drift
+from ostinato.explain.races import unordered
+from ostinato.graph import GraphExec, operations
+from ostinato.memory.restoring import put_back
+from ostinato.step.check import Cause, Finding, Memory
+from ostinato.step.slots import Role, Slot, Values
+from ostinato.step.undeclared import Undeclared
+
+_OUTPUT_POISONS = (0xA5, 0x5A)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """All checked memory at one moment, and what the eager run that left it submitted."""
+
+    slots: Mapping[str, Values]
+    undeclared: tuple[Values, ...]
+    operations: Sequence[Operation] | None = None
+
+
+class Declared(Memory[_Content]):
+    """The slots of a step, and what else its eager run or its graph writes.
+
+    `sizes`: how many rows are in use.  `executable` and `run`, which runs the step eagerly at the
+    sizes of the graph: what is checked; without them, `fault` alone has a meaning.  `own` is memory
+    of the step itself, which is not compared; `limit`: the largest number of bytes of undeclared
+    memory that are.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        sizes: Mapping[str, int],
+        stream: Stream,
+        executable: GraphExec | None = None,
+        run: Callable[[], object] = lambda: None,
+        *,
+        own: Sequence[MemoryRange] = (),
+        limit: int = 0,
+    ) -> None:
+        self._slots = [slot for slot in slots if slot.role is not Role.SCRATCH]
+        self._rows = {slot.name: slot.rows(sizes) for slot in self._slots}
+        self._stream, self._executable, self._run = stream, executable, run
+        self._memory = Undeclared(stream, [*(slot.buffer.range for slot in slots), *own], limit)
+        if executable is not None:
+            self._memory.save_written(executable)
+
+    def nbytes(self) -> tuple[int, int, int]:
+        declared = sum(slot.buffer.nbytes for slot in self._slots)
+        return declared, self._memory.nbytes, self._memory.skipped
+
+    def eager(self) -> Sequence[Operation]:
+        """Runs the step eagerly, and returns its operations."""
+        with self._memory.saving(), operations(self._stream.context) as made:
+            self._run()
+        return made
+
+    def _has_padding(self, slot: Slot) -> bool:
+        rows = self._rows[slot.name]
+        return rows is not None and rows < len(slot.buffer)
+
+    def _in_use(self, slot: Slot, content: _Content) -> Values:
+        values, rows = content.slots[slot.name], self._rows[slot.name]
+        return values if rows is None else values[:rows]  # all of it may have no axis
+
+    # --- before and after a run
+    def turns(self, eager: _Content | None) -> Sequence[int]:
+        assert eager is not None
+        third = any(
+            _holds_poison(slot, self._in_use(slot, eager)).any()
+            if slot.role is Role.OUTPUT
+            else self._has_padding(slot)
+            for slot in self._slots
+        )
+        return (1, 2) if third else (1,)
+
+    def read(self, result: Any = None, *, last: bool = False) -> _Content:
+        """`result`: of `eager`, or whatever a replay returns, which launches nothing else."""
+        stream = self._stream
+        slots = {slot.name: slot.buffer.to_numpy(stream) for slot in self._slots}
+        return _Content(slots, self._memory.read(), result)
+
+    def start(self, before: _Content, turn: int, eager: _Content | None) -> _Content:
+        return self._start(before, turn, turn, eager)
+
+    def _start(
+        self, before: _Content, padding: int, outputs: int, eager: _Content | None
+    ) -> _Content:
+        """Padding of a STATE is not poisoned in the eager run: a small change of a large poison is
+        rounded away, and a write to these rows must be seen."""
+        self._memory.restore()
+        start: dict[str, Values] = {}
+        for place, slot in enumerate(self._slots):
+            values, rows = before.slots[slot.name], self._rows[slot.name]
+            if slot.role is Role.OUTPUT:
+                values = _output_poison(slot, min(outputs, 1), slot.buffer.shape)
+                if outputs == 2 and eager is not None:  # other values than its answers
+                    answers = _holds_poison(slot, eager.slots[slot.name])
+                    values[answers] = _output_poison(slot, 0)[0]
+            elif (
+                rows is not None
+                and self._has_padding(slot)
+                and (padding or slot.role is not Role.STATE)
+            ):
+                values = slot.poisoned(values, rows, padding, place)
+            start[slot.name] = values
+            slot.buffer.copy_from(values, self._stream)
+        return _Content(start, before.undeclared)
+
+    def accept(self, before: _Content) -> None:
+        """Puts back inputs and padding."""
+        for slot in self._slots:
+            rows = self._rows[slot.name]
+            if slot.role is Role.INPUT:
+                slot.buffer.copy_from(before.slots[slot.name], self._stream)
+            elif rows is not None and self._has_padding(slot):
+                slot.buffer[rows:].copy_from(before.slots[slot.name][rows:], self._stream)
+        self._stream.synchronize()
+
+    def restore(self, before: _Content) -> None:
+        def write() -> None:
+            for slot in self._slots:
+                slot.buffer.copy_from(before.slots[slot.name], self._stream)
+            self._memory.restore()
+            self._stream.synchronize()
+
+        def lost(refused: DriverError) -> str:
+            names = ", ".join(repr(slot.name) for slot in self._slots)
+            return (
+                f"a check could not put back what it had changed ({refused}), so the content of "
+                f"the slots {names} is not valid: write them again, then call step.release(); "
+                "until then the step does not run"
+            )
+
+        put_back(write, lost)
+
+    # --- comparing
+    def fault(self, start: _Content, end: _Content) -> Finding | None:
+        """Two operations without an order, or the first input or padding row of a STATE that a run
+        changed."""
+        if self._executable is not None and end.operations is not None:
+            race = unordered(self._executable.graph, end.operations)
+            if race is not None:
+                return Finding(f"{race[0].name} and {race[1].name}", "no path", Cause.UNORDERED)
+        for slot in self._slots:
+            was, is_ = start.slots[slot.name], end.slots[slot.name]
+            rows = self._rows[slot.name]
+            if slot.role is Role.INPUT:
+                index, cause = _first_difference(was, is_), Cause.INPUT_WRITTEN
+            elif slot.role is Role.STATE and rows is not None and not slot.scratch_padding:
+                index, cause = _first_difference(was, is_, rows), Cause.PADDING_WRITTEN
+            else:
+                continue
+            if index is not None:
+                where = f"slot {slot.name!r} at {list(index)}"
+                return Finding(where, f"{was[index]} before, {is_[index]} after", cause)
+        return None
+
+    def difference(
+        self, before: _Content, eager: _Content, replayed: _Content, turn: int
+    ) -> Finding | None:
+        found = self._first(eager, replayed)
+        if found is None:
+            return None
+        (where, what, cause), drift = found, None
+        if cause is None:
+            cause, drift = self._cause(before, eager, turn)
+        if cause in (Cause.FROZEN, Cause.UNDECLARED):
+            assert self._executable is not None
+            nodes = self._executable.nodes
+            drift = first_drift(nodes, eager.operations or (), ("in the graph", "now"))
+        return Finding(where, what if drift is None else f"{what}; {drift}", cause)
+
+    def _cause(self, before: _Content, a: _Content, turn: int) -> tuple[Cause, str | None]:
+        """Why the eager run and a replay differ; and where the launches of two eager runs differ,
+        if they do.
+
+        Runs the step eagerly again: first with both poisons of the eager run, then with one poison
+        of the replay at a time.
+        """
+        once = again = a.operations or ()
+
+        def differs(padding: int, outputs: int) -> bool:
+            nonlocal again
+            self._start(before, padding, outputs, a)
+            again = self.eager()
+            return self._first(a, self.read()) is not None
+
+        if differs(0, 0):
+            drift = first_drift(once, again, ("in one run", "in the next"))
+            return (Cause.UNREPEATABLE if drift is None else Cause.HOST_STATE), drift
+        if differs(turn, 0):
+            return Cause.PADDING, None
+        return (Cause.OUTPUT_READ if differs(0, turn) else Cause.FROZEN), None
+
+    def _first(self, a: _Content, b: _Content) -> tuple[str, str, Cause | None] | None:
+        """Where and in what the answers of two runs differ first, and the cause if it is known
+        without another run."""
+        for slot in self._slots:
+            if slot.role is Role.INPUT:
+                continue
+            one, other = self._in_use(slot, a), self._in_use(slot, b)
+            index = _first_difference(one, other)
+            if index is None:
+                continue
+            where = f"slot {slot.name!r} at {list(index)}"
+            if slot.role is Role.OUTPUT and _is_poison(slot, one[index], other[index]):
+                return where, "neither run writes it", Cause.UNWRITTEN
+            return where, f"{one[index]} eagerly, {other[index]} by replay", None
+        found = self._memory.difference(a.undeclared, b.undeclared)
+        return None if found is None else (*found, Cause.UNDECLARED)
+
+
+def _output_poison(slot: Slot, which: int, shape: tuple[int, ...] = (1,)) -> Values:
+    dtype = slot.buffer.dtype
+    if slot.poison is not None:
+        return np.full(shape, slot.poison[which], dtype)
+    filled = np.full(math.prod(shape) * dtype.itemsize, _OUTPUT_POISONS[which], np.uint8)
+    return filled.view(dtype).reshape(shape)
+
+
+def _is_poison(slot: Slot, one: Any, other: Any) -> bool:
+    """Whether both elements of an output still hold their poison."""
+    poisons = [_output_poison(slot, which).tobytes() for which in (0, 1)]
+    return [np.asarray(one).tobytes(), np.asarray(other).tobytes()] == poisons
+
+
+def _holds_poison(slot: Slot, values: Values) -> Values:
+    """Where an output's values are those that the second run is poisoned with."""
+    return np.asarray(~_differ(values, _output_poison(slot, 1))).reshape(values.shape)
+
+
+def _differ(one: Values, other: Values) -> Values:
+    """Where the bits of elements differ, in one row.  Either may be a single element."""
+    size = one.dtype.itemsize
+    word = math.gcd(size, 8)  # by words: by bytes takes ten times as long
+    a, b = (
+        np.ascontiguousarray(values).view(f"u{word}").reshape(-1, size // word)
+        for values in (one, other)
+    )
+    different = a != b
+    return np.asarray(different[:, 0] if word == size else different.any(axis=1))
+
+
+def _first_difference(one: Values, other: Values, start: int = 0) -> tuple[int, ...] | None:
+    """The index of the first element whose bits differ, from row `start` on."""
+    a, b = one[start:] if start else one, other[start:] if start else other
+    if not a.size:
+        return None
+    different = _differ(a, b)
+    if not different.any():
+        return None
+    index = [int(i) for i in np.unravel_index(int(np.flatnonzero(different)[0]), a.shape)]
+    return (index[0] + start, *index[1:]) if index else ()
