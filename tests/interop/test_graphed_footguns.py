@@ -4,14 +4,19 @@ at again, what a replay does not do, and what stands for itself twice."""
 from __future__ import annotations
 
 import collections
+import contextvars
 import copy
 import dataclasses
 import functools
 import gc
+import itertools
+import os
 import pickle
+import random
 import types
 import weakref
 from collections.abc import Callable
+from os import getenv
 from typing import Any
 
 import numpy as np
@@ -49,6 +54,13 @@ def threefold(x: Array) -> Array:
 
 
 active = twice
+
+
+def scaled(x: Array, by: float = 2.0) -> Array:
+    return x.line(by)
+
+
+VARIABLE = contextvars.ContextVar("scale", default=2.0)
 
 
 class Slotted:
@@ -115,6 +127,23 @@ def uses(kind: str) -> tuple[Callable[[Array], Array], Callable[[float], object]
             lambda x: active(x),
             lambda v: space.__setitem__("active", twice if v == 2 else threefold),
         )
+    if kind.startswith("the environment"):
+        if kind == "the environment":
+            f = lambda x: x.line(float(os.environ.get("SCALE", "")))  # noqa: E731
+        elif kind == "the environment, by os.getenv":
+            f = lambda x: x.line(float(os.getenv("SCALE", "")))  # noqa: E731
+        else:
+            f = lambda x: x.line(float(getenv("SCALE", "")))  # noqa: E731
+        return f, lambda v: os.environ.update(SCALE=str(v))
+    if kind == "a context variable":
+        return lambda x: x.line(VARIABLE.get()), VARIABLE.set
+    if kind in ("its code", "another function's code"):
+        mine = types.FunctionType(twice.__code__, space)
+        codes = {2.0: twice.__code__, 3.0: threefold.__code__}
+        f = mine if kind == "its code" else lambda x: mine(x)
+        return f, lambda v: setattr(mine, "__code__", codes[v])
+    if kind == "another function's default":
+        return lambda x: scaled(x), lambda v: setattr(scaled, "__defaults__", (v,))
     if kind == "a default":
 
         def defaults(x: Array, scales: list[float] = [2.0]) -> Array:  # noqa: B006
@@ -155,7 +184,9 @@ def uses(kind: str) -> tuple[Callable[[Array], Array], Callable[[float], object]
     [
         *("decorated", "in a comprehension", "defined later", "a module's", "a class's"),
         *("another function", "a default", "self.of_inner", "self.of_list", "self.of_dict"),
-        *("self.of_class", "a set", "numpy", "bytes", "slots", "a record"),
+        *("self.of_class", "a set", "numpy", "bytes", "slots", "a record", "its code"),
+        *("another function's code", "another function's default", "a context variable"),
+        *("the environment", "the environment, by os.getenv", "the environment, by getenv"),
     ],
 )
 def test_a_change_of_what_it_uses_is_seen(lib: Lib, make: Make, kind: str) -> None:
@@ -170,6 +201,42 @@ def test_a_change_of_what_it_uses_is_seen(lib: Lib, make: Make, kind: str) -> No
         assert statistics.captures == 2 and statistics.replays >= 7, step.explain()
     finally:
         change(2.0)
+
+
+RANDOM: dict[str, Callable[[int], Callable[[], float]]] = {
+    "Python's": lambda seed: random.seed(seed) or random.random,  # type: ignore[func-returns-value]
+    "Python's, by a helper": lambda seed: random.seed(seed) or (lambda: random.choice([1.0, 2.0])),  # type: ignore[func-returns-value]
+    "NumPy's": lambda seed: np.random.seed(seed) or np.random.rand,  # type: ignore[func-returns-value]
+    "an object of Python": lambda seed: random.Random(seed).random,
+    "an object of NumPy": lambda seed: np.random.default_rng(seed).random,
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_numbers_that_are_drawn_on_the_host(lib: Lib, make: Make, kind: str) -> None:
+    draw = RANDOM[kind](0)
+    wanted = [draw() for _ in range(6)]
+    draw = RANDOM[kind](0)
+    step = make(lambda x: x.line(draw()))
+    for value in wanted:
+        np.testing.assert_array_equal(step(ones(lib)).numpy(), [np.float32(value)] * 4)
+    assert step.statistics().replays == 0, step.explain()
+
+
+def test_numbers_that_are_drawn_from_the_second_call_on(lib: Lib, make: Make) -> None:
+    """The capture draws first, and puts that back before the call runs eagerly."""
+    runs = itertools.count()
+
+    def often() -> int:
+        return next(runs)
+
+    step = make(lambda x: x.line(random.random() if often() else 1.0))
+    random.seed(0)
+    wanted = [1.0, *[random.random() for _ in range(4)]]
+    random.seed(0)
+    for value in wanted:
+        np.testing.assert_array_equal(step(ones(lib)).numpy(), [np.float32(value)] * 4)
+    assert step.statistics().replays == 0 and "random" in step.explain()
 
 
 def test_weights_in_containers_of_an_object_are_watched(lib: Lib, make: Make) -> None:

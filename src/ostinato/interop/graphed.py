@@ -591,7 +591,7 @@ class Graphed(Guarded):
                 raise _NoCopies(str(error)) from None
             raise
         subject.turns.take()
-        seeded = library.seeding()
+        seeded, drawn = library.seeding(), subject.drawing()
         result = library.run_beside(lambda: self._function(*work.args, **work.kwargs))
         if library.wants_gradient(result):
             why = self._give_up(
@@ -629,6 +629,7 @@ class Graphed(Guarded):
         if not changed:
             changed = seeded(subject.code.named)
             changed += subject.seeded() if changed else ""
+        changed = changed or drawn(False)
         self._stateful = self._stateful + 1 if changed else 0
         if changed:
             if self._stateful > 1:

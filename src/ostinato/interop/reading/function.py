@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ostinato import GraphCache
 from ostinato.interop.reading.arguments import Arguments
@@ -18,6 +23,8 @@ from ostinato.interop.reading.trees import Unknown
 
 _WORD = re.compile(r"[^\W\d]\w*")
 _MOST_NAMED = 3
+_DRAWING = frozenset([*dir(random), *dir(np.random)])
+"""What draws from the generators of Python and NumPy, and more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +96,30 @@ class Subject:
         except Unknown as error:
             return str(error)
         return self.located(self.guards.explain(work.seen, now))
+
+    def drawing(self) -> Callable[[bool], str]:
+        """A function that tells which generator of Python or NumPy, of those that all code shares,
+        the function drew from since now, and puts that back if so asked; empty if from none.
+
+        Other threads draw from them, too: where there are any, the code must name what draws, or
+        that of a function that it names."""
+        before = random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
+
+        def found(undo: bool) -> str:
+            python, numpy = random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
+            if before == (python, numpy):
+                return ""
+            names = self.code.named.union([place.name for place in self.code.places])
+            for helper in [place.read() for place in self.code.places]:
+                names = names.union(getattr(getattr(helper, "__code__", None), "co_names", ()))
+            if len(sys._current_frames()) > 1 and _DRAWING.isdisjoint(names):
+                return ""
+            if undo:
+                random.setstate(before[0])
+                np.random.set_state(pickle.loads(before[1]))
+            return f"the state of {'random' if python != before[0] else 'numpy.random'}"
+
+        return found
 
     def seeded(self) -> str:
         """Where the function may give a generator a seed."""

@@ -14,7 +14,7 @@ what else of them the code names, by the names of attributes in it (also as text
 `getattr`) and in the methods of these objects that it calls (`self.config.scale`), three objects
 deep; of functions, and of modules and classes of the user's, what the code names; all that there is
 of objects of which the library says so (`states.py`).  Not read is what other functions that it
-calls read by themselves.  An iterator makes a call run eagerly.
+calls read by themselves.  An iterator or a random generator makes a call run eagerly.
 """
 
 from __future__ import annotations
@@ -24,17 +24,27 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import os
+import random
 import threading
 import types
 import weakref
 from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Hashable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from ostinato.interop.reading.objects import Watch, Watcher, attributes_of, items_in, same
+from ostinato.interop.reading.objects import (
+    Missing,
+    Watch,
+    Watcher,
+    attributes_of,
+    items_in,
+    same,
+)
 from ostinato.interop.reading.places import (
     Place,
     data_in,
@@ -47,6 +57,7 @@ from ostinato.interop.reading.places import (
 )
 from ostinato.interop.reading.trees import (
     ATOMS,
+    Itself,
     Leaf,
     Unknown,
     bound_to,
@@ -73,6 +84,14 @@ class Walker(Protocol):
     def array(self, path: Trail, array: Any) -> None: ...
 
     def plain(self, path: Trail, value: Any) -> None: ...
+
+    def function(self, path: Trail, value: types.FunctionType) -> None:
+        """Its code and its default values may be replaced (`%autoreload`); before the function."""
+        ...
+
+    def variable(self, path: Trail, value: ContextVar[Any], content: Any) -> None:
+        """Before its content."""
+        ...
 
     def watched(self, path: Trail, watch: Watch) -> None:
         """Before what else it holds."""
@@ -169,6 +188,12 @@ class _Reading:
     def plain(self, path: Trail, value: Any) -> None:
         self.tokens.append(plain_token(value))
 
+    def function(self, path: Trail, value: types.FunctionType) -> None:
+        self.tokens.append(code_token(value))
+
+    def variable(self, path: Trail, value: ContextVar[Any], content: Any) -> None:
+        self.tokens.append((ContextVar, value))
+
     def watched(self, path: Trail, watch: Watch) -> None:
         watch.read(self.tokens, self.arrays)
 
@@ -199,6 +224,14 @@ class _Naming(_Reading):
 
     def plain(self, path: Trail, value: Any) -> None:
         super().plain(path, value)
+        self.names.append(in_words(path))
+
+    def function(self, path: Trail, value: types.FunctionType) -> None:
+        super().function(path, value)
+        self.names.append(in_words(path))
+
+    def variable(self, path: Trail, value: ContextVar[Any], content: Any) -> None:
+        super().variable(path, value, content)
         self.names.append(in_words(path))
 
     def watched(self, path: Trail, watch: Watch) -> None:
@@ -260,7 +293,17 @@ class Guards:
         """Classes of which the code names an attribute that a descriptor in Python makes."""
         self._learned: dict[type, int] = {}
         """How many these were when the methods of a class were looked at."""
-        self.places = tuple(places_of(function, self._named))
+        self._function = function
+        self.places: tuple[Place, ...] = ()
+        self._codes: list[tuple[Any, types.CodeType]] = []
+        """The code of the functions whose places these are."""
+        self._look()
+
+    def _look(self) -> None:
+        """Finds the places in the function's code."""
+        self.places = tuple(places_of(self._function, self._named))
+        held = [place.source[1] for place in self.places if place.source[2] == "__code__"]
+        self._codes = [(function, function.__code__) for function in held]
 
     @property
     def empty(self) -> bool:
@@ -274,6 +317,10 @@ class Guards:
 
     def read(self) -> Seen:
         """What the function uses now."""
+        for function, code in self._codes:
+            if function.__code__ is not code:
+                self._look()
+                break
         known = -1
         while known != len(self._named):  # again where methods were met that name other attributes
             known = len(self._named)
@@ -311,6 +358,10 @@ class Guards:
         if library.is_array(value):
             walker.array(path, value)
             return
+        if type(value) is types.FunctionType:
+            walker.function(path, value)
+            if value is os.getenv:
+                self._visit(walker, (path, "environ"), os.environ, depth, met, inner)
         with_attributes = type(value) is types.FunctionType and _has_attributes(value)
         if with_attributes:  # it may stand for an object that the library knows
             watch = self.watch(value)
@@ -352,7 +403,14 @@ class Guards:
                 self._visit_space(walker, path, type(value), depth, met)
             return
         if hasattr(type(value), "__next__") and type(value).__module__ in _ITERATED:
-            raise _Iterating(in_words(path), value)
+            raise _Moving(in_words(path), value, "an iterator")
+        if isinstance(value, _RANDOM):
+            raise _Moving(in_words(path), value, "a random generator")
+        if type(value) is ContextVar and depth < _DEEPEST:
+            content = value.get(Missing)
+            walker.variable(path, value, content)
+            self._visit_all(walker, path, [("get()", content)], depth, met, inner)
+            return
         deep = depth >= _DEEPEST_OBJECT or id(value) in met or len(met) >= _MOST
         inside = None if deep else self._inside(value, inner)
         met.add(id(value))
@@ -376,7 +434,7 @@ class Guards:
         self, walker: Walker, path: Trail, value: Any, depth: int, met: set[int]
     ) -> None:
         """A module, a class, or a function with attributes."""
-        own = isinstance(value, types.FunctionType) or is_own(value)
+        own = isinstance(value, types.FunctionType) or value is os or is_own(value)
         own = own and depth < _DEEPEST_OBJECT and id(value) not in met
         inside = data_in(value, self._named) if own else None
         if inside or isinstance(value, types.ModuleType):
@@ -505,6 +563,16 @@ def _has_attributes(value: Any) -> bool:
     return type(value) is types.FunctionType and bool(vars(value))
 
 
+def code_token(function: types.FunctionType) -> Hashable:
+    """What stands for what a function does, as far as it is the function's own."""
+    given, named = function.__defaults__, function.__kwdefaults__
+    return (
+        function.__code__,
+        plain_token(given) if is_plain(given) else Itself(given),
+        Itself(named),
+    )
+
+
 def size_of(value: Any) -> int | None:
     """How many items a large table of plain values has, which are not looked at."""
     if type(value) not in _CONTAINERS or len(value) <= _MOST_ITEMS:
@@ -525,6 +593,7 @@ _NOT_CALLED = frozenset(
 _SPACES = (types.ModuleType, type)
 _ITERATED = ("builtins", "itertools")
 """Modules of iterators, of which nothing tells how far they are: a replay does not move them."""
+_RANDOM = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _C_DATA: Any = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
 _NUMPY = (np.ndarray, np.void)
 _BUILT_IN = (types.BuiltinMethodType, types.MethodWrapperType)
@@ -543,10 +612,16 @@ def _bound(value: Any) -> list[Any] | None:
     return None
 
 
-class _Iterating(Unknown):
+class _Moving(Unknown):
+    """An object with a state on the host that a replay leaves as it is."""
+
+    def __init__(self, path: str, value: object, what: str) -> None:
+        super().__init__(path, value)
+        self.args = path, value, what
+
     def __str__(self) -> str:
         kind = type(self.value).__qualname__
-        return f"{self.path} is an iterator ({kind}), which a replay would not move on"
+        return f"{self.path} is {self.args[2]} ({kind}), which a replay would not move on"
 
 
 def in_words(path: Trail) -> str:
@@ -574,6 +649,8 @@ def _parts(seen: Seen) -> list[tuple[tuple[Hashable, ...], list[Any]]]:
 def contents_of(value: Any) -> Hashable | None:
     """What stands for something that is compared by what it holds; None for anything else."""
     kind: Any = type(value)
+    if value is os.environ:
+        return kind, frozenset(value.items())
     if kind is set and all(map(is_plain, value)):
         return kind, frozenset(map(plain_token, value))
     if kind is bytearray and len(value) <= _MOST:

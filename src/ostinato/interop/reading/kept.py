@@ -8,6 +8,7 @@ import ctypes
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,12 @@ class Kept:
 
     def plain(self, path: Trail, value: Any) -> None:
         """It cannot change."""
+
+    def function(self, path: Trail, value: types.FunctionType) -> None:
+        """No run is expected to change it; what does is found as changed state."""
+
+    def variable(self, path: Trail, value: ContextVar[Any], content: Any) -> None:
+        """As `function`."""
 
     def watched(self, path: Trail, watch: Watch) -> None:
         if isinstance(watch, Guarded):

@@ -83,10 +83,10 @@ def _places_of_one(
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         source = "attribute", cell, "cell_contents"
         yield Place(name, functools.partial(_content, cell), source)
-    for name in ("__defaults__", "__kwdefaults__"):
-        if getattr(function, name):
-            read = functools.partial(getattr, function, name)
-            yield Place("default values", read, ("attribute", function, name))
+    for name in ("__code__", "__defaults__", "__kwdefaults__"):
+        read = functools.partial(getattr, function, name)
+        words = "the function's code" if name == "__code__" else "default values"
+        yield Place(words, read, ("attribute", function, name))
     space = function.__globals__
     named, attributes = _names(code)
     named_attributes |= attributes

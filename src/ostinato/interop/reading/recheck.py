@@ -16,13 +16,14 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Protocol, TypeAlias
 
 from ostinato import GraphExec, MemoryRange, Stream
 from ostinato.interop.reading.function import Subject
-from ostinato.interop.reading.guards import Guards, Trail, contents_of, size_of
+from ostinato.interop.reading.guards import Guards, Trail, code_token, contents_of, size_of
 from ostinato.interop.reading.library import Library, Options
-from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
+from ostinato.interop.reading.objects import Missing, ObjectWatch, Watch, items_in, same
 from ostinato.interop.reading.places import Place
 from ostinato.interop.reading.records import Attached, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Leaf, children_of, is_plain, plain_token
@@ -279,6 +280,15 @@ class _Noting:
     def plain(self, path: Trail, value: Any) -> None:  # no check: same object, same value
         self.tokens.append(plain_token(value))
 
+    def function(self, path: Trail, value: types.FunctionType) -> None:
+        self.tokens.append(code_token(value))
+        names = "__code__", "__defaults__", "__kwdefaults__"
+        self._checks.attributes(value, {name: getattr(value, name) for name in names})
+
+    def variable(self, path: Trail, value: ContextVar[Any], content: Any) -> None:
+        self.tokens.append((ContextVar, value))
+        self._checks.reads(value, _Holds(content))
+
     def watched(self, path: Trail, watch: Watch) -> None:
         _note(watch, self._checks, self.tokens, self.arrays)
 
@@ -353,6 +363,16 @@ class SameItems:
 
     def __call__(self, value: Any) -> bool:
         return same(items_in(value) or [], self._items)
+
+
+class _Holds:
+    """Whether a context variable holds the very object that it holds now."""
+
+    def __init__(self, content: Any) -> None:
+        self._content = content
+
+    def __call__(self, value: ContextVar[Any]) -> bool:
+        return value.get(Missing) is self._content
 
 
 MISSED = object()

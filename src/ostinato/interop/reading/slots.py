@@ -120,7 +120,7 @@ class Maker:
                 mover.end(stream, places)
             return result
 
-        around = self._memory_around()
+        around, drawn = self._memory_around(), subject.drawing()
         graph, result = library.capture(run)
         if compiled is not None:
             replace_small_fills(compiled.device, graph)
@@ -139,7 +139,7 @@ class Maker:
         given = next(filter(None, [library.hidden(i, ("grad",), copied=True) for i in inputs]), "")
         if given:
             raise NotGraphable(subject.at(f"of an argument the function makes {given}"))
-        changed = subject.changed_state(work)
+        changed = subject.changed_state(work) or drawn(True)
         if changed:
             raise NotGraphable(
                 subject.at(f"the function changes Python state that it uses ({changed})")

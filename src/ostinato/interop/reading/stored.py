@@ -25,6 +25,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -343,6 +344,12 @@ class Description:
 
     def plain(self, path: Trail, value: Any) -> None:
         self.add(in_words(path), value)
+
+    def function(self, path: Trail, value: types.FunctionType) -> None:
+        """`text_of` the function has its code."""
+
+    def variable(self, path: Trail, value: ContextVar[Any], content: Any) -> None:
+        """Its content comes next."""
 
     def watched(self, path: Trail, watch: Watch) -> None:
         if isinstance(watch, Guarded):

@@ -15,7 +15,7 @@ import torch
 
 from ostinato.interop.reading.guards import Guarded
 from ostinato.interop.reading.objects import Missing, same
-from ostinato.interop.reading.places import data_of, names_in_method
+from ostinato.interop.reading.places import data_of, names_in_method, own_bases
 from ostinato.interop.reading.recheck import Checks, Inexpressible
 from ostinato.interop.reading.stored import Description, code_text
 from ostinato.interop.reading.trees import is_plain, plain_token
@@ -44,8 +44,8 @@ class _Attribute:
     """From the module that is watched."""
     held: dict[str, Any]
     name: str
-    kind: type | None = None
-    """The class."""
+    kind: Any = None
+    """The class, or a function of it; None if it is the module's own."""
 
 
 def _value(attribute: _Attribute) -> Any:
@@ -54,9 +54,18 @@ def _value(attribute: _Attribute) -> Any:
     return getattr(attribute.kind, attribute.name, Missing)
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, types.CodeType) or is_plain(value, PLAIN)
+
+
 def _shared(kinds: Iterable[type]) -> Iterator[_Attribute]:
-    """What `forward` reads of the classes of modules: data that is no module's own."""
+    """What `forward` reads of the classes of modules: data that is no module's own; and its code,
+    which may be replaced (`%autoreload`), of classes of the user's."""
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
+        for base in own_bases(kind):
+            forward: Any = vars(base).get("forward")
+            if isinstance(forward, types.FunctionType):
+                yield _Attribute(f"{base.__qualname__}.forward", {}, "__code__", forward)
         for name in sorted(data_of(kind, names_in_method(kind, "forward"))):
             yield _Attribute(f"{kind.__qualname__}.{name}", {}, name, kind)
 
@@ -136,8 +145,8 @@ class ModuleWatch:
             self._names.append(names)
             self._gets.append((operator.itemgetter(*names, *_TABLES), held))
         self._shared = [*_shared({type(module) for module in modules})]
-        self._others += [each for each in self._shared if not is_plain(_value(each), PLAIN)]
-        self._shared = [each for each in self._shared if is_plain(_value(each), PLAIN)]
+        self._others += [each for each in self._shared if not _is_plain(_value(each))]
+        self._shared = [each for each in self._shared if _is_plain(_value(each))]
         self._kind = type(modules[0])
         self._plain, self._found, self._hooked = self._state()
         found = [*map(id, self._found)]
@@ -238,7 +247,8 @@ class ModuleWatch:
         for each in self._loose:
             description.array(f"{name}.{each.path}", _value(each))
         for each in self._shared:
-            description.add(each.path, _value(each))
+            if each.name != "__code__":  # `code_text` stands for it above
+                description.add(each.path, _value(each))
 
     def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
         """Reads, and notes where each value was found."""
