@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,29 @@ class Here(threading.local):
         self.stream = stream
         self.capture: ost.Capture | None = None
         self.pool: list[ost.Buffer] = []
+
+
+class Installed:
+    """The watch of the library itself, of which nothing is read: it stands for an installed
+    package, whose state is no function's."""
+
+    def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
+        pass
+
+    def note(self, checks: object, tokens: list[Hashable], arrays: list[Any]) -> None:
+        pass
+
+    def others(self) -> Iterable[tuple[str, Any]]:
+        return ()
+
+    def methods(self) -> Iterable[tuple[type, str]]:
+        return ()
+
+    def names(self) -> list[str]:
+        return []
+
+    def holders(self) -> Iterable[Any]:
+        return ()
 
 
 class Lib:
@@ -203,6 +226,8 @@ class Lib:
         raise AssertionError
 
     def watch(self, value: object, /) -> Watch | None:
+        if value is self:
+            return Installed()
         return StateWatch(value, self) if isinstance(value, Stateful) else None
 
     def stream(self) -> ost.Stream:

@@ -49,11 +49,13 @@ from ostinato.interop.reading.places import (
     Place,
     data_in,
     data_of,
+    functions_in_method,
     has_descriptors,
     is_own,
     names_in_method,
     own_bases,
     places_of,
+    places_of_called,
 )
 from ostinato.interop.reading.trees import (
     ATOMS,
@@ -78,6 +80,10 @@ Trail: TypeAlias = tuple[Any, ...]
 
 class Walker(Protocol):
     """Takes what a walk through all that a function uses meets (`Guards.walk`), in order."""
+
+    def start(self) -> None:
+        """Before each place of the function itself, and before those of functions that it calls."""
+        ...
 
     def place(self, place: Place, value: Any) -> None: ...
 
@@ -122,7 +128,7 @@ class Seen(NamedTuple):  # it is made in each call, and a dataclass takes twice 
     tokens: tuple[Hashable, ...]
     arrays: list[Any]
     starts: list[tuple[int, int]]
-    """How many tokens and arrays there were before each place."""
+    """How many tokens and arrays there were before each place, and before what it calls."""
 
 
 class Guarded:
@@ -178,8 +184,11 @@ class _Reading:
         self.arrays: list[Any] = []
         self.starts: list[tuple[int, int]] = []
 
-    def place(self, place: Place, value: Any) -> None:
+    def start(self) -> None:
         self.starts.append((len(self.tokens), len(self.arrays)))
+
+    def place(self, place: Place, value: Any) -> None:
+        pass
 
     def array(self, path: Trail, array: Any) -> None:
         self.tokens.append(Leaf)  # where it is: `[array, 2.0]` is not `[2.0, array]`
@@ -267,6 +276,22 @@ class _Known:
     watch: Watch | None
 
 
+class _Met(set[int]):
+    """The addresses of the objects that a walk met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[types.FunctionType] = []
+        """The user's functions that may be called."""
+        self._called: set[types.FunctionType] = set()
+
+    def call(self, functions: Iterable[types.FunctionType]) -> None:
+        for function in functions:
+            if function not in self._called and is_own(function):
+                self._called.add(function)
+                self.called.append(function)
+
+
 class _Drops:
     """Forgets what is known of an object that is gone."""
 
@@ -291,9 +316,14 @@ class Guards:
         """Attributes that the function's code names."""
         self._described: set[type] = set()
         """Classes of which the code names an attribute that a descriptor in Python makes."""
-        self._learned: dict[type, int] = {}
-        """How many these were when the methods of a class were looked at."""
+        self._learned: dict[type, tuple[int, list[types.FunctionType]]] = {}
+        """How many attributes were named when the methods of a class were looked at, and those of
+        the methods that may be called."""
         self._function = function
+        self._called: weakref.WeakKeyDictionary[
+            types.FunctionType, tuple[types.CodeType, tuple[Place, ...]]
+        ] = weakref.WeakKeyDictionary()
+        """Functions that it may call, their code, and the places in it."""
         self.places: tuple[Place, ...] = ()
         self._codes: list[tuple[Any, types.CodeType]] = []
         """The code of the functions whose places these are."""
@@ -334,15 +364,34 @@ class Guards:
 
     def walk(self, walker: Walker) -> set[int]:
         """Shows a walker all that the function uses; the addresses of the objects that it met."""
-        met: set[int] = set()
+        met = _Met()
         for place in self.places:
-            value = place.read()
-            walker.place(place, value)
-            if type(value) in ATOMS:
-                walker.plain((place.name,), value)
-                continue
-            self._visit(walker, (place.name,), value, 0, met)
+            walker.start()
+            self._visit_place(walker, place, (place.name,), met)
+        walker.start()
+        shown = {(id(place.source[1]), place.source[2]) for place in self.places}
+        for function in met.called:
+            for place in self._places_of_called(function):
+                where = id(place.source[1]), place.source[2]
+                if where not in shown:  # functions of one module name the same globals
+                    shown.add(where)
+                    self._visit_place(walker, place, ((function.__name__,), place.name), met)
         return met
+
+    def _visit_place(self, walker: Walker, place: Place, path: Trail, met: _Met) -> None:
+        value = place.read()
+        walker.place(place, value)
+        if type(value) in ATOMS:
+            walker.plain(path, value)
+        else:
+            self._visit(walker, path, value, 0, met)
+
+    def _places_of_called(self, function: types.FunctionType) -> tuple[Place, ...]:
+        known = self._called.get(function)
+        if known is None or known[0] is not function.__code__:
+            places = places_of_called(function, self._named)
+            known = self._called[function] = function.__code__, places
+        return known[1]
 
     def _visit(
         self,
@@ -350,7 +399,7 @@ class Guards:
         path: Trail,
         value: Any,
         depth: int,
-        met: set[int],
+        met: _Met,
         inner: bool = False,
     ) -> None:
         """`inner`: whether it is somewhere in an object."""
@@ -360,6 +409,7 @@ class Guards:
             return
         if type(value) is types.FunctionType:
             walker.function(path, value)
+            met.call([value])
             if value is os.getenv:
                 self._visit(walker, (path, "environ"), os.environ, depth, met, inner)
         with_attributes = type(value) is types.FunctionType and _has_attributes(value)
@@ -376,7 +426,7 @@ class Guards:
             walker.container(path, value, (type(value),), bound)
             self._visit_all(walker, path, enumerate(bound), depth, met, inner)
             return
-        functions = type(value) is tuple and any(map(_has_attributes, value))
+        functions = type(value) is tuple and any(map(_is_function, value))
         if not functions and is_plain(value, library.plain):
             walker.plain(path, value)
             return
@@ -412,7 +462,7 @@ class Guards:
             self._visit_all(walker, path, [("get()", content)], depth, met, inner)
             return
         deep = depth >= _DEEPEST_OBJECT or id(value) in met or len(met) >= _MOST
-        inside = None if deep else self._inside(value, inner)
+        inside = None if deep else self._inside(value, inner, met)
         met.add(id(value))
         walker.other(path, value, inside, inner)
         if inside is not None:
@@ -422,17 +472,17 @@ class Guards:
             self._visit_items(walker, path, value, items, depth, met)
 
     def _visit_watched(
-        self, walker: Walker, path: Trail, value: Any, watch: Watch, depth: int, met: set[int]
+        self, walker: Walker, path: Trail, value: Any, watch: Watch, depth: int, met: _Met
     ) -> None:
         met.add(id(value))
         walker.watched(path, watch)
+        for kind, name in watch.methods():
+            met.call(functions_in_method(kind, name))
         for name, child in watch.others():
             if name.rpartition(".")[2] in self._named:
                 self._visit(walker, (path, name), child, depth + 1, met, True)
 
-    def _visit_space(
-        self, walker: Walker, path: Trail, value: Any, depth: int, met: set[int]
-    ) -> None:
+    def _visit_space(self, walker: Walker, path: Trail, value: Any, depth: int, met: _Met) -> None:
         """A module, a class, or a function with attributes."""
         own = isinstance(value, types.FunctionType) or value is os or is_own(value)
         own = own and depth < _DEEPEST_OBJECT and id(value) not in met
@@ -451,7 +501,7 @@ class Guards:
         value: Any,
         items: list[Any],
         depth: int,
-        met: set[int],
+        met: _Met,
     ) -> None:
         """The items of a container of another class, or of one with objects as its keys."""
         kind, plain, paired = type(value), self._library.plain, len(items) > len(value)
@@ -467,7 +517,7 @@ class Guards:
         walker.items(path, value, head, items)
         self._visit_all(walker, path, enumerate(items), depth, met, True)
 
-    def _inside(self, value: object, inner: bool) -> dict[str, Any] | None:
+    def _inside(self, value: object, inner: bool, met: _Met) -> dict[str, Any] | None:
         """The attributes of an object that are looked at."""
         found, library, named = attributes_of(value), self._library, self._named
         if found is None:
@@ -475,14 +525,18 @@ class Guards:
         kind: Any = type(value)
         shared = {}
         if own_bases(kind):
-            if self._learned.get(kind) != len(named):
+            count, functions = self._learned.get(kind, (-1, []))
+            if count != len(named):
+                functions = []
                 for name in dir(kind):
                     special = name.startswith("__") and name not in _NOT_CALLED
                     if special or name in named:
                         named |= names_in_method(kind, name)
+                        functions += functions_in_method(kind, name)
                 if has_descriptors(kind, named):
                     self._described.add(kind)
-                self._learned[kind] = len(named)
+                self._learned[kind] = len(named), functions
+            met.call(functions)
             shared = data_of(kind, named - found.keys())
         if inner and kind not in self._described:
             names = named.intersection(found)
@@ -504,7 +558,7 @@ class Guards:
         path: Trail,
         items: Iterable[tuple[Any, Any]],
         depth: int,
-        met: set[int],
+        met: _Met,
         inner: bool,
     ) -> None:
         for name, child in items:
@@ -553,9 +607,14 @@ class Guards:
             found = [*dict.fromkeys([name for name, one, other in pairs if one != other])]
             if found:
                 return found
-        parts = zip(self.places, _parts(before), _parts(after), strict=True)
-        changed = [place.name for place, (a, b), (c, d) in parts if a != c or not same(b, d)]
+        names = [*[place.name for place in self.places], "what it calls"]
+        parts = zip(names, _parts(before), _parts(after), strict=True)
+        changed = [name for name, (a, b), (c, d) in parts if a != c or not same(b, d)]
         return changed or ["what it uses"]
+
+
+def _is_function(value: Any) -> bool:
+    return type(value) is types.FunctionType
 
 
 def _has_attributes(value: Any) -> bool:

@@ -76,6 +76,9 @@ class Kept:
             self._names |= guards.named
             guards.walk(self)
 
+    def start(self) -> None:
+        pass
+
     def place(self, place: Place, value: Any) -> None:
         how, held, name = place.source
         if isinstance(held, type):  # the class that has it, not one that inherits it

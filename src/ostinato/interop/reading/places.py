@@ -75,6 +75,18 @@ def places_of(function: Callable[..., Any], attributes: set[str]) -> Iterator[Pl
         plain = getattr(plain, "__func__", plain)
 
 
+def places_of_called(function: types.FunctionType, attributes: set[str]) -> tuple[Place, ...]:
+    """What is read of a function that the graphed one may call, besides its code."""
+    return tuple(
+        place
+        for place in _places_of_one(function, None, attributes)
+        if place.source[2] != "__code__" and (place.name != _DEFAULTS or place.read())
+    )
+
+
+_DEFAULTS = "default values"
+
+
 def _places_of_one(
     function: types.FunctionType, owner: object, named_attributes: set[str]
 ) -> Iterator[Place]:
@@ -85,7 +97,7 @@ def _places_of_one(
         yield Place(name, functools.partial(_content, cell), source)
     for name in ("__code__", "__defaults__", "__kwdefaults__"):
         read = functools.partial(getattr, function, name)
-        words = "the function's code" if name == "__code__" else "default values"
+        words = "the function's code" if name == "__code__" else _DEFAULTS
         yield Place(words, read, ("attribute", function, name))
     space = function.__globals__
     named, attributes = _names(code)
@@ -203,11 +215,21 @@ def _names(code: types.CodeType) -> tuple[dict[str, None], set[str]]:
     return named, attributes
 
 
-@functools.lru_cache(maxsize=4096)
 def names_in_method(kind: type, name: str) -> frozenset[str]:
     """The attributes that a method of a class names, with those of methods that it calls."""
+    return _method(kind, name)[0]
+
+
+def functions_in_method(kind: type, name: str) -> tuple[types.FunctionType, ...]:
+    """That method and those that it calls, as far as they are the user's."""
+    return _method(kind, name)[1]
+
+
+@functools.lru_cache(maxsize=4096)
+def _method(kind: type, name: str) -> tuple[frozenset[str], tuple[types.FunctionType, ...]]:
     found: set[str] = set()
-    left, met = [name], set()
+    left = [name]
+    met: dict[types.FunctionType, None] = {}
     while left:
         each = left.pop()
         for base in kind.__mro__:  # all, since a method may call those it overrides by `super()`
@@ -215,12 +237,12 @@ def names_in_method(kind: type, name: str) -> frozenset[str]:
             for inner in ("fget", "func", "__func__"):
                 method = getattr(method, inner, method)
             while isinstance(method, types.FunctionType) and method not in met:
-                met.add(method)
+                met[method] = None
                 _, attributes = _names(method.__code__)
-                left += attributes - found
+                left += sorted(attributes - found)
                 found |= attributes
                 method = getattr(method, "__wrapped__", None)
-    return frozenset(found)
+    return frozenset(found), tuple(filter(is_own, met))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -230,19 +252,20 @@ def own_bases(kind: type) -> tuple[type, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def is_own(space: types.ModuleType | type) -> bool:
-    """Whether a module or a class is of no installed package."""
+def is_own(space: types.ModuleType | type | types.FunctionType) -> bool:
+    """Whether a module, a class or a function is of no installed package."""
     return not _installed(space)
 
 
 def _installed(value: Any) -> bool:
-    """Whether a module or a class is of an installed package or the standard library."""
+    """Whether a module, a class or a function is of an installed package, this one, or the standard
+    library."""
     if isinstance(value, type) and value.__module__ == "builtins":
         return of_standard_library(value)
     module = value if isinstance(value, types.ModuleType) else sys.modules.get(value.__module__)
     top = getattr(module, "__name__", "").partition(".")[0]
     file = str(getattr(module, "__file__", None) or "")
-    known = top in sys.stdlib_module_names and top != "__main__"
+    known = (top in sys.stdlib_module_names and top != "__main__") or top == "ostinato"
     return known or "site-packages" in file or "dist-packages" in file
 
 

@@ -262,6 +262,9 @@ class _Noting:
         self.tokens: list[Hashable] = []
         self.arrays: list[Any] = []
 
+    def start(self) -> None:
+        pass
+
     def place(self, place: Place, value: Any) -> None:
         how, held, name = place.source
         if how == "attribute":

@@ -139,7 +139,8 @@ class Maker:
         given = next(filter(None, [library.hidden(i, ("grad",), copied=True) for i in inputs]), "")
         if given:
             raise NotGraphable(subject.at(f"of an argument the function makes {given}"))
-        changed = subject.changed_state(work) or drawn(True)
+        drew = drawn(True)
+        changed = subject.changed_state(work) or drew
         if changed:
             raise NotGraphable(
                 subject.at(f"the function changes Python state that it uses ({changed})")

@@ -339,6 +339,9 @@ class Description:
             guards.walk(self)
 
     # --- a walk (`guards.Walker`)
+    def start(self) -> None:
+        pass
+
     def place(self, place: Place, value: Any) -> None:
         """Its name comes with what is in it."""
 
