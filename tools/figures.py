@@ -376,6 +376,66 @@ def front() -> Iterable[str]:
     )
 
 
+def summary() -> Iterable[str]:
+    """Strong and weak figures for the README: a line compares ways that one file has."""
+    torch, replays, changes = (
+        f"{name}-nvidia-h200" for name in ("torch_graphed", "replay_cost", "change_cost")
+    )
+    prompts, cpu = "decode-1B-prompt-nvidia-h100-80gb-hbm3", "host-host-x86-64-numpy-2-4-6"
+    others = {"eager": "eager", "by hand": "by hand", "make_graphed": "`make_graphed_callables`"}
+    llama = {"ostinato": "", "llama.cpp": "llama.cpp"}
+    joins = {"replay, inner, not read": "", "eager, inner, not read": "eager launches"}
+    lines: tuple[tuple[str, str, str, dict[str, Any], str, dict[str, str]], ...] = (
+        ("a call of a small Llama, µs of the CPU", torch, "median_us", {"work": "Llama"}, "way",
+         {"graphed": ""} | others),
+        ("of an encoder, the least favourable of eleven works", torch, "median_us",
+         {"work": "encoder"}, "way", {"graphed": ""} | others),
+        ("one replay of a kernel, µs", replays, "median_us", {"kernels": 1}, "launched by",
+         {"ostinato compiled, GraphExec.launch": "", "C": "C", "CuPy": "CuPy",
+          "cuda.core": "cuda.core", "PyTorch": "PyTorch"}),
+        ("a call of a `GraphedStep` like an earlier one, µs", replays, "median_us",
+         {"kernels": 1}, "launched by", {"ostinato compiled, GraphedStep": "", "C": "C"}),
+        ("one patch of a pointer, µs", changes, "median_us", {"change": "patch one"}, "by",
+         {"ostinato": "", "C": "C"}),
+        ("`rebind` of all pointers of 280 kernels, µs", changes, "median_us",
+         {"change": "rebind all"}, "by", {"ostinato": "", "C": "C"}),
+        ("a kernel from disk, until its first launch is done, ms", "modules-nvidia-h200",
+         "disk_launched_ms", {}, "library",
+         {"ostinato": "", "cuda.core": "cuda.core", "CuPy": "CuPy"}),
+        ("`generate` of a 1B Llama with `graphed`, tok/s", "generate-1B-nvidia-h200",
+         "tokens_per_s", {"batch": 1}, "way", {"graphed": "", "eager": "transformers"}),
+        ("the same with `accelerate`, tok/s", "generate-1B-nvidia-h200", "tokens_per_s",
+         {"batch": 1}, "way", {"accelerated": "", "eager": "transformers"}),
+        *(
+            (f"a prompt of {_count(n)} tokens, 1B, tok/s", prompts, "tokens_per_second",
+             {"kind": "prompt", "prompt": n}, "way",
+             {"capture": "", "transformers": "transformers"})
+            for n in (4096, 16384)
+        ),
+        ("SmolLM2-135M in BF16 on two CPU cores, tok/s", cpu, "tokens_per_second",
+         {"type": "BF16", "machine": "idle"}, "way", llama),
+        ("its prompt of 256 tokens, tok/s", cpu, "prompt_tokens_per_second",
+         {"type": "BF16", "machine": "idle"}, "way", llama),
+        ("a join of 1,000 rows, eight joiners in turn, µs", "join-nvidia-h200", "us",
+         {"rows": "1,000"}, "joined by", {f"{w}, 8 joiners": title for w, title in joins.items()}),
+        ("the same with one joiner, µs", "join-nvidia-h200", "us", {"rows": "1,000"},
+         "joined by", joins),
+    )  # fmt: skip
+
+    def cells(
+        name: str, field: str, wanted: dict[str, Any], key: str, ways: dict[str, str]
+    ) -> Iterator[str]:
+        rows = results(f"{name}.json")["rows"]
+        ours, *others = (
+            f"{title} {_short(row(rows, wanted | {key: way})[field])}".strip()
+            for way, title in ways.items()
+        )
+        yield from (ours, ", ".join(others), f"`{name}`")
+
+    head = ("", "ostinato", "others", "file")
+    return _table(head, ([what, *cells(*where)] for what, *where in lines))
+
+
 def contexts() -> Iterable[str]:
     name = f"decode-1B-contexts-{H100}"
     places = (0, 128, 500, 2048, 8191)
@@ -743,7 +803,7 @@ def _size(count: float) -> str:
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     table.__name__: table
     for table in (
-        front, replay_cost, launch_cost, change_cost, modules, decode, batches_h200,
+        front, summary, replay_cost, launch_cost, change_cost, modules, decode, batches_h200,
         rule_h200, lengths_h200, contexts, shapes, floor, profile, profile_batches,
         profile_batches_h200,
         prompts, prompt_attention, attention, startup, load, host, join, torch_graphed, generate,
