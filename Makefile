@@ -11,6 +11,10 @@ PROMPT ?= Why is the sky blue?
 # For `make torch`: where PyTorch without CUDA comes from, and the versions of transformers.
 TORCH_INDEX  ?= https://download.pytorch.org/whl/cpu
 TRANSFORMERS ?= 5.17 5.24
+# For `make pythons`: interpreters (those that do not start are left out), and what they run.
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
+PYTHONS_TESTS ?= $(addprefix tests/,contract graph/test_change_paths.py test_launcher.py test_kernel_call.py \
+    interop/test_recheck.py)
 # What an installation is made from; everything else is used where it lies.
 BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c src/ostinato/interop/reading/*.c src/ostinato/models/native/*.[ch])
 
@@ -44,8 +48,15 @@ test: $(VENV)/.dev              ## the tests that need no GPU: minutes on two co
 test-all: $(VENV)/.dev          ## the slow ones too, and new random examples
 	$(TESTS) --hypothesis-profile=random --cov --cov-report=term:skip-covered $(ARGS)
 
-pythons: $(VENV)/.dev           ## the graph layer's tests on the other Pythons of this machine
-	$(BIN)/python -m tools.check_pythons $(ARGS)
+pythons:                        ## the graph layer's tests on the Pythons of this machine, without a GPU
+	@set -e; for python in $(PYTHONS); do \
+	    name=$$($$python -c "import sys; print(f'{sys.version_info[0]}.{sys.version_info[1]}{sys.abiflags}')" \
+	        2>/dev/null) || { echo "$$python: not here"; continue; }; \
+	    echo "$$python: Python $$name"; folder=$(VENV)-python-$$name; \
+	    test -x $$folder/bin/python || $$python -m venv $$folder; \
+	    $$folder/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]"; \
+	    $$folder/bin/python -m pytest -q -p no:cacheprovider -n 2 --dist worksteal -m "not slow" $(PYTHONS_TESTS) $(ARGS); \
+	done
 
 torch:                          ## the tests that need PyTorch and transformers, on the CPU, with each version
 	@set -e; for version in $(TRANSFORMERS); do \
@@ -89,7 +100,8 @@ docs: $(VENV)/.dev              ## what is generated in README.md and docs/: hel
 site: $(VENV)/.dev              ## the documentation site, under build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-site-check: site                ## the site in a headless browser, which has to be installed; not in CI
+site-check: site                ## the site in a headless Chromium, which has to be installed; not in CI
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "playwright>=1.49"
 	$(BIN)/python -m tools.site_check build/site build/site-check
 
 # A tree that is not installed, before what the caller has on the path.
@@ -109,4 +121,4 @@ bench:                          ## benchmarks on this machine; results under ben
 	$(HERE) $(GPU_PYTHON) -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-torch-* .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/ostinato/*/*.so
+	rm -rf $(VENV) $(VENV)-torch-* $(VENV)-python-* .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/ostinato/*/*.so

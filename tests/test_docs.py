@@ -317,6 +317,19 @@ def test_a_figure_that_is_not_the_results_is_mended() -> None:
     assert figures.unlisted(stale) == []
 
 
+def test_a_list_at_the_end_of_a_page_is_of_the_paragraph_that_it_names() -> None:
+    sentence, comment = SENTENCE.split("\n", 1)
+    comment = comment.replace("figures", "figures of: A kernel takes")
+    page = f"# A page\n\n{sentence}\n\nNo other takes 40.1 ms.\n\n{comment}"
+    stale, fresh = (page.format(ms, PLACES.format(ms)) for ms in ("40.1", "48.2"))
+    assert figures.filled(stale) == fresh
+    assert figures.unlisted(fresh) == ["40.1 ms"]  # the other sentence's, which no list has
+    with pytest.raises(figures.FigureError, match=r"no 48\.2 behind"):
+        figures.filled(page.format("40.1", PLACES.format("48.2")))
+    with pytest.raises(figures.FigureError, match="0 paragraphs begin with 'A kernel takes'"):
+        figures.filled(fresh.replace("\nA kernel takes", "\nIt takes"))
+
+
 def test_a_table_is_written_whole() -> None:
     begin = "<!-- table: modules, written by make docs -->\n"
     page = figures.filled(f"{begin}| 12.5 |\n<!-- end -->")
@@ -337,8 +350,8 @@ def test_a_table_is_written_whole() -> None:
         ("1.6 = summary.no_such", "no_such"),
         ("no/such/file", "nor a file"),
         ("README.md\n1.6", "nor a file"),
-        ("docs/log.md: no such entry\n1.6", "no entry"),
-        ("docs/log.md: BLAS threads and other processes\n1.6", "does not say 1.6"),
+        ("docs/log: no such entry\n1.6", "no entry"),
+        ("docs/log: BLAS threads and other processes\n1.6", "does not say 1.6"),
     ],
 )
 def test_a_list_of_figures_that_cannot_be_followed_is_an_error(lines: str, why: str) -> None:

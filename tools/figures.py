@@ -14,10 +14,17 @@ paragraph in the order of the text, the file of benchmarks/results and the place
     1.6 = rows[library=ostinato].disk_loaded_ms
     -->
 
+A list at the end of the page says which paragraph it is of, by its first words:
+
+    <!-- figures of: A kernel comes from disk
+    modules-nvidia-h200.json
+    1.6 = rows[library=ostinato].disk_loaded_ms
+    -->
+
 `filled` writes the file's value in both places, with as many decimals as the page has.  A place may
 be a product or quotient: `100 * rows[batch=8; way=capture].of_floor`.  A figure that no results
-file has is listed without a place, under the file of the repository that says it (`docs/log.md:
-its heading` for an entry of the log); it must stand there as it stands in the page.
+file has is listed without a place, under the file of the repository that says it (`docs/log: its
+heading` for an entry of the log); it must stand there as it stands in the page.
 
 `unlisted` finds figures with a unit of time, speed or size that neither way covers.
 """
@@ -35,7 +42,7 @@ __all__ = ["PAGES", "TABLES", "FigureError", "filled", "unlisted"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-# docs/log.md is history; docs/cli.md and docs/errors.md are written whole.
+# docs/log.md and docs/log are history; docs/cli.md and docs/errors.md are written whole.
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
@@ -53,7 +60,7 @@ NUMBER = r"\d[\d,]*(?:\.\d+)?"
 _TABLE = re.compile(
     r"(<!-- table: (?P<name>\w+), written by make docs -->\n).*?(?=<!-- end -->)", re.S
 )
-_LIST = re.compile(r"<!-- figures\n(?P<lines>.*?)-->", re.S)
+_LIST = re.compile(r"<!-- figures(?: of: (?P<words>[^\n]+))?\n(?P<lines>.*?)-->", re.S)
 _UNIT = r"(?:\s(?:µs|ms|s|seconds|tok/s|tokens a second|[GT]B/s|[GM]B|KiB|times|× C)|\s?%)"
 _BETWEEN = r"(?:,|,? (?:and|or|to|of|beside|against|instead of)| ×)"
 _MEASURED = re.compile(rf"(?<![\w.,-])(?:{NUMBER}{_BETWEEN} )*{NUMBER}{_UNIT}(?!\w)")
@@ -114,18 +121,19 @@ def filled(page: str) -> str:
         return found[1] + "\n".join(TABLES[found["name"]]()) + "\n"
 
     page = _TABLE.sub(table, page)
-    for found in reversed(list(_LIST.finditer(page))):
-        start = _paragraph_start(page, found.start())
-        text, lines, _ = _follow(page[start : found.start()], found["lines"].splitlines())
-        comment = "\n".join(["<!-- figures", *lines, "-->"])
-        page = page[:start] + text + comment + page[found.end() :]
+    for number in range(len(_LIST.findall(page))):
+        found = list(_LIST.finditer(page))[number]  # those before it may have moved it
+        start, end = _paragraph_of(page, found)
+        text, lines, _ = _follow(page[start:end], found["lines"].splitlines())
+        page = page[: found.start("lines")] + "\n".join([*lines, ""]) + page[found.end("lines") :]
+        page = page[:start] + text + page[end:]
     return page
 
 
 def unlisted(page: str) -> list[str]:
     """What reads like a measured figure and is neither in a written table nor in a list."""
     page = re.sub(r"^```.*?^```", "", page, flags=re.S | re.M)
-    page = re.sub(r"<!-- ([\w ]+:.*?) -->.*?<!-- end -->", "", page, flags=re.S)
+    page = re.sub(r"<!-- [\w ]+:[^\n]* -->\n.*?<!-- end -->", "", page, flags=re.S)
     found = []
     for text, lines in _paragraphs(page):
         _, _, spans = _follow(text, lines)
@@ -138,17 +146,26 @@ def unlisted(page: str) -> list[str]:
 
 def _paragraphs(page: str) -> Iterator[tuple[str, list[str]]]:
     """Each paragraph with the lines of its list of figures, if it has one."""
-    for block in re.split(r"\n\s*\n", page):
-        text, listed, rest = block.partition("<!-- figures\n")
-        yield text, rest.partition("-->")[0].splitlines() if listed else []
+    lists = {_paragraph_of(page, found): found["lines"] for found in _LIST.finditer(page)}
+    position = 0
+    for start, end in (*sorted(lists), (len(page), len(page))):
+        others = re.split(r"\n\s*\n", _LIST.sub("", page[position:start]))
+        yield from ((text, []) for text in others)
+        yield page[start:end], lists.get((start, end), "").splitlines()
+        position = end
 
 
-def _paragraph_start(page: str, end: int) -> int:
-    """Behind the last blank line or comment before `end`."""
-    ends = [
-        page.rfind(mark, 0, end) + len(mark) for mark in ("\n\n", "-->\n") if mark in page[:end]
-    ]
-    return max(ends, default=0)
+def _paragraph_of(page: str, found: re.Match[str]) -> tuple[int, int]:
+    """Where the paragraph of a list begins and ends."""
+    if found["words"] is None:  # it ends there, and begins behind a blank line or another comment
+        before, end = page[: found.start()], found.start()
+        ends = [before.rfind(mark) + len(mark) for mark in ("\n\n", "-->\n") if mark in before]
+        return max(ends, default=0), end
+    starts = [*re.finditer(rf"(?<=\n\n){re.escape(found['words'])}", page)]
+    if len(starts) != 1:
+        raise FigureError(f"{len(starts)} paragraphs begin with {found['words']!r}")
+    start = starts[0].start()
+    return start, page.index("\n\n", start) + 1
 
 
 def _follow(text: str, lines: Iterable[str]) -> tuple[str, list[str], set[tuple[int, int]]]:
@@ -185,15 +202,15 @@ def _source(line: str) -> Any:
     if line.endswith(".json"):
         return results(line)
     name, _, heading = line.partition(": ")
+    if name == "docs/log":
+        files = (file.read_text(encoding="utf-8") for file in sorted((ROOT / name).glob("*.md")))
+        entries = (text.partition(f"\n## {heading}\n")[2] for text in files)
+        if not (found := "".join(entries)):
+            raise FigureError(f"{name} has no entry {heading!r}")
+        return found.partition("\n## ")[0]
     if name in PAGES or not (ROOT / name).is_file():
         raise FigureError(f"{line!r} is neither a figure nor a file that can say one")
-    text = (ROOT / name).read_text(encoding="utf-8")
-    if not heading:
-        return text
-    _, found, rest = text.partition(f"\n## {heading}\n")
-    if not found:
-        raise FigureError(f"{name} has no entry {heading!r}")
-    return rest.partition("\n## ")[0]
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------------ tables
@@ -298,16 +315,6 @@ def decode() -> Iterable[str]:
     return _table(("shape, sequences", *_PEERS, "**one graph a token**", "of the floor"), rows)
 
 
-def batches() -> Iterable[str]:
-    numbers = (1, 8, 32, 64)
-    return _columns(
-        ("sequences", *map(str, numbers)),
-        ("tokens a second", [_decoded(_BATCHES, "capture", batch=n) for n in numbers], _speed),
-        ("of the floor", [_decoded(_BATCHES, "capture", batch=n) for n in numbers], _share),
-        ("torch.compile", [_of_peer(_BATCHES, "torch.compile", n) for n in numbers], str),
-    )
-
-
 def batches_h200() -> Iterable[str]:
     numbers = (1, 8, 32, 64)
     ours = [_decoded("decode-1B-batches-nvidia-h200.json", "capture", batch=n) for n in numbers]
@@ -367,6 +374,66 @@ def front() -> Iterable[str]:
         ("one call, µs of the CPU (H200)", "a small Llama", "an encoder"),
         ([title, cell("Llama", way), cell("encoder", way)] for way, title in ways.items()),
     )
+
+
+def summary() -> Iterable[str]:
+    """Strong and weak figures for the README: a line compares ways that one file has."""
+    torch, replays, changes = (
+        f"{name}-nvidia-h200" for name in ("torch_graphed", "replay_cost", "change_cost")
+    )
+    prompts, cpu = "decode-1B-prompt-nvidia-h100-80gb-hbm3", "host-host-x86-64-numpy-2-4-6"
+    others = {"eager": "eager", "by hand": "by hand", "make_graphed": "`make_graphed_callables`"}
+    llama = {"ostinato": "", "llama.cpp": "llama.cpp"}
+    joins = {"replay, inner, not read": "", "eager, inner, not read": "eager launches"}
+    lines: tuple[tuple[str, str, str, dict[str, Any], str, dict[str, str]], ...] = (
+        ("a call of a small Llama, µs of the CPU", torch, "median_us", {"work": "Llama"}, "way",
+         {"graphed": ""} | others),
+        ("of an encoder, the least favourable of eleven works", torch, "median_us",
+         {"work": "encoder"}, "way", {"graphed": ""} | others),
+        ("one replay of a kernel, µs", replays, "median_us", {"kernels": 1}, "launched by",
+         {"ostinato compiled, GraphExec.launch": "", "C": "C", "CuPy": "CuPy",
+          "cuda.core": "cuda.core", "PyTorch": "PyTorch"}),
+        ("a call of a `GraphedStep` like an earlier one, µs", replays, "median_us",
+         {"kernels": 1}, "launched by", {"ostinato compiled, GraphedStep": "", "C": "C"}),
+        ("one patch of a pointer, µs", changes, "median_us", {"change": "patch one"}, "by",
+         {"ostinato": "", "C": "C"}),
+        ("`rebind` of all pointers of 280 kernels, µs", changes, "median_us",
+         {"change": "rebind all"}, "by", {"ostinato": "", "C": "C"}),
+        ("a kernel from disk, until its first launch is done, ms", "modules-nvidia-h200",
+         "disk_launched_ms", {}, "library",
+         {"ostinato": "", "cuda.core": "cuda.core", "CuPy": "CuPy"}),
+        ("`generate` of a 1B Llama with `graphed`, tok/s", "generate-1B-nvidia-h200",
+         "tokens_per_s", {"batch": 1}, "way", {"graphed": "", "eager": "transformers"}),
+        ("the same with `accelerate`, tok/s", "generate-1B-nvidia-h200", "tokens_per_s",
+         {"batch": 1}, "way", {"accelerated": "", "eager": "transformers"}),
+        *(
+            (f"a prompt of {_count(n)} tokens, 1B, tok/s", prompts, "tokens_per_second",
+             {"kind": "prompt", "prompt": n}, "way",
+             {"capture": "", "transformers": "transformers"})
+            for n in (4096, 16384)
+        ),
+        ("SmolLM2-135M in BF16 on two CPU cores, tok/s", cpu, "tokens_per_second",
+         {"type": "BF16", "machine": "idle"}, "way", llama),
+        ("its prompt of 256 tokens, tok/s", cpu, "prompt_tokens_per_second",
+         {"type": "BF16", "machine": "idle"}, "way", llama),
+        ("a join of 1,000 rows, eight joiners in turn, µs", "join-nvidia-h200", "us",
+         {"rows": "1,000"}, "joined by", {f"{w}, 8 joiners": title for w, title in joins.items()}),
+        ("the same with one joiner, µs", "join-nvidia-h200", "us", {"rows": "1,000"},
+         "joined by", joins),
+    )  # fmt: skip
+
+    def cells(
+        name: str, field: str, wanted: dict[str, Any], key: str, ways: dict[str, str]
+    ) -> Iterator[str]:
+        rows = results(f"{name}.json")["rows"]
+        ours, *others = (
+            f"{title} {_short(row(rows, wanted | {key: way})[field])}".strip()
+            for way, title in ways.items()
+        )
+        yield from (ours, ", ".join(others), f"`{name}`")
+
+    head = ("", "ostinato", "others", "file")
+    return _table(head, ([what, *cells(*where)] for what, *where in lines))
 
 
 def contexts() -> Iterable[str]:
@@ -736,7 +803,7 @@ def _size(count: float) -> str:
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     table.__name__: table
     for table in (
-        front, replay_cost, launch_cost, change_cost, modules, decode, batches, batches_h200,
+        front, summary, replay_cost, launch_cost, change_cost, modules, decode, batches_h200,
         rule_h200, lengths_h200, contexts, shapes, floor, profile, profile_batches,
         profile_batches_h200,
         prompts, prompt_attention, attention, startup, load, host, join, torch_graphed, generate,

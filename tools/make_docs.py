@@ -1,5 +1,5 @@
-"""Writes what is generated in the docs: the --help texts in docs/cli.md, docs/errors.md from
-ostinato.errors, pictures from captures, figures from benchmarks/results, what samples print.
+"""Writes what is generated in the docs: --help texts in docs/cli.md, docs/errors.md, docs/log.md,
+pictures from captures, figures from benchmarks/results, what samples print.
 
 python -m tools.make_docs           writes them
 python -m tools.make_docs --check   says which are not as they would be written; exit status 1
@@ -172,8 +172,24 @@ def errors_page() -> str:
     return "\n".join(lines) + "\n" + rows
 
 
+_ENTRIES = re.compile(r"(?<=<!-- entries: written by make docs -->\n).*?(?=<!-- end -->)", re.S)
+
+
+def log_page() -> str:
+    """The log's first page, with the titles of the entries in each of its files."""
+    lines = []
+    for file in sorted((ROOT / "docs/log").glob("*.md")):
+        subject, *titles = re.findall(r"^##? (.+)$", file.read_text(encoding="utf-8"), re.M)
+        about = f"- **[{subject.removeprefix('Log: ')}](log/{file.name})**: {'. '.join(titles)}."
+        lines.append(textwrap.fill(about, 118, subsequent_indent="  ", break_long_words=False))
+    page = (ROOT / "docs/log.md").read_text(encoding="utf-8")
+    (found,) = _ENTRIES.finditer(page)
+    return page[: found.start()] + "\n".join([*lines, ""]) + page[found.end() :]
+
+
 WRITTEN = {
     "docs/errors.md": errors_page,
+    "docs/log.md": log_page,
     "docs/buckets.svg": pictures.buckets,
     "docs/padding.svg": pictures.padding,
     "docs/timeline.svg": pictures.timeline,

@@ -123,7 +123,7 @@ LEFT_OUT = {
     "tests/test_driver_faults.py": "makes faults on purpose, in other processes",
     "tests/test_endings.py": "makes faults on purpose, in other processes",
     "tests/property/test_property.py": "half of its programs have conditional nodes",
-    _CONDITIONAL: "memcheck breaks graphs with conditional nodes (docs/log.md)",
+    _CONDITIONAL: "memcheck breaks graphs with conditional nodes (docs/log/tests.md)",
     _RUN: "its loops are conditional nodes",
     _GPU + "test_graphed_works.py": "whole models of other libraries, minutes under the tool",
     _GPU + "test_graphed_generate_gpu.py": "whole models of another library",

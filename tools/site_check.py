@@ -8,27 +8,22 @@ phone.  It must not be wider than the window, and each of its pictures must be t
 `SEARCHES` is typed into the site's own search, whose first result must be the page beside it.  Exit
 status 0 if all of it is so.
 
-It needs Chromium or Chrome on the path, which no Python package brings: `apt-get install chromium`
-on Debian.  So it is no part of continuous integration.
+It needs Playwright, which `make site-check` installs, and Chromium or Chrome on the path:
+`apt-get install chromium` on Debian.  So it is no part of continuous integration.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import http.server
-import json
-import os
 import shutil
-import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from playwright.sync_api import Browser, Page, sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PAGES = {
@@ -70,11 +65,9 @@ SEARCHES = {
 }
 """What a reader types, and the pages of which one has to come first."""
 
-WAIT = 30.0
-"""Seconds for a page or an answer of the search: against hangs alone."""
 LONGEST = 3000
+"""Pixels of a page in its picture, at the most."""
 _DARK = "document.body.dataset.mdColorScheme == 'slate'"
-_SIZE = "[innerWidth, document.documentElement.scrollHeight]"
 _WIDTHS = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
 _MISSING = """[...document.images].filter(one => !one.complete || !one.naturalWidth)
     .map(one => one.getAttribute("src"))"""
@@ -82,98 +75,11 @@ _FOUND = """[...document.querySelectorAll(".md-search-result__list > li")].map(
     one => new URL(one.querySelector("a").href).pathname)"""
 
 
-class Browser:
-    """Chromium over its debugging pipe: one message of JSON each way, a zero byte after each."""
-
-    def __init__(self, program: str, profile: str) -> None:
-        ours_in, theirs_out = os.pipe()
-        theirs_in, ours_out = os.pipe()
-        command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"]
-        command += ["--no-first-run", "--disable-background-networking", "--disable-sync"]
-        command += ["--disable-component-update", "--no-proxy-server", "--hide-scrollbars"]
-        command += [f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
-        # It reads file 3 and writes file 4.
-        shell = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
-        self._process = subprocess.Popen(
-            ["bash", "-c", shell, "browser", *command],
-            pass_fds=(theirs_in, theirs_out),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(theirs_in)
-        os.close(theirs_out)
-        self._reading, self._writing = os.fdopen(ours_in, "rb"), os.fdopen(ours_out, "wb")
-        self._rest = b""
-        self._number = 0
-        self._session: dict[str, str] = {}
-
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": params} | self._session
-        self._writing.write(json.dumps(message).encode() + b"\0")
-        self._writing.flush()
-        while True:
-            while b"\0" not in self._rest:
-                more = os.read(self._reading.fileno(), 1 << 16)
-                if not more:
-                    raise SystemExit(f"{method}: the browser has ended")
-                self._rest += more
-            text, _, self._rest = self._rest.partition(b"\0")
-            said = json.loads(text)
-            if said.get("id") == self._number:
-                if "error" in said:
-                    raise SystemExit(f"{method}: {said['error']}")
-                return said["result"]
-
-    def evaluate(self, script: str) -> Any:
-        said = self.call("Runtime.evaluate", expression=script, returnByValue=True)
-        if "exceptionDetails" in said:
-            raise SystemExit(f"{script}: {said['exceptionDetails']}")
-        return said["result"].get("value")
-
-    def until(self, script: str) -> Any:
-        """The script's value, when it is true."""
-        end = time.monotonic() + WAIT
-        while not (value := self.evaluate(script)):
-            if time.monotonic() > end:
-                raise SystemExit(f"not within {WAIT:.0f} s: {script}")
-            time.sleep(0.05)
-        return value
-
-    def open(self, address: str) -> None:
-        self.call("Page.navigate", url=address)
-        self.until(f'location.href == "{address}" && document.readyState == "complete"')
-
-    def look(self, width: int, height: int, scheme: str) -> None:
-        """From here on as a new reader with such a window, of whom the site remembers nothing."""
-        self._session = {}
-        reader = self.call("Target.createBrowserContext")["browserContextId"]
-        target = self.call("Target.createTarget", url="about:blank", browserContextId=reader)
-        said = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        self._session = {"sessionId": said["sessionId"]}
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.call("Emulation.setEmulatedMedia", features=features)
-
-    def picture(self, path: Path) -> None:
-        """Of the page, or of its first `LONGEST` pixels."""
-        width, height = self.evaluate(_SIZE)
-        clip = {"x": 0, "y": 0, "width": width, "height": min(height, LONGEST), "scale": 1}
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
-    def close(self) -> None:
-        self._writing.close()
-        self._reading.close()
-        self._process.terminate()
-        self._process.wait()
+def reader(browser: Browser, look: str) -> Page:
+    """The window of a new reader, of whom the site remembers nothing."""
+    width, height, scheme = LOOKS[look]
+    size = {"width": width, "height": height}
+    return browser.new_page(viewport=size, color_scheme=scheme, is_mobile=width < 600)
 
 
 @contextlib.contextmanager
@@ -181,7 +87,7 @@ def served(site: Path) -> Iterator[str]:
     """The site's address, while it is served from this process."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_: object) -> None:
             pass
 
     handler = functools.partial(Quiet, directory=str(site))
@@ -192,25 +98,28 @@ def served(site: Path) -> Iterator[str]:
 
 
 def check_pages(browser: Browser, address: str, pictures: Path) -> Iterator[str]:
-    for look, (width, height, scheme) in LOOKS.items():
-        browser.look(width, height, scheme)
+    for look, (_, _, scheme) in LOOKS.items():
+        window = reader(browser, look)
         for name, page in PAGES.items():
-            browser.open(address + page)
-            browser.picture(pictures / f"{name}-{look}.png")
-            if browser.evaluate(_DARK) != (scheme == "dark"):
+            window.goto(address + page)
+            path, (whole, width) = pictures / f"{name}-{look}.png", window.evaluate(_WIDTHS)
+            height = min(window.evaluate("document.documentElement.scrollHeight"), LONGEST)
+            clip = {"x": 0, "y": 0, "width": whole, "height": height}
+            window.screenshot(path=path, full_page=True, clip=clip)
+            if window.evaluate(_DARK) != (scheme == "dark"):
                 yield f"{page or 'front'} ({look}): not in the reader's scheme"
-            wide, window = browser.evaluate(_WIDTHS)
-            if wide > window:
-                yield f"{page or 'front'} ({look}): {wide} pixels wide in a window of {window}"
-            for picture in browser.evaluate(_MISSING):
+            if whole > width:
+                yield f"{page or 'front'} ({look}): {whole} pixels wide in a window of {width}"
+            for picture in window.evaluate(_MISSING):
                 yield f"{page or 'front'} ({look}): no picture {picture}"
 
 
 def check_search(browser: Browser, address: str) -> Iterator[str]:
-    browser.look(*LOOKS["light"])
+    window = reader(browser, "light")
     for word, pages in SEARCHES.items():
-        browser.open(f"{address}?q={word}")
-        found = [path.lstrip("/") for path in browser.until(f"{_FOUND}.length && {_FOUND}")]
+        window.goto(f"{address}?q={word}")
+        window.wait_for_function(f"{_FOUND}.length")
+        found = [path.lstrip("/") for path in window.evaluate(_FOUND)]
         if found[0] not in pages.split():
             yield f"search for {word}: first {', '.join(found[:3])}, not {pages}"
 
@@ -228,15 +137,10 @@ def main() -> int:
     if not (site / "index.html").exists():
         raise SystemExit(f"{site}: no site is built there; make site builds it")
     pictures.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as profile, served(site) as address:
-        browser = Browser(program, profile)
-        try:
-            faults = [
-                *check_pages(browser, address, pictures),
-                *check_search(browser, address),
-            ]
-        finally:
-            browser.close()
+    with sync_playwright() as playwright, served(site) as address:
+        browser = playwright.chromium.launch(executable_path=program)
+        faults = [*check_pages(browser, address, pictures), *check_search(browser, address)]
+        browser.close()
     print(
         "\n".join(faults)
         or f"sound: {len(PAGES)} pages in {len(LOOKS)} looks, "

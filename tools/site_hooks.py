@@ -22,6 +22,7 @@ _LINK = re.compile(
 # In the search: a history has every word; what fewer readers look for comes after the rest.
 _SEARCH: dict[str, dict[str, Any]] = {
     "log.md": {"exclude": True},
+    "log/": {"exclude": True},
     "torch.md": {"boost": 2},
     "howto/": {"boost": 2},
     "correctness.md": {"boost": 0.5},
