@@ -31,7 +31,7 @@ TESTS = (
 )
 MORE = (
     *("tests/graph", "tests/graphfile", "tests/step", "tests/state", "tests/property"),
-    "tests/test_footguns.py",
+    "tests/footguns",
 )
 WHICH = "import sys; print(sys.version_info[:2], getattr(sys, 'abiflags', ''))"
 

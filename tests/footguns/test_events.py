@@ -1,0 +1,390 @@
+"""An event that is recorded in a graph is recorded by each replay."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import (
+    CaptureBrokenError,
+    CaptureError,
+    GraphFileError,
+)
+from ostinato.testing import HeldStream
+from tests.footguns.common import N, ones
+from tests.sources import config, kernel
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+def test_each_replay_records_the_event_that_its_step_records(device: Device, build: str) -> None:
+    """After the eager run of another bucket the event was done before the replay had run."""
+    gate, stream, other = (device.create_stream() for _ in range(3))
+    x, seen, event = device.zeros(1, np.int32), device.zeros(1, np.int32), device.create_event()
+
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
+        stream.record(event)
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device), build=build)
+    for calls, rows in enumerate((4, 4, 8, 4, 4, 8, 8), 1):
+        with HeldStream(gate) if calls in (4, 5, 7) else contextlib.nullcontext() as held:
+            if held is not None:
+                stream.wait(gate.record())
+            step(rows=rows)
+            assert held is None or not event.done
+            other.wait(event)
+            seen.copy_from(x, other)
+        assert seen.to_numpy(other)[0] == calls
+        assert event.done
+    assert not step.statistics().quarantined
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["plain", "definition closed", "clone", "child", "rebound", "patched", "updated", "recorded"],
+)
+def test_what_is_made_of_a_captured_record_of_an_event_records_it(
+    device: Device, stream: ost.Stream, way: str
+) -> None:
+    gate, other, increment = device.create_stream(), device.create_stream(), "increment"
+    x, y, seen = (device.zeros(1, np.int32) for _ in range(3))
+    first, second = device.create_event(), device.create_event()
+
+    def work(event: ost.Event, counter: ost.Buffer, by: int) -> None:
+        ost.launch(stream, kernel(device, increment), config(1), counter, by)
+        stream.record(event)
+
+    event, out = first, x
+    by = 5 if way == "patched" else 7
+    graph = ost.capture_function(stream, lambda: work(first, y if way == "rebound" else x, by))
+    run = graph.instantiate()
+    if way == "definition closed":
+        graph.close()
+    if way == "clone":
+        run = graph.clone().instantiate()
+    if way == "child":
+        around = ost.Graph.create(device)
+        around.add_child(graph)
+        run = around.instantiate()
+    if way == "rebound":
+        run.rebind({y: x})
+    if way == "patched":
+        run.patch(0, "by", 7)
+    if way == "updated":
+        run.update(ost.capture_function(stream, lambda: work(second, x, 7)))
+        event = second
+    if way == "recorded":
+        with ost.record(stream) as recording:
+            work(second, x, 7)
+        event, run = second, recording.build().instantiate()
+        x.copy_from(y, stream)
+    run.upload(stream)
+    device.synchronize()
+    with HeldStream(gate):
+        stream.wait(gate.record())
+        run.launch(stream)
+        other.wait(event)
+        seen.copy_from(out, other)
+        assert not event.done
+    assert seen.to_numpy(other)[0] == 7
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+def test_an_event_may_fork_and_outlive_its_graph(
+    device: Device, stream: ost.Stream, build: str
+) -> None:
+    """Its last record counts, as eagerly.  One that nobody can wait for needs no node."""
+    gate, side, other = (device.create_stream() for _ in range(3))
+    x, y, seen, event = ones(device), ones(device), ones(device), device.create_event()
+    add = kernel(device, "add")
+
+    def work() -> None:
+        ost.launch(stream, add, config(N), x, x, x, N)
+        stream.record(event)
+        side.wait(event)
+        ost.launch(side, add, config(N), x, x, y, N)
+        joins = side.record()
+        stream.wait(joins)
+        ost.launch(stream, add, config(N), x, y, x, N)
+        stream.record(event)
+
+    if build == "capture":
+        graph = ost.capture_function(stream, work)
+    else:
+        with ost.record(stream) as recording:
+            work()
+        graph = recording.build()
+        x.copy_from(device.array(np.ones(N, np.float32)), stream)
+    run = graph.instantiate(upload=stream)
+    assert [node.kind.name for node in graph.nodes].count("EVENT_RECORD") == 1
+    assert "event_record" in str(graph) and "stream.record(event)" in str(graph.nodes[-1].location)
+    device.synchronize()
+    for expected in (6, 36):
+        with HeldStream(gate):
+            stream.wait(gate.record())
+            run.launch(stream)
+            other.wait(event)
+            seen.copy_from(x, other)
+        assert (seen.to_numpy(other) == expected).all()
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+def test_events_with_timing_have_the_times_of_the_last_replay(
+    device: Device, stream: ost.Stream, build: str
+) -> None:
+    """The start's node is ordered before the work behind it, and the stop's before the rest."""
+    start, stop = (device.create_event(timing=True) for _ in range(2))
+    seconds, opened, in_time = [0.0], threading.Event(), []
+    opened.set()
+
+    def work() -> None:
+        stream.record(start)
+        stream.record(stop)
+        stream.record(start)
+        stream.call(lambda: time.sleep(seconds[0]))
+        stream.record(stop)
+        stream.call(lambda: in_time.append(opened.wait(30)))
+
+    if build == "capture":
+        graph = ost.capture_function(stream, work)
+    else:
+        with ost.record(stream) as recording:
+            work()
+        stream.synchronize()
+        graph = recording.build()
+    run = graph.instantiate(upload=stream)
+    for seconds[0] in (0.0, 0.2):
+        opened.clear()
+        run.launch(stream)
+        stop.synchronize()
+        opened.set()
+        stream.synchronize()
+        assert in_time.pop()
+        assert stop.elapsed_since(start) >= 1e3 * seconds[0]
+
+
+def test_an_event_with_timing_is_recorded_before_the_work_that_it_forks(
+    device: Device, stream: ost.Stream
+) -> None:
+    side, add = device.create_stream(), kernel(device, "add")
+    start, stop = (device.create_event(timing=True) for _ in range(2))
+    x, y = ones(device), ones(device)
+
+    def work() -> None:
+        ost.launch(stream, add, config(N), x, x, x, N)
+        side.wait(stream.record(start))
+        side.call(lambda: time.sleep(0.2))
+        ost.launch(side, add, config(N), x, x, y, N)
+        stream.wait(side.record(stop))
+        ost.launch(stream, add, config(N), x, y, x, N)
+
+    run = ost.capture_function(stream, work).instantiate()
+    for expected in (6, 36):
+        run.launch(stream)
+        assert (x.to_numpy(stream) == expected).all()
+        assert stop.elapsed_since(start) >= 200
+
+
+@pytest.mark.parametrize("of", ["nothing", "another stream", "a capture", "a replay"])
+def test_a_capture_does_not_wait_for_what_is_not_in_it(
+    device: Device, stream: ost.Stream, of: str
+) -> None:
+    """A wait for an event that was never recorded was left out, and the replays did not wait."""
+    other, event, x = device.create_stream(), device.create_event(), ones(device)
+
+    def record() -> None:
+        ost.fill(other, x, 2)
+        other.record(event)
+
+    if of == "another stream":
+        record()
+    if of in ("a capture", "a replay"):
+        run = ost.capture_function(other, record).instantiate()
+    if of == "a replay":
+        run.launch(other)
+    with pytest.raises(CaptureBrokenError) as caught, ost.capture(stream):
+        with contextlib.suppress(CaptureBrokenError):  # raised at the end, too
+            stream.wait(event)
+        ost.fill(stream, x, 1)
+    assert "stream.wait(event)" in (caught.value.location or "")
+    device.synchronize()
+
+
+@pytest.mark.parametrize("what", ["record", "wait"])
+def test_a_step_that_orders_another_stream_is_run_eagerly(device: Device, what: str) -> None:
+    """The capture ordered it once, and no replay did."""
+    gate, stream, other = (device.create_stream() for _ in range(3))
+    x, seen, event = device.zeros(1, np.int32), device.zeros(1, np.int32), device.create_event()
+
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
+        if what == "record":
+            other.record(event)
+        else:
+            other.wait(event)
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device))
+    for _ in range(3):
+        step()
+    why = " ".join(step.statistics().quarantined.values())
+    assert "broken at" in why and f"other.{what}(event)" in why
+    device.synchronize()
+    with HeldStream(gate):
+        (other if what == "record" else gate).wait(gate.record())
+        if what == "wait":
+            gate.record(event)
+        step()
+        if what == "record":
+            assert not event.done
+        else:
+            seen.copy_from(x, other)
+            assert not other.done
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_body_records_no_event(device: Device, stream: ost.Stream, kept: bool) -> None:
+    """CUDA has no such nodes there.  The fork itself is no node."""
+    side, x, y = device.create_stream(), ones(device), ones(device)
+    graph = ost.Graph.create(device)
+    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(default=1))
+    (body,) = branch.bodies
+    events = []
+
+    def work() -> None:
+        ost.fill(stream, x, 2)
+        fork = stream.record()
+        side.wait(fork)
+        ost.fill(side, y, 3)
+        stream.wait(side.record())
+        events.extend([fork] * kept)
+
+    def capture() -> None:
+        with ost.capture(stream, into=body):
+            work()
+
+    if kept:
+        with pytest.raises(CaptureBrokenError, match=r"fork = stream.record.*cannot record it"):
+            capture()
+        assert not len(body)
+        events.clear()
+        kept = False
+    capture()
+    assert len(body) == 2
+    graph.instantiate().launch(stream)
+    assert [int(b.to_numpy(stream)[0]) for b in (x, y)] == [2, 3]
+
+
+def test_events_alone_are_no_capture(device: Device, stream: ost.Stream) -> None:
+    """The work that they were to mark went elsewhere."""
+    events = [device.create_event(timing=timing) for timing in (True, False)]
+    x, other = ones(device), device.create_stream()
+    for into in (None, ost.Graph.create(device)):
+        nothing = pytest.raises(CaptureError, match="nothing was captured")
+        with nothing, ost.capture(stream, into=into):
+            for event in events:
+                stream.record(event)
+            ost.fill(other, x, 2)
+        assert into is None or not len(into)
+
+
+def test_a_graph_with_events_of_this_process_is_not_kept_for_another(
+    host_device: Device, tmp_path: Path
+) -> None:
+    """A restored one recorded an event of its own, and the step's was not recorded any more."""
+    device, event = host_device, host_device.create_event()
+    x, stream = ones(device), device.create_stream()
+
+    def work() -> None:
+        ost.fill(stream, x, 2)
+        stream.record(event)
+
+    store = ost.GraphStore(device, tmp_path, outputs={"x": x})
+    with pytest.raises(GraphFileError, match="events of this process"):
+        store.save("key", ost.capture_function(stream, work), check=False)
+    assert "key" not in store
+
+
+def test_the_last_of_a_graphs_records_of_an_event_counts(
+    device: Device, stream: ost.Stream
+) -> None:
+    """As where a graph that records it is launched twice in a capture."""
+    other, event = device.create_stream(), device.create_event()
+    x, seen = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    reached, opened = threading.Event(), threading.Event()
+
+    def work() -> None:
+        ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
+        stream.record(event)
+
+    def hold() -> None:
+        reached.set()
+        opened.wait(30)
+
+    inner, graph = ost.capture_function(stream, work), ost.Graph.create(device)
+    first = graph.add_child(inner)
+    held = graph.add_host(hold, [first])
+    graph.add_child(inner, [held])
+    run = graph.instantiate(upload=stream)
+    device.synchronize()
+    run.launch(stream)
+    other.wait(event)
+    seen.copy_from(x, other)
+    assert reached.wait(30) and not event.done
+    opened.set()
+    assert seen.to_numpy(other)[0] == 2
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+def test_an_event_that_a_step_makes_and_keeps_is_made_by_each_call(
+    device: Device, build: str
+) -> None:
+    """Each bucket's replays recorded the event of its own capture, and the last one was waited
+    for."""
+    gate, stream = device.create_stream(), device.create_stream()
+    x, last = device.zeros(1, np.int32), []
+
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
+        last[:] = [stream.record()]
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device), build=build)
+    for rows in (4, 4, 8, 8):
+        step(rows=rows)
+    device.synchronize()
+    with HeldStream(gate):
+        stream.wait(gate.record())
+        step(rows=4)
+        assert not last[0].done
+    reasons = step.statistics().quarantined.values()
+    assert len(reasons) == 2 and all("last[:] = [stream.record()]" in why for why in reasons)
+
+
+@pytest.mark.parametrize("build", ["capture", "record"])
+def test_a_step_lets_another_stream_wait_for_it_at_each_call(device: Device, build: str) -> None:
+    """A fork without work needs no join in CUDA, and no replay made the stream wait."""
+    gate, stream, other = (device.create_stream() for _ in range(3))
+    x, seen = device.zeros(1, np.int32), device.zeros(1, np.int32)
+
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, kernel(device, "increment"), config(1), x, 1)
+        other.wait(stream.record())
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device), build=build)
+    for _ in range(3):
+        step()
+    why = " ".join(step.statistics().quarantined.values())
+    assert "other.wait(stream.record())" in why and "not joined" in why
+    device.synchronize()
+    with HeldStream(gate):
+        stream.wait(gate.record())
+        step()
+        seen.copy_from(x, other)
+        assert not other.done
+    assert seen.to_numpy(other)[0] == 4

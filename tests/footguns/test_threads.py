@@ -1,0 +1,446 @@
+"""Threads and streams do not take each other's work."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import (
+    CaptureError,
+)
+from ostinato.explain.times import run_replay
+from ostinato.step import HeldReplay
+from ostinato.testing import FaultyDriver, HeldStream
+from tests.footguns.common import DefaultStream, N, count_step, in_thread, ones
+from tests.sources import config, kernel, preload
+
+
+def test_two_threads_on_two_streams_replay_on_their_own(device: Device) -> None:
+    counter = device.zeros(1, np.int32)
+    first = device.create_stream()
+    run = ost.capture_function(
+        first, lambda: ost.launch(first, kernel(device, "increment"), config(1), counter, 1)
+    ).instantiate(upload=first)
+    second = device.create_stream()
+    run.launch(second)  # both are prepared now
+
+    def replay(stream: ost.Stream) -> None:
+        for _ in range(300):
+            run.launch(stream)
+
+    with HeldStream(second):
+        thread = threading.Thread(target=replay, args=(first,))
+        thread.start()
+        thread.join()
+        first.synchronize()  # nothing of it went to the held stream
+    threads = [threading.Thread(target=replay, args=(s,)) for s in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    device.synchronize()
+    assert device.to_numpy(counter)[0] == 901
+
+
+def test_a_graph_runs_on_the_stream_that_it_is_launched_on(device: Device) -> None:
+    counter = device.zeros(1, np.int32)
+    first, second = device.create_stream(), device.create_stream()
+    run = ost.capture_function(
+        first, lambda: ost.launch(first, kernel(device, "increment"), config(1), counter, 1)
+    ).instantiate(upload=first)
+    run.launch(first)
+    run.launch(second)
+    device.synchronize()
+    for held, free in ((first, second), (second, first)):
+        before = device.to_numpy(counter)[0]
+        with HeldStream(held):
+            run.launch(free)
+            assert counter.to_numpy(free)[0] == before + 1
+        device.synchronize()
+
+
+def test_arguments_launched_before_go_where_they_are_launched_now(
+    device: Device, stream: ost.Stream
+) -> None:
+    """What a driver keeps of a launch is for the same function, config and stream alone."""
+    x = ones(device)
+    scale, half, other = kernel(device, "scale"), config(N // 2), device.create_stream()
+    twice = ost.prepare(scale, config(N), x, N)
+    packed = twice.params.arguments
+
+    def submit(where: ost.Stream, function: ost.Kernel, shape: ost.LaunchConfig) -> None:
+        params = replace(twice.params, function=function.function, config=shape, arguments=packed)
+        where.submit(replace(twice, params=params))
+
+    for _ in range(2):
+        stream.submit(twice)
+    submit(stream, scale, half)
+    np.testing.assert_array_equal(x.to_numpy(stream), np.repeat([8, 4], N // 2))
+    submit(stream, kernel(device, "halve"), half)
+    np.testing.assert_array_equal(x.to_numpy(stream), np.repeat([4, 4], N // 2))
+    with ost.capture(other) as capture:
+        submit(other, scale, config(N))
+        submit(stream, scale, config(N))  # not in the capture
+    assert len(capture.graph.nodes) == 1
+    np.testing.assert_array_equal(x.to_numpy(stream), np.full(N, 8))
+    run = capture.graph.instantiate(upload=other)
+    run.launch(other)
+    np.testing.assert_array_equal(x.to_numpy(other), np.full(N, 16))
+
+
+def test_a_held_launch_has_its_size_whatever_other_threads_call(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
+    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
+    total = device.zeros((8, 1), np.float32)
+
+    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, axpy, config(sizes.rows), x, factor, total, sizes.on_device("rows"), 1)
+
+    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
+    step = ost.GraphedStep(run, stream=stream, cache=cache)
+    for rows in (3, 3, 3, 4):
+        step(rows=rows)
+    other = threading.Thread(target=step, kwargs={"rows": 4}, daemon=True)
+
+    def late(*arguments: Any) -> None:
+        other.start()
+        other.join(0.2)
+        run_replay(*arguments)
+
+    held = step.hold(rows=3)
+    assert isinstance(held, HeldReplay)
+    ost.fill(stream, total, 0)
+    with held:
+        monkeypatch.setattr("ostinato.explain.times.run_replay", late)
+        held.launch()
+    other.join()
+    assert total.to_numpy(stream)[:, 0].tolist() == [2, 2, 2, 1, 0, 0, 0, 0]
+
+
+def test_another_threads_work_does_not_join_a_capture(device: Device, stream: ost.Stream) -> None:
+    x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    increment = kernel(device, "increment")
+    with ost.capture(stream) as capture:
+        ost.launch(stream, increment, config(1), x, 1)
+        for call in (
+            lambda: ost.launch(stream, increment, config(1), y, 1),
+            lambda: ost.fill(stream, y, 3),
+            stream.synchronize,
+            lambda: y.to_numpy(stream),
+            stream.record,
+            device.synchronize,  # it would break the capture in any mode
+        ):
+            error = in_thread(call)
+            assert isinstance(error, CaptureError) and "another thread" in str(error)
+    assert len(capture.graph) == 1  # neither joined nor broken
+    capture.graph.instantiate().launch(stream)
+    assert [v.to_numpy(stream)[0] for v in (x, y)] == [1, 0]
+
+
+def test_two_threads_steps_on_one_stream_take_turns(device: Device) -> None:
+    stream, cache = device.create_stream(), ost.GraphCache(device)
+    x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
+    inside, increment = threading.Event(), kernel(device, "increment")
+    first, joined = [], []
+
+    def slowly(stream: ost.Stream, _: ost.Sizes) -> None:
+        ost.launch(stream, increment, config(1), x, 1)
+        if first and stream.is_capturing:
+            inside.set()
+            time.sleep(0.05)  # the other thread's step comes now
+            joined.append(len(stream.capture_info.dependencies))
+        first.append(True)
+
+    a = ost.GraphedStep(slowly, stream=stream, cache=cache)
+    b = count_step(device, y, cache, 1, stream=stream)
+
+    def other() -> None:
+        assert inside.wait(30)
+        b()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    for _ in range(4):
+        a()
+    thread.join(60)
+    assert not thread.is_alive()
+    device.synchronize()
+    assert [device.to_numpy(v)[0] for v in (x, y)] == [4, 1]
+    assert joined == [1]
+
+
+def test_two_objects_of_one_stream_are_one_stream(device: Device, stream: ost.Stream) -> None:
+    """Two adoptions of one foreign stream, say."""
+    x, again = ones(device), ost.Stream(device.context, stream.handle, owned=False, owner=stream)
+    assert again.turn is stream.turn
+    with ost.capture(stream):
+        ost.fill(stream, x, 1)
+        error = in_thread(lambda: ost.fill(again, x, 2))
+        assert isinstance(error, CaptureError)
+
+
+class _Between(FaultyDriver):
+    """Runs a function in another thread when the driver has begun a capture."""
+
+    function: Callable[[], None] | None = None
+
+    def stream_begin_capture(self, *arguments: Any) -> None:
+        self.inner.stream_begin_capture(*arguments)
+        if self.function is not None:
+            thread = threading.Thread(target=self.function)
+            thread.start()
+            thread.join()
+
+
+@pytest.mark.parametrize("call", ["launch", "submit", "fill"])
+def test_nothing_joins_a_capture_that_another_thread_begins(host_device: Device, call: str) -> None:
+    """It joined between the driver's beginning and this library's: it did not run, and was
+    replayed with the others."""
+    driver = _Between(host_device.driver)
+    device = preload(Device(driver))
+    stream = device.create_stream()
+    x, y = ones(device), ones(device)
+    scale, told = kernel(device, "scale"), []
+
+    def other() -> None:
+        calls: dict[str, Callable[[], object]] = {
+            "launch": lambda: ost.launch(stream, scale, config(N), x, N),
+            "submit": lambda: stream.submit(ost.prepare(scale, config(N), x, N)),
+            "fill": lambda: ost.fill(stream, x, 0),
+        }
+        try:
+            calls[call]()
+        except CaptureError as error:
+            told.append(error)
+
+    driver.function = other
+    with ost.capture(stream) as under_way:
+        driver.function = None
+        ost.launch(stream, scale, config(N), y, N)
+    assert len(told) == 1 and len(under_way.graph) == 1
+    under_way.graph.instantiate().launch(stream)
+    assert (x.to_numpy(stream)[0], y.to_numpy(stream)[0]) == (1, 2)
+
+
+class _During(FaultyDriver):
+    """Calls a function in the middle of a launch, fill or copy."""
+
+    function: Callable[[], object] | None = None
+
+    def _now(self) -> None:
+        function, self.function = self.function, None
+        if function is not None:
+            function()
+
+    def launch_kernel(self, *arguments: Any) -> None:
+        self._now()
+        self.inner.launch_kernel(*arguments)
+
+    def memset(self, *arguments: Any) -> None:
+        self._now()
+        self.inner.memset(*arguments)
+
+
+@pytest.mark.parametrize("call", ["launch", "submit", "fill"])
+def test_a_capture_begins_once_others_have_put_their_work_on_the_stream(
+    host_device: Device, call: str
+) -> None:
+    """A launch had seen no capture, and came to the driver when there was one: it joined."""
+    driver = _During(host_device.driver)
+    device = preload(Device(driver))
+    stream = device.create_stream()
+    x, y = ones(device), ones(device)
+    scale, graphs, begun = kernel(device, "scale"), [], threading.Event()
+
+    def capture() -> None:
+        with ost.capture(stream) as under_way:
+            begun.set()
+            ost.launch(stream, scale, config(N), y, N)
+        graphs.append(under_way.graph)
+
+    thread = threading.Thread(target=capture)
+
+    def between() -> None:
+        thread.start()
+        assert not begun.wait(0.2)
+
+    driver.function = between
+    {
+        "launch": lambda: ost.launch(stream, scale, config(N), x, N),
+        "submit": lambda: stream.submit(ost.prepare(scale, config(N), x, N)),
+        "fill": lambda: ost.fill(stream, x, 0),
+    }[call]()
+    thread.join()
+    assert driver.function is None and len(graphs[0]) == 1
+    wanted = 0 if call == "fill" else 2
+    assert (x.to_numpy(stream)[0], y.to_numpy(stream)[0]) == (wanted, 1)
+    graphs[0].instantiate().launch(stream)
+    assert (x.to_numpy(stream)[0], y.to_numpy(stream)[0]) == (wanted, 2)
+
+
+def test_a_held_replay_waits_for_a_run_of_its_step(device: Device) -> None:
+    """It went into the middle of another thread's eager run, if the step reads no size."""
+    preload(device)
+    stream, axpy = device.create_stream(), kernel(device, "add")
+    x, other, total = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
+    begun, launched = threading.Event(), threading.Event()
+
+    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, axpy, config(N), total, x, other, N)  # other = total + 1
+        if sizes.rows == 8:
+            begun.set()
+            launched.wait(0.2)
+        ost.copy(stream, total, other)
+
+    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
+    step = ost.GraphedStep(run, stream=stream, cache=cache)
+    for _ in range(2):
+        step(rows=4)
+    held = step.hold(rows=4)
+    assert isinstance(held, HeldReplay)
+    with held:
+        thread = threading.Thread(target=lambda: step(rows=8))
+        thread.start()
+        begun.wait()
+        held.launch()
+        launched.set()
+        thread.join()
+    assert total.to_numpy(stream)[0] == 4
+
+
+def test_a_step_inside_of_a_step_and_beside_it(device: Device) -> None:
+    """One thread had the stream's turn and wanted the inner step, the other had that."""
+    preload(device)
+    stream, scale, x = device.create_stream(), kernel(device, "add"), ones(device)
+    total = device.zeros(N, np.float32)
+    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
+
+    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        ost.launch(stream, scale, config(N), total, x, total, N)
+
+    inner = ost.GraphedStep(run, stream=stream, cache=cache, name="inner")
+    outer = ost.GraphedStep(
+        lambda stream, sizes: inner(rows=sizes.rows), stream=stream, cache=cache
+    )
+    outer.enabled = False
+    calls = 300
+    threads = [
+        threading.Thread(target=lambda s=step: [s(rows=4) for _ in range(calls)], daemon=True)
+        for step in (outer, inner)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "they wait for each other"
+    assert total.to_numpy(stream)[0] == 2 * calls
+
+
+def test_a_held_graph_that_is_dropped_waits_for_no_step(device: Device) -> None:
+    """What ends it may run in any thread, also in one that the step waits for."""
+    preload(device)
+    stream, other = device.create_stream(), device.create_stream()
+    scale, x = kernel(device, "scale"), ones(device)
+    inside, go_on = threading.Event(), threading.Event()
+    go_on.set()
+
+    def met() -> bool:
+        inside.set()
+        return go_on.wait(60)
+
+    step = ost.GraphedStep(
+        lambda stream, sizes: ost.launch(stream, scale, config(N), x, N),
+        stream=stream,
+        cache=ost.GraphCache(device, buckets=ost.PowersOfTwo(8)),
+        preconditions={"met": met},
+    )
+    for _ in range(2):
+        step(rows=4)
+    held = step.hold(rows=4)
+    assert isinstance(held, HeldReplay)
+    held.launch()
+    inside.clear()
+    go_on.clear()
+    calls = threading.Thread(target=lambda: step(rows=4), daemon=True)
+    calls.start()
+    inside.wait()
+    del held
+    ends = threading.Thread(target=other.synchronize, daemon=True)
+    ends.start()
+    ends.join(30)
+    waits = ends.is_alive()
+    go_on.set()
+    calls.join()
+    ends.join()
+    assert not waits, "the other stream's work waited for the step"
+    assert step.statistics().calls == 4
+
+
+def test_another_thread_adds_nothing_to_a_graph_under_capture(
+    device: Device, stream: ost.Stream
+) -> None:
+    graph, x, scale = ost.Graph.create(device), ones(device), kernel(device, "scale")
+    raised: list[BaseException] = []
+
+    def add() -> None:
+        try:
+            graph.add_empty()
+        except CaptureError as error:
+            raised.append(error)
+
+    with ost.capture(stream, into=graph):
+        ost.launch(stream, scale, config(N), x, N)
+        other = threading.Thread(target=add)
+        other.start()
+        other.join()
+    assert "another thread is capturing" in str(raised[0])
+    assert len(graph) == 1
+
+
+def test_another_threads_work_on_the_default_stream_goes_on_beside_captures(
+    device: Device, stream: ost.Stream
+) -> None:
+    """With the streams that there are by default: both threads are right."""
+    x, y, scale = ones(device), ones(device), kernel(device, "scale")
+    default, enough = device.adopt_stream(DefaultStream()), threading.Event()
+    begun, raised, turns = threading.Event(), list[BaseException](), 0
+
+    def works() -> None:
+        nonlocal turns
+        try:
+            while not enough.is_set() or turns < 4:
+                ost.launch(default, scale, config(N), y, N)
+                ost.launch(default, kernel(device, "halve"), config(N), y, N)
+                turns += 1
+                begun.set()
+        except BaseException as error:
+            raised.append(error)
+            begun.set()
+
+    other = threading.Thread(target=works)
+    other.start()
+    begun.wait(30)
+    for _ in range(8):
+        with ost.capture(stream) as capture:
+            ost.launch(stream, scale, config(N), x, N)
+            at = turns
+            while turns < at + 2 and not raised:  # work of the other thread, inside of the capture
+                time.sleep(0)
+        capture.graph.instantiate().launch(stream)
+        stream.synchronize()
+    enough.set()
+    other.join()
+    assert not raised
+    assert (x.to_numpy(stream) == 256).all()
+    default.synchronize()
+    assert (y.to_numpy(stream) == 1).all()
