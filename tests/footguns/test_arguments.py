@@ -10,19 +10,15 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import (
-    InputError,
-)
-from tests.footguns.common import Borrowed, N, ones
+from ostinato.errors import InputError
+from tests.footguns.common import Borrowed, N, graph_of, ones
 from tests.sources import config, kernel, preload
 
 DOORS = {
     "launch": lambda w, x: ost.launch(w.stream, w.scale, config(N), x, N),
     "prepare": lambda w, x: ost.prepare(w.scale, config(N), x, N),
     "node": lambda w, x: w.graph.add_kernel(w.scale, config(N), x, N),
-    "capture": lambda w, x: ost.capture_function(
-        w.stream, lambda: ost.launch(w.stream, w.scale, config(N), x, N)
-    ),
+    "capture": lambda w, x: graph_of(w.stream, w.scale, N, x, N),
     "record": lambda w, x: w.record(x),
     "patch": lambda w, x: w.run.patch(0, "x", x),
     "patch by index": lambda w, x: w.run.patch(0, 0, x),
@@ -252,7 +248,7 @@ def test_what_is_of_another_device_is_refused(
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_an_array_that_is_not_what_kernels_would_read_is_not_adopted(
+def test_an_array_that_kernels_would_read_wrongly_is_refused(
     device: Device, change: dict[str, object], said: str
 ) -> None:
     class Foreign:
@@ -275,7 +271,7 @@ def test_what_is_no_handle_is_no_stream(device: Device, handle: object) -> None:
         device.adopt_stream(Foreign())
 
 
-def test_what_is_no_stream_no_node_no_slot_or_no_scheme_is_refused(
+def test_what_is_no_stream_node_slot_or_scheme_is_refused(
     device: Device, stream: ost.Stream
 ) -> None:
     graph = ost.Graph.create(device)
@@ -319,7 +315,7 @@ def test_what_is_no_type_no_array_or_no_buffer_is_refused(
             make()
 
 
-def test_what_is_of_another_type_is_said_and_not_a_missing_attribute(
+def test_an_object_of_the_wrong_type_is_named_in_the_error(
     device: Device, stream: ost.Stream
 ) -> None:
     x, wrong = ones(device), cast(Any, object())

@@ -12,13 +12,8 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import (
-    CaptureBrokenError,
-    CaptureError,
-    DriverError,
-    InputError,
-)
-from tests.footguns.common import DefaultStream, N, ones
+from ostinato.errors import CaptureBrokenError, CaptureError, DriverError, InputError
+from tests.footguns.common import DefaultStream, N, graph_of, ones
 from tests.sources import config, kernel
 
 
@@ -64,9 +59,7 @@ def test_other_kinds_of_work_do_not_escape_either(device: Device, call: str) -> 
     stream, side = device.create_stream(), device.create_stream()
     increment = kernel(device, "increment")
     value = ost.DeviceScalar(device.context, np.int32, initial=0, stream=side)
-    run = ost.capture_function(
-        side, lambda: ost.launch(side, increment, config(1), y, 1)
-    ).instantiate(upload=side)
+    run = graph_of(side, increment, 1, y, 1).instantiate(upload=side)
     calls = {
         "copy": lambda: ost.copy(side, y, x),
         "host copy": lambda: y.copy_from([7], side),
@@ -91,7 +84,7 @@ def test_other_kinds_of_work_do_not_escape_either(device: Device, call: str) -> 
     assert step.statistics().replays == 0
 
 
-def test_a_refused_launch_breaks_the_capture_although_its_error_is_caught(device: Device) -> None:
+def test_a_caught_error_of_a_launch_still_breaks_the_capture(device: Device) -> None:
     x, y, side = device.zeros(1, np.int32), device.zeros(1, np.int32), device.create_stream()
     increment = kernel(device, "increment")
 
@@ -245,7 +238,7 @@ def test_work_on_the_default_stream_in_a_capture_can_be_found(
         ost.capture_function(stream, work)
     assert "ost.fill(default, x, 0)" in (caught.value.location or "")
     assert "a stream of its own" in str(caught.value)
-    run = ost.capture_function(stream, lambda: ost.launch(stream, scale, config(N), x, N))
+    run = graph_of(stream, scale, N, x, N)
     run.instantiate().launch(stream)
     assert (x.to_numpy(stream) == 2).all()
 
@@ -298,9 +291,7 @@ def test_what_cannot_be_recorded_breaks_the_recording(device: Device, kind: str)
 
 
 @pytest.mark.parametrize("how", ["device", "asarray", "event", "event done", "elapsed"])
-def test_what_the_host_reads_in_a_recording_is_not_baked_into_its_graph(
-    host_device: Device, how: str
-) -> None:
+def test_what_the_host_reads_breaks_the_recording(host_device: Device, how: str) -> None:
     """As in a capture.  The host may read memory of the device here, or pinned memory."""
     device, stream = host_device, host_device.create_stream()
     side, event = device.create_stream(), device.create_event(timing=True)
@@ -334,12 +325,10 @@ def test_what_the_host_reads_in_a_recording_is_not_baked_into_its_graph(
     assert "the recording was broken at" in why and "the host waited for" in why
 
 
-def test_a_recorded_launch_of_a_changed_graph_is_not_its_definition(device: Device) -> None:
+def test_a_recorded_launch_has_the_patches_of_its_executable(device: Device) -> None:
     stream, x = device.create_stream(), device.zeros(1, np.int32)
     increment = kernel(device, "increment")
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, increment, config(1), x, 1)
-    ).instantiate(upload=stream)
+    run = graph_of(stream, increment, 1, x, 1).instantiate(upload=stream)
     run.patch(0, "by", 10)
     step = ost.GraphedStep(
         lambda stream, _: run.launch(stream),
@@ -355,7 +344,7 @@ def test_a_recorded_launch_of_a_changed_graph_is_not_its_definition(device: Devi
 def test_a_recorded_launch_is_not_of_what_its_graph_became(device: Device) -> None:
     stream, x = device.create_stream(), device.zeros(1, np.int32)
     increment = kernel(device, "increment")
-    graph = ost.capture_function(stream, lambda: ost.launch(stream, increment, config(1), x, 1))
+    graph = graph_of(stream, increment, 1, x, 1)
     run = graph.instantiate()
     with ost.record(stream) as recording:
         run.launch(stream)

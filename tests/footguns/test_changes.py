@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import (
-    ChildGraphNodeParams,
-    MemcpyNodeParams,
-    MemsetNodeParams,
-)
-from ostinato.errors import (
-    ClosedError,
-    InputError,
-    UpdateRefusedError,
-)
+from ostinato.driver.api import ChildGraphNodeParams, MemcpyNodeParams, MemsetNodeParams
+from ostinato.errors import ClosedError, GraphError, InputError, UpdateRefusedError
 from ostinato.testing import FaultyDriver, HeldStream
-from tests.footguns.common import N, doubling, ones
+from tests.footguns.common import N, addresses, doubling, graph_of, ones
 from tests.sources import config, kernel, preload
 
 
 def test_a_change_does_not_reach_the_launch_under_way(device: Device, stream: ost.Stream) -> None:
     counter, other = device.zeros(1, np.int32), device.zeros(1, np.int32)
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "increment"), config(1), counter, 1)
-    ).instantiate(upload=stream)
+    run = graph_of(stream, kernel(device, "increment"), 1, counter, 1).instantiate(upload=stream)
     stream.synchronize()
     with HeldStream(stream):
         run.launch(stream)
@@ -39,10 +32,7 @@ def test_a_change_does_not_reach_the_launch_under_way(device: Device, stream: os
 
 def test_a_scalar_that_looks_like_an_address_stays(device: Device, stream: ost.Stream) -> None:
     x, y, out = ones(device), ones(device), device.zeros(1, np.uint64)
-    run = ost.capture_function(
-        stream,
-        lambda: ost.launch(stream, kernel(device, "number"), config(1), x.address + 4, out),
-    ).instantiate()
+    run = graph_of(stream, kernel(device, "number"), 1, x.address + 4, out).instantiate()
     report = run.rebind({x: y})
     run.launch(stream)
     assert out.to_numpy(stream)[0] == x.address + 4
@@ -50,7 +40,7 @@ def test_a_scalar_that_looks_like_an_address_stays(device: Device, stream: ost.S
 
 
 def test_a_pointer_is_rebound_from_where_it_points_now(device: Device, stream: ost.Stream) -> None:
-    """A second rebind works on what the first one set, and undo too."""
+    """A second rebind starts from what the first one set."""
     x, y, z, out = (device.array(np.full(N, v, np.float32)) for v in (1, 2, 3, 0))
     run = doubling(device, stream, x, out)
     for old, new, expected in ((x, y, 4), (y, z, 6), (z, x, 2)):
@@ -85,13 +75,11 @@ def test_a_rebind_to_less_memory_than_a_launch_uses_is_refused(
 ) -> None:
     x, out, tiny = ones(device), device.zeros(N, np.float32), device.zeros(4, np.float32)
     argument = x if given == "buffer" else x.address
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), argument, x, out, N)
-    ).instantiate()
+    run = graph_of(stream, kernel(device, "add"), N, argument, x, out, N).instantiate()
     with pytest.raises(InputError, match="nothing was changed"):
         run.rebind({x: tiny})
     with pytest.raises(InputError, match="nothing was changed"):
-        run.rebind({x[0:4]: tiny})  # the launch was given more than that
+        run.rebind({x[0:4]: tiny})  # the launch was given all of x
     run.launch(stream)
     assert (out.to_numpy(stream) == 2).all()
 
@@ -132,9 +120,7 @@ def test_a_rebind_says_what_reaches_into_the_range_from_outside(
 def test_an_update_that_is_refused_leaves_every_node(device: Device, stream: ost.Stream) -> None:
     x = ones(device)
     run = ost.capture_function(stream, lambda: ost.fill(stream, x, 5)).instantiate()
-    other = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "scale"), config(N), x, N)
-    )
+    other = graph_of(stream, kernel(device, "scale"), N, x, N)
     with pytest.raises(UpdateRefusedError):
         run.update(other)
     run.launch(stream)
@@ -142,8 +128,9 @@ def test_an_update_that_is_refused_leaves_every_node(device: Device, stream: ost
 
 
 def test_a_refused_change_takes_back_all_that_was_made_before_it(host_device: Device) -> None:
-    """Values that differ from each other and from zero, so that half an undo shows; and one that
-    was set before, which is not the definition's."""
+    """The undo sets what the executable had, and not what its definition has.
+
+    All values differ from each other and from zero, so that half an undo shows."""
     faults = FaultyDriver(host_device.driver)
     device = preload(Device(faults))
     stream = device.create_stream()
@@ -183,10 +170,10 @@ def test_an_executable_whose_undo_is_refused_runs_no_more(host_device: Device) -
     run = ost.capture_function(stream, work).instantiate(upload=stream)
     run.launch(stream)
     faults.fail("exec_set_params", at=3, times=2)
-    with pytest.raises(ost.errors.GraphError, match="instantiate its graph again"):
+    with pytest.raises(GraphError, match="instantiate its graph again"):
         run.rebind({a: b})
     for _ in range(2):
-        with pytest.raises(ost.errors.GraphError, match="instantiate its graph again"):
+        with pytest.raises(GraphError, match="instantiate its graph again"):
             run.launch(stream)
     assert not run.usable
     run.graph.instantiate().launch(stream)
@@ -194,7 +181,7 @@ def test_an_executable_whose_undo_is_refused_runs_no_more(host_device: Device) -
 
 
 def test_a_refused_patch_by_bytes_leaves_the_argument(host_device: Device) -> None:
-    """Also while the executable does not know yet whether it points at memory that was closed."""
+    """The executable watches all memory, and one of its buffers is closed before the patch."""
 
     @ost.host_kernel("p: bytes[16], out: *out f32")
     def add_struct(launch: ost.lowlevel.HostLaunch, p: bytes, out: np.ndarray) -> None:
@@ -207,24 +194,18 @@ def test_a_refused_patch_by_bytes_leaves_the_argument(host_device: Device) -> No
     adding = device.modules.get_or_compile(ost.Source(host=[add_struct]), "add_struct")
     x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
 
-    def struct_of(*buffers: ost.Buffer) -> bytes:
-        return b"".join(buffer.address.to_bytes(8, "little") for buffer in buffers)
-
-    def work() -> None:
-        ost.launch(stream, adding, config(1), struct_of(x, y), out)
-
-    own = ost.capture_function(stream, work)
-    run = ost.Graph.adopt(device, own.handle, owner=own).instantiate()  # which watches all memory
+    own = graph_of(stream, adding, 1, addresses(x, y), out)
+    run = ost.Graph.adopt(device, own.handle, owner=own).instantiate()
     run.launch(stream)
     before = run.params(0)
     y.close()
     faults.fail("exec_set_params")
     with pytest.raises(UpdateRefusedError):
-        run.patch(0, 0, struct_of(x, x))
+        run.patch(0, 0, addresses(x, x))
     assert run.params(0) == before
     with pytest.raises(ClosedError, match="points at memory that was closed"):
         run.launch(stream)
-    run.patch(0, 0, struct_of(x, x))
+    run.patch(0, 0, addresses(x, x))
     run.launch(stream)
     assert (out.to_numpy(stream) == 2).all()
 
@@ -249,52 +230,46 @@ def test_a_copy_and_a_fill_of_rows_are_not_set_from_buffers(device: Device) -> N
     assert [run.params(0), run.params(1)] == before
 
 
-@pytest.mark.parametrize(("value", "size"), [(0, 4), (0, 3), (0, 0), (256, 1), (-1, 1)])
-def test_a_fill_that_does_not_come_out_even_is_refused(
-    device: Device, stream: ost.Stream, value: int, size: int
-) -> None:
-    ten = device.zeros(10, np.uint8)
-    run = ost.capture_function(stream, lambda: ost.fill(stream, ten, 3)).instantiate()
-    with pytest.raises(InputError):
-        run.set_memset(0, ten, value, size)
-    run.launch(stream)
-    assert (ten.to_numpy(stream) == 3).all()
-
-
-@pytest.mark.parametrize(("size", "value"), [(0, 1), (3, 1), (8, 1), (True, 1), ("4", 1), (1, 1.5)])
-def test_a_fill_of_no_elements_is_refused(
-    device: Device, stream: ost.Stream, size: object, value: object
-) -> None:
-    x = ones(device)
-    run = ost.capture_function(stream, lambda: ost.fill(stream, x, 5)).instantiate()
-    with pytest.raises(InputError):
-        run.set_memset(0, x, value, size)
-    run.launch(stream)
-    assert (x.to_numpy(stream) == 5).all()
-
-
+@pytest.mark.parametrize("door", ["set_memset", "add_memset"])
 @pytest.mark.parametrize(
-    ("size", "value"), [(0, 1), (3, 1), (True, 1), ("4", 1), (1, 1.5), (1, -1)]
+    ("dtype", "count", "size", "value"),
+    [
+        (np.uint8, 10, 4, 0),
+        (np.uint8, 10, 3, 0),
+        (np.uint8, 10, 0, 0),
+        (np.uint8, 10, 1, 256),
+        (np.uint8, 10, 1, -1),
+        (np.float32, N, 0, 1),
+        (np.float32, N, 3, 1),
+        (np.float32, N, 8, 1),
+        (np.float32, N, True, 1),
+        (np.float32, N, "4", 1),
+        (np.float32, N, 1, 1.5),
+        (np.float32, N, 1, -1),
+        (np.uint8, 0, 1, 0),
+    ],
 )
-def test_a_fill_by_hand_is_checked_as_a_change_of_one(
-    device: Device, size: object, value: object
+def test_a_fill_that_does_not_fit_its_memory_is_refused(
+    device: Device, stream: ost.Stream, door: str, dtype: type, count: int, size: Any, value: Any
 ) -> None:
-    graph = ost.Graph.create(device)
+    """The elements do not fill the memory, or the value does not fit an element."""
+    x, graph = device.zeros(max(count, 1), dtype), ost.Graph.create(device)
+    graph.add_memset(x, 7, 1)
+    run = graph.instantiate()
+    doors = {"set_memset": partial(run.set_memset, 0), "add_memset": graph.add_memset}
     with pytest.raises(InputError):
-        graph.add_memset(ones(device), value, size)
-    with pytest.raises(InputError):
-        graph.add_memset(device.zeros(0, "bytes"), 0)
-    assert len(graph) == 0
+        doors[door](x[:count], value, size)
+    assert len(graph) == 1
+    run.launch(stream)
+    assert (x.to_numpy(stream).view(np.uint8) == 7).all()
 
 
-def test_what_a_definition_is_changed_to_is_not_what_an_executable_holds(
+def test_a_changed_definition_does_not_change_its_executable(
     device: Device, stream: ost.Stream
 ) -> None:
-    """Its owner may change it by its handle; a patch sets one argument, and the others stay."""
+    """The definition changes by its handle.  A patch sets one argument and no other."""
     x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
-    graph = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "axpy"), config(N), x, y, out, N)
-    )
+    graph = graph_of(stream, kernel(device, "axpy"), N, x, y, out, N)
     run = graph.instantiate()
     [node] = graph.nodes
     fewer = node.kernel.arguments.with_raw(
@@ -311,18 +286,16 @@ def test_what_a_definition_is_changed_to_is_not_what_an_executable_holds(
 def test_another_function_does_not_keep_the_old_ones_signature(
     device: Device, stream: ost.Stream
 ) -> None:
-    """`number(value: u64, out)` in place of a kernel whose first argument is a pointer."""
+    """The new kernel takes a number where the old one takes a pointer."""
     x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
     big = device.zeros(N, np.uint64)
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "scale"), config(1), x, N)
-    ).instantiate()
+    run = graph_of(stream, kernel(device, "scale"), 1, x, N).instantiate()
     other = ost.prepare(kernel(device, "axpy"), config(N), x, y, out, 5)
     run.set_params(0, other.params, keep=other.keep)
     with pytest.raises(InputError, match="no signature"):
         run.patch(0, "n", 3)
     run.set_params(0, other)
-    run.patch(0, "n", 3)  # the operation brings its own
+    run.patch(0, "n", 3)  # an operation brings its signature
     run.launch(stream)
     assert out.to_numpy(stream)[:5].tolist() == [1, 1, 1, 0, 0]
     number = ost.prepare(kernel(device, "number"), config(1), x.address + 4, big)
@@ -331,18 +304,16 @@ def test_another_function_does_not_keep_the_old_ones_signature(
     assert (len(report.words), len(report.left)) == (0, 1), "a number stays a number"
     run.launch(stream)
     assert big.to_numpy(stream)[0] == x.address + 4
-    summed = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), x, y, out, N)
-    ).instantiate()
-    summed.set_params(0, other.params, keep=other.keep)  # of the same layout
+    adding = graph_of(stream, kernel(device, "add"), N, x, y, out, N).instantiate()
+    adding.set_params(0, other.params, keep=other.keep)  # its arguments have the same layout
     with pytest.raises(InputError, match="no signature"):
-        summed.patch(0, "b", y)
+        adding.patch(0, "b", y)
 
 
 def test_nodes_inside_others_are_patched_where_they_are(device: Device) -> None:
     stream, x = device.create_stream(), device.zeros(1, np.int32)
     increment = kernel(device, "increment")
-    inner = ost.capture_function(stream, lambda: ost.launch(stream, increment, config(1), x, 1))
+    inner = graph_of(stream, increment, 1, x, 1)
     graph = ost.Graph.create(device)
     graph.add_child(inner)
     branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(default=1))
@@ -355,9 +326,7 @@ def test_nodes_inside_others_are_patched_where_they_are(device: Device) -> None:
     run.launch(stream)
     assert x.to_numpy(stream)[0] == 705
     assert (run.params(child), run.params(body)) != (child.params, body.params)
-    stranger = ost.capture_function(
-        stream, lambda: ost.launch(stream, increment, config(1), x, 1)
-    ).nodes[0]
+    stranger = graph_of(stream, increment, 1, x, 1).nodes[0]
     with pytest.raises(InputError, match="not of the graph"):
         run.patch(stranger, "by", 1)
 
@@ -370,15 +339,12 @@ def test_a_child_graph_that_was_set_is_what_later_changes_go_by(
     out = device.zeros(N, np.float32)
 
     def adding(source: ost.Buffer) -> ost.Graph:
-        def work() -> None:
-            ost.launch(stream, kernel(device, "add"), config(N), source, source, out, N)
-
-        graph = ost.capture_function(stream, work)
-        if nested:
-            around = ost.Graph.create(device)
-            around.add_child(graph)
-            return around
-        return graph
+        graph = graph_of(stream, kernel(device, "add"), N, source, source, out, N)
+        if not nested:
+            return graph
+        around = ost.Graph.create(device)
+        around.add_child(graph)
+        return around
 
     outer = ost.Graph.create(device)
     node = outer.add_child(adding(w))
@@ -408,14 +374,18 @@ def test_a_child_graph_that_was_set_is_what_later_changes_go_by(
 
 def test_a_child_graph_in_another_order_is_refused(device: Device, stream: ost.Stream) -> None:
     x, y, z = ones(device), device.zeros(N, np.float32), ones(device)
-    graphs = [ost.Graph.create(device) for _ in range(3)]
-    for graph, first in zip(graphs, (x, x, None), strict=True):  # without edges: of other memory
-        if first is None:
-            graph.add_memset(z, 7)
-            graph.add_memcpy(y, x)
-        else:
-            graph.add_memcpy(y, x)
-            graph.add_memset(z, 7)
+
+    def copies(graph: ost.Graph) -> None:
+        graph.add_memcpy(y, x)
+
+    def fills(graph: ost.Graph) -> None:
+        graph.add_memset(z, 7)
+
+    graphs = []
+    for order in ((copies, fills), (copies, fills), (fills, copies)):
+        graphs.append(ost.Graph.create(device))
+        for add in order:  # no edge between the two, which use different memory
+            add(graphs[-1])
     outer = ost.Graph.create(device)
     node = outer.add_child(graphs[0])
     run = outer.instantiate()

@@ -7,10 +7,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import (
-    InputError,
-    VerificationError,
-)
+from ostinato.errors import InputError, VerificationError
 from ostinato.step import HeldReplay
 from tests.footguns.common import N, checked_step, count_step, ones
 from tests.sources import config, kernel, preload

@@ -13,25 +13,23 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import (
-    CaptureBrokenError,
-    ClosedError,
-)
+from ostinato.errors import CaptureBrokenError, ClosedError
 from ostinato.testing import HeldStream
-from tests.footguns.common import _SUMMED, N, both, doubling, ones
+from tests.footguns.common import N, addresses, doubling, graph_of, ones, struct_kernel
 from tests.sources import config, kernel, preload
 
 
 def test_what_points_at_closed_memory_does_not_run(device: Device, stream: ost.Stream) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
     add = kernel(device, "add")
-    graph = ost.capture_function(stream, lambda: ost.launch(stream, add, config(N), x, x, out, N))
+    graph = graph_of(stream, add, N, x, x, out, N)
     run = graph.instantiate(upload=stream)
     run.launch(stream)
     stream.synchronize()
     x.close()
     device.synchronize()
-    others = [device.array(np.full(N, 9, np.float32)) for _ in range(4)]  # one may have its place
+    # One of these may be at the address of x.
+    others = [device.array(np.full(N, 9, np.float32)) for _ in range(4)]
     for _ in range(2):
         with pytest.raises(ClosedError, match=r"node 0 \(add\) argument 0"):
             run.launch(stream)
@@ -59,10 +57,7 @@ def test_closed_memory_is_seen_through_what_stands_for_it(
         "state": (state, state),
         "address": (base, base.address),
     }[kind]
-    run = ost.capture_function(
-        stream,
-        lambda: ost.launch(stream, kernel(device, "add"), config(N), argument, out, out, N),
-    ).instantiate()
+    run = graph_of(stream, kernel(device, "add"), N, argument, out, out, N).instantiate()
     run.launch(stream)
     owner.close()
     with pytest.raises(ClosedError):
@@ -70,14 +65,12 @@ def test_closed_memory_is_seen_through_what_stands_for_it(
 
 
 def test_closed_memory_is_seen_by_an_adopted_graph(device: Device, stream: ost.Stream) -> None:
-    """Nothing is known of its nodes, so no buffer is known to be its own."""
+    """The library does not know which buffers the nodes of an adopted graph use."""
     x, out = ones(device), device.zeros(N, np.float32)
-    own = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
-    )
+    own = graph_of(stream, kernel(device, "add"), N, x, x, out, N)
     run = ost.Graph.adopt(device, own.handle, owner=own).instantiate(upload=stream)
     run.launch(stream)
-    ones(device).close()  # not the graph's
+    ones(device).close()  # the graph does not use it
     run.launch(stream)
     x.close()
     with pytest.raises(ClosedError):
@@ -85,14 +78,12 @@ def test_closed_memory_is_seen_by_an_adopted_graph(device: Device, stream: ost.S
 
 
 @pytest.mark.parametrize("kind", ["view", "adopted"])
-def test_memory_that_is_still_there_does_not_stop_an_adopted_graph(
+def test_closing_a_view_does_not_stop_an_adopted_graph(
     device: Device, stream: ost.Stream, kind: str
 ) -> None:
-    """Closing a view, or a buffer over another library's memory, gives nothing back."""
+    """Closing a view, or a buffer over another library's memory, frees no memory."""
     x = ones(device)
-    own = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "scale"), config(N), x, N)
-    )
+    own = graph_of(stream, kernel(device, "scale"), N, x, N)
     run = ost.Graph.adopt(device, own.handle, owner=own).instantiate(upload=stream)
     if kind == "view":
         x[:].close()
@@ -110,9 +101,7 @@ def test_closed_memory_is_seen_that_a_change_brought(
     add = kernel(device, "add")
 
     def summing(source: ost.Buffer) -> ost.Graph:
-        return ost.capture_function(
-            stream, lambda: ost.launch(stream, add, config(N), source, x, out, N)
-        )
+        return graph_of(stream, add, N, source, x, out, N)
 
     run = summing(x).instantiate(upload=stream)
     run.launch(stream)
@@ -159,7 +148,7 @@ def test_closed_memory_is_seen_in_copies_of_graphs(
 ) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
     add = kernel(device, "add")
-    inner = ost.capture_function(stream, lambda: ost.launch(stream, add, config(N), x, x, out, N))
+    inner = graph_of(stream, add, N, x, x, out, N)
     if way == "child":
         outer = ost.Graph.create(device)
         outer.add_child(inner)
@@ -171,7 +160,7 @@ def test_closed_memory_is_seen_in_copies_of_graphs(
             run.launch(stream)
         run.close()
         outer = recorded.build()
-    inner.close()  # a copy goes on without what it was made from
+    inner.close()  # the copy does not need the graph that it was made from
     copy = outer.instantiate()
     copy.launch(stream)
     assert (out.to_numpy(stream) == 2).all()
@@ -182,19 +171,19 @@ def test_closed_memory_is_seen_in_copies_of_graphs(
         outer.instantiate()
 
 
-def test_a_struct_that_is_patched_forgets_what_its_words_pointed_at(
+def test_a_patched_struct_forgets_what_its_words_pointed_at(
     device: Device, stream: ost.Stream
 ) -> None:
     x, y, out, new = ones(device), ones(device), device.zeros(N, np.float32), ones(device)
-    summing = device.modules.get_or_compile(_SUMMED, "summed")
+    summing = struct_kernel(device)
 
     def work() -> None:
-        ost.launch(stream, summing, config(N), both(x, out), N)
+        ost.launch(stream, summing, config(N), addresses(x, out), N)
         ost.launch(stream, kernel(device, "scale"), config(N), y, N)
 
     run = ost.capture_function(stream, work).instantiate()
-    run.rebind({out: new})  # notes what the second word points at
-    run.patch(0, "both", both(x, y))
+    run.rebind({out: new})  # the executable notes what the second word points at
+    run.patch(0, "both", addresses(x, y))
     y.close()
     with pytest.raises(ClosedError, match="node 0"):
         run.launch(stream)
@@ -203,10 +192,10 @@ def test_a_struct_that_is_patched_forgets_what_its_words_pointed_at(
         lambda value: run.patch_all([(0, "both", value)]),
         lambda value: run.patch(0, "both", np.void(value)),
     ):
-        patch(both(x, out))
+        patch(addresses(x, out))
         with pytest.raises(ClosedError, match="node 1"):
             run.launch(stream)
-    run.patch_all([(0, "both", both(x, new)), (1, "x", new)])
+    run.patch_all([(0, "both", addresses(x, new)), (1, "x", new)])
     run.launch(stream)
     assert (new.to_numpy(stream) == 4).all()
 
@@ -230,7 +219,7 @@ def test_an_operation_of_closed_memory_is_set_to_no_node(
 
 
 def test_an_operation_does_not_outlive_its_memory(device: Device, stream: ost.Stream) -> None:
-    """The address may be another buffer's by the time that it is submitted."""
+    """Another buffer may have the address when the operation is submitted."""
     x, y = ones(device), ones(device)
     operation = ost.prepare(kernel(device, "add"), config(N), x, x, y, N)
     y.close()
@@ -246,13 +235,13 @@ def test_an_operation_does_not_outlive_its_memory(device: Device, stream: ost.St
 def test_memory_that_is_closed_while_it_is_given_is_seen(
     device: Device, stream: ost.Stream
 ) -> None:
-    """By another thread, say, between the look at the memory and the note that it is used."""
+    """Another thread may close memory after its address is read and before its use is noted."""
     x, out = ones(device), device.zeros(N, np.float32)
     run = doubling(device, stream, x, out)
     new = ones(device)
 
     class Closing:
-        """A buffer that is closed as soon as its address was read."""
+        """A buffer that closes when its address is read."""
 
         range = new.range
 
@@ -274,7 +263,7 @@ def test_memory_that_is_closed_while_it_is_given_is_seen(
         run.launch(stream)
 
 
-def test_new_memory_in_one_word_does_not_stand_for_closed_memory_in_another(
+def test_closed_memory_stays_closed_if_its_address_is_reused(
     device: Device, stream: ost.Stream
 ) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
@@ -282,14 +271,14 @@ def test_new_memory_in_one_word_does_not_stand_for_closed_memory_in_another(
     address = x.address
     x.close()
     device.synchronize()
-    # What another library does that gives memory the address that ours had.
+    # Another library may give its memory the address that ours had.
     new = ost.Buffer(device.context, address, (N,), np.dtype(np.float32), base=object())
     run.patch(0, "a", new)
     with pytest.raises(ClosedError, match="argument 1"):
         run.launch(stream)
 
 
-def test_a_step_makes_its_graph_again_once_memory_of_it_is_closed(device: Device) -> None:
+def test_a_step_makes_its_graph_again_if_its_memory_is_closed(device: Device) -> None:
     out, stream = device.zeros(N, np.float32), device.create_stream()
     weights = [ones(device)]
 
@@ -305,7 +294,7 @@ def test_a_step_makes_its_graph_again_once_memory_of_it_is_closed(device: Device
     assert (out.to_numpy(stream) == 10).all()
 
 
-def test_closing_memory_in_a_host_function_destroys_nothing_there(
+def test_memory_closed_in_a_host_function_is_freed_later(
     device: Device, stream: ost.Stream
 ) -> None:
     x = device.zeros(1 << 20, np.uint8)
@@ -320,8 +309,10 @@ def test_closing_memory_in_a_host_function_destroys_nothing_there(
 
 
 def test_memory_is_given_back_while_graphs_are_adopted(device: Device) -> None:
-    """Closing a buffer tells all graphs, also those that another thread adds meanwhile: a set that
-    grew ended the call half done, with memory neither freed nor known to be closed."""
+    """Closing a buffer tells all graphs, while another thread adds graphs.
+
+    A fault iterated over the set that grew.  The exception left the memory neither freed nor
+    marked as closed."""
 
     class Graph:
         def __init__(self) -> None:
@@ -364,23 +355,18 @@ def test_a_plain_address_reaches_to_the_end_of_its_allocation(
 ) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
     cache = ost.GraphCache(device)
-    run = ost.capture_function(
-        stream,
-        lambda: ost.launch(stream, kernel(device, "add"), config(N), x.address, out, out, N),
-    ).instantiate()
+    run = graph_of(stream, kernel(device, "add"), N, x.address, out, out, N).instantiate()
     cache.install("sum", run)
     assert cache.touching(x[N // 2 :]) == ["sum"]
     assert cache.evict_touching(x[N // 2 :]) == ["sum"]
 
 
-def test_a_patched_pointer_reaches_as_far_as_what_it_was_patched_to(
+def test_a_patched_pointer_reaches_as_far_as_its_new_memory(
     device: Device, stream: ost.Stream
 ) -> None:
     small, large, out = device.zeros(4, np.float32), ones(device), device.zeros(N, np.float32)
     cache = ost.GraphCache(device)
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), small, out, out, 4)
-    ).instantiate()
+    run = graph_of(stream, kernel(device, "add"), N, small, out, out, 4).instantiate()
     cache.install("sum", run)
     run.patch(0, "a", large)
     assert cache.touching(large[N - 4 :]) == ["sum"]
@@ -391,10 +377,8 @@ def test_a_patched_pointer_reaches_as_far_as_what_it_was_patched_to(
 
 def test_an_adopted_graph_is_seen_to_touch_memory(device: Device, stream: ost.Stream) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
-    own = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), x, out, out, N)
-    )
-    foreign = ost.Graph.adopt(device, own.handle, owner=own)  # nothing is known of its nodes
+    own = graph_of(stream, kernel(device, "add"), N, x, out, out, N)
+    foreign = ost.Graph.adopt(device, own.handle, owner=own)
     cache = ost.GraphCache(device)
     cache.install("foreign", foreign.instantiate())
     assert cache.touching(x[N // 2 :]) == ["foreign"]
@@ -411,14 +395,12 @@ def test_a_closed_executable_says_so(device: Device, stream: ost.Stream) -> None
 
 
 def test_a_closed_executable_is_not_changed(device: Device, stream: ost.Stream) -> None:
-    """Also while its last launch keeps the driver from destroying it."""
+    """A closed executable refuses changes also while its last launch runs."""
     x = ones(device)
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "scale"), config(N), x, N)
-    ).instantiate(upload=stream)
+    run = graph_of(stream, kernel(device, "scale"), N, x, N).instantiate(upload=stream)
     patch = run.patcher(0, "n")
     patch(1)
-    run.launch(stream)  # what it needs for that is there
+    run.launch(stream)  # its compiled launch is prepared
     with HeldStream(stream) as held:
         run.launch(stream)
         run.close()
@@ -439,16 +421,14 @@ def test_an_executable_closed_under_a_replay_finishes_it(
     device: Device, stream: ost.Stream
 ) -> None:
     x = ones(device)
-    graph = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "scale"), config(N), x, N)
-    )
+    graph = graph_of(stream, kernel(device, "scale"), N, x, N)
     run = graph.instantiate(upload=stream)
     stream.synchronize()
     with HeldStream(stream):
         run.launch(stream)
         run.close()
         graph.close()
-        assert device.context.retired > 0  # noted, not destroyed
+        assert device.context.retired > 0  # destroyed later
     assert (x.to_numpy(stream) == 2).all()
     assert device.context.collect() == 0
 
@@ -459,7 +439,7 @@ def test_an_executable_closed_under_a_replay_finishes_it(
 def test_nodes_of_a_closed_definition_cannot_be_changed(
     device: Device, stream: ost.Stream, change: str
 ) -> None:
-    """Nor one that was read before: libcuda crashed over the node of a graph that is gone."""
+    """libcuda crashed when it was given a node of a destroyed graph."""
     x, y, scale = ones(device), ones(device), kernel(device, "scale")
     double = ost.prepare(scale, config(N), x, N)
     graph = ost.capture_function(stream, lambda: stream.submit(double))
@@ -491,7 +471,7 @@ def test_nodes_of_a_closed_definition_cannot_be_changed(
 def test_a_graph_recorded_and_closed_is_no_child(device: Device, stream: ost.Stream) -> None:
     x = ones(device)
     add = kernel(device, "add")
-    inner = ost.capture_function(stream, lambda: ost.launch(stream, add, config(N), x, x, x, N))
+    inner = graph_of(stream, add, N, x, x, x, N)
     run = inner.instantiate()
     with ost.record(stream) as recorded:
         run.launch(stream)
@@ -508,9 +488,7 @@ def test_a_graph_recorded_and_closed_is_no_child(device: Device, stream: ost.Str
 def test_an_evicted_graph_finishes_its_replay(device: Device, stream: ost.Stream) -> None:
     x = ones(device)
     cache = ost.GraphCache(device)
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "scale"), config(N), x, N)
-    ).instantiate(upload=stream)
+    run = graph_of(stream, kernel(device, "scale"), N, x, N).instantiate(upload=stream)
     cache.install("scale", run)
     stream.synchronize()
     with HeldStream(stream):
@@ -524,10 +502,7 @@ def test_a_replaced_graph_is_not_replayed(device: Device, stream: ost.Stream) ->
     counter = device.zeros(1, np.int32)
     cache = ost.GraphCache(device)
     for by in (1, 10):
-        run = ost.capture_function(
-            stream,
-            lambda by=by: ost.launch(stream, kernel(device, "increment"), config(1), counter, by),
-        ).instantiate()
+        run = graph_of(stream, kernel(device, "increment"), 1, counter, by).instantiate()
         cache.install("count", run)
     cache.replay("count", stream)
     assert counter.to_numpy(stream)[0] == 10
@@ -539,9 +514,9 @@ def test_a_graph_that_is_held_outlives_an_eviction_by_budget(
     counter, cache = device.zeros(1, np.int32), ost.GraphCache(device, budget=1)
 
     def make(by: int) -> ost.GraphExec:
-        return ost.capture_function(
-            stream, lambda: ost.launch(stream, kernel(device, "increment"), config(1), counter, by)
-        ).instantiate(upload=stream)
+        return graph_of(stream, kernel(device, "increment"), 1, counter, by).instantiate(
+            upload=stream
+        )
 
     cache.install("first", make(1))
     with cache.hold("first") as run:
@@ -555,13 +530,11 @@ def test_a_graph_that_is_held_outlives_an_eviction_by_budget(
 
 
 def test_a_closed_device_lets_go_of_what_was_still_alive(device: Device) -> None:
-    """What is dropped later is not kept to be destroyed: the driver has destroyed it."""
+    """The device destroys its objects, and no list keeps them for later."""
 
     def closed_under_all() -> list[weakref.ref[object]]:
         stream, x = device.create_stream(), ones(device)
-        graph = ost.capture_function(
-            stream, lambda: ost.launch(stream, kernel(device, "fill"), config(N), x, 1.0, N)
-        )
+        graph = graph_of(stream, kernel(device, "fill"), N, x, 1.0, N)
         run = graph.instantiate(upload=stream)
         run.launch(stream)
         device.close()
@@ -574,7 +547,7 @@ def test_a_closed_device_lets_go_of_what_was_still_alive(device: Device) -> None
 
 
 def test_a_device_that_is_dropped_is_closed(launcher: str) -> None:
-    """Its driver is gone with it; what was made on it must not go on with dead handles."""
+    """The driver goes with the device, so all objects made on it refuse to be used."""
 
     def made() -> tuple[ost.Buffer, ost.Stream, ost.GraphExec]:
         device = ost.open_device("host")
@@ -599,7 +572,7 @@ def test_a_device_that_is_dropped_is_closed(launcher: str) -> None:
 
 
 def test_nothing_is_launched_on_a_device_that_was_closed() -> None:
-    """A graph that had been launched went to the driver without a look at the device."""
+    """The short way of a second launch checks the device too."""
     device = preload(ost.open_device("host"))
     stream = device.create_stream()
     run = doubling(device, stream, ones(device), ones(device))

@@ -12,11 +12,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import (
-    CaptureBrokenError,
-    CaptureError,
-    GraphFileError,
-)
+from ostinato.errors import CaptureBrokenError, CaptureError, GraphFileError
 from ostinato.testing import HeldStream
 from tests.footguns.common import N, ones
 from tests.sources import config, kernel
@@ -50,7 +46,7 @@ def test_each_replay_records_the_event_that_its_step_records(device: Device, bui
     "way",
     ["plain", "definition closed", "clone", "child", "rebound", "patched", "updated", "recorded"],
 )
-def test_what_is_made_of_a_captured_record_of_an_event_records_it(
+def test_a_captured_event_is_recorded_however_its_graph_is_made(
     device: Device, stream: ost.Stream, way: str
 ) -> None:
     gate, other, increment = device.create_stream(), device.create_stream(), "increment"
@@ -170,7 +166,7 @@ def test_events_with_timing_have_the_times_of_the_last_replay(
         assert stop.elapsed_since(start) >= 1e3 * seconds[0]
 
 
-def test_an_event_with_timing_is_recorded_before_the_work_that_it_forks(
+def test_a_timing_event_is_recorded_before_the_work_it_forks(
     device: Device, stream: ost.Stream
 ) -> None:
     side, add = device.create_stream(), kernel(device, "add")
@@ -294,7 +290,7 @@ def test_events_alone_are_no_capture(device: Device, stream: ost.Stream) -> None
         assert into is None or not len(into)
 
 
-def test_a_graph_with_events_of_this_process_is_not_kept_for_another(
+def test_a_store_refuses_a_graph_with_events_of_this_process(
     host_device: Device, tmp_path: Path
 ) -> None:
     """A restored one recorded an event of its own, and the step's was not recorded any more."""
@@ -342,9 +338,7 @@ def test_the_last_of_a_graphs_records_of_an_event_counts(
 
 
 @pytest.mark.parametrize("build", ["capture", "record"])
-def test_an_event_that_a_step_makes_and_keeps_is_made_by_each_call(
-    device: Device, build: str
-) -> None:
+def test_a_step_that_keeps_its_event_makes_one_at_each_call(device: Device, build: str) -> None:
     """Each bucket's replays recorded the event of its own capture, and the last one was waited
     for."""
     gate, stream = device.create_stream(), device.create_stream()

@@ -14,29 +14,45 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import (
-    ClosedError,
-)
+from ostinato.errors import ClosedError
 from ostinato.graph.launching import _touched
 from ostinato.testing import HeldStream
-from tests.footguns.common import _SUMMED, Borrowed, N, both, doubling, ones
+from tests.footguns.common import Borrowed, N, addresses, doubling, graph_of, ones, struct_kernel
 from tests.sources import config, kernel
 
+AUTO_FREE = ost.lowlevel.InstantiateFlags.AUTO_FREE_ON_LAUNCH
 
-def test_memory_under_a_graph_is_not_given_to_others(device: Device, stream: ost.Stream) -> None:
-    out = device.zeros(N, np.float32)
 
-    def captured() -> tuple[ost.GraphExec, int]:
-        x = ones(device)
-        with ost.capture(stream) as capture:
-            ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
-        return capture.graph.instantiate(), x.address
+class Tensor(Borrowed):
+    """Another library's array that also has a range, for `rebind`."""
 
-    run, address = captured()
+    def __init__(self, buffer: ost.Buffer) -> None:
+        super().__init__(buffer, "<f4")
+        self.range = buffer.range
+
+
+def assert_kept(device: Device, address: int) -> None:
+    """Asserts that no new buffer gets the memory at the address, which no caller holds."""
     gc.collect()
     device.synchronize()
     others = [device.array(np.full(N, 9, np.float32)) for _ in range(8)]
     assert all(other.address != address for other in others)
+
+
+@pytest.mark.parametrize("given", ["buffer", "address"])
+def test_memory_under_a_graph_is_not_given_to_others(
+    device: Device, stream: ost.Stream, given: str
+) -> None:
+    out = device.zeros(N, np.float32)
+
+    def captured() -> tuple[ost.GraphExec, int]:
+        x = ones(device)
+        argument = x if given == "buffer" else x.address
+        graph = graph_of(stream, kernel(device, "add"), N, argument, argument, out, N)
+        return graph.instantiate(), x.address
+
+    run, address = captured()
+    assert_kept(device, address)
     run.launch(stream)
     assert (out.to_numpy(stream) == 2).all()
 
@@ -44,23 +60,24 @@ def test_memory_under_a_graph_is_not_given_to_others(device: Device, stream: ost
 def test_a_rebound_buffer_lives_with_the_executable(device: Device, stream: ost.Stream) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
     run = doubling(device, stream, x, out)
-    run.rebind({x: device.array(np.full(N, 3, np.float32))})  # nobody else holds it
-    gc.collect()
-    device.synchronize()
-    device.array(np.full(N, 9, np.float32))
+    new = device.array(np.full(N, 3, np.float32))
+    address = new.address
+    run.rebind({x: new})
+    del new
+    assert_kept(device, address)
     run.launch(stream)
     assert (out.to_numpy(stream) == 6).all()
 
 
-def test_a_buffer_that_a_range_stood_for_lives_with_the_executable(
+def test_a_buffer_rebound_by_its_range_lives_with_the_executable(
     device: Device, stream: ost.Stream
 ) -> None:
     x, y, out = ones(device), device.array(np.full(N, 3, np.float32)), device.zeros(N, np.float32)
     run = doubling(device, stream, x, out)
+    address = y.address
     run.rebind({x: y.range})
     del y
-    gc.collect()
-    device.synchronize()
+    assert_kept(device, address)
     other = device.array(np.full(N, 9, np.float32))
     run.launch(stream)
     assert (out.to_numpy(stream) == 6).all()
@@ -76,16 +93,12 @@ def test_a_buffer_that_a_range_stood_for_lives_with_the_executable(
 def test_a_buffer_lives_whose_range_is_an_argument(
     device: Device, stream: ost.Stream, way: str
 ) -> None:
-    """The range was kept, and not the memory, which others got."""
+    """A fault kept the range alone, and the memory went to other buffers."""
     x, y, out = ones(device), device.array(np.full(N, 3, np.float32)), device.zeros(N, np.float32)
     add, memory = kernel(device, "add"), y.range
-
-    def launch() -> None:
-        ost.launch(stream, add, config(N), memory, memory, out, N)
-
     graph = ost.Graph.create(device)
     if way == "captured":
-        graph = ost.capture_function(stream, launch)
+        graph = graph_of(stream, add, N, memory, memory, out, N)
     else:
         first = memory if way == "added" else x
         graph.add_kernel(add, config(N), first, first, out, N)
@@ -114,10 +127,11 @@ def test_a_buffer_lives_whose_range_is_an_argument(
 def test_a_patched_buffer_lives_with_the_executable(device: Device, stream: ost.Stream) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
     run = doubling(device, stream, x, out)
-    run.patch(0, "a", device.array(np.full(N, 3, np.float32)))
-    gc.collect()
-    device.synchronize()
-    device.array(np.full(N, 9, np.float32))
+    new = device.array(np.full(N, 3, np.float32))
+    address = new.address
+    run.patch(0, "a", new)
+    del new
+    assert_kept(device, address)
     run.launch(stream)
     assert (out.to_numpy(stream) == 4).all()
 
@@ -130,9 +144,7 @@ def test_lifted_work_keeps_what_its_graph_kept(device: Device, stream: ost.Strea
     (operation,) = ost.lift(capture.graph, name="add")
     capture.graph.close()
     del x, capture
-    gc.collect()
-    device.synchronize()
-    assert all(device.array(np.full(N, 9, np.float32)).address != address for _ in range(8))
+    assert_kept(device, address)
     stream.submit(operation)
     assert (out.to_numpy(stream) == 6).all()
 
@@ -163,54 +175,29 @@ def test_what_a_node_was_set_to_lives_with_the_executable(
     else:
         run.patch(2, "a", address)
     del new
-    gc.collect()
-    device.synchronize()
-    assert all(device.array(np.full(N, 9, np.float32)).address != address for _ in range(8))
+    assert_kept(device, address)
     run.launch(stream)
     expected = {"set fill": 2, "address": 4}.get(how, 6)
     assert (out.to_numpy(stream) == expected).all()
 
 
-def test_memory_behind_a_plain_address_lives_with_the_graph(
-    device: Device, stream: ost.Stream
-) -> None:
-    out = device.zeros(N, np.float32)
-
-    def captured() -> tuple[ost.GraphExec, int]:
-        x = ones(device)
-        with ost.capture(stream) as capture:
-            add = kernel(device, "add")
-            ost.launch(stream, add, config(N), x.address, x.address, out, N)
-        return capture.graph.instantiate(), x.address
-
-    run, address = captured()
-    gc.collect()
-    device.synchronize()
-    assert all(device.array(np.full(N, 9, np.float32)).address != address for _ in range(8))
-    run.launch(stream)
-    assert (out.to_numpy(stream) == 2).all()
-
-
 @pytest.mark.parametrize("given", [bytes, bytearray, memoryview, np.void, np.array])
-def test_memory_behind_an_address_in_a_struct_lives_with_the_graph(
+def test_memory_behind_a_struct_lives_with_the_graph(
     device: Device, stream: ost.Stream, given: type
 ) -> None:
     out = device.zeros(N, np.float32)
-    summing = device.modules.get_or_compile(_SUMMED, "summed")
+    summing = struct_kernel(device)
 
     def captured() -> tuple[ost.GraphExec, int]:
         x = ones(device)
-        with ost.capture(stream) as capture:
-            ost.launch(stream, summing, config(N), given(both(x, out)), N)
-        return capture.graph.instantiate(), x.address
+        graph = graph_of(stream, summing, N, given(addresses(x, out)), N)
+        return graph.instantiate(), x.address
 
     run, address = captured()
-    gc.collect()
-    device.synchronize()
-    assert all(device.array(np.full(N, 9, np.float32)).address != address for _ in range(8))
+    assert_kept(device, address)
     run.launch(stream)
     assert (out.to_numpy(stream) == 2).all()
-    operation = ost.prepare(summing, config(N), given(both(out, out)), N)
+    operation = ost.prepare(summing, config(N), given(addresses(out, out)), N)
     out.close()
     with pytest.raises(ClosedError):
         run.launch(stream)
@@ -229,35 +216,26 @@ def test_an_address_of_any_kind_keeps_its_memory(
     run.patch(0, "a", given(address))
     run.patch_all([(0, "b", given(address))])
     del new
-    gc.collect()
-    device.synchronize()
-    assert all(device.array(np.full(N, 9, np.float32)).address != address for _ in range(8))
+    assert_kept(device, address)
     run.launch(stream)
     assert (out.to_numpy(stream) == 6).all()
 
 
 @pytest.mark.parametrize("given", [bytearray, memoryview, np.void, np.bytes_])
 def test_a_struct_of_any_kind_may_hold_an_address(device: Device, given: type) -> None:
-    """Without a signature, nothing says what the launch touches."""
+    """Without a signature it is unknown what the launch touches."""
     x = ones(device)
     raw = given(x.address.to_bytes(8, "little"))
     assert _touched(device.context, None, (x, raw)) == (None, None)
     assert _touched(device.context, None, (x, 1.5, np.float32(2))) == ((x.range,), (x.range,))
 
 
-def test_what_a_launch_under_way_points_at_is_kept_through_a_change(
+def test_a_change_keeps_memory_that_a_launch_under_way_reads(
     device: Device, stream: ost.Stream
 ) -> None:
-    """Another library frees its memory without waiting, so it must not be let go of early."""
-
-    class Tensor:
-        def __init__(self, buffer: ost.Buffer) -> None:
-            self.range, self.buffer = buffer.range, buffer
-
+    """Another library frees its memory without waiting for launches."""
     x, out = ones(device), device.zeros(N, np.float32)
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
-    ).instantiate(upload=stream)
+    run = graph_of(stream, kernel(device, "add"), N, x, x, out, N).instantiate(upload=stream)
     tensor = Tensor(ones(device))
     alive = weakref.ref(tensor)
     run.rebind([(x, tensor)])
@@ -276,15 +254,9 @@ def test_what_a_launch_under_way_points_at_is_kept_through_a_change(
 def test_what_a_patch_pointed_at_is_let_go_of_by_the_next_change(
     device: Device, stream: ost.Stream, then: str
 ) -> None:
-    """The record of the definition kept it for as long as the executable lived."""
-
-    class Tensor:
-        def __init__(self, buffer: ost.Buffer) -> None:
-            self.range, self.buffer = buffer.range, buffer
-            self.__cuda_array_interface__ = Borrowed(buffer, "<f4").__cuda_array_interface__
-
+    """A fault kept the memory for as long as the executable lived."""
     x, out, add = ones(device), device.zeros(N, np.float32), kernel(device, "add")
-    graph = ost.capture_function(stream, lambda: ost.launch(stream, add, config(N), x, x, out, N))
+    graph = graph_of(stream, add, N, x, x, out, N)
     run = graph.instantiate()
     tensor = Tensor(ones(device))
     alive = weakref.ref(tensor)
@@ -310,17 +282,10 @@ def test_what_a_patch_pointed_at_is_let_go_of_by_the_next_change(
 
 @pytest.mark.parametrize("end", ["closed", "rebound"])
 def test_a_launch_on_a_closed_stream_is_waited_for(device: Device, end: str) -> None:
-    """Another stream that the executable is uploaded on later has nothing to wait for."""
-
-    class Tensor:
-        def __init__(self, buffer: ost.Buffer) -> None:
-            self.range, self.buffer = buffer.range, buffer
-
+    """An upload on a second stream does not end the wait for the first, which is closed."""
     first, second = device.create_stream(), device.create_stream()
     x, theirs, out = ones(device), ones(device), device.zeros(N, np.float32)
-    run = ost.capture_function(
-        first, lambda: ost.launch(first, kernel(device, "add"), config(N), x, x, out, N)
-    ).instantiate(upload=first)
+    run = graph_of(first, kernel(device, "add"), N, x, x, out, N).instantiate(upload=first)
     tensor = Tensor(theirs)
     alive = weakref.ref(tensor)
     run.rebind([(x, tensor)])
@@ -370,15 +335,12 @@ def test_closing_what_a_launch_still_uses_waits_for_it(device: Device, stream: o
     assert (out.to_numpy(stream) == 2).all()
 
 
-AUTO_FREE = ost.lowlevel.InstantiateFlags.AUTO_FREE_ON_LAUNCH
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("flags", [ost.lowlevel.InstantiateFlags.NONE, AUTO_FREE])
-def test_memory_of_a_graph_without_a_free_node_is_freed_with_the_executable(
+def test_closing_an_executable_frees_what_its_graph_allocated(
     device: Device, stream: ost.Stream, flags: ost.lowlevel.InstantiateFlags
 ) -> None:
-    """It was gone for good, with each executable."""
+    """A fault lost that memory with each executable, until the process ended."""
     size, left = 64 << 20, []
     for _ in range(4):
         graph = ost.Graph.create(device)
@@ -408,7 +370,7 @@ def test_memory_that_another_graph_has_freed_is_not_freed_again(
     run.close()
     device.synchronize()
     assert device.context.retired == 0
-    again = graph.instantiate()  # one at a time: the first is gone
+    again = graph.instantiate()  # CUDA allows one executable at a time; the first is closed
     again.launch(stream)
     again.close()
     device.synchronize()
@@ -429,7 +391,7 @@ def test_a_pool_never_gives_the_same_bytes_twice(device: Device) -> None:
 def test_an_owner_is_not_copied(
     device: Device, stream: ost.Stream, copied: Callable[[object], object]
 ) -> None:
-    """A copy would own the same handle: closing it gave memory that is in use to others."""
+    """A copy would own the same handle, and closing it would free memory in use."""
     x, out = ones(device), device.zeros(N, np.float32)
     run = doubling(device, stream, x, out)
     scalar = ost.DeviceScalar(device, "u4")
@@ -448,7 +410,7 @@ def test_an_array_over_host_memory_outlives_it(way: str, end: str) -> None:
     )()
     (x if end == "buffer" else device).close()
     device.context.collect()
-    noise = [np.full(1 << 20, -1, np.int32) for _ in range(4)]  # takes memory that was given back
+    noise = [np.full(1 << 20, -1, np.int32) for _ in range(4)]  # would take freed memory
     assert np.array_equal(seen, np.arange(1 << 20)), noise[0][0]
     with pytest.raises(ClosedError):
         _ = x.array
@@ -456,7 +418,7 @@ def test_an_array_over_host_memory_outlives_it(way: str, end: str) -> None:
 
 
 def test_an_event_of_a_graph_stays_its_own(device: Device, stream: ost.Stream) -> None:
-    """The driver would give its handle to another event."""
+    """A closed event's handle is not given to another event while a graph has its node."""
     event, graph = device.create_event(), ost.Graph.create(device)
     graph.add_event_record(event)
     run = graph.instantiate()

@@ -15,10 +15,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import (
-    MemOp,
-    MemOpKind,
-)
+from ostinato.driver.api import MemOp, MemOpKind
 from ostinato.errors import (
     CaptureBrokenError,
     GraphError,
@@ -27,7 +24,7 @@ from ostinato.errors import (
     UpdateRefusedError,
 )
 from ostinato.testing import FaultyDriver, HeldStream
-from tests.footguns.common import N, ones
+from tests.footguns.common import N, graph_of, ones
 from tests.interrupted import every, interrupt, lines
 from tests.sources import config, kernel
 
@@ -56,12 +53,12 @@ LOOPS = ost.Source(
 
 @pytest.fixture
 def counting(device: Device) -> ost.Kernel:
-    """A kernel that counts, and sets a condition while it has not reached a limit."""
+    """A kernel that counts, and keeps a condition set until it has reached a limit."""
     return device.modules.get_or_compile(LOOPS, "count_up")
 
 
 def emptied(stream: ost.Stream, body: ost.Graph, x: ost.Buffer) -> None:
-    """A capture into the body that an exception ends."""
+    """Begins a capture into the body and ends it by an exception."""
     with pytest.raises(ZeroDivisionError), ost.capture(stream, into=body):
         ost.fill(stream, x, 1)
         raise ZeroDivisionError
@@ -71,7 +68,7 @@ def emptied(stream: ost.Stream, body: ost.Graph, x: ost.Buffer) -> None:
 def test_a_loop_that_no_kernel_ends_is_refused(
     device: Device, stream: ost.Stream, inside: str
 ) -> None:
-    """A launch of it hung."""
+    """A launch of such a graph hung."""
     graph, x = ost.Graph.create(device), ones(device)
     (body,) = graph.add_conditional(ost.ConditionalKind.WHILE, graph.condition(1)).bodies
     if inside == "a broken capture":
@@ -109,7 +106,7 @@ def test_a_loop_whose_kernels_lack_its_condition_is_warned_of(
 def test_loops_that_end_are_not_warned_of(
     device: Device, stream: ost.Stream, counting: ost.Kernel
 ) -> None:
-    """The condition is set in the body, in a child graph in it, or in a branch in it."""
+    """A kernel in the body, in its child graph or in its branch sets the condition."""
     for way in ("body", "child", "branch"):
         graph, counter = ost.Graph.create(device), device.zeros(1, np.uint32)
         handle = graph.condition(1)
@@ -134,8 +131,9 @@ def test_loops_that_end_are_not_warned_of(
 def test_a_body_refuses_what_it_cannot_hold_at_once(
     device: Device, stream: ost.Stream, what: str, depth: int
 ) -> None:
-    """CUDA says INVALID_VALUE of all of the graph, when it is instantiated; `depth`: in how many
-    child graphs."""
+    """CUDA refuses the whole graph when it is instantiated, and does not name the node.
+
+    `depth` is the number of child graphs around the node."""
 
     def add(graph: ost.Graph) -> None:
         if what == "host":
@@ -173,15 +171,15 @@ def fails() -> None:
 
 
 @pytest.mark.parametrize("waits", ["stream", "event", "device", "copy", "launch", "replay", "work"])
-def test_a_host_function_that_raises_in_a_replay_is_said_by_the_next_call(
+def test_the_next_call_raises_the_error_of_a_host_function(
     device: Device, stream: ost.Stream, waits: str
 ) -> None:
-    """It was only logged."""
+    """A fault only logged the error."""
     x, scale = ones(device), kernel(device, "scale")
-    graph = ost.capture_function(stream, lambda: ost.launch(stream, scale, config(N), x, N))
+    graph = graph_of(stream, scale, N, x, N)
     good = graph.instantiate(upload=stream)
     good.launch(stream)
-    good.launch(stream)  # the short way of a launch
+    good.launch(stream)  # takes the short way
     recorded = threading.Event()
 
     def fails_later() -> None:
@@ -204,7 +202,7 @@ def test_a_host_function_that_raises_in_a_replay_is_said_by_the_next_call(
         run.launch(stream)
         stream.record(done)
         recorded.set()
-        if waits in ("launch", "replay", "work"):  # none of these waits for it
+        if waits in ("launch", "replay", "work"):  # these do not wait for the host function
             while not device.context.failures:
                 time.sleep(0.001)
             while not device.context.taps:
@@ -213,7 +211,7 @@ def test_a_host_function_that_raises_in_a_replay_is_said_by_the_next_call(
             calls[waits]()
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         assert caught.value.__cause__.__traceback__ is not None
-        calls[waits]()  # it is said once, and everything works
+        calls[waits]()  # the error is raised once
         assert device.context.taps == ()
     stream.synchronize()
 
@@ -221,7 +219,7 @@ def test_a_host_function_that_raises_in_a_replay_is_said_by_the_next_call(
 def test_host_functions_that_raise_do_not_break_a_capture(
     device: Device, stream: ost.Stream
 ) -> None:
-    """Nor is a step put aside because of them: what follows the capture says it."""
+    """The capture ends well, and the call after it raises the error."""
     x, scale, other = ones(device), kernel(device, "scale"), device.create_stream()
     with ost.capture(stream) as capture:
         other.call(fails)
@@ -236,7 +234,7 @@ def test_host_functions_that_raise_do_not_break_a_capture(
 
 
 def test_many_host_functions_that_raise_are_one_error(device: Device, stream: ost.Stream) -> None:
-    with HeldStream(stream):  # or the second call would say what the first one raised
+    with HeldStream(stream):  # else the second call would raise the error of the first
         for _ in range(3):
             stream.call(fails)
     with pytest.raises(HostFunctionError, match="and so did 2 calls after it"):
@@ -245,7 +243,7 @@ def test_many_host_functions_that_raise_are_one_error(device: Device, stream: os
 
 
 def test_a_cooperative_kernel_is_not_switched_off(device: Device, stream: ost.Stream) -> None:
-    """libcuda 580.159 lost the context: two launches of a graph of one such node."""
+    """libcuda 580.159 lost the context at the second launch of a graph of one such node."""
     if not device.capabilities.cooperative_launch:
         pytest.skip("no device with cooperative launches")
     x, together = ones(device), ost.LaunchConfig(1, N, cooperative=True)
@@ -255,11 +253,9 @@ def test_a_cooperative_kernel_is_not_switched_off(device: Device, stream: ost.St
     outer = ost.Graph.create(device)
     outer.add_child(graph)
     for run in (graph.instantiate(), outer.instantiate()):
-        node = (
-            run.nodes[0]
-            if run.nodes[0].kind is ost.NodeKind.KERNEL
-            else run.nodes[0].children[0][0]
-        )
+        node = run.nodes[0]
+        if node.kind is not ost.NodeKind.KERNEL:
+            node = node.children[0][0]
         with pytest.raises(UpdateRefusedError, match=r"cooperative.*give it a size of 0"):
             run.set_enabled(node, False)
         for _ in range(2):
@@ -272,7 +268,7 @@ def test_a_cooperative_kernel_is_not_switched_off(device: Device, stream: ost.St
 def test_a_node_that_is_off_keeps_the_order(
     device: Device, stream: ost.Stream, kind: str, is_last: bool
 ) -> None:
-    """libcuda 580 loses the order around a memset node that is off, so that one is refused."""
+    """libcuda 580 loses the order around a memset node that is off, so it stays on."""
     x, y = device.zeros(4, np.int32), device.zeros(4, np.int32)
     ran: list[int] = []
 
@@ -309,7 +305,7 @@ def test_a_node_that_is_off_keeps_the_order(
 def test_nodes_that_are_added_in_a_capture_shift_no_index(
     device: Device, stream: ost.Stream, before: int, fails: bool
 ) -> None:
-    """An index that is off by some is that of another node, which would be patched."""
+    """A patch by a shifted index would change another node."""
     graph, x = ost.Graph.create(device), ones(device)
     for value in range(before):
         graph.add_memset(x, value)
@@ -325,8 +321,7 @@ def test_nodes_that_are_added_in_a_capture_shift_no_index(
 
 @pytest.mark.parametrize("before", range(5))
 def test_a_node_that_could_not_be_added_shifts_no_index(host_device: Device, before: int) -> None:
-    """Neither one that the driver refused, nor one that it took and would not show, nor one that an
-    interruption left there."""
+    """The driver refuses the node, fails after it has taken it, or an interruption comes."""
     faults = FaultyDriver(host_device.driver)
     device = Device(faults)
     x, increment = device.zeros(1, np.int32), kernel(device, "increment")
@@ -364,7 +359,7 @@ def test_a_node_that_could_not_be_added_shifts_no_index(host_device: Device, bef
 
 @pytest.mark.parametrize("wrong", [True, 1.0])
 def test_what_equals_an_index_is_none(device: Device, stream: ost.Stream, wrong: object) -> None:
-    """Also where that index was used before."""
+    """True and 1.0 equal the index 1, also once that index is in a cache."""
     x = ones(device)
 
     def work() -> None:

@@ -11,10 +11,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import (
-    CaptureError,
-    ClosedError,
-)
+from ostinato.errors import CaptureError, ClosedError
 from ostinato.explain.races import unordered
 from ostinato.testing import HeldStream
 from tests.footguns.common import N, checked_step, ones
@@ -36,7 +33,7 @@ def test_recorded_order_holds_between_a_read_and_a_later_write(
         assert (z.to_numpy(stream) == expected).all()
 
 
-def test_an_operation_that_is_launched_as_a_graph_is_as_any_other(
+def test_an_operation_submitted_as_a_graph_is_like_any_other(
     device: Device, stream: ost.Stream
 ) -> None:
     x, out = ones(device), device.zeros(N, np.float32)
@@ -189,7 +186,7 @@ def is_chain(graph: ost.Graph) -> bool:
 @pytest.mark.parametrize(
     "how", ["kernel", "operation", "memset", "memcpy", "host", "empty", "child", "record", "branch"]
 )
-def test_a_node_added_to_a_graph_under_capture_has_its_place_in_it(
+def test_a_node_added_under_capture_has_its_place_in_the_order(
     device: Device, stream: ost.Stream, how: str, reached: str
 ) -> None:
     """What was captured next did not wait for it: 7 for 12."""
@@ -230,7 +227,7 @@ def test_a_node_added_to_a_graph_under_capture_has_its_place_in_it(
     assert (out.to_numpy(stream) == expected).all()
 
 
-def test_a_node_added_under_capture_still_waits_for_what_it_is_told(
+def test_a_node_added_under_capture_keeps_the_edges_it_is_given(
     device: Device, stream: ost.Stream
 ) -> None:
     graph, x, scale = ost.Graph.create(device), ones(device), kernel(device, "scale")

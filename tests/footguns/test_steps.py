@@ -12,9 +12,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import (
-    InputError,
-)
+from ostinato.errors import InputError
 from ostinato.step import HeldReplay
 from tests.footguns.common import count_step
 from tests.sources import config, kernel

@@ -13,22 +13,18 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import (
-    CaptureError,
-)
+from ostinato.errors import CaptureError
 from ostinato.explain.times import run_replay
 from ostinato.step import HeldReplay
 from ostinato.testing import FaultyDriver, HeldStream
-from tests.footguns.common import DefaultStream, N, count_step, in_thread, ones
+from tests.footguns.common import DefaultStream, N, count_step, graph_of, in_thread, ones
 from tests.sources import config, kernel, preload
 
 
 def test_two_threads_on_two_streams_replay_on_their_own(device: Device) -> None:
     counter = device.zeros(1, np.int32)
     first = device.create_stream()
-    run = ost.capture_function(
-        first, lambda: ost.launch(first, kernel(device, "increment"), config(1), counter, 1)
-    ).instantiate(upload=first)
+    run = graph_of(first, kernel(device, "increment"), 1, counter, 1).instantiate(upload=first)
     second = device.create_stream()
     run.launch(second)  # both are prepared now
 
@@ -53,9 +49,7 @@ def test_two_threads_on_two_streams_replay_on_their_own(device: Device) -> None:
 def test_a_graph_runs_on_the_stream_that_it_is_launched_on(device: Device) -> None:
     counter = device.zeros(1, np.int32)
     first, second = device.create_stream(), device.create_stream()
-    run = ost.capture_function(
-        first, lambda: ost.launch(first, kernel(device, "increment"), config(1), counter, 1)
-    ).instantiate(upload=first)
+    run = graph_of(first, kernel(device, "increment"), 1, counter, 1).instantiate(upload=first)
     run.launch(first)
     run.launch(second)
     device.synchronize()
@@ -67,7 +61,7 @@ def test_a_graph_runs_on_the_stream_that_it_is_launched_on(device: Device) -> No
         device.synchronize()
 
 
-def test_arguments_launched_before_go_where_they_are_launched_now(
+def test_reused_arguments_go_to_the_kernel_and_stream_given(
     device: Device, stream: ost.Stream
 ) -> None:
     """What a driver keeps of a launch is for the same function, config and stream alone."""
@@ -252,9 +246,7 @@ class _During(FaultyDriver):
 
 
 @pytest.mark.parametrize("call", ["launch", "submit", "fill"])
-def test_a_capture_begins_once_others_have_put_their_work_on_the_stream(
-    host_device: Device, call: str
-) -> None:
+def test_a_capture_begins_after_the_calls_of_other_threads(host_device: Device, call: str) -> None:
     """A launch had seen no capture, and came to the driver when there was one: it joined."""
     driver = _During(host_device.driver)
     device = preload(Device(driver))
@@ -407,7 +399,7 @@ def test_another_thread_adds_nothing_to_a_graph_under_capture(
     assert len(graph) == 1
 
 
-def test_another_threads_work_on_the_default_stream_goes_on_beside_captures(
+def test_a_capture_leaves_another_threads_default_stream_alone(
     device: Device, stream: ost.Stream
 ) -> None:
     """With the streams that there are by default: both threads are right."""

@@ -8,12 +8,8 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.signature import pack_by_size
-from ostinato.errors import (
-    CaptureError,
-    InputError,
-    OutOfMemoryError,
-)
-from tests.footguns.common import N, ones
+from ostinato.errors import CaptureError, InputError, OutOfMemoryError
+from tests.footguns.common import N, graph_of, ones
 from tests.sources import config, kernel
 
 
@@ -80,9 +76,7 @@ def test_a_number_that_does_not_fit_is_refused_everywhere(
     if np.dtype(dtype) == np.float32:
         with pytest.raises(InputError, match="value"):
             ost.launch(stream, kernel(device, "fill"), config(8), x, value, 8)
-        run = ost.capture_function(
-            stream, lambda: ost.launch(stream, kernel(device, "fill"), config(8), x, 2.0, 8)
-        ).instantiate()
+        run = graph_of(stream, kernel(device, "fill"), 8, x, 2.0, 8).instantiate()
         with pytest.raises(InputError, match="value"):
             run.patch(0, "value", value)
     assert (x.to_numpy(stream) == 0).all()
@@ -119,9 +113,7 @@ def test_a_view_of_the_last_zero_rows_is_an_argument(device: Device, stream: ost
     x, out = ones(device), device.zeros(N, np.float32)
     add = kernel(device, "add")
     ost.launch(stream, add, config(N), x[N:], x[N:], out[N:], 0)
-    run = ost.capture_function(
-        stream, lambda: ost.launch(stream, add, config(N), x[N:], x, out[N:], 0)
-    ).instantiate()
+    run = graph_of(stream, add, N, x[N:], x, out[N:], 0).instantiate()
     run.launch(stream)
     run.patch(0, "n", N // 2)
     run.patch(0, "a", x)

@@ -392,7 +392,7 @@ _FAULTS = (
         "if False:",
         (
             FOOTGUNS
-            + "captures.py::test_a_refused_launch_breaks_the_capture_although_its_error_is_caught",
+            + "captures.py::test_a_caught_error_of_a_launch_still_breaks_the_capture",
         ),
     ),
     Fault(
@@ -436,7 +436,7 @@ _FAULTS = (
         "ostinato.graph.launching:_owners",
         "if owner is not None:",
         "if False:",
-        (FOOTGUNS + "lifetimes.py::test_memory_behind_a_plain_address_lives_with_the_graph",),
+        (FOOTGUNS + "lifetimes.py::test_memory_under_a_graph_is_not_given_to_others",),
     ),
     Fault(
         "memory-in-a-struct-is-dropped",
@@ -446,7 +446,7 @@ _FAULTS = (
         "pass",
         (
             FOOTGUNS
-            + "lifetimes.py::test_memory_behind_an_address_in_a_struct_lives_with_the_graph",
+            + "lifetimes.py::test_memory_behind_a_struct_lives_with_the_graph",
         ),
     ),
     Fault(
@@ -455,7 +455,7 @@ _FAULTS = (
         "ostinato.graph.shadow:Shadow.write",
         "_note(live, place, None, None, old)",
         "pass",
-        (FOOTGUNS + "closed.py::test_a_struct_that_is_patched_forgets_what_its_words_pointed_at",),
+        (FOOTGUNS + "closed.py::test_a_patched_struct_forgets_what_its_words_pointed_at",),
     ),
     Fault(
         "watched-too-late",
@@ -473,7 +473,7 @@ _FAULTS = (
         "]",
         (
             FOOTGUNS
-            + "closed.py::test_new_memory_in_one_word_does_not_stand_for_closed_memory_in_another",
+            + "closed.py::test_closed_memory_stays_closed_if_its_address_is_reused",
         ),
     ),
     Fault(
@@ -517,7 +517,7 @@ _FAULTS = (
         "ostinato.graph.capturing:_Session.add_records",
         "if self.contained and record.made_inside:",
         "if False:",
-        (FOOTGUNS + "events.py::test_an_event_that_a_step_makes_and_keeps_is_made_by_each_call",),
+        (FOOTGUNS + "events.py::test_a_step_that_keeps_its_event_makes_one_at_each_call",),
     ),
     Fault(
         "time-begins-anywhere",
@@ -535,7 +535,7 @@ _FAULTS = (
         "pass",
         (
             FOOTGUNS
-            + "events.py::test_an_event_with_timing_is_recorded_before_the_work_that_it_forks",
+            + "events.py::test_a_timing_event_is_recorded_before_the_work_it_forks",
         ),
     ),
     Fault(
@@ -584,7 +584,7 @@ _FAULTS = (
         "ostinato.graphfile.saving:save_keyed",
         "if key and found.events:",
         "if False:",
-        (FOOTGUNS + "events.py::test_a_graph_with_events_of_this_process_is_not_kept_for_another",),
+        (FOOTGUNS + "events.py::test_a_store_refuses_a_graph_with_events_of_this_process",),
     ),
     Fault(
         "host-bytes-are-recorded",
@@ -820,7 +820,7 @@ _FAULTS = (
         "old.clear()",
         (
             FOOTGUNS
-            + "lifetimes.py::test_what_a_launch_under_way_points_at_is_kept_through_a_change",
+            + "lifetimes.py::test_a_change_keeps_memory_that_a_launch_under_way_reads",
         ),
     ),
     Fault(
@@ -912,7 +912,7 @@ _FAULTS = (
         "Entry.WORK",
         (
             FOOTGUNS
-            + "captures.py::test_a_recorded_launch_of_a_changed_graph_is_not_its_definition",
+            + "captures.py::test_a_recorded_launch_has_the_patches_of_its_executable",
         ),
     ),
     # --- memory under graphs
