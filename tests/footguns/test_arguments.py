@@ -28,11 +28,11 @@ DOORS = {
     "rebind": lambda w, x: w.run.rebind({w.x: x}),
     "rebind a range": lambda w, x: w.run.rebind({w.x.range: x}),
 }
-"""Where memory is given to a kernel."""
+"""The calls that give memory to a kernel, of a `Scaled` and the memory."""
 
 
 class Scaled:
-    """A graph of one kernel that doubles `x`, and what else the doors need."""
+    """A graph of one kernel that doubles `x`, and executables of one copy and of one fill."""
 
     def __init__(self, device: Device) -> None:
         self.stream, self.scale = device.create_stream(), kernel(device, "scale")
@@ -40,6 +40,10 @@ class Scaled:
         self.graph = ost.Graph.create(device)
         self.graph.add_kernel(self.scale, config(N), self.x, N)
         self.run = self.graph.instantiate()
+        copying, filling = ost.Graph.create(device), ost.Graph.create(device)
+        copying.add_memcpy(self.x, ones(device))
+        filling.add_memset(self.x, 0)
+        self.copying, self.filling = copying.instantiate(), filling.instantiate()
 
     def record(self, x: object) -> None:
         with ost.record(self.stream):
@@ -49,7 +53,7 @@ class Scaled:
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("way", ["buffer", "view", "scalar", "foreign"])
 def test_memory_of_another_type_is_no_argument(device: Device, door: str, way: str) -> None:
-    """[1, 2, 3, 4] are int64: as float32 they are other numbers."""
+    """A kernel of float32 would read the bits of an int64 as other numbers."""
     world = Scaled(device)
     for dtype in ("int64", "float64", "int32", "uint32", "f16", "bf16", "bool", "uint8"):
         values = device.zeros(2 * N, dtype)
@@ -62,7 +66,7 @@ def test_memory_of_another_type_is_no_argument(device: Device, door: str, way: s
             given = Borrowed(values, values.dtype.str)
         with pytest.raises(InputError, match=r"points at f32|holds float32|points at float32"):
             DOORS[door](world, given)
-    world.run.launch(world.stream)  # as it was
+    world.run.launch(world.stream)  # the graph is unchanged
     assert (world.x.to_numpy(world.stream) == 2).all()
     assert len(world.graph) == 1
 
@@ -102,7 +106,7 @@ MIXED = np.dtype([("a", "<i4"), ("b", "<f4")])
     ],
 )
 def test_what_a_pointer_may_point_at(host_device: Device, word: str, fitting: list[Any]) -> None:
-    """Flags and structs as their bytes, bfloat16 as its bits: signatures have no other name."""
+    """A flag or a struct counts as its bytes, and a bfloat16 as its 16 bits."""
 
     @ost.host_kernel(f"x: *{word}", name="takes")
     def takes(launch: object, x: object) -> None: ...
@@ -119,7 +123,7 @@ def test_what_a_pointer_may_point_at(host_device: Device, word: str, fitting: li
 
 
 def test_a_dtype_is_asked_for(device: Device) -> None:
-    """`zeros(4)` was four bytes, and a kernel that was told n=1024 ran past them."""
+    """`zeros(1024)` without a dtype made bytes, and a kernel of 1024 numbers ran past their end."""
     pool = device.pool()
     for make in (device.zeros, device.empty, device.pinned, pool.empty):
         with pytest.raises(TypeError, match="dtype"):
@@ -130,7 +134,7 @@ def test_a_dtype_is_asked_for(device: Device) -> None:
             assert make(4, word).dtype == np.float32
         assert make(4, "f16").dtype == np.float16  # NumPy's "f16" has 128 bits
         assert make(4, "bytes").nbytes == 4
-        for word in ("i8", "u8"):  # 8 bits or 8 bytes
+        for word in ("i8", "u8"):
             with pytest.raises(InputError, match="8 bits in signatures and 8 bytes in NumPy"):
                 make(4, word)
     for values in (1.0, [1, 2], ((1, 2), (3, 4))):
@@ -159,7 +163,7 @@ ELSEWHERE = {
         slots=[ost.Slot("x", x, ost.Role.STATE)],
     ),
 }
-"""Where memory of another device could be given."""
+"""The calls that could get memory of another device."""
 
 
 @pytest.mark.parametrize("door", ELSEWHERE)
@@ -167,15 +171,8 @@ ELSEWHERE = {
 def test_memory_of_another_device_is_refused(
     device: Device, other_device: Device, door: str, way: str
 ) -> None:
-    """It poisoned the context, and the advice was to look for a fault in the kernel."""
+    """Such a call broke the context, and the error blamed the kernel."""
     world = Scaled(device)
-    for name, add in (
-        ("copying", lambda g: g.add_memcpy(world.x, ones(device))),
-        ("filling", lambda g: g.add_memset(world.x, 0)),
-    ):
-        graph = ost.Graph.create(device)
-        add(graph)
-        setattr(world, name, graph.instantiate())
     there = ones(other_device)
     if way == "view":
         there = other_device.zeros(8 * N, "bytes").view(4 * N, N, "f32")
@@ -186,7 +183,7 @@ def test_memory_of_another_device_is_refused(
     with pytest.raises(InputError) as caught:
         ELSEWHERE[door](world, there)
     assert ours in str(caught.value) and theirs in str(caught.value)
-    world.run.launch(world.stream)  # the context is sound, and the graph as it was
+    world.run.launch(world.stream)  # the context works, and the graph is unchanged
     assert (world.x.to_numpy(world.stream) == 2).all()
     assert len(world.graph) == 1
 
@@ -201,7 +198,7 @@ def test_memory_of_another_device_is_refused(
 def test_what_is_of_another_device_is_refused(
     device: Device, other_device: Device, call: str
 ) -> None:
-    """Kernels, graphs, streams and events: each gave a bare status, or the wrong stream."""
+    """Each call returned a bare status, or used the wrong stream."""
     here, there = Scaled(device), Scaled(other_device)
     operation = ost.prepare(here.scale, config(N), here.x, N)
     theirs = there.stream
@@ -345,7 +342,7 @@ def test_an_object_of_the_wrong_type_is_named_in_the_error(
         (lambda: ost.CapturePool(device, reserve=cast(Any, "1 MiB")), "reserve='1 MiB'"),
         (lambda: ost.CapturePool(device, slab=cast(Any, 1.5)), "slab=1.5"),
         (lambda: ost.DeviceScalar(device, "u4", depth=cast(Any, 2.5)), "depth=2.5"),
-        # without its parentheses
+        # A decorator without its parentheses.
         (lambda: ost.host_kernel(cast(Any, print)), "a signature is text.*@host_kernel"),
     ]
     for call, words in calls:
