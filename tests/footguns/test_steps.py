@@ -14,7 +14,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import InputError
 from ostinato.step import HeldReplay
-from tests.footguns.common import count_step
+from tests.footguns.common import Rows, count_step
 from tests.sources import config, kernel
 
 
@@ -23,16 +23,8 @@ def test_a_step_with_state_advances_once_a_call(device: Device, stream: ost.Stre
     cache = ost.GraphCache(device)
     slots = [ost.Slot("counter", counter, ost.Role.STATE)]
     for verify in ("off", "first", 1):
-        step = ost.GraphedStep(
-            lambda stream, _: ost.launch(
-                stream, kernel(device, "increment"), config(1), counter, 1
-            ),
-            stream=stream,
-            cache=cache,
-            name=f"count {verify}",
-            slots=slots,
-            verify=verify,
-        )
+        options = {"stream": stream, "slots": slots, "verify": verify, "name": f"count {verify}"}
+        step = count_step(device, counter, cache, 1, **options)
         before = counter.to_numpy(stream)[0]
         for calls in range(1, 6):
             step()
@@ -53,7 +45,7 @@ def test_a_failed_capture_has_run_nothing(device: Device, stream: ost.Stream) ->
 
 
 def test_two_steps_in_one_cache_have_graphs_of_their_own(device: Device) -> None:
-    """Two lambdas of one place have one name."""
+    """Two lambdas of one line have one name."""
     x, y, cache = device.zeros(1, np.int32), device.zeros(1, np.int32), ost.GraphCache(device)
     a, b = count_step(device, x, cache, 7), count_step(device, y, cache, 9)
     for _ in range(3):
@@ -95,7 +87,7 @@ def test_graphs_are_shared_only_if_that_is_asked_for(device: Device) -> None:
 
 
 def test_graphs_are_not_shared_by_a_number(device: Device) -> None:
-    """A layer's number may be that of another step."""
+    """The number of a layer could also be the identity of another step."""
     counter, cache = device.zeros(1, np.int32), ost.GraphCache(device)
     number = count_step(device, counter, cache, 1).key().identity
     with pytest.raises(InputError, match=f"share={number}: a text is needed"):
@@ -120,72 +112,54 @@ def test_an_empty_cache_is_not_false(device: Device) -> None:
 
 
 def test_a_shared_graph_reads_the_size_of_the_call(device: Device) -> None:
-    """Whichever step made it, and also when that one is closed."""
-    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
-    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8, minimum=8))
-    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
-    total = device.zeros((8, 1), np.float32)
-
-    def made() -> ost.GraphedStep:
-        def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
-            ost.launch(
-                stream, axpy, config(sizes.rows), x, factor, total, sizes.on_device("rows"), 1
-            )
-
-        return ost.GraphedStep(run, stream=stream, cache=cache, share="axpy")
-
-    first, other = made(), made()
+    """It does not matter which step made the graph, or whether that step is closed."""
+    work, cache = Rows(device), ost.GraphCache(device, buckets=ost.PowersOfTwo(8, minimum=8))
+    first, other = (
+        ost.GraphedStep(work.add, stream=work.stream, cache=cache, share="rows") for _ in range(2)
+    )
     for step, rows in ((first, 8), (first, 8), (other, 3), (first, 2), (other, 5)):
         step(rows=rows)
     assert other.statistics().replays == 2
-    assert total.to_numpy(stream)[:, 0].tolist() == [5, 5, 4, 3, 3, 2, 2, 2]
+    assert work.seen() == [5, 5, 4, 3, 3, 2, 2, 2]
     first.close()
     for rows in (1, 1, 4):
         other(rows=rows)
     assert other.statistics().replays == 4
-    assert total.to_numpy(stream)[:, 0].tolist() == [8, 6, 5, 4, 3, 2, 2, 2]
+    assert work.seen() == [8, 6, 5, 4, 3, 2, 2, 2]
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_step_that_calls_itself_keeps_its_size(device: Device, first: bool) -> None:
-    """The inner call's size was on the device for the rest of the outer run."""
-    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
-    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
-    total = device.zeros((8, 1), np.float32)
+    """A fault left the inner call's size on the device for the rest of the outer run."""
+    work = Rows(device)
 
     def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
         if not first:
             sizes.on_device("rows")
         if sizes.rows == 8:
             step(rows=3)
-        ost.launch(stream, axpy, config(sizes.rows), x, factor, total, sizes.on_device("rows"), 1)
+        work.add(stream, sizes)
 
     cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
-    step = ost.GraphedStep(run, stream=stream, cache=cache)
+    step = ost.GraphedStep(run, stream=work.stream, cache=cache)
     for calls in (1, 2, 3):
         step(rows=8)
-        assert total.to_numpy(stream)[:, 0].tolist() == [2 * calls] * 3 + [calls] * 5
+        assert work.seen() == [2 * calls] * 3 + [calls] * 5
 
 
 @pytest.mark.parametrize("inner", ["shares", "held", "hold", "prepare"])
 def test_a_step_keeps_its_size_whatever_its_run_calls(device: Device, inner: str) -> None:
-    """Another step that shares its sizes, a graph of its own that is held, and to make one."""
-    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
-    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
-    total = device.zeros((8, 1), np.float32)
-    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
+    """The run calls a step that shares its sizes, launches a held graph, or makes a graph."""
+    work, cache = Rows(device), ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
     calls: list[Callable[[], object]] = []
-
-    def add(stream: ost.Stream, sizes: ost.Sizes) -> None:
-        ost.launch(stream, axpy, config(sizes.rows), x, factor, total, sizes.on_device("rows"), 1)
 
     def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
         for call in calls if sizes.rows == 7 else ():
             call()
-        add(stream, sizes)
+        work.add(stream, sizes)
 
-    step = ost.GraphedStep(run, stream=stream, cache=cache, share="rows")
-    other = ost.GraphedStep(add, stream=stream, cache=cache, share="rows")
+    step = ost.GraphedStep(run, stream=work.stream, cache=cache, share="rows")
+    other = ost.GraphedStep(work.add, stream=work.stream, cache=cache, share="rows")
     for _ in range(3):
         step(rows=2)
     held = step.hold(rows=2)
@@ -197,23 +171,18 @@ def test_a_step_keeps_its_size_whatever_its_run_calls(device: Device, inner: str
             "hold": [lambda: other(rows=2), lambda: step.hold(rows=2)],
             "prepare": [lambda: other(rows=2), lambda: step.prepare(rows=4)],
         }[inner]
-        ost.fill(stream, total, 0)
+        ost.fill(work.stream, work.totals, 0)
         step(rows=7)
-    assert total.to_numpy(stream)[:, 0].tolist() == [2, 2, 1, 1, 1, 1, 1, 0]
+    assert work.seen() == [2, 2, 1, 1, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("around", ["capture", "recording", "step", "recorded step"])
 def test_a_graph_around_a_step_has_the_size_of_its_call(device: Device, around: str) -> None:
-    """It read what later calls of the step left on the device."""
-    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
-    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
-    total = device.zeros((8, 1), np.float32)
-
-    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
-        ost.launch(stream, axpy, config(sizes.rows), x, factor, total, sizes.on_device("rows"), 1)
-
-    inner = ost.GraphedStep(run, stream=stream, cache=ost.GraphCache(device))
-    for _ in range(0 if around == "step" else 3):  # a capture must do what the warm-up did
+    """A fault made the graph read the size that later calls of the step left on the device."""
+    work = Rows(device)
+    stream = work.stream
+    inner = ost.GraphedStep(work.add, stream=stream, cache=ost.GraphCache(device))
+    for _ in range(0 if around == "step" else 3):  # a capture does what the warm-up did
         inner(rows=4)
 
     def again(stream: ost.Stream, sizes: ost.Sizes) -> None:
@@ -238,9 +207,9 @@ def test_a_graph_around_a_step_has_the_size_of_its_call(device: Device, around: 
     for rows in (2, 4, 3):
         inner(rows=rows)
         for own in (4, rows, 2):
-            ost.fill(stream, total, 0)
+            ost.fill(stream, work.totals, 0)
             launch(stream) if own == 4 else inner(rows=own)
-            assert total.to_numpy(stream).sum() == own
+            assert sum(work.seen()) == own
     if around in ("step", "recorded step"):
         assert step.statistics().replays >= 3
 
@@ -276,7 +245,7 @@ def test_more_rows_than_a_slot_has_are_refused(device: Device) -> None:
 
 
 def test_a_bucket_ends_with_the_rows_of_a_slot(device: Device) -> None:
-    """A slot of 6 rows, and powers of two: five rows ran eagerly for ever."""
+    """Buckets are powers of two, and the slot has 6 rows: calls of five rows were never graphed."""
     whole = device.array(np.ones((8, 4), np.float32))
     x = whole[:6]
 
@@ -300,7 +269,7 @@ def test_a_bucket_ends_with_the_rows_of_a_slot(device: Device) -> None:
 
 
 def test_a_bucket_that_is_too_small_for_its_size_is_refused(device: Device) -> None:
-    """A scheme of the caller's own, wrong at its border: the last row would never be computed."""
+    """The caller's own scheme is wrong at one size, whose last row would not be computed."""
 
     class Own:
         limit = 16

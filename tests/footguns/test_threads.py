@@ -17,7 +17,7 @@ from ostinato.errors import CaptureError
 from ostinato.explain.times import run_replay
 from ostinato.step import HeldReplay
 from ostinato.testing import FaultyDriver, HeldStream
-from tests.footguns.common import DefaultStream, N, count_step, graph_of, in_thread, ones
+from tests.footguns.common import DefaultStream, N, Rows, count_step, graph_of, in_thread, ones
 from tests.sources import config, kernel, preload
 
 
@@ -26,7 +26,7 @@ def test_two_threads_on_two_streams_replay_on_their_own(device: Device) -> None:
     first = device.create_stream()
     run = graph_of(first, kernel(device, "increment"), 1, counter, 1).instantiate(upload=first)
     second = device.create_stream()
-    run.launch(second)  # both are prepared now
+    run.launch(second)  # the executable is prepared for both streams
 
     def replay(stream: ost.Stream) -> None:
         for _ in range(300):
@@ -36,7 +36,7 @@ def test_two_threads_on_two_streams_replay_on_their_own(device: Device) -> None:
         thread = threading.Thread(target=replay, args=(first,))
         thread.start()
         thread.join()
-        first.synchronize()  # nothing of it went to the held stream
+        first.synchronize()  # does not wait for the held stream
     threads = [threading.Thread(target=replay, args=(s,)) for s in (first, second)]
     for thread in threads:
         thread.start()
@@ -64,7 +64,7 @@ def test_a_graph_runs_on_the_stream_that_it_is_launched_on(device: Device) -> No
 def test_reused_arguments_go_to_the_kernel_and_stream_given(
     device: Device, stream: ost.Stream
 ) -> None:
-    """What a driver keeps of a launch is for the same function, config and stream alone."""
+    """The driver repeats a kept launch only for the same function, config and stream."""
     x = ones(device)
     scale, half, other = kernel(device, "scale"), config(N // 2), device.create_stream()
     twice = ost.prepare(scale, config(N), x, N)
@@ -82,7 +82,7 @@ def test_reused_arguments_go_to_the_kernel_and_stream_given(
     np.testing.assert_array_equal(x.to_numpy(stream), np.repeat([4, 4], N // 2))
     with ost.capture(other) as capture:
         submit(other, scale, config(N))
-        submit(stream, scale, config(N))  # not in the capture
+        submit(stream, scale, config(N))  # runs now, and is not captured
     assert len(capture.graph.nodes) == 1
     np.testing.assert_array_equal(x.to_numpy(stream), np.full(N, 8))
     run = capture.graph.instantiate(upload=other)
@@ -93,15 +93,8 @@ def test_reused_arguments_go_to_the_kernel_and_stream_given(
 def test_a_held_launch_has_its_size_whatever_other_threads_call(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, axpy = device.create_stream(), kernel(device, "axpy_rows")
-    x, factor = device.array(np.ones((8, 1), np.float32)), device.array(np.ones(1, np.float32))
-    total = device.zeros((8, 1), np.float32)
-
-    def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
-        ost.launch(stream, axpy, config(sizes.rows), x, factor, total, sizes.on_device("rows"), 1)
-
-    cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
-    step = ost.GraphedStep(run, stream=stream, cache=cache)
+    work, cache = Rows(device), ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
+    step = ost.GraphedStep(work.add, stream=work.stream, cache=cache)
     for rows in (3, 3, 3, 4):
         step(rows=rows)
     other = threading.Thread(target=step, kwargs={"rows": 4}, daemon=True)
@@ -113,12 +106,12 @@ def test_a_held_launch_has_its_size_whatever_other_threads_call(
 
     held = step.hold(rows=3)
     assert isinstance(held, HeldReplay)
-    ost.fill(stream, total, 0)
+    ost.fill(work.stream, work.totals, 0)
     with held:
         monkeypatch.setattr("ostinato.explain.times.run_replay", late)
         held.launch()
     other.join()
-    assert total.to_numpy(stream)[:, 0].tolist() == [2, 2, 2, 1, 0, 0, 0, 0]
+    assert work.seen() == [2, 2, 2, 1, 0, 0, 0, 0]
 
 
 def test_another_threads_work_does_not_join_a_capture(device: Device, stream: ost.Stream) -> None:
@@ -132,11 +125,11 @@ def test_another_threads_work_does_not_join_a_capture(device: Device, stream: os
             stream.synchronize,
             lambda: y.to_numpy(stream),
             stream.record,
-            device.synchronize,  # it would break the capture in any mode
+            device.synchronize,  # CUDA would break the capture
         ):
             error = in_thread(call)
             assert isinstance(error, CaptureError) and "another thread" in str(error)
-    assert len(capture.graph) == 1  # neither joined nor broken
+    assert len(capture.graph) == 1  # the capture goes on without that work
     capture.graph.instantiate().launch(stream)
     assert [v.to_numpy(stream)[0] for v in (x, y)] == [1, 0]
 
@@ -151,7 +144,7 @@ def test_two_threads_steps_on_one_stream_take_turns(device: Device) -> None:
         ost.launch(stream, increment, config(1), x, 1)
         if first and stream.is_capturing:
             inside.set()
-            time.sleep(0.05)  # the other thread's step comes now
+            time.sleep(0.05)  # lets the other thread call its step
             joined.append(len(stream.capture_info.dependencies))
         first.append(True)
 
@@ -174,7 +167,7 @@ def test_two_threads_steps_on_one_stream_take_turns(device: Device) -> None:
 
 
 def test_two_objects_of_one_stream_are_one_stream(device: Device, stream: ost.Stream) -> None:
-    """Two adoptions of one foreign stream, say."""
+    """A foreign stream may be adopted twice."""
     x, again = ones(device), ost.Stream(device.context, stream.handle, owned=False, owner=stream)
     assert again.turn is stream.turn
     with ost.capture(stream):
@@ -184,50 +177,56 @@ def test_two_objects_of_one_stream_are_one_stream(device: Device, stream: ost.St
 
 
 class _Between(FaultyDriver):
-    """Runs a function in another thread when the driver has begun a capture."""
+    """Calls a function when the driver has begun a capture, before this library notes it."""
 
-    function: Callable[[], None] | None = None
+    function: Callable[[], object] | None = None
 
     def stream_begin_capture(self, *arguments: Any) -> None:
         self.inner.stream_begin_capture(*arguments)
         if self.function is not None:
-            thread = threading.Thread(target=self.function)
-            thread.start()
-            thread.join()
+            self.function()
 
 
-@pytest.mark.parametrize("call", ["launch", "submit", "fill"])
+CALLS = pytest.mark.parametrize("call", ["launch", "submit", "fill"])
+
+
+def put_work(call: str, stream: ost.Stream, x: ost.Buffer, double: ost.Kernel) -> None:
+    """Doubles x, or fills it with 0, by one of the calls."""
+    match call:
+        case "launch":
+            ost.launch(stream, double, config(N), x, N)
+        case "submit":
+            stream.submit(ost.prepare(double, config(N), x, N))
+        case "fill":
+            ost.fill(stream, x, 0)
+
+
+@CALLS
 def test_nothing_joins_a_capture_that_another_thread_begins(host_device: Device, call: str) -> None:
-    """It joined between the driver's beginning and this library's: it did not run, and was
-    replayed with the others."""
+    """The driver has begun the capture, and this library has not noted it yet.
+
+    Work that joined the capture then did not run, and ran in each replay."""
     driver = _Between(host_device.driver)
     device = preload(Device(driver))
     stream = device.create_stream()
     x, y = ones(device), ones(device)
-    scale, told = kernel(device, "scale"), []
+    scale, raised = kernel(device, "scale"), []
 
-    def other() -> None:
-        calls: dict[str, Callable[[], object]] = {
-            "launch": lambda: ost.launch(stream, scale, config(N), x, N),
-            "submit": lambda: stream.submit(ost.prepare(scale, config(N), x, N)),
-            "fill": lambda: ost.fill(stream, x, 0),
-        }
-        try:
-            calls[call]()
-        except CaptureError as error:
-            told.append(error)
+    def between() -> None:
+        raised.append(in_thread(lambda: put_work(call, stream, x, scale)))
 
-    driver.function = other
+    driver.function = between
     with ost.capture(stream) as under_way:
         driver.function = None
         ost.launch(stream, scale, config(N), y, N)
-    assert len(told) == 1 and len(under_way.graph) == 1
+    assert [type(error) for error in raised] == [CaptureError]
+    assert len(under_way.graph) == 1
     under_way.graph.instantiate().launch(stream)
     assert (x.to_numpy(stream)[0], y.to_numpy(stream)[0]) == (1, 2)
 
 
 class _During(FaultyDriver):
-    """Calls a function in the middle of a launch, fill or copy."""
+    """Calls a function once, in the middle of a launch or fill."""
 
     function: Callable[[], object] | None = None
 
@@ -245,9 +244,9 @@ class _During(FaultyDriver):
         self.inner.memset(*arguments)
 
 
-@pytest.mark.parametrize("call", ["launch", "submit", "fill"])
+@CALLS
 def test_a_capture_begins_after_the_calls_of_other_threads(host_device: Device, call: str) -> None:
-    """A launch had seen no capture, and came to the driver when there was one: it joined."""
+    """A fault let a capture begin after a launch had looked for one: the launch joined it."""
     driver = _During(host_device.driver)
     device = preload(Device(driver))
     stream = device.create_stream()
@@ -267,11 +266,7 @@ def test_a_capture_begins_after_the_calls_of_other_threads(host_device: Device, 
         assert not begun.wait(0.2)
 
     driver.function = between
-    {
-        "launch": lambda: ost.launch(stream, scale, config(N), x, N),
-        "submit": lambda: stream.submit(ost.prepare(scale, config(N), x, N)),
-        "fill": lambda: ost.fill(stream, x, 0),
-    }[call]()
+    put_work(call, stream, x, scale)
     thread.join()
     assert driver.function is None and len(graphs[0]) == 1
     wanted = 0 if call == "fill" else 2
@@ -281,14 +276,13 @@ def test_a_capture_begins_after_the_calls_of_other_threads(host_device: Device, 
 
 
 def test_a_held_replay_waits_for_a_run_of_its_step(device: Device) -> None:
-    """It went into the middle of another thread's eager run, if the step reads no size."""
-    preload(device)
-    stream, axpy = device.create_stream(), kernel(device, "add")
+    """A fault let a held replay run in the middle of another thread's eager run."""
+    stream, add = device.create_stream(), kernel(device, "add")
     x, other, total = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
     begun, launched = threading.Event(), threading.Event()
 
     def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
-        ost.launch(stream, axpy, config(N), total, x, other, N)  # other = total + 1
+        ost.launch(stream, add, config(N), total, x, other, N)  # other = total + 1
         if sizes.rows == 8:
             begun.set()
             launched.wait(0.2)
@@ -311,14 +305,15 @@ def test_a_held_replay_waits_for_a_run_of_its_step(device: Device) -> None:
 
 
 def test_a_step_inside_of_a_step_and_beside_it(device: Device) -> None:
-    """One thread had the stream's turn and wanted the inner step, the other had that."""
-    preload(device)
-    stream, scale, x = device.create_stream(), kernel(device, "add"), ones(device)
+    """Two threads call the outer and the inner step, and neither waits for ever.
+
+    A fault let one hold the stream's turn and the other the inner step."""
+    stream, add, x = device.create_stream(), kernel(device, "add"), ones(device)
     total = device.zeros(N, np.float32)
     cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
 
     def run(stream: ost.Stream, sizes: ost.Sizes) -> None:
-        ost.launch(stream, scale, config(N), total, x, total, N)
+        ost.launch(stream, add, config(N), total, x, total, N)
 
     inner = ost.GraphedStep(run, stream=stream, cache=cache, name="inner")
     outer = ost.GraphedStep(
@@ -339,8 +334,7 @@ def test_a_step_inside_of_a_step_and_beside_it(device: Device) -> None:
 
 
 def test_a_held_graph_that_is_dropped_waits_for_no_step(device: Device) -> None:
-    """What ends it may run in any thread, also in one that the step waits for."""
-    preload(device)
+    """Any thread may end a held graph, also one that the step waits for."""
     stream, other = device.create_stream(), device.create_stream()
     scale, x = kernel(device, "scale"), ones(device)
     inside, go_on = threading.Event(), threading.Event()
@@ -382,27 +376,17 @@ def test_another_thread_adds_nothing_to_a_graph_under_capture(
     device: Device, stream: ost.Stream
 ) -> None:
     graph, x, scale = ost.Graph.create(device), ones(device), kernel(device, "scale")
-    raised: list[BaseException] = []
-
-    def add() -> None:
-        try:
-            graph.add_empty()
-        except CaptureError as error:
-            raised.append(error)
-
     with ost.capture(stream, into=graph):
         ost.launch(stream, scale, config(N), x, N)
-        other = threading.Thread(target=add)
-        other.start()
-        other.join()
-    assert "another thread is capturing" in str(raised[0])
+        error = in_thread(graph.add_empty)
+    assert isinstance(error, CaptureError) and "another thread is capturing" in str(error)
     assert len(graph) == 1
 
 
 def test_a_capture_leaves_another_threads_default_stream_alone(
     device: Device, stream: ost.Stream
 ) -> None:
-    """With the streams that there are by default: both threads are right."""
+    """Streams do not block the default stream unless that is asked for."""
     x, y, scale = ones(device), ones(device), kernel(device, "scale")
     default, enough = device.adopt_stream(DefaultStream()), threading.Event()
     begun, raised, turns = threading.Event(), list[BaseException](), 0
@@ -426,7 +410,7 @@ def test_a_capture_leaves_another_threads_default_stream_alone(
         with ost.capture(stream) as capture:
             ost.launch(stream, scale, config(N), x, N)
             at = turns
-            while turns < at + 2 and not raised:  # work of the other thread, inside of the capture
+            while turns < at + 2 and not raised:  # the other thread works inside the capture
                 time.sleep(0)
         capture.graph.instantiate().launch(stream)
         stream.synchronize()
