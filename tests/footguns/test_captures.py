@@ -18,7 +18,7 @@ from tests.sources import config, kernel
 
 
 def test_work_on_another_stream_is_not_lost(device: Device) -> None:
-    """Five steps of x += 1, all of them on a stream that is not the step's."""
+    """The step puts all of its work on another stream than its own."""
     counter, side = device.zeros(1, np.int32), device.create_stream()
     increment = kernel(device, "increment")
     for verify in ("off", "first", 1):
@@ -80,7 +80,7 @@ def test_other_kinds_of_work_do_not_escape_either(device: Device, call: str) -> 
         seen.append((device.to_numpy(x)[0], device.to_numpy(y)[0]))
     assert [a for a, _ in seen] == [1, 2, 3]
     if call == "graph":
-        assert [b for _, b in seen] == [1, 2, 3]  # once a call: not once more for the capture
+        assert [b for _, b in seen] == [1, 2, 3]  # the capture launches nothing
     assert step.statistics().replays == 0
 
 
@@ -103,7 +103,7 @@ def test_a_caught_error_of_a_launch_still_breaks_the_capture(device: Device) -> 
 
 
 def test_an_operation_that_only_the_warm_up_does_is_missed(device: Device) -> None:
-    """What is cached on the host by the first run is not in the graph (vLLM PR 42444)."""
+    """The first run keeps its plan on the host, so no graph has that work (vLLM PR 42444)."""
     x, plan, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
     planned = []
 
@@ -164,7 +164,7 @@ def test_a_capture_that_is_dropped_ends(device: Device, stream: ost.Stream) -> N
     ost.fill(stream, x, 5)
     del under_way
     gc.collect()
-    ost.fill(stream, x, 7)  # runs: nothing is captured any more
+    ost.fill(stream, x, 7)  # runs, and is not captured
     assert (x.to_numpy(stream) == 7).all()
     assert device.context.captures_under_way == 0
 
@@ -173,7 +173,7 @@ def test_a_capture_that_is_dropped_ends(device: Device, stream: ost.Stream) -> N
 def test_a_capture_that_is_dropped_ends_before_the_next_call(
     device: Device, stream: ost.Stream, call: str, tmp_path: Path
 ) -> None:
-    """Whatever that is: also one that submits no operation to the stream."""
+    """The next call ends the capture, also one that submits no operation to the stream."""
     x = ones(device)
     graph = ost.capture_function(stream, lambda: ost.fill(stream, x, 7))
     run, cache = graph.instantiate(), ost.GraphCache(device)
@@ -214,14 +214,14 @@ def test_nodes_added_under_a_capture_that_is_dropped_go_with_it(
         graph.add_kernel(scale, config(N), x, N)
         raise ZeroDivisionError
     assert len(graph) == 0
-    assert not graph.labels  # another node may get the handle
+    assert not graph.labels  # else a later node with the same handle would get the label
 
 
 @pytest.mark.parametrize("asked", ["parameter", "environment"])
 def test_work_on_the_default_stream_in_a_capture_can_be_found(
     device: Device, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    """Without being asked for it ran once and was missing from each replay."""
+    """Streams do not look for it by default: the work runs once, and no replay has it."""
     x, scale = ones(device), kernel(device, "scale")
     default = device.adopt_stream(DefaultStream())
     if asked == "environment":
@@ -244,7 +244,7 @@ def test_work_on_the_default_stream_in_a_capture_can_be_found(
 
 
 def test_a_forked_stream_is_recorded(device: Device) -> None:
-    """Capture gives 5, 10, 15; so does the recording."""
+    """A recording of a fork does what a capture of it does."""
     stream, side = device.create_stream(), device.create_stream()
     x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
     increment = kernel(device, "increment")
@@ -292,7 +292,7 @@ def test_what_cannot_be_recorded_breaks_the_recording(device: Device, kind: str)
 
 @pytest.mark.parametrize("how", ["device", "asarray", "event", "event done", "elapsed"])
 def test_what_the_host_reads_breaks_the_recording(host_device: Device, how: str) -> None:
-    """As in a capture.  The host may read memory of the device here, or pinned memory."""
+    """The host may read memory of the device here, as it may read pinned memory on a GPU."""
     device, stream = host_device, host_device.create_stream()
     side, event = device.create_stream(), device.create_event(timing=True)
     x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
@@ -308,7 +308,7 @@ def test_what_the_host_reads_breaks_the_recording(host_device: Device, how: str)
         if how == "device":
             device.synchronize()
         while how == "elapsed":
-            with contextlib.suppress(DriverError):  # not reached yet
+            with contextlib.suppress(DriverError):  # the stream has not reached the event
                 event.elapsed_since(event)
                 break
         return int(np.asarray(x)[0] if how == "asarray" else x.array[0])
@@ -358,7 +358,7 @@ def test_a_recorded_launch_is_not_of_what_its_graph_became(device: Device) -> No
 
 @pytest.mark.parametrize("forked", [False, True])
 def test_what_is_captured_in_a_recording_did_not_run(device: Device, forked: bool) -> None:
-    """As a step does that is called by a recorded one, and captures itself meanwhile."""
+    """A recorded step calls a step that captures its graph during the recording."""
     stream, side = device.create_stream(), device.create_stream()
     x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
     increment = kernel(device, "increment")

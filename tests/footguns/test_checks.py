@@ -10,7 +10,7 @@ from ostinato.device import Device
 from ostinato.errors import InputError, VerificationError
 from ostinato.step import HeldReplay
 from tests.footguns.common import N, checked_step, count_step, ones
-from tests.sources import config, kernel, preload
+from tests.sources import config, kernel
 
 
 @pytest.mark.parametrize("build", ["capture", "record"])
@@ -18,7 +18,7 @@ from tests.sources import config, kernel, preload
 def test_rows_of_a_state_that_padding_writes_are_found(
     device: Device, build: str, verify: object
 ) -> None:
-    """acc[:rows] += 1 with the bucketed rows: batches 3, 3, 3, 4, 4 gave [5 5 5 5]."""
+    """The step adds 1 to as many rows as its bucket has, and so to the padding too."""
     acc, one = device.zeros(4, np.float32), device.array(np.ones(4, np.float32))
     factor = device.array(np.ones(1, np.float32))
 
@@ -41,7 +41,7 @@ def test_rows_of_a_state_that_padding_writes_are_found(
     assert acc.to_numpy(allowed.stream).tolist()[:3] == [8, 8, 8]
 
 
-@pytest.mark.parametrize("made", ["prepared", "recorded", "held"])
+@pytest.mark.parametrize("made", ["prepared", "recorded", "held", "made again"])
 def test_a_graph_is_checked_however_it_was_made(device: Device, made: str) -> None:
     x, value = ones(device), [1.0]
 
@@ -54,34 +54,21 @@ def test_a_graph_is_checked_however_it_was_made(device: Device, made: str) -> No
     if made == "prepared":
         step.prepare()
     elif made == "held":
-        assert not isinstance(step.hold(), HeldReplay)  # a call would do more: it checks
+        assert not isinstance(step.hold(), HeldReplay)  # a call does more than replay: it checks
         step.prepare()
         assert not isinstance(step.hold(), HeldReplay)
     else:
         step()
-    value[0] = 2.0
-    with pytest.raises(VerificationError, match="changed since its capture"):
-        step()
-
-
-def test_a_graph_that_was_made_again_is_checked_again(device: Device) -> None:
-    x, value = ones(device), [1.0]
-
-    def work(stream: ost.Stream, _: ost.Sizes) -> None:
-        ost.launch(stream, kernel(device, "fill"), config(N), x, value[0], N)
-
-    slots = [ost.Slot("x", x, ost.Role.OUTPUT)]
-    step = checked_step(device, work, slots, verify="first", strict=True)
-    step()
-    step.cache.evict_all()
-    step.prepare()
+    if made == "made again":
+        step.cache.evict_all()
+        step.prepare()
     value[0] = 2.0
     with pytest.raises(VerificationError, match="changed since its capture"):
         step()
 
 
 def test_a_graph_that_writes_nothing_is_found(device: Device) -> None:
-    """The output holds the right answer already: that of the call before."""
+    """The output already holds the right answer, which an earlier launch wrote."""
     x, out, other = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
     where = [out]
 
@@ -143,7 +130,6 @@ def test_what_asks_for_no_checks_or_some_is_said(device: Device, verify: object)
 
 
 def test_a_slot_of_a_single_value_is_checked(device: Device) -> None:
-    preload(device)
     stream, scale = device.create_stream(), kernel(device, "scale")
     count = ost.DeviceScalar(device, "f4", initial=1, stream=stream)
     step = ost.GraphedStep(
@@ -161,7 +147,7 @@ def test_a_slot_of_a_single_value_is_checked(device: Device) -> None:
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.int8, np.bool_, np.float16])
 def test_padding_of_every_type_is_poisoned(device: Device, dtype: type) -> None:
-    """Zeros in the padding hide a sum over all rows of the bucket."""
+    """A sum over all rows of the bucket is right if the padding holds zeros."""
     x = device.zeros(8, dtype)
     out = device.zeros(1, np.float32)
 
@@ -191,9 +177,8 @@ def test_padding_of_every_type_is_poisoned(device: Device, dtype: type) -> None:
 def test_a_first_check_without_padding_is_repeated_with_some(device: Device) -> None:
     x, out = device.array(np.ones((4, 4), np.float32)), device.zeros(4, np.float32)
 
-    def work(
-        stream: ost.Stream, sizes: ost.Sizes
-    ) -> None:  # the last row of the bucket reaches row 0
+    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
+        # The answer is the last row of the bucket, twice.
         ost.launch(stream, kernel(device, "add"), config(4), x, x[sizes.rows - 1], out, 4)
 
     slots = [ost.Slot("x", x, ost.Role.INPUT, size="rows"), ost.Slot("out", out, ost.Role.OUTPUT)]
@@ -203,7 +188,7 @@ def test_a_first_check_without_padding_is_repeated_with_some(device: Device) -> 
 
 
 LEAKS = {
-    # By the reduction: its dtype, the rows in use, and the padding that is there.
+    # Reduction: dtype, the rows in use of each input, and the padding of each input.
     "min": (np.float32, [[5, 6, 7]], [9]),
     "max": (np.int32, [[5, 6, 7]], [9]),
     "total": (np.int32, [[0, 1, 1], [1, 0, 1]], [1, 0]),
@@ -213,8 +198,10 @@ LEAKS = {
 
 @pytest.mark.parametrize("how", LEAKS)
 def test_padding_that_two_poisons_do_not_show_is_found(device: Device, how: str) -> None:
-    """A minimum ignores NaN and large numbers, a maximum of whole numbers what rows in use hold,
-    and the sum of two inputs stays the same when their poisons change places."""
+    """Each of these reductions hides two of the poisons.
+
+    A minimum ignores NaN and large numbers.  A maximum of whole numbers ignores values that rows
+    in use hold.  The sum of two inputs stays the same if their poisons change places."""
     dtype, used, behind = LEAKS[how]
     kind = "f32" if dtype is np.float32 else "i32"
     word = {"f32": "float", "i32": "int"}[kind]
@@ -257,7 +244,7 @@ def test_padding_that_two_poisons_do_not_show_is_found(device: Device, how: str)
 
 
 def test_padding_of_each_size_is_checked(device: Device) -> None:
-    """Padding of one size had been checked, so that of the other was believed."""
+    """A check of the padding of one size says nothing of that of the other."""
     x, y = (device.array(np.ones(4, np.float32)) for _ in range(2))
     sums = [device.zeros(1, np.float32) for _ in range(2)]
     most = ost.DeviceScalar(
@@ -283,7 +270,7 @@ def test_padding_of_each_size_is_checked(device: Device) -> None:
 
 
 def test_poison_of_two_inputs_is_no_row_in_use(device: Device) -> None:
-    """The least token and the least slot are row 0 again, which changes nothing."""
+    """If both inputs are poisoned by their least value, the padding writes row 0 as before."""
     tokens, at, kv = (device.zeros(8, np.int32) for _ in range(3))
     everything = device.array(np.array([8], np.uint32))
 
@@ -315,7 +302,7 @@ def test_poison_of_two_inputs_is_no_row_in_use(device: Device) -> None:
 def test_an_answer_that_is_a_poison_hides_no_missing_launch(
     device: Device, poison: tuple[float, float] | None
 ) -> None:
-    """The graph does not write the output, whose poison was what an eager run writes there."""
+    """The graph does not write the output, and an eager run writes the value of the poison."""
     value = 0x5A if poison is None else 1
     flag = device.zeros((), np.uint8)
     where = [device.array(np.array([value], np.uint8))]
@@ -370,7 +357,7 @@ def test_memory_over_the_limit_of_a_check_is_said(device: Device) -> None:
 
 
 def test_undeclared_memory_that_differs_is_found(device: Device) -> None:
-    """The step writes another buffer than its graph does, and no slot is either."""
+    """The step and its graph write two different buffers, and no slot declares one of them."""
     x, buffers = ones(device), [device.zeros(N, np.float32), device.zeros(N, np.float32)]
     which = [0]
 
@@ -387,7 +374,7 @@ def test_undeclared_memory_that_differs_is_found(device: Device) -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_state_that_was_moved_since_the_capture_advances_once(device: Device, strict: bool) -> None:
-    """No slot and no graph has the new buffer: only the eager runs of the check write it."""
+    """Only the eager runs of the check write the new buffer, which no slot and no graph has."""
     x, factor = ones(device), device.array(np.ones(1, np.float32))
     state = [device.zeros(N, np.float32)]
 
@@ -398,7 +385,7 @@ def test_state_that_was_moved_since_the_capture_advances_once(device: Device, st
     step()
     state[0] = device.array(state[0].to_numpy(step.stream))
     if strict:
-        for _ in range(2):  # the second does not run eagerly in silence
+        for _ in range(2):  # the second call raises too, and does not run eagerly
             with pytest.raises(VerificationError, match=r"argument 2 of operation 0 .* is y=0x"):
                 step()
             assert (state[0].to_numpy(step.stream) == 1).all(), "an error has changed nothing"
@@ -409,7 +396,7 @@ def test_state_that_was_moved_since_the_capture_advances_once(device: Device, st
 
 
 def test_a_branch_that_touches_no_slot_is_found(device: Device) -> None:
-    """What only the step does now, and not its graph, counts too (TensorRT-LLM PR 15216)."""
+    """The check sees work that the step does and its graph lacks (TensorRT-LLM PR 15216)."""
     x, factor = ones(device), device.array(np.ones(1, np.float32))
     y, counts, counting = device.zeros(N, np.float32), device.zeros(1, np.int32), []
 
@@ -430,7 +417,7 @@ def test_a_branch_that_touches_no_slot_is_found(device: Device) -> None:
 
 
 def test_a_check_does_not_write_to_what_the_step_closes_in_it(device: Device) -> None:
-    """Another buffer may lie there by then."""
+    """Another buffer may have that memory when the check restores what it saved."""
     x, out, others = ones(device), device.zeros(N, np.float32), []
 
     def work(stream: ost.Stream, _: ost.Sizes) -> None:

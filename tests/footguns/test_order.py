@@ -23,8 +23,8 @@ def test_recorded_order_holds_between_a_read_and_a_later_write(
 ) -> None:
     x, y, z = ones(device), ones(device), device.zeros(N, np.float32)
     with ost.record(stream) as recording:
-        ost.launch(stream, kernel(device, "add"), config(N), x, y, z, N)  # reads x
-        ost.fill(stream, x, 7)  # must come after
+        ost.launch(stream, kernel(device, "add"), config(N), x, y, z, N)
+        ost.fill(stream, x, 7)  # runs after the launch has read x
     graph = recording.build()
     assert len(graph.edges) == 1
     run = graph.instantiate()
@@ -42,7 +42,7 @@ def test_an_operation_submitted_as_a_graph_is_like_any_other(
     def seen() -> set[float]:
         return set(out.to_numpy(stream).tolist())
 
-    with HeldStream(stream):  # in stream order
+    with HeldStream(stream):  # the calls run in the order of the stream
         ost.fill(stream, x, 2)
         stream.submit_as_graph(operation)
         ost.fill(stream, x, 3)
@@ -70,11 +70,22 @@ def test_an_operation_submitted_as_a_graph_is_like_any_other(
     assert seen() == {10}
 
 
+def check(
+    device: Device, work: Callable[..., object], x: ost.Buffer, y: ost.Buffer, out: ost.Buffer
+) -> str:
+    """What the check of a step says whose work reads x and writes out, by way of y."""
+    slots = [
+        ost.Slot("x", x, ost.Role.INPUT),
+        ost.Slot("y", y, ost.Role.SCRATCH),
+        ost.Slot("out", out, ost.Role.OUTPUT),
+    ]
+    return checked_step(device, work, slots, verify="first")().detail
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_two_branches_that_nothing_orders_are_found(device: Device, kept: bool) -> None:
-    """The fork is recorded before the producer: right on most days."""
-    stream, side = device.create_stream(), device.create_stream()
-    event = device.create_event() if kept else None
+    """The fork is recorded before the producer, and most runs give the right answer."""
+    side, event = device.create_stream(), device.create_event() if kept else None
     x, y, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
 
     def work(stream: ost.Stream, early: bool) -> None:
@@ -86,28 +97,15 @@ def test_two_branches_that_nothing_orders_are_found(device: Device, kept: bool) 
         ost.launch(side, kernel(device, "add"), config(N), y, y, out, N)
         stream.wait(side.record())
 
-    slots = [
-        ost.Slot("x", x, ost.Role.INPUT),
-        ost.Slot("y", y, ost.Role.SCRATCH),
-        ost.Slot("out", out, ost.Role.OUTPUT),
-    ]
     for early in (False, True):
-        step = ost.GraphedStep(
-            lambda stream, _, early=early: work(stream, early),
-            stream=stream,
-            cache=ost.GraphCache(device),
-            slots=slots,
-            verify="first",
-            warmups=0,
-        )
-        assert ("nothing orders" in step().detail) is early
+        says = check(device, lambda stream, _, early=early: work(stream, early), x, y, out)
+        assert ("nothing orders" in says) is early
 
 
 def test_two_branches_of_a_tree_that_nothing_orders_are_found(device: Device) -> None:
-    """As many edges as a chain has, and no chain."""
-    stream, side = device.create_stream(), device.create_stream()
+    """The graph has as many edges as a chain, and is none."""
+    side, add = device.create_stream(), kernel(device, "add")
     x, y, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
-    add = kernel(device, "add")
 
     def work(stream: ost.Stream, _: ost.Sizes) -> None:
         ost.launch(stream, add, config(N), x, x, y, N)
@@ -116,17 +114,11 @@ def test_two_branches_of_a_tree_that_nothing_orders_are_found(device: Device) ->
         ost.launch(stream, add, config(N), x, y, out, N)
         stream.wait(side.record())
 
-    slots = [
-        ost.Slot("x", x, ost.Role.INPUT),
-        ost.Slot("y", y, ost.Role.SCRATCH),
-        ost.Slot("out", out, ost.Role.OUTPUT),
-    ]
-    assert "nothing orders" in checked_step(device, work, slots, stream=stream)().detail
+    assert "nothing orders" in check(device, work, x, y, out)
 
 
 def test_a_node_that_nothing_orders_is_found_whoever_added_it(device: Device) -> None:
-    """The names of what was submitted and of the nodes differ then."""
-    stream = device.create_stream()
+    """The driver's call adds the node, so its name is not that of the submitted work."""
     x, y, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
     add = kernel(device, "add")
     middle = ost.prepare(add, config(N), x, x, y, N)
@@ -143,21 +135,9 @@ def test_a_node_that_nothing_orders_is_found_whoever_added_it(device: Device) ->
             stream.submit(middle)
         ost.launch(stream, add, config(N), y, y, out, N)
 
-    slots = [
-        ost.Slot("x", x, ost.Role.INPUT),
-        ost.Slot("y", y, ost.Role.SCRATCH),
-        ost.Slot("out", out, ost.Role.OUTPUT),
-    ]
     for ordered in (True, False):
-        step = ost.GraphedStep(
-            lambda stream, _, ordered=ordered: work(stream, ordered),
-            stream=stream,
-            cache=ost.GraphCache(device),
-            slots=slots,
-            verify="first",
-            warmups=0,
-        )
-        assert ("nothing orders" in step().detail) is not ordered
+        says = check(device, lambda stream, _, ordered=ordered: work(stream, ordered), x, y, out)
+        assert ("nothing orders" in says) is not ordered
 
 
 def test_a_branch_that_nothing_orders_is_found(device: Device, stream: ost.Stream) -> None:
@@ -172,12 +152,12 @@ def test_a_branch_that_nothing_orders_is_found(device: Device, stream: ost.Strea
     graph.add_edges([(branch.node, late)])
     assert unordered(graph, [reads]) is None
     beside = ost.prepare(add, config(N), x, x, device.zeros(N, np.float32), N)
-    graph.add_operation(beside)  # the branch only reads x, too
+    graph.add_operation(beside)  # both only read x
     assert unordered(graph, [reads, beside]) is None
 
 
 def is_chain(graph: ost.Graph) -> bool:
-    """Whether each of its nodes waits for the one before."""
+    """Whether each node waits for the one before it, and for no other."""
     handles = [node.handle for node in graph.nodes]
     return {(e.source, e.target) for e in graph.edges} == {*itertools.pairwise(handles)}
 
@@ -189,7 +169,7 @@ def is_chain(graph: ost.Graph) -> bool:
 def test_a_node_added_under_capture_has_its_place_in_the_order(
     device: Device, stream: ost.Stream, how: str, reached: str
 ) -> None:
-    """What was captured next did not wait for it: 7 for 12."""
+    """A fault let the work that was captured next run without waiting for the node."""
     x, out = ones(device), device.zeros(N, np.float32)
     fours, scale = device.array(np.full(N, 4, np.float32)), kernel(device, "scale")
     double, event = ost.prepare(scale, config(N), x, N), device.create_event()

@@ -199,7 +199,7 @@ _FAULTS = (
         "ostinato.step.engine:Engine._is_due",
         "if not kept.is_checked(self, work.padded):",
         "if not counts.verified and not kept.is_checked(self, work.padded):",
-        (FOOTGUNS + "checks.py::test_a_graph_that_was_made_again_is_checked_again",),
+        (FOOTGUNS + "checks.py::test_a_graph_is_checked_however_it_was_made",),
     ),
     Fault(
         "mismatch-is-replayed-again",
