@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,32 @@ from ostinato.testing import HeldStream
 from tests.footguns.common import N, ones
 from tests.sources import config, kernel
 
+BUILDS = pytest.mark.parametrize("build", ["capture", "record"])
 
-@pytest.mark.parametrize("build", ["capture", "record"])
+
+@contextlib.contextmanager
+def held_back(device: Device, stream: ost.Stream) -> Iterator[None]:
+    """The stream waits for another stream, which does nothing until the block ends."""
+    gate = device.create_stream()
+    with HeldStream(gate):
+        stream.wait(gate.record())
+        yield
+
+
+def built(stream: ost.Stream, build: str, work: Callable[[], object]) -> ost.Graph:
+    """A graph of the work: it is captured, or it runs and is recorded."""
+    if build == "capture":
+        return ost.capture_function(stream, work)
+    with ost.record(stream) as recording:
+        work()
+    stream.synchronize()
+    return recording.build()
+
+
+@BUILDS
 def test_each_replay_records_the_event_that_its_step_records(device: Device, build: str) -> None:
-    """After the eager run of another bucket the event was done before the replay had run."""
-    gate, stream, other = (device.create_stream() for _ in range(3))
+    """A fault left the event of another bucket's eager run, which was done before the replay."""
+    stream, other = device.create_stream(), device.create_stream()
     x, seen, event = device.zeros(1, np.int32), device.zeros(1, np.int32), device.create_event()
 
     def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
@@ -30,11 +52,10 @@ def test_each_replay_records_the_event_that_its_step_records(device: Device, bui
 
     step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device), build=build)
     for calls, rows in enumerate((4, 4, 8, 4, 4, 8, 8), 1):
-        with HeldStream(gate) if calls in (4, 5, 7) else contextlib.nullcontext() as held:
-            if held is not None:
-                stream.wait(gate.record())
+        held = calls in (4, 5, 7)
+        with held_back(device, stream) if held else contextlib.nullcontext():
             step(rows=rows)
-            assert held is None or not event.done
+            assert not held or not event.done
             other.wait(event)
             seen.copy_from(x, other)
         assert seen.to_numpy(other)[0] == calls
@@ -49,15 +70,15 @@ def test_each_replay_records_the_event_that_its_step_records(device: Device, bui
 def test_a_captured_event_is_recorded_however_its_graph_is_made(
     device: Device, stream: ost.Stream, way: str
 ) -> None:
-    gate, other, increment = device.create_stream(), device.create_stream(), "increment"
+    other = device.create_stream()
     x, y, seen = (device.zeros(1, np.int32) for _ in range(3))
     first, second = device.create_event(), device.create_event()
 
     def work(event: ost.Event, counter: ost.Buffer, by: int) -> None:
-        ost.launch(stream, kernel(device, increment), config(1), counter, by)
+        ost.launch(stream, kernel(device, "increment"), config(1), counter, by)
         stream.record(event)
 
-    event, out = first, x
+    event = first
     by = 5 if way == "patched" else 7
     graph = ost.capture_function(stream, lambda: work(first, y if way == "rebound" else x, by))
     run = graph.instantiate()
@@ -83,21 +104,20 @@ def test_a_captured_event_is_recorded_however_its_graph_is_made(
         x.copy_from(y, stream)
     run.upload(stream)
     device.synchronize()
-    with HeldStream(gate):
-        stream.wait(gate.record())
+    with held_back(device, stream):
         run.launch(stream)
         other.wait(event)
-        seen.copy_from(out, other)
+        seen.copy_from(x, other)
         assert not event.done
     assert seen.to_numpy(other)[0] == 7
 
 
-@pytest.mark.parametrize("build", ["capture", "record"])
+@BUILDS
 def test_an_event_may_fork_and_outlive_its_graph(
     device: Device, stream: ost.Stream, build: str
 ) -> None:
-    """Its last record counts, as eagerly.  One that nobody can wait for needs no node."""
-    gate, side, other = (device.create_stream() for _ in range(3))
+    """The last record of the event counts, and a record that nothing waits for has no node."""
+    side, other = device.create_stream(), device.create_stream()
     x, y, seen, event = ones(device), ones(device), ones(device), device.create_event()
     add = kernel(device, "add")
 
@@ -111,31 +131,25 @@ def test_an_event_may_fork_and_outlive_its_graph(
         ost.launch(stream, add, config(N), x, y, x, N)
         stream.record(event)
 
-    if build == "capture":
-        graph = ost.capture_function(stream, work)
-    else:
-        with ost.record(stream) as recording:
-            work()
-        graph = recording.build()
-        x.copy_from(device.array(np.ones(N, np.float32)), stream)
+    graph = built(stream, build, work)
+    x.copy_from(np.ones(N, np.float32), stream)
     run = graph.instantiate(upload=stream)
     assert [node.kind.name for node in graph.nodes].count("EVENT_RECORD") == 1
     assert "event_record" in str(graph) and "stream.record(event)" in str(graph.nodes[-1].location)
     device.synchronize()
     for expected in (6, 36):
-        with HeldStream(gate):
-            stream.wait(gate.record())
+        with held_back(device, stream):
             run.launch(stream)
             other.wait(event)
             seen.copy_from(x, other)
         assert (seen.to_numpy(other) == expected).all()
 
 
-@pytest.mark.parametrize("build", ["capture", "record"])
+@BUILDS
 def test_events_with_timing_have_the_times_of_the_last_replay(
     device: Device, stream: ost.Stream, build: str
 ) -> None:
-    """The start's node is ordered before the work behind it, and the stop's before the rest."""
+    """The start is recorded before the work after it, and the stop before the rest."""
     start, stop = (device.create_event(timing=True) for _ in range(2))
     seconds, opened, in_time = [0.0], threading.Event(), []
     opened.set()
@@ -148,14 +162,7 @@ def test_events_with_timing_have_the_times_of_the_last_replay(
         stream.record(stop)
         stream.call(lambda: in_time.append(opened.wait(30)))
 
-    if build == "capture":
-        graph = ost.capture_function(stream, work)
-    else:
-        with ost.record(stream) as recording:
-            work()
-        stream.synchronize()
-        graph = recording.build()
-    run = graph.instantiate(upload=stream)
+    run = built(stream, build, work).instantiate(upload=stream)
     for seconds[0] in (0.0, 0.2):
         opened.clear()
         run.launch(stream)
@@ -192,7 +199,7 @@ def test_a_timing_event_is_recorded_before_the_work_it_forks(
 def test_a_capture_does_not_wait_for_what_is_not_in_it(
     device: Device, stream: ost.Stream, of: str
 ) -> None:
-    """A wait for an event that was never recorded was left out, and the replays did not wait."""
+    """The driver leaves such a wait out of the graph, and no replay would wait."""
     other, event, x = device.create_stream(), device.create_event(), ones(device)
 
     def record() -> None:
@@ -206,7 +213,7 @@ def test_a_capture_does_not_wait_for_what_is_not_in_it(
     if of == "a replay":
         run.launch(other)
     with pytest.raises(CaptureBrokenError) as caught, ost.capture(stream):
-        with contextlib.suppress(CaptureBrokenError):  # raised at the end, too
+        with contextlib.suppress(CaptureBrokenError):  # the end of the capture raises too
             stream.wait(event)
         ost.fill(stream, x, 1)
     assert "stream.wait(event)" in (caught.value.location or "")
@@ -215,7 +222,7 @@ def test_a_capture_does_not_wait_for_what_is_not_in_it(
 
 @pytest.mark.parametrize("what", ["record", "wait"])
 def test_a_step_that_orders_another_stream_is_run_eagerly(device: Device, what: str) -> None:
-    """The capture ordered it once, and no replay did."""
+    """A capture would order the other stream once, and no replay would."""
     gate, stream, other = (device.create_stream() for _ in range(3))
     x, seen, event = device.zeros(1, np.int32), device.zeros(1, np.int32), device.create_event()
 
@@ -246,7 +253,7 @@ def test_a_step_that_orders_another_stream_is_run_eagerly(device: Device, what: 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_body_records_no_event(device: Device, stream: ost.Stream, kept: bool) -> None:
-    """CUDA has no such nodes there.  The fork itself is no node."""
+    """CUDA has no event nodes in bodies.  A fork within the capture needs none."""
     side, x, y = device.create_stream(), ones(device), ones(device)
     graph = ost.Graph.create(device)
     branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(default=1))
@@ -278,7 +285,7 @@ def test_a_body_records_no_event(device: Device, stream: ost.Stream, kept: bool)
 
 
 def test_events_alone_are_no_capture(device: Device, stream: ost.Stream) -> None:
-    """The work that they were to mark went elsewhere."""
+    """The work between the events went to another stream."""
     events = [device.create_event(timing=timing) for timing in (True, False)]
     x, other = ones(device), device.create_stream()
     for into in (None, ost.Graph.create(device)):
@@ -293,7 +300,7 @@ def test_events_alone_are_no_capture(device: Device, stream: ost.Stream) -> None
 def test_a_store_refuses_a_graph_with_events_of_this_process(
     host_device: Device, tmp_path: Path
 ) -> None:
-    """A restored one recorded an event of its own, and the step's was not recorded any more."""
+    """A restored graph would record an event of its own, and not the one of the step."""
     device, event = host_device, host_device.create_event()
     x, stream = ones(device), device.create_stream()
 
@@ -310,7 +317,7 @@ def test_a_store_refuses_a_graph_with_events_of_this_process(
 def test_the_last_of_a_graphs_records_of_an_event_counts(
     device: Device, stream: ost.Stream
 ) -> None:
-    """As where a graph that records it is launched twice in a capture."""
+    """A graph has two children that record the event, and a wait is for the second record."""
     other, event = device.create_stream(), device.create_event()
     x, seen = device.zeros(1, np.int32), device.zeros(1, np.int32)
     reached, opened = threading.Event(), threading.Event()
@@ -337,11 +344,10 @@ def test_the_last_of_a_graphs_records_of_an_event_counts(
     assert seen.to_numpy(other)[0] == 2
 
 
-@pytest.mark.parametrize("build", ["capture", "record"])
+@BUILDS
 def test_a_step_that_keeps_its_event_makes_one_at_each_call(device: Device, build: str) -> None:
-    """Each bucket's replays recorded the event of its own capture, and the last one was waited
-    for."""
-    gate, stream = device.create_stream(), device.create_stream()
+    """Replays of a bucket would record the event of its own capture, and not the one kept last."""
+    stream = device.create_stream()
     x, last = device.zeros(1, np.int32), []
 
     def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
@@ -352,18 +358,17 @@ def test_a_step_that_keeps_its_event_makes_one_at_each_call(device: Device, buil
     for rows in (4, 4, 8, 8):
         step(rows=rows)
     device.synchronize()
-    with HeldStream(gate):
-        stream.wait(gate.record())
+    with held_back(device, stream):
         step(rows=4)
         assert not last[0].done
     reasons = step.statistics().quarantined.values()
     assert len(reasons) == 2 and all("last[:] = [stream.record()]" in why for why in reasons)
 
 
-@pytest.mark.parametrize("build", ["capture", "record"])
+@BUILDS
 def test_a_step_lets_another_stream_wait_for_it_at_each_call(device: Device, build: str) -> None:
-    """A fork without work needs no join in CUDA, and no replay made the stream wait."""
-    gate, stream, other = (device.create_stream() for _ in range(3))
+    """CUDA allows a fork without work and without a join, and no replay makes a stream wait."""
+    stream, other = device.create_stream(), device.create_stream()
     x, seen = device.zeros(1, np.int32), device.zeros(1, np.int32)
 
     def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
@@ -376,8 +381,7 @@ def test_a_step_lets_another_stream_wait_for_it_at_each_call(device: Device, bui
     why = " ".join(step.statistics().quarantined.values())
     assert "other.wait(stream.record())" in why and "not joined" in why
     device.synchronize()
-    with HeldStream(gate):
-        stream.wait(gate.record())
+    with held_back(device, stream):
         step()
         seen.copy_from(x, other)
         assert not other.done

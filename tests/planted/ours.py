@@ -390,10 +390,7 @@ _FAULTS = (
         "ostinato.graph.capturing:Capture.end",
         "if session.refusal is not None:",
         "if False:",
-        (
-            FOOTGUNS
-            + "captures.py::test_a_caught_error_of_a_launch_still_breaks_the_capture",
-        ),
+        (FOOTGUNS + "captures.py::test_a_caught_error_of_a_launch_still_breaks_the_capture",),
     ),
     Fault(
         "other-threads-work-is-captured",
@@ -444,10 +441,7 @@ _FAULTS = (
         "ostinato.graph.launching:_owners",
         "owners += _owners_inside(kernel.context, packed.data, slot)",
         "pass",
-        (
-            FOOTGUNS
-            + "lifetimes.py::test_memory_behind_a_struct_lives_with_the_graph",
-        ),
+        (FOOTGUNS + "lifetimes.py::test_memory_behind_a_struct_lives_with_the_graph",),
     ),
     Fault(
         "patched-struct-keeps-old-owners",
@@ -471,10 +465,7 @@ _FAULTS = (
         "ostinato.graph.words:_has_open_owner",
         "if is_whole(place)]",
         "]",
-        (
-            FOOTGUNS
-            + "closed.py::test_closed_memory_stays_closed_if_its_address_is_reused",
-        ),
+        (FOOTGUNS + "closed.py::test_closed_memory_stays_closed_if_its_address_is_reused",),
     ),
     Fault(
         "edge-between-read-and-write",
@@ -533,10 +524,7 @@ _FAULTS = (
         "ostinato.graph.capturing:_Session.recorded",
         "driver.event_record(event.handle, stream.handle)",
         "pass",
-        (
-            FOOTGUNS
-            + "events.py::test_a_timing_event_is_recorded_before_the_work_it_forks",
-        ),
+        (FOOTGUNS + "events.py::test_a_timing_event_is_recorded_before_the_work_it_forks",),
     ),
     Fault(
         "wait-for-nothing-is-captured",
@@ -818,10 +806,7 @@ _FAULTS = (
         "ostinato.graph.executable:GraphExec._let_go",
         "self.context.retire(old.clear, tuple(self._prepared))",
         "old.clear()",
-        (
-            FOOTGUNS
-            + "lifetimes.py::test_a_change_keeps_memory_that_a_launch_under_way_reads",
-        ),
+        (FOOTGUNS + "lifetimes.py::test_a_change_keeps_memory_that_a_launch_under_way_reads",),
     ),
     Fault(
         "closed-stream-is-forgotten",
@@ -910,10 +895,7 @@ _FAULTS = (
         "ostinato.graph.executable:GraphExec._launch_slowly",
         "Entry.ONCE if other else Entry.WORK",
         "Entry.WORK",
-        (
-            FOOTGUNS
-            + "captures.py::test_a_recorded_launch_has_the_patches_of_its_executable",
-        ),
+        (FOOTGUNS + "captures.py::test_a_recorded_launch_has_the_patches_of_its_executable",),
     ),
     # --- memory under graphs
     Fault(
