@@ -198,7 +198,7 @@ LEAKS = {
 
 @pytest.mark.parametrize("how", LEAKS)
 def test_padding_that_two_poisons_do_not_show_is_found(device: Device, how: str) -> None:
-    """Each of these reductions hides two of the poisons.
+    """Two poisons do not show the padding of these reductions.
 
     A minimum ignores NaN and large numbers.  A maximum of whole numbers ignores values that rows
     in use hold.  The sum of two inputs stays the same if their poisons change places."""
@@ -270,7 +270,7 @@ def test_padding_of_each_size_is_checked(device: Device) -> None:
 
 
 def test_poison_of_two_inputs_is_no_row_in_use(device: Device) -> None:
-    """If both inputs are poisoned by their least value, the padding writes row 0 as before."""
+    """A poison of the least token and the least place in use repeats row 0, which hides it."""
     tokens, at, kv = (device.zeros(8, np.int32) for _ in range(3))
     everything = device.array(np.array([8], np.uint32))
 

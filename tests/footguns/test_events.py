@@ -42,7 +42,7 @@ def built(stream: ost.Stream, build: str, work: Callable[[], object]) -> ost.Gra
 
 @BUILDS
 def test_each_replay_records_the_event_that_its_step_records(device: Device, build: str) -> None:
-    """A fault left the event of another bucket's eager run, which was done before the replay."""
+    """A fault left the event as the eager run of another bucket had recorded it."""
     stream, other = device.create_stream(), device.create_stream()
     x, seen, event = device.zeros(1, np.int32), device.zeros(1, np.int32), device.create_event()
 

@@ -370,7 +370,7 @@ def test_memory_that_another_graph_has_freed_is_not_freed_again(
     run.close()
     device.synchronize()
     assert device.context.retired == 0
-    again = graph.instantiate()  # CUDA allows one executable at a time; the first is closed
+    again = graph.instantiate()  # such a graph has one executable at a time
     again.launch(stream)
     again.close()
     device.synchronize()
