@@ -151,7 +151,7 @@ _SMALL = " and ".join(
 _MEASURED = (
     "tests/step",
     "tests/contract",
-    "tests/test_footguns.py",
+    "tests/footguns",
     _ADOPTION[1],
     _WAYS,
     _KERNELS[-1],
@@ -182,7 +182,7 @@ PARTS: tuple[Part, ...] = (
     *_memcheck(
         6,
         "footguns",
-        "tests/test_footguns.py",
+        "tests/footguns",
         keyword="not two_threads_on_two_streams and not lets_go_of_what and not leaves_no_graph",
     ),
     *_memcheck(12, "kernels", *_KERNELS, keyword="not smollm2 and not same_bits"),

@@ -10,7 +10,7 @@ from tests.planted.faults import Fault
 
 __all__ = ["FAULTS"]
 
-FOOTGUNS = "tests/test_footguns.py::"
+FOOTGUNS = "tests/footguns/test_"
 STEP = "tests/step/test_step.py::"
 EXECUTABLE = "tests/graph/test_executable.py::"
 ATTRIBUTES = "tests/graph/test_launch_attributes.py::"
@@ -40,7 +40,7 @@ _FAULTS = (
         "ostinato.step.engine:Engine._checked",
         "if report.finding is None:\n",
         "if report.finding is None:\n        self._launch(work, counts, kept, None)\n",
-        (FOOTGUNS + "test_a_step_with_state_advances_once_a_call",),
+        (FOOTGUNS + "steps.py::test_a_step_with_state_advances_once_a_call",),
         "LibreYOLO/libreyolo#671",
     ),
     Fault(
@@ -49,7 +49,7 @@ _FAULTS = (
         "ostinato.step.declared:Declared._start",
         "self._memory.restore()",
         "pass",
-        (FOOTGUNS + "test_state_that_no_slot_declares_advances_once_a_call",),
+        (FOOTGUNS + "checks.py::test_state_that_no_slot_declares_advances_once_a_call",),
         "NVIDIA/TensorRT-LLM#11696",
     ),
     Fault(
@@ -58,7 +58,7 @@ _FAULTS = (
         "ostinato.step.declared:Declared.eager",
         "self._memory.saving(), operations(",
         "operations(",
-        (FOOTGUNS + "test_state_that_was_moved_since_the_capture_advances_once",),
+        (FOOTGUNS + "checks.py::test_state_that_was_moved_since_the_capture_advances_once",),
     ),
     Fault(
         "check-writes-to-closed-memory",
@@ -66,7 +66,7 @@ _FAULTS = (
         "ostinato.step.undeclared:Undeclared.restore",
         "if not saved.lost:",
         "if True:",
-        (FOOTGUNS + "test_a_check_does_not_write_to_what_the_step_closes_in_it",),
+        (FOOTGUNS + "checks.py::test_a_check_does_not_write_to_what_the_step_closes_in_it",),
     ),
     Fault(
         "poison-stays-in-inputs",
@@ -90,7 +90,7 @@ _FAULTS = (
         "ostinato.step.check:check_runs",
         "memory.restore(before)",
         "pass",
-        (FOOTGUNS + "test_a_check_that_raises_leaves_everything_as_it_was",),
+        (FOOTGUNS + "checks.py::test_a_check_that_raises_leaves_everything_as_it_was",),
     ),
     Fault(
         "state-lost-is-not-said",
@@ -114,7 +114,7 @@ _FAULTS = (
         "ostinato.step.engine:Engine._is_due",
         "return True",
         "return counts.eager > 0",
-        (FOOTGUNS + "test_a_graph_is_checked_however_it_was_made",),
+        (FOOTGUNS + "checks.py::test_a_graph_is_checked_however_it_was_made",),
     ),
     Fault(
         "held-graph-is-not-checked",
@@ -122,7 +122,7 @@ _FAULTS = (
         "ostinato.step.engine:Engine.hold",
         'if verify != "off" and not kept.is_checked(self, call.padded):',
         "if False:",
-        (FOOTGUNS + "test_a_graph_is_checked_however_it_was_made",),
+        (FOOTGUNS + "checks.py::test_a_graph_is_checked_however_it_was_made",),
     ),
     Fault(
         "padding-is-checked-without-any",
@@ -130,7 +130,7 @@ _FAULTS = (
         "ostinato.step.entry:Kept.is_checked",
         " and padded <= known",
         "",
-        (FOOTGUNS + "test_a_first_check_without_padding_is_repeated_with_some",),
+        (FOOTGUNS + "checks.py::test_a_first_check_without_padding_is_repeated_with_some",),
         "local-inference-lab/vllm#621",
     ),
     Fault(
@@ -139,7 +139,7 @@ _FAULTS = (
         "ostinato.step.declared:_output_poison",
         "_OUTPUT_POISONS[which]",
         "_OUTPUT_POISONS[0]",
-        (FOOTGUNS + "test_an_output_that_no_run_writes_is_found",),
+        (FOOTGUNS + "checks.py::test_an_output_that_no_run_writes_is_found",),
         "NVlabs/alpamayo1.5#38",
     ),
     Fault(
@@ -148,7 +148,7 @@ _FAULTS = (
         "ostinato.step.slots:Slot.poisoned",
         "low, high = (used.min(), used.max()) if used.size else (0, 1)",
         "return padded",
-        (FOOTGUNS + "test_padding_of_every_type_is_poisoned",),
+        (FOOTGUNS + "checks.py::test_padding_of_every_type_is_poisoned",),
     ),
     Fault(
         "failed-check-keeps-undeclared-state",
@@ -156,7 +156,7 @@ _FAULTS = (
         "ostinato.step.declared:Declared.restore",
         "self._memory.restore()",
         "pass",
-        (FOOTGUNS + "test_state_that_was_moved_since_the_capture_advances_once",),
+        (FOOTGUNS + "checks.py::test_state_that_was_moved_since_the_capture_advances_once",),
     ),
     Fault(
         "one-poison-for-floats",
@@ -164,7 +164,7 @@ _FAULTS = (
         "ostinato.step.slots:Slot.poisoned",
         "(np.nan, large, -large)[which]",
         "np.nan",
-        (FOOTGUNS + "test_padding_of_every_type_is_poisoned",),
+        (FOOTGUNS + "checks.py::test_padding_of_every_type_is_poisoned",),
     ),
     Fault(
         "poison-is-a-row-in-use",
@@ -172,7 +172,7 @@ _FAULTS = (
         "ostinato.step.slots:Slot.poisoned",
         "(low, high)[(which + turn) % 2]",
         "(low, high)[which]",
-        (FOOTGUNS + "test_poison_of_two_inputs_is_no_row_in_use",),
+        (FOOTGUNS + "checks.py::test_poison_of_two_inputs_is_no_row_in_use",),
     ),
     Fault(
         "padding-of-one-size-is-enough",
@@ -180,7 +180,7 @@ _FAULTS = (
         "ostinato.step.entry:Kept.is_checked",
         "padded <= known",
         "bool(known or not padded)",
-        (FOOTGUNS + "test_padding_of_each_size_is_checked",),
+        (FOOTGUNS + "checks.py::test_padding_of_each_size_is_checked",),
     ),
     Fault(
         "two-poisons-are-enough",
@@ -189,8 +189,8 @@ _FAULTS = (
         "if third else",
         "if False else",
         (
-            FOOTGUNS + "test_padding_that_two_poisons_do_not_show_is_found",
-            FOOTGUNS + "test_an_answer_that_is_a_poison_hides_no_missing_launch",
+            FOOTGUNS + "checks.py::test_padding_that_two_poisons_do_not_show_is_found",
+            FOOTGUNS + "checks.py::test_an_answer_that_is_a_poison_hides_no_missing_launch",
         ),
     ),
     Fault(
@@ -199,7 +199,7 @@ _FAULTS = (
         "ostinato.step.engine:Engine._is_due",
         "if not kept.is_checked(self, work.padded):",
         "if not counts.verified and not kept.is_checked(self, work.padded):",
-        (FOOTGUNS + "test_a_graph_that_was_made_again_is_checked_again",),
+        (FOOTGUNS + "checks.py::test_a_graph_is_checked_however_it_was_made",),
     ),
     Fault(
         "mismatch-is-replayed-again",
@@ -249,7 +249,7 @@ _FAULTS = (
         "ostinato.step.sizes:DeviceSizes._fill",
         "fill(stream",
         "(lambda *_: None)(stream",
-        (FOOTGUNS + "test_a_graph_around_a_step_has_the_size_of_its_call",),
+        (FOOTGUNS + "steps.py::test_a_graph_around_a_step_has_the_size_of_its_call",),
     ),
     Fault(
         "refused-recording-runs-again",
@@ -265,7 +265,7 @@ _FAULTS = (
         "ostinato.graph.recording:Recording._is_captured",
         "return stream.is_capturing",
         "return False",
-        (FOOTGUNS + "test_what_is_captured_in_a_recording_did_not_run",),
+        (FOOTGUNS + "captures.py::test_what_is_captured_in_a_recording_did_not_run",),
     ),
     Fault(
         "eager-run-with-padding",
@@ -273,7 +273,7 @@ _FAULTS = (
         "ostinato.step.engine:Engine._run_eager",
         "else:\n        work.run()",
         "else:\n        work.run(padded=True)",
-        (FOOTGUNS + "test_rows_of_a_state_that_padding_writes_are_found",),
+        (FOOTGUNS + "checks.py::test_rows_of_a_state_that_padding_writes_are_found",),
         "vllm-project/vllm#13418",
     ),
     Fault(
@@ -291,7 +291,7 @@ _FAULTS = (
         "ostinato.step.sizes:bucket_of",
         "if bucket < size:",
         "if bucket < size - 1:",
-        (FOOTGUNS + "test_a_bucket_that_is_too_small_for_its_size_is_refused",),
+        (FOOTGUNS + "steps.py::test_a_bucket_that_is_too_small_for_its_size_is_refused",),
     ),
     Fault(
         "bucket-over-the-slot",
@@ -299,7 +299,7 @@ _FAULTS = (
         "ostinato.step.graphed_step:GraphedStep._bucketed",
         "min(buckets[slot.size], len(slot.buffer))",
         "buckets[slot.size]",
-        (FOOTGUNS + "test_a_bucket_ends_with_the_rows_of_a_slot",),
+        (FOOTGUNS + "steps.py::test_a_bucket_ends_with_the_rows_of_a_slot",),
         "vllm-project/vllm#8068",
     ),
     Fault(
@@ -318,8 +318,8 @@ _FAULTS = (
         "next(_numbers) if share is None",
         "0 if share is None",
         (
-            FOOTGUNS + "test_two_steps_in_one_cache_have_graphs_of_their_own",
-            FOOTGUNS + "test_two_instances_of_one_method_have_graphs_of_their_own",
+            FOOTGUNS + "steps.py::test_two_steps_in_one_cache_have_graphs_of_their_own",
+            FOOTGUNS + "steps.py::test_two_instances_of_one_method_have_graphs_of_their_own",
         ),
         "ggml-org/llama.cpp#28652",
     ),
@@ -329,7 +329,7 @@ _FAULTS = (
         "ostinato.step.graphed_step:GraphedStep._call",
         "self._engine.drop(self._calls.popitem()[1])",
         "break",
-        (FOOTGUNS + "test_other_buckets_are_other_graphs",),
+        (FOOTGUNS + "steps.py::test_other_buckets_are_other_graphs",),
     ),
     Fault(
         "setting-is-not-seen",
@@ -353,7 +353,7 @@ _FAULTS = (
         "ostinato.step.engine:Engine._build",
         "return self._fall_back(work, entry, failure.reason, failure.detail)",
         "return failure",
-        (FOOTGUNS + "test_a_failed_capture_has_run_nothing",),
+        (FOOTGUNS + "steps.py::test_a_failed_capture_has_run_nothing",),
     ),
     Fault(
         "refused-replay-is-not-run",
@@ -369,7 +369,7 @@ _FAULTS = (
         "ostinato.driver.context:Context.turn",
         "if turn is None:",
         "if True:",
-        (FOOTGUNS + "test_two_objects_of_one_stream_are_one_stream",),
+        (FOOTGUNS + "threads.py::test_two_objects_of_one_stream_are_one_stream",),
     ),
     # --- captures and recordings
     Fault(
@@ -379,8 +379,8 @@ _FAULTS = (
         "if outside:",
         "if False:",
         (
-            FOOTGUNS + "test_work_on_another_stream_is_not_lost",
-            FOOTGUNS + "test_half_the_work_on_another_stream_is_not_lost",
+            FOOTGUNS + "captures.py::test_work_on_another_stream_is_not_lost",
+            FOOTGUNS + "captures.py::test_half_the_work_on_another_stream_is_not_lost",
         ),
         "RWKV-Vibe/rwkv_lightning#24",
     ),
@@ -390,7 +390,7 @@ _FAULTS = (
         "ostinato.graph.capturing:Capture.end",
         "if session.refusal is not None:",
         "if False:",
-        (FOOTGUNS + "test_a_refused_launch_breaks_the_capture_although_its_error_is_caught",),
+        (FOOTGUNS + "captures.py::test_a_caught_error_of_a_launch_still_breaks_the_capture",),
     ),
     Fault(
         "other-threads-work-is-captured",
@@ -398,7 +398,7 @@ _FAULTS = (
         "ostinato.graph.capturing:_Session.entering",
         "if self.mode is not CaptureMode.RELAXED and self._holds(stream):",
         "if False:",
-        (FOOTGUNS + "test_another_threads_work_does_not_join_a_capture",),
+        (FOOTGUNS + "threads.py::test_another_threads_work_does_not_join_a_capture",),
     ),
     Fault(
         "operation-is-missing-in-a-graph",
@@ -406,7 +406,7 @@ _FAULTS = (
         "ostinato.step.graphed_step:_require_all",
         "if missing is not None:",
         "if False:",
-        (FOOTGUNS + "test_an_operation_that_only_the_warm_up_does_is_missed",),
+        (FOOTGUNS + "captures.py::test_an_operation_that_only_the_warm_up_does_is_missed",),
         "vllm-project/vllm#42444",
     ),
     Fault(
@@ -415,7 +415,7 @@ _FAULTS = (
         "ostinato.graph.launching:_operation",
         "_owners(kernel, packed, args)",
         "(kernel,)",
-        (FOOTGUNS + "test_memory_under_a_graph_is_not_given_to_others",),
+        (FOOTGUNS + "lifetimes.py::test_memory_under_a_graph_is_not_given_to_others",),
         "NVIDIA/cuda-python#166",
     ),
     Fault(
@@ -433,7 +433,7 @@ _FAULTS = (
         "ostinato.graph.launching:_owners",
         "if owner is not None:",
         "if False:",
-        (FOOTGUNS + "test_memory_behind_a_plain_address_lives_with_the_graph",),
+        (FOOTGUNS + "lifetimes.py::test_memory_under_a_graph_is_not_given_to_others",),
     ),
     Fault(
         "memory-in-a-struct-is-dropped",
@@ -441,7 +441,7 @@ _FAULTS = (
         "ostinato.graph.launching:_owners",
         "owners += _owners_inside(kernel.context, packed.data, slot)",
         "pass",
-        (FOOTGUNS + "test_memory_behind_an_address_in_a_struct_lives_with_the_graph",),
+        (FOOTGUNS + "lifetimes.py::test_memory_behind_a_struct_lives_with_the_graph",),
     ),
     Fault(
         "patched-struct-keeps-old-owners",
@@ -449,7 +449,7 @@ _FAULTS = (
         "ostinato.graph.shadow:Shadow.write",
         "_note(live, place, None, None, old)",
         "pass",
-        (FOOTGUNS + "test_a_struct_that_is_patched_forgets_what_its_words_pointed_at",),
+        (FOOTGUNS + "closed.py::test_a_patched_struct_forgets_what_its_words_pointed_at",),
     ),
     Fault(
         "watched-too-late",
@@ -457,7 +457,7 @@ _FAULTS = (
         "ostinato.memory.buffer:Buffer.watch",
         "if self._closed:",
         "if False:",
-        (FOOTGUNS + "test_memory_that_is_closed_while_it_is_given_is_seen",),
+        (FOOTGUNS + "closed.py::test_memory_that_is_closed_while_it_is_given_is_seen",),
     ),
     Fault(
         "another-words-new-memory",
@@ -465,7 +465,7 @@ _FAULTS = (
         "ostinato.graph.words:_has_open_owner",
         "if is_whole(place)]",
         "]",
-        (FOOTGUNS + "test_new_memory_in_one_word_does_not_stand_for_closed_memory_in_another",),
+        (FOOTGUNS + "closed.py::test_closed_memory_stays_closed_if_its_address_is_reused",),
     ),
     Fault(
         "edge-between-read-and-write",
@@ -473,7 +473,7 @@ _FAULTS = (
         "ostinato.graph.order:conflict",
         "or overlap(first.reads, second.writes)",
         "",
-        (FOOTGUNS + "test_recorded_order_holds_between_a_read_and_a_later_write",),
+        (FOOTGUNS + "order.py::test_recorded_order_holds_between_a_read_and_a_later_write",),
         "sgl-project/sglang#26380",
     ),
     Fault(
@@ -499,7 +499,7 @@ _FAULTS = (
         "ostinato.graph.capturing:_Session.recorded",
         "if event.owner is not None:",
         "if False:",
-        (FOOTGUNS + "test_each_replay_records_the_event_that_its_step_records",),
+        (FOOTGUNS + "events.py::test_each_replay_records_the_event_that_its_step_records",),
         "NVIDIA/warp#983",
     ),
     Fault(
@@ -508,7 +508,7 @@ _FAULTS = (
         "ostinato.graph.capturing:_Session.add_records",
         "if self.contained and record.made_inside:",
         "if False:",
-        (FOOTGUNS + "test_an_event_that_a_step_makes_and_keeps_is_made_by_each_call",),
+        (FOOTGUNS + "events.py::test_a_step_that_keeps_its_event_makes_one_at_each_call",),
     ),
     Fault(
         "time-begins-anywhere",
@@ -516,7 +516,7 @@ _FAULTS = (
         "ostinato.graph.capturing:_Session.add_records",
         "if record.gate is not None:",
         "if False:",
-        (FOOTGUNS + "test_events_with_timing_have_the_times_of_the_last_replay",),
+        (FOOTGUNS + "events.py::test_events_with_timing_have_the_times_of_the_last_replay",),
     ),
     Fault(
         "forked-work-begins-before-its-time",
@@ -524,7 +524,7 @@ _FAULTS = (
         "ostinato.graph.capturing:_Session.recorded",
         "driver.event_record(event.handle, stream.handle)",
         "pass",
-        (FOOTGUNS + "test_an_event_with_timing_is_recorded_before_the_work_that_it_forks",),
+        (FOOTGUNS + "events.py::test_a_timing_event_is_recorded_before_the_work_it_forks",),
     ),
     Fault(
         "wait-for-nothing-is-captured",
@@ -532,7 +532,7 @@ _FAULTS = (
         "ostinato.graph.capturing:_Session.waited",
         "if record is None:",
         "if False:",
-        (FOOTGUNS + "test_a_capture_does_not_wait_for_what_is_not_in_it",),
+        (FOOTGUNS + "events.py::test_a_capture_does_not_wait_for_what_is_not_in_it",),
     ),
     Fault(
         "other-streams-order-is-lost",
@@ -540,7 +540,7 @@ _FAULTS = (
         "ostinato.graph.capturing:_Session._require_contained",
         "if self.contained and mine and not self._holds(stream):",
         "if False:",
-        (FOOTGUNS + "test_a_step_that_orders_another_stream_is_run_eagerly",),
+        (FOOTGUNS + "events.py::test_a_step_that_orders_another_stream_is_run_eagerly",),
     ),
     Fault(
         "fork-without-work-is-not-repeated",
@@ -548,7 +548,7 @@ _FAULTS = (
         "ostinato.graph.capturing:Capture.end",
         "session.require_joined()",
         "pass",
-        (FOOTGUNS + "test_a_step_lets_another_stream_wait_for_it_at_each_call",),
+        (FOOTGUNS + "events.py::test_a_step_lets_another_stream_wait_for_it_at_each_call",),
     ),
     Fault(
         "recorded-fork-without-work-is-not-repeated",
@@ -556,7 +556,7 @@ _FAULTS = (
         "ostinato.graph.recording:Recording._found",
         "if self._broken is None and self._forks:",
         "if False:",
-        (FOOTGUNS + "test_a_step_lets_another_stream_wait_for_it_at_each_call",),
+        (FOOTGUNS + "events.py::test_a_step_lets_another_stream_wait_for_it_at_each_call",),
     ),
     Fault(
         "recorded-event-is-not-built",
@@ -564,7 +564,7 @@ _FAULTS = (
         "ostinato.graph.recording:Recording.build",
         "self._with_events()",
         "self.operations",
-        (FOOTGUNS + "test_each_replay_records_the_event_that_its_step_records",),
+        (FOOTGUNS + "events.py::test_each_replay_records_the_event_that_its_step_records",),
     ),
     Fault(
         "restored-graph-records-another-event",
@@ -572,7 +572,7 @@ _FAULTS = (
         "ostinato.graphfile.saving:save_keyed",
         "if key and found.events:",
         "if False:",
-        (FOOTGUNS + "test_a_graph_with_events_of_this_process_is_not_kept_for_another",),
+        (FOOTGUNS + "events.py::test_a_store_refuses_a_graph_with_events_of_this_process",),
     ),
     Fault(
         "host-bytes-are-recorded",
@@ -580,7 +580,7 @@ _FAULTS = (
         "ostinato.graph.recording:Recording.entering",
         "elif entry is Entry.ONCE:",
         "elif False:",
-        (FOOTGUNS + "test_what_cannot_be_recorded_breaks_the_recording",),
+        (FOOTGUNS + "captures.py::test_what_cannot_be_recorded_breaks_the_recording",),
     ),
     Fault(
         "recording-writes-padding",
@@ -588,7 +588,7 @@ _FAULTS = (
         "ostinato.step.engine:Engine._build_by_record",
         'work.watch() if options.verify != "off" else None',
         "None",
-        (FOOTGUNS + "test_rows_of_a_state_that_padding_writes_are_found",),
+        (FOOTGUNS + "checks.py::test_rows_of_a_state_that_padding_writes_are_found",),
         "vllm-project/vllm#43810",
     ),
     Fault(
@@ -605,7 +605,7 @@ _FAULTS = (
         "ostinato.explain.races:unordered",
         " and _is_chain(nodes, {e.source: e.target for e in edges})",
         "",
-        (FOOTGUNS + "test_two_branches_of_a_tree_that_nothing_orders_are_found",),
+        (FOOTGUNS + "order.py::test_two_branches_of_a_tree_that_nothing_orders_are_found",),
     ),
     Fault(
         "edge-lets-begin-early",
@@ -643,7 +643,7 @@ _FAULTS = (
         "ostinato.graph.recording:Recording.waited",
         "self._members.add(int(stream.handle))",
         "pass",
-        (FOOTGUNS + "test_a_forked_stream_is_recorded",),
+        (FOOTGUNS + "captures.py::test_a_forked_stream_is_recorded",),
     ),
     Fault(
         "race-is-not-seen",
@@ -651,7 +651,7 @@ _FAULTS = (
         "ostinato.explain.races:unordered",
         "ordered = reached[nodes[later]] >> earlier & 1 or reached[nodes[earlier]] >> later & 1",
         "ordered = True",
-        (FOOTGUNS + "test_two_branches_that_nothing_orders_are_found",),
+        (FOOTGUNS + "order.py::test_two_branches_that_nothing_orders_are_found",),
     ),
     # --- executables and their changes
     Fault(
@@ -677,7 +677,7 @@ _FAULTS = (
         "ostinato.graph.plan:_why_left",
         "if word.sort is Sort.SCALAR:",
         "if False:",
-        (FOOTGUNS + "test_a_scalar_that_looks_like_an_address_stays",),
+        (FOOTGUNS + "changes.py::test_a_scalar_that_looks_like_an_address_stays",),
     ),
     Fault(
         "rebind-overruns",
@@ -687,7 +687,7 @@ _FAULTS = (
         "if False:",
         (
             EXECUTABLE + "test_rebind_to_something_too_small_changes_nothing",
-            FOOTGUNS + "test_a_rebind_to_less_memory_than_a_launch_uses_is_refused",
+            FOOTGUNS + "changes.py::test_a_rebind_to_less_memory_than_a_launch_uses_is_refused",
         ),
     ),
     Fault(
@@ -697,7 +697,7 @@ _FAULTS = (
         "live.owners[place] = target",
         "pass",
         (
-            FOOTGUNS + "test_a_rebound_buffer_lives_with_the_executable",
+            FOOTGUNS + "lifetimes.py::test_a_rebound_buffer_lives_with_the_executable",
             CHANGES + "test_a_rebound_buffer_lives_as_long_as_it_is_pointed_at",
         ),
     ),
@@ -717,7 +717,7 @@ _FAULTS = (
         "pass",
         (
             CHANGES + "test_any_path_equals_a_graph_made_anew",
-            FOOTGUNS + "test_a_pointer_is_rebound_from_where_it_points_now",
+            FOOTGUNS + "changes.py::test_a_pointer_is_rebound_from_where_it_points_now",
         ),
     ),
     Fault(
@@ -774,7 +774,7 @@ _FAULTS = (
         "ostinato.graph.plan:_change",
         "owners = tuple((place, target) for place, (_, target) in fields.items())",
         "owners = ()",
-        (FOOTGUNS + "test_what_a_node_was_set_to_lives_with_the_executable",),
+        (FOOTGUNS + "lifetimes.py::test_what_a_node_was_set_to_lives_with_the_executable",),
     ),
     Fault(
         "set-copy-is-dropped",
@@ -782,7 +782,7 @@ _FAULTS = (
         "ostinato.graph.executable:GraphExec.set_memcpy",
         '(("dst", dst), ("src", src))',
         "()",
-        (FOOTGUNS + "test_what_a_node_was_set_to_lives_with_the_executable",),
+        (FOOTGUNS + "lifetimes.py::test_what_a_node_was_set_to_lives_with_the_executable",),
     ),
     Fault(
         "set-launch-is-dropped",
@@ -790,7 +790,7 @@ _FAULTS = (
         "ostinato.graph.executable:GraphExec.set_params",
         "enumerate(owners)",
         "enumerate(())",
-        (FOOTGUNS + "test_what_a_node_was_set_to_lives_with_the_executable",),
+        (FOOTGUNS + "lifetimes.py::test_what_a_node_was_set_to_lives_with_the_executable",),
     ),
     Fault(
         "patched-address-is-dropped",
@@ -798,7 +798,7 @@ _FAULTS = (
         "ostinato.graph.executable:owner_of",
         "return context.owner_of(int(value)), None",
         "return None, None",
-        (FOOTGUNS + "test_what_a_node_was_set_to_lives_with_the_executable",),
+        (FOOTGUNS + "lifetimes.py::test_what_a_node_was_set_to_lives_with_the_executable",),
     ),
     Fault(
         "released-under-a-launch",
@@ -806,7 +806,7 @@ _FAULTS = (
         "ostinato.graph.executable:GraphExec._let_go",
         "self.context.retire(old.clear, tuple(self._prepared))",
         "old.clear()",
-        (FOOTGUNS + "test_what_a_launch_under_way_points_at_is_kept_through_a_change",),
+        (FOOTGUNS + "lifetimes.py::test_a_change_keeps_memory_that_a_launch_under_way_reads",),
     ),
     Fault(
         "closed-stream-is-forgotten",
@@ -814,7 +814,7 @@ _FAULTS = (
         "ostinato.graph.executable:GraphExec._forget_closed",
         "self.context.retire(partial(_forget, self._prepared, stream), (stream,))",
         "_forget(self._prepared, stream)",
-        (FOOTGUNS + "test_a_launch_on_a_closed_stream_is_waited_for",),
+        (FOOTGUNS + "lifetimes.py::test_a_launch_on_a_closed_stream_is_waited_for",),
     ),
     Fault(
         "signature-of-another-function",
@@ -822,7 +822,7 @@ _FAULTS = (
         "ostinato.graph.shadow:Shadow._changed",
         " or params.function != before.function",
         "",
-        (FOOTGUNS + "test_another_function_does_not_keep_the_old_ones_signature",),
+        (FOOTGUNS + "changes.py::test_another_function_does_not_keep_the_old_ones_signature",),
     ),
     Fault(
         "half-an-undo",
@@ -830,7 +830,7 @@ _FAULTS = (
         "ostinato.graph.shadow:Shadow._undo",
         "self._executable, node.handle, self.params(node)",
         "self._executable, node.handle, node.params",
-        (FOOTGUNS + "test_a_refused_change_takes_back_all_that_was_made_before_it",),
+        (FOOTGUNS + "changes.py::test_a_refused_change_takes_back_all_that_was_made_before_it",),
     ),
     Fault(
         "half-an-undo-is-launched",
@@ -838,7 +838,7 @@ _FAULTS = (
         "ostinato.graph.shadow:Shadow._undo",
         "self.unusable = _HALF_DONE",
         "pass",
-        (FOOTGUNS + "test_an_executable_whose_undo_is_refused_runs_no_more",),
+        (FOOTGUNS + "changes.py::test_an_executable_whose_undo_is_refused_runs_no_more",),
     ),
     Fault(
         "update-is-not-remembered",
@@ -862,7 +862,7 @@ _FAULTS = (
         "ostinato.graph.executable:GraphExec._prepare",
         "call = self._prepared.get(stream)",
         "call = next(iter(self._prepared.values()), None)",
-        (FOOTGUNS + "test_a_graph_runs_on_the_stream_that_it_is_launched_on",),
+        (FOOTGUNS + "threads.py::test_a_graph_runs_on_the_stream_that_it_is_launched_on",),
         "openmm/openmm-torch#122",
     ),
     Fault(
@@ -879,7 +879,7 @@ _FAULTS = (
         "ostinato.graph.executable:GraphExec.update",
         "self._watch(graph.storages)",
         "pass",
-        (FOOTGUNS + "test_closed_memory_is_seen_that_a_change_brought",),
+        (FOOTGUNS + "closed.py::test_closed_memory_is_seen_that_a_change_brought",),
     ),
     Fault(
         "change-is-not-watched",
@@ -887,7 +887,7 @@ _FAULTS = (
         "ostinato.graph.executable:GraphExec._change",
         "self._watch([owner for _, owner in change.owners])",
         "pass",
-        (FOOTGUNS + "test_closed_memory_is_seen_that_a_change_brought",),
+        (FOOTGUNS + "closed.py::test_closed_memory_is_seen_that_a_change_brought",),
     ),
     Fault(
         "switched-off-node-is-recorded",
@@ -895,7 +895,7 @@ _FAULTS = (
         "ostinato.graph.executable:GraphExec._launch_slowly",
         "Entry.ONCE if other else Entry.WORK",
         "Entry.WORK",
-        (FOOTGUNS + "test_a_recorded_launch_of_a_changed_graph_is_not_its_definition",),
+        (FOOTGUNS + "captures.py::test_a_recorded_launch_has_the_patches_of_its_executable",),
     ),
     # --- memory under graphs
     Fault(
@@ -904,7 +904,7 @@ _FAULTS = (
         "ostinato.graph.executable:GraphExec.memory_closed",
         "self._given_back.append(memory)",
         "pass",
-        (FOOTGUNS + "test_what_points_at_closed_memory_does_not_run",),
+        (FOOTGUNS + "closed.py::test_what_points_at_closed_memory_does_not_run",),
         "flashinfer-ai/flashinfer#4398",
     ),
     Fault(
@@ -913,7 +913,7 @@ _FAULTS = (
         "ostinato.graph.graph:Graph.storages",
         "self._storages[id(storage)] = storage",
         "pass",
-        (FOOTGUNS + "test_closed_memory_is_seen_through_what_stands_for_it",),
+        (FOOTGUNS + "closed.py::test_closed_memory_is_seen_through_what_stands_for_it",),
     ),
     Fault(
         "closed-memory-of-an-adopted-graph",
@@ -921,7 +921,7 @@ _FAULTS = (
         "ostinato.memory.buffer:Buffer.close",
         "(*self._told(), *everybody)",
         "self._told()",
-        (FOOTGUNS + "test_closed_memory_is_seen_by_an_adopted_graph",),
+        (FOOTGUNS + "closed.py::test_closed_memory_is_seen_by_an_adopted_graph",),
     ),
     Fault(
         "pool-gives-memory-twice",
@@ -929,7 +929,7 @@ _FAULTS = (
         "ostinato.memory.pool:CapturePool.empty",
         "self._used += piece",
         "self._used = piece",
-        (FOOTGUNS + "test_a_pool_never_gives_the_same_bytes_twice",),
+        (FOOTGUNS + "lifetimes.py::test_a_pool_never_gives_the_same_bytes_twice",),
         "ROCm/aiter#5393",
     ),
     Fault(
@@ -956,7 +956,7 @@ _FAULTS = (
         "if stream.capture_info.status is not CaptureStatus.NONE:",
         "if False:",
         (
-            FOOTGUNS + "test_a_staged_value_is_not_baked_into_a_graph",
+            FOOTGUNS + "values.py::test_a_staged_value_is_not_baked_into_a_graph",
             STATE + "test_a_staged_write_in_a_capture_is_refused_and_breaks_nothing",
         ),
         "PaddlePaddle/Paddle#78568",
@@ -1009,7 +1009,7 @@ _FAULTS = (
         (
             CACHE + "test_held_graphs_are_closed_at_the_end",
             CACHE + "test_an_eviction_in_the_middle_of_a_launch",
-            FOOTGUNS + "test_a_graph_that_is_held_outlives_an_eviction_by_budget",
+            FOOTGUNS + "closed.py::test_a_graph_that_is_held_outlives_an_eviction_by_budget",
         ),
         "pytorch/pytorch#193402",
     ),
@@ -1027,7 +1027,7 @@ _FAULTS = (
         "ostinato.step.cache:Table.put",
         "entry.graph = kept",
         "entry.graph = before or kept",
-        (FOOTGUNS + "test_a_replaced_graph_is_not_replayed",),
+        (FOOTGUNS + "closed.py::test_a_replaced_graph_is_not_replayed",),
     ),
     Fault(
         "eviction-misses-a-pointer",
@@ -1035,7 +1035,7 @@ _FAULTS = (
         "ostinato.graph.words:WordIndex._using",
         "~known & (self.sorts <= Sort.UNKNOWN)",
         "False",
-        (FOOTGUNS + "test_an_adopted_graph_is_seen_to_touch_memory",),
+        (FOOTGUNS + "closed.py::test_an_adopted_graph_is_seen_to_touch_memory",),
         "sgl-project/sglang#27140",
     ),
     Fault(

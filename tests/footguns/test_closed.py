@@ -1,0 +1,583 @@
+"""What was closed, evicted or replaced is not used again: memory, graphs and devices."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import CaptureBrokenError, ClosedError
+from ostinato.testing import HeldStream
+from tests.footguns.common import N, addresses, doubling, graph_of, ones, struct_kernel
+from tests.sources import config, kernel, preload
+
+
+def test_what_points_at_closed_memory_does_not_run(device: Device, stream: ost.Stream) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    add = kernel(device, "add")
+    graph = graph_of(stream, add, N, x, x, out, N)
+    run = graph.instantiate(upload=stream)
+    run.launch(stream)
+    stream.synchronize()
+    x.close()
+    device.synchronize()
+    # One of these may be at the address of x.
+    others = [device.array(np.full(N, 9, np.float32)) for _ in range(4)]
+    for _ in range(2):
+        with pytest.raises(ClosedError, match=r"node 0 \(add\) argument 0"):
+            run.launch(stream)
+    with pytest.raises(ClosedError):
+        graph.instantiate()
+    with pytest.raises(ClosedError):
+        ost.launch(stream, add, config(N), x, x, out, N)
+    assert (out.to_numpy(stream) == 2).all()
+    run.rebind({x: others[0]})
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 18).all()
+
+
+@pytest.mark.parametrize("kind", ["view", "pool", "state", "address"])
+def test_closed_memory_is_seen_through_what_stands_for_it(
+    device: Device, stream: ost.Stream, kind: str
+) -> None:
+    out, pool = device.zeros(N, np.float32), device.pool(reserve=4096)
+    base = ones(device)
+    state = ost.DeviceArray(device.context, N, np.float32)
+    state.set(np.ones(N, np.float32), stream)
+    owner, argument = {
+        "view": (base, base[:]),
+        "pool": (pool, pool.empty(N, np.float32)),
+        "state": (state, state),
+        "address": (base, base.address),
+    }[kind]
+    run = graph_of(stream, kernel(device, "add"), N, argument, out, out, N).instantiate()
+    run.launch(stream)
+    owner.close()
+    with pytest.raises(ClosedError):
+        run.launch(stream)
+
+
+def test_closed_memory_is_seen_by_an_adopted_graph(device: Device, stream: ost.Stream) -> None:
+    """The library does not know which buffers the nodes of an adopted graph use."""
+    x, out = ones(device), device.zeros(N, np.float32)
+    own = graph_of(stream, kernel(device, "add"), N, x, x, out, N)
+    run = ost.Graph.adopt(device, own.handle, owner=own).instantiate(upload=stream)
+    run.launch(stream)
+    ones(device).close()  # the graph does not use it
+    run.launch(stream)
+    x.close()
+    with pytest.raises(ClosedError):
+        run.launch(stream)
+
+
+@pytest.mark.parametrize("kind", ["view", "adopted"])
+def test_closing_a_view_does_not_stop_an_adopted_graph(
+    device: Device, stream: ost.Stream, kind: str
+) -> None:
+    """Closing a view, or a buffer over another library's memory, frees no memory."""
+    x = ones(device)
+    own = graph_of(stream, kernel(device, "scale"), N, x, N)
+    run = ost.Graph.adopt(device, own.handle, owner=own).instantiate(upload=stream)
+    if kind == "view":
+        x[:].close()
+    else:
+        ost.Buffer(device.context, x.address, (N,), np.dtype(np.float32), base=x).close()
+    run.launch(stream)
+    assert (x.to_numpy(stream) == 2).all()
+
+
+@pytest.mark.parametrize("change", ["rebind", "patch", "set", "update"])
+def test_closed_memory_is_seen_that_a_change_brought(
+    device: Device, stream: ost.Stream, change: str
+) -> None:
+    x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
+    add = kernel(device, "add")
+
+    def summing(source: ost.Buffer) -> ost.Graph:
+        return graph_of(stream, add, N, source, x, out, N)
+
+    run = summing(x).instantiate(upload=stream)
+    run.launch(stream)
+    if change == "rebind":
+        run.rebind({x: y})
+    elif change == "patch":
+        run.patch(0, "a", y)
+    elif change == "set":
+        run.set_params(0, ost.prepare(add, config(N), y, x, out, N))
+    else:
+        run.update(summing(y))
+    run.launch(stream)
+    y.close()
+    with pytest.raises(ClosedError):
+        run.launch(stream)
+
+
+def test_closed_memory_is_seen_that_a_struct_brought(host_device: Device) -> None:
+    @ost.host_kernel("at: bytes[8], out: *u32")
+    def follow(launch, at, out):
+        out[:1] = launch.memory(int.from_bytes(at, "little"), 4).view(np.uint32)
+
+    stream, out = host_device.create_stream(), host_device.zeros(1, np.uint32)
+    one, two = (host_device.array(np.full(1, v, np.uint32)) for v in (1, 2))
+    source = ost.Source(host=[follow], name="follow")
+    found = host_device.modules.get_or_compile(source, "follow")
+    launches = [
+        ost.prepare(found, config(1), x.address.to_bytes(8, "little"), out) for x in (one, two)
+    ]
+    graph = ost.Graph.create(host_device)
+    graph.add_operation(launches[0])
+    run = graph.instantiate()
+    run.set_params(0, launches[1])
+    run.launch(stream)
+    assert out.to_numpy(stream)[0] == 2
+    two.close()
+    with pytest.raises(ClosedError, match=r"argument 0 points at memory that was closed"):
+        run.launch(stream)
+
+
+@pytest.mark.parametrize("way", ["child", "clone", "recorded"])
+def test_closed_memory_is_seen_in_copies_of_graphs(
+    device: Device, stream: ost.Stream, way: str
+) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    add = kernel(device, "add")
+    inner = graph_of(stream, add, N, x, x, out, N)
+    if way == "child":
+        outer = ost.Graph.create(device)
+        outer.add_child(inner)
+    elif way == "clone":
+        outer = inner.clone()
+    else:
+        run = inner.instantiate()
+        with ost.record(stream) as recorded:
+            run.launch(stream)
+        run.close()
+        outer = recorded.build()
+    inner.close()  # the copy does not need the graph that it was made from
+    copy = outer.instantiate()
+    copy.launch(stream)
+    assert (out.to_numpy(stream) == 2).all()
+    x.close()
+    with pytest.raises(ClosedError):
+        copy.launch(stream)
+    with pytest.raises(ClosedError):
+        outer.instantiate()
+
+
+def test_a_patched_struct_forgets_what_its_words_pointed_at(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, y, out, new = ones(device), ones(device), device.zeros(N, np.float32), ones(device)
+    summing = struct_kernel(device)
+
+    def work() -> None:
+        ost.launch(stream, summing, config(N), addresses(x, out), N)
+        ost.launch(stream, kernel(device, "scale"), config(N), y, N)
+
+    run = ost.capture_function(stream, work).instantiate()
+    run.rebind({out: new})  # the executable notes what the second word points at
+    run.patch(0, "both", addresses(x, y))
+    y.close()
+    with pytest.raises(ClosedError, match="node 0"):
+        run.launch(stream)
+    for patch in (
+        lambda value: run.patch(0, "both", value),
+        lambda value: run.patch_all([(0, "both", value)]),
+        lambda value: run.patch(0, "both", np.void(value)),
+    ):
+        patch(addresses(x, out))
+        with pytest.raises(ClosedError, match="node 1"):
+            run.launch(stream)
+    run.patch_all([(0, "both", addresses(x, new)), (1, "x", new)])
+    run.launch(stream)
+    assert (new.to_numpy(stream) == 4).all()
+
+
+def test_an_operation_of_closed_memory_is_set_to_no_node(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
+    add = kernel(device, "add")
+    run = doubling(device, stream, x, out)
+    operation = ost.prepare(add, config(N), y, y, out, N)
+    params = operation.params
+    y.close()
+    with pytest.raises(ClosedError, match="add"):
+        run.set_params(0, operation)
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 2).all()
+    run.set_params(0, params, keep=(y, out))
+    with pytest.raises(ClosedError, match="argument 0"):
+        run.launch(stream)
+
+
+def test_an_operation_does_not_outlive_its_memory(device: Device, stream: ost.Stream) -> None:
+    """Another buffer may have the address when the operation is submitted."""
+    x, y = ones(device), ones(device)
+    operation = ost.prepare(kernel(device, "add"), config(N), x, x, y, N)
+    y.close()
+    device.synchronize()
+    others = [device.zeros(N, np.float32) for _ in range(64)]
+    with pytest.raises(ClosedError, match="add: <Buffer"):
+        stream.submit(operation)
+    with pytest.raises(ClosedError), ost.capture(stream):
+        stream.submit(operation)
+    assert not any(other.to_numpy(stream).any() for other in others)
+
+
+def test_memory_that_is_closed_while_it_is_given_is_seen(
+    device: Device, stream: ost.Stream
+) -> None:
+    """Another thread may close memory after its address is read and before its use is noted."""
+    x, out = ones(device), device.zeros(N, np.float32)
+    run = doubling(device, stream, x, out)
+    new = ones(device)
+
+    class Closing:
+        """A buffer that closes when its address is read."""
+
+        range = new.range
+
+        @property
+        def address(self) -> int:
+            address = new.address
+            new.close()
+            return address
+
+        def watch(self, watcher: object) -> None:
+            new.watch(watcher)  # type: ignore[arg-type]
+
+        @property
+        def closed(self) -> bool:
+            return new.closed
+
+    run.patch(0, "a", Closing())
+    with pytest.raises(ClosedError, match="argument 0"):
+        run.launch(stream)
+
+
+def test_closed_memory_stays_closed_if_its_address_is_reused(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    run = doubling(device, stream, x, out)
+    address = x.address
+    x.close()
+    device.synchronize()
+    # Another library may give its memory the address that ours had.
+    new = ost.Buffer(device.context, address, (N,), np.dtype(np.float32), base=object())
+    run.patch(0, "a", new)
+    with pytest.raises(ClosedError, match="argument 1"):
+        run.launch(stream)
+
+
+def test_a_step_makes_its_graph_again_if_its_memory_is_closed(device: Device) -> None:
+    out, stream = device.zeros(N, np.float32), device.create_stream()
+    weights = [ones(device)]
+
+    def work(stream: ost.Stream, _: ost.Sizes) -> None:
+        ost.launch(stream, kernel(device, "add"), config(N), weights[0], weights[0], out, N)
+
+    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device))
+    for _ in range(3):
+        step()
+    weights[0].close()
+    weights[0] = device.array(np.full(N, 5, np.float32))
+    assert step().action.value == "build"
+    assert (out.to_numpy(stream) == 10).all()
+
+
+def test_memory_closed_in_a_host_function_is_freed_later(
+    device: Device, stream: ost.Stream
+) -> None:
+    x = device.zeros(1 << 20, np.uint8)
+    device.synchronize()
+    free = device.memory_info()[0]
+    stream.call(x.close)
+    stream.synchronize()
+    device.synchronize()
+    assert x.closed
+    assert device.context.retired == 0
+    assert device.memory_info()[0] >= free + (1 << 20) or device.name != "host"
+
+
+def test_memory_is_given_back_while_graphs_are_adopted(device: Device) -> None:
+    """Closing a buffer tells all graphs, while another thread adds graphs.
+
+    A fault iterated over the set that grew.  The exception left the memory neither freed nor
+    marked as closed."""
+
+    class Graph:
+        def __init__(self) -> None:
+            self.told = 0
+
+        def memory_closed(self, memory: ost.MemoryRange) -> None:
+            self.told += 1
+
+    first, ended, failures = Graph(), threading.Event(), list[BaseException]()
+    watchers = device.context.watchers
+    watchers.add(first)
+    buffers = [device.empty(8, "bytes") for _ in range(800)]
+
+    def adopt() -> None:
+        kept: list[Graph] = []
+        try:
+            while not ended.is_set():
+                kept = [*kept[-500:], Graph()]
+                watchers.add(kept[-1])
+        except BaseException as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=adopt)
+    try:
+        thread.start()
+        for buffer in buffers:
+            buffer.close()
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not failures
+    assert first.told == len(buffers)
+
+
+def test_a_plain_address_reaches_to_the_end_of_its_allocation(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    cache = ost.GraphCache(device)
+    run = graph_of(stream, kernel(device, "add"), N, x.address, out, out, N).instantiate()
+    cache.install("sum", run)
+    assert cache.touching(x[N // 2 :]) == ["sum"]
+    assert cache.evict_touching(x[N // 2 :]) == ["sum"]
+
+
+def test_a_patched_pointer_reaches_as_far_as_its_new_memory(
+    device: Device, stream: ost.Stream
+) -> None:
+    small, large, out = device.zeros(4, np.float32), ones(device), device.zeros(N, np.float32)
+    cache = ost.GraphCache(device)
+    run = graph_of(stream, kernel(device, "add"), N, small, out, out, 4).instantiate()
+    cache.install("sum", run)
+    run.patch(0, "a", large)
+    assert cache.touching(large[N - 4 :]) == ["sum"]
+    assert cache.touching(small) == []
+    run.patch(0, "a", large.address)
+    assert cache.touching(large[N - 4 :]) == ["sum"]
+
+
+def test_an_adopted_graph_is_seen_to_touch_memory(device: Device, stream: ost.Stream) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    own = graph_of(stream, kernel(device, "add"), N, x, out, out, N)
+    foreign = ost.Graph.adopt(device, own.handle, owner=own)
+    cache = ost.GraphCache(device)
+    cache.install("foreign", foreign.instantiate())
+    assert cache.touching(x[N // 2 :]) == ["foreign"]
+    assert cache.touching(device.zeros(4, "bytes")) == []
+
+
+def test_a_closed_executable_says_so(device: Device, stream: ost.Stream) -> None:
+    x = ones(device)
+    run = ost.capture_function(stream, lambda: ost.fill(stream, x, 5)).instantiate()
+    run.launch(stream)
+    run.close()
+    with pytest.raises(ClosedError):
+        run.launch(stream)
+
+
+def test_a_closed_executable_is_not_changed(device: Device, stream: ost.Stream) -> None:
+    """A closed executable refuses changes also while its last launch runs."""
+    x = ones(device)
+    run = graph_of(stream, kernel(device, "scale"), N, x, N).instantiate(upload=stream)
+    patch = run.patcher(0, "n")
+    patch(1)
+    run.launch(stream)  # its compiled launch is prepared
+    with HeldStream(stream) as held:
+        run.launch(stream)
+        run.close()
+        for change in (
+            lambda: patch(2),
+            lambda: run.patch(0, "n", 2),
+            lambda: run.patch_all([(0, "n", 2)]),
+            lambda: run.rebind({x: ones(device)}),
+            lambda: run.set_enabled(0, False),
+        ):
+            with pytest.raises(ClosedError):
+                change()
+        held.release()
+    assert (x.to_numpy(stream) == [4] + [1] * (N - 1)).all()
+
+
+def test_an_executable_closed_under_a_replay_finishes_it(
+    device: Device, stream: ost.Stream
+) -> None:
+    x = ones(device)
+    graph = graph_of(stream, kernel(device, "scale"), N, x, N)
+    run = graph.instantiate(upload=stream)
+    stream.synchronize()
+    with HeldStream(stream):
+        run.launch(stream)
+        run.close()
+        graph.close()
+        assert device.context.retired > 0  # destroyed later
+    assert (x.to_numpy(stream) == 2).all()
+    assert device.context.collect() == 0
+
+
+@pytest.mark.parametrize(
+    "change", ["set_config", "set_params", "set_enabled", "enabled", "patch", "patcher", "rebind"]
+)
+def test_nodes_of_a_closed_definition_cannot_be_changed(
+    device: Device, stream: ost.Stream, change: str
+) -> None:
+    """libcuda crashed when it was given a node of a destroyed graph."""
+    x, y, scale = ones(device), ones(device), kernel(device, "scale")
+    double = ost.prepare(scale, config(N), x, N)
+    graph = ost.capture_function(stream, lambda: stream.submit(double))
+    run = graph.instantiate()
+    run.set_params(0, double)
+    run.patch(0, 1, N)
+    patcher = run.patcher(0, 1)
+    node = graph.node(0)
+    for pair in ({x: y}, {y: x}):
+        run.rebind(pair)
+    graph.close()
+    device.context.collect()
+    calls: dict[str, Callable[[], object]] = {
+        "set_config": lambda: run.set_config(node, ost.LaunchConfig(2, 32)),
+        "set_params": lambda: run.set_params(0, ost.prepare(scale, config(1), x, 1)),
+        "set_enabled": lambda: run.set_enabled(0, False),
+        "enabled": lambda: run.enabled(0),
+        "patch": lambda: run.patch(0, 1, 1),
+        "patcher": lambda: patcher(1),
+        "rebind": lambda: run.rebind({x: y}),
+    }
+    with pytest.raises(ClosedError):
+        calls[change]()
+    run.launch(stream)
+    assert (x.to_numpy(stream) == 2).all()
+    assert (y.to_numpy(stream) == 1).all()
+
+
+def test_a_graph_recorded_and_closed_is_no_child(device: Device, stream: ost.Stream) -> None:
+    x = ones(device)
+    add = kernel(device, "add")
+    inner = graph_of(stream, add, N, x, x, x, N)
+    run = inner.instantiate()
+    with ost.record(stream) as recorded:
+        run.launch(stream)
+    inner.close()
+    with pytest.raises(ClosedError, match="child"):
+        recorded.build()
+    with ost.record(stream) as recorded:
+        run.launch(stream)
+    with pytest.raises(CaptureBrokenError, match="definition is closed"):
+        recorded.build()
+    assert (x.to_numpy(stream) == 4).all()
+
+
+def test_an_evicted_graph_finishes_its_replay(device: Device, stream: ost.Stream) -> None:
+    x = ones(device)
+    cache = ost.GraphCache(device)
+    run = graph_of(stream, kernel(device, "scale"), N, x, N).instantiate(upload=stream)
+    cache.install("scale", run)
+    stream.synchronize()
+    with HeldStream(stream):
+        assert cache.replay("scale", stream)
+        assert cache.evict("scale")
+        assert not cache.replay("scale", stream)
+    assert (x.to_numpy(stream) == 2).all()
+
+
+def test_a_replaced_graph_is_not_replayed(device: Device, stream: ost.Stream) -> None:
+    counter = device.zeros(1, np.int32)
+    cache = ost.GraphCache(device)
+    for by in (1, 10):
+        run = graph_of(stream, kernel(device, "increment"), 1, counter, by).instantiate()
+        cache.install("count", run)
+    cache.replay("count", stream)
+    assert counter.to_numpy(stream)[0] == 10
+
+
+def test_a_graph_that_is_held_outlives_an_eviction_by_budget(
+    device: Device, stream: ost.Stream
+) -> None:
+    counter, cache = device.zeros(1, np.int32), ost.GraphCache(device, budget=1)
+
+    def make(by: int) -> ost.GraphExec:
+        return graph_of(stream, kernel(device, "increment"), 1, counter, by).instantiate(
+            upload=stream
+        )
+
+    cache.install("first", make(1))
+    with cache.hold("first") as run:
+        assert run is not None
+        cache.install("second", make(10))
+        assert "first" not in cache
+        run.launch(stream)
+    assert counter.to_numpy(stream)[0] == 1
+    with pytest.raises(ClosedError):
+        run.launch(stream)
+
+
+def test_a_closed_device_lets_go_of_what_was_still_alive(device: Device) -> None:
+    """The device destroys its objects, and no list keeps them for later."""
+
+    def closed_under_all() -> list[weakref.ref[object]]:
+        stream, x = device.create_stream(), ones(device)
+        graph = graph_of(stream, kernel(device, "fill"), N, x, 1.0, N)
+        run = graph.instantiate(upload=stream)
+        run.launch(stream)
+        device.close()
+        return [weakref.ref(one) for one in (stream, x, graph, run)]
+
+    left = closed_under_all()
+    gc.collect()
+    assert [one() for one in left] == [None] * len(left)
+    assert device.context.retired == 0
+
+
+def test_a_device_that_is_dropped_is_closed(launcher: str) -> None:
+    """The driver goes with the device, so all objects made on it refuse to be used."""
+
+    def made() -> tuple[ost.Buffer, ost.Stream, ost.GraphExec]:
+        device = ost.open_device("host")
+        stream, x = device.create_stream(), device.zeros(N, np.float32)
+        run = ost.capture_function(stream, lambda: ost.fill(stream, x, 5)).instantiate()
+        run.launch(stream)
+        run.launch(stream)
+        return x, stream, run
+
+    x, stream, run = made()
+    gc.collect()
+    for use in (
+        lambda: run.launch(stream),
+        lambda: x.to_numpy(stream),
+        lambda: x.array,
+        lambda: ost.fill(stream, x, 1),
+        lambda: run.nodes,
+        lambda: run.graph.clone(),
+    ):
+        with pytest.raises(ClosedError, match="nothing refers to its Device any more"):
+            use()
+
+
+def test_nothing_is_launched_on_a_device_that_was_closed() -> None:
+    """The short way of a second launch checks the device too."""
+    device = preload(ost.open_device("host"))
+    stream = device.create_stream()
+    run = doubling(device, stream, ones(device), ones(device))
+    run.launch(stream)
+    run.launch(stream)
+    device.close()
+    with pytest.raises(ClosedError, match="closed; open it again"):
+        run.launch(stream)

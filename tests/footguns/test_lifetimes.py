@@ -1,0 +1,439 @@
+"""Memory, streams and events live for as long as a graph or a launch uses them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import ClosedError
+from ostinato.graph.launching import _touched
+from ostinato.testing import HeldStream
+from tests.footguns.common import Borrowed, N, addresses, doubling, graph_of, ones, struct_kernel
+from tests.sources import config, kernel
+
+AUTO_FREE = ost.lowlevel.InstantiateFlags.AUTO_FREE_ON_LAUNCH
+
+
+class Tensor(Borrowed):
+    """Another library's array that also has a range, for `rebind`."""
+
+    def __init__(self, buffer: ost.Buffer) -> None:
+        super().__init__(buffer, "<f4")
+        self.range = buffer.range
+
+
+def assert_kept(device: Device, address: int) -> None:
+    """Asserts that no new buffer gets the memory at the address, which no caller holds."""
+    gc.collect()
+    device.synchronize()
+    others = [device.array(np.full(N, 9, np.float32)) for _ in range(8)]
+    assert all(other.address != address for other in others)
+
+
+@pytest.mark.parametrize("given", ["buffer", "address"])
+def test_memory_under_a_graph_is_not_given_to_others(
+    device: Device, stream: ost.Stream, given: str
+) -> None:
+    out = device.zeros(N, np.float32)
+
+    def captured() -> tuple[ost.GraphExec, int]:
+        x = ones(device)
+        argument = x if given == "buffer" else x.address
+        graph = graph_of(stream, kernel(device, "add"), N, argument, argument, out, N)
+        return graph.instantiate(), x.address
+
+    run, address = captured()
+    assert_kept(device, address)
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 2).all()
+
+
+def test_a_rebound_buffer_lives_with_the_executable(device: Device, stream: ost.Stream) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    run = doubling(device, stream, x, out)
+    new = device.array(np.full(N, 3, np.float32))
+    address = new.address
+    run.rebind({x: new})
+    del new
+    assert_kept(device, address)
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 6).all()
+
+
+def test_a_buffer_rebound_by_its_range_lives_with_the_executable(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, y, out = ones(device), device.array(np.full(N, 3, np.float32)), device.zeros(N, np.float32)
+    run = doubling(device, stream, x, out)
+    address = y.address
+    run.rebind({x: y.range})
+    del y
+    assert_kept(device, address)
+    other = device.array(np.full(N, 9, np.float32))
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 6).all()
+    run.rebind([(run.manifest()[0].range, other.range)])
+    other.close()
+    with pytest.raises(ClosedError):
+        run.launch(stream)
+    with pytest.raises(ClosedError, match="new target"):
+        run.rebind({x: other})
+
+
+@pytest.mark.parametrize("way", ["captured", "added", "patched", "set", "by patcher"])
+def test_a_buffer_lives_whose_range_is_an_argument(
+    device: Device, stream: ost.Stream, way: str
+) -> None:
+    """A fault kept the range alone, and the memory went to other buffers."""
+    x, y, out = ones(device), device.array(np.full(N, 3, np.float32)), device.zeros(N, np.float32)
+    add, memory = kernel(device, "add"), y.range
+    graph = ost.Graph.create(device)
+    if way == "captured":
+        graph = graph_of(stream, add, N, memory, memory, out, N)
+    else:
+        first = memory if way == "added" else x
+        graph.add_kernel(add, config(N), first, first, out, N)
+    run = graph.instantiate()
+    match way:
+        case "patched":
+            run.patch_all([(0, 0, memory), (0, 1, memory)])
+        case "set":
+            run.set_params(0, ost.prepare(add, config(N), memory, memory, out, N))
+        case "by patcher":
+            for argument in (0, 1):
+                run.patcher(0, argument)(memory)
+    del y
+    gc.collect()
+    device.synchronize()
+    others = [device.array(np.full(N, 9, np.float32)) for _ in range(4)]
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 6).all()
+    owner = device.context.owner_of(memory.address)
+    assert isinstance(owner, ost.Buffer) and owner not in others
+    owner.close()
+    with pytest.raises(ClosedError, match="memory that was closed"):
+        run.launch(stream)
+
+
+def test_a_patched_buffer_lives_with_the_executable(device: Device, stream: ost.Stream) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    run = doubling(device, stream, x, out)
+    new = device.array(np.full(N, 3, np.float32))
+    address = new.address
+    run.patch(0, "a", new)
+    del new
+    assert_kept(device, address)
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 4).all()
+
+
+def test_lifted_work_keeps_what_its_graph_kept(device: Device, stream: ost.Stream) -> None:
+    x, out = device.array(np.full(N, 3, np.float32)), device.zeros(N, np.float32)
+    with ost.capture(stream) as capture:
+        ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
+    address = x.address
+    (operation,) = ost.lift(capture.graph, name="add")
+    capture.graph.close()
+    del x, capture
+    assert_kept(device, address)
+    stream.submit(operation)
+    assert (out.to_numpy(stream) == 6).all()
+
+
+@pytest.mark.parametrize("how", ["rebound copy", "set copy", "set fill", "set launch", "address"])
+def test_what_a_node_was_set_to_lives_with_the_executable(
+    device: Device, stream: ost.Stream, how: str
+) -> None:
+    x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
+    add = kernel(device, "add")
+
+    def work() -> None:
+        ost.fill(stream, y, 0)
+        ost.copy(stream, y, x)
+        ost.launch(stream, add, config(N), y, y, out, N)
+
+    run = ost.capture_function(stream, work).instantiate()
+    new = device.array(np.full(N, 3, np.float32))
+    address = new.address
+    if how == "rebound copy":
+        run.rebind({x: new})
+    elif how == "set copy":
+        run.set_memcpy(1, y, new)
+    elif how == "set fill":
+        run.set_memset(0, new, 0)
+    elif how == "set launch":
+        run.set_params(2, ost.prepare(add, config(N), new, new, out, N))
+    else:
+        run.patch(2, "a", address)
+    del new
+    assert_kept(device, address)
+    run.launch(stream)
+    expected = {"set fill": 2, "address": 4}.get(how, 6)
+    assert (out.to_numpy(stream) == expected).all()
+
+
+@pytest.mark.parametrize("given", [bytes, bytearray, memoryview, np.void, np.array])
+def test_memory_behind_a_struct_lives_with_the_graph(
+    device: Device, stream: ost.Stream, given: type
+) -> None:
+    out = device.zeros(N, np.float32)
+    summing = struct_kernel(device)
+
+    def captured() -> tuple[ost.GraphExec, int]:
+        x = ones(device)
+        graph = graph_of(stream, summing, N, given(addresses(x, out)), N)
+        return graph.instantiate(), x.address
+
+    run, address = captured()
+    assert_kept(device, address)
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 2).all()
+    operation = ost.prepare(summing, config(N), given(addresses(out, out)), N)
+    out.close()
+    with pytest.raises(ClosedError):
+        run.launch(stream)
+    with pytest.raises(ClosedError):
+        stream.submit(operation)
+
+
+@pytest.mark.parametrize("given", [int, np.uint64, np.int64])
+def test_an_address_of_any_kind_keeps_its_memory(
+    device: Device, stream: ost.Stream, given: type
+) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    run = doubling(device, stream, x, out)
+    new = device.array(np.full(N, 3, np.float32))
+    address = new.address
+    run.patch(0, "a", given(address))
+    run.patch_all([(0, "b", given(address))])
+    del new
+    assert_kept(device, address)
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 6).all()
+
+
+@pytest.mark.parametrize("given", [bytearray, memoryview, np.void, np.bytes_])
+def test_a_struct_of_any_kind_may_hold_an_address(device: Device, given: type) -> None:
+    """Without a signature it is unknown what the launch touches."""
+    x = ones(device)
+    raw = given(x.address.to_bytes(8, "little"))
+    assert _touched(device.context, None, (x, raw)) == (None, None)
+    assert _touched(device.context, None, (x, 1.5, np.float32(2))) == ((x.range,), (x.range,))
+
+
+def test_a_change_keeps_memory_that_a_launch_under_way_reads(
+    device: Device, stream: ost.Stream
+) -> None:
+    """Another library frees its memory without waiting for launches."""
+    x, out = ones(device), device.zeros(N, np.float32)
+    run = graph_of(stream, kernel(device, "add"), N, x, x, out, N).instantiate(upload=stream)
+    tensor = Tensor(ones(device))
+    alive = weakref.ref(tensor)
+    run.rebind([(x, tensor)])
+    stream.synchronize()
+    with HeldStream(stream):
+        run.launch(stream)
+        run.rebind([(tensor, x)])
+        del tensor
+        gc.collect()
+        assert alive() is not None
+    device.synchronize()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("then", ["set_params", "set_config", "rebind", "update"])
+def test_what_a_patch_pointed_at_is_let_go_of_by_the_next_change(
+    device: Device, stream: ost.Stream, then: str
+) -> None:
+    """A fault kept the memory for as long as the executable lived."""
+    x, out, add = ones(device), device.zeros(N, np.float32), kernel(device, "add")
+    graph = graph_of(stream, add, N, x, x, out, N)
+    run = graph.instantiate()
+    tensor = Tensor(ones(device))
+    alive = weakref.ref(tensor)
+    run.patch(0, 0, tensor)
+    run.patch(0, 1, tensor)
+    run.launch(stream)
+    if then == "set_params":
+        run.set_params(0, ost.prepare(add, config(N), x, x, out, N))
+    elif then == "set_config":
+        run.set_config(0, ost.LaunchConfig(2, 32))
+        run.set_params(0, ost.prepare(add, config(N), x, x, out, N))
+    elif then == "rebind":
+        run.rebind([(tensor, x)])
+    else:
+        run.update(graph)
+    del tensor
+    device.synchronize()
+    gc.collect()
+    assert alive() is None
+    run.launch(stream)
+    assert (out.to_numpy(stream) == 2).all()
+
+
+@pytest.mark.parametrize("end", ["closed", "rebound"])
+def test_a_launch_on_a_closed_stream_is_waited_for(device: Device, end: str) -> None:
+    """An upload on a second stream does not end the wait for the first, which is closed."""
+    first, second = device.create_stream(), device.create_stream()
+    x, theirs, out = ones(device), ones(device), device.zeros(N, np.float32)
+    run = graph_of(first, kernel(device, "add"), N, x, x, out, N).instantiate(upload=first)
+    tensor = Tensor(theirs)
+    alive = weakref.ref(tensor)
+    run.rebind([(x, tensor)])
+    device.synchronize()
+    with HeldStream(first):
+        run.launch(first)
+        first.close()
+        run.upload(second)
+        if end == "closed":
+            run.close()
+        else:
+            run.rebind([(tensor, x)])
+        del tensor
+        gc.collect()
+        device.context.collect()
+        assert alive() is not None, "the launch under way still reads it"
+    device.synchronize()
+    assert alive() is None
+    assert (out.to_numpy(second) == 2).all()
+
+
+def test_closed_streams_are_forgotten(device: Device, stream: ost.Stream) -> None:
+    run = ost.Graph.create(device).instantiate()
+    gone = []
+    for _ in range(5):
+        other = device.create_stream()
+        run.launch(other)
+        gone.append(weakref.ref(other))
+        other.close()
+        del other
+        run.launch(stream)
+        device.synchronize()
+        run.upload(device.create_stream())
+    gc.collect()
+    device.synchronize()
+    assert not any(ref() for ref in gone[:-1])
+
+
+def test_closing_what_a_launch_still_uses_waits_for_it(device: Device, stream: ost.Stream) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    with HeldStream(stream) as held:
+        ost.launch(stream, kernel(device, "add"), config(N), x, x, out, N)
+        held.release_after(0.05)
+        x.close()  # freeing waits for the device
+        device.context.collect()
+        device.array(np.full(N, 9, np.float32))
+    assert (out.to_numpy(stream) == 2).all()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("flags", [ost.lowlevel.InstantiateFlags.NONE, AUTO_FREE])
+def test_closing_an_executable_frees_what_its_graph_allocated(
+    device: Device, stream: ost.Stream, flags: ost.lowlevel.InstantiateFlags
+) -> None:
+    """A fault lost that memory with each executable, until the process ended."""
+    size, left = 64 << 20, []
+    for _ in range(4):
+        graph = ost.Graph.create(device)
+        graph.add_alloc(size)
+        with graph.instantiate(flags=flags) as run:
+            for _ in range(1 + (flags is AUTO_FREE)):
+                run.launch(stream)
+            stream.synchronize()
+        device.synchronize()
+        left.append(device.memory_info()[0])
+        graph.close()
+    assert left[0] - left[-1] < size, left
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_memory_that_another_graph_has_freed_is_not_freed_again(
+    device: Device, stream: ost.Stream, launched: bool
+) -> None:
+    graph, other = ost.Graph.create(device), ost.Graph.create(device)
+    alloc = graph.add_alloc(1 << 20)
+    run = graph.instantiate()
+    if launched:
+        other.add_free(alloc.alloc.address)
+        run.launch(stream)
+        other.instantiate().launch(stream)
+        stream.synchronize()
+    run.close()
+    device.synchronize()
+    assert device.context.retired == 0
+    again = graph.instantiate()  # such a graph has one executable at a time
+    again.launch(stream)
+    again.close()
+    device.synchronize()
+    assert (ones(device).to_numpy(stream) == 1).all()
+
+
+def test_a_pool_never_gives_the_same_bytes_twice(device: Device) -> None:
+    pool = device.pool(reserve=4096, slab=4096)
+    pieces = [pool.empty(size, np.uint8) for size in (1, 100, 256, 1000, 4096, 9000, 3)]
+    gc.collect()
+    spans = sorted((p.range.address, p.range.end) for p in pieces)
+    for (_, end), (start, _) in itertools.pairwise(spans):
+        assert end <= start
+    assert all(p.address % 256 == 0 for p in pieces)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_owner_is_not_copied(
+    device: Device, stream: ost.Stream, copied: Callable[[object], object]
+) -> None:
+    """A copy would own the same handle, and closing it would free memory in use."""
+    x, out = ones(device), device.zeros(N, np.float32)
+    run = doubling(device, stream, x, out)
+    scalar = ost.DeviceScalar(device, "u4")
+    for owner in (x, x[1:], scalar, stream, stream.record(), run.graph, run, device):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copied(owner)
+
+
+@pytest.mark.parametrize("end", ["buffer", "device"])
+@pytest.mark.parametrize("way", ["array", "asarray", "dlpack"])
+def test_an_array_over_host_memory_outlives_it(way: str, end: str) -> None:
+    device = ost.open_device("host")
+    x = device.array(np.arange(1 << 20, dtype=np.int32))
+    seen = {"array": lambda: x.array, "asarray": lambda: np.asarray(x)}.get(
+        way, lambda: np.from_dlpack(x)
+    )()
+    (x if end == "buffer" else device).close()
+    device.context.collect()
+    noise = [np.full(1 << 20, -1, np.int32) for _ in range(4)]  # would take freed memory
+    assert np.array_equal(seen, np.arange(1 << 20)), noise[0][0]
+    with pytest.raises(ClosedError):
+        _ = x.array
+    device.close()
+
+
+def test_an_event_of_a_graph_stays_its_own(device: Device, stream: ost.Stream) -> None:
+    """A closed event's handle is not given to another event while a graph has its node."""
+    event, graph = device.create_event(), ost.Graph.create(device)
+    graph.add_event_record(event)
+    run = graph.instantiate()
+    event.close()
+    device.synchronize()
+    later = [device.create_event() for _ in range(64)]
+    assert graph.nodes[0].event_record.event not in {other.handle for other in later}
+    run.launch(stream)
+    stream.synchronize()
+    for use in (
+        lambda: stream.wait(event),
+        lambda: stream.record(event),
+        lambda: event.done,
+        event.synchronize,
+        lambda: graph.add_event_wait(event),
+    ):
+        with pytest.raises(ClosedError, match="the event is closed"):
+            use()
