@@ -126,6 +126,8 @@ class Lib:
         self.mode = "plain"
         self.state = 0
         self.fail = ""
+        self.notes: list[Any] = []
+        """For tests, of which no guard reads anything."""
         self.captures = 0
         self.waits = 0
         self.trims: list[bool] = []

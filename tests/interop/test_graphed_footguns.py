@@ -12,6 +12,7 @@ import gc
 import os
 import pickle
 import random
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -65,6 +66,23 @@ def by_scale(x: Array) -> Array:
 
 def by_helper(x: Array) -> Array:
     return by_scale(x)
+
+
+class Scaler:
+    """What it does is a global's."""
+
+    def __init__(self) -> None:
+        self.scale = SCALE
+
+    def of_self(self, x: Array) -> Array:
+        return x.line(self.scale)
+
+    @staticmethod
+    def of_class(x: Array) -> Array:
+        return x.line(SCALE)
+
+    def replaced(self, x: Array) -> Array:
+        return x.line(2.0)
 
 
 VARIABLE = contextvars.ContextVar("scale", default=2.0)
@@ -154,6 +172,40 @@ def uses(kind: str) -> tuple[Callable[[Array], Array], Callable[[float], object]
         scales = [2.0]
         helper = lambda x: x.line(scales[0])  # noqa: E731
         return lambda x: helper(x), lambda v: scales.__setitem__(0, v)
+    if kind in ("a static method", "a new object", "a replaced method"):
+        scaler, replaced = Scaler(), {2.0: Scaler.replaced, 3.0: lambda self, x: x.line(3.0)}
+        if kind == "a replaced method":
+            return lambda x: scaler.replaced(x), lambda v: setattr(Scaler, "replaced", replaced[v])
+        f = (lambda x: Scaler.of_class(x)) if kind == "a static method" else None
+        return f or (lambda x: Scaler().of_self(x)), lambda v: space.__setitem__("SCALE", v)
+    if kind == "seven objects deep":
+        inner = deep = types.SimpleNamespace(scale=2.0)
+        for _ in range(6):
+            deep = types.SimpleNamespace(inner=deep)
+        return (
+            lambda x: x.line(deep.inner.inner.inner.inner.inner.inner.scale),
+            lambda v: setattr(inner, "scale", v),
+        )
+    if kind == "an import in it":
+        sys.modules["mine_alone"] = MODULE
+
+        def importing(x: Array) -> Array:
+            from mine_alone import scale  # type: ignore[import-not-found]
+
+            return x.line(scale)
+
+        return importing, lambda v: setattr(MODULE, "scale", v)
+    if kind == "a weak reference":
+        reference = weakref.ref(holder)
+        vars(holder)["kept"] = keep = lambda x: x.line(reference().scales[0])  # type: ignore[union-attr]
+        keep.holder = holder
+        return keep, lambda v: holder.scales.__setitem__(0, v)
+    if kind == "a helper with a cache":
+        cached = functools.lru_cache(lambda: SCALE)
+        return lambda x: x.line(cached()), lambda v: (
+            space.__setitem__("SCALE", v),
+            cached.cache_clear(),
+        )
     if kind == "a helper's in a container":
         table = {"scale": by_helper}
         return lambda x: table["scale"](x), lambda v: space.__setitem__("SCALE", v)
@@ -210,12 +262,9 @@ def uses(kind: str) -> tuple[Callable[[Array], Array], Callable[[float], object]
         *("self.of_class", "a set", "numpy", "bytes", "slots", "a record", "its code"),
         *("another function's code", "another function's default", "a context variable"),
         *("a helper's helper's", "a helper's closure", "a helper's in a container"),
-        *(
-            "self.by_a_method",
-            "the environment",
-            "the environment, by os.getenv",
-            "the environment, by getenv",
-        ),
+        *("self.by_a_method", "a static method", "a new object", "a replaced method"),
+        *("seven objects deep", "an import in it", "a weak reference", "a helper with a cache"),
+        *("the environment", "the environment, by os.getenv", "the environment, by getenv"),
     ],
 )
 def test_a_change_of_what_it_uses_is_seen(lib: Lib, make: Make, kind: str) -> None:
@@ -618,12 +667,12 @@ def test_memory_that_a_helper_alone_owns_lives_as_long_as_the_graph(
     lib: Lib, make: Make, during: bool
 ) -> None:
     """`during`: the helper drops it inside of the capture, where the function had it last."""
-    made: list[weakref.ref[ost.Buffer]] = []
+    made: list[weakref.ref[ost.Buffer]] = lib.notes
 
     @functools.lru_cache(maxsize=1)
     def table(size: int) -> Array:
         values = lib.array(np.full(size, 3.0))
-        made.append(weakref.ref(values.buffer))
+        lib.notes.append(weakref.ref(values.buffer))
         return values
 
     def read(size: int) -> Array:

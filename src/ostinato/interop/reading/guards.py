@@ -49,9 +49,11 @@ from ostinato.interop.reading.places import (
     Place,
     data_in,
     data_of,
+    forget_methods,
     functions_in_method,
     has_descriptors,
     is_own,
+    methods_of,
     names_in_method,
     own_bases,
     places_of,
@@ -68,8 +70,7 @@ from ostinato.interop.reading.trees import (
     plain_token,
 )
 
-_DEEPEST = 4
-_DEEPEST_OBJECT = 3
+_DEEPEST = 8
 _MOST_ITEMS = 1000
 _MOST = 4096
 """Objects that are looked into, and bytes of a NumPy array that is compared."""
@@ -95,8 +96,12 @@ class Walker(Protocol):
         """Its code and its default values may be replaced (`%autoreload`); before the function."""
         ...
 
-    def variable(self, path: Trail, value: ContextVar[Any], content: Any) -> None:
-        """Before its content."""
+    def methods(self, kind: type, found: dict[str, Any]) -> None:
+        """What the code names of a class of the user's: its methods may be replaced."""
+        ...
+
+    def variable(self, path: Trail, value: Any, content: Any) -> None:
+        """A context variable or a weak reference, before its content."""
         ...
 
     def watched(self, path: Trail, watch: Watch) -> None:
@@ -200,8 +205,11 @@ class _Reading:
     def function(self, path: Trail, value: types.FunctionType) -> None:
         self.tokens.append(code_token(value))
 
-    def variable(self, path: Trail, value: ContextVar[Any], content: Any) -> None:
-        self.tokens.append((ContextVar, value))
+    def methods(self, kind: type, found: dict[str, Any]) -> None:
+        self.tokens.append((kind, *found.values()))
+
+    def variable(self, path: Trail, value: Any, content: Any) -> None:
+        self.tokens.append((type(value), self._serial(value)))
 
     def watched(self, path: Trail, watch: Watch) -> None:
         watch.read(self.tokens, self.arrays)
@@ -239,7 +247,11 @@ class _Naming(_Reading):
         super().function(path, value)
         self.names.append(in_words(path))
 
-    def variable(self, path: Trail, value: ContextVar[Any], content: Any) -> None:
+    def methods(self, kind: type, found: dict[str, Any]) -> None:
+        super().methods(kind, found)
+        self.names.append(kind.__qualname__)
+
+    def variable(self, path: Trail, value: Any, content: Any) -> None:
         super().variable(path, value, content)
         self.names.append(in_words(path))
 
@@ -283,6 +295,8 @@ class _Met(set[int]):
         super().__init__()
         self.called: list[types.FunctionType] = []
         """The user's functions that may be called."""
+        self.kinds: set[tuple[type, frozenset[str]]] = set()
+        """Classes whose methods were shown."""
         self._called: set[types.FunctionType] = set()
 
     def call(self, functions: Iterable[types.FunctionType]) -> None:
@@ -290,6 +304,17 @@ class _Met(set[int]):
             if function not in self._called and is_own(function):
                 self._called.add(function)
                 self.called.append(function)
+
+
+class _Methods(NamedTuple):
+    """What is known of the methods of a class."""
+
+    named: int
+    """How many attributes the code named when they were looked at."""
+    names: set[str]
+    found: dict[str, Any]
+    functions: list[types.FunctionType]
+    """Those that may be called."""
 
 
 class _Drops:
@@ -316,9 +341,7 @@ class Guards:
         """Attributes that the function's code names."""
         self._described: set[type] = set()
         """Classes of which the code names an attribute that a descriptor in Python makes."""
-        self._learned: dict[type, tuple[int, list[types.FunctionType]]] = {}
-        """How many attributes were named when the methods of a class were looked at, and those of
-        the methods that may be called."""
+        self._learned: dict[tuple[type, frozenset[str]], _Methods] = {}
         self._function = function
         self._called: weakref.WeakKeyDictionary[
             types.FunctionType, tuple[types.CodeType, tuple[Place, ...]]
@@ -407,6 +430,9 @@ class Guards:
         if library.is_array(value):
             walker.array(path, value)
             return
+        wrapped = getattr(value, "__wrapped__", None)
+        if type(wrapped) is types.FunctionType:
+            met.call([wrapped])
         if type(value) is types.FunctionType:
             walker.function(path, value)
             met.call([value])
@@ -456,13 +482,13 @@ class Guards:
             raise _Moving(in_words(path), value, "an iterator")
         if isinstance(value, _RANDOM):
             raise _Moving(in_words(path), value, "a random generator")
-        if type(value) is ContextVar and depth < _DEEPEST:
-            content = value.get(Missing)
+        if type(value) in _VARIABLES and depth < _DEEPEST:
+            content = content_of(value)
             walker.variable(path, value, content)
             self._visit_all(walker, path, [("get()", content)], depth, met, inner)
             return
-        deep = depth >= _DEEPEST_OBJECT or id(value) in met or len(met) >= _MOST
-        inside = None if deep else self._inside(value, inner, met)
+        deep = depth >= _DEEPEST or id(value) in met or len(met) >= _MOST
+        inside = None if deep else self._inside(walker, value, inner, met)
         met.add(id(value))
         walker.other(path, value, inside, inner)
         if inside is not None:
@@ -485,7 +511,9 @@ class Guards:
     def _visit_space(self, walker: Walker, path: Trail, value: Any, depth: int, met: _Met) -> None:
         """A module, a class, or a function with attributes."""
         own = isinstance(value, types.FunctionType) or value is os or is_own(value)
-        own = own and depth < _DEEPEST_OBJECT and id(value) not in met
+        own = own and depth < _DEEPEST and id(value) not in met
+        if own and isinstance(value, type):  # it may be called
+            self._visit_methods(walker, value, frozenset(), met)
         inside = data_in(value, self._named) if own else None
         if inside or isinstance(value, types.ModuleType):
             met.add(id(value))
@@ -517,7 +545,9 @@ class Guards:
         walker.items(path, value, head, items)
         self._visit_all(walker, path, enumerate(items), depth, met, True)
 
-    def _inside(self, value: object, inner: bool, met: _Met) -> dict[str, Any] | None:
+    def _inside(
+        self, walker: Walker, value: object, inner: bool, met: _Met
+    ) -> dict[str, Any] | None:
         """The attributes of an object that are looked at."""
         found, library, named = attributes_of(value), self._library, self._named
         if found is None:
@@ -525,18 +555,7 @@ class Guards:
         kind: Any = type(value)
         shared = {}
         if own_bases(kind):
-            count, functions = self._learned.get(kind, (-1, []))
-            if count != len(named):
-                functions = []
-                for name in dir(kind):
-                    special = name.startswith("__") and name not in _NOT_CALLED
-                    if special or name in named:
-                        named |= names_in_method(kind, name)
-                        functions += functions_in_method(kind, name)
-                if has_descriptors(kind, named):
-                    self._described.add(kind)
-                self._learned[kind] = len(named), functions
-            met.call(functions)
+            self._visit_methods(walker, kind, _NOT_CALLED, met)
             shared = data_of(kind, named - found.keys())
         if inner and kind not in self._described:
             names = named.intersection(found)
@@ -551,6 +570,33 @@ class Guards:
             if name in found and not _WRAPPERS.isdisjoint(kind.__mro__):
                 inside[name] = found[name]
         return inside | {name: shared[name] for name in sorted(shared)} if shared else inside
+
+    def _visit_methods(self, walker: Walker, kind: Any, besides: frozenset[str], met: _Met) -> None:
+        """The methods of a class of the user's that may be called, without some special ones."""
+        named, known = self._named, self._learned.get((kind, besides))
+        found = {} if known is None else methods_of(kind, known.names)
+        if known is None or known.named != len(named) or known.found != found:
+            if known is not None and known.found != found:
+                forget_methods()
+            names = {
+                name
+                for name in dir(kind)
+                if name in named
+                or (name.startswith("__") and name.endswith("__") and name not in besides)
+            }
+            functions: list[types.FunctionType] = []
+            for name in sorted(names):
+                named |= names_in_method(kind, name)
+                functions += functions_in_method(kind, name)
+            if has_descriptors(kind, named):
+                self._described.add(kind)
+            found = methods_of(kind, names)
+            known = _Methods(len(named), names, found, functions)
+            self._learned[kind, besides] = known
+        met.call(known.functions)
+        if found and (kind, besides) not in met.kinds:
+            met.kinds.add((kind, besides))
+            walker.methods(kind, found)
 
     def _visit_all(
         self,
@@ -620,6 +666,14 @@ def _is_function(value: Any) -> bool:
 def _has_attributes(value: Any) -> bool:
     """Whether it is a function with attributes of its own."""
     return type(value) is types.FunctionType and bool(vars(value))
+
+
+_VARIABLES = (ContextVar, weakref.ref)
+
+
+def content_of(variable: Any) -> Any:
+    """What a context variable or a weak reference holds now."""
+    return variable.get(Missing) if type(variable) is ContextVar else variable()
 
 
 def code_token(function: types.FunctionType) -> Hashable:

@@ -8,7 +8,6 @@ import ctypes
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -95,7 +94,10 @@ class Kept:
     def function(self, path: Trail, value: types.FunctionType) -> None:
         """No run is expected to change it; what does is found as changed state."""
 
-    def variable(self, path: Trail, value: ContextVar[Any], content: Any) -> None:
+    def methods(self, kind: type, found: dict[str, Any]) -> None:
+        pass
+
+    def variable(self, path: Trail, value: Any, content: Any) -> None:
         """As `function`."""
 
     def watched(self, path: Trail, watch: Watch) -> None:

@@ -100,8 +100,11 @@ def _places_of_one(
         words = "the function's code" if name == "__code__" else _DEFAULTS
         yield Place(words, read, ("attribute", function, name))
     space = function.__globals__
-    named, attributes = _names(code)
+    named, attributes, modules = _names(code)
     named_attributes |= attributes
+    for name in modules:
+        read = functools.partial(sys.modules.get, name, Missing)
+        yield Place(name, read, ("item", sys.modules, name))
     for name in named:
         if name in space or not hasattr(builtins, name):
             read = functools.partial(space.get, name, Missing)
@@ -194,25 +197,30 @@ def _texts(constants: Iterable[object]) -> set[str]:
     return found
 
 
-def _names(code: types.CodeType) -> tuple[dict[str, None], set[str]]:
-    """The globals that code names, and those in it, in order; and all names of attributes."""
+def _names(code: types.CodeType) -> tuple[dict[str, None], set[str], dict[str, None]]:
+    """The globals that code names, and those in it, in order; all names of attributes; and the
+    modules that it imports by their whole names."""
     named: dict[str, None] = {}
     attributes: set[str] = set()
+    modules: dict[str, None] = {}
     by_name = False
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             named[str(step.argval)] = None
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
             attributes.add(str(step.argval))
+        elif step.opname == "IMPORT_NAME" and step.argval:
+            modules[str(step.argval)] = None
         by_name |= step.opname == "MATCH_CLASS"
     if by_name or not _BY_NAME.isdisjoint(attributes.union(named)):
         attributes |= _texts(code.co_consts)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner, more = _names(constant)
+            inner, more, imported = _names(constant)
             attributes |= more
             named |= inner
-    return named, attributes
+            modules |= imported
+    return named, attributes, modules
 
 
 def names_in_method(kind: type, name: str) -> frozenset[str]:
@@ -238,11 +246,27 @@ def _method(kind: type, name: str) -> tuple[frozenset[str], tuple[types.Function
                 method = getattr(method, inner, method)
             while isinstance(method, types.FunctionType) and method not in met:
                 met[method] = None
-                _, attributes = _names(method.__code__)
+                _, attributes, _ = _names(method.__code__)
                 left += sorted(attributes - found)
                 found |= attributes
                 method = getattr(method, "__wrapped__", None)
     return frozenset(found), tuple(filter(is_own, met))
+
+
+def methods_of(kind: type, names: Collection[str]) -> dict[str, Any]:
+    """Those methods and properties of a class of the user's that have some names, as the class
+    gives them; not class methods, which are others each time."""
+    found: dict[str, Any] = {}
+    for base in own_bases(kind):
+        for name in vars(base).keys() & names:
+            if isinstance(vars(base)[name], types.FunctionType | staticmethod | property):
+                found[name] = getattr(kind, name, Missing)
+    return {name: found[name] for name in sorted(found)}
+
+
+def forget_methods() -> None:
+    """After a method of a class was replaced."""
+    _method.cache_clear()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,14 +16,20 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, Protocol, TypeAlias
 
 from ostinato import GraphExec, MemoryRange, Stream
 from ostinato.interop.reading.function import Subject
-from ostinato.interop.reading.guards import Guards, Trail, code_token, contents_of, size_of
+from ostinato.interop.reading.guards import (
+    Guards,
+    Trail,
+    code_token,
+    content_of,
+    contents_of,
+    size_of,
+)
 from ostinato.interop.reading.library import Library, Options
-from ostinato.interop.reading.objects import Missing, ObjectWatch, Watch, items_in, same
+from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
 from ostinato.interop.reading.places import Place
 from ostinato.interop.reading.records import Attached, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Leaf, children_of, is_plain, plain_token
@@ -288,8 +294,12 @@ class _Noting:
         names = "__code__", "__defaults__", "__kwdefaults__"
         self._checks.attributes(value, {name: getattr(value, name) for name in names})
 
-    def variable(self, path: Trail, value: ContextVar[Any], content: Any) -> None:
-        self.tokens.append((ContextVar, value))
+    def methods(self, kind: type, found: dict[str, Any]) -> None:
+        self.tokens.append((kind, *found.values()))
+        self._checks.attributes(kind, found)
+
+    def variable(self, path: Trail, value: Any, content: Any) -> None:
+        self.tokens.append((type(value), self._guards.serial(value)))
         self._checks.reads(value, _Holds(content))
 
     def watched(self, path: Trail, watch: Watch) -> None:
@@ -369,13 +379,13 @@ class SameItems:
 
 
 class _Holds:
-    """Whether a context variable holds the very object that it holds now."""
+    """Whether a context variable or a weak reference holds the very object that it holds now."""
 
     def __init__(self, content: Any) -> None:
         self._content = content
 
-    def __call__(self, value: ContextVar[Any]) -> bool:
-        return value.get(Missing) is self._content
+    def __call__(self, value: Any) -> bool:
+        return content_of(value) is self._content
 
 
 MISSED = object()

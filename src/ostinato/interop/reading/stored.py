@@ -25,7 +25,6 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -351,7 +350,10 @@ class Description:
     def function(self, path: Trail, value: types.FunctionType) -> None:
         """`text_of` the function has its code."""
 
-    def variable(self, path: Trail, value: ContextVar[Any], content: Any) -> None:
+    def methods(self, kind: type, found: dict[str, Any]) -> None:
+        pass
+
+    def variable(self, path: Trail, value: Any, content: Any) -> None:
         """Its content comes next."""
 
     def watched(self, path: Trail, watch: Watch) -> None:

@@ -15,7 +15,12 @@ import torch
 
 from ostinato.interop.reading.guards import Guarded
 from ostinato.interop.reading.objects import Missing, same
-from ostinato.interop.reading.places import data_of, names_in_method, own_bases
+from ostinato.interop.reading.places import (
+    data_of,
+    forget_methods,
+    methods_of,
+    names_in_method,
+)
 from ostinato.interop.reading.recheck import Checks, Inexpressible
 from ostinato.interop.reading.stored import Description, code_text
 from ostinato.interop.reading.trees import is_plain, plain_token
@@ -44,8 +49,8 @@ class _Attribute:
     """From the module that is watched."""
     held: dict[str, Any]
     name: str
-    kind: Any = None
-    """The class, or a function of it; None if it is the module's own."""
+    kind: type | None = None
+    """The class."""
 
 
 def _value(attribute: _Attribute) -> Any:
@@ -55,18 +60,16 @@ def _value(attribute: _Attribute) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, types.CodeType) or is_plain(value, PLAIN)
+    """Whether a value is compared here; guards look into functions."""
+    return type(value) is not types.FunctionType and is_plain(value, PLAIN)
 
 
 def _shared(kinds: Iterable[type]) -> Iterator[_Attribute]:
-    """What `forward` reads of the classes of modules: data that is no module's own; and its code,
-    which may be replaced (`%autoreload`), of classes of the user's."""
+    """What `forward` reads of the classes of modules: data that is no module's own; and the methods
+    of the user's classes, which may be replaced."""
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
-        for base in own_bases(kind):
-            forward: Any = vars(base).get("forward")
-            if isinstance(forward, types.FunctionType):
-                yield _Attribute(f"{base.__qualname__}.forward", {}, "__code__", forward)
-        for name in sorted(data_of(kind, names_in_method(kind, "forward"))):
+        names = names_in_method(kind, "forward")
+        for name in [*sorted(data_of(kind, names)), *methods_of(kind, names | {"forward"})]:
             yield _Attribute(f"{kind.__qualname__}.{name}", {}, name, kind)
 
 
@@ -105,11 +108,15 @@ class ModuleWatch:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)  # the caller keeps the module alive
+        self._of_kinds: list[tuple[_Attribute, Any]] = []
+        """What it reads of classes."""
         self._find()
 
     def _find(self) -> None:
         """Finds where to look, and gives a version to what is there, which is the same one whenever
         that is so again, also in another module."""
+        if any(_value(each) is not value for each, value in self._of_kinds):
+            forget_methods()
         named = dict(self._module().named_modules())  # type: ignore[union-attr]
         modules = [*named.values()]
         places = {id(module): place for place, module in enumerate(modules)}
@@ -136,7 +143,7 @@ class ModuleWatch:
                 if name.startswith("_") and name not in read:
                     continue
                 where = _Attribute(f"{path}.{name}" if path else name, held, name)
-                if is_plain(value, PLAIN):
+                if _is_plain(value):
                     names.append(name)
                 elif isinstance(value, torch.Tensor):
                     self._loose.append(where)
@@ -147,6 +154,7 @@ class ModuleWatch:
         self._shared = [*_shared({type(module) for module in modules})]
         self._others += [each for each in self._shared if not _is_plain(_value(each))]
         self._shared = [each for each in self._shared if _is_plain(_value(each))]
+        self._of_kinds = [(e, _value(e)) for e in (*self._shared, *self._others) if e.kind]
         self._kind = type(modules[0])
         self._plain, self._found, self._hooked = self._state()
         found = [*map(id, self._found)]
@@ -247,8 +255,7 @@ class ModuleWatch:
         for each in self._loose:
             description.array(f"{name}.{each.path}", _value(each))
         for each in self._shared:
-            if each.name != "__code__":  # `code_text` stands for it above
-                description.add(each.path, _value(each))
+            description.add(each.path, _value(each))
 
     def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
         """Reads, and notes where each value was found."""
