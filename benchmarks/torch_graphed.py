@@ -42,8 +42,9 @@ from typing import Any
 import ostinato as ost
 from benchmarks import common
 from benchmarks.torch_works import NAMES, Work, make_work
+from ostinato.interop.graphed import _Work
 from ostinato.interop.reading.moves import MOST
-from ostinato.interop.reading.recheck import prepared
+from ostinato.interop.reading.records import ReadCall
 
 HOST = ("eager", "by hand", "make_graphed", "graphed", "graphed, static", "plainly", "given up")
 COMPILE = ("eager", "compile", "graphed")
@@ -195,13 +196,12 @@ def _parts(
     row["moved_us"] = _median(lambda: step(*next(turns)), (), calls)
     if step._hot:
         (hot, *_) = step._hot
-        library, captured = step._library, hot.line.captured()
-        leaves, stream = hot.match(args, {}), library.stream()
+        captured, stream = hot.line.captured(), step._library.stream()
+        work = _Work(step, hot.line, ReadCall(args, {}, hot.match(args, {})))
         row["match_us"] = _median(hot.match, (args, {}), calls)
 
         def replay() -> None:
-            _, change = prepared(library, captured, leaves)
-            step.cache.replay(hot.line.name, stream, change)
+            step.cache.replay(hot.line.name, stream, work.bind())
 
         row["replay_us"] = _median(replay, (), calls)
         with step.cache.hold(hot.line.name) as run:

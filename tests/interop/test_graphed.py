@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ostinato as ost
+from ostinato.driver import launcher
 from ostinato.errors import ClosedError, EagerRunError, InputError, NotAvailableError
 from ostinato.interop.graphed import Graphed
-from ostinato.interop.reading.library import Options, own_cache
+from ostinato.interop.reading import recheck
+from ostinato.interop.reading.library import NotGraphable, Options, own_cache
 from ostinato.interop.reading.padding import Padding
+from tests.interop import library
 from tests.interop.library import Array, Lib, SubArray
 
 Make = Callable[..., Graphed]
@@ -40,6 +46,64 @@ def test_eager_then_captured_then_replayed(lib: Lib, make: Make) -> None:
     assert line.decision == "replayed" and not line.reason
     assert "double" in step.explain() or "x=f4[4]" in step.explain()
     assert "line" in step.inspect()
+
+
+def called(call: Callable[[], object]) -> list[str]:
+    """The functions of this package that a call calls, without those that the library and the host
+    driver call."""
+    source, names = str(Path(ost.__file__).parent), list[str]()
+    apart = library.__file__, str(Path(source, "driver", "host"))
+    below = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal below
+        name = frame.f_code.co_filename
+        if event == "return" and below:
+            below -= 1
+        elif event == "call" and (below or name.startswith(apart)):
+            below += 1
+        elif event == "call" and name.startswith(source):
+            names.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def test_the_way_of_a_call_by_its_key(
+    lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without what guards read.  Two functions belong to the host driver's nodes, of which no C
+    code compares bytes."""
+    step, x = make(lambda x: x.line(2.0), guard=False), lib.array(numbers())
+    for _ in range(3):
+        out = step(x)
+    monkeypatch.setattr(lib, "new", lambda shape: out)  # nothing is set in the node then
+    ways = []
+    for _ in range(5):  # now and then a short way is looked for
+        step._set_hot()
+        ways.append(called(lambda: step(x)))
+    shortest = min(ways, key=len)
+    assert len(shortest) <= (14 if launcher.compiled() else 17), shortest
+    assert step.statistics().replays == 7
+
+
+@pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_way_of_a_call_that_was_given_up(lib: Lib, make: Make, enabled: bool) -> None:
+    """`enabled`: it is one key that has no graph, and not all of them."""
+
+    def refused(x: Array) -> Array:
+        if x.lib.capturing():
+            raise NotGraphable("waits")
+        return x.line(2.0)
+
+    step, x = make(refused, enabled=enabled), lib.array(numbers())
+    results = [step(x) for _ in range(4)]
+    assert called(lambda: results.append(step(x))) == ["Graphed.__call__", "_Eager.call"]
 
 
 def test_a_result_stays_what_it_was(lib: Lib, make: Make) -> None:
@@ -303,6 +367,26 @@ def test_static_arguments_that_change_places(lib: Lib, make: Make) -> None:
         pair.reverse()
     statistics = step.statistics()
     assert (statistics.captures, statistics.rebound) == (1, 5), step.explain()
+
+
+def test_a_graph_that_does_not_fit_is_gone_before_another_takes_memory(
+    lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = make(lambda x, y: (x.line(1.0), y.line(1.0)), static=("x", "y"))
+    a, b = lib.array(numbers()), lib.array(numbers())
+    there: list[bool] = []
+    capture = lib.capture
+
+    def noted(work: Any) -> Any:
+        there.extend([line.captured() is not None for line in step._lines.values()])
+        return capture(work)
+
+    monkeypatch.setattr(lib, "capture", noted)
+    for arrays in [(a, b), (a, b), (a, a), (b, a)]:  # which of them share memory differs
+        step(*arrays)
+        lib.device.synchronize()
+        lib.device.context.collect()
+    assert there == [False] * 3 and step.statistics().captures == 3
 
 
 def test_views_of_one_memory_are_told_apart(lib: Lib, make: Make) -> None:

@@ -93,7 +93,7 @@ def test_bytes_go_where_they_belong(mover: Any, host_device: Device, seed: int) 
             for buffer, shift, left in zip(given, shifts, left_out, strict=False)
         ]
         tos = [b.address + s for b, s in zip(made, shifts[count:], strict=True)]
-        found.change(found.packed(froms, tos))(run)
+        found.change(found.packed(*froms, *tos))(run)
         run.launch(stream)
         for i, (buffer, at, size) in enumerate(inputs):
             wanted = before[i].copy()
@@ -104,9 +104,7 @@ def test_bytes_go_where_they_belong(mover: Any, host_device: Device, seed: int) 
             wanted = np.zeros(size + 20, np.uint8)
             wanted[shift : shift + size] = buffer.to_numpy(stream)[at : at + size]
             np.testing.assert_array_equal(copy.to_numpy(stream), wanted)
-    found.change(found.packed([0] * count, [0] * outs))(
-        run
-    )  # as it was captured: nothing is copied
+    found.change(found.packed(*[0] * (count + outs)))(run)  # as captured: nothing is copied
     run.launch(stream)
     stream.synchronize()
 

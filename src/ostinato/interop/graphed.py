@@ -18,14 +18,16 @@ The way of a call, each step of which only comes if those before it do not answe
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Self, cast
 
-from ostinato import GraphCache, GraphExec, Stream
+from ostinato import GraphCache, GraphExec, MemoryRange, Stream
 from ostinato.errors import (
     ClosedError,
     ContextPoisonedError,
@@ -47,7 +49,6 @@ from ostinato.interop.reading.library import (
     Options,
     Turns,
 )
-from ostinato.interop.reading.objects import same
 from ostinato.interop.reading.recheck import (
     EAGER,
     MISSED,
@@ -55,10 +56,8 @@ from ostinato.interop.reading.recheck import (
     TIMED,
     Checks,
     Hot,
-    always,
     checked,
     eager,
-    prepared,
     recheck,
 )
 from ostinato.interop.reading.records import Captured, Line, ReadCall
@@ -111,6 +110,8 @@ class Graphed(Guarded):
         unavailable: str = "",
     ) -> None:
         self._function = function
+        self._original: Callable[..., Any] = function
+        """What a call of a key that was given up calls: of a module it is that, with its hooks."""
         self._library = library
         self._options = options
         self.cache = cache
@@ -196,7 +197,9 @@ class Graphed(Guarded):
                 self._refused(error)
                 break
             if result is EAGER:
-                return self._eagerly(way, args, kwargs)
+                if len(self._ways) > 1:  # it may change what the others rely on
+                    self._keep_only(way)
+                return self._original(*args, **kwargs)
             if result is not MISSED:
                 return result
         return self._long(*args, **kwargs)
@@ -216,16 +219,10 @@ class Graphed(Guarded):
             return result
         return self._function(*args, **kwargs)  # without the lock: it may take as long as it likes
 
-    def _eagerly(self, way: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call by the short way of a key that runs eagerly."""
-        if len(self._ways) > 1:  # it may change what the others rely on
-            with self._lock:
-                self._set_hot(*[one for one in self._hot if one.way.call == way])
-        return self._plainly(args, kwargs)
-
-    def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the original does."""
-        return self._function(*args, **kwargs)
+    def _keep_only(self, way: Any) -> None:
+        """Ends all short ways but one."""
+        with self._lock:
+            self._set_hot(*[one for one in self._hot if one.way.call == way])
 
     def _refused(self, error: OstinatoError) -> None:
         """After a replay by a short way was refused: the call goes by its key.  Raises the error if
@@ -264,17 +261,18 @@ class Graphed(Guarded):
         if line.refused:
             self._engine.entered(line)[1].calls += 1
             raise InputError(f'{line.refused}, or ask for gradients="eager"')
-        work = self._called(key, line, given)
-        if began and not work.slow:
-            line.times.append((time.perf_counter_ns() - began) / 1000)
-        return work.result
-
-    def _called(self, key: Any, line: Line, given: ReadCall) -> _Work:
-        """Makes a call by its key."""
-        work = _Work(self, line, given)
-        if not self._ready(line, given):
+        work, captured = _Work(self, line, given), line.captured()
+        if (  # it is not there, or not what the last decision took it for
+            captured is None
+            or captured.epoch != given.epoch
+            or (captured.attached and not all(each.fits for each in captured.attached))
+            or (given.statics and self._subject.pointers(given) != captured.pointers)
+            or (given.sizes and not _fits(line, given))
+            or ((line.written or line.state) and self._overlaps(line, given))
+        ):
             work.begin()
             line.decided_at = None
+        del captured  # it goes with its graph
         try:
             decision = self._engine.call(work)
         except ClosedError:
@@ -283,11 +281,16 @@ class Graphed(Guarded):
             self._engine.broken = Reason.NOT_GRAPHABLE, "the cache of its graphs is closed"
             if self._options.strict:
                 raise
-            return work
-        made = work.made
-        if made is not None:
-            work.result = self._replayed(line, work, made)
-        if work.slow:
+            return EAGER
+        captured, made = work.captured, work.made
+        if captured is not None and made is not None:
+            if captured.attached or captured.written or captured.tree.given or given.sizes:
+                work.result = self._results(line, captured, given, made)
+            else:  # it leaves nothing but its result, which is made of the copies alone
+                work.result = captured.give(made)
+            if not (captured.compared or given.sizes):
+                self._compare(line, captured, given)
+        if work.slow and self._hot:
             self._set_hot()  # drops what recursive calls of the function have set meanwhile
         alike = made is not None and not work.slow
         if decision.action is Action.EAGER and decision.reason is not Reason.WARMING_UP:
@@ -296,7 +299,9 @@ class Graphed(Guarded):
             line.unmatched += 1
             if not line.unmatched & (line.unmatched - 1):
                 self._heat(line, work, key, work.words(decision) if made is None else "")
-        return work
+        if began and not work.slow:
+            line.times.append((time.perf_counter_ns() - began) / 1000)
+        return work.result
 
     def _key(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -315,7 +320,7 @@ class Graphed(Guarded):
             except Exception as error:  # an array without memory of its own: a sparse one
                 why = self._subject.refusal(arrays) or str(error)
                 raise NotGraphable(f"what the function uses: {why}") from None
-            if pointers != self._pointers or not same(arrays, self._guarded):
+            if pointers != self._pointers or not all(map(operator.is_, arrays, self._guarded)):
                 self._pointers, self._guarded = pointers, arrays
                 shape = tuple([(type(a), library.signature(a), library.offset(a)) for a in arrays])
                 self._shape = self._shapes.setdefault(shape, len(self._shapes))
@@ -410,18 +415,6 @@ class Graphed(Guarded):
             if isinstance(key, Fold):
                 self._folds.drop(key)
 
-    def _ready(self, line: Line, given: ReadCall) -> bool:
-        """Whether the graph of a key, if it is there, is what the last decision took it for."""
-        captured = line.captured()
-        return (
-            captured is not None
-            and captured.epoch == given.epoch
-            and (not captured.attached or all(each.fits for each in captured.attached))
-            and (not given.statics or self._subject.pointers(given) == captured.pointers)
-            and (not given.sizes or _fits(line, given))
-            and not self._overlaps(line, given)
-        )
-
     # ------------------------------------------------------------------------------ replays
     def _stage(self, captured: Captured, work: ReadCall, poisoned: bool) -> None:
         """Copies inputs of which some are shorter than their memory."""
@@ -512,20 +505,15 @@ class Graphed(Guarded):
 
         return give
 
-    def _replayed(self, line: Line, work: _Work, made: Sequence[Any]) -> Any:
-        """The result of a call that was replayed."""
-        captured, given = work.captured, work.given
-        assert captured is not None
-        result = self._results(line, captured, given, made)
-        if not (captured.compared or given.sizes):
-            captured.compared = True
-            now = dict(enumerate(captured.inputs))
-            found = self._uncounted(line.written, given.leaves, now)
-            for index in found:
-                self._library.copy(given.leaves[index], captured.inputs[index])
-            line.written |= found
-            captured.written = tuple(sorted({*captured.written, *found}))
-        return result
+    def _compare(self, line: Line, captured: Captured, work: ReadCall) -> None:
+        """After the first replay of a graph: finds the arguments that it writes though no write was
+        counted, and copies those back."""
+        captured.compared = True
+        found = self._uncounted(line.written, work.leaves, dict(enumerate(captured.inputs)))
+        for index in found:
+            self._library.copy(work.leaves[index], captured.inputs[index])
+        line.written |= found
+        captured.written = tuple(sorted({*captured.written, *found}))
 
     # --- the short way
     def _heat(self, line: Line, work: _Work, key: Any, reason: str) -> None:
@@ -533,7 +521,7 @@ class Graphed(Guarded):
         for a reason that stays."""
         hot: Hot | None = None
         if key is _ALL:
-            hot = eager(line, always, reason)
+            hot = eager(line, None, reason)
         else:
             subject, given = self._subject, work.given
             stream, captured = subject.turns.last, work.captured
@@ -676,18 +664,16 @@ class Graphed(Guarded):
     def _overlaps(self, line: Line, work: ReadCall) -> bool:
         """Whether an argument that is copied shares memory with something that the function writes:
         the copy would not see that."""
-        if not (line.written or line.state):
-            return False
         memory = self._library.storage
         copied = [*map(memory, work.leaves)]
-        if line.written and any(a.overlaps(b) for a, b in itertools.combinations(copied, 2)):
-            return True
         if not copied:
             return False
         state = work.state
         # If an argument is written, whatever else the function reads may be in its memory.
         others = state if line.written else [state[i] for i in line.state if i < len(state)]
-        return any(a.overlaps(b) for b in map(memory, others) for a in copied)
+        pairs = itertools.combinations(copied, 2) if line.written else ()
+        more = itertools.product(copied, map(memory, others))
+        return any(itertools.starmap(MemoryRange.overlaps, itertools.chain(pairs, more)))
 
     def _is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, NoMemory) or any(map(self._library.out_of_memory, causes(error)))
@@ -864,33 +850,27 @@ class _NoCopies(Exception):
 class _Work(Work):
     """One call of a function."""
 
-    __slots__ = (
-        *("_built", "_learns", "_stream", "_why", "call", "captured", "door", "given", "made"),
-        *("options", "ran", "result", "slow"),
-    )
-
     call: Line
+    captured: Captured | None = None
+    """What belongs to the graph that was replayed."""
+    made: Sequence[Any] | None = None
+    """The copies that the graph has made; None if nothing was replayed, or if the result is
+    there."""
+    result: Any = EAGER
+    slow = False
+    """Whether it was more than a replay."""
+    ran = False
+    """Whether the function was run for it."""
+    _built = False
+    _learns: Captured | None = None
+    _why = ""
 
     def __init__(self, door: Graphed, line: Line, given: ReadCall) -> None:
         self.door, self.call, self.given, self.options = door, line, given, door._options
-        self.captured: Captured | None = None
-        """What belongs to the graph that was replayed."""
-        self.made: Sequence[Any] | None = None
-        """The copies that the graph has made; None if nothing was replayed, or if the result is
-        there."""
-        self.result: Any = EAGER
-        self.slow = False
-        """Whether it was more than a replay."""
-        self.ran = False
-        """Whether the function was run for it."""
-        self._built = False
-        self._learns: Captured | None = None
-        self._stream: Stream | None = None
-        self._why = ""
 
-    @property
-    def stream(self) -> Stream:  # type: ignore[override]  # of the call, once it was asked for
-        return self._stream or self.door._library.stream()
+    @cached_property
+    def stream(self) -> Stream:  # type: ignore[override]  # a replay notes its own (`bind`)
+        return self.door._library.stream()
 
     @property
     def padded(self) -> frozenset[Hashable]:
@@ -904,7 +884,7 @@ class _Work(Work):
             why = door._refusal(given)
             if why:
                 return Reason.NOT_GRAPHABLE, door._give_up(line, why)
-        if door._overlaps(line, given):
+        if (line.written or line.state) and door._overlaps(line, given):
             return Reason.OVERLAP, ""
         if there and given.sizes and not _fits(line, given):
             self._learns = line.captured()
@@ -915,7 +895,8 @@ class _Work(Work):
     def begin(self, *, inside: bool = False) -> None:
         self.slow = True
         # No plain replay until this call is over: it may change what they rely on.
-        self.door._set_hot()
+        if self.door._hot:
+            self.door._set_hot()
 
     def run(self, *, padded: bool = False) -> None:
         self.made = None
@@ -937,9 +918,7 @@ class _Work(Work):
     def warm_ups(self, counts: Counts) -> int:
         return int(self.call.warmed)
 
-    @property
-    def submitted(self) -> int:
-        return 0  # by the library, which does not tell
+    submitted = 0  # by the library, which does not tell
 
     def words(self, decision: Decision) -> str:
         told = decision.reason in (Reason.NOT_GRAPHABLE, Reason.BUILD_FAILED, Reason.MISMATCH)
@@ -986,14 +965,24 @@ class _Work(Work):
     # --- replays
     def bind(self, *, poisoned: bool = False) -> Change:
         door, given = self.door, self.given
-        self._stream = door._subject.turns.take()
+        library, turns = door._library, door._subject.turns
+        self.stream = library.stream()
+        if self.stream is not turns.last:
+            turns.take()
         captured = self.captured = self.call.captured()
         assert captured is not None
+        moves = captured.moves
         if given.sizes:
             door._stage(captured, given, poisoned)
-        leaves = None if given.sizes else given.leaves
-        self.made, change = prepared(door._library, captured, leaves)
-        return change
+        elif moves is None:
+            captured.stage(given.leaves)
+        if moves is None:
+            self.made = []
+            return None
+        leaves = () if given.sizes else given.leaves
+        made = self.made = [*itertools.starmap(library.new, captured.recipes)]
+        address = library.address
+        return moves.change(moves.packed(*map(address, leaves), *map(address, made)))
 
     def check(self, executable: GraphExec, launch: Callable[[Change], object]) -> CheckReport:
         door, line = self.door, self.call
@@ -1025,4 +1014,5 @@ def _itself(array: Any) -> Any:
 
 def _fits(line: Line, work: ReadCall) -> bool:
     """Whether it is known what to cut from the results for the sizes of a call."""
-    return all(d is None or d.place in line.learned or d.size == d.capacity for d in work.dynamic)
+    padded = [d.place for d in work.dynamic if d is not None and d.size != d.capacity]
+    return line.learned.issuperset(padded)

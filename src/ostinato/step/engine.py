@@ -20,6 +20,7 @@ otherwise the answer is the same: replay.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -170,10 +171,10 @@ class Work(ABC):
         """How many runs of its key were warm-ups."""
         return counts.eager
 
-    @property
-    def submitted(self) -> int:
-        """How many operations were submitted to its stream so far."""
-        return self.stream.submitted
+    submitted: Any = property(
+        operator.attrgetter("stream.submitted"),
+        doc="How many operations were submitted to its stream so far.",
+    )
 
     def words(self, decision: Decision) -> str:
         """The reason of an eager run, as it is counted."""
@@ -331,7 +332,7 @@ class Engine:
     def call(self, work: Work) -> Decision:
         """Makes a call; what was done and why.  Raises what `Work.run` raises in an eager run, and
         VerificationError, EagerRunError, StateLostError, ContextPoisonedError, ClosedError."""
-        call, context = work.call, self.cache.context
+        call, cache = work.call, self.cache
         entry, counts = call.entry, call.counts
         if entry is None or counts is None or entry.forgotten:
             entry, counts = self.entered(call)
@@ -341,16 +342,21 @@ class Engine:
         if call.repeat is not None:
             self._count_repeats(call)
         settled = call.settled
-        if settled is not None and call.settled_at is self.cache.epoch and not context.captures:
+        if settled is not None and call.settled_at is cache.epoch and not cache.context.captures:
             return self._run_eager(work, entry, settled)
         # Leased, so that another thread's eviction cannot close it before it is launched.
-        kept = self._leased(work, entry)
+        kept = entry.graph
+        if kept is None or not kept.lease():
+            kept = self._leased(work, entry)
+        elif kept is not cache.table.latest:
+            cache.touch(kept)
         try:
             decision = REPLAY
             if (
                 kept is None
-                or call.decided_at is not self.cache.epoch
-                or context.captures
+                or call.decided_at is not cache.epoch
+                or kept.executable.suspect
+                or cache.context.captures
                 or work.options.preconditions
             ):
                 decision = self._decision(work, entry, kept)
@@ -358,7 +364,8 @@ class Engine:
                 return self._replay(work, entry, kept, decision)
         finally:
             if kept is not None and kept.release():
-                self.cache.let_go(kept)
+                cache.let_go(kept)
+        del kept  # it may be evicted: its memory is given back before another graph takes some
         if decision.action is Action.BUILD:
             return self._build(work, entry, decision)
         if entry.wait and entry.disturbance is not None:
@@ -376,31 +383,24 @@ class Engine:
                 self.cache.let_go(kept)
 
     def _leased(self, work: Work, entry: Entry) -> Kept | None:
-        """The graph of an entry, with a lease, out of the work's store if it is not there.  One
-        that does not fit the call, or that cannot be launched any more (memory that it points at
-        was closed, or a change of it failed half way), is taken out of the cache."""
-        kept = entry.graph
-        if kept is None and not entry.looked:
+        """The graph of an entry, with a lease, out of the work's store if it is not there."""
+        if entry.graph is None and not entry.looked:
             self._restore(work, entry)
-            kept = entry.graph
-        if kept is None or not kept.lease():
-            kept = self.cache.lease(entry)
-        elif kept is not self.cache.table.latest:
-            self.cache.touch(kept)
-        if kept is None or (
-            (not kept.executable.suspect or kept.executable.usable)
-            and (work.call.decided_at is self.cache.epoch or work.fits())
-        ):
-            return kept
-        entry.looked = True  # a store has no other
-        self.cache.evict(entry.key)
-        if kept.release():
-            self.cache.let_go(kept)
-        return None
+        return self.cache.lease(entry)
 
     def _decision(self, work: Work, entry: Entry, kept: Kept | None) -> Decision:
-        """What to do: as before, if nothing has changed but what is asked at each call."""
-        epoch, options, call = self.cache.epoch, work.options, work.call
+        """What to do: as before, if nothing has changed but what is asked at each call.  A graph
+        that does not fit the call, or that cannot be launched any more (memory that it points at
+        was closed, or a change of it failed half way), is taken out of the cache."""
+        call, options = work.call, work.options
+        if kept is not None and not (
+            (not kept.executable.suspect or kept.executable.usable)
+            and (call.decided_at is self.cache.epoch or work.fits())
+        ):
+            entry.looked = True  # a store has no other
+            self.cache.evict(entry.key)
+            kept = None
+        epoch = self.cache.epoch
         if kept is not None and call.decided_at is epoch and not self.cache.context.captures:
             for met in options.preconditions.values():
                 if not met():

@@ -35,6 +35,7 @@ class Arguments:
         self, function: Callable[..., Any], name: str, library: Library, options: Options
     ) -> None:
         self._library, self._options = library, options
+        self._array_types = {library.array_type}
         self.names, rest = _parameters(function)
         """Of the positional parameters."""
         axes = options.padding.axes if options.padding else {}
@@ -54,35 +55,27 @@ class Arguments:
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Hashable], ReadCall]:
         """What of the arguments must be equal for a graph to stand for a call, and the call taken
         apart.  Raises Unknown, NotGraphable."""
-        array, signature = self._library.array_type, self._library.signature
         work = ReadCall(args, kwargs)
-        tokens: list[Hashable]
-        if not (self._special or kwargs):
-            tokens = [signature(v) if type(v) is array else None for v in args]
-            if None not in tokens:
-                work.leaves += args
-                return self._with_repeats(tokens, work), work
-        tokens = []
-        if self._special:
-            given = self.named(args, {})
+        tokens: list[Hashable] = []
+        if not (self._special or kwargs) and {*map(type, args)} <= self._array_types:
+            tokens += map(self._library.signature, args)
+            work.leaves += args
         else:
-            given = zip(itertools.repeat("an argument"), args, strict=False)
-        for name, value in given:
-            self._add(name, value, tokens, work)
-        for name, value in kwargs.items():
-            tokens.append(name)
-            self._add(name, value, tokens, work)
-        if work.sizes:  # sizes that are equal are one size, whatever array they come from
-            tokens.append(tuple(map(work.sizes.index, work.sizes)))
-        return self._with_repeats(tokens, work), work
-
-    @staticmethod
-    def _with_repeats(tokens: list[Hashable], work: ReadCall) -> list[Hashable]:
-        """Adds which of the arrays are one object: the function may ask (`key is value`)."""
+            if self._special:
+                given = self.named(args, {})
+            else:
+                given = zip(itertools.repeat("an argument"), args, strict=False)
+            for name, value in given:
+                self._add(name, value, tokens, work)
+            for name, value in kwargs.items():
+                tokens.append(name)
+                self._add(name, value, tokens, work)
+            if work.sizes:  # sizes that are equal are one size, whatever array they come from
+                tokens.append(tuple(map(work.sizes.index, work.sizes)))
         leaves = [*map(id, work.leaves)]
-        if len({*leaves}) < len(leaves):
+        if len({*leaves}) < len(leaves):  # the function may ask which are one (`key is value`)
             tokens.append(("the same", *map(leaves.index, leaves)))
-        return tokens
+        return tokens, work
 
     def changed(self, work: ReadCall, tokens: list[Hashable]) -> bool:
         """Whether the arguments are not as they were when a call was taken apart: a list has other
@@ -100,7 +93,7 @@ class Arguments:
         if name in self._options.static:
             self._add_static(value, tokens, work)
             return
-        if is_plain(value, library.plain):
+        if type(value) is not library.array_type and is_plain(value, library.plain):
             tokens.append(plain_token(value))
             return
         before = len(work.leaves)

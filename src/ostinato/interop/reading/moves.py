@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,15 +90,12 @@ class Moves:
 
     def __init__(self, node: int, inputs: int, outputs: tuple[int, ...]) -> None:
         self.node, self.outputs = node, outputs
-        words = struct.Struct(f"{inputs + len(outputs)}Q")
-        self._pack, self._rest = words.pack, bytes(_WORDS.size - words.size)
+        words = inputs + len(outputs)
+        self.packed = struct.Struct(f"{words}Q{_WORDS.size - 8 * words}x").pack
+        """What the first node is given: addresses of the call's arrays, and of new outputs."""
         self.change: Callable[[bytes], Callable[[GraphExec], None]]
         """For what `packed` gave: how an executable is changed, without a frame of Python."""
         self.change = partial(operator.methodcaller, "patch", node, 0)
-
-    def packed(self, sources: Iterable[int], made: Iterable[int]) -> bytes:
-        """What the first node is given: addresses of the call's arrays, and of new outputs."""
-        return self._pack(*sources, *made) + self._rest
 
 
 class Mover:

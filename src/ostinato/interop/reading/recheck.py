@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from ostinato import GraphExec, MemoryRange, Stream
+from ostinato import MemoryRange, Stream
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import (
     Guards,
@@ -446,11 +446,11 @@ class _Way:
             began = 0 if (self.count + 1) % TIMED else time.perf_counter_ns()
             if self._turns.last is not self._stream:
                 self._turns.take()
-            made, change = prepared(self._library, captured, leaves)
-            if not self._cache.replay(self._line.name, self._stream, change):
+            captured.stage(leaves)
+            if not self._cache.replay(self._line.name, self._stream):
                 return MISSED
             self.count += 1
-            result = captured.give(made)
+            result = captured.give(())
             if began:
                 self._line.times.append((time.perf_counter_ns() - began) / 1000)
             return result
@@ -459,42 +459,25 @@ class _Way:
 class _Eager:
     """The way of a key that runs eagerly from now on."""
 
-    def __init__(self, match: Match) -> None:
+    def __init__(self, match: Match | None) -> None:
         self.count, self._ended, self._match = 0, False, match
 
     def end(self) -> None:
         self._ended = True
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
-        if self._ended or self._match(args, kwargs) is None:
+        if self._ended or (self._match is not None and self._match(args, kwargs) is None):
             return MISSED
         self.count += 1
         return EAGER
-
-
-def prepared(
-    library: Library, captured: Captured, leaves: Sequence[Any] | None
-) -> tuple[list[Any], Callable[[GraphExec], None] | None]:
-    """Copies arrays to where the graph reads them, unless they are there (None), or has the graph
-    do that.
-
-    Returns the outputs that the graph copies to new arrays itself, and how it is changed for this
-    before its launch."""
-    moves = captured.moves
-    if moves is None:
-        if leaves is not None:
-            captured.stage(leaves)
-        return [], None
-    made = [library.new(*recipe) for recipe in captured.recipes]
-    address = library.address
-    return made, moves.change(moves.packed(map(address, leaves or ()), map(address, made)))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Hot:
     """The short way of one key."""
 
-    match: Match
+    match: Match | None
+    """None: it matches any call."""
     line: Line
     way: Way
     reason: str = ""
@@ -519,14 +502,9 @@ class Hot:
         self.count()
 
 
-def eager(line: Line, match: Match, reason: str) -> Hot:
+def eager(line: Line, match: Match | None, reason: str) -> Hot:
     """The short way of a key that runs eagerly."""
     return Hot(match, line, _Eager(match), reason)
-
-
-def always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Matches any call."""
-    return []
 
 
 def checked(

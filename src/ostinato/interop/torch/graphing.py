@@ -154,7 +154,7 @@ class GraphedModule(Graphed):
         """The module itself, whose calls run eagerly."""
         self._forward = _Forward(module, forward)
         super().__init__(self._forward, library, options, *args, **others)
-        self.__wrapped__ = forward
+        self.__wrapped__, self._original = forward, module  # with its hooks
         self._made = True
 
     def _long(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,9 +170,6 @@ class GraphedModule(Graphed):
             return super()._long(*args, **kwargs)
         with self._lock, self._forward.replayed(super()._long):
             return module(*args, **kwargs)
-
-    def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.module(*args, **kwargs)  # with its hooks
 
     def _note(self, checks: Checks) -> None:
         if _own_call(self.module):

@@ -102,12 +102,6 @@ def _precision() -> tuple[Callable[[], Any], ...]:
     return _legacy
 
 
-def _name_of(choice: Any) -> Hashable:
-    """A setting without the handle that takes it back."""
-    name: Hashable = choice[0] if isinstance(choice, tuple) else choice
-    return name
-
-
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -358,11 +352,13 @@ class Torch:
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             torch.get_default_dtype(),
-            *[setting() for setting in _settings],
-            *[tuple(order()) for order in _orders],
-            *[setting() for setting in _precision()],
-            *[setting() for setting in _determinism()],
-            *[_name_of(held[name]) for held, name in _choices],
+            # Each without a frame of Python: this is a part of every call that is made by its key.
+            *map(operator.call, _settings),
+            *map(tuple, map(operator.call, _orders)),
+            *map(operator.call, _precision()),
+            *map(operator.call, _determinism()),
+            # Without the handle that takes a setting back, which stands behind its name.
+            *[c[0] if isinstance(c := held[name], tuple) else c for held, name in _choices],
             _default_device() if _overriding() or _dispatching() else None,
         )
 
