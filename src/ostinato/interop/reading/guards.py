@@ -93,7 +93,8 @@ class Walker(Protocol):
     def plain(self, path: Trail, value: Any) -> None: ...
 
     def function(self, path: Trail, value: types.FunctionType) -> None:
-        """Its code and its default values may be replaced (`%autoreload`); before the function."""
+        """One of the user's that may be called: its code and its default values may be replaced
+        (`%autoreload`)."""
         ...
 
     def methods(self, kind: type, found: dict[str, Any]) -> None:
@@ -348,20 +349,21 @@ class Guards:
         ] = weakref.WeakKeyDictionary()
         """Functions that it may call, their code, and the places in it."""
         self.places: tuple[Place, ...] = ()
-        self._codes: list[tuple[Any, types.CodeType]] = []
-        """The code of the functions whose places these are."""
+        self._codes: list[tuple[types.FunctionType, types.CodeType]] = []
+        """The functions whose places these are, and the code that they were found in."""
         self._look()
 
     def _look(self) -> None:
         """Finds the places in the function's code."""
-        self.places = tuple(places_of(self._function, self._named))
-        held = [place.source[1] for place in self.places if place.source[2] == "__code__"]
-        self._codes = [(function, function.__code__) for function in held]
+        functions: list[types.FunctionType] = []
+        self.places = tuple(places_of(self._function, self._named, functions))
+        self._codes = [(each, each.__code__) for each in functions]
+        self._shown = {(id(place.source[1]), place.source[2]) for place in self.places}
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to read."""
-        return not self.places
+        return not (self.places or self._codes)
 
     @property
     def named(self) -> frozenset[str]:
@@ -388,12 +390,15 @@ class Guards:
     def walk(self, walker: Walker) -> set[int]:
         """Shows a walker all that the function uses; the addresses of the objects that it met."""
         met = _Met()
+        for function, _ in self._codes:
+            walker.function((function.__name__,), function)
         for place in self.places:
             walker.start()
             self._visit_place(walker, place, (place.name,), met)
         walker.start()
-        shown = {(id(place.source[1]), place.source[2]) for place in self.places}
+        shown = set(self._shown)
         for function in met.called:
+            walker.function((function.__name__,), function)
             for place in self._places_of_called(function):
                 where = id(place.source[1]), place.source[2]
                 if where not in shown:  # functions of one module name the same globals
@@ -430,11 +435,10 @@ class Guards:
         if library.is_array(value):
             walker.array(path, value)
             return
-        wrapped = getattr(value, "__wrapped__", None)
-        if type(wrapped) is types.FunctionType:
-            met.call([wrapped])
+        if type(value) in _WRAPPING:
+            wrapped = getattr(value, "__wrapped__", None)
+            met.call([wrapped] if type(wrapped) is types.FunctionType else [])
         if type(value) is types.FunctionType:
-            walker.function(path, value)
             met.call([value])
             if value is os.getenv:
                 self._visit(walker, (path, "environ"), os.environ, depth, met, inner)
@@ -668,6 +672,7 @@ def _has_attributes(value: Any) -> bool:
     return type(value) is types.FunctionType and bool(vars(value))
 
 
+_WRAPPING = (types.FunctionType, type(functools.lru_cache(len)))
 _VARIABLES = (ContextVar, weakref.ref)
 
 
@@ -679,6 +684,8 @@ def content_of(variable: Any) -> Any:
 def code_token(function: types.FunctionType) -> Hashable:
     """What stands for what a function does, as far as it is the function's own."""
     given, named = function.__defaults__, function.__kwdefaults__
+    if given is None and named is None:
+        return function.__code__
     return (
         function.__code__,
         plain_token(given) if is_plain(given) else Itself(given),

@@ -43,8 +43,11 @@ class Current:
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
-def places_of(function: Callable[..., Any], attributes: set[str]) -> Iterator[Place]:
-    """What is read of a function, of whatever kind; adds the attributes that it names."""
+def places_of(
+    function: Callable[..., Any], attributes: set[str], functions: list[types.FunctionType]
+) -> Iterator[Place]:
+    """What is read of a function, of whatever kind; adds the attributes that it names, and the
+    functions in Python that it consists of."""
     if isinstance(function, Current):
         yield Place("the function", function.now)
         function = function.first
@@ -70,21 +73,15 @@ def places_of(function: Callable[..., Any], attributes: set[str]) -> Iterator[Pl
     met: set[int] = set()
     while isinstance(plain, types.FunctionType) and id(plain) not in met:
         met.add(id(plain))
+        functions.append(plain)
         yield from _places_of_one(plain, owner, attributes)
         plain = getattr(plain, "__wrapped__", None)
         plain = getattr(plain, "__func__", plain)
 
 
 def places_of_called(function: types.FunctionType, attributes: set[str]) -> tuple[Place, ...]:
-    """What is read of a function that the graphed one may call, besides its code."""
-    return tuple(
-        place
-        for place in _places_of_one(function, None, attributes)
-        if place.source[2] != "__code__" and (place.name != _DEFAULTS or place.read())
-    )
-
-
-_DEFAULTS = "default values"
+    """What is read of a function that the graphed one may call."""
+    return tuple(_places_of_one(function, None, attributes))
 
 
 def _places_of_one(
@@ -95,10 +92,10 @@ def _places_of_one(
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         source = "attribute", cell, "cell_contents"
         yield Place(name, functools.partial(_content, cell), source)
-    for name in ("__code__", "__defaults__", "__kwdefaults__"):
-        read = functools.partial(getattr, function, name)
-        words = "the function's code" if name == "__code__" else _DEFAULTS
-        yield Place(words, read, ("attribute", function, name))
+    for name in ("__defaults__", "__kwdefaults__"):
+        if getattr(function, name):
+            read = functools.partial(getattr, function, name)
+            yield Place("default values", read, ("attribute", function, name))
     space = function.__globals__
     named, attributes, modules = _names(code)
     named_attributes |= attributes
