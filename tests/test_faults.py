@@ -469,14 +469,14 @@ def _step(build: str, verify: Any, **options: Any) -> Scenario:
                     step(rows=1)
                 model[:] = possible[0]
                 total.copy_from(model, step.stream)
-                step.release(rows=1)
+                step.forget(rows=1)
             elif error is not None:
                 assert any((now == model).all() for model in possible), now
                 model[:] = now
             np.testing.assert_array_equal(total.to_numpy(step.stream), model)
             for rows in (3, 1, 2, 4):
                 if step.strict:  # else a key without a graph is refused
-                    step.release(rows=rows)
+                    step.forget(rows=rows)
                 call(rows)
                 np.testing.assert_array_equal(total.to_numpy(step.stream), model)
             step.close()

@@ -118,7 +118,7 @@ def test_a_key_whose_captures_are_always_broken_runs_eagerly(lib: Capturing, mak
     assert "synchronize()" in line.reason and "5 times" in line.reason
     assert "test_broken_captures.py" in line.reason
     lib.disturb = None
-    step.invalidate()
+    step.forget()
     call(step, lib, 3)
     assert step.statistics().replays == 2
 
@@ -245,7 +245,7 @@ def test_a_key_that_never_has_memory_runs_eagerly(lib: Capturing, make: Any) -> 
     assert lib.captures == line.broken == 5 and (line.captures, line.eager) == (0, 100)
     assert "5 times: a capture had no memory" in line.reason and "no 4096 bytes left" in line.reason
     lib.disturb = None
-    step.invalidate()
+    step.forget()
     call(step, lib, 3)
     assert step.statistics().replays == 2
 

@@ -249,7 +249,7 @@ def test_an_exception_in_the_capture_runs_eagerly(lib: Lib, make: Make) -> None:
         np.testing.assert_array_equal(step(lib.array(numbers())).numpy(), 2 * numbers())
     assert "in the middle" in step.statistics().keys[0].reason
     lib.fail = ""
-    assert step.invalidate() == 0
+    assert step.forget() == 0
     for _ in range(3):
         step(lib.array(numbers()))
     assert step.statistics().replays == 2
@@ -700,7 +700,7 @@ def test_without_a_device_every_call_is_eager_and_says_why(lib: Lib) -> None:
     assert step.unavailable == why and why in step.explain()
     lib.capturing = lib.stream = lib.modes = refused  # type: ignore[method-assign]
     assert [step(x, by=3.0) for x in (1, 2, 3)] == [3, 6, 9]
-    assert step.invalidate() == 0
+    assert step.forget() == 0
     assert step(4) == 8
     with pytest.raises(EagerRunError, match=why):
         strict(4)

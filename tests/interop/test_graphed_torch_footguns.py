@@ -861,7 +861,7 @@ def test_static_objects_that_are_equal(make: Any) -> None:
     for cache in (one, other, one, other):
         check(step, use_cache, x, cache)
     gone = weakref.ref(one)
-    step.invalidate()
+    step.forget()
     del one, cache
     gc.collect()
     assert gone() is None

@@ -553,7 +553,7 @@ def test_what_was_folded_is_forgotten_with_the_rest(lib: Lib, make: Make) -> Non
     step = make(lambda x, by: x.line(float(by)))
     for by in range(50):
         step(ones(lib), by)
-    step.invalidate()
+    step.forget()
     for _ in range(3):
         step(ones(lib), 3)
     assert values_of(step) == ["x=f4[4], by=3"] and lib.captures == 1

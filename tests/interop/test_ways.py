@@ -103,7 +103,7 @@ def test_an_evicted_graph_is_captured_again(lib: Lib, make: Any) -> None:
 def test_close_and_invalidate(lib: Lib, make: Any) -> None:
     step = make(double)
     way = heated(step, lib)
-    step.invalidate()
+    step.forget()
     assert way.call((lib.array(numbers()),), {}) is recheck.MISSED
     for start in range(4):
         check(step, lib, start)
@@ -323,7 +323,7 @@ def test_keys_that_were_given_up(lib: Lib, make: Any) -> None:
     (given_up,) = [line for reason, line in lines.items() if "reads a value" in reason][:1]
     assert given_up.calls == given_up.eager == sum(given_up.eager_reasons.values())
     assert step.statistics().calls == sum(line.calls for line in step.statistics().keys)
-    step.invalidate()
+    step.forget()
     assert call(True, 1) == 1
 
 

@@ -622,7 +622,7 @@ class StepRules(World):
     def release(self, which: int, size: int) -> None:
         modelled = self.modelled(which)
         try:
-            modelled.step.release(**self.sizes(modelled, size))
+            modelled.step.forget(**self.sizes(modelled, size))
             modelled.refusals.pop(modelled.step.key(**self.sizes(modelled, size)), None)
         except InputError:  # over a bucket, or over a slot
             pass

@@ -178,11 +178,6 @@ def test_what_is_no_capacity(joiner: Joiner, capacity: Any) -> None:
         joiner.join(ONE, ONE, on="k", capacity=capacity)
 
 
-def test_other_joins_are_not_there(joiner: Joiner) -> None:
-    with pytest.raises(InputError, match="how='left'"):
-        joiner.join(ONE, ONE, on="k", how="left")
-
-
 def test_too_many_rows(host_device: Device) -> None:
     """Without the memory: a view that says that it has them."""
     rows = 2**32 - 1

@@ -293,6 +293,8 @@ def test_a_key_that_cannot_be_captured_is_joined_launch_by_launch(
     statistics = joiner.statistics()
     assert statistics.cache.capture_failures == statistics.replays == 1, "one key of two"
     assert sum(statistics.eager_reasons.values()) == statistics.eager == 8
+    joiner.forget()
+    assert replayed(joiner, 2) == [1, 2]
 
 
 @pytest.mark.parametrize("before", [0, 3], ids=["first", "repeated"])

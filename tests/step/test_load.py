@@ -81,7 +81,7 @@ class Load:
         if chance < 6:
             self.failing = True
         elif chance < 46:
-            self.step.release(rows=self.random.randrange(ROWS + 1))
+            self.step.forget(rows=self.random.randrange(ROWS + 1))
         elif chance < 66 and self.cache.keys():
             assert self.cache.evict(self.random.choice(self.cache.keys()))
         elif chance == 66:

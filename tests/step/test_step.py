@@ -29,7 +29,6 @@ from ostinato.errors import (
     driver_error,
 )
 from ostinato.explain import ReplayProfile
-from ostinato.interop.reading.library import Options
 from ostinato.settings import ReplaySettings
 from ostinato.step import Action, Decision, GraphCache, HeldReplay, PowersOfTwo, Reason
 from ostinato.testing import FaultyDriver
@@ -269,7 +268,7 @@ def test_a_key_that_cannot_be_captured_is_quarantined_and_served(
     assert statistics.eager_reasons[Reason.BUILD_FAILED.value] == 3
     assert "eagerly from now on" in caplog.text
     rows.step.run = calls
-    rows.step.release(rows=2)
+    rows.step.forget(rows=2)
     assert rows.step(rows=2).action is Action.BUILD
 
 
@@ -322,7 +321,7 @@ def test_a_refused_launch_of_a_recorded_run(
     done = [int(counter.to_numpy(stream)[0]) for counter in (first, second)]
     assert done == [int(again) + (at == 2), int(again)]
     assert "launch_kernel" in str(step.statistics().quarantined)
-    step.release(rows=1)
+    step.forget(rows=1)
     assert step(rows=1).action is Action.BUILD and step(rows=1).action is Action.REPLAY
     assert int(second.to_numpy(stream)[0]) == done[1] + 2
 
@@ -460,7 +459,7 @@ def test_a_step_with_state_on_the_host_is_refused(device: Device) -> None:
     counting.step(rows=8)
     assert counting.totals()[0, 0] == counting.value
     counting.step.enabled, counting.step.verify = True, "off"
-    counting.step.release(rows=8)
+    counting.step.forget(rows=8)
     assert counting.step(rows=8).action is Action.BUILD
 
 
@@ -568,12 +567,12 @@ def test_state_that_a_check_cannot_put_back_is_said(host_device: Device) -> None
         rows.step(rows=8)
     rows.step.enabled = True
     with pytest.raises(InputError):
-        rows.step.release(rows=9)
+        rows.step.forget(rows=9)
     with pytest.raises(StateLostError):  # so nothing was released
         rows.step(rows=8)
     rows.x.copy_from(x, rows.stream)
     rows.total.copy_from(x, rows.stream)
-    rows.step.release(rows=8)
+    rows.step.forget(rows=8)
     rows.step(rows=8)
     np.testing.assert_array_equal(rows.totals(), 2 * x)
 
@@ -896,13 +895,6 @@ def test_a_with_block_of_what_was_not_held_says_why(
         rows.step.hold(rows=2),
     ):
         raise AssertionError("the block runs")
-
-
-def test_checks_are_off_by_either_word(device: Device) -> None:
-    for word in ("off", None):
-        assert Rows(device, verify=word, slots=()).step.verify == "off"
-        given = {"static": (), "dynamic": None, "buckets": None, "padding": None}
-        assert Options.given(verify=word, **given).verify == "off"
 
 
 def test_held_replays_are_profiled_too(device: Device) -> None:

@@ -353,7 +353,7 @@ def test_captures_that_are_broken_again_and_again_end(host_device: Device) -> No
     assert why.startswith("5 times: ") and tried == [1, 2, 6, 22, 86]
     case.preparing = lambda: None
     assert case.step(rows=1).reason is Reason.BUILD_FAILED
-    case.step.release(rows=1)
+    case.step.forget(rows=1)
     assert case.step(rows=1).action is Action.BUILD
 
 
@@ -575,7 +575,7 @@ def test_a_strict_step_says_what_its_next_call_would_do(device: Device) -> None:
     with pytest.raises(EagerRunError):
         case.step(rows=2)
     case.broken = False
-    case.step.release(rows=2)
+    case.step.forget(rows=2)
     assert case.step(rows=2).action is Action.BUILD and case.value == 1
 
 

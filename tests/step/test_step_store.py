@@ -378,7 +378,7 @@ def test_memory_that_cannot_be_put_back_is_said(folder: Path) -> None:
             rig.step(rows=3)
         for slot in rig.step.slots:
             slot.buffer.copy_from(np.zeros(slot.buffer.shape, np.int32), rig.stream)
-        rig.step.release(rows=3)
+        rig.step.forget(rows=3)
         assert rig.call(3)[1] == [0, 0, 0]
         assert rig.step.save() == {}
 

@@ -77,11 +77,11 @@ uses."""
 _BROKEN = (
     "a capture was broken from outside ({}). Look for another thread that calls what CUDA forbids "
     "while any stream captures, such as torch.cuda.synchronize() (wait for a stream or an event "
-    "instead), or for an error that the function itself catches; call invalidate() to capture again"
+    "instead), or for an error that the function itself catches; call forget() to capture again"
 )
 _FULL = (
     "a capture had no memory ({}). Free some, or let the graphs hold less (budget=, buckets for "
-    "sizes that change); call invalidate() to capture again"
+    "sizes that change); call forget() to capture again"
 )
 _numbers = itertools.count()
 """Of keys, in all caches."""
@@ -801,7 +801,7 @@ class Graphed(Guarded):
                         parts.append(f"{line.name}: {line.words}\n{run.graph}")
         return "\n\n".join(parts) or f"graphed {self.name} keeps no graph yet"
 
-    def invalidate(self) -> int:
+    def forget(self) -> int:
         """Drops every graph, and forgets why keys ran eagerly; returns how many were dropped.
 
         The next call of each key captures again; for what a guard does not see.
@@ -824,7 +824,7 @@ class Graphed(Guarded):
             if self._closed:
                 return
             self._closed = True
-            self.invalidate()
+            self.forget()
             self._guarded = []
             self._guards = None
         if self._owns_cache:

@@ -124,7 +124,7 @@ class Decoder(Closeable):
         graphs: bool | None = None,
         build: Literal["capture", "record"] = "capture",
         warmups: int = 1,
-        verify: Literal["off", "first"] | int | None = "off",
+        verify: Literal["off", "first"] | int = "off",
         device_state: bool = True,
         stop_tokens: Iterable[int] | None = None,
         graph_budget: int | str | None = None,
@@ -141,7 +141,6 @@ class Decoder(Closeable):
             library_rows = whole(library_rows, "library_rows", 1)
         sequences = whole(sequences, "sequences", 1)
         warmups = whole(warmups, "warmups", 0)
-        verify = "off" if verify is None else verify
         if verify not in ("off", "first"):
             verify = whole(verify, "verify", 1)
         if threads is not None:

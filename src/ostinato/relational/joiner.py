@@ -237,7 +237,6 @@ class Joiner(Closeable):
         right: Table | JoinIndex,
         on: On | None = None,
         *,
-        how: str = "inner",
         capacity: SupportsIndex | None = None,
     ) -> PendingJoin:
         """Begins a join and does not wait: `result()` does.
@@ -249,8 +248,6 @@ class Joiner(Closeable):
         it is too small the join is repeated.  Raises InputError that names the column,
         OutOfMemoryError, DriverError, ClosedError; nothing was submitted then.
         """
-        if how != "inner":
-            raise InputError(f'how={how!r}: "inner" is possible')
         one, other = self._sides(left, right, on)
         if capacity is None:
             room = one.rows
@@ -266,11 +263,16 @@ class Joiner(Closeable):
         right: Table | JoinIndex,
         on: On | None = None,
         *,
-        how: str = "inner",
         capacity: SupportsIndex | None = None,
     ) -> JoinResult:
         """`submit` and `result` in one."""
-        return self.submit(left, right, on, how=how, capacity=capacity).result()
+        return self.submit(left, right, on, capacity=capacity).result()
+
+    def forget(self) -> None:
+        """Forgets why joins run kernel by kernel: their graphs are tried again."""
+        with self._lock:
+            for call in self._calls.values():
+                self._engine.forget(call.key)
 
     def statistics(self) -> JoinStatistics:
         """Counts and bytes, taken at one moment."""
@@ -570,7 +572,6 @@ def hash_join(
     right: Table | JoinIndex,
     on: On | None = None,
     *,
-    how: str = "inner",
     joiner: Joiner | None = None,
     capacity: SupportsIndex | None = None,
 ) -> JoinResult:
@@ -582,7 +583,7 @@ def hash_join(
     that `open_device()` gives, if None.  See `Joiner.submit` for the rest and the errors.
     """
     chosen = right.joiner if isinstance(right, JoinIndex) and joiner is None else joiner
-    return (chosen or _default_joiner()).join(left, right, on, how=how, capacity=capacity)
+    return (chosen or _default_joiner()).join(left, right, on, capacity=capacity)
 
 
 def build_index(right: Table, on: On | None = None, *, joiner: Joiner | None = None) -> JoinIndex:

@@ -151,7 +151,7 @@ class Declared(Memory[_Content]):
             names = ", ".join(repr(slot.name) for slot in self._slots)
             return (
                 f"a check could not put back what it had changed ({refused}), so the content of "
-                f"the slots {names} is not valid: write them again, then call step.release(); "
+                f"the slots {names} is not valid: write them again, then call step.forget(); "
                 "until then the step does not run"
             )
 

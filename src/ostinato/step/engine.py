@@ -276,7 +276,7 @@ class Engine:
         self.lock = new_lock()
         """Taken after the stream's turn: a step may be called inside of another's run."""
         self.broken: tuple[Reason, str] | None = None
-        """Why no key is served until `release`, and the text of the error."""
+        """Why no key is served until `forget`, and the text of the error."""
         self.keys: set[Hashable] = set()
         """Keys under which graphs were put into the cache."""
         self.last_check: CheckReport | None = None
@@ -737,7 +737,7 @@ class Engine:
         self.broken = (Reason.STATE_LOST, str(lost))
         self.changed()
 
-    def release(self, key: Hashable) -> None:
+    def forget(self, key: Hashable) -> None:
         """Allows calls again, and forgets why this key is not replayed."""
         self.broken = None
         for entry in self._counts:
@@ -791,7 +791,7 @@ class Engine:
         """
         why = str(finding)
         if finding.cause is Cause.HOST_STATE:
-            why += ". Put that state right and release() the step's sizes, or switch its graphs off"
+            why += ". Put that state right and forget() the step's sizes, or switch its graphs off"
             self.give_up(entry, Reason.HOST_STATE, why, strict=True)
             self.broken = entry.reason
             self.changed()

@@ -89,11 +89,11 @@ class GraphedStep(Closeable):
 
     `slots` are the buffers that the step reads and writes; `verify` needs them.  "first" checks
     each graph at its first replay, and again at the first with padding of each size; a number n
-    also checks every n-th replay; "off" or None never checks.  A check that fails quarantines the
+    also checks every n-th replay; "off" never checks.  A check that fails quarantines the
     key, restores what it changed and runs the call eagerly, or raises VerificationError if
     `strict`.  If the step keeps state on the host, this and all later calls raise VerificationError
     (unless graphs are switched off): captures and checks call `run` too, so no run is known to be
-    right until the caller has corrected that state and calls `release`.  Memory that the step
+    right until the caller has corrected that state and calls `forget`.  Memory that the step
     writes and that no slot declares is checked up to `check_limit`.  `step.check` describes what
     a check finds.
 
@@ -149,7 +149,7 @@ class GraphedStep(Closeable):
         build: Literal["capture", "record"] = "capture",
         warmups: int = 1,
         enabled: bool | None = None,
-        verify: Literal["off", "first"] | int | None = "off",
+        verify: Literal["off", "first"] | int = "off",
         strict: bool = False,
         check_limit: int | str = "64 MiB",
         preconditions: Mapping[str, Callable[[], bool]] | None = None,
@@ -207,7 +207,6 @@ class GraphedStep(Closeable):
             raise InputError("the step's store is of another device than its cache")
         if pool is not None and pool.context is not cache.context:
             raise InputError("the step's pool is of another device than its cache")
-        verify = "off" if verify is None else verify
         check_verify(verify, slots)
         check_slots(slots, stream.context)
         self.run = run
@@ -446,16 +445,16 @@ class GraphedStep(Closeable):
             work = _StepWork(self, self._call(sizes))
             return self._engine.hold(work, work.relaunch)
 
-    def release(self, **sizes: int) -> None:
+    def forget(self, **sizes: int) -> None:
         """Ends the quarantine of the key of these sizes, and allows calls again after an error of
         the step's state, which stops all keys.
 
         Call it after the cause was corrected: for a quarantine, what broke the graph; for a
         VerificationError, the state on the host; for a StateLostError, the content of the slots.
-        Raises InputError as `key` does, and releases nothing then.
+        Raises InputError as `key` does, and forgets nothing then.
         """
         with self._lock:
-            self._engine.release(self.key(**sizes))
+            self._engine.forget(self.key(**sizes))
 
     # --- numbers and lifetime
     def statistics(self) -> StepStatistics:

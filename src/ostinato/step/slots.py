@@ -177,8 +177,6 @@ def check_verify(verify: object, slots: Sequence[Slot]) -> None:
         return
     number = isinstance(verify, int) and not isinstance(verify, bool) and verify >= 1
     if verify != "first" and not number:
-        raise InputError(
-            f'verify={verify!r}: "off" (or None), "first", or N >= 1 to check each Nth replay'
-        )
+        raise InputError(f'verify={verify!r}: "off", "first", or N >= 1 to check each Nth replay')
     if not slots:
         raise InputError("verify needs the slots that the step reads and writes")

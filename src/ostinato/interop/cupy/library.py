@@ -56,7 +56,7 @@ def graphed(
     padding: Mapping[str, float] | None = None,
     results: str = "clone",
     writes: bool = True,
-    verify: Literal["off", "first"] | int | None = None,
+    verify: Literal["off", "first"] | int = "off",
     tolerance: tuple[float, float] | None = None,
     strict: bool = False,
     guard: bool = True,

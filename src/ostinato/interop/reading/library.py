@@ -275,7 +275,6 @@ class Options:
         dynamic: Mapping[str, int] | None,
         buckets: Buckets | None,
         padding: Mapping[str, float] | None,
-        verify: Literal["off", "first"] | int | None,
         **others: Any,
     ) -> Options:
         """Of the arguments of `graphed`.  Raises InputError for those that do not fit together."""
@@ -286,7 +285,6 @@ class Options:
             static=tuple([static] if isinstance(static, str) else static),
             padding=None if dynamic is None else Padding(dynamic, buckets or PowersOfTwo()),
             fill=dict(padding or {}),
-            verify="off" if verify is None else verify,
             **others,
         )
 
@@ -298,7 +296,7 @@ class Options:
         whole = isinstance(self.verify, int) and not isinstance(self.verify, bool)
         if not (self.verify in ("off", "first") or (whole and int(self.verify) >= 1)):
             raise InputError(
-                f'verify={self.verify!r}: None (or "off"), "first", or N to check each Nth replay'
+                f'verify={self.verify!r}: "off", "first", or N to check each Nth replay'
             )
         if not isinstance(self.static, tuple):
             raise InputError("static: a tuple of parameter names")

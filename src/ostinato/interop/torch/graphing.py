@@ -39,7 +39,7 @@ def graphed(
     padding: Mapping[str, float] | None = None,
     results: str = "clone",
     gradients: str = "refuse",
-    verify: Literal["off", "first"] | int | None = None,
+    verify: Literal["off", "first"] | int = "off",
     tolerance: tuple[float, float] | None = None,
     strict: bool = False,
     guard: bool = True,
@@ -71,7 +71,7 @@ def graphed(
       the answer.  Without it no answer may depend on it, which a check tests.
     * `results`: "clone", or "static": tensors that the next call overwrites, without a copy.
     * `gradients`: "refuse" raises InputError for a call that needs them, "eager" runs it eagerly.
-    * `verify`: None or "off", "first" (each graph once), or each how many replays: the call runs
+    * `verify`: "off", "first" (each graph once), or each how many replays: the call runs
       eagerly too, and the answers are compared bit by bit, or within `tolerance` (relative,
       absolute).
     * `strict`: an eager run that nobody asked for raises EagerRunError.
