@@ -449,7 +449,7 @@ def test_a_graph_with_an_external_semaphore_is_read(
     assert node.params == rig.driver.node_params(NODE)
     assert isinstance(node.params, OpaqueNodeParams)
     assert "external semaphore" in node.params.why
-    for shown in (str(graph), graph.to_dot(), json.dumps(graph.to_json()), graph.to_svg()):
+    for shown in (str(graph), graph.to_dot(), json.dumps(graph.to_dict()), graph.to_svg()):
         assert word in shown or word.replace("_", " ") in shown
     with pytest.raises(GraphFileError, match=rf"node 0 \({word}\) cannot be saved.*semaphore"):
         ost.graphfile.save(graph, tmp_path / "graph")

@@ -313,7 +313,7 @@ def test_a_result_that_cannot_be_written_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = Result("decode", {}, {"best": 1}, {"device": "host"}, {}, [], {})
-    assert json.loads(result.write(tmp_path).read_text(encoding="utf-8")) == result.as_dict()
+    assert json.loads(result.write(tmp_path).read_text(encoding="utf-8")) == result.to_dict()
     path = tmp_path / "decode-host.json"
     path.unlink()
     path.mkdir()  # in the way
@@ -325,7 +325,7 @@ def test_a_result_that_cannot_be_written_is_printed(
     with pytest.raises(OSError, match="full"):
         _finish(result, Output(tmp_path, Path("/dev/full"), True), print, lambda: "<svg/>")
     assert result_of(capsys.readouterr().out)["summary"] == {"best": 1}
-    assert json.loads(path.read_text(encoding="utf-8")) == result.as_dict()
+    assert json.loads(path.read_text(encoding="utf-8")) == result.to_dict()
 
 
 def test_ways_that_disagree_are_an_error(

@@ -103,7 +103,7 @@ def check_showing(graph: ost.Graph) -> None:
     for name in {node.name for node in kernels(graph)}:
         assert name
     assert str(graph).count("\n") >= len(graph)
-    json.dumps(graph.to_json())
+    json.dumps(graph.to_dict())
     assert graph.to_svg().lstrip().startswith("<")
     assert graph.diff(graph).empty
     with graph.clone() as copy:

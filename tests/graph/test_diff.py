@@ -60,7 +60,7 @@ def test_a_graph_is_like_itself_and_its_clone(device: Device, x: ost.Buffer) -> 
         found = graph.diff(other)
         assert found.empty and not found
         assert str(found) == "no difference"
-        assert found.to_json()["changed"] == []
+        assert found.to_dict()["changed"] == []
 
 
 def test_one_argument(device: Device, x: ost.Buffer) -> None:
@@ -294,7 +294,7 @@ def test_floats_that_look_alike(device: Device, x: ost.Buffer) -> None:
 def test_plain_data(device: Device, x: ost.Buffer) -> None:
     a = chain(device, x, [Step("scale"), Step("fill", value=1.0), Step("add")])
     b = chain(device, x, [Step("fill", value=2.0), Step("add"), Step("add")])
-    data = a.diff(b).to_json()
+    data = a.diff(b).to_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["schema"] == "ostinato.diff/1"
     assert data["before"] == "3 nodes (3 kernel), 2 edges"

@@ -134,7 +134,7 @@ def test_long_argument_lists_are_shortened(host_device: Device) -> None:
     assert "parameter_0=0" in text and "parameter_39" not in text
     shown = text.count("parameter_")
     assert f"… {40 - shown} more" in text
-    arguments = graph.to_json()["nodes"][0]["arguments"]  # type: ignore[index]
+    arguments = graph.to_dict()["nodes"][0]["arguments"]  # type: ignore[index]
     assert [a["value"] for a in arguments] == list(range(40))
 
 
@@ -149,7 +149,7 @@ def test_brackets_are_not_markup(device: Device) -> None:
 def test_an_empty_graph_is_shown(device: Device) -> None:
     graph = ost.Graph.create(device)
     assert to_table(graph.outline()).startswith("graph: 0 nodes, 0 edges")
-    assert graph.to_json()["nodes"] == []
+    assert graph.to_dict()["nodes"] == []
     assert "digraph" in to_dot(graph.outline())
     assert "empty graph" in to_svg(graph.outline())
 
@@ -163,14 +163,14 @@ def test_a_terminal_gets_a_table(device: Device) -> None:
 
 
 def test_json_goes_through_json(device: Device) -> None:
-    data = everything(device).to_json()
+    data = everything(device).to_dict()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["schema"] == "ostinato.graph/1"
 
 
 def test_json_has_arguments_edges_and_bodies(device: Device) -> None:
     graph = everything(device)
-    data = json.loads(json.dumps(graph.to_json()))
+    data = json.loads(json.dumps(graph.to_dict()))
     nodes = data["nodes"]
     assert [n["index"] for n in nodes] == list(range(len(graph)))
     scale = nodes[2]
@@ -193,7 +193,7 @@ def test_json_has_arguments_edges_and_bodies(device: Device) -> None:
 
 def test_json_has_edge_data(host_device: Device) -> None:
     graph = programmatic(host_device)
-    assert graph.to_json()["edges"] == [
+    assert graph.to_dict()["edges"] == [
         {"source": 0, "target": 1, "from_port": 1, "to_port": 0, "type": "programmatic"}
     ]
 
@@ -203,7 +203,7 @@ def test_numbers_that_json_has_no_words_for(device: Device) -> None:
     x = device.zeros(N, np.float32)
     for value in (float("nan"), float("inf"), -float("inf")):
         graph.add_kernel(kernel(device, "fill"), config(N), x, value, N)
-    data = json.loads(json.dumps(graph.to_json(), allow_nan=False))
+    data = json.loads(json.dumps(graph.to_dict(), allow_nan=False))
     assert [n["arguments"][1]["value"] for n in data["nodes"]] == ["nan", "inf", "-inf"]
 
 
@@ -480,7 +480,7 @@ def test_any_graph_can_be_shown(data: st.DataObject) -> None:
         inside(to_svg(graph.outline(), max_nodes=limit))
         bare = outside_quotes(to_dot(graph.outline()))
         assert bare.count("{") == bare.count("}")
-        plain = graph.to_json()
+        plain = graph.to_dict()
         assert json.loads(json.dumps(plain)) == plain
         assert len(plain["edges"]) == len(graph.edges)  # type: ignore[arg-type]
         to_table(graph.outline())

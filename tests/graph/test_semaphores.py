@@ -107,7 +107,7 @@ def test_a_semaphore_is_shown(device: Device, kind: NodeKind) -> None:
     head, *lines = str(graph).splitlines()
     assert f"2 {word.replace('_', ' ')}, 2 kernel, 1 child graph" in head
     assert sum(word in line for line in lines) == 2
-    shown = json.loads(json.dumps(graph.to_json()))["nodes"]
+    shown = json.loads(json.dumps(graph.to_dict()))["nodes"]
     assert (shown[0]["kind"], shown[0]["params"]) == (word, {"why": OPAQUE.why})
     for picture in (graph.to_dot(), graph.to_svg()):
         assert picture.count(word.replace("_", " ")) + picture.count(word) >= 2

@@ -46,7 +46,7 @@ def test_pieces_make_the_text_and_the_summary(generator: TextGenerator) -> None:
     launched = summary.launches_eager // summary.launches_per_token + summary.launches_replayed
     assert launched == len(summary.token_ids)
     assert sum(summary.eager_reasons.values()) == 2
-    assert json.loads(json.dumps(summary.as_dict()))["token_ids"] == list(summary.token_ids)
+    assert json.loads(json.dumps(summary.to_dict()))["token_ids"] == list(summary.token_ids)
     text = str(summary)
     assert f"; {summary.graphs_captured} graph" in text and " captured; device host" in text
     one = str(replace(summary, graphs_captured=1, token_ids=(7,), prompt_tokens=1))

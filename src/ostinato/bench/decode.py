@@ -76,7 +76,7 @@ class Row:
     ours_is: float | None
     details: dict[str, object] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """Flat, for the results."""
         fields = asdict(self)
         return record("decode", fields | fields.pop("details"))
@@ -105,7 +105,7 @@ class PromptRow:
     of_floor: float
     ours_is: float | None
 
-    def as_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """For the results."""
         return record("prompt", asdict(self))
 

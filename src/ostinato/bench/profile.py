@@ -69,7 +69,7 @@ class ProfileRow:
         """1 is as fast as the memory can deliver the bytes."""
         return self.floor_us / self.us if self.us > _LEAST else 0.0
 
-    def as_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         return {
             "name": self.name,
             "launches": self.launches,

@@ -91,7 +91,7 @@ class Result:
     rows: Sequence[Mapping[str, object]]
     skipped: Mapping[str, str]
 
-    def as_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         return {
             "schema": SCHEMA,
             "benchmark": self.benchmark,
@@ -109,13 +109,13 @@ class Result:
         slug = re.sub(r"[^a-z0-9]+", "-", str(self.machine["device"]).lower()).strip("-")
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.benchmark}-{slug}.json"
-        text = json.dumps(self.as_dict(), indent=1) + "\n"
+        text = json.dumps(self.to_dict(), indent=1) + "\n"
         replace_file(path, text.encode(), private=False)
         return path
 
     def line(self) -> str:
         """All of it on one line."""
-        return json.dumps(self.as_dict())
+        return json.dumps(self.to_dict())
 
 
 def decode_result(
@@ -183,7 +183,7 @@ def decode_result(
             "seconds": options.seconds,
             "peer_versions": dict(found.versions),
         },
-        [*(row.as_dict() for row in found.rows), *(row.as_dict() for row in found.prompts)],
+        [*(row.to_dict() for row in found.rows), *(row.to_dict() for row in found.prompts)],
         found.skipped,
     )
 
@@ -234,7 +234,7 @@ def profile_result(device: ost.Device, subject: str, profile: Profile) -> Result
         profile.summary(),
         machine(device),
         {"model": subject, "batch": profile.batch, "position": profile.position},
-        [row.as_dict() for row in profile.rows],
+        [row.to_dict() for row in profile.rows],
         {},
     )
 

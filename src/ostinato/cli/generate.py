@@ -172,9 +172,9 @@ def generate(
                     group.fail(error)
         summary = answer.summary()
     if as_json:
-        sys.stdout.write(json.dumps(summary.as_dict()) + "\n")
+        sys.stdout.write(json.dumps(summary.to_dict()) + "\n")
     elif stream_json:
-        sys.stdout.write(_line(summary=summary.as_dict()))
+        sys.stdout.write(_line(summary=summary.to_dict()))
     else:
         sys.stdout.write("\n")
         sys.stdout.flush()

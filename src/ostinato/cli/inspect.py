@@ -66,7 +66,7 @@ def inspect(
             if not (as_json or dot):  # these are for other programs to read
                 say(f"{counted(len(graph), 'node')} drawn to {svg}")
         if as_json:
-            print(json.dumps(graph.to_json()))
+            print(json.dumps(graph.to_dict()))
         elif dot:
             say(graph.to_dot())
         elif svg is None:

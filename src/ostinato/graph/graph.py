@@ -676,11 +676,11 @@ class Graph(Closeable):
 
         return to_table(self.outline())
 
-    def to_json(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """The whole graph as plain data; the schema is in docs/design.md."""
-        from ostinato.graph.show.render import to_json
+        from ostinato.graph.show.render import to_dict
 
-        return to_json(self.outline(readable=False), self.context.driver.name)
+        return to_dict(self.outline(readable=False), self.context.driver.name)
 
     def to_dot(self) -> str:
         """The graph in Graphviz' language."""

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from ostinato.errors import GraphFileError
 from ostinato.files import UntrustedError, open_regular, replace_file, temporary_beside
-from ostinato.graphfile.format import parse, to_json
+from ostinato.graphfile.format import parse, to_dict
 from ostinato.graphfile.records import GraphManifest
 
 _MANIFEST, _DIGEST, _TENSORS, _CODE = (
@@ -257,7 +257,7 @@ def write_file(
                     _share(folder / digests[name], tensor_bytes(array).data)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file, zipfile.ZipFile(file, "w") as archive:
-            raw = json.dumps(to_json(manifest), separators=(",", ":")).encode()
+            raw = json.dumps(to_dict(manifest), separators=(",", ":")).encode()
             archive.writestr(_MANIFEST, raw)
             archive.writestr(_DIGEST, _digest(raw))
             if folder is None:

@@ -83,7 +83,7 @@ _EDGE_TYPES = frozenset(map(int, EdgeType))
 # ---------------------------------------------------------------------------------------- to JSON
 
 
-def to_json(manifest: GraphManifest) -> dict[str, Any]:
+def to_dict(manifest: GraphManifest) -> dict[str, Any]:
     """The manifest as plain data."""
     machine = manifest.machine
     launches: dict[LaunchConfig, int] = {}

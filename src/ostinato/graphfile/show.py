@@ -8,14 +8,14 @@ from pathlib import Path
 
 from ostinato.driver.api import ConditionalNodeParams, EdgeType, KernelNodeParams
 from ostinato.graphfile.container import open_file
-from ostinato.graphfile.format import to_json
+from ostinato.graphfile.format import to_dict
 from ostinato.graphfile.records import GraphManifest, GraphRecord, NodeRecord
 
 
 def file_json(path: Path, code: Path | None = None) -> dict[str, object]:
     """The manifest of a file as plain data.  Raises GraphFileError."""
     with open_file(path, code) as contents:
-        return to_json(contents.manifest)
+        return to_dict(contents.manifest)
 
 
 def file_text(path: Path, code: Path | None = None) -> str:

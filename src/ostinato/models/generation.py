@@ -73,7 +73,7 @@ class Summary:
     ranks: int
     collectives: str
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
         return {**asdict(self), "token_ids": list(self.token_ids)}
 

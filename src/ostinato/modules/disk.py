@@ -282,7 +282,7 @@ def _encode(key: bytes, compiled: Compiled, name: str, arch: str) -> bytes:
             "kind": compiled.kind,
             "log": compiled.log,
             "lowered": compiled.lowered,
-            "inputs": compiled.inputs.to_json(),
+            "inputs": compiled.inputs.to_dict(),
             "name": name,
             "arch": arch,
         }

@@ -240,7 +240,7 @@ class Inputs:
         """Whether these are the same apart from stamps."""
         return _unstamped(self) == _unstamped(other)
 
-    def to_json(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         return {
             "files": [[f.path, f.digest.hex(), f.stamp] for f in self.files],
             "there": self.there,
@@ -250,7 +250,7 @@ class Inputs:
 
     @classmethod
     def from_json(cls, about: Mapping[str, Any]) -> Inputs:
-        """Raises ValueError, TypeError or KeyError for what `to_json` did not make."""
+        """Raises ValueError, TypeError or KeyError for what `to_dict` did not make."""
         files = []
         for path, digest, stamp in about["files"]:
             size, mtime, ctime, inode = map(int, stamp or (0, 0, 0, 0))

@@ -165,7 +165,7 @@ class GraphDiff:
         head = [f"--- {self.before}", f"+++ {self.after}"]
         return "\n".join([*head, *map(str, self.nodes), *map(str, self.edges)])
 
-    def to_json(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data that `json.dumps` takes, schema "ostinato.diff/1"."""
         return {
             "schema": SCHEMA,

@@ -58,7 +58,7 @@ def to_table(top: Outline) -> str:
     """The graph as plain text, as wide as the terminal (COLUMNS), 120 columns where there is none:
     one row a node, in the driver's order.
 
-    Long argument lists and names are shortened; `to_json` has all of them.
+    Long argument lists and names are shortened; `to_dict` has all of them.
     """
     width = max(shutil.get_terminal_size((TABLE_WIDTH, 0)).columns, _LEAST_WIDTH)
     console = Console(
@@ -138,7 +138,7 @@ def _add_rows(
 # ------------------------------------------------------------------------------------- plain data
 
 
-def to_json(top: Outline, device: str) -> dict[str, object]:
+def to_dict(top: Outline, device: str) -> dict[str, object]:
     """The graph as plain data that `json.dumps` takes.
 
     Schema "ostinato.graph/1": `device`, `nodes` and `edges`.  A node has `index`, `kind`, `name`,
