@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import itertools
 import os
 import pickle
 import random
@@ -310,6 +311,29 @@ def test_numbers_that_are_drawn_in_the_capture_alone(lib: Lib, make: Make) -> No
         np.testing.assert_array_equal(step(ones(lib)).numpy(), [1.0] * 4)
     assert random.getstate() == before
     assert step.statistics().replays == 0 and "the state of random" in step.explain()
+
+
+NUMBERS = itertools.count()
+
+
+class Numbered:
+    def __init__(self) -> None:
+        self.number = next(NUMBERS)
+
+
+def test_an_iterator_of_a_class_that_is_named_alone(lib: Lib, make: Make) -> None:
+    """Its constructor is not called; a helper that goes on with an iterator is."""
+    step = make(lambda x: x.line(3.0 if isinstance(x, Numbered) else 2.0))
+    for _ in range(4):
+        np.testing.assert_array_equal(step(ones(lib)).numpy(), [2.0] * 4)
+    assert step.statistics().replays == 3, step.explain()
+
+    def following() -> float:
+        return float(next(NUMBERS))
+
+    step = make(lambda x: x.line(following()))
+    answers = [step(ones(lib)).numpy()[0] for _ in range(4)]
+    assert np.diff(answers).tolist() == [1.0] * 3 and "an iterator" in step.explain()
 
 
 def test_weights_in_containers_of_an_object_are_watched(lib: Lib, make: Make) -> None:

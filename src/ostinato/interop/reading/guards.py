@@ -294,17 +294,18 @@ class _Met(set[int]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.called: list[types.FunctionType] = []
-        """The user's functions that may be called."""
+        self.called: list[tuple[types.FunctionType, bool]] = []
+        """The user's functions that may be called; and whether they hardly are: those of a class
+        that the code names, perhaps for `isinstance` alone."""
         self.kinds: set[tuple[type, frozenset[str]]] = set()
         """Classes whose methods were shown."""
-        self._called: set[types.FunctionType] = set()
+        self._called: set[tuple[types.FunctionType, bool]] = set()
 
-    def call(self, functions: Iterable[types.FunctionType]) -> None:
+    def call(self, functions: Iterable[types.FunctionType], *, hardly: bool = False) -> None:
         for function in functions:
-            if function not in self._called and is_own(function):
-                self._called.add(function)
-                self.called.append(function)
+            if (function, hardly) not in self._called and is_own(function):
+                self._called.add((function, hardly))
+                self.called.append((function, hardly))
 
 
 class _Methods(NamedTuple):
@@ -396,14 +397,19 @@ class Guards:
             walker.start()
             self._visit_place(walker, place, (place.name,), met)
         walker.start()
-        shown = set(self._shown)
-        for function in met.called:
+        shown = {(*where, False) for where in self._shown}
+        for function, hardly in met.called:
             walker.function((function.__name__,), function)
             for place in self._places_of_called(function):
-                where = id(place.source[1]), place.source[2]
-                if where not in shown:  # functions of one module name the same globals
-                    shown.add(where)
+                where = id(place.source[1]), place.source[2], hardly
+                if where in shown:  # functions of one module name the same globals
+                    continue
+                shown.add(where)
+                try:
                     self._visit_place(walker, place, ((function.__name__,), place.name), met)
+                except _Moving:
+                    if not hardly:
+                        raise
         return met
 
     def _visit_place(self, walker: Walker, place: Place, path: Trail, met: _Met) -> None:
@@ -517,7 +523,7 @@ class Guards:
         own = isinstance(value, types.FunctionType) or value is os or is_own(value)
         own = own and depth < _DEEPEST and id(value) not in met
         if own and isinstance(value, type):  # it may be called
-            self._visit_methods(walker, value, frozenset(), met)
+            self._visit_methods(walker, value, _NOT_CALLED - _MAKING, met)
         inside = data_in(value, self._named) if own else None
         if inside or isinstance(value, types.ModuleType):
             met.add(id(value))
@@ -597,7 +603,7 @@ class Guards:
             found = methods_of(kind, names)
             known = _Methods(len(named), names, found, functions)
             self._learned[kind, besides] = known
-        met.call(known.functions)
+        met.call(known.functions, hardly=besides is not _NOT_CALLED)
         if found and (kind, besides) not in met.kinds:
             met.kinds.add((kind, besides))
             walker.methods(kind, found)
@@ -710,6 +716,7 @@ _NOT_CALLED = frozenset(
     )
 )
 """Special methods that a function hardly calls of what it uses, and that name all there is."""
+_MAKING = frozenset(["__new__", "__init__", "__post_init__"])
 _SPACES = (types.ModuleType, type)
 _ITERATED = ("builtins", "itertools")
 """Modules of iterators, of which nothing tells how far they are: a replay does not move them."""
