@@ -216,7 +216,7 @@ def two_rows(device: Device) -> tuple[ost.GraphExec, ost.Buffer, ost.Buffer]:
     graph = ost.Graph.create(device)
     params = MemcpyNodeParams(dst.address, src.address, 4, 2, 1, 8, 8)
     node = graph.add(params, keep=(src, dst))
-    graph.add(MemsetNodeParams(dst.address, 1, 1, 4, 2, 8), [node], keep=(dst,))
+    graph.add(MemsetNodeParams(dst.address, 1, 1, 4, 2, 8), after=[node], keep=(dst,))
     return graph.instantiate(), src, dst
 
 

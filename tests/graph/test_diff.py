@@ -149,7 +149,7 @@ def test_an_edge_that_became_programmatic(host_device: Device) -> None:
     for data in (EdgeData(), EdgeData(from_port=1, type=EdgeType.PROGRAMMATIC)):
         graph = ost.Graph.create(host_device)
         first = graph.add_operation(operation)
-        graph.add(operation.params, (first,), edge_data=(data,), operation=operation)
+        graph.add(operation.params, after=(first,), edge_data=(data,), operation=operation)
         graphs.append(graph)
     found = graphs[0].diff(graphs[1])
     assert [str(e) for e in found.edges] == [
@@ -196,7 +196,7 @@ def test_condition_handles_are_no_difference(host_device: Device) -> None:
 def test_child_graphs_are_compared(device: Device, x: ost.Buffer) -> None:
     def parent(steps: Sequence[Step]) -> ost.Graph:
         graph = ost.Graph.create(device)
-        graph.add_empty((graph.add_child(chain(device, x, steps)),))
+        graph.add_empty(after=(graph.add_child(chain(device, x, steps)),))
         return graph
 
     assert not parent(LAYERS).diff(parent(LAYERS))
@@ -222,7 +222,7 @@ def test_bodies_that_only_one_has(device: Device, x: ost.Buffer) -> None:
 def test_host_functions_and_fills(device: Device, x: ost.Buffer) -> None:
     def make(function: Callable[[], object], value: int) -> ost.Graph:
         graph = ost.Graph.create(device)
-        graph.add_host(function, (graph.add_memset(x, value, 4),))
+        graph.add_host(function, after=(graph.add_memset(x, value, 4),))
         return graph
 
     def one() -> None: ...

@@ -47,9 +47,9 @@ def everything(device: Device) -> ost.Graph:
     x, y = device.zeros(N, np.float32), device.zeros(N, np.float32)
     graph = ost.Graph.create(device)
     fill = graph.add_memset(x, 7, 4)
-    copy = graph.add_memcpy(y, x, (fill,))
+    copy = graph.add_memcpy(y, x, after=(fill,))
     scale = graph.add_kernel(kernel(device, "scale"), config(N), y, N, after=(copy,))
-    host = graph.add(named("callback"), (copy,))
+    host = graph.add(named("callback"), after=(copy,))
     condition = graph.condition(1)
     loop = graph.add_conditional(ost.ConditionalKind.WHILE, condition, after=(scale, host))
     body = loop.bodies[0]
@@ -59,8 +59,8 @@ def everything(device: Device) -> ost.Graph:
     child = ost.Graph.create(device)
     one = child.add_memset(x, 0)
     child.add_memset(y, 0, after=(one,))
-    inside = graph.add_child(child, (loop.node,))
-    graph.add_empty((inside, fill))
+    inside = graph.add_child(child, after=(loop.node,))
+    graph.add_empty(after=(inside, fill))
     return graph
 
 
@@ -213,7 +213,7 @@ def programmatic(device: Device) -> ost.Graph:
     first = graph.add_kernel(kernel(device, "scale"), config(N), x, N)
     operation = ost.prepare(kernel(device, "scale"), config(N), x, N)
     data = EdgeData(from_port=1, type=EdgeType.PROGRAMMATIC)
-    graph.add(operation.params, (first,), edge_data=(data,), operation=operation)
+    graph.add(operation.params, after=(first,), edge_data=(data,), operation=operation)
     return graph
 
 
@@ -250,7 +250,7 @@ def test_dot_is_balanced_and_has_all_nodes(device: Device) -> None:
 def test_names_are_escaped(device: Device, show) -> None:
     graph = ost.Graph.create(device)
     node = graph.add(named(NASTY))
-    graph.add(named("\ud800"), (node,))
+    graph.add(named("\ud800"), after=(node,))
     text = show(graph.outline())
     assert not set(text) & set("\x00\x1b\u202e")
     if show is to_dot:
@@ -330,7 +330,7 @@ def test_what_is_too_much_is_left_out_and_said(device: Device) -> None:
     graph = ost.Graph.create(device)
     after: tuple[ost.Node, ...] = ()
     for number in range(60):
-        after = (graph.add(named(f"step {number}"), after),)
+        after = (graph.add(named(f"step {number}"), after=after),)
     names = boxes(to_svg(graph.outline(), max_nodes=11))
     assert names[:5] == [f"step {n}" for n in range(5)]
     assert names[5] == "… 50 nodes not drawn"
@@ -341,7 +341,7 @@ def test_a_run_that_repeats_is_shortened_too(device: Device) -> None:
     graph = ost.Graph.create(device)
     after: tuple[ost.Node, ...] = ()
     for number in range(25):
-        after = (graph.add(named(f"step {number % 12}"), after),)
+        after = (graph.add(named(f"step {number % 12}"), after=after),)
     names = boxes(to_svg(graph.outline(), max_nodes=8))
     assert names[:2] == ["step 0", "2 times: nodes 1 to 24"]
     assert names[5:8] == ["step 4", "… 4 nodes not drawn", "step 9"]
@@ -451,7 +451,7 @@ def test_edges_pass_beside_boxes(host_device: Device, seed: int) -> None:
     graph, nodes = ost.Graph.create(host_device), list[ost.Node]()
     for number in range(rng.choice([5, 40, 160])):
         after = rng.sample(nodes[-9:], min(len(nodes), rng.randint(0, 1 + seed % 3)))
-        nodes.append(graph.add(named(f"step {number}"), after))
+        nodes.append(graph.add(named(f"step {number}"), after=after))
     svg = to_svg(graph.outline())
     edges = [p for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("class") == "edge"]
     assert len(edges) == len(graph.edges) + bool(graph.edges), "each edge, and the legend's"
@@ -475,7 +475,7 @@ def test_any_graph_can_be_shown(data: st.DataObject) -> None:
             params = data.draw(
                 st.sampled_from([EmptyNodeParams()]) | st.text(max_size=50).map(named)
             )
-            nodes.append(graph.add(params, after))
+            nodes.append(graph.add(params, after=after))
         limit = data.draw(st.integers(1, 30))
         inside(to_svg(graph.outline(), max_nodes=limit))
         bare = outside_quotes(to_dot(graph.outline()))

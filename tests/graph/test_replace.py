@@ -52,7 +52,9 @@ def test_edges_keep_their_data(device: Device) -> None:
     graph, scale = ost.Graph.create(device), operation(device, "scale", x)
     for _ in range(3):
         data = [early] * len(nodes[-1:])
-        nodes.append(graph.add(scale.params, nodes[-1:], edge_data=data or None, operation=scale))
+        nodes.append(
+            graph.add(scale.params, after=nodes[-1:], edge_data=data or None, operation=scale)
+        )
     graph.replace(nodes[1], operation(device, "halve", x))
     assert [edge.data for edge in graph.edges] == [early, early]
 

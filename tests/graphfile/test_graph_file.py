@@ -259,8 +259,8 @@ def test_all_kinds_of_nodes_come_back(host_device: Device, stream: ost.Stream, p
     wait = graph.add_event_wait(event, after=[record])
     alloc = graph.add_alloc(8, after=[wait])
     memory = alloc.alloc.address
-    copied = graph.add(ost_memcpy(memory, y.address, 8), [alloc])
-    back = graph.add(ost_memcpy(y.address + 4, memory, 4), [copied])
+    copied = graph.add(ost_memcpy(memory, y.address, 8), after=[alloc])
+    back = graph.add(ost_memcpy(y.address + 4, memory, 4), after=[copied])
     free = graph.add_free(memory, after=[back])
     graph.add_empty(after=[free])
     ost.graphfile.save(

@@ -72,7 +72,7 @@ class Drawn:
                 self._add(graph, "add_memcpy", target, source)
             case 3 if source.address != target.address:
                 half = MemcpyNodeParams(target.address, source.address, 8, N // 2, 1, 8, 8)
-                graph.add(half, graph.nodes[-1:], keep=[target, source])
+                graph.add(half, after=graph.nodes[-1:], keep=[target, source])
             case _:
                 self._add(graph, "add_memset", target, rng.randrange(1 << 16), 2)
                 self._accumulate(graph, source, target)

@@ -273,22 +273,22 @@ class GraphRules(World):
 
     def add(self, graph: ost.Graph, op: Op, after: tuple[ost.Node, ...]) -> ost.Node:
         if isinstance(op, Copy):
-            return graph.add_memcpy(self.buffer(op.dst), self.buffer(op.src), after)
+            return graph.add_memcpy(self.buffer(op.dst), self.buffer(op.src), after=after)
         if isinstance(op, Fill):
-            return graph.add_memset(self.buffer(op.dst), op.value, 4, after)
+            return graph.add_memset(self.buffer(op.dst), op.value, 4, after=after)
         if isinstance(op, Mark):
-            return graph.add_host(op.token, after)
+            return graph.add_host(op.token, after=after)
         if isinstance(op, Signal):
             assert isinstance(op.event, ost.Event)
-            return graph.add_event_record(op.event, after)
+            return graph.add_event_record(op.event, after=after)
         if isinstance(op, Through):
-            alloc = graph.add_alloc(4 * op.n, after)
+            alloc = graph.add_alloc(4 * op.n, after=after)
             between, shape = alloc.alloc.address, config(op.n)
             affine = kernel(self.device, "affine")
             src, dst = self.pointer(op.src), self.pointer(op.dst)
             put = graph.add_kernel(affine, shape, between, src, op.m, 0, op.n, after=[alloc])
             took = graph.add_kernel(affine, shape, dst, between, 1, 0, op.n, after=[put])
-            return graph.add_free(between, [took])
+            return graph.add_free(between, after=[took])
         found, shape, arguments = self.launch(op)
         return graph.add_kernel(found, shape, *arguments, after=after)
 
@@ -309,11 +309,11 @@ class GraphRules(World):
         last = self.add_all(graph, ops)
         assert last is not None
         if of.graph.closed or of.dangling:
-            self.refuses(lambda: graph.add_child(of.graph, [last]))
+            self.refuses(lambda: graph.add_child(of.graph, after=[last]))
         elif of.single:
-            self.refuses(lambda: graph.add_child(of.graph, [last]), GraphError)
+            self.refuses(lambda: graph.add_child(of.graph, after=[last]), GraphError)
         else:
-            child = graph.add_child(of.graph, [last])
+            child = graph.add_child(of.graph, after=[last])
             end = self.op(specs[0])
             self.add(graph, end, (child,))
             ops += [Child(rewritten(of.ops, _again)), end]

@@ -75,7 +75,7 @@ def a_recording_knows_no_fork(right: Method, self: Any, *args: Any) -> None:
 
 @mutation(Graph, "add_event_record")
 def an_event_node_records_nothing(right: Method, self: Graph, event: Any, after: Any = ()) -> Any:
-    return self.add_empty(after)
+    return self.add_empty(after=after)
 
 
 @mutation(Shadow, "_commit")

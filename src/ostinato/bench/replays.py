@@ -99,12 +99,12 @@ class Replays:
 
         def mark() -> None:
             events.append(self.device.create_event(timing=True))
-            last[:] = [graph.add_event_record(events[-1], last)]
+            last[:] = [graph.add_event_record(events[-1], after=last)]
 
         for _ in range(_EVENT_PAIRS + 1):
             mark()
         for operation in self.operations:
-            last[:] = [graph.add_operation(_plain(operation), last)]
+            last[:] = [graph.add_operation(_plain(operation), after=last)]
             mark()
         times: list[list[float]] = []
         run = graph.instantiate(upload=self.stream)

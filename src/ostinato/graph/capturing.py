@@ -276,7 +276,7 @@ class _Session(Tap):
                     location=location,
                 )
             try:
-                node = graph.add(params, record.after, keep=(owner,), line=record.line)
+                node = graph.add(params, after=record.after, keep=(owner,), line=record.line)
                 if record.gate is not None:
                     graph.add_edges([(node, record.gate)])
             except GraphError as error:

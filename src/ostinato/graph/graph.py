@@ -262,8 +262,8 @@ class Graph(Closeable):
     def add(
         self,
         params: NodeParams,
-        after: Sequence[NodeRef] = (),
         *,
+        after: Sequence[NodeRef] = (),
         edge_data: Sequence[EdgeData] | None = None,
         keep: Iterable[object] = (),
         operation: Operation | None = None,
@@ -377,9 +377,9 @@ class Graph(Closeable):
             if isinstance(inner, ChildGraphNodeParams):
                 self._label_copies(labels, inner.graph, copy)
 
-    def add_operation(self, operation: Operation, after: Sequence[NodeRef] = ()) -> Node:
+    def add_operation(self, operation: Operation, *, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a node for a prepared operation."""
-        return self.add(operation.params, after, operation=operation)
+        return self.add(operation.params, after=after, operation=operation)
 
     def add_operations(self, operations: Sequence[Operation]) -> list[Node]:
         """Adds operations as a recording of them would: edges from what each reads and writes.
@@ -406,7 +406,7 @@ class Graph(Closeable):
             nodes.append(
                 self.add(
                     operation.params,
-                    [nodes[i] for i in after[index]],
+                    after=[nodes[i] for i in after[index]],
                     edge_data=edge_data(recorded, index, before, after[index]),
                     operation=operation,
                     line=entry.line,
@@ -419,9 +419,9 @@ class Graph(Closeable):
         self, kernel: Kernel, config: LaunchConfig, *args: object, after: Sequence[NodeRef] = ()
     ) -> Node:
         """Adds a kernel launch.  Raises InputError if the arguments do not fit."""
-        return self.add_operation(prepare_node(kernel, config, args), after)
+        return self.add_operation(prepare_node(kernel, config, args), after=after)
 
-    def add_memcpy(self, dst: Buffer, src: Buffer, after: Sequence[NodeRef] = ()) -> Node:
+    def add_memcpy(self, dst: Buffer, src: Buffer, *, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a copy between two buffers of the same number of bytes, which is not 0.
 
         Raises InputError also for buffers that overlap in part.
@@ -430,29 +430,36 @@ class Graph(Closeable):
         if not params.width:
             raise InputError("a node copies 1 byte or more")
         return self.add_operation(
-            Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src)), after
+            Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src)), after=after
         )
 
     def add_memset(
-        self, dst: Buffer, value: int, element_size: int = 1, after: Sequence[NodeRef] = ()
+        self,
+        dst: Buffer,
+        value: int,
+        element_size: int = 1,
+        *,
+        after: Sequence[NodeRef] = (),
     ) -> Node:
         """Adds a fill of a buffer with a pattern of 1, 2 or 4 bytes.
 
         Raises InputError as `GraphExec.set_memset` does.
         """
         params = fill_params(dst, value, element_size)
-        return self.add_operation(Operation(params, "memset", (), (dst.range,), (dst,)), after)
+        return self.add_operation(
+            Operation(params, "memset", (), (dst.range,), (dst,)), after=after
+        )
 
-    def add_host(self, function: Callable[[], object], after: Sequence[NodeRef] = ()) -> Node:
+    def add_host(self, function: Callable[[], object], *, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a call of a Python function.  It must not call the driver."""
         require_callable(function)
-        return self.add(HostNodeParams(function), after, keep=(function,))
+        return self.add(HostNodeParams(function), after=after, keep=(function,))
 
-    def add_empty(self, after: Sequence[NodeRef] = ()) -> Node:
+    def add_empty(self, *, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a node that does nothing but join."""
-        return self.add(EmptyNodeParams(), after)
+        return self.add(EmptyNodeParams(), after=after)
 
-    def add_child(self, graph: Graph, after: Sequence[NodeRef] = ()) -> Node:
+    def add_child(self, graph: Graph, *, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a copy of another graph as one node; the other may be closed or changed after it."""
         if not isinstance(graph, Graph):
             raise InputError(
@@ -461,21 +468,21 @@ class Graph(Closeable):
             )
         self.context.require_same(graph.context, "add_child: the graph", "the one around it is of")
         graph.require_launchable(as_part=True)
-        return self.add(ChildGraphNodeParams(graph.handle), after, keep=(graph, *graph.kept))
+        return self.add(ChildGraphNodeParams(graph.handle), after=after, keep=(graph, *graph.kept))
 
-    def add_event_record(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
+    def add_event_record(self, event: Event, *, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a record of an event, which the graph keeps: each launch records it."""
         return self.add(
-            EventRecordNodeParams(handle_of(event, self.context)), after, keep=(event.owner,)
+            EventRecordNodeParams(handle_of(event, self.context)), after=after, keep=(event.owner,)
         )
 
-    def add_event_wait(self, event: Event, after: Sequence[NodeRef] = ()) -> Node:
+    def add_event_wait(self, event: Event, *, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a wait for an event's last record, which the graph keeps."""
         return self.add(
-            EventWaitNodeParams(handle_of(event, self.context)), after, keep=(event.owner,)
+            EventWaitNodeParams(handle_of(event, self.context)), after=after, keep=(event.owner,)
         )
 
-    def add_alloc(self, nbytes: int, after: Sequence[NodeRef] = ()) -> Node:
+    def add_alloc(self, nbytes: int, *, after: Sequence[NodeRef] = ()) -> Node:
         """Adds an allocation; `node.alloc.address` is where it will be, for nodes after it.
 
         Without a free node in this graph the memory stays after a launch, until a graph with a free
@@ -485,15 +492,16 @@ class Graph(Closeable):
         size = whole_number(nbytes)
         if size is None or size < 1:
             raise InputError(f"nbytes={nbytes!r}: a whole number of 1 or more is needed")
-        return self.add(AllocNodeParams(size), after)
+        return self.add(AllocNodeParams(size), after=after)
 
-    def add_free(self, address: int, after: Sequence[NodeRef] = ()) -> Node:
+    def add_free(self, address: int, *, after: Sequence[NodeRef] = ()) -> Node:
         """Frees the memory of an alloc node."""
-        return self.add(FreeNodeParams(address), after)
+        return self.add(FreeNodeParams(address), after=after)
 
     def add_batch_mem_op(
         self,
         operations: Sequence[MemOp],
+        *,
         after: Sequence[NodeRef] = (),
         keep: Iterable[object] = (),
     ) -> Node:
@@ -501,7 +509,7 @@ class Graph(Closeable):
 
         `keep` is kept alive with the graph: the memory at the operations' addresses.
         """
-        return self.add(BatchMemOpNodeParams(tuple(operations)), after, keep=keep)
+        return self.add(BatchMemOpNodeParams(tuple(operations)), after=after, keep=keep)
 
     def condition(self, default: int = 0, *, reset_at_launch: bool = True) -> ConditionalHandle:
         """A condition that kernels set, for one conditional node of this graph.
@@ -535,7 +543,7 @@ class Graph(Closeable):
         """
         if not isinstance(kind, ConditionalKind):
             raise InputError(f"kind={kind!r}: ConditionalKind.IF, WHILE or SWITCH is needed")
-        node = self.add(ConditionalNodeParams(handle, kind, size), after)
+        node = self.add(ConditionalNodeParams(handle, kind, size), after=after)
         return Conditional(self, node)
 
     def add_edges(self, edges: Sequence[tuple[NodeRef, NodeRef]]) -> None:
@@ -588,7 +596,7 @@ class Graph(Closeable):
         try:
             new = self.add(
                 operation.params,
-                [edge.source for edge in before],
+                after=[edge.source for edge in before],
                 edge_data=[edge.data for edge in before],
                 operation=operation,
             )

@@ -1,0 +1,259 @@
+"""Random programs of what a function uses: each call of the graphed function must give what the
+plain one gives, whatever was changed between the calls."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from ostinato.interop.graphed import Graphed
+from tests.interop.library import Lib
+
+Make = Callable[..., Graphed]
+
+HEAD = """
+import collections, contextvars, dataclasses, functools, os, threading, types, weakref
+
+class Space: pass
+
+def passing_on(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+    return wrapper
+"""
+
+HOLDERS: dict[str, tuple[str, str, str]] = {
+    "a global": ("{n} = 1.0", "{n}", "{n} = {v}"),
+    "an object": ("{n} = Space(); {n}.k = 1.0", "{n}.k", "{n}.k = {v}"),
+    "a deep object": (
+        "{n} = Space(); {n}.a = Space(); {n}.a.b = Space(); {n}.a.b.k = 1.0",
+        "{n}.a.b.k",
+        "{n}.a.b.k = {v}",
+    ),
+    "an object that is replaced": (
+        "{n} = Space(); {n}.a = Space(); {n}.a.k = 1.0",
+        "{n}.a.k",
+        "{n}.a = Space(); {n}.a.k = {v}",
+    ),
+    "a list": ("{n} = [0.0, 1.0]", "{n}[1]", "{n}[1] = {v}"),
+    "a dict": ("{n} = {{'k': [1.0]}}", "{n}['k'][0]", "{n}['k'][0] = {v}"),
+    "a default dict": (
+        "{n} = collections.defaultdict(list); {n}['k'].append(1.0)",
+        "{n}['k'][0]",
+        "{n}['k'] = [{v}]",
+    ),
+    "an object of a dict": ("{n} = {{1: Space()}}; {n}[1].k = 1.0", "{n}[1].k", "{n}[1].k = {v}"),
+    "a class": ("class {n}: k = 1.0", "{n}.k", "{n}.k = {v}"),
+    "a base class": (
+        "class Base{n}: k = 1.0\nclass {n}(Base{n}): pass",
+        "{n}().k",
+        "Base{n}.k = {v}",
+    ),
+    "slots": (
+        "class Slots{n}: __slots__ = ('k',)\n{n} = Slots{n}(); {n}.k = 1.0",
+        "{n}.k",
+        "{n}.k = {v}",
+    ),
+    "a record": (
+        "@dataclasses.dataclass\nclass Record{n}: k: float\n{n} = Record{n}(1.0)",
+        "{n}.k",
+        "{n}.k = {v}",
+    ),
+    "a default": ("def {n}(k=1.0): return k", "{n}()", "{n}.__defaults__ = ({v},)"),
+    "a keyword's default": (
+        "def {n}(*, k=1.0): return k",
+        "{n}()",
+        "{n}.__kwdefaults__ = {{'k': {v}}}",
+    ),
+    "an attribute of a function": (
+        "def {n}(): return {n}.k\n{n}.k = 1.0",
+        "{n}()",
+        "{n}.k = {v}",
+    ),
+    "code": (
+        "def {n}(): return 1.0",
+        "{n}()",
+        "{n}.__code__ = (lambda: {v}).__code__",
+    ),
+    "a function that is replaced": ("{n} = lambda: 1.0", "{n}()", "{n} = lambda: {v}"),
+    "a method that is replaced": (
+        "class Of{n}:\n    def k(self): return 1.0\n{n} = Of{n}()",
+        "{n}.k()",
+        "Of{n}.k = lambda self: {v}",
+    ),
+    "a closure": (
+        "def make{n}():\n    k = [1.0]\n    return (lambda: k[0]), k\n{n}, cell{n} = make{n}()",
+        "{n}()",
+        "cell{n}[0] = {v}",
+    ),
+    "a variable of a closure": (
+        "def make{n}():\n    k = 1.0\n    def put(v):\n        nonlocal k\n        k = v\n"
+        "    return (lambda: k), put\n{n}, put{n} = make{n}()",
+        "{n}()",
+        "put{n}({v})",
+    ),
+    "a module": ("{n} = types.ModuleType('{n}'); {n}.k = 1.0", "{n}.k", "{n}.k = {v}"),
+    "a context variable": (
+        "{n} = contextvars.ContextVar('{n}'); {n}.set(1.0)",
+        "{n}.get()",
+        "{n}.set({v})",
+    ),
+    "the environment": (
+        "os.environ['{n}'] = '1.0'",
+        "float(os.environ['{n}'])",
+        "os.environ['{n}'] = '{v}'",
+    ),
+    "a weak reference": (
+        "strong{n} = Space(); strong{n}.k = 1.0; {n} = weakref.ref(strong{n})",
+        "{n}().k",
+        "strong{n}.k = {v}",
+    ),
+    "a thread's own": ("{n} = threading.local(); {n}.k = 1.0", "{n}.k", "{n}.k = {v}"),
+    "a partial": (
+        "{n} = functools.partial(lambda k: k, 1.0)",
+        "{n}()",
+        "{n} = functools.partial(lambda k: k, {v})",
+    ),
+    "a chain of maps": (
+        "under{n} = {{'k': 1.0}}; {n} = collections.ChainMap({{}}, under{n})",
+        "{n}['k']",
+        "under{n}['k'] = {v}",
+    ),
+}
+"""How something is made that holds a number, how it is read, and how it is changed."""
+
+ARRAYS: dict[str, tuple[str, str, str]] = {
+    "an array": ("{n} = LIB.array([1.0] * 4)", "{n}", "{n} = LIB.array([{v}] * 4)"),
+    "an array of an object": (
+        "{n} = Space(); {n}.w = LIB.array([1.0] * 4)",
+        "{n}.w",
+        "{n}.w = LIB.array([{v}] * 4)",
+    ),
+    "an array that is written": ("{n} = LIB.array([1.0] * 4)", "{n}", "{n}.shift({v})"),
+    "an array of layers": (
+        "{n} = [Space() for _ in range(2)]\nfor each in {n}: each.w = [LIB.array([1.0] * 4)]",
+        "{n}[1].w[0]",
+        "{n}[1].w[0] = LIB.array([{v}] * 4)",
+    ),
+}
+"""The same of something that holds an array."""
+
+CALLED: dict[str, tuple[str, str]] = {
+    "a function": ("def {n}():\n    return {e}", "{n}()"),
+    "a decorated function": ("@passing_on\ndef {n}():\n    return {e}", "{n}()"),
+    "a function in a function": (
+        "def {n}():\n    def inner():\n        return {e}\n    return inner()",
+        "{n}()",
+    ),
+    "a comprehension": ("def {n}():\n    return [{e} for _ in range(1)][0]", "{n}()"),
+    "a generator": ("def {n}():\n    yield {e}", "next({n}())"),
+    "a function in a list": ("{n} = [None, lambda: {e}]", "{n}[1]()"),
+    "a function in a dict": ("{n} = {{'f': lambda: {e}}}", "{n}['f']()"),
+    "a function of an object": ("{n} = Space(); {n}.f = lambda: {e}", "{n}.f()"),
+    "a method": (
+        "class Of{n}:\n    def go(self): return self.inner()\n    def inner(self): return {e}\n"
+        "{n} = Of{n}()",
+        "{n}.go()",
+    ),
+    "a method of a base class": (
+        "class Base{n}:\n    def go(self): return {e}\n"
+        "class Of{n}(Base{n}):\n    def go(self): return super().go()\n{n} = Of{n}()",
+        "{n}.go()",
+    ),
+    "a static method": (
+        "class {n}:\n    @staticmethod\n    def go(): return {e}",
+        "{n}.go()",
+    ),
+    "a class method": ("class {n}:\n    @classmethod\n    def go(cls): return {e}", "{n}.go()"),
+    "a property": (
+        "class Of{n}:\n    @property\n    def go(self): return {e}\n{n} = Of{n}()",
+        "{n}.go",
+    ),
+    "a new object": (
+        "class {n}:\n    def __init__(self): self.k = {e}\n    def go(self): return self.k",
+        "{n}().go()",
+    ),
+    "an object that is called": (
+        "class Of{n}:\n    def __call__(self): return {e}\n{n} = Of{n}()",
+        "{n}()",
+    ),
+    "a context manager": (
+        "class {n}:\n    def __enter__(self): return {e}\n    def __exit__(self, *error): pass\n"
+        "def with{n}():\n    with {n}() as k:\n        return k",
+        "with{n}()",
+    ),
+    "a function of a module": (
+        "{n} = types.ModuleType('{n}'); {n}.f = lambda: {e}",
+        "{n}.f()",
+    ),
+    "a bound method": (
+        "class Of{n}:\n    def go(self): return {e}\n{n} = Of{n}().go",
+        "{n}()",
+    ),
+}
+"""How something is made that is called for an expression, and how."""
+
+
+def programme(seed: int) -> tuple[str, list[str]]:
+    """The source of a module with a function `f`, and statements that change what it uses."""
+    chance = random.Random(seed)
+    source, changes, known = [HEAD], [], []
+    numbers = chance.randint(1, 3)
+    for number in range(numbers + 1):  # the last one holds an array
+        among = HOLDERS if number < numbers else ARRAYS
+        made, read, change = among[chance.choice([*among])]
+        source.append(made.format(n=f"H{number}"))
+        known.append(read.format(n=f"H{number}"))
+        changes += [change.format(n=f"H{number}", v=value) for value in (1.0, 2.0, 3.0)]
+    for number in range(chance.randint(0, 4)):
+        made, call = CALLED[chance.choice([*CALLED])]
+        place = chance.randrange(len(known))
+        source.append(made.format(n=f"C{number}", e=f"({known[place]})"))
+        known[place] = call.format(n=f"C{number}")
+    *scales, array = known
+    source.append(f"def f(x):\n    return x.line({' + '.join(scales)}), {array}.line(2.0)")
+    return "\n".join(source), changes
+
+
+def run(lib: Lib, make: Make, seed: int) -> int:
+    """Runs a program; how many replays there were."""
+    source, changes = programme(seed)
+    chance = random.Random(seed)
+    module = types.ModuleType(f"programme_{seed}")
+    sys.modules[module.__name__] = module
+    vars(module)["LIB"] = lib
+    try:
+        exec(source, vars(module))
+        step = make(module.f)
+        x = lib.array(np.ones(4))
+        log = []
+        for _ in range(14):
+            if chance.random() < 0.4:
+                log.append(chance.choice(changes))
+                exec(log[-1], vars(module))
+            log.append("f(x)")
+            wanted, found = ([one.numpy() for one in each(x)] for each in (module.f, step))
+            assert np.array_equal(wanted, found), "\n".join([source, *log, f"{found}, {wanted}"])
+        replays = step.statistics().replays
+        step.close()
+        return replays
+    finally:
+        del sys.modules[module.__name__]
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_random_programs_of_what_a_function_uses(lib: Lib, make: Make, part: int) -> None:
+    replays = [run(lib, make, seed) for seed in range(part * 50, part * 50 + 50)]
+    assert sum(number > 0 for number in replays) > 40, "most programs have something to replay"
+
+
+@pytest.mark.slow
+def test_many_random_programs_of_what_a_function_uses(lib: Lib, make: Make) -> None:
+    for seed in range(1000, 6000):
+        run(lib, make, seed)
