@@ -139,7 +139,7 @@ class ProductBench:
     def launch(self, name: str, kind: str, shape: PackedShape) -> kc.CudaLaunch:
         tuning = replace(self.base, packed={name: shape})
         head = "embed" if self.config.tied_embeddings else "head"
-        cut = kc.Cut(self.config, 1, tuning, {_MATRICES.get(name, head): self.how(name, kind)})
+        cut = kc.Lowering(self.config, 1, tuning, {_MATRICES.get(name, head): self.how(name, kind)})
         call = next(c for c in decode_program(self.config) if PRODUCTS.get(c.kernel) == name)
         return cut.launch([call], after="embed")
 

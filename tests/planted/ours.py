@@ -127,7 +127,7 @@ _FAULTS = (
     Fault(
         "padding-is-checked-without-any",
         "A graph that was checked without padding is not checked again once it has some.",
-        "ostinato.step.entry:Kept.is_checked",
+        "ostinato.step.entry:CachedGraph.is_checked",
         " and padded <= known",
         "",
         (FOOTGUNS + "checks.py::test_a_first_check_without_padding_is_repeated_with_some",),
@@ -177,7 +177,7 @@ _FAULTS = (
     Fault(
         "padding-of-one-size-is-enough",
         "A graph that was checked with padding of one size is not checked with that of another.",
-        "ostinato.step.entry:Kept.is_checked",
+        "ostinato.step.entry:CachedGraph.is_checked",
         "padded <= known",
         "bool(known or not padded)",
         (FOOTGUNS + "checks.py::test_padding_of_each_size_is_checked",),
@@ -578,7 +578,7 @@ _FAULTS = (
         "host-bytes-are-recorded",
         "Bytes that the host copied during a recording are not in the graph, and no error says so.",
         "ostinato.graph.recording:Recording.entering",
-        "elif entry is Entry.ONCE:",
+        "elif kind is CallKind.ONCE:",
         "elif False:",
         (FOOTGUNS + "captures.py::test_what_cannot_be_recorded_breaks_the_recording",),
     ),
@@ -893,8 +893,8 @@ _FAULTS = (
         "switched-off-node-is-recorded",
         "A recording of a changed graph gives the graph as it was before the change.",
         "ostinato.graph.executable:GraphExec._launch_slowly",
-        "Entry.ONCE if other else Entry.WORK",
-        "Entry.WORK",
+        "CallKind.ONCE if other else CallKind.WORK",
+        "CallKind.WORK",
         (FOOTGUNS + "captures.py::test_a_recorded_launch_has_the_patches_of_its_executable",),
     ),
     # --- memory under graphs

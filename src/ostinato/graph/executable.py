@@ -34,7 +34,7 @@ from ostinato.driver.api import (
     not_null,
 )
 from ostinato.driver.closeable import Closeable, elsewhere
-from ostinato.driver.context import Context, Entry
+from ostinato.driver.context import CallKind, Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.launcher import Launcher, packer
@@ -357,7 +357,7 @@ class GraphExec(Launcher, Closeable):
         before = self._before_launch
         if before is not None:  # such a graph never gets the short way of launching
             if self.context.taps:
-                stream.enter("a graph with something to do before each launch", Entry.ONCE)
+                stream.enter("a graph with something to do before each launch", CallKind.ONCE)
             if stream.is_capturing:
                 raise CaptureError(
                     "an executable cannot be launched into a capture (the capture goes on)"
@@ -389,13 +389,13 @@ class GraphExec(Launcher, Closeable):
             )
         # A graph that is made of this launch holds the definition.
         if self.graph.closed:
-            stream.enter("a graph whose definition is closed", Entry.ONCE)
+            stream.enter("a graph whose definition is closed", CallKind.ONCE)
             self._launch_checked(stream)
             return
         other = self.changed
         stream.enter(
             "a graph that was changed since it was made" if other else "graph",
-            Entry.ONCE if other else Entry.WORK,
+            CallKind.ONCE if other else CallKind.WORK,
         )
         child = ChildGraphNodeParams(self.graph.handle)
         self._launch_checked(stream)
@@ -423,7 +423,7 @@ class GraphExec(Launcher, Closeable):
                 "before the capture (the capture goes on)"
             )
         upload = self.context.driver.exec_upload
-        stream.guarded("upload", lambda h: upload(handle, h), Entry.ORDER)
+        stream.guarded("upload", lambda h: upload(handle, h), CallKind.ORDER)
         self._prepare(stream)
 
     # --- reading

@@ -55,7 +55,7 @@ from ostinato.interop.reading.recheck import (
     MOST_HOT,
     TIMED,
     Checks,
-    Hot,
+    ShortWay,
     checked,
     eager,
     recheck,
@@ -153,7 +153,7 @@ class Graphed(Guarded):
         # way here.
         self._nesting = new_lock()
         self._calls = 0
-        self._hot: tuple[Hot, ...] = ()
+        self._hot: tuple[ShortWay, ...] = ()
         """Short ways for calls like the last, of the state as it is now."""
         self._ways: tuple[Callable[[tuple[Any, ...], dict[str, Any]], Any], ...] = ()
         """Their calls."""
@@ -519,7 +519,7 @@ class Graphed(Guarded):
     def _heat(self, line: Line, work: _Work, key: Any, reason: str) -> None:
         """Looks for a short way for calls like this one, which was just replayed, or runs eagerly
         for a reason that stays."""
-        hot: Hot | None = None
+        hot: ShortWay | None = None
         if key is _ALL:
             hot = eager(line, None, reason)
         else:
@@ -537,7 +537,7 @@ class Graphed(Guarded):
             kept = [one for one in self._hot if one.line is not line][: MOST_HOT - 1]
             self._set_hot(hot, *kept)
 
-    def _set_hot(self, *hot: Hot) -> None:
+    def _set_hot(self, *hot: ShortWay) -> None:
         """Replaces the short ways by these."""
         for one in self._hot:
             if one not in hot:

@@ -53,7 +53,7 @@ _WHOLE = ("embed", "attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Shard:
     """What a rank has of a tensor: `first` to `stop` of its rows (`axis` 0) or columns (1); all of
     it if `axis` is None."""
 
@@ -124,16 +124,16 @@ class Sharding:
         """The token of the first row of this rank's output head."""
         return self.rank * self.vocabulary
 
-    def cut(self, name: str) -> Cut:
+    def cut(self, name: str) -> Shard:
         """What this rank has of a tensor, by canonical name.  Raises UnsupportedModelError for a
         tensor that is not known here."""
         last = name.rpartition(".")[2]
         if last in _WHOLE:
-            return Cut()
+            return Shard()
         p, rank, size = self.part, self.rank, self.part.head_size
         if last in ("wk", "wv", "bk", "bv"):
             first = self.first_kv_head * size
-            return Cut(0, first, first + self.kv_heads * size)
+            return Shard(0, first, first + self.kv_heads * size)
         axis, width = {
             "wq": (0, p.heads * size),
             "bq": (0, p.heads * size),
@@ -145,7 +145,7 @@ class Sharding:
         }.get(last, (None, 0))
         if axis is None:
             raise UnsupportedModelError(f"the tensor {name!r} cannot be split over ranks yet")
-        return Cut(axis, rank * width, (rank + 1) * width)
+        return Shard(axis, rank * width, (rank + 1) * width)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors of this rank by canonical name, in the order of use; the output head is one

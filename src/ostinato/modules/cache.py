@@ -53,7 +53,7 @@ from ostinato.errors import (
 )
 from ostinato.modules.compiler import (
     Compiled,
-    Failure,
+    CompileFailure,
     Plan,
     Question,
     ask,
@@ -155,7 +155,7 @@ class ModuleCache(Closeable):
         self._lock = new_lock()
         self._makers: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
         """Locks: of a key that is being made, held by its maker and wanted by those who wait."""
-        self._failed: OrderedDict[bytes, Failure] = OrderedDict()
+        self._failed: OrderedDict[bytes, CompileFailure] = OrderedDict()
         # Counts hits, and its numbers are the times of last use: one call without a lock.
         self._clock = itertools.count(1)
         self._not_hits = 0
@@ -375,7 +375,7 @@ class ModuleCache(Closeable):
                 raise
             message = f"the driver refuses {source.name} ({compiled.kind}): {error}"
             lasting = compiled.inputs.fixed
-            raise self._failure(plan, Failure(message, error.detail, lasting)) from error
+            raise self._failure(plan, CompileFailure(message, error.detail, lasting)) from error
 
     def _compile(self, plan: Plan) -> Compiled:
         start = time.perf_counter()
@@ -384,11 +384,11 @@ class ModuleCache(Closeable):
             if plan.source.kind == "cuda":
                 self._compiles += 1
                 self._compile_seconds += time.perf_counter() - start
-        if isinstance(made, Failure):
+        if isinstance(made, CompileFailure):
             raise self._failure(plan, made)
         return made
 
-    def _failure(self, plan: Plan, failure: Failure) -> CompileError:
+    def _failure(self, plan: Plan, failure: CompileFailure) -> CompileError:
         with self._lock:
             self._failures += 1
             if failure.lasting:

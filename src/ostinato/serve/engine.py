@@ -24,7 +24,7 @@ from enum import StrEnum
 from ostinato.errors import ContextPoisonedError, LogitsError, OstinatoError
 from ostinato.models import AnswerText, DecoderStatistics, SamplingOptions, TextGenerator
 from ostinato.modules import CacheStatistics as ModuleStatistics
-from ostinato.serve.scheduler import Action, Decode, Place, Read, Scheduler
+from ostinato.serve.scheduler import Action, Admit, Decode, Read, Scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -388,7 +388,7 @@ class Engine:
             self._guarded(tuple(self._together), self._read_together)
             return True
         match action:
-            case Place():
+            case Admit():
                 self._guarded((action.slot,), lambda: self._place(action))
             case Read():
                 self._guarded((action.slot,), lambda: self._read(action))
@@ -419,7 +419,7 @@ class Engine:
                     self._end(number, End.FAILED, words)
                 self._scheduler.forget(slot)
 
-    def _place(self, action: Place) -> None:
+    def _place(self, action: Admit) -> None:
         with self._lock:
             entry = self._entries.get(action.request)
         if entry is None:
@@ -446,7 +446,7 @@ class Engine:
     def _joins(self, action: Action | None) -> bool:
         """Whether it can be done before the ends of prompts that were gathered are read."""
         match action:
-            case Place():
+            case Admit():
                 return action.slot not in self._together and action.source not in self._together
             case Read():
                 held = sum(map(len, self._together.values()))

@@ -154,7 +154,7 @@ class GraphTables:
         return graph
 
 
-class Frozen:
+class HostFrozenGraph:
     """What a definition held when this was made (`api.FrozenGraph`)."""
 
     def __init__(self, graph: GraphDefinition) -> None:

@@ -86,7 +86,7 @@ from ostinato.driver.api import (
     UpdateOutcome,
 )
 from ostinato.driver.forking import new_lock, switch_off_in_children
-from ostinato.driver.host.definition import Frozen, GraphTables, Node, check_edge_data
+from ostinato.driver.host.definition import GraphTables, HostFrozenGraph, Node, check_edge_data
 from ostinato.driver.host.executable import Executable, check_instantiable
 from ostinato.driver.host.handles import Table, new_handle
 from ostinato.driver.host.memory import bytes_of
@@ -651,7 +651,7 @@ class HostDriver:
     ) -> FrozenGraph:
         with self._entered("graph_freeze") as call:
             definition = self._graphs.find(call, graph)
-            return Frozen(definition)
+            return HostFrozenGraph(definition)
 
     def graph_add_node(
         self,

@@ -46,7 +46,7 @@ from ostinato.interop.reading.objects import (
     same,
 )
 from ostinato.interop.reading.places import (
-    Place,
+    ReadPlace,
     data_in,
     data_of,
     forget_methods,
@@ -86,7 +86,7 @@ class Walker(Protocol):
         """Before each place of the function itself, and before those of functions that it calls."""
         ...
 
-    def place(self, place: Place, value: Any) -> None: ...
+    def place(self, place: ReadPlace, value: Any) -> None: ...
 
     def array(self, path: Trail, array: Any) -> None: ...
 
@@ -193,7 +193,7 @@ class _Reading:
     def start(self) -> None:
         self.starts.append((len(self.tokens), len(self.arrays)))
 
-    def place(self, place: Place, value: Any) -> None:
+    def place(self, place: ReadPlace, value: Any) -> None:
         pass
 
     def array(self, path: Trail, array: Any) -> None:
@@ -345,10 +345,10 @@ class Guards:
         self._learned: dict[tuple[type, frozenset[str]], _Methods] = {}
         self._function = function
         self._called: weakref.WeakKeyDictionary[
-            types.FunctionType, tuple[types.CodeType, tuple[Place, ...]]
+            types.FunctionType, tuple[types.CodeType, tuple[ReadPlace, ...]]
         ] = weakref.WeakKeyDictionary()
         """Functions that it may call, their code, and the places in it."""
-        self.places: tuple[Place, ...] = ()
+        self.places: tuple[ReadPlace, ...] = ()
         self._codes: list[tuple[types.FunctionType, types.CodeType]] = []
         """The functions whose places these are, and the code that they were found in."""
         self._look()
@@ -406,7 +406,7 @@ class Guards:
                     self._visit_place(walker, place, ((function.__name__,), place.name), met)
         return met
 
-    def _visit_place(self, walker: Walker, place: Place, path: Trail, met: _Met) -> None:
+    def _visit_place(self, walker: Walker, place: ReadPlace, path: Trail, met: _Met) -> None:
         value = place.read()
         walker.place(place, value)
         if type(value) in ATOMS:
@@ -414,7 +414,7 @@ class Guards:
         else:
             self._visit(walker, path, value, 0, met)
 
-    def _places_of_called(self, function: types.FunctionType) -> tuple[Place, ...]:
+    def _places_of_called(self, function: types.FunctionType) -> tuple[ReadPlace, ...]:
         known = self._called.get(function)
         if known is None or known[0] is not function.__code__:
             places = places_of_called(function, self._named)

@@ -151,13 +151,13 @@ def lower_with_library(
     Raises UnsupportedModelError: more than MAX_ROWS rows may sample in their last one only.
     """
     require_supported(config, rows, most=PIECE_ROWS)
-    cut = LibraryCut(config, rows, tuning, single, formats or {}, multiprocessors)
+    lowering = LibraryLowering(config, rows, tuning, single, formats or {}, multiprocessors)
     made: list[Lowered | BoundCall] = []
     for call in program:
         if not isinstance(call, KernelCall):
             made.append(call)
             continue
-        for one in cut.lower(call):
+        for one in lowering.lower(call):
             # Programmatic only between two kernels of ours: the library's do not support it, and
             # what unpacks does not wait.
             early = tuning.programmatic and bool(made) and not _unpacks(one)
@@ -182,7 +182,7 @@ def _piece_attention() -> Source:
     return kc.source_of("piece_attention", {"piece_attention": _PIECE_ATTENTION})
 
 
-class LibraryCut:
+class LibraryLowering:
     """A config, a number of rows and tunings, made into launches and products."""
 
     def __init__(
@@ -197,8 +197,8 @@ class LibraryCut:
         self.config, self.rows, self.formats = config, rows, formats
         # Without the tuning's `start_next`: it was measured with other kernels as neighbours.
         tuning = replace(tuning, start_next={}, block=None)
-        self.own = kc.Cut(config, rows, tuning, formats, multiprocessors, library=True)
-        self.single = kc.Cut(config, 1, single, formats, multiprocessors)
+        self.own = kc.Lowering(config, rows, tuning, formats, multiprocessors, library=True)
+        self.single = kc.Lowering(config, 1, single, formats, multiprocessors)
 
     def lower(self, call: KernelCall) -> Iterable[Lowered]:
         """The launches of one call; none of them programmatic yet."""

@@ -210,7 +210,7 @@ def lower(
     ):
         # It reads bfloat16, and leaves the residual in parts.
         chosen = without_block(chosen, config, multiprocessors=multiprocessors)
-    cut = Cut(config, rows, chosen, formats or {}, multiprocessors)
+    lowering = Lowering(config, rows, chosen, formats or {}, multiprocessors)
     launches: list[CudaLaunch | Kept] = []
     rest = list(program)
     while rest:
@@ -220,12 +220,12 @@ def lower(
             del rest[0]
             continue
         calls = [first]
-        if chosen.block is not None and calls[0].kernel == cut.blocked[0]:
-            calls = [call for call in rest[: len(cut.blocked)] if isinstance(call, KernelCall)]
+        if chosen.block is not None and calls[0].kernel == lowering.blocked[0]:
+            calls = [call for call in rest[: len(lowering.blocked)] if isinstance(call, KernelCall)]
         del rest[: len(calls)]
         before, following = launches[-1] if launches else None, rest[0] if rest else None
-        launches.extend(cut.launches(calls, getattr(before, "kernel", None), following))
-    return tuple(cut.prefetching(launches))
+        launches.extend(lowering.launches(calls, getattr(before, "kernel", None), following))
+    return tuple(lowering.prefetching(launches))
 
 
 def rounded_buffers(
@@ -258,7 +258,7 @@ def workspace_bytes(
     chosen = tuning or default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
-    return Cut(config, rows, chosen, formats or {}, multiprocessors).workspace_bytes
+    return Lowering(config, rows, chosen, formats or {}, multiprocessors).workspace_bytes
 
 
 def shape_macro(name: str) -> str:
@@ -325,7 +325,7 @@ def source_of(
 
 
 @dataclass(frozen=True)
-class Cut:
+class Lowering:
     """A config, a number of rows and a tuning, made into macros and grids."""
 
     config: LlamaConfig
