@@ -34,9 +34,9 @@ from ostinato.serve.metrics import CONTENT_TYPE, Metrics
 from ostinato.serve.protocol import (
     ApiError,
     Chat,
+    CompletionRequest,
     Kind,
     Prompt,
-    Wanted,
     answer_object,
     chunk_object,
     model_object,
@@ -134,7 +134,7 @@ class Service:
             raise _refusal(numbers)
         return _Answering(self, wanted, jobs, numbers, inbox)
 
-    async def _made(self, wanted: Wanted) -> list[Job]:
+    async def _made(self, wanted: CompletionRequest) -> list[Job]:
         """The jobs of a request.  Raises ApiError, before the work of a template and a tokenizer is
         done where there is no room for them anyway; requests that are at it take room, too."""
         count = len(wanted.prompts) * wanted.n
@@ -169,7 +169,7 @@ class Service:
             ) from None
         return bytes(body)
 
-    def _jobs(self, wanted: Wanted) -> list[Job]:
+    def _jobs(self, wanted: CompletionRequest) -> list[Job]:
         """A job for each answer.  May take time: a chat template and a tokenizer run."""
         decoder = self.engine.generator.decoder
         context, vocabulary = decoder.plan.sizes.context, decoder.config.vocabulary
@@ -212,7 +212,7 @@ class Service:
             return tuple(generator.encode(prompt.messages))
         return tuple(generator.encode(prompt, chat=False)) if isinstance(prompt, str) else prompt
 
-    def _max_tokens(self, wanted: Wanted, room: int) -> int:
+    def _max_tokens(self, wanted: CompletionRequest, room: int) -> int:
         limit = self.limits.max_tokens
         if wanted.max_tokens is None:
             return room if limit is None else min(limit, room)
@@ -428,7 +428,7 @@ class _Answering(Response):
     def __init__(
         self,
         service: Service,
-        wanted: Wanted,
+        wanted: CompletionRequest,
         jobs: Sequence[Job],
         numbers: tuple[int, ...],
         inbox: _Inbox,

@@ -40,7 +40,7 @@ import numpy as np
 from ostinato.interop.reading.objects import (
     Missing,
     Watch,
-    Watcher,
+    WatchingLibrary,
     attributes_of,
     items_in,
     same,
@@ -334,7 +334,7 @@ class _Drops:
 class Guards:
     """The guards of one function."""
 
-    def __init__(self, function: Callable[..., Any], library: Watcher) -> None:
+    def __init__(self, function: Callable[..., Any], library: WatchingLibrary) -> None:
         self._library = library
         self._known: dict[int, _Known] = {}
         self._serials = itertools.count()

@@ -16,7 +16,7 @@ from ostinato import (
     open_device,
 )
 from ostinato.errors import InputError
-from ostinato.interop.reading.objects import Watcher
+from ostinato.interop.reading.objects import WatchingLibrary
 from ostinato.interop.reading.padding import Padding
 from ostinato.lowlevel import new_lock
 from ostinato.settings import graphs_enabled
@@ -40,7 +40,7 @@ class NoMemory(NotGraphable):
     """The device had no memory for a capture: another one may succeed later."""
 
 
-class Library(Watcher, Protocol):
+class Library(WatchingLibrary, Protocol):
     """What a library does for `Graphed`."""
 
     device: Device
