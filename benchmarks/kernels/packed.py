@@ -169,7 +169,9 @@ class ProductBench:
 
 
 def _with_weight(launch: kc.CudaLaunch) -> kc.CudaLaunch:
-    given = tuple((n, kc.Bound("one") if n == "weight" else v) for n, v in launch.arguments)
+    given = tuple(
+        (n, kc.BufferArgument("one") if n == "weight" else v) for n, v in launch.arguments
+    )
     return replace(launch, arguments=given)
 
 

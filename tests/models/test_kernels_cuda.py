@@ -35,7 +35,7 @@ from ostinato.models.program import (
     OPTIONS,
     SAMPLE,
     STOP_TOKENS,
-    Bound,
+    BufferArgument,
     decode_program,
 )
 from ostinato.models.sharding import Sharding, shard_program
@@ -1146,7 +1146,7 @@ def test_a_step_gives_the_same_bits_every_time(cuda_device: Device, name: str, r
 
 def test_sample_reads_what_head_found() -> None:
     launches = kc.lower(decode_program(SMALL), SMALL, rows=1, context=100)
-    assert dict(launches[-2].arguments)["workspace"] == Bound("workspace")
+    assert dict(launches[-2].arguments)["workspace"] == BufferArgument("workspace")
 
 
 def test_an_mlp_beside_launches_apart_is_cut_for_them() -> None:

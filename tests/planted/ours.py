@@ -657,7 +657,7 @@ _FAULTS = (
     Fault(
         "patch-at-another-offset",
         "A patched argument is written at the place of the first one.",
-        "ostinato.graph.executable:Argument._renew",
+        "ostinato.graph.executable:ArgumentSetter._renew",
         "self._live = slot.offset, pointer, live",
         "self._live = 0, pointer, live",
         (EXECUTABLE + "test_patch_one_argument",),
@@ -704,7 +704,7 @@ _FAULTS = (
     Fault(
         "patched-buffer-is-dropped",
         "An executable does not keep the buffer that an argument was patched to.",
-        "ostinato.graph.executable:Argument._write",
+        "ostinato.graph.executable:ArgumentSetter._write",
         "live.owners[place] = owner",
         "live.owners[place] = None",
         (CHANGES + "test_a_patched_buffer_lives_as_long_as_it_is_pointed_at",),

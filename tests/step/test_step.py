@@ -29,7 +29,7 @@ from ostinato.errors import (
     driver_error,
 )
 from ostinato.explain import ReplayProfile
-from ostinato.interop.reading.library import Options
+from ostinato.interop.reading.library import GraphedOptions
 from ostinato.settings import ReplaySettings
 from ostinato.step import Action, Decision, GraphCache, HeldReplay, PowersOfTwo, Reason
 from ostinato.testing import FaultyDriver
@@ -902,7 +902,7 @@ def test_checks_are_off_by_either_word(device: Device) -> None:
     for word in ("off", None):
         assert Rows(device, verify=word, slots=()).step.verify == "off"
         given = {"static": (), "dynamic": None, "buckets": None, "padding": None}
-        assert Options.given(verify=word, **given).verify == "off"
+        assert GraphedOptions.given(verify=word, **given).verify == "off"
 
 
 def test_held_replays_are_profiled_too(device: Device) -> None:

@@ -37,16 +37,16 @@ from ostinato.errors import (
     OutOfMemoryError,
 )
 from ostinato.interop.reading.arguments import Arguments
-from ostinato.interop.reading.checking import Arrays
+from ostinato.interop.reading.checking import CallEffects
 from ostinato.interop.reading.folding import MOST, Fold, Folds
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Guarded, Guards
 from ostinato.interop.reading.library import (
     CaptureDisturbed,
+    GraphedOptions,
     Library,
     NoMemory,
     NotGraphable,
-    Options,
     Turns,
 )
 from ostinato.interop.reading.recheck import (
@@ -101,7 +101,7 @@ class Graphed(Guarded):
         self,
         function: Callable[..., Any],
         library: Library,
-        options: Options,
+        options: GraphedOptions,
         cache: GraphCache,
         *,
         name: str,
@@ -1000,7 +1000,7 @@ class _Work(Work):
 
         captured = line.captured()
         assert captured is not None and line.counts is not None
-        memory = Arrays(door._subject, line, captured, self.given)
+        memory = CallEffects(door._subject, line, captured, self.given)
         report = check_runs(memory, eager, replay, once=True)
         self.made = None
         if report.finding is None:

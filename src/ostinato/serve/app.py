@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from ostinato.errors import InputError, ModelError, OstinatoError
 from ostinato.models import SamplingOptions
-from ostinato.serve.engine import End, Engine, Job, Refused, Update
+from ostinato.serve.engine import End, Job, Rejection, ServingEngine, Update
 from ostinato.serve.metrics import CONTENT_TYPE, Metrics
 from ostinato.serve.protocol import (
     ApiError,
@@ -61,9 +61,9 @@ _CHARACTERS_PER_TOKEN = 64
 """What is longer does not fit the context and is not given to the one tokenizer, which would be at
 work on it for seconds while others wait.  Tokens of text have 3 to 5."""
 _REFUSALS = {
-    Refused.FULL: (429, "the server is full: try again", "rate_limit_error", "queue_full"),
-    Refused.STOPPING: (503, "the server is stopping", "server_error", "stopping"),
-    Refused.FAILED: (503, "the server has failed and ends", "server_error", "failed"),
+    Rejection.FULL: (429, "the server is full: try again", "rate_limit_error", "queue_full"),
+    Rejection.STOPPING: (503, "the server is stopping", "server_error", "stopping"),
+    Rejection.FAILED: (503, "the server has failed and ends", "server_error", "failed"),
 }
 _ENDS = {
     End.DEADLINE: (504, "the answer was not complete in time", "timeout_error", "deadline"),
@@ -88,7 +88,7 @@ class Service:
     what requests do not name.  `keys`: of which a client must have one; none for no such check.
     `hosts`: what clients may call the server; none for any."""
 
-    engine: Engine
+    engine: ServingEngine
     metrics: Metrics
     model: str
     sampling: SamplingOptions
@@ -130,7 +130,7 @@ class Service:
             numbers = self.engine.submit(jobs, listeners)
         except InputError as error:
             raise ApiError(400, str(error), param="stop") from None
-        if isinstance(numbers, Refused):
+        if isinstance(numbers, Rejection):
             raise _refusal(numbers)
         return _Answering(self, wanted, jobs, numbers, inbox)
 
@@ -374,9 +374,9 @@ def _no_model(name: str) -> ApiError:
     return ApiError(404, words, param="model", code="model_not_found")
 
 
-def _refusal(refused: Refused) -> ApiError:
+def _refusal(refused: Rejection) -> ApiError:
     status, words, kind, code = _REFUSALS[refused]
-    headers = {"retry-after": "1"} if refused is Refused.FULL else {"connection": "close"}
+    headers = {"retry-after": "1"} if refused is Rejection.FULL else {"connection": "close"}
     return ApiError(status, words, kind=kind, code=code, headers=headers)
 
 

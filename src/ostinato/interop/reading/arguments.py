@@ -11,7 +11,7 @@ from typing import Any
 
 from ostinato.errors import InputError
 from ostinato.interop.reading.kept import HostSnapshot
-from ostinato.interop.reading.library import Library, NotGraphable, Options
+from ostinato.interop.reading.library import GraphedOptions, Library, NotGraphable
 from ostinato.interop.reading.objects import ObjectWatch, holders_of, same
 from ostinato.interop.reading.records import Dynamic, ReadCall
 from ostinato.interop.reading.trees import (
@@ -32,7 +32,7 @@ class Arguments:
     Raises InputError for options that name a parameter which the function does not have."""
 
     def __init__(
-        self, function: Callable[..., Any], name: str, library: Library, options: Options
+        self, function: Callable[..., Any], name: str, library: Library, options: GraphedOptions
     ) -> None:
         self._library, self._options = library, options
         self._array_types = {library.array_type}

@@ -16,7 +16,7 @@ from ostinato import GraphCache
 from ostinato.interop.reading.arguments import Arguments
 from ostinato.interop.reading.guards import Guards
 from ostinato.interop.reading.kept import HostSnapshot
-from ostinato.interop.reading.library import Library, Options, Turns
+from ostinato.interop.reading.library import GraphedOptions, Library, Turns
 from ostinato.interop.reading.places import code_of, lines_of
 from ostinato.interop.reading.records import Captured, ReadCall
 from ostinato.interop.reading.trees import Unknown
@@ -34,7 +34,7 @@ class Subject:
     function: Callable[..., Any]
     name: str
     library: Library
-    options: Options
+    options: GraphedOptions
     arguments: Arguments
     guards: Guards | None
     """None if it uses nothing besides its arguments, or if that is not looked at."""

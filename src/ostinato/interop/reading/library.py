@@ -1,4 +1,4 @@
-"""What a library does for `Graphed` (`Library`), and what is asked of it (`Options`)."""
+"""What a library does for `Graphed` (`Library`), and what is asked of it (`GraphedOptions`)."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class GraphedOptions:
     """How a function is graphed; `graphed` of each library says what they mean."""
 
     static: tuple[str, ...] = ()
@@ -277,7 +277,7 @@ class Options:
         padding: Mapping[str, float] | None,
         verify: Literal["off", "first"] | int | None,
         **others: Any,
-    ) -> Options:
+    ) -> GraphedOptions:
         """Of the arguments of `graphed`.  Raises InputError for those that do not fit together."""
         for what, names in (("buckets", buckets), ("padding", padding)):
             if names is not None and dynamic is None:

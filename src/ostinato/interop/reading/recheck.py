@@ -28,10 +28,10 @@ from ostinato.interop.reading.guards import (
     contents_of,
     size_of,
 )
-from ostinato.interop.reading.library import Library, Options
+from ostinato.interop.reading.library import GraphedOptions, Library
 from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
 from ostinato.interop.reading.places import ReadPlace
-from ostinato.interop.reading.records import Attached, Captured, Line, ReadCall
+from ostinato.interop.reading.records import AttachedGradient, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Leaf, children_of, is_plain, plain_token
 from ostinato.lowlevel import load_extension
 
@@ -170,7 +170,7 @@ class Checks:
         self._add("READS", slot, held, reads, values, len(values))
 
     # --- of the arguments
-    def arguments(self, names: Sequence[str], args: Sequence[Any], options: Options) -> None:
+    def arguments(self, names: Sequence[str], args: Sequence[Any], options: GraphedOptions) -> None:
         self._slots = len(args)
         for slot, (name, value) in enumerate(zip(names, args, strict=True)):
             if name in options.static:
@@ -510,7 +510,7 @@ def eager(line: Line, match: Match | None, reason: str) -> ShortWay:
 def checked(
     subject: Subject,
     work: ReadCall,
-    attached: Sequence[Attached],
+    attached: Sequence[AttachedGradient],
     seen: tuple[list[Any], list[int], Hashable],
     note: Callable[[Checks], None],
 ) -> Any:

@@ -26,7 +26,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Attached:
+class AttachedGradient:
     """What a captured function did to an array's gradient, which a replay is to do."""
 
     array: Any
@@ -80,7 +80,7 @@ class Captured:
     """its result; both for its file, and None if it is not to be saved."""
     rebound: bool = False
     """Whether it was bound to other memory than it was captured with."""
-    attached: tuple[Attached, ...] = ()
+    attached: tuple[AttachedGradient, ...] = ()
     """The gradients that the function gives, or adds to."""
     compared: bool = False
     """Whether its inputs were compared with the arguments after a replay."""

@@ -17,7 +17,7 @@ from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
-from ostinato.interop.reading.records import Attached, Bound, Captured, Line, ReadCall
+from ostinato.interop.reading.records import AttachedGradient, Bound, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Tree, Unknown
 from ostinato.lowlevel import every_node, replace_small_fills
 
@@ -153,7 +153,7 @@ class Maker:
         captured = Captured(
             attached=tuple(
                 [
-                    Attached(array, name, one, other)
+                    AttachedGradient(array, name, one, other)
                     for (array, name, one), (_, _, other) in attached
                     if not (one is other is None)
                 ]
