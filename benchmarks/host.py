@@ -30,7 +30,7 @@ import ostinato as ost
 from benchmarks import common
 from benchmarks.peers.llama_peer import LLAMA_CPP, LlamaCpp
 from ostinato.bench.decode import prompt_tokens
-from ostinato.bench.ways import Contestant, DecoderWay, Way
+from ostinato.bench.ways import Contestant, DecoderWay, LaunchMode
 from ostinato.models import Decoder
 from ostinato.models.files.store import pull
 from ostinato.models.host.packed_kernels import default_threads, description
@@ -127,7 +127,7 @@ def measure(way: str, path: str, *, tokens: int, prompt: int) -> dict[str, float
         ost.open_device("host") as device,
         Decoder(device, path, max_context=_POSITIONS, stop_tokens=()) as decoder,
     ):
-        return numbers(DecoderWay(Way(OURS), decoder), tokens, prompt)
+        return numbers(DecoderWay(LaunchMode(OURS), decoder), tokens, prompt)
 
 
 def numbers(one: Contestant, tokens: int, prompt: int) -> dict[str, float]:

@@ -29,7 +29,7 @@ from ostinato.models.cuda.lowering import CudaLaunch
 from ostinato.models.cuda.products import PIECE_ROWS
 from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.plan import PlanSizes
-from ostinato.models.program import ACTIVE, Bound, decode_program
+from ostinato.models.program import ACTIVE, BufferArgument, decode_program
 
 SHAPES, TOKENS = ("1B", "8B"), (1024, 4096, 16384)
 _WAYS = ("FLASH_ATTENTION", "CUDNN_ATTENTION")
@@ -68,7 +68,7 @@ def ours(
         places["product_in"] = out[rows]
         values = {"rows": count, "sequences": 1, "context": tokens}
         given = [
-            places[v.name] if isinstance(v, Bound) else values.get(v, v)
+            places[v.name] if isinstance(v, BufferArgument) else values.get(v, v)
             for _, v in launch.arguments
         ]
         pieces.append((load_kernel(device.modules, launch), launch.config, given))

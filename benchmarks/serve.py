@@ -32,7 +32,7 @@ from benchmarks.serve_clients import Load, Outcome
 from benchmarks.soak import resident
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.shapes import SHAPES, shape_named
-from ostinato.bench.ways import DecoderWay, Way, random_tokens
+from ostinato.bench.ways import DecoderWay, LaunchMode, random_tokens
 from ostinato.models import Decoder, SamplingOptions, TextGenerator, Tokenizer
 from ostinato.models.text.tokenizer_parts import TokenizerParts
 from ostinato.serve.server import ServeOptions, Server
@@ -129,7 +129,7 @@ class Bound:
 
 def bound(decoder: Decoder, count: int, prompt: int, tokens: int) -> Bound:
     """The median of three, after one that captures."""
-    way = DecoderWay(Way("capture"), decoder, owns=False)
+    way = DecoderWay(LaunchMode("capture"), decoder, owns=False)
     decode, both = [], []
     for _ in range(4):
         way.place(count, prompt)

@@ -20,7 +20,7 @@ from benchmarks import common
 from ostinato.bench.floor import measure_bandwidth
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.shapes import shape_named
-from ostinato.bench.ways import DecoderWay, Way, decoder_traffic
+from ostinato.bench.ways import DecoderWay, LaunchMode, decoder_traffic
 from ostinato.models import Decoder
 
 PLANS = (
@@ -63,7 +63,7 @@ def rows_of(
             "shape": shape, "kind": kind, "weights": numbers.weights,
             "weight_bytes": numbers.weight_bytes, "load_seconds": round(loaded, 2),
         }  # fmt: skip
-        way = DecoderWay(Way("capture"), decoder, owns=False)
+        way = DecoderWay(LaunchMode("capture"), decoder, owns=False)
         for batch in batches:
             for _ in range(3):  # eager, captured, replayed
                 way.place(batch, _CONTEXT)

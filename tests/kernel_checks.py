@@ -18,7 +18,7 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import FORMATS, formats_of
 from ostinato.models.cuda.dequantise import dequantise_source, repack_source
 from ostinato.models.cuda.library import lower_with_library, unpack_source
-from ostinato.models.cuda.lowering import CudaLaunch, Cut, lower
+from ostinato.models.cuda.lowering import CudaLaunch, Lowering, lower
 from ostinato.models.cuda.products import PIECE_ROWS
 from ostinato.models.cuda.shapes import LEAST_SHARED, default_tuning, dynamic_shared
 from ostinato.models.program import SAMPLED_ROWS, decode_program, loop_call
@@ -237,7 +237,7 @@ def _launches_of_rank(sharding: Sharding) -> Iterator[CudaLaunch]:
     """Of one rank of several, for one row and for several."""
     part = sharding.part
     for rows in (1, 16):
-        cut = Cut(part, rows, default_tuning(part, rows=rows, context=2048))
+        cut = Lowering(part, rows, default_tuning(part, rows=rows, context=2048))
         for whole_logits in (False, True):
             program = shard_program(decode_program(part), sharding, whole_logits=whole_logits)
             if rows == 1:

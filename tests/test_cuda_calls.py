@@ -350,7 +350,7 @@ def test_edges_with_different_data_go_to_libcuda_in_calls_of_their_own(rig: Rig)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_every_probe_of_a_driver_fault_ends_in_a_finding(
+def test_every_probe_of_a_driver_fault_ends_in_a_result(
     rig: Rig, fault: DriverFault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rig.driver, "stream_create", lambda: StreamHandle(7))

@@ -25,7 +25,7 @@ TOLD = {"verdict": "present", "detail": "seen"}
         ("import time; time.sleep(3600)", 0.5, Verdict.FAILED, "did not end within 0.5 s"),
     ],
 )
-def test_a_probe_ends_in_a_finding_whatever_its_process_does(
+def test_a_probe_ends_in_a_result_whatever_its_process_does(
     program: str, deadline: float, verdict: Verdict, detail: str
 ) -> None:
     found = run_probe([sys.executable, "-c", program], deadline)
@@ -34,8 +34,8 @@ def test_a_probe_ends_in_a_finding_whatever_its_process_does(
 
 def test_no_fault_is_applicable_to_the_cpu_driver() -> None:
     found = survey("host")
-    assert list(found.findings) == [fault.name for fault in FAULTS]
-    for one in found.findings.values():
+    assert list(found.results) == [fault.name for fault in FAULTS]
+    for one in found.results.values():
         assert one.verdict is Verdict.NOT_APPLICABLE and "CPU driver" in one.detail
 
 

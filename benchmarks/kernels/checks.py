@@ -35,7 +35,7 @@ from ostinato.models.program import (
     SAMPLE,
     STATE,
     STOP_TOKENS,
-    Bound,
+    BufferArgument,
     decode_program,
 )
 from ostinato.modules import CompileOptions
@@ -75,7 +75,7 @@ def resolved(value: object, where: Mapping[str, Any], sizes: Mapping[str, int]) 
     """What stands for an argument of a launch: memory by its name, a size, or itself."""
     if isinstance(value, str):
         return sizes[value]
-    if not isinstance(value, Bound):
+    if not isinstance(value, BufferArgument):
         return value
     if value.layer is None:
         return where[value.name]
@@ -315,7 +315,7 @@ class Bench:
 
     def _rounded_places(self, launch: CudaLaunch, rows: int) -> dict[str, Callable[[], np.ndarray]]:
         """Where a launch leaves what the program's call leaves in a buffer of its own."""
-        names = {value.name for _, value in launch.arguments if isinstance(value, Bound)}
+        names = {value.name for _, value in launch.arguments if isinstance(value, BufferArgument)}
         panels = dict(launch.options.defines).get("PANELS")
 
         def read(name: str, width: int) -> np.ndarray:

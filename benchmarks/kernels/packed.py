@@ -139,7 +139,7 @@ class ProductBench:
     def launch(self, name: str, kind: str, shape: PackedShape) -> kc.CudaLaunch:
         tuning = replace(self.base, packed={name: shape})
         head = "embed" if self.config.tied_embeddings else "head"
-        cut = kc.Cut(self.config, 1, tuning, {_MATRICES.get(name, head): self.how(name, kind)})
+        cut = kc.Lowering(self.config, 1, tuning, {_MATRICES.get(name, head): self.how(name, kind)})
         call = next(c for c in decode_program(self.config) if PRODUCTS.get(c.kernel) == name)
         return cut.launch([call], after="embed")
 
@@ -169,7 +169,9 @@ class ProductBench:
 
 
 def _with_weight(launch: kc.CudaLaunch) -> kc.CudaLaunch:
-    given = tuple((n, kc.Bound("one") if n == "weight" else v) for n, v in launch.arguments)
+    given = tuple(
+        (n, kc.BufferArgument("one") if n == "weight" else v) for n, v in launch.arguments
+    )
     return replace(launch, arguments=given)
 
 

@@ -26,7 +26,7 @@ from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.replays import Replays
 from ostinato.bench.report import Result
 from ostinato.bench.shapes import SHAPES, traffic
-from ostinato.bench.ways import DecoderWay, Timed, Times, Way
+from ostinato.bench.ways import DecoderWay, LaunchMode, Timed, Times
 from ostinato.cli.bench import Output, _finish, bench
 from ostinato.device import Device
 from ostinato.models import Decoder, decode_program
@@ -173,7 +173,7 @@ def test_a_prompt_starts_in_an_empty_cache_and_leaves_none(host_device: Device) 
     with random_checkpoint(TINY) as checkpoint:
         decoder = Decoder(host_device, checkpoint, max_context=100, stop_tokens=())
     with decoder:
-        way = DecoderWay(Way("capture"), decoder, owns=True)
+        way = DecoderWay(LaunchMode("capture"), decoder, owns=True)
         first, other = prompt_tokens(TINY.vocabulary, 70, 0), prompt_tokens(TINY.vocabulary, 70, 1)
         assert first != other == prompt_tokens(TINY.vocabulary, 70, 1)
         expected = decoder.prefill(first)
@@ -237,7 +237,7 @@ def test_beginnings_of_a_step_leave_it_as_it_is(host_device: Device, burst: int)
     with random_checkpoint(TINY) as checkpoint:
         decoder = Decoder(host_device, checkpoint, max_context=32, stop_tokens=())
     with decoder:
-        way = DecoderWay(Way("capture"), decoder, owns=False)
+        way = DecoderWay(LaunchMode("capture"), decoder, owns=False)
         way.place(1, 9)
         expected = way.decode(4).tokens
         way.place(1, 9)

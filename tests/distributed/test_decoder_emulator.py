@@ -39,7 +39,9 @@ class EmulatedRank(EmulatedBackend):
         self.emulator = Emulator(threads=True)  # ranks wait for each other
 
     def exchanges_sums(self, config: Any, rows: int, context: int, *, formats: Any) -> bool:
-        return kc.Cut(config, rows, self.tuning(config, rows, context), formats).exchanges_sums()
+        return kc.Lowering(
+            config, rows, self.tuning(config, rows, context), formats
+        ).exchanges_sums()
 
     def bind(
         self, program: Any, config: Any, rows: int, context: int, *, formats: Any

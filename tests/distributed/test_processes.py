@@ -25,7 +25,14 @@ from ostinato.distributed import (
     sockets,
 )
 from ostinato.distributed.launch import first_host
-from ostinato.distributed.sockets import _LENGTHS, Address, Reader, SocketChannel, beat_of, packed
+from ostinato.distributed.sockets import (
+    _LENGTHS,
+    HubAddress,
+    Reader,
+    SocketChannel,
+    beat_of,
+    packed,
+)
 from ostinato.errors import (
     DeadlineError,
     GroupError,
@@ -419,14 +426,14 @@ def test_a_rank_of_another_size_is_refused(rank: int, size: int) -> None:
 
 
 def test_another_token_is_not_let_in() -> None:
-    address = Address.parse(new_group_id(2, deadline=5))
+    address = HubAddress.parse(new_group_id(2, deadline=5))
     with pytest.raises(RankLostError, match="no hub of this group"):
         join_group(f"{address.host}:{address.port}:wrong", rank=0, size=2, deadline=0.5)
 
 
 def test_garbage_does_not_disturb_the_hub() -> None:
     group = new_group_id(1, deadline=20)
-    address = Address.parse(group)
+    address = HubAddress.parse(group)
     hello = {"kind": "hello", "token": "another", "size": 1}
     for data in (
         b"GET / HTTP/1.1\r\n\r\n",
@@ -584,4 +591,4 @@ def test_messages_come_in_pieces() -> None:
 @pytest.mark.parametrize("text", ["", "host", "host:1", "host:x:t", "host:70000:t", ":1:t"])
 def test_ids_that_are_none(text: str) -> None:
     with pytest.raises(InputError, match="id of a group"):
-        Address.parse(text)
+        HubAddress.parse(text)

@@ -10,7 +10,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.interop.graphed import Graphed
-from ostinato.interop.reading.library import Options
+from ostinato.interop.reading.library import GraphedOptions
 from tests.interop.library import Lib
 
 
@@ -28,7 +28,9 @@ def make(lib: Lib) -> Iterator[Callable[..., Graphed]]:
         kept = cache or ost.GraphCache(lib.device)
         name = getattr(function, "__name__", "f")
         made.append(
-            Graphed(function, lib, Options(**options), kept, name=name, owns_cache=cache is None)
+            Graphed(
+                function, lib, GraphedOptions(**options), kept, name=name, owns_cache=cache is None
+            )
         )
         return made[-1]
 

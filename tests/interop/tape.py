@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.interop.graphed import Graphed
-from ostinato.interop.reading.library import NotGraphable, Options
+from ostinato.interop.reading.library import GraphedOptions, NotGraphable
 from ostinato.interop.torch.capturing import explained
 from ostinato.interop.torch.graphing import GraphedModule
 from ostinato.interop.torch.library import Torch
@@ -181,7 +181,7 @@ class _WaitingModule(GraphedModule, _Waiting):
 
 def on_cpu(library: OnCpu, function: Any, **options: Any) -> Any:
     """`graphed` on the CPU.  Close it."""
-    rest: Any = library, Options(**options), ost.GraphCache(library.device)
+    rest: Any = library, GraphedOptions(**options), ost.GraphCache(library.device)
     named: dict[str, Any] = {"name": "f", "owns_cache": True}
     if isinstance(function, torch.nn.Module):
         return _WaitingModule(function, function.forward, *rest, **named)

@@ -18,7 +18,7 @@ from ostinato.driver import launcher
 from ostinato.errors import ClosedError, EagerRunError, InputError, NotAvailableError
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import recheck
-from ostinato.interop.reading.library import NotGraphable, Options, own_cache
+from ostinato.interop.reading.library import GraphedOptions, NotGraphable, own_cache
 from ostinato.interop.reading.padding import Padding
 from tests.interop import library
 from tests.interop.library import Array, Lib, SubArray
@@ -686,7 +686,7 @@ def test_without_a_device_every_call_is_eager_and_says_why(lib: Lib) -> None:
         return Graphed(
             lambda x, by=2.0: x * by,
             lib,
-            Options(**options),
+            GraphedOptions(**options),
             ost.GraphCache(lib.device),
             name="f",
             owns_cache=True,

@@ -19,7 +19,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import EagerRunError, InputError
 from ostinato.interop.reading import recheck
-from ostinato.interop.reading.library import Options
+from ostinato.interop.reading.library import GraphedOptions
 from ostinato.interop.reading.padding import Padding
 from ostinato.interop.reading.recheck import Checks
 
@@ -565,7 +565,7 @@ def test_a_call_in_c_tells_the_graph_where_tensors_lie(make: Any, reads: bool) -
         return change(SimpleNamespace(patch=patch)) is None
 
     checks = Checks(library)
-    checks.arguments(["x"], [x], Options())
+    checks.arguments(["x"], [x], GraphedOptions())
     way = recheck._extension.Way(  # type: ignore[union-attr]
         *(checks.made(1, ()), lock.acquire, lock.release, weakref.ref(captured), turns, stream),
         *(library.maker(), library.address, library.reader if reads else None, 7),

@@ -18,7 +18,7 @@ from ostinato.device import Device
 from ostinato.errors import EagerRunError, InputError
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import recheck
-from ostinato.interop.reading.library import Options
+from ostinato.interop.reading.library import GraphedOptions
 from tests.interop.library import Array, Lib, Stateful
 
 Make = Callable[..., Graphed]
@@ -354,7 +354,9 @@ def test_each_try_of_a_capture_begins_where_the_first_one_did(
         given.calls += 1
         return x.line(float(given.calls))
 
-    with Graphed(f, lib, Options(static=("given",)), cache, name="f", owns_cache=True) as step:
+    with Graphed(
+        f, lib, GraphedOptions(static=("given",)), cache, name="f", owns_cache=True
+    ) as step:
         step(ones(lib), counts)
         assert counts.calls == 1
         step(ones(lib), counts)  # captured, by the second try

@@ -17,7 +17,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import moves
-from ostinato.interop.reading.library import Options
+from ostinato.interop.reading.library import GraphedOptions
 from ostinato.interop.reading.moves import MOST, NAMES, Mover, dense
 from ostinato.interop.reading.padding import Padding
 from ostinato.step.fills import FILL
@@ -137,7 +137,9 @@ def step(mover: Any, host_device: Device) -> Any:
 
     def graphed(function: Any, **options: Any) -> tuple[Graphed, Lib]:
         cache = ost.GraphCache(host_device)
-        made.append(Graphed(function, lib, Options(**options), cache, name="f", owns_cache=True))
+        made.append(
+            Graphed(function, lib, GraphedOptions(**options), cache, name="f", owns_cache=True)
+        )
         return made[-1], lib
 
     yield graphed
@@ -232,7 +234,7 @@ def test_what_the_graph_copies_is_not_copied_again(
         made = x.line(2.0), Array(c.lib, c.shape, c.buffer)
         return (*made, o) if given else made
 
-    options = Options(static=("c", "o"))
+    options = GraphedOptions(static=("c", "o"))
     with Graphed(f, lib, options, cache, name="f", owns_cache=True) as by:
         state = lib.array(numbers(7))
         for start in range(4):
@@ -276,7 +278,9 @@ def test_without_a_compiler_they_are_copied_beside(
     monkeypatch.setattr(moves, "source", fail)
     lib = Lib(host_device)
     cache = ost.GraphCache(host_device)
-    with Graphed(lambda x: x.line(2.0), lib, Options(), cache, name="f", owns_cache=True) as by:
+    with Graphed(
+        lambda x: x.line(2.0), lib, GraphedOptions(), cache, name="f", owns_cache=True
+    ) as by:
         for start in range(4):
             x: Array = lib.array(numbers(start))
             np.testing.assert_array_equal(by(x).numpy(), 2 * numbers(start))

@@ -20,7 +20,7 @@ import ostinato as ost
 from ostinato.errors import InputError
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import stored
-from ostinato.interop.reading.library import Options
+from ostinato.interop.reading.library import GraphedOptions
 from ostinato.interop.reading.padding import Padding
 from ostinato.interop.reading.stored import Stored, Unstable, code_text, text_of
 from tests.interop.library import Array, Lib
@@ -37,7 +37,7 @@ def make(lib: Lib, tmp_path: Path) -> Iterator[Make]:
         step = Graphed(
             function,
             lib,
-            Options(**options),
+            GraphedOptions(**options),
             ost.GraphCache(lib.device),
             name="f",
             owns_cache=True,
@@ -394,7 +394,7 @@ def test_what_cannot_be_saved_says_why(lib: Lib, make: Make) -> None:
     ((_, why),) = step.save().items()
     assert "it gives gradients" in why
     plain = Graphed(
-        lambda x: x, lib, Options(), ost.GraphCache(lib.device), name="f", owns_cache=True
+        lambda x: x, lib, GraphedOptions(), ost.GraphCache(lib.device), name="f", owns_cache=True
     )
     with pytest.raises(InputError, match="store="):
         plain.save()

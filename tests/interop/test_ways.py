@@ -18,7 +18,7 @@ from ostinato.device import Device
 from ostinato.errors import ClosedError
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import recheck
-from ostinato.interop.reading.library import NotGraphable, Options
+from ostinato.interop.reading.library import GraphedOptions, NotGraphable
 from tests.interop.library import Array, Lib
 
 pytestmark = pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
@@ -259,7 +259,9 @@ def test_a_part_of_memory_that_the_function_writes(lib: Lib, make: Any, begin: i
 
 
 def test_a_dropped_function_is_gone(lib: Lib, host_device: Device) -> None:
-    step = Graphed(double, lib, Options(), ost.GraphCache(host_device), name="f", owns_cache=True)
+    step = Graphed(
+        double, lib, GraphedOptions(), ost.GraphCache(host_device), name="f", owns_cache=True
+    )
     heated(step, lib)
     captured, gone = step._hot[0].line.captured, weakref.ref(step)
     gc.disable()

@@ -24,7 +24,7 @@ from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.cuda.tunings import known_of
 from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.plan import PlanSizes
-from ostinato.models.program import ABSENT, Bound, decode_program, loop_call
+from ostinato.models.program import ABSENT, BufferArgument, decode_program, loop_call
 from tests.models.model_files import CONFIG, write_gguf
 
 MODEL = LlamaConfig(
@@ -97,7 +97,7 @@ def test_launches_chain_so_that_each_may_start_early(
     program = decode_program(model, sampled=kind != "not sampled")
     if kind == "loop":
         program = (*program, loop_call())
-    addresses: dict[Bound, int] = {}
+    addresses: dict[BufferArgument, int] = {}
     operations = []
     tuning = default_tuning(model, rows=rows, context=512, clusters=clusters)
     for one in kc.lower(program, model, rows=rows, context=512, tuning=tuning):
@@ -105,7 +105,7 @@ def test_launches_chain_so_that_each_may_start_early(
         parameters = one.signature.parameters
         for parameter, (_, value) in zip(parameters, one.arguments, strict=True):
             if parameter.pointer and value != ABSENT:
-                assert isinstance(value, Bound)
+                assert isinstance(value, BufferArgument)
                 at = MemoryRange(addresses.setdefault(value, 0x1000 * (1 + len(addresses))), 64)
                 reads += [at] if Access.READ in parameter.access else []
                 writes += [at] if Access.WRITE in parameter.access else []
@@ -166,7 +166,7 @@ def test_blocks_fit_gpus_with_99_kib_of_shared_memory(
     assert max(one.config.shared for one in bound) <= (99 - 3) * 1024
     assert (most > (99 - 3) * 1024) == (rows > 1 or inner == 27648)
     # What the launches are given is there, also that of one row with too many inputs.
-    bounds = {v.name for one in bound for _, v in one.arguments if isinstance(v, Bound)}
+    bounds = {v.name for one in bound for _, v in one.arguments if isinstance(v, BufferArgument)}
     buffers = backend.buffers(model, rows)
     assert ("product_in" in bounds) == ("product_in" in buffers) == (rows > 1 or inner == 27648)
 

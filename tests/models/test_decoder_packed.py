@@ -31,7 +31,7 @@ from ostinato.models.cuda.products import PIECE_ROWS
 from ostinato.models.cuda.shapes import MatrixShape, default_tuning
 from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.files.open import open_checkpoint
-from ostinato.models.program import Bound, decode_program
+from ostinato.models.program import BufferArgument, decode_program
 from ostinato.models.weights import load_weights
 from tests.models import reference_llama, test_quantised
 from tests.models.emulated import EmulatedGpu, NumpyProducts
@@ -233,12 +233,12 @@ def test_a_recorded_step_is_a_chain(rows: int, qk_norm: bool) -> None:
     checkpoint = PackedCheckpoint(config, "Q4_K_M", "a chain")
     formats = formats_of(config, lambda name: checkpoint.raw(name).type)
     assert len(set(formats.values())) > 2
-    addresses: dict[Bound, int] = {}
+    addresses: dict[BufferArgument, int] = {}
     operations = []
     for one in kc.lower(decode_program(config), config, rows=rows, context=512, formats=formats):
         reads, writes = [], []
         for parameter, (_, value) in zip(one.signature.parameters, one.arguments, strict=True):
-            if parameter.pointer and isinstance(value, Bound):  # or absent
+            if parameter.pointer and isinstance(value, BufferArgument):  # or absent
                 at = MemoryRange(addresses.setdefault(value, 0x1000 * (1 + len(addresses))), 64)
                 reads += [at] if Access.READ in parameter.access else []
                 writes += [at] if Access.WRITE in parameter.access else []

@@ -27,7 +27,7 @@ from ostinato.models.cuda.bricks import (
     places,
 )
 from ostinato.models.cuda.legal import matrix_problem
-from ostinato.models.cuda.lowering import Cut
+from ostinato.models.cuda.lowering import Lowering
 from ostinato.models.cuda.shapes import (
     MAX_SHARED,
     PRODUCTS,
@@ -208,7 +208,7 @@ def test_inputs_lie_in_panels_where_all_products_read_whole_panels() -> None:
     def panels(config: LlamaConfig, types: dict[str, str], *, clusters: bool = True) -> int:
         tuning = default_tuning(config, rows=32, context=70, clusters=clusters)
         formats = formats_of(config, lambda name: types.get(name.rpartition(".")[2], "BF16"))
-        return Cut(config, 32, tuning, formats).panels
+        return Lowering(config, 32, tuning, formats).panels
 
     assert panels(WHOLE, types_of("Q4_K")) == 2
     assert panels(WHOLE, types_of("Q4_K"), clusters=False) == 0

@@ -35,7 +35,7 @@ from ostinato.models.program import (
     OPTIONS,
     SAMPLE,
     STOP_TOKENS,
-    Bound,
+    BufferArgument,
     decode_program,
 )
 from ostinato.models.sharding import Sharding, shard_program
@@ -227,7 +227,7 @@ def test_products_exchange_sums_only_where_all_blocks_are_resident(
     narrow = shapes.VectorShape(8, 1, 1, 1)
     tuning = replace(tuning, output=narrow, down=narrow)
     assert not problems_of(SMALL, 1, tuning, shared=SMALL_SHARED)
-    assert kc.Cut(SMALL, 1, tuning, **given).exchanges_sums() == exchanges
+    assert kc.Lowering(SMALL, 1, tuning, **given).exchanges_sums() == exchanges
 
 
 def test_products_exchange_sums_only_where_their_shared_memory_fits_together() -> None:
@@ -238,7 +238,7 @@ def test_products_exchange_sums_only_where_their_shared_memory_fits_together() -
         tuning = shapes.default_tuning(config, shared=shared, multiprocessors=32)
         tuning = replace(tuning, down=wide)
         assert not problems_of(config, 1, tuning, shared=shared)
-        assert kc.Cut(config, 1, tuning, multiprocessors=32).exchanges_sums() == exchanges
+        assert kc.Lowering(config, 1, tuning, multiprocessors=32).exchanges_sums() == exchanges
 
 
 def test_a_large_model_keeps_three_launches() -> None:
@@ -1146,7 +1146,7 @@ def test_a_step_gives_the_same_bits_every_time(cuda_device: Device, name: str, r
 
 def test_sample_reads_what_head_found() -> None:
     launches = kc.lower(decode_program(SMALL), SMALL, rows=1, context=100)
-    assert dict(launches[-2].arguments)["workspace"] == Bound("workspace")
+    assert dict(launches[-2].arguments)["workspace"] == BufferArgument("workspace")
 
 
 def test_an_mlp_beside_launches_apart_is_cut_for_them() -> None:

@@ -17,7 +17,7 @@ from ostinato.models.program import (
     FROM_STATE,
     OPTIONS,
     SAMPLE,
-    Bound,
+    BufferArgument,
     decode_program,
     describe,
     loop_call,
@@ -93,7 +93,7 @@ def test_program_matches_the_kernels(sampled: bool, added: dict[str, Any]) -> No
     text = describe(program)
     assert len(text.splitlines()) == len(program) == (8 if sampled else 6) + bool(added)
     assert "cache[0]" in text
-    assert str(Bound("wo", 3)) == "wo[3]"
+    assert str(BufferArgument("wo", 3)) == "wo[3]"
 
 
 def test_five_launches_a_layer() -> None:

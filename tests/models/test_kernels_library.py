@@ -22,7 +22,14 @@ from ostinato.models.cuda import library as kl
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.products import PIECE_ROWS
 from ostinato.models.cuda.shapes import default_tuning
-from ostinato.models.program import ABSENT, ACTIVE, SAMPLED_ROWS, Bound, decode_program, loop_call
+from ostinato.models.program import (
+    ABSENT,
+    ACTIVE,
+    SAMPLED_ROWS,
+    BufferArgument,
+    decode_program,
+    loop_call,
+)
 from tests.emulator.emulator import Emulator
 from tests.models.test_kernels_cuda import FAMILIES, SHAPES, SMALL, OnDevice
 
@@ -77,7 +84,7 @@ def test_every_launch_touches_what_the_one_before_wrote(
             parameters = one.signature.parameters
             for parameter, (_, value) in zip(parameters, one.arguments, strict=True):
                 if parameter.pointer and value != ABSENT:
-                    assert isinstance(value, Bound)
+                    assert isinstance(value, BufferArgument)
                     reads += [place(value)] if Access.READ in parameter.access else []
                     writes += [place(value)] if Access.WRITE in parameter.access else []
         params: Any = KernelNodeParams.__new__(KernelNodeParams)
@@ -120,7 +127,7 @@ def test_what_a_layer_becomes() -> None:
         )
         given = dict(one.arguments)
         assert given["row_count"] == 1
-        assert given["live"] == Bound("live", last=True)
+        assert given["live"] == BufferArgument("live", last=True)
 
 
 def test_steps_of_all_sizes_share_the_kernels_between_products() -> None:
@@ -259,7 +266,7 @@ def check_attention(
     }
     sizes = {"rows": rows, "sequences": sequences, "context": context}
     values = {
-        name: device[value.name] if isinstance(value, Bound) else sizes.get(value, value)
+        name: device[value.name] if isinstance(value, BufferArgument) else sizes.get(value, value)
         for name, value in launch.arguments
     }
     machine.launch(launch, values)

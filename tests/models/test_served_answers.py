@@ -16,7 +16,7 @@ from ostinato.models.generate import TextGenerator
 from ostinato.models.sampling import GREEDY
 from ostinato.models.text.tokenizer import Tokenizer
 from ostinato.models.text.tokenizer_parts import TokenizerParts
-from ostinato.serve.engine import End, Engine, Job, Refused, Update
+from ostinato.serve.engine import End, Job, Rejection, ServingEngine, Update
 from tests.models.proof import FIRST, RELATIVE, SHAPES, kind, on_both
 from tests.models.random_models import RandomModel
 
@@ -70,11 +70,11 @@ def test_every_token_is_one_that_the_decoder_alone_would_choose(
         ]
         jobs = [Job(tuple(p), 3 + 5 * n % 31, GREEDY) for n, p in enumerate(prompts)]
         answers = [Answer() for _ in jobs]
-        with Engine(generator, queue=count, piece=40) as engine:
+        with ServingEngine(generator, queue=count, piece=40) as engine:
             numbers = [engine.submit([j], [a]) for j, a in zip(jobs, answers, strict=True)]
-            assert not [one for one in numbers if isinstance(one, Refused)]
+            assert not [one for one in numbers if isinstance(one, Rejection)]
             for gone in numbers[5::7]:
-                assert not isinstance(gone, Refused)
+                assert not isinstance(gone, Rejection)
                 engine.cancel(gone)
             for answer in answers:
                 assert answer.over.wait(SECONDS)

@@ -251,7 +251,7 @@ def test_the_attention_beside_a_library_is_that_of_the_shape() -> None:
     for rows in (1, 2):
         given: Any = {"rows": rows, "context": 500}
         tuning = shapes.default_tuning(config, clusters=True, **given)
-        cut = kc.Cut(config, rows, tuning, library=True)
+        cut = kc.Lowering(config, rows, tuning, library=True)
         assert cut.macros("attention", {})["ATTENTION_TILED"] == str(int(rows > 1))
         assert cut.macros("attention", {})["ROUND_ATTENDED"] == "1"
     wide = config_of(8, 4, 256, hidden=136, inner=88, vocabulary=67)
@@ -525,7 +525,7 @@ def test_a_step_with_packed_matrices_has_no_warpgroups() -> None:
     tuning = shapes.default_tuning(config, rows=32, clusters=True, warpgroups=True)
     formats = {"layers.3.w_down": packing("w_down", ("Q8_0",), (config.hidden,), config.inner)}
     for packed, wanted in (({}, True), (formats, False)):
-        cut = kc.Cut(config, 32, tuning, packed)
+        cut = kc.Lowering(config, 32, tuning, packed)
         assert {one.warpgroup for one in map(cut.shape, cut.products)} == {int(wanted)}
         launches = kc.lower(
             decode_program(config), config, rows=32, context=2048, tuning=tuning, formats=packed

@@ -266,7 +266,7 @@ def test_a_failed_compile_is_remembered_and_not_stored(tmp_path: Path, monkeypat
 def test_remembered_failures_are_bounded() -> None:
     cache, _ = make_cache()
     for n in range(cache_module._MAX_FAILURES + 5):
-        cache._failed[n.to_bytes(4, "little")] = cache_module.Failure("", "", True)
+        cache._failed[n.to_bytes(4, "little")] = cache_module.CompileFailure("", "", True)
     with pytest.raises(CompileError):
         cache.get_or_compile("nonsense", "k")
     assert len(cache._failed) == cache_module._MAX_FAILURES

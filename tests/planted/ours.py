@@ -127,7 +127,7 @@ _FAULTS = (
     Fault(
         "padding-is-checked-without-any",
         "A graph that was checked without padding is not checked again once it has some.",
-        "ostinato.step.entry:Kept.is_checked",
+        "ostinato.step.entry:CachedGraph.is_checked",
         " and padded <= known",
         "",
         (FOOTGUNS + "checks.py::test_a_first_check_without_padding_is_repeated_with_some",),
@@ -177,7 +177,7 @@ _FAULTS = (
     Fault(
         "padding-of-one-size-is-enough",
         "A graph that was checked with padding of one size is not checked with that of another.",
-        "ostinato.step.entry:Kept.is_checked",
+        "ostinato.step.entry:CachedGraph.is_checked",
         "padded <= known",
         "bool(known or not padded)",
         (FOOTGUNS + "checks.py::test_padding_of_each_size_is_checked",),
@@ -578,7 +578,7 @@ _FAULTS = (
         "host-bytes-are-recorded",
         "Bytes that the host copied during a recording are not in the graph, and no error says so.",
         "ostinato.graph.recording:Recording.entering",
-        "elif entry is Entry.ONCE:",
+        "elif kind is CallKind.ONCE:",
         "elif False:",
         (FOOTGUNS + "captures.py::test_what_cannot_be_recorded_breaks_the_recording",),
     ),
@@ -657,7 +657,7 @@ _FAULTS = (
     Fault(
         "patch-at-another-offset",
         "A patched argument is written at the place of the first one.",
-        "ostinato.graph.executable:Argument._renew",
+        "ostinato.graph.executable:ArgumentSetter._renew",
         "self._live = slot.offset, pointer, live",
         "self._live = 0, pointer, live",
         (EXECUTABLE + "test_patch_one_argument",),
@@ -704,7 +704,7 @@ _FAULTS = (
     Fault(
         "patched-buffer-is-dropped",
         "An executable does not keep the buffer that an argument was patched to.",
-        "ostinato.graph.executable:Argument._write",
+        "ostinato.graph.executable:ArgumentSetter._write",
         "live.owners[place] = owner",
         "live.owners[place] = None",
         (CHANGES + "test_a_patched_buffer_lives_as_long_as_it_is_pointed_at",),
@@ -893,8 +893,8 @@ _FAULTS = (
         "switched-off-node-is-recorded",
         "A recording of a changed graph gives the graph as it was before the change.",
         "ostinato.graph.executable:GraphExec._launch_slowly",
-        "Entry.ONCE if other else Entry.WORK",
-        "Entry.WORK",
+        "CallKind.ONCE if other else CallKind.WORK",
+        "CallKind.WORK",
         (FOOTGUNS + "captures.py::test_a_recorded_launch_has_the_patches_of_its_executable",),
     ),
     # --- memory under graphs

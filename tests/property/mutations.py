@@ -25,7 +25,7 @@ from ostinato.step import buckets, sizes
 from ostinato.step.cache import Table
 from ostinato.step.declared import Declared
 from ostinato.step.engine import Engine
-from ostinato.step.entry import Kept
+from ostinato.step.entry import CachedGraph
 from ostinato.step.flight import Flights
 
 Method = Callable[..., Any]
@@ -169,8 +169,8 @@ def a_cache_gives_the_graph_of_another_key(right: Method, self: GraphCache, key:
     return right(self, others[-1] if others and key in self.table.entries else key)
 
 
-@mutation(Kept, "release")
-def a_held_graph_is_closed_by_the_first_release(right: Method, self: Kept) -> bool:
+@mutation(CachedGraph, "release")
+def a_held_graph_is_closed_by_the_first_release(right: Method, self: CachedGraph) -> bool:
     right(self)
     return self.leaving
 

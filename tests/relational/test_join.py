@@ -30,7 +30,7 @@ from ostinato.errors import (
 from ostinato.relational import Joiner, JoinKey, JoinKind, build_index, hash_join
 from ostinato.relational import joiner as joiner_module
 from ostinato.relational.block import RING_DEPTH
-from ostinato.relational.ring import Turn
+from ostinato.relational.ring import RingTurn
 from ostinato.step import Reason
 from ostinato.testing import FaultyDriver, HeldStream
 from tests import interrupted
@@ -631,7 +631,7 @@ def test_a_lost_join_is_an_error(joiner: Joiner, monkeypatch: pytest.MonkeyPatch
     left, right = column([1, 2]), column([2])
     check(joiner, left, right)
 
-    def not_launched(call: object, enter: Callable[[], Turn]) -> Turn:
+    def not_launched(call: object, enter: Callable[[], RingTurn]) -> RingTurn:
         turn = enter()
         joiner._ring.launched(turn)
         return turn

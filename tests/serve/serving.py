@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ostinato import Device
 from ostinato.models import SamplingOptions, TextGenerator
-from ostinato.serve.engine import End, Engine, Job, Refused, Update
+from ostinato.serve.engine import End, Job, Rejection, ServingEngine, Update
 from tests.models.model_files import write_gguf
 
 if TYPE_CHECKING:
@@ -73,10 +73,10 @@ def job(
     return Job(tokens, max_tokens, SamplingOptions(**sampling), stop)
 
 
-def submit(engine: Engine, one: Job) -> tuple[int, Answer]:
+def submit(engine: ServingEngine, one: Job) -> tuple[int, Answer]:
     answer = Answer()
     numbers = engine.submit([one], [answer])
-    assert not isinstance(numbers, Refused), numbers
+    assert not isinstance(numbers, Rejection), numbers
     return numbers[0], answer
 
 

@@ -15,7 +15,7 @@ from ostinato import Device
 from ostinato.errors import ContextPoisonedError, ModelError
 from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve import engine as engine_module
-from ostinato.serve.engine import End, Engine, Job, Refused, Timing, Update
+from ostinato.serve.engine import End, Job, Rejection, ServingEngine, Timing, Update
 from tests.serve.serving import SECONDS, Answer, alone, job, open_generator, submit, until
 
 HOT = {"temperature": 3.0}
@@ -53,7 +53,7 @@ def test_many_at_once_answer_as_each_alone(
     wanted = [alone(generator, one) for one in jobs]
     assert len({end for _, _, end in wanted}) == 2 and len({text for text, _, _ in wanted}) > 20
     timings: list[Timing] = []
-    with Engine(generator, over=timings.append, **options) as engine:
+    with ServingEngine(generator, over=timings.append, **options) as engine:
         answers = [submit(engine, one)[1] for one in jobs]
         for answer, one in zip(answers, wanted, strict=True):
             check(answer, one)
@@ -73,7 +73,7 @@ def test_many_at_once_answer_as_each_alone(
 
 @pytest.mark.parametrize("piece", [256, 5])
 def test_every_step_is_captured_before_it_is_ready(generator: TextGenerator, piece: int) -> None:
-    with Engine(generator, piece=piece) as engine:
+    with ServingEngine(generator, piece=piece) as engine:
         until(lambda: engine.ready)
         before = engine.statistics().result(SECONDS).decoder
         answers = [submit(engine, one)[1] for one in jobs_of(generator, 9)]
@@ -103,7 +103,7 @@ def test_short_prompts_that_wait_are_read_in_one_step(
     wanted = [alone(generator, one) for one in jobs]
     decoder.reset()
     monkeypatch.setattr(decoder, "prefill_batch", seen)
-    engine = Engine(generator, reuse=False)
+    engine = ServingEngine(generator, reuse=False)
     answers = [Answer() for _ in jobs]
     engine.submit(jobs, answers)
     with engine:
@@ -131,7 +131,7 @@ def test_a_request_joins_those_that_are_decoded(
             super().__call__(update)
 
     first = First()
-    engine = Engine(generator, over=lambda timing: order.append(timing.tokens))
+    engine = ServingEngine(generator, over=lambda timing: order.append(timing.tokens))
     engine.submit([long], [first])
     with engine:
         check(first, wanted[0])
@@ -145,7 +145,7 @@ def test_who_goes_away_costs_others_nothing(generator: TextGenerator) -> None:
     rng = random.Random(5)
     jobs = jobs_of(generator, 40)
     wanted = [alone(generator, one) for one in jobs]
-    with Engine(generator) as engine:
+    with ServingEngine(generator) as engine:
         cancelled, answers = [], []
         for index, one in enumerate(jobs):
             number, answer = submit(engine, one)
@@ -243,7 +243,7 @@ def test_no_answer_holds_what_another_prompt_left_behind(
 
         monkeypatch.setattr(decoder, name, call)
 
-    engine = Engine(generator, queue=len(jobs), piece=(3, 7, 256)[seed])
+    engine = ServingEngine(generator, queue=len(jobs), piece=(3, 7, 256)[seed])
     for name in ("prefill", "extend", "copy_prefix", "keep_common", "run_batch"):
         planted(name)
     chance = random.Random(seed)
@@ -270,12 +270,12 @@ def test_no_answer_holds_what_another_prompt_left_behind(
 
 def test_a_full_engine_refuses_all_of_what_does_not_fit(generator: TextGenerator) -> None:
     one = job(generator, "ab", 60, seed=1, **HOT)
-    engine = Engine(generator, queue=2)  # not started: nothing moves
+    engine = ServingEngine(generator, queue=2)  # not started: nothing moves
     taken = [submit(engine, one)[1] for _ in range(5)]
     two = Answer(), Answer()
-    assert engine.submit([one, one], two) is Refused.FULL
+    assert engine.submit([one, one], two) is Rejection.FULL
     taken.append(submit(engine, one)[1])
-    assert engine.submit([one], [Answer()]) is Refused.FULL
+    assert engine.submit([one], [Answer()]) is Rejection.FULL
     numbers = engine.statistics().result(SECONDS)
     assert (numbers.under_way, numbers.waiting, numbers.refused["full"]) == (6, 6, 3)
     with engine:
@@ -298,7 +298,7 @@ def test_a_deadline_ends_what_waits_and_what_is_decoded(
     monkeypatch.setattr(engine_module, "time", clock)
     generator.decoder.set_stop_tokens(())
     one = job(generator, "ab", 110, seed=1, **HOT)
-    engine = Engine(generator, seconds=30.0)
+    engine = ServingEngine(generator, seconds=30.0)
 
     class Late(Answer):
         def __call__(self, update: Update) -> None:
@@ -318,11 +318,11 @@ def test_a_deadline_ends_what_waits_and_what_is_decoded(
 def test_what_is_under_way_is_answered_before_the_end(generator: TextGenerator) -> None:
     jobs = jobs_of(generator, 20)
     wanted = [alone(generator, one) for one in jobs]
-    engine = Engine(generator)
+    engine = ServingEngine(generator)
     engine.start()
     answers = [submit(engine, one)[1] for one in jobs]
     engine.stop()
-    assert engine.submit([jobs[0]], [Answer()]) is Refused.STOPPING
+    assert engine.submit([jobs[0]], [Answer()]) is Rejection.STOPPING
     engine.close()
     engine.close()
     for answer, one in zip(answers, wanted, strict=True):
@@ -351,7 +351,7 @@ def test_a_step_that_fails_ends_its_own_answers_alone(
 
         monkeypatch.setattr(decoder, name, call)
 
-    with Engine(generator) as engine:
+    with ServingEngine(generator) as engine:
         for name in ("prefill", "extend", "run_batch", "copy_prefix", "keep_common"):
             sometimes(name)
         answers = [submit(engine, one)[1] for one in jobs]
@@ -373,7 +373,7 @@ def test_a_device_that_is_lost_ends_everything(
     def lost(*arguments: Any, **options: Any) -> Any:
         raise ContextPoisonedError(700, "launch")
 
-    with Engine(generator) as engine:
+    with ServingEngine(generator) as engine:
         until(lambda: engine.ready)
         monkeypatch.setattr(generator.decoder, "run_batch", lost)
         answers = [submit(engine, job(generator, "ab", 9))[1] for _ in range(6)]
@@ -381,7 +381,7 @@ def test_a_device_that_is_lost_ends_everything(
             update = answer.wait()
             assert update.end is End.FAILED and "700" in update.words
         until(lambda: engine.failure is not None)
-        assert engine.submit([job(generator, "ab")], [Answer()]) is Refused.FAILED
+        assert engine.submit([job(generator, "ab")], [Answer()]) is Rejection.FAILED
         assert engine.statistics().result(SECONDS).under_way == 0
         assert not engine.ready
 
@@ -395,7 +395,7 @@ def test_pieces_are_gathered_where_steps_are_fast(
     wanted = alone(generator, one)
     for seconds, most in ((1e9, 2), (0.0, 60)):
         monkeypatch.setattr(engine_module, "_GATHER_SECONDS", seconds)
-        with Engine(generator) as engine:
+        with ServingEngine(generator) as engine:
             engine._all_sent = time.monotonic()
             answer = submit(engine, one)[1]
             check(answer, wanted)
@@ -412,8 +412,8 @@ def test_who_does_not_take_an_update_costs_others_nothing(
     def fails(update: Update) -> None:
         raise RuntimeError("not taken")
 
-    with Engine(generator) as engine:
-        assert not isinstance(engine.submit(jobs[:1], [fails]), Refused)
+    with ServingEngine(generator) as engine:
+        assert not isinstance(engine.submit(jobs[:1], [fails]), Rejection)
         answers = [submit(engine, one)[1] for one in jobs]
         for answer, one in zip(answers, wanted, strict=True):
             check(answer, one)
@@ -424,7 +424,7 @@ def test_who_does_not_take_an_update_costs_others_nothing(
 def test_an_engine_that_is_closed_as_it_starts_does_not_warm_up_to_the_end(
     generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, engine = generator.decoder, Engine(generator)
+    decoder, engine = generator.decoder, ServingEngine(generator)
     extend, reads = decoder.extend, []
 
     def held(tokens: Any, *arguments: Any) -> None:
@@ -441,14 +441,14 @@ def test_an_engine_that_is_closed_as_it_starts_does_not_warm_up_to_the_end(
     closer.join(SECONDS)
     assert len(reads) == 1 and not engine.ready and engine.failure is None
     answer = Answer()
-    assert engine.submit([job(generator, "ab")], [answer]) is Refused.STOPPING
+    assert engine.submit([job(generator, "ab")], [answer]) is Rejection.STOPPING
 
 
 def test_numbers_are_given_while_the_thread_ends(
     generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who asks after the thread has looked for the last time is answered all the same."""
-    engine, asked = Engine(generator), []
+    engine, asked = ServingEngine(generator), []
     flush = engine._flush
 
     def late() -> None:
@@ -469,7 +469,7 @@ def test_a_token_without_text_ends_its_answer_alone(
     generator.decoder.set_stop_tokens(())
     good, bad = job(generator, "ab", 20, seed=2, **HOT), job(generator, "xy", 20, seed=3, **HOT)
     wanted = alone(generator, good)
-    engine = Engine(generator)
+    engine = ServingEngine(generator)
     first, (number, second) = submit(engine, good)[1], submit(engine, bad)
     text = engine._entries[number].text
     push = text.push

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.serve.scheduler import Decode, Place, Read, Scheduler, common
+from ostinato.serve.scheduler import Admit, Decode, Read, Scheduler, common
 
 LONGEST = 90
 
@@ -75,7 +75,7 @@ class World:
         if action is None:
             assert not self.live, "something is under way, and nothing is to be done"
             return False
-        if isinstance(action, Place):
+        if isinstance(action, Admit):
             self.place(action)
         elif isinstance(action, Read):
             self.read(action)
@@ -89,7 +89,7 @@ class World:
                 self.choose(action.slot, action.request)
         return True
 
-    def place(self, action: Place) -> None:
+    def place(self, action: Admit) -> None:
         assert action.request == self.waiting.popleft(), "first come, first served"
         self.order.append(action.request)
         prompt = self.live[action.request].prompt
@@ -327,7 +327,7 @@ def test_those_that_decode_step_between_the_pieces_of_a_prompt() -> None:
         if seen[-1] is Decode:
             assert world.scheduler.next() == Decode((0,), single=True)
         world.act()
-    assert seen == [Place, *[Decode, Read] * 4]
+    assert seen == [Admit, *[Decode, Read] * 4]
     assert world.scheduler.next() == Decode((0,), single=False)
 
 

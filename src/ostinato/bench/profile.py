@@ -37,7 +37,7 @@ import ostinato as ost
 from ostinato.bench.floor import Bandwidth, measure_bandwidth
 from ostinato.bench.options import DecodeOptions
 from ostinato.bench.replays import Replays
-from ostinato.bench.ways import Way, decoder_traffic, open_ways
+from ostinato.bench.ways import LaunchMode, decoder_traffic, open_ways
 from ostinato.errors import InputError, NotAvailableError
 from ostinato.models import Checkpoint, Decoder
 
@@ -283,7 +283,7 @@ def profile_subject(
     ways = open_ways(
         device,
         opened,
-        [Way("capture")],
+        [LaunchMode("capture")],
         sequences=batch,
         positions=min(context + 64, checkpoint.config.context_length),
         skipped=skipped,

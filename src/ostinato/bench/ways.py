@@ -115,7 +115,7 @@ def record(kind: str, fields: Mapping[str, object]) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class LaunchMode:
     """How tokens are launched: `graphs` off is launch by launch; `tokens_per_launch` more than 1
     is a WHILE node around the step."""
 
@@ -125,13 +125,13 @@ class Way:
     tokens_per_launch: int = 1
 
 
-def ways_of(tokens_per_launch: Sequence[int]) -> tuple[Way, ...]:
+def ways_of(tokens_per_launch: Sequence[int]) -> tuple[LaunchMode, ...]:
     """Eager, capture and record, and a WHILE for each number of tokens above 1."""
     return (
-        Way("eager", graphs=False),
-        Way("capture"),
-        Way("record", build="record"),
-        *(Way(f"while {n}", tokens_per_launch=n) for n in tokens_per_launch if n > 1),
+        LaunchMode("eager", graphs=False),
+        LaunchMode("capture"),
+        LaunchMode("record", build="record"),
+        *(LaunchMode(f"while {n}", tokens_per_launch=n) for n in tokens_per_launch if n > 1),
     )
 
 
@@ -143,7 +143,7 @@ class DecoderWay:
 
     def __init__(
         self,
-        way: Way,
+        way: LaunchMode,
         decoder: Decoder,
         *,
         owns: bool = True,
@@ -258,7 +258,7 @@ def decoder_traffic(decoder: Decoder, group: Group | None = None) -> Traffic:
 def open_ways(
     device: ost.Device,
     opened: Callable[[], Checkpoint],
-    ways: Sequence[Way],
+    ways: Sequence[LaunchMode],
     *,
     sequences: int,
     positions: int,

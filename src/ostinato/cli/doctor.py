@@ -78,13 +78,13 @@ def _say_faults(as_json: bool) -> None:
     if as_json:
         rows = [
             {"name": name, "verdict": one.verdict.value, "detail": one.detail}
-            for name, one in found.findings.items()
+            for name, one in found.results.items()
         ]
         print(json.dumps({"device": found.device, "driver": found.driver, "faults": rows}))
         return
     say(f"device {found.device}, driver {found.driver}")
     for fault in FAULTS:
-        one = found.findings[fault.name]
+        one = found.results[fault.name]
         say(f"{one.verdict.value:<15} {fault.name}: {fault.what}")
         say(f"{'':<15} {one.detail}")
 

@@ -170,7 +170,7 @@ class _Rank:
 
     def _watch(self) -> None:
         from ostinato.distributed.channel import Failure
-        from ostinato.distributed.sockets import Address, connect
+        from ostinato.distributed.sockets import HubAddress, connect
 
         status = self.process.wait()
         if self._ending or not status:
@@ -178,7 +178,7 @@ class _Rank:
         # Joins in its place and reports it, so that no rank waits for it.  The hub refuses that if
         # the rank had joined: then it has noticed by itself.
         with suppress(OstinatoError):
-            place = [Address.parse(self._group_id)]
+            place = [HubAddress.parse(self._group_id)]
             channel = connect(place, self.rank, self._size, deadline=_GRACE_SECONDS)
             how = self.signalled or f"status {status}"
             text = f"the process of rank {self.rank} ended with {how} before it was in the group"

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from ostinato.distributed.channel import local_channels
 from ostinato.distributed.group import Group, checked_deadline
-from ostinato.distributed.sockets import Address, Hub, connect
+from ostinato.distributed.sockets import Hub, HubAddress, connect
 from ostinato.errors import InputError, NotAvailableError, RankLostError
 from ostinato.lowlevel import whole_number
 from ostinato.settings import group_of_process
@@ -206,9 +206,9 @@ def open_group(*, deadline: float | None = None, environ: Mapping[str, str] | No
     hub = None
     if place.rank == 0:
         hub = _hub_at(place.host, ports, place.size, token, seconds)
-        addresses = [Address(_LOOPBACK, hub.port, token)]
+        addresses = [HubAddress(_LOOPBACK, hub.port, token)]
     else:
-        addresses = [Address(place.host, port, token) for port in ports]
+        addresses = [HubAddress(place.host, port, token) for port in ports]
     return _joined(addresses, place.rank, place.size, seconds, hub)
 
 
@@ -225,7 +225,7 @@ def new_group_id(size: int, *, host: str = _LOOPBACK, deadline: float | None = N
     token = secrets.token_hex(16)
     listen = _LOOPBACK if host in (_LOOPBACK, "localhost") else ""
     hub = Hub(ranks, host=listen, port=0, token=token, deadline=checked_deadline(deadline))
-    address = str(Address(host, hub.port, token))
+    address = str(HubAddress(host, hub.port, token))
     _hubs[address] = hub
     return address
 
@@ -235,7 +235,7 @@ def join_group(group_id: str, *, rank: int, size: int, deadline: float | None = 
 
     Raises RankLostError if they do not come within the deadline, InputError.
     """
-    address, seconds = Address.parse(group_id), checked_deadline(deadline)
+    address, seconds = HubAddress.parse(group_id), checked_deadline(deadline)
     place, ranks = whole_number(rank), whole_number(size)
     if place is None or ranks is None or not 0 <= place < ranks:
         raise InputError(f"rank {rank!r} of {size!r}: a rank is 0 to size - 1")
@@ -243,7 +243,7 @@ def join_group(group_id: str, *, rank: int, size: int, deadline: float | None = 
 
 
 def _joined(
-    addresses: list[Address],
+    addresses: list[HubAddress],
     rank: int,
     size: int,
     deadline: float,
@@ -287,7 +287,7 @@ def _meet_by_file(place: Place, deadline: float) -> Group:
     if place.rank == 0:
         token = secrets.token_hex(16)
         hub = Hub(place.size, host=_LOOPBACK, port=0, token=token, deadline=deadline)
-        address = Address(_LOOPBACK, hub.port, token)
+        address = HubAddress(_LOOPBACK, hub.port, token)
         try:
             with suppress(FileNotFoundError):
                 path.unlink()
@@ -311,7 +311,7 @@ def _meet_by_file(place: Place, deadline: float) -> Group:
             text = file.read()
             # Of the open file: another one may be at its path by now.
             if text.endswith("\n") and os.fstat(file.fileno()).st_uid == os.getuid():
-                address = Address.parse(text.strip())
+                address = HubAddress.parse(text.strip())
                 return _joined([address], place.rank, place.size, deadline, None, path)
         if time.monotonic() > end:
             raise RankLostError(

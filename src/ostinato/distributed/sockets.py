@@ -47,7 +47,7 @@ _SHORTEST_BEAT, _LONGEST_BEAT = 0.02, 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class HubAddress:
     """Where a hub is, and the token that it wants."""
 
     host: str
@@ -58,7 +58,7 @@ class Address:
         return f"{self.host}:{self.port}:{self.token}"
 
     @classmethod
-    def parse(cls, text: str) -> Address:
+    def parse(cls, text: str) -> HubAddress:
         """Raises InputError for what is no address."""
         host, _, rest = text.rpartition(":")
         host, _, port = host.rpartition(":")
@@ -528,7 +528,7 @@ class SocketChannel(Channel):
 
 
 def connect(
-    addresses: list[Address], rank: int, size: int, *, deadline: float, hub: Hub | None = None
+    addresses: list[HubAddress], rank: int, size: int, *, deadline: float, hub: Hub | None = None
 ) -> SocketChannel:
     """This rank's channel: the first of the addresses where the group's hub answers.
 

@@ -54,7 +54,7 @@ _BACKLOG = 64
 """If more objects than this are retired, `collect` does not wait for a pause between captures."""
 
 
-class Entry(enum.Enum):
+class CallKind(enum.Enum):
     """The kind of a call on a stream, for a graph that is being made of the stream's work."""
 
     WORK = "an operation that a graph can hold"
@@ -73,7 +73,7 @@ class Tap:
     """Whether operations must have the memory that they read and write."""
 
     def entering(
-        self, stream: Stream, what: str, entry: Entry, operation: Operation | None
+        self, stream: Stream, what: str, kind: CallKind, operation: Operation | None
     ) -> None:
         """Called before the call named `what` on a stream reaches the driver; raises to refuse it.
 
@@ -143,7 +143,7 @@ class _Raising(Tap):
         self._context = weakref.ref(context)
 
     def entering(
-        self, stream: Stream, what: str, entry: Entry, operation: Operation | None
+        self, stream: Stream, what: str, kind: CallKind, operation: Operation | None
     ) -> None:
         context = self._context()
         if context is not None and not context.captures_here():

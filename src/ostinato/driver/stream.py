@@ -31,7 +31,7 @@ from ostinato.driver.api import (
     not_null,
 )
 from ostinato.driver.closeable import Closeable, elsewhere
-from ostinato.driver.context import Context, Entry
+from ostinato.driver.context import CallKind, Context
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.signature import Signature
 from ostinato.driver.waiting import wait_in_thread
@@ -302,7 +302,7 @@ class Stream(Closeable):
         """
         if self.context.driver.cuda_context is None:
             raise NotAvailableError(f"a stream of {self.context.driver.name} is no CUDA stream")
-        return 0, self.enter("giving the stream to another library", Entry.GIVE)
+        return 0, self.enter("giving the stream to another library", CallKind.GIVE)
 
     def _require_open(self) -> StreamHandle:
         self.context.require_open()
@@ -311,7 +311,7 @@ class Stream(Closeable):
         return self.handle
 
     def enter(
-        self, what: str, entry: Entry = Entry.WORK, operation: Operation | None = None
+        self, what: str, kind: CallKind = CallKind.WORK, operation: Operation | None = None
     ) -> StreamHandle:
         """Checks that a call on this stream may go to the driver, and returns the driver's handle.
 
@@ -324,7 +324,7 @@ class Stream(Closeable):
         if context.taps:
             context.end_abandoned()
             for tap in context.taps:
-                tap.entering(self, what, entry, operation)
+                tap.entering(self, what, kind, operation)
         return self.handle
 
     # --- work
@@ -342,7 +342,9 @@ class Stream(Closeable):
         try:
             self.submitting.add(thread)
             if context.taps or self.closed or context.closed:
-                self.enter(operation.name, Entry.ONCE if operation.once else Entry.WORK, operation)
+                self.enter(
+                    operation.name, CallKind.ONCE if operation.once else CallKind.WORK, operation
+                )
             handle, driver = self.handle, context.driver
             params = operation.params
             try:
@@ -397,9 +399,9 @@ class Stream(Closeable):
             finally:
                 retire(lambda: driver.exec_destroy(executable), (self,))
 
-        entry = Entry.ONCE if operation.once else Entry.WORK
+        kind = CallKind.ONCE if operation.once else CallKind.WORK
         try:
-            self.guarded(operation.name, launch, entry, operation)
+            self.guarded(operation.name, launch, kind, operation)
         finally:
             self.context.collect()
         self.submitted += 1
@@ -415,7 +417,7 @@ class Stream(Closeable):
         launch = context.driver.launch_kernel
         try:
             self.submitting.add(thread)
-            self.guarded(name, lambda h: launch(h, function, config, arguments), Entry.WORK)
+            self.guarded(name, lambda h: launch(h, function, config, arguments), CallKind.WORK)
         finally:
             self.submitting.discard(thread)
         self.submitted += 1
@@ -451,7 +453,7 @@ class Stream(Closeable):
             event = Event(self.context)
         handle = handle_of(event, self.context)
         record = self.context.driver.event_record
-        self.guarded("record", lambda h: record(handle, h), Entry.ORDER)
+        self.guarded("record", lambda h: record(handle, h), CallKind.ORDER)
         for tap in self.context.taps:
             tap.recorded(self, event)
         return event
@@ -464,14 +466,14 @@ class Stream(Closeable):
         """
         handle = handle_of(event, self.context)
         wait = self.context.driver.stream_wait_event
-        self.guarded("wait", lambda h: wait(h, handle), Entry.ORDER)
+        self.guarded("wait", lambda h: wait(h, handle), CallKind.ORDER)
         for tap in self.context.taps:
             tap.waited(self, event)
 
     def synchronize(self) -> None:
         """Waits for all work of the stream.  Raises DriverError (status 900) while it captures, and
         HostFunctionError if a host function has raised."""
-        self.guarded("synchronize", self.context.driver.stream_synchronize, Entry.ONCE)
+        self.guarded("synchronize", self.context.driver.stream_synchronize, CallKind.ONCE)
         self.context.collect()
 
     async def wait_async(self) -> None:
@@ -481,33 +483,33 @@ class Stream(Closeable):
         sleeps meanwhile.  Raises as `synchronize`, also what made the context fail meanwhile.
         """
         driver = self.context.driver
-        if self.guarded("wait_async", driver.stream_query, Entry.ONCE):
+        if self.guarded("wait_async", driver.stream_query, CallKind.ONCE):
             # Raises if the context has failed.  No `collect`: freeing memory waits for the device.
-            self.guarded("wait_async", driver.stream_synchronize, Entry.ONCE)
+            self.guarded("wait_async", driver.stream_synchronize, CallKind.ONCE)
         else:
             await self.record(Event(self.context, blocking=True)).wait_async()
 
     @property
     def done(self) -> bool:
         """Whether all its work is done.  Raises DriverError (status 900) while it captures."""
-        return self.guarded("done", self.context.driver.stream_query, Entry.ONCE)
+        return self.guarded("done", self.context.driver.stream_query, CallKind.ONCE)
 
     def guarded(
         self,
         what: str,
         call: Callable[[StreamHandle], T],
-        entry: Entry,
+        kind: CallKind,
         operation: Operation | None = None,
     ) -> T:
         """Makes a driver call on this stream, with `enter` before it; taps are told if the driver
         refuses it."""
-        handle = self.enter(what, entry, operation)
+        handle = self.enter(what, kind, operation)
         try:
             result = call(handle)
         except DriverError as error:
             self.report(error)
             raise
-        if entry is Entry.ONCE and self.context.failures:
+        if kind is CallKind.ONCE and self.context.failures:
             self.context.raise_failures()  # of the work that was waited for
         return result
 

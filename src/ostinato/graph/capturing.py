@@ -42,7 +42,7 @@ from ostinato.driver.api import (
     NodeKind,
 )
 from ostinato.driver.closeable import elsewhere
-from ostinato.driver.context import Entry, Tap
+from ostinato.driver.context import CallKind, Tap
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.location import caller_line, caller_location, describe_line
 from ostinato.driver.stream import Event, Operation, Stream, next_serial, require_stream
@@ -322,7 +322,7 @@ class _Session(Tap):
 
     # --- Tap
     def entering(
-        self, stream: Stream, what: str, entry: Entry, operation: Operation | None
+        self, stream: Stream, what: str, kind: CallKind, operation: Operation | None
     ) -> None:
         """Refuses other threads' calls on a captured stream, and work that the graph would lack."""
         if threading.get_ident() != self._thread:
@@ -333,7 +333,9 @@ class _Session(Tap):
                     "until the capture has ended"
                 )
             return
-        outside = self.contained and entry in (Entry.WORK, Entry.ONCE) and not self._holds(stream)
+        outside = (
+            self.contained and kind in (CallKind.WORK, CallKind.ONCE) and not self._holds(stream)
+        )
         if outside:
             self._refuse(
                 f"{what} went to {stream!r}, which is not in the capture, so the graph would lack "

@@ -34,7 +34,7 @@ from ostinato.driver.api import (
     not_null,
 )
 from ostinato.driver.closeable import Closeable, elsewhere
-from ostinato.driver.context import Context, Entry
+from ostinato.driver.context import CallKind, Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.launcher import Launcher, packer
@@ -176,7 +176,7 @@ class GraphExec(Launcher, Closeable):
         self._before_launch = graph.before_launch
         graph.instantiated = True
         self._shadow = Shadow(graph, release.handle)
-        self._arguments: dict[tuple[int, int | str], Argument] = {}
+        self._arguments: dict[tuple[int, int | str], ArgumentSetter] = {}
         """Those that were patched."""
         self._toggled = False
         self._given_back: deque[MemoryRange] = deque()
@@ -357,7 +357,7 @@ class GraphExec(Launcher, Closeable):
         before = self._before_launch
         if before is not None:  # such a graph never gets the short way of launching
             if self.context.taps:
-                stream.enter("a graph with something to do before each launch", Entry.ONCE)
+                stream.enter("a graph with something to do before each launch", CallKind.ONCE)
             if stream.is_capturing:
                 raise CaptureError(
                     "an executable cannot be launched into a capture (the capture goes on)"
@@ -389,13 +389,13 @@ class GraphExec(Launcher, Closeable):
             )
         # A graph that is made of this launch holds the definition.
         if self.graph.closed:
-            stream.enter("a graph whose definition is closed", Entry.ONCE)
+            stream.enter("a graph whose definition is closed", CallKind.ONCE)
             self._launch_checked(stream)
             return
         other = self.changed
         stream.enter(
             "a graph that was changed since it was made" if other else "graph",
-            Entry.ONCE if other else Entry.WORK,
+            CallKind.ONCE if other else CallKind.WORK,
         )
         child = ChildGraphNodeParams(self.graph.handle)
         self._launch_checked(stream)
@@ -423,7 +423,7 @@ class GraphExec(Launcher, Closeable):
                 "before the capture (the capture goes on)"
             )
         upload = self.context.driver.exec_upload
-        stream.guarded("upload", lambda h: upload(handle, h), Entry.ORDER)
+        stream.guarded("upload", lambda h: upload(handle, h), CallKind.ORDER)
         self._prepare(stream)
 
     # --- reading
@@ -556,14 +556,14 @@ class GraphExec(Launcher, Closeable):
         self._made(self._shadow.write, writes)
         self._forget(settled)
 
-    def _argument(self, node: Node | int, argument: int | str) -> Argument:
+    def _argument(self, node: Node | int, argument: int | str) -> ArgumentSetter:
         key = -node.handle if isinstance(node, Node) else node, argument
         if type(key[0]) is not int or type(argument) not in _EXACT:
             # Equal to a number that was used, and no index all the same: True, 1.0.
-            return Argument(self, self._shadow.node(node), argument)
+            return ArgumentSetter(self, self._shadow.node(node), argument)
         made = self._arguments.get(key)
         if made is None:
-            made = self._arguments[key] = Argument(self, self._shadow.node(node), argument)
+            made = self._arguments[key] = ArgumentSetter(self, self._shadow.node(node), argument)
         return made
 
     def _live(self, node: Node) -> Live:
@@ -766,7 +766,7 @@ class GraphExec(Launcher, Closeable):
 
 
 # --- single arguments
-class Argument:
+class ArgumentSetter:
     """One kernel argument of one node of an executable, as far as setting it needs to know.
 
     It does not hold the executable, which keeps it.  The caller of a method holds its lock.
@@ -908,7 +908,7 @@ class Patcher:
 
     __slots__ = ("_argument", "_lock", "_run", "_set")
 
-    def __init__(self, run: GraphExec, argument: Argument) -> None:
+    def __init__(self, run: GraphExec, argument: ArgumentSetter) -> None:
         self._run, self._lock, self._argument, self._set = run, run._lock, argument, argument.set
 
     def __repr__(self) -> str:

@@ -226,7 +226,7 @@ _Class: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptDifference:
     """What an update would keep.  `path`: the places in the new graph of the nodes around it,
     outermost first.  `index`, `old` and `new` are of a kernel node of `graph`; None for edges."""
 
@@ -237,7 +237,7 @@ class Kept:
     new: LaunchAttributes | None = None
 
 
-def kept_of_graphs(old: Frozen, new: Frozen) -> Kept | None:
+def kept_of_graphs(old: Frozen, new: Frozen) -> KeptDifference | None:
     """The first difference that an update of an executable of `old` by `new` would not make.
 
     None also where the graphs differ in other ways: the driver refuses these.
@@ -249,7 +249,9 @@ class _Comparison:
     def __init__(self, old: Frozen, new: Frozen) -> None:
         self._old, self._new = old, new
 
-    def graphs(self, old: FrozenGraph, new: FrozenGraph, path: tuple[int, ...]) -> Kept | None:
+    def graphs(
+        self, old: FrozenGraph, new: FrozenGraph, path: tuple[int, ...]
+    ) -> KeptDifference | None:
         plain = old.plain and new.plain
         if plain and not old.holders and not new.holders:
             kinds = old.kinds_of_attributes
@@ -261,7 +263,7 @@ class _Comparison:
             classes = _classes(old, new, data=True)
         if classes is None:
             same = not plain and _classes(old, new, data=False) is not None
-            return Kept(new, path) if same else None
+            return KeptDifference(new, path) if same else None
         return self._nodes(old, new, classes, path)
 
     def _nodes(
@@ -270,7 +272,7 @@ class _Comparison:
         new: FrozenGraph,
         classes: Iterable[_Class],
         path: tuple[int, ...],
-    ) -> Kept | None:
+    ) -> KeptDifference | None:
         for before, after in classes:
             was, first = old.attributes(before[0]), new.attributes(after[0])
             # Each with the first of the others: what is equal to one is equal to all.
@@ -278,7 +280,7 @@ class _Comparison:
             for a, b in pairs if was is not None and first is not None else ():
                 one, other = old.attributes(a), new.attributes(b)
                 if one is not other and one != other:
-                    return Kept(new, path, b, one, other)
+                    return KeptDifference(new, path, b, one, other)
             if was is None and first is None:
                 found = self._inside(old, new, before, after, path)
                 if found is not None:
@@ -292,7 +294,7 @@ class _Comparison:
         before: Sequence[int],
         after: Sequence[int],
         path: tuple[int, ...],
-    ) -> Kept | None:
+    ) -> KeptDifference | None:
         """What would be kept in graphs inside of nodes of one class."""
         for a, b in product(before, after):
             for was, is_ in zip(self._old.inside(old, a), self._new.inside(new, b), strict=False):

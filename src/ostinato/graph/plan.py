@@ -40,7 +40,7 @@ from ostinato.errors import (
     UpdateRefusedError,
 )
 from ostinato.graph.node import Node
-from ostinato.graph.words import Entry, Find, Place, Setting, Sort, Word, WordIndex, as_word
+from ostinato.graph.words import Find, IndexedNode, Place, Setting, Sort, Word, WordIndex, as_word
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
 
@@ -230,7 +230,7 @@ def plan_rebind(
 
 
 def _why_left(
-    entry: Entry,
+    entry: IndexedNode,
     word: Word,
     move: Move | None,
     setting_of: Callable[[Node], Setting],
@@ -253,7 +253,7 @@ def _why_left(
     return ""
 
 
-def _require_fitting(entry: Entry, word: Word, move: Move, address: int, nbytes: int) -> None:
+def _require_fitting(entry: IndexedNode, word: Word, move: Move, address: int, nbytes: int) -> None:
     """Raises InputError if what is used there would overrun the new range or have another type."""
     node, name = entry.named
     where, offset = f"node {node} ({name}) {word.label}", address - move.old.address
@@ -272,7 +272,7 @@ def _require_fitting(entry: Entry, word: Word, move: Move, address: int, nbytes:
 
 
 def _change(
-    entry: Entry, fields: dict[str, tuple[int, object]], setting_of: Callable[[Node], Setting]
+    entry: IndexedNode, fields: dict[str, tuple[int, object]], setting_of: Callable[[Node], Setting]
 ) -> Change:
     """The change of a copy or a fill.  Raises InputError if a copy of one row would overlap itself:
     a GPU copies in any order.  Between the rows of a copy with a pitch there may be room for the

@@ -26,7 +26,7 @@ from ostinato.driver.api import (
     EventRecordNodeParams,
     NodeHandle,
 )
-from ostinato.driver.context import Entry, Tap
+from ostinato.driver.context import CallKind, Tap
 from ostinato.driver.location import caller_line, caller_location, describe_line
 from ostinato.driver.stream import Event, Operation, Stream, next_serial, require_stream
 from ostinato.errors import (
@@ -137,16 +137,16 @@ class Recording(Tap):
 
     # --- Tap
     def entering(
-        self, stream: Stream, what: str, entry: Entry, operation: Operation | None
+        self, stream: Stream, what: str, kind: CallKind, operation: Operation | None
     ) -> None:
         """Notes what a graph would lack.  Refuses nothing, because the run is a real one."""
-        if threading.get_ident() != self._thread or entry is Entry.ORDER:
+        if threading.get_ident() != self._thread or kind is CallKind.ORDER:
             return
-        if entry is Entry.GIVE:
+        if kind is CallKind.GIVE:
             self._break(f"{what}: what it launches there cannot be recorded")
         elif self._is_captured(stream):
             return  # it does not run; a launch of its graph is recorded as one
-        elif entry is Entry.ONCE:
+        elif kind is CallKind.ONCE:
             self._break(f"{what} is not work that a graph can hold")
         elif int(stream.handle) not in self._members:
             self._break(

@@ -173,7 +173,7 @@ def as_word(address: int) -> np.uint64:
     return np.uint64(min(max(address, 0), (1 << 64) - 1))
 
 
-class Entry(NamedTuple):
+class IndexedNode(NamedTuple):
     """One node of the index: its words are the rows from `start` on."""
 
     outer: tuple[Node, ...]
@@ -198,14 +198,14 @@ class WordIndex:
         # By identity: nodes of one kernel share both objects, and hashing them takes longer than
         # what the places are needed for.
         self._known: dict[tuple[int, int, int], tuple[tuple[Word, ...], object]] = {}
-        self.entries: list[Entry] = []
+        self.entries: list[IndexedNode] = []
         addresses: list[int] = []
         reach: list[int] = []
         owners: list[int] = []
         for outer, setting in settings:
             words, values, extents = self._read(setting)
             owners += [len(self.entries)] * len(words)
-            self.entries.append(Entry(outer, setting.node, len(addresses), words))
+            self.entries.append(IndexedNode(outer, setting.node, len(addresses), words))
             addresses += values
             reach += extents
         every = [word for entry in self.entries for word in entry.words]
@@ -265,7 +265,7 @@ class WordIndex:
         self.addresses[rows] = values
         self.reach[rows[self.reach[rows] < 0]] = -1
 
-    def at(self, row: int) -> tuple[Entry, Word]:
+    def at(self, row: int) -> tuple[IndexedNode, Word]:
         """The node and the word of a row."""
         return self.entries[int(self.owners[row])], self._every[row]
 

@@ -44,13 +44,13 @@ def check(
     It launches the file's code: check none that you would not run.  `constants` and `code` as for
     `load`.  Raises GraphFileError if a result differs, or the file has nothing to compare.
     """
-    with Trial.of(context_of(device), Path(path), constants, code, ()) as trial:
-        what = trial.difference() or trial.effect(trial.unused(), lambda _: None, alone=False)[1]
+    with CheckCase.of(context_of(device), Path(path), constants, code, ()) as case:
+        what = case.difference() or case.effect(case.unused(), lambda _: None, alone=False)[1]
         if what:
             raise GraphFileError(f"{path} does not give the stored results: {what}")
 
 
-class Trial:
+class CheckCase:
     """A loaded file with what it is to be run on, and what must come out."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Trial:
         code: str | Path | None,
         avoid: Sequence[MemoryRange],
         rooms: Mapping[int, int] | None = None,
-    ) -> Iterator[Trial]:
+    ) -> Iterator[CheckCase]:
         """Loads a file outside of the ranges `avoid`; `rooms` as for `Loader`."""
         given, stored = constants_of(given_constants)
         before: list[LoadedGraph] = []
@@ -117,11 +117,11 @@ class Trial:
                 )
             names = contents.manifest.names("constant")
             constants = {name: values[name] for name in names if name in values}
-            trial = cls(loader, graph, constants, contents, stream)
+            case = cls(loader, graph, constants, contents, stream)
             try:
-                yield trial
+                yield case
             finally:
-                trial._run.close()
+                case._run.close()
                 for one in (graph, *before):
                     one.close()
 

@@ -12,7 +12,7 @@ import ostinato
 from ostinato.driver.api import MemoryRange
 from ostinato.errors import OstinatoError
 from ostinato.files import replace_file
-from ostinato.graphfile.checking import Trial
+from ostinato.graphfile.checking import CheckCase
 
 
 def main(paper: str) -> int:
@@ -28,8 +28,8 @@ def main(paper: str) -> int:
             constants = {} if job["constants"] is None else _arrays(job["constants"])
             rooms = {int(block): nbytes for block, nbytes in job["rooms"].items()}
             path = Path(job["path"])
-            trial = Trial.of(device.context, path, constants, job["code"], avoid, rooms)
-            with trial as one:
+            case = CheckCase.of(device.context, path, constants, job["code"], avoid, rooms)
+            with case as one:
                 if job["scratch"] is None:
                     what = one.difference()
                     if one.strays:

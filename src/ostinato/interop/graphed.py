@@ -37,16 +37,16 @@ from ostinato.errors import (
     OutOfMemoryError,
 )
 from ostinato.interop.reading.arguments import Arguments
-from ostinato.interop.reading.checking import Arrays
+from ostinato.interop.reading.checking import CallEffects
 from ostinato.interop.reading.folding import MOST, Fold, Folds
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Guarded, Guards
 from ostinato.interop.reading.library import (
     CaptureDisturbed,
+    GraphedOptions,
     Library,
     NoMemory,
     NotGraphable,
-    Options,
     Turns,
 )
 from ostinato.interop.reading.recheck import (
@@ -55,7 +55,7 @@ from ostinato.interop.reading.recheck import (
     MOST_HOT,
     TIMED,
     Checks,
-    Hot,
+    ShortWay,
     checked,
     eager,
     recheck,
@@ -101,7 +101,7 @@ class Graphed(Guarded):
         self,
         function: Callable[..., Any],
         library: Library,
-        options: Options,
+        options: GraphedOptions,
         cache: GraphCache,
         *,
         name: str,
@@ -153,7 +153,7 @@ class Graphed(Guarded):
         # way here.
         self._nesting = new_lock()
         self._calls = 0
-        self._hot: tuple[Hot, ...] = ()
+        self._hot: tuple[ShortWay, ...] = ()
         """Short ways for calls like the last, of the state as it is now."""
         self._ways: tuple[Callable[[tuple[Any, ...], dict[str, Any]], Any], ...] = ()
         """Their calls."""
@@ -519,7 +519,7 @@ class Graphed(Guarded):
     def _heat(self, line: Line, work: _Work, key: Any, reason: str) -> None:
         """Looks for a short way for calls like this one, which was just replayed, or runs eagerly
         for a reason that stays."""
-        hot: Hot | None = None
+        hot: ShortWay | None = None
         if key is _ALL:
             hot = eager(line, None, reason)
         else:
@@ -537,7 +537,7 @@ class Graphed(Guarded):
             kept = [one for one in self._hot if one.line is not line][: MOST_HOT - 1]
             self._set_hot(hot, *kept)
 
-    def _set_hot(self, *hot: Hot) -> None:
+    def _set_hot(self, *hot: ShortWay) -> None:
         """Replaces the short ways by these."""
         for one in self._hot:
             if one not in hot:
@@ -1000,7 +1000,7 @@ class _Work(Work):
 
         captured = line.captured()
         assert captured is not None and line.counts is not None
-        memory = Arrays(door._subject, line, captured, self.given)
+        memory = CallEffects(door._subject, line, captured, self.given)
         report = check_runs(memory, eager, replay, once=True)
         self.made = None
         if report.finding is None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams, whole_number
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context, Entry, Watcher, members
+from ostinato.driver.context import CallKind, Context, Watcher, members
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.process_memory import as_numpy
 from ostinato.driver.signature import (
@@ -359,7 +359,9 @@ class Buffer(Closeable):
         if array.size:
             data, to = array.reshape(-1).view(np.uint8).data, self.address
             copy_in = self.context.driver.memcpy_from_host
-            stream.guarded("a copy of the host's bytes", lambda h: copy_in(to, data, h), Entry.ONCE)
+            stream.guarded(
+                "a copy of the host's bytes", lambda h: copy_in(to, data, h), CallKind.ONCE
+            )
         return self
 
     def _require_shape(self, shape: tuple[int, ...]) -> None:
@@ -382,7 +384,7 @@ class Buffer(Closeable):
         if out.size:
             data, source = out.reshape(-1).view(np.uint8).data, self.address
             copy_out = self.context.driver.memcpy_to_host
-            stream.guarded("a copy to the host", lambda h: copy_out(data, source, h), Entry.ONCE)
+            stream.guarded("a copy to the host", lambda h: copy_out(data, source, h), CallKind.ONCE)
         return out
 
     # --- lifetime

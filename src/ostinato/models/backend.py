@@ -17,7 +17,7 @@ from ostinato import Kernel, LaunchConfig, Operation, prepare
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import Formats
 from ostinato.models.files.checkpoint import Checkpoint
-from ostinato.models.program import Argument, KernelCall
+from ostinato.models.program import CallArgument, KernelCall
 from ostinato.models.weights import Target
 
 WeightsKind: TypeAlias = Literal["auto", "packed", "bf16"]
@@ -29,7 +29,7 @@ LibraryRows: TypeAlias = int | Literal["auto"] | None
 """The least number of rows of a step that multiplies with a library: a number, "auto" for that of
 `library_rows_for`, or None for never.  Pieces of a prompt of more than SAMPLED_ROWS rows always
 multiply with it, unless this is None."""
-Resolve = Callable[[Argument], object]
+Resolve = Callable[[CallArgument], object]
 Buffers = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
@@ -57,7 +57,7 @@ class BoundLaunch:
 
     kernel: Kernel
     config: LaunchConfig
-    arguments: tuple[tuple[str, Argument], ...]
+    arguments: tuple[tuple[str, CallArgument], ...]
 
     def operations(self, resolve: Resolve) -> tuple[Operation, ...]:
         """The launch, with what `resolve` gives for its arguments."""

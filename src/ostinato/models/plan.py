@@ -25,8 +25,8 @@ from ostinato.models.program import (
     SAMPLED_ROWS,
     STATE,
     STOP_TOKENS,
-    Argument,
-    Bound,
+    BufferArgument,
+    CallArgument,
 )
 from ostinato.models.weights import Weights
 from ostinato.state.scalar import LARGEST
@@ -184,16 +184,16 @@ class BufferPlan:
         state = (self.rows.buffer, self.options.buffer, self.stops.buffer)
         return sum(b.nbytes for b in (*self.buffers.values(), *state))
 
-    def resolve(self, argument: Argument, rows: int) -> object:
+    def resolve(self, argument: CallArgument, rows: int) -> object:
         """What stands for an argument in a step of `rows` rows."""
-        if isinstance(argument, Bound):
+        if isinstance(argument, BufferArgument):
             buffer = self.buffer(argument)
             return buffer[rows - 1 : rows] if argument.last else buffer
         if isinstance(argument, str):
             return rows if argument == "rows" else self.scalars[argument]
         return argument
 
-    def buffer(self, bound: Bound) -> Buffer:
+    def buffer(self, bound: BufferArgument) -> Buffer:
         """The buffer, or the layer's part of it, by the program's name."""
         name, layer = bound.name, bound.layer
         if name == "options":  # structs of several types, which kernels take as words

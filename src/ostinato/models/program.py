@@ -132,7 +132,7 @@ SIGNATURES: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BufferArgument:
     """An argument that is a buffer of the plan.  `layer` picks that layer's part, `last` the part
     of the step's last row."""
 
@@ -145,7 +145,7 @@ class Bound:
         return name if self.layer is None else f"{name}[{self.layer}]"
 
 
-Argument: TypeAlias = Bound | str | int | float
+CallArgument: TypeAlias = BufferArgument | str | int | float
 """A buffer, the name of a size that the step decides ("rows", "sequences", "context", "ring") or of
 the loop's "condition", or a constant."""
 
@@ -155,7 +155,7 @@ class KernelCall:
     """One launch: the kernel's name, and its arguments by parameter."""
 
     kernel: str
-    arguments: tuple[tuple[str, Argument], ...]
+    arguments: tuple[tuple[str, CallArgument], ...]
 
     def __str__(self) -> str:
         return f"{self.kernel}({', '.join(f'{name}={value}' for name, value in self.arguments)})"
@@ -170,12 +170,12 @@ def decode_program(
     without, what all pieces of a prompt but the last need.  `last_row`: these are done for the
     step's last row alone, so that a long piece does not pay for a head of all its rows.
     """
-    calls = [_Calls(config)("embed", table=Bound("embed"))]
+    calls = [_Calls(config)("embed", table=BufferArgument("embed"))]
     for layer in range(config.layers):
         calls.extend(_layer(config, layer))
     if sampled:
         call, head = _Calls(config, last=last_row), "embed" if config.tied_embeddings else "head"
-        calls.append(call("head", norm=Bound("final_norm"), weight=Bound(head)))
+        calls.append(call("head", norm=BufferArgument("final_norm"), weight=BufferArgument(head)))
         calls.append(call("sample"))
     return tuple(calls)
 
@@ -196,9 +196,9 @@ def loop_call(start: int = 0) -> KernelCall:
     return kernel_call(
         "continue_loop",
         condition="condition",
-        counter=Bound("counter"),
-        rows=Bound("rows"),
-        state=Bound("state"),
+        counter=BufferArgument("counter"),
+        rows=BufferArgument("rows"),
+        state=BufferArgument("state"),
         row_count="rows",
         sequences="sequences",
         start=start,
@@ -211,14 +211,14 @@ def describe(program: Sequence[KernelCall]) -> str:
     lines = []
     for index, call in enumerate(program):
         arguments = ", ".join(
-            str(value) if isinstance(value, Bound) else f"{name}={value}"
+            str(value) if isinstance(value, BufferArgument) else f"{name}={value}"
             for name, value in call.arguments
         )
         lines.append(f"{index:4}  {call.kernel:{width}}  {arguments}")
     return "\n".join(lines)
 
 
-def kernel_call(kernel: str, **arguments: Argument) -> KernelCall:
+def kernel_call(kernel: str, **arguments: CallArgument) -> KernelCall:
     """A call with arguments by parameter."""
     return KernelCall(kernel, tuple(arguments.items()))
 
@@ -231,10 +231,10 @@ class _Calls:
         self, config: LlamaConfig, layer: int | None = None, *, last: bool = False
     ) -> None:
         c = config
-        self._known: dict[str, Argument] = {
-            "live": Bound("live", last=last),
-            "x": Bound("x", last=last),
-            "cache": Bound("cache", layer),
+        self._known: dict[str, CallArgument] = {
+            "live": BufferArgument("live", last=last),
+            "x": BufferArgument("x", last=last),
+            "cache": BufferArgument("cache", layer),
             "row_count": 1 if last else "rows",
             "sequences": "sequences",
             "context": "context",
@@ -249,16 +249,18 @@ class _Calls:
             "stop_count": STOP_TOKENS,
         }
 
-    def __call__(self, kernel: str, **given: Argument) -> KernelCall:
+    def __call__(self, kernel: str, **given: CallArgument) -> KernelCall:
         known = self._known | given
         names = parameter_names(SIGNATURES[kernel])
-        return KernelCall(kernel, tuple((name, known.get(name, Bound(name))) for name in names))
+        return KernelCall(
+            kernel, tuple((name, known.get(name, BufferArgument(name))) for name in names)
+        )
 
 
 def _layer(config: LlamaConfig, layer: int) -> tuple[KernelCall, ...]:
-    c, call, weight = config, _Calls(config, layer), partial(Bound, layer=layer)
+    c, call, weight = config, _Calls(config, layer), partial(BufferArgument, layer=layer)
     product = {"norm": weight("attn_norm"), "weight": weight("wqkv")}
-    bias: Argument = weight("bqkv") if c.qkv_bias else ABSENT
+    bias: CallArgument = weight("bqkv") if c.qkv_bias else ABSENT
     qkv: tuple[KernelCall, ...]
     if c.qk_norm:
         norms = {"q_norm": weight("q_norm"), "k_norm": weight("k_norm")}

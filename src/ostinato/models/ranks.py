@@ -26,7 +26,7 @@ from ostinato.errors import ContextPoisonedError, DriverError
 from ostinato.models.backend import Backend, BoundCall, BoundLaunch
 from ostinato.models.config import LlamaConfig
 from ostinato.models.plan import BufferPlan
-from ostinato.models.program import Bound, KernelCall, decode_program
+from ostinato.models.program import BufferArgument, KernelCall, decode_program
 from ostinato.models.sharding import (
     COLLECTIVES,
     BoundCollective,
@@ -85,7 +85,7 @@ class Ranks:
         source = dict(call.arguments).get("source")
         if call.kernel == "accumulate":
             nbytes = 4 * rows * self.sharding.whole.hidden
-        elif isinstance(source, Bound) and source.name == "key_parts":
+        elif isinstance(source, BufferArgument) and source.name == "key_parts":
             nbytes = 8 * rows
         else:
             return False

@@ -39,7 +39,7 @@ from ostinato.models.backend import Resolve
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.files.checkpoint import Checkpoint, RawTensor, StoredCheckpoint
 from ostinato.models.files.dequantise import BLOCK_TYPES
-from ostinato.models.program import OF_RANKS, Argument, Bound, KernelCall, kernel_call
+from ostinato.models.program import OF_RANKS, BufferArgument, CallArgument, KernelCall, kernel_call
 
 if TYPE_CHECKING:
     from ostinato.distributed import Collectives
@@ -53,7 +53,7 @@ _WHOLE = ("embed", "attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Shard:
     """What a rank has of a tensor: `first` to `stop` of its rows (`axis` 0) or columns (1); all of
     it if `axis` is None."""
 
@@ -124,16 +124,16 @@ class Sharding:
         """The token of the first row of this rank's output head."""
         return self.rank * self.vocabulary
 
-    def cut(self, name: str) -> Cut:
+    def cut(self, name: str) -> Shard:
         """What this rank has of a tensor, by canonical name.  Raises UnsupportedModelError for a
         tensor that is not known here."""
         last = name.rpartition(".")[2]
         if last in _WHOLE:
-            return Cut()
+            return Shard()
         p, rank, size = self.part, self.rank, self.part.head_size
         if last in ("wk", "wv", "bk", "bv"):
             first = self.first_kv_head * size
-            return Cut(0, first, first + self.kv_heads * size)
+            return Shard(0, first, first + self.kv_heads * size)
         axis, width = {
             "wq": (0, p.heads * size),
             "bq": (0, p.heads * size),
@@ -145,7 +145,7 @@ class Sharding:
         }.get(last, (None, 0))
         if axis is None:
             raise UnsupportedModelError(f"the tensor {name!r} cannot be split over ranks yet")
-        return Cut(axis, rank * width, (rank + 1) * width)
+        return Shard(axis, rank * width, (rank + 1) * width)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors of this rank by canonical name, in the order of use; the output head is one
@@ -265,8 +265,8 @@ def shard_program(
     are greedy, and one that is not gets no token.  `last_row`: as for `decode_program`.
     """
     calls: list[KernelCall] = []
-    vocabulary, partial = sharding.whole.vocabulary, Bound("partial")
-    keys, parts = Bound("keys", last=last_row), Bound("key_parts", last=last_row)
+    vocabulary, partial = sharding.whole.vocabulary, BufferArgument("partial")
+    keys, parts = BufferArgument("keys", last=last_row), BufferArgument("key_parts", last=last_row)
     for call in program:
         given = dict(call.arguments)
         if call.kernel == "embed":
@@ -275,14 +275,14 @@ def shard_program(
             calls.append(_with(call, x=partial))
             calls.append(kernel_call("accumulate", target=given["x"], partial=partial, rows="rows"))
         elif call.kernel == "head":
-            calls.append(_with(call, logits=Bound("logits_part")))
+            calls.append(_with(call, logits=BufferArgument("logits_part")))
             calls.append(
                 kernel_call(
                     "best_of_part",
                     live=given["live"],
-                    logits=Bound("logits_part"),
+                    logits=BufferArgument("logits_part"),
                     keys=parts,
-                    workspace=Bound("workspace"),
+                    workspace=BufferArgument("workspace"),
                     row_count=given["row_count"],
                     vocabulary=sharding.vocabulary,
                     first=sharding.first_token,
@@ -293,8 +293,8 @@ def shard_program(
                 calls.append(
                     kernel_call(
                         "all_gather",
-                        source=Bound("logits_part"),
-                        out=Bound("logits"),
+                        source=BufferArgument("logits_part"),
+                        out=BufferArgument("logits"),
                         rows="sequences",
                     )
                 )
@@ -319,7 +319,7 @@ def exchanging_products(
             calls.append(call)
             continue
         product, target = calls.pop(), dict(call.arguments)["target"]
-        given = dict(product.arguments) | {"x": target, "sums": Bound("sums")}
+        given = dict(product.arguments) | {"x": target, "sums": BufferArgument("sums")}
         del given["workspace"]
         given |= {"rank": sharding.rank, "ranks": sharding.size}
         calls.append(kernel_call(OF_RANKS[product.kernel], **given))
@@ -378,7 +378,7 @@ class BoundCollective:
         return self.collectives.all_gather(one, other, programmatic=self.programmatic)
 
 
-def _with(call: KernelCall, **changed: Argument) -> KernelCall:
+def _with(call: KernelCall, **changed: CallArgument) -> KernelCall:
     """The call with other arguments; every one of them is there."""
     given = dict(call.arguments)
     assert set(changed) <= set(given), (call, changed)

@@ -42,7 +42,7 @@ from ostinato.errors import (
 from ostinato.models.backend import Backend, BoundCall
 from ostinato.models.decoder_statistics import OperationTimes
 from ostinato.models.plan import BufferPlan
-from ostinato.models.program import Argument, KernelCall, decode_program, loop_call
+from ostinato.models.program import CallArgument, KernelCall, decode_program, loop_call
 from ostinato.step import Action, Decision, HeldReplay, Reason, StepStatistics
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class StepGraphs:
     def _operations(
         self, bound: tuple[BoundCall, ...], rows: int, condition: int | None = None
     ) -> tuple[Operation, ...]:
-        def resolve(value: Argument) -> object:
+        def resolve(value: CallArgument) -> object:
             return condition if value == "condition" else self._plan.resolve(value, rows)
 
         return tuple(operation for one in bound for operation in one.operations(resolve))

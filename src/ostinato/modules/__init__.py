@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ostinato.modules.cache import CacheStatistics, ModuleCache, PreloadItem
+from ostinato.modules.cache import ModuleCache, ModuleCacheStatistics, PreloadItem
 from ostinato.modules.disk import DiskStatistics, DiskStore, StoredKernel
 from ostinato.modules.kernel import Kernel, LoadedModule
 from ostinato.modules.source import CompileOptions, Source
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ostinato.modules.offline import CompiledSource
 
 __all__ = [
-    "CacheStatistics",
     "CompileOptions",
     "CompiledSource",
     "CompilerPool",
@@ -29,6 +28,7 @@ __all__ = [
     "KernelResources",
     "LoadedModule",
     "ModuleCache",
+    "ModuleCacheStatistics",
     "PreloadItem",
     "Source",
     "StoredKernel",

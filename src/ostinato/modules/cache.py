@@ -53,7 +53,7 @@ from ostinato.errors import (
 )
 from ostinato.modules.compiler import (
     Compiled,
-    Failure,
+    CompileFailure,
     Plan,
     Question,
     ask,
@@ -103,7 +103,7 @@ class _OtherCompilerError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class CacheStatistics:
+class ModuleCacheStatistics:
     """What a module cache did since it was made.
 
     Calls by outcome: `hits` found the kernel in memory, `waits` waited for another thread's
@@ -155,7 +155,7 @@ class ModuleCache(Closeable):
         self._lock = new_lock()
         self._makers: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
         """Locks: of a key that is being made, held by its maker and wanted by those who wait."""
-        self._failed: OrderedDict[bytes, Failure] = OrderedDict()
+        self._failed: OrderedDict[bytes, CompileFailure] = OrderedDict()
         # Counts hits, and its numbers are the times of last use: one call without a lock.
         self._clock = itertools.count(1)
         self._not_hits = 0
@@ -235,11 +235,11 @@ class ModuleCache(Closeable):
                 pool.shutdown(wait=False, cancel_futures=True)  # those that have not begun
                 raise
 
-    def statistics(self) -> CacheStatistics:
+    def statistics(self) -> ModuleCacheStatistics:
         """Counts of this cache and of its disk store."""
         with self._lock:
             self._not_hits += 1
-            return CacheStatistics(
+            return ModuleCacheStatistics(
                 modules=len(self._store),
                 nbytes=self._store.nbytes,
                 hits=next(self._clock) - self._not_hits,
@@ -305,7 +305,7 @@ class ModuleCache(Closeable):
                     self._store.add_fast(asked.key, fast_key, kernel, known.nbytes)
         return kernel
 
-    def _stored(self, asked: Question, name: str) -> Stored:
+    def _stored(self, asked: Question, name: str) -> CachedModule:
         """The module of a key, which this thread or another one makes if it is not loaded."""
         stored = self._in_memory(asked.key)
         if stored is not None:
@@ -331,7 +331,7 @@ class ModuleCache(Closeable):
         self.context.collect()  # unloads what the store evicted
         return stored
 
-    def _in_memory(self, key: bytes) -> Stored | None:
+    def _in_memory(self, key: bytes) -> CachedModule | None:
         """The loaded module, if its headers are unchanged.  Raises a remembered CompileError."""
         with self._lock:
             stored = self._store.get(key)
@@ -344,12 +344,12 @@ class ModuleCache(Closeable):
             return stored
         return None
 
-    def _make(self, asked: Question) -> Stored:
+    def _make(self, asked: Question) -> CachedModule:
         source, plan = asked.source, asked.plan
         if plan is None:
             image = Image("host", functions=dict(source.host))
             module = LoadedModule(self.context, image, name=source.name, keep=source)
-            return Stored(module, Inputs(), module.nbytes + source.nbytes)
+            return CachedModule(module, Inputs(), module.nbytes + source.nbytes)
         disk = self.disk if plan.storable else None
         compiled = None if disk is None else disk.load(plan.key)
         if compiled is not None and disk is not None and is_current(compiled.inputs):
@@ -375,7 +375,7 @@ class ModuleCache(Closeable):
                 raise
             message = f"the driver refuses {source.name} ({compiled.kind}): {error}"
             lasting = compiled.inputs.fixed
-            raise self._failure(plan, Failure(message, error.detail, lasting)) from error
+            raise self._failure(plan, CompileFailure(message, error.detail, lasting)) from error
 
     def _compile(self, plan: Plan) -> Compiled:
         start = time.perf_counter()
@@ -384,11 +384,11 @@ class ModuleCache(Closeable):
             if plan.source.kind == "cuda":
                 self._compiles += 1
                 self._compile_seconds += time.perf_counter() - start
-        if isinstance(made, Failure):
+        if isinstance(made, CompileFailure):
             raise self._failure(plan, made)
         return made
 
-    def _failure(self, plan: Plan, failure: Failure) -> CompileError:
+    def _failure(self, plan: Plan, failure: CompileFailure) -> CompileError:
         with self._lock:
             self._failures += 1
             if failure.lasting:
@@ -397,7 +397,7 @@ class ModuleCache(Closeable):
                     self._failed.popitem(last=False)
         return failure.error()
 
-    def _load(self, source: Source, compiled: Compiled) -> Stored:
+    def _load(self, source: Source, compiled: Compiled) -> CachedModule:
         module = LoadedModule(
             self.context,
             Image(compiled.kind, compiled.data),
@@ -405,7 +405,7 @@ class ModuleCache(Closeable):
             lowered=compiled.lowered,
             log=compiled.log,
         )
-        return Stored(module, compiled.inputs, module.nbytes + source.nbytes)
+        return CachedModule(module, compiled.inputs, module.nbytes + source.nbytes)
 
     def _loading(self, name: str, call: Callable[[], T]) -> T:
         """Makes a call that loads code; warns, or raises CaptureBrokenError, during a capture.
@@ -444,7 +444,7 @@ def _hashable(value: Hashable) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Stored:
+class CachedModule:
     """A loaded module, its kernels, and the header files that its code was made of.
 
     `nbytes`: code and remembered source text.
@@ -469,7 +469,7 @@ class MemoryStore:
         self.fast: dict[Hashable, Kernel] = {}
         """The arguments of `get_or_compile` to the kernel."""
         self.evictions = 0
-        self._entries: dict[bytes, Stored] = {}
+        self._entries: dict[bytes, CachedModule] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -478,14 +478,14 @@ class MemoryStore:
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self._entries.values())
 
-    def get(self, key: bytes) -> Stored | None:
+    def get(self, key: bytes) -> CachedModule | None:
         return self._entries.get(key)
 
     def kernel(self, key: bytes, name: str, signature: Signature | None) -> Kernel | None:
         entry = self._entries.get(key)
         return None if entry is None else entry.kernels.get((name, signature))
 
-    def add(self, key: bytes, entry: Stored) -> None:
+    def add(self, key: bytes, entry: CachedModule) -> None:
         """Stores a module, in place of an older one; evicts others until the bounds hold."""
         older = self._entries.get(key)
         for fast_key in () if older is None else older.fast_keys:
@@ -535,7 +535,7 @@ class MemoryStore:
         module = watched()
         if module is None:
             return True
-        entry = self._entries[key] = Stored(module, inputs, nbytes)
+        entry = self._entries[key] = CachedModule(module, inputs, nbytes)
         for name, reference in kernels.items():
             kernel = reference()
             if kernel is not None:

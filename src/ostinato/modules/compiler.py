@@ -5,9 +5,10 @@ needs a device for its default architecture.
 
 A compilation has two steps, so that the key is known before the compiler is loaded:
 
-    ask(driver, source, name, options) -> Question               the key of what a driver runs
-    plan_compilation(source, options, …) -> Plan                 makes the key; reads no file
-    try_plan(plan) -> Compiled, with its `inputs`, or Failure    loads the compiler and runs it
+    ask(driver, source, name, options) -> Question             the key of what a driver runs
+    plan_compilation(source, options, …) -> Plan               makes the key; reads no file
+    try_plan(plan) -> Compiled, with its `inputs`, or CompileFailure
+                                                               loads the compiler and runs it
 
 The key covers everything but the header files.  Only the compiler knows which those are, so they
 are kept with the code (`headers`), and `is_current` tells whether they are unchanged.
@@ -107,7 +108,7 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CompileFailure:
     """A CompileError that can be raised again: an error object would keep its caller's frames.
 
     `lasting`: no file was read, so that the same compilation fails again.
@@ -319,12 +320,12 @@ def confirmed(plan: Plan) -> Plan:
 def compile_plan(plan: Plan) -> Compiled:
     """Compiles; any thread may call.  Raises CompileError with the compiler's log."""
     made = try_plan(plan)
-    if isinstance(made, Failure):
+    if isinstance(made, CompileFailure):
         raise made.error()
     return made
 
 
-def try_plan(plan: Plan) -> Compiled | Failure:
+def try_plan(plan: Plan) -> Compiled | CompileFailure:
     """Compiles, and finds out which files were read.  Any thread may call.
 
     The toolkit's headers are searched after all others.  They are unpacked only if that can make a
@@ -362,7 +363,7 @@ def try_plan(plan: Plan) -> Compiled | Failure:
     else:
         if seen.damaged:
             message = f"{plan.source.name}: the compiler's own headers change all the time"
-            return Failure(message, "", lasting=False)
+            return CompileFailure(message, "", lasting=False)
         inputs = replace(seen.inputs, unknown="its header files change all the time")
     if toolkit is None and seen.probed:
         inputs = replace(inputs, unknown="it asks __has_include, and there is no toolkit")
@@ -383,11 +384,13 @@ def _run(library: Nvrtc, plan: Plan, toolkit: Toolkit | None) -> tuple[Answer, O
     return answer, observe(answer.opened, source, plan.words, toolkit, begin, references)
 
 
-def _failure(library: Nvrtc, plan: Plan, answer: Answer, hint: str, *, lasting: bool) -> Failure:
+def _failure(
+    library: Nvrtc, plan: Plan, answer: Answer, hint: str, *, lasting: bool
+) -> CompileFailure:
     log = answer.log or library.status_text(answer.status)
     message = f"{plan.source.name} does not compile for {plan.arch} ({library}):\n{log}"
     hint = hint.format(*library.version)
-    return Failure(message + _excerpt(plan.source, log) + hint, log, lasting)
+    return CompileFailure(message + _excerpt(plan.source, log) + hint, log, lasting)
 
 
 def is_current(inputs: Inputs) -> bool:

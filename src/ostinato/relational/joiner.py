@@ -45,7 +45,7 @@ from ostinato.relational.chain import KERNELS, chain_of, source
 from ostinato.relational.columns import KeyColumns, On, Table, check_same_types, names_of, serials
 from ostinato.relational.keys import LARGEST, IndexKey, JoinKey, JoinKind, bounded
 from ostinato.relational.results import JoinResult, JoinStatistics
-from ostinato.relational.ring import Ring, Turn
+from ostinato.relational.ring import Ring, RingTurn
 from ostinato.relational.workspace import Lease, OutputPool, Workspace, require_no_capture
 from ostinato.settings import graphs_enabled
 
@@ -90,7 +90,7 @@ class JoinIndex(Closeable):
 class PendingJoin:
     """A join that was submitted.  It may be dropped without asking for its result."""
 
-    __slots__ = ("_joiner", "_key", "_lease", "_result", "_retries", "_sides", "_turn")
+    __slots__ = ("_joiner", "_key", "_lease", "_result", "_retries", "_ring_turn", "_sides")
 
     def __init__(
         self, joiner: Joiner, left: KeyColumns, right: KeyColumns | JoinIndex, capacity: int
@@ -99,7 +99,7 @@ class PendingJoin:
         self._sides: tuple[KeyColumns, KeyColumns | JoinIndex] | None = (left, right)
         self._retries = 0
         self._result: JoinResult | None = None
-        self._key, self._lease, self._turn = joiner._start(left, right, capacity, "joins")
+        self._key, self._lease, self._ring_turn = joiner._start(left, right, capacity, "joins")
 
     def __repr__(self) -> str:
         return f"<PendingJoin {self._key}, {'done' if self.done else 'under way'}>"
@@ -107,7 +107,7 @@ class PendingJoin:
     @property
     def done(self) -> bool:
         """Whether the device is done with it; does not wait."""
-        return self._joiner._ring.look(self._turn)
+        return self._joiner._ring.look(self._ring_turn)
 
     def result(self) -> JoinResult:
         """The result.  Waits for the join, and repeats it with more room if it did not fit.
@@ -116,14 +116,14 @@ class PendingJoin:
         result has 2**32 rows or more, OutOfMemoryError, DriverError, ClosedError.
         """
         while self._result is None:
-            turn = self._turn
+            turn = self._ring_turn
             self._joiner._ring.wait(turn)
             with self._joiner._turn, self._joiner._lock:
-                if self._result is None and self._turn is turn:  # no other thread has done it
+                if self._result is None and self._ring_turn is turn:  # no other thread has done it
                     self._settle(turn)
         return self._result
 
-    def _settle(self, turn: Turn) -> None:
+    def _settle(self, turn: RingTurn) -> None:
         joiner, sides = self._joiner, self._sides
         assert sides is not None
         if not turn.overflow:
@@ -136,7 +136,7 @@ class PendingJoin:
                 f"the result of this join has {turn.total} rows, and row numbers of 32 bits count "
                 f"to {LARGEST}; nothing was written. Join parts of the left side"
             )
-        self._key, self._lease, self._turn = joiner._start(*sides, turn.total, "retries")
+        self._key, self._lease, self._ring_turn = joiner._start(*sides, turn.total, "retries")
         self._retries += 1
 
 
@@ -338,7 +338,7 @@ class Joiner(Closeable):
 
     def _start(
         self, left: KeyColumns, right: KeyColumns | JoinIndex, capacity: int, count: str
-    ) -> tuple[JoinKey, Lease, Turn]:
+    ) -> tuple[JoinKey, Lease, RingTurn]:
         """Launches a join with room for `capacity` rows, and counts it as a `count`."""
         with self._turn, self._lock:
             self._ready()
@@ -395,7 +395,7 @@ class Joiner(Closeable):
     def _call(self, key: JoinKey | IndexKey) -> _ChainCall:
         return self._calls.setdefault(key, _ChainCall(key, given=_ALIKE))
 
-    def _launch(self, call: _ChainCall, enter: Callable[[], Turn]) -> Turn:
+    def _launch(self, call: _ChainCall, enter: Callable[[], RingTurn]) -> RingTurn:
         """Launches the key's chain for the turn that `enter` gives."""
         refused: OstinatoError | None = None
         if call.repeat is not None:
@@ -495,7 +495,7 @@ class _JoinWork(Work):
 
     call: _ChainCall
 
-    def __init__(self, joiner: Joiner, call: _ChainCall, enter: Callable[[], Turn]) -> None:
+    def __init__(self, joiner: Joiner, call: _ChainCall, enter: Callable[[], RingTurn]) -> None:
         self.joiner, self.call, self.enter = joiner, call, enter
         self.options, self.stream = joiner._options, joiner.stream
 

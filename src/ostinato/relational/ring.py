@@ -30,8 +30,8 @@ _SPINS = 100
 """Looks at a turn's word before the stream is asked."""
 
 
-class Turn:
-    """One launch of a chain.
+class RingTurn:
+    """A turn of the ring: one launch of a chain.
 
     `keep` lives until it is `done`; `total` and `overflow` are known from then on.
     """
@@ -66,7 +66,7 @@ class Ring:
         self._entries = bytes_[: self._entry_bytes]
         self._words = bytes_[self._entry_bytes :].cast("Q")
         self._done_address = self.pinned.address + self._entry_bytes
-        self._under_way: deque[Turn] = deque()
+        self._under_way: deque[RingTurn] = deque()
         self._lock = new_lock()
         self.turns = 0
         """The number of the last turn, as the device must have counted it."""
@@ -81,7 +81,7 @@ class Ring:
         self._finalizer.atexit = False
 
     # --- launching
-    def enter(self, pattern: Pattern, left: int, right: int, keep: tuple[object, ...]) -> Turn:
+    def enter(self, pattern: Pattern, left: int, right: int, keep: tuple[object, ...]) -> RingTurn:
         """Puts the block of the next turn into its entry, as soon as that is free.
 
         `left` and `right`: the addresses of the output.  The turn counts, and the ring is certain
@@ -100,23 +100,23 @@ class Ring:
         done = self._done_address + at * _DONE_BYTES
         pattern.write(self._entries, at * RING_PITCH, turns, left, right, done)
         self.uncertain = True
-        return Turn(turns, keep)
+        return RingTurn(turns, keep)
 
-    def launched(self, turn: Turn) -> None:
+    def launched(self, turn: RingTurn) -> None:
         """The turn's chain is on the stream."""
         self.turns = turn.number
         self._under_way.append(turn)
         self.uncertain = False
 
     # --- what the device says
-    def look(self, turn: Turn) -> bool:
+    def look(self, turn: RingTurn) -> bool:
         """Whether a turn is done; does not wait."""
         if turn.done:
             return True
         with self._lock:
             return self._read(turn)
 
-    def _read(self, turn: Turn) -> bool:
+    def _read(self, turn: RingTurn) -> bool:
         """`look`, under the lock: the entry is not used again between these lines."""
         number, words = turn.number, self._words
         at = (number - 1) % RING_DEPTH * _DONE_WORDS
@@ -126,7 +126,7 @@ class Ring:
         turn.done, turn.keep = True, ()
         return True
 
-    def wait(self, turn: Turn) -> None:
+    def wait(self, turn: RingTurn) -> None:
         """Waits until a turn is done.
 
         Raises what the device failed with; GraphError if the turn is lost: the stream has no more

@@ -29,14 +29,14 @@ from starlette.types import Receive, Scope, Send
 
 from ostinato.errors import InputError, ModelError, OstinatoError
 from ostinato.models import SamplingOptions
-from ostinato.serve.engine import End, Engine, Job, Refused, Update
+from ostinato.serve.engine import End, Job, Rejection, ServingEngine, Update
 from ostinato.serve.metrics import CONTENT_TYPE, Metrics
 from ostinato.serve.protocol import (
     ApiError,
     Chat,
+    CompletionRequest,
     Kind,
     Prompt,
-    Wanted,
     answer_object,
     chunk_object,
     model_object,
@@ -61,9 +61,9 @@ _CHARACTERS_PER_TOKEN = 64
 """What is longer does not fit the context and is not given to the one tokenizer, which would be at
 work on it for seconds while others wait.  Tokens of text have 3 to 5."""
 _REFUSALS = {
-    Refused.FULL: (429, "the server is full: try again", "rate_limit_error", "queue_full"),
-    Refused.STOPPING: (503, "the server is stopping", "server_error", "stopping"),
-    Refused.FAILED: (503, "the server has failed and ends", "server_error", "failed"),
+    Rejection.FULL: (429, "the server is full: try again", "rate_limit_error", "queue_full"),
+    Rejection.STOPPING: (503, "the server is stopping", "server_error", "stopping"),
+    Rejection.FAILED: (503, "the server has failed and ends", "server_error", "failed"),
 }
 _ENDS = {
     End.DEADLINE: (504, "the answer was not complete in time", "timeout_error", "deadline"),
@@ -88,7 +88,7 @@ class Service:
     what requests do not name.  `keys`: of which a client must have one; none for no such check.
     `hosts`: what clients may call the server; none for any."""
 
-    engine: Engine
+    engine: ServingEngine
     metrics: Metrics
     model: str
     sampling: SamplingOptions
@@ -130,11 +130,11 @@ class Service:
             numbers = self.engine.submit(jobs, listeners)
         except InputError as error:
             raise ApiError(400, str(error), param="stop") from None
-        if isinstance(numbers, Refused):
+        if isinstance(numbers, Rejection):
             raise _refusal(numbers)
         return _Answering(self, wanted, jobs, numbers, inbox)
 
-    async def _made(self, wanted: Wanted) -> list[Job]:
+    async def _made(self, wanted: CompletionRequest) -> list[Job]:
         """The jobs of a request.  Raises ApiError, before the work of a template and a tokenizer is
         done where there is no room for them anyway; requests that are at it take room, too."""
         count = len(wanted.prompts) * wanted.n
@@ -169,7 +169,7 @@ class Service:
             ) from None
         return bytes(body)
 
-    def _jobs(self, wanted: Wanted) -> list[Job]:
+    def _jobs(self, wanted: CompletionRequest) -> list[Job]:
         """A job for each answer.  May take time: a chat template and a tokenizer run."""
         decoder = self.engine.generator.decoder
         context, vocabulary = decoder.plan.sizes.context, decoder.config.vocabulary
@@ -212,7 +212,7 @@ class Service:
             return tuple(generator.encode(prompt.messages))
         return tuple(generator.encode(prompt, chat=False)) if isinstance(prompt, str) else prompt
 
-    def _max_tokens(self, wanted: Wanted, room: int) -> int:
+    def _max_tokens(self, wanted: CompletionRequest, room: int) -> int:
         limit = self.limits.max_tokens
         if wanted.max_tokens is None:
             return room if limit is None else min(limit, room)
@@ -374,9 +374,9 @@ def _no_model(name: str) -> ApiError:
     return ApiError(404, words, param="model", code="model_not_found")
 
 
-def _refusal(refused: Refused) -> ApiError:
+def _refusal(refused: Rejection) -> ApiError:
     status, words, kind, code = _REFUSALS[refused]
-    headers = {"retry-after": "1"} if refused is Refused.FULL else {"connection": "close"}
+    headers = {"retry-after": "1"} if refused is Rejection.FULL else {"connection": "close"}
     return ApiError(status, words, kind=kind, code=code, headers=headers)
 
 
@@ -428,7 +428,7 @@ class _Answering(Response):
     def __init__(
         self,
         service: Service,
-        wanted: Wanted,
+        wanted: CompletionRequest,
         jobs: Sequence[Job],
         numbers: tuple[int, ...],
         inbox: _Inbox,

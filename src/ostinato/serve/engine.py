@@ -23,8 +23,8 @@ from enum import StrEnum
 
 from ostinato.errors import ContextPoisonedError, LogitsError, OstinatoError
 from ostinato.models import AnswerText, DecoderStatistics, SamplingOptions, TextGenerator
-from ostinato.modules import CacheStatistics as ModuleStatistics
-from ostinato.serve.scheduler import Action, Decode, Place, Read, Scheduler
+from ostinato.modules import ModuleCacheStatistics
+from ostinato.serve.scheduler import Action, Admit, Decode, Read, Scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class End(StrEnum):
     FAILED = "failed"
 
 
-class Refused(StrEnum):
+class Rejection(StrEnum):
     """Why a job was not taken."""
 
     FULL = "full"
@@ -131,7 +131,7 @@ class EngineStatistics:
     step_rows: int
     reads: int
     decoder: DecoderStatistics
-    modules: ModuleStatistics
+    modules: ModuleCacheStatistics
     memory_free: int
     memory_total: int
 
@@ -159,11 +159,11 @@ class _Counts:
     steps: int = 0
     step_rows: int = 0
     reads: int = 0
-    refused: Counter[Refused] = field(default_factory=Counter)
+    refused: Counter[Rejection] = field(default_factory=Counter)
     ended: Counter[End] = field(default_factory=Counter)
 
 
-class Engine:
+class ServingEngine:
     """Answers many requests at once with one decoder.
 
     `generator` is the engine's alone from `start` until `close` has returned, and is closed by its
@@ -236,7 +236,7 @@ class Engine:
 
     def submit(
         self, jobs: Sequence[Job], listeners: Sequence[Listener]
-    ) -> tuple[int, ...] | Refused:
+    ) -> tuple[int, ...] | Rejection:
         """Takes all of the jobs or none of them; their numbers.  Each listener gets the updates of
         its answer, the last with its end.  Raises InputError for stop texts that are none."""
         tokenizer = self.generator.tokenizer
@@ -258,7 +258,7 @@ class Engine:
             self._changed.notify()
         return tuple(numbers)
 
-    def refuses(self, jobs: int, others: int = 0) -> Refused | None:
+    def refuses(self, jobs: int, others: int = 0) -> Rejection | None:
         """Why so many jobs would not be taken now, after `others` that are still being made; None
         if they would.  They count as refused then."""
         with self._lock:
@@ -267,12 +267,12 @@ class Engine:
                 self._counts.refused[refused] += jobs
             return refused
 
-    def _refusal(self, jobs: int) -> Refused | None:
+    def _refusal(self, jobs: int) -> Rejection | None:
         if self.failure is not None:
-            return Refused.FAILED
+            return Rejection.FAILED
         if self.stopping:
-            return Refused.STOPPING
-        return Refused.FULL if self._scheduler.room < jobs else None
+            return Rejection.STOPPING
+        return Rejection.FULL if self._scheduler.room < jobs else None
 
     def cancel(self, numbers: Iterable[int]) -> None:
         """Nobody waits for these answers any more: no step is done for them from the next one on.
@@ -315,7 +315,7 @@ class Engine:
         if self._begun:
             self._thread.join()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> ServingEngine:
         self.start()
         return self
 
@@ -388,7 +388,7 @@ class Engine:
             self._guarded(tuple(self._together), self._read_together)
             return True
         match action:
-            case Place():
+            case Admit():
                 self._guarded((action.slot,), lambda: self._place(action))
             case Read():
                 self._guarded((action.slot,), lambda: self._read(action))
@@ -419,7 +419,7 @@ class Engine:
                     self._end(number, End.FAILED, words)
                 self._scheduler.forget(slot)
 
-    def _place(self, action: Place) -> None:
+    def _place(self, action: Admit) -> None:
         with self._lock:
             entry = self._entries.get(action.request)
         if entry is None:
@@ -446,7 +446,7 @@ class Engine:
     def _joins(self, action: Action | None) -> bool:
         """Whether it can be done before the ends of prompts that were gathered are read."""
         match action:
-            case Place():
+            case Admit():
                 return action.slot not in self._together and action.source not in self._together
             case Read():
                 held = sum(map(len, self._together.values()))
@@ -580,7 +580,7 @@ class Engine:
             under_way=self._scheduler.under_way,
             waiting=self._scheduler.waiting,
             submitted=counts.submitted,
-            refused={reason.value: counts.refused[reason] for reason in Refused},
+            refused={reason.value: counts.refused[reason] for reason in Rejection},
             ended={end.value: counts.ended[end] for end in End},
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,

@@ -97,7 +97,7 @@ Prompt: TypeAlias = Chat | str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class CompletionRequest:
     """A request that was read and found sound.
 
     `prompts`: a chat, text, or token ids; each gets `n` answers.  `max_tokens`: None where the
@@ -146,7 +146,7 @@ def parse_json(body: bytes) -> object:
         raise ApiError(400, f"the body is no JSON: {str(error)[:200]}") from None
 
 
-def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Wanted:
+def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> CompletionRequest:
     """Reads a request of one of the endpoints; `sampling` for what it does not name.
 
     Raises ApiError (400).
@@ -179,7 +179,7 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Wanted
         "repetition_penalty": fields.take("repetition_penalty", _number, None),
         "seed": 0 if seed is None else seed % _MOST_SEED,
     }
-    wanted = Wanted(
+    wanted = CompletionRequest(
         kind,
         model,
         prompts,

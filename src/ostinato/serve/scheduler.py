@@ -1,6 +1,6 @@
 """Which request does what next.  Pure: no clock, no decoder, no I/O, no threads.
 
-    waiting  ─Place─▶  reading  ─Read, Read, …─▶  decoding  ─Decode, Decode, …─▶  over
+    waiting  ─Admit─▶  reading  ─Read, Read, …─▶  decoding  ─Decode, Decode, …─▶  over
       (a queue, first       (one at a time, its prompt       (all of them in one step)
        come first served)    in pieces)
 
@@ -22,7 +22,7 @@ _WORTH_A_COPY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Admit:
     """A request gets a slot, whose cache is to keep the first `kept` tokens of its prompt: out of
     its own, or copied there from the slot `source`."""
 
@@ -53,7 +53,7 @@ class Decode:
     single: bool
 
 
-Action: TypeAlias = Place | Read | Decode
+Action: TypeAlias = Admit | Read | Decode
 
 
 @dataclass(slots=True)
@@ -182,12 +182,12 @@ class Scheduler:
                 return Read(reader.number, reader.slot, reader.read, end, last)
         return Decode(decoding, single=reader is not None) if decoding else None
 
-    def _place(self, request: _Request, idle: Sequence[_Slot]) -> Place:
+    def _place(self, request: _Request, idle: Sequence[_Slot]) -> Admit:
         """Where most of its prompt is; in place if that costs no other request much, else copied to
         the slot that was not used for the longest time."""
         oldest = min(idle, key=lambda slot: (slot.used, slot.index))
         if not self._reuse:
-            return Place(request.number, oldest.index, 0)
+            return Admit(request.number, oldest.index, 0)
         wanted = request.tokens[:-1]  # one is left to be read, so that a token is chosen after it
         shared = {slot.index: common(wanted, slot.held) for slot in self._slots}
         best = max(idle, key=lambda slot: (shared[slot.index], -slot.used, -slot.index))
@@ -196,19 +196,19 @@ class Scheduler:
         source = max(self._slots, key=lambda slot: (shared[slot.index], slot is target))
         kept = shared[target.index]
         if shared[source.index] >= kept + _WORTH_A_COPY:
-            return Place(request.number, target.index, shared[source.index], source.index)
-        return Place(request.number, target.index, kept)
+            return Admit(request.number, target.index, shared[source.index], source.index)
+        return Admit(request.number, target.index, kept)
 
     # --- what was done
-    def done(self, action: Place | Read) -> None:
+    def done(self, action: Admit | Read) -> None:
         """The action was done.  Its request may be over by now: then its slot holds the tokens, and
         works for no one."""
-        if isinstance(action, Place):
+        if isinstance(action, Admit):
             self._placed(action)
         else:
             self._was_read(action)
 
-    def _placed(self, action: Place) -> None:
+    def _placed(self, action: Admit) -> None:
         slot = self._slots[action.slot]
         if action.source is None:
             del slot.held[action.kept :]

@@ -27,7 +27,7 @@ import uvicorn
 from ostinato.errors import InputError
 from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve.app import HttpLimits, Service, make_app
-from ostinato.serve.engine import Engine
+from ostinato.serve.engine import ServingEngine
 from ostinato.serve.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ _LOOK_SECONDS = 1.0
 class ServeOptions:
     """How a server serves.  `model`: the name that clients call the model by.  `sampling`: for what
     requests do not name; None for the generator's `default_sampling`.  `queue`, `piece`, `reuse`,
-    `seconds`: see `Engine`.  `grace_seconds`: for the answers under way at the end."""
+    `seconds`: see `ServingEngine`.  `grace_seconds`: for the answers under way at the end."""
 
     model: str
     keys: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Server:
     ) -> None:
         self.metrics = Metrics()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.engine = Engine(
+        self.engine = ServingEngine(
             generator,
             queue=options.queue,
             piece=options.piece,
@@ -250,7 +250,7 @@ class _Failures:
 
 
 class _Uvicorn(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+    def __init__(self, config: uvicorn.Config, engine: ServingEngine) -> None:
         super().__init__(config)
         self._engine = engine
 

@@ -31,7 +31,7 @@ from ostinato.memory.ranges import Target, range_of
 from ostinato.settings import ReplaySettings
 from ostinato.step.buckets import Buckets, PowersOfTwo
 from ostinato.step.budget import Footprint, MemoryMeter, SharedBlocks, footprint, parse_bytes
-from ostinato.step.entry import Entry, Kept, Left
+from ostinato.step.entry import CachedGraph, Entry, Left
 from ostinato.step.flight import Flight, Flights
 from ostinato.step.limits import CaptureLimits, Refused, Spent, refuse
 from ostinato.step.statistics import CacheStatistics, KeyStatistics
@@ -45,7 +45,7 @@ class Table:
     the graphs that were least recently used leave.
 
     It launches and closes nothing, and is not thread-safe; the cache calls it under its lock.
-    States of a graph (`Kept`):
+    States of a graph (`CachedGraph`):
 
         put() -> KEPT -> removed, replaced or trimmed -> CLOSED by the cache
                          └─ LEAVING as long as a lease is out ─┘
@@ -64,18 +64,18 @@ class Table:
         self.gone: dict[Hashable, Entry] = {}
         """Those without one, the latest last."""
         self.forgotten = 0
-        self.leaving: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self.leaving: weakref.WeakSet[CachedGraph] = weakref.WeakSet()
         """Weak: a lease that Ctrl-C in a replay lost must not keep a graph for ever."""
         self.over_budget = 0
         self.blocks = SharedBlocks()
         self.total = Entry(None)
         """The counts of all keys together; its hits are those of entries that were forgotten."""
-        self.latest: Kept | None = None
+        self.latest: CachedGraph | None = None
         """The graph that was used or put in last, if it is here: a use of it changes no order."""
         self._uses = 0
 
     @property
-    def graphs(self) -> list[Kept]:
+    def graphs(self) -> list[CachedGraph]:
         """The graphs that are here."""
         return [entry.graph for entry in self.entries.values() if entry.graph is not None]
 
@@ -84,7 +84,7 @@ class Table:
         """The sum of the bytes that the graphs are charged with."""
         return sum(self.charge(kept).nbytes for kept in self.graphs)
 
-    def charge(self, kept: Kept) -> Footprint:
+    def charge(self, kept: CachedGraph) -> Footprint:
         """The bytes that a graph is charged with, as of now."""
         return self.blocks.share(kept.footprint)
 
@@ -115,7 +115,7 @@ class Table:
         """Those with a graph, from the least to the most recently used."""
         return sorted(self.entries.values(), key=_last_use)
 
-    def make_latest(self, kept: Kept) -> None:
+    def make_latest(self, kept: CachedGraph) -> None:
         """Makes a graph the most recently used, if it is here."""
         if not kept.leaving:
             self._uses += 1
@@ -132,7 +132,7 @@ class Table:
         executable: GraphExec,
         footprint: Footprint,
         capture_ms: float | None,
-    ) -> list[Kept]:
+    ) -> list[CachedGraph]:
         """Puts a graph under a key, in place of another, and trims.
 
         An executable that is under this key already only gets its new footprint.  Raises
@@ -140,14 +140,14 @@ class Table:
         """
         self._require_free(key, executable)
         entry = self.entry(key)
-        out: list[Kept] = []
+        out: list[CachedGraph] = []
         kept = before = entry.graph
         if kept is not None and kept.executable is executable:
             kept.footprint = footprint
         else:
             if before is not None:
                 out += self.remove([entry], "replaced")
-            kept = Kept(executable, footprint, capture_ms)
+            kept = CachedGraph(executable, footprint, capture_ms)
             entry.graph = kept
             self.gone.pop(key, None)
             self.entries[key] = entry
@@ -155,7 +155,7 @@ class Table:
         self._measure(kept)
         return out + self._trim()
 
-    def _measure(self, kept: Kept) -> None:
+    def _measure(self, kept: CachedGraph) -> None:
         """Notes what the capture of a graph told about the blocks that graphs share."""
         footprint = kept.footprint
         if footprint.grown is None or footprint.free is None:
@@ -181,7 +181,7 @@ class Table:
                 "instantiate another"
             )
 
-    def remove(self, entries: Iterable[Entry], reason: Left) -> list[Kept]:
+    def remove(self, entries: Iterable[Entry], reason: Left) -> list[CachedGraph]:
         """Takes out the graphs of entries of the table; returns those without a lease.
 
         A key whose hash has changed since it came in finds its entry no more.  If one of these is
@@ -212,9 +212,9 @@ class Table:
             self._remember(entry)
         return out
 
-    def _trim(self) -> list[Kept]:
+    def _trim(self) -> list[CachedGraph]:
         """Takes out the least recently used until the limits hold, or only the newest is left."""
-        out: list[Kept] = []
+        out: list[CachedGraph] = []
         while self.max_graphs is not None and len(self.entries) > self.max_graphs:
             out += self.remove([min(self.entries.values(), key=_last_use)], "count")
         if self.budget is not None:
@@ -251,7 +251,7 @@ class _Hold:
     def __init__(self, cache: GraphCache, key: Hashable) -> None:
         self._cache = cache
         self._key = key
-        self._kept: Kept | None = None
+        self._kept: CachedGraph | None = None
 
     def __enter__(self) -> GraphExec | None:
         self._kept = self._cache._leased(self._key)
@@ -428,7 +428,7 @@ class GraphCache(Closeable):
         """
         return _Hold(self, key)
 
-    def _leased(self, key: Hashable) -> Kept | None:
+    def _leased(self, key: Hashable) -> CachedGraph | None:
         """The graph under a key, with a lease; None, and a miss, if there is none.
 
         Raises ClosedError."""
@@ -449,7 +449,7 @@ class GraphCache(Closeable):
             self._require_open()
             return self.table.entry(key)
 
-    def lease(self, entry: Entry) -> Kept | None:
+    def lease(self, entry: Entry) -> CachedGraph | None:
         """The graph of an entry, which is not closed before its `release`; None, and a miss, if it
         has none.  Raises ClosedError."""
         kept = entry.graph
@@ -463,12 +463,12 @@ class GraphCache(Closeable):
             self.touch(kept)
         return kept
 
-    def touch(self, kept: Kept) -> None:
+    def touch(self, kept: CachedGraph) -> None:
         """Makes a graph the most recently used."""
         with self.lock:
             self.table.make_latest(kept)
 
-    def let_go(self, kept: Kept) -> None:
+    def let_go(self, kept: CachedGraph) -> None:
         """Closes a graph whose last lease has ended after it left."""
         with self.lock:
             self.table.leaving.discard(kept)
@@ -691,14 +691,14 @@ class GraphCache(Closeable):
             raise InputError(f"there is no graph under key {key!r}")
         return kept.executable.manifest()
 
-    def _touching(self, target: Target) -> list[tuple[Entry, Kept]]:
+    def _touching(self, target: Target) -> list[tuple[Entry, CachedGraph]]:
         wanted = range_of(target)
         with self.lock:
             entries = [(e, e.graph) for e in self.table.entries.values()]
         return [(e, kept) for e, kept in entries if kept and kept.executable.touches(wanted)]
 
     @staticmethod
-    def _close(graphs: list[Kept]) -> None:
+    def _close(graphs: list[CachedGraph]) -> None:
         # Outside of the lock: closing destroys retired objects, and that runs code of others.
         for kept in graphs:
             kept.executable.close()

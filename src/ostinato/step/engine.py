@@ -58,7 +58,7 @@ from ostinato.graph import GraphExec, Recording, record
 from ostinato.settings import ResolvedReplaySettings
 from ostinato.step.cache import GraphCache
 from ostinato.step.check import Cause, CheckReport, Finding
-from ostinato.step.entry import Entry, Kept
+from ostinato.step.entry import CachedGraph, Entry
 from ostinato.step.held import HeldCounts, HeldReplay, launch_in_turn
 from ostinato.step.policy import REPLAY, Action, Decision, Reason, Situation, decide, fall_back
 from ostinato.step.statistics import Counts, StepKeyStatistics
@@ -382,13 +382,13 @@ class Engine:
             if kept is not None and kept.release():
                 self.cache.let_go(kept)
 
-    def _leased(self, work: Work, entry: Entry) -> Kept | None:
+    def _leased(self, work: Work, entry: Entry) -> CachedGraph | None:
         """The graph of an entry, with a lease, out of the work's store if it is not there."""
         if entry.graph is None and not entry.looked:
             self._restore(work, entry)
         return self.cache.lease(entry)
 
-    def _decision(self, work: Work, entry: Entry, kept: Kept | None) -> Decision:
+    def _decision(self, work: Work, entry: Entry, kept: CachedGraph | None) -> Decision:
         """What to do: as before, if nothing has changed but what is asked at each call.  A graph
         that does not fit the call, or that cannot be launched any more (memory that it points at
         was closed, or a change of it failed half way), is taken out of the cache."""
@@ -465,7 +465,7 @@ class Engine:
         return decision
 
     # --- replaying
-    def _replay(self, work: Work, entry: Entry, kept: Kept, decision: Decision) -> Decision:
+    def _replay(self, work: Work, entry: Entry, kept: CachedGraph, decision: Decision) -> Decision:
         call, verify = work.call, work.options.verify
         counts = self._counts_of(entry) if call.counts is None else call.counts
         if verify != "off" and self._is_due(verify, work, counts, kept):
@@ -507,7 +507,7 @@ class Engine:
         self._last = call
         return decision
 
-    def _is_due(self, verify: str | int, work: Work, counts: Counts, kept: Kept) -> bool:
+    def _is_due(self, verify: str | int, work: Work, counts: Counts, kept: CachedGraph) -> bool:
         if not kept.is_checked(self, work.padded):
             return True
         return isinstance(verify, int) and (counts.replays + 1) % verify == 0
@@ -516,7 +516,7 @@ class Engine:
         self,
         work: Work,
         counts: Counts,
-        kept: Kept,
+        kept: CachedGraph,
         change: Change,
     ) -> None:
         """One replay, after a change of the executable, one in `TIMED_EVERY` timed.  Raises as
@@ -533,7 +533,7 @@ class Engine:
         if begin:
             counts.times.append((time.perf_counter_ns() - begin) / 1e3)
 
-    def _arm(self, work: Work, counts: Counts, kept: Kept) -> None:
+    def _arm(self, work: Work, counts: Counts, kept: CachedGraph) -> None:
         """Lets calls like this one, which was like the one before, go the short way."""
         call = work.call
         if not self._plain or self.cache.context.taps:
@@ -767,7 +767,7 @@ class Engine:
             entry.looked = False  # it comes back if it is evicted
 
     # --- checking
-    def _checked(self, work: Work, entry: Entry, kept: Kept, decision: Decision) -> Decision:
+    def _checked(self, work: Work, entry: Entry, kept: CachedGraph, decision: Decision) -> Decision:
         counts = self._counts_of(entry)
         try:
             report = work.check(kept.executable, partial(self._launch, work, counts, kept))

@@ -24,7 +24,7 @@ Left = Literal["asked", "touching", "budget", "count", "memory", "replaced", "cl
 """Why a graph leaves; all but the last two are evictions."""
 
 
-class Kept(Seat):
+class CachedGraph(Seat):
     """A graph in a cache.  Its seat has the leases, whether it is leaving, and how often it was
     used."""
 
@@ -74,7 +74,7 @@ class Entry:
     """One key, also while it has no graph."""
 
     key: Hashable
-    graph: Kept | None = None
+    graph: CachedGraph | None = None
     forgotten: bool = False
     """Whether the cache has dropped it, for newer keys."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ostinato.driver.api import AllocNodeParams, MemoryRange
-from ostinato.driver.context import Entry, Tap
+from ostinato.driver.context import CallKind, Tap
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import InputError
 from ostinato.graph import GraphExec
@@ -135,7 +135,7 @@ class _Saver(Tap):
         self._thread = threading.get_ident()
 
     def entering(
-        self, stream: Stream, what: str, entry: Entry, operation: Operation | None
+        self, stream: Stream, what: str, kind: CallKind, operation: Operation | None
     ) -> None:
         if operation is not None and threading.get_ident() == self._thread:
             self._undeclared.save(operation, stream)

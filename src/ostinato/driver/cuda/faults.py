@@ -126,11 +126,11 @@ class Verdict(enum.Enum):
     ABSENT = "absent"
     NOT_APPLICABLE = "not applicable"
     FAILED = "failed"
-    """The probe itself ended otherwise than it may: `Finding.detail` says how."""
+    """The probe itself ended otherwise than it may: `ProbeResult.detail` says how."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ProbeResult:
     """The answer of a probe: the verdict, and what was seen."""
 
     verdict: Verdict
@@ -146,23 +146,23 @@ class DriverFault:
 
     name: str
     what: str
-    probe: Callable[[CudaDriver], Finding]
+    probe: Callable[[CudaDriver], ProbeResult]
     dumps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """What `survey` found: the device and the driver in words, and a finding for each fault."""
+class FaultReport:
+    """What `survey` found: the device and the driver in words, and a result for each fault."""
 
     device: str
     driver: str
-    findings: dict[str, Finding]
+    results: dict[str, ProbeResult]
 
 
 _faults: list[DriverFault] = []
 
 
-_Probe: TypeAlias = Callable[[CudaDriver], Finding]
+_Probe: TypeAlias = Callable[[CudaDriver], ProbeResult]
 
 
 def _fault(name: str, what: str, *, dumps: bool = False) -> Callable[[_Probe], _Probe]:
@@ -175,12 +175,12 @@ def _fault(name: str, what: str, *, dumps: bool = False) -> Callable[[_Probe], _
     return add
 
 
-def _either(present: bool, detail: str) -> Finding:
-    return Finding(Verdict.PRESENT if present else Verdict.ABSENT, detail)
+def _either(present: bool, detail: str) -> ProbeResult:
+    return ProbeResult(Verdict.PRESENT if present else Verdict.ABSENT, detail)
 
 
-def _not_applicable(detail: str) -> Finding:
-    return Finding(Verdict.NOT_APPLICABLE, detail)
+def _not_applicable(detail: str) -> ProbeResult:
+    return ProbeResult(Verdict.NOT_APPLICABLE, detail)
 
 
 # ------------------------------------------------------------------------------------------ probes
@@ -233,7 +233,7 @@ class _Bench:
     "update-keeps-attributes",
     "a whole update reports success and keeps the old launch attributes",
 )
-def _update_keeps_attributes(driver: CudaDriver) -> Finding:
+def _update_keeps_attributes(driver: CudaDriver) -> ProbeResult:
     sizes = [fate for fate in attribute_fates(driver) if fate.attribute == "cluster size"]
     if not sizes:
         return _not_applicable("this GPU has no clusters")
@@ -249,7 +249,7 @@ def _update_keeps_attributes(driver: CudaDriver) -> Finding:
     "disabled-memset-loses-order",
     "a memset node that is switched off no longer orders the nodes around it",
 )
-def _disabled_memset_loses_order(driver: CudaDriver) -> Finding:
+def _disabled_memset_loses_order(driver: CudaDriver) -> ProbeResult:
     bench = _Bench(driver)
     graph, nodes = bench.chain(
         bench.kernel("late", bench.word(0), 1),
@@ -275,7 +275,7 @@ def _disabled_memset_loses_order(driver: CudaDriver) -> Finding:
     "disabled-cooperative-loses-the-context",
     "launches with a cooperative kernel node that is switched off end with a lost context",
 )
-def _disabled_cooperative_loses_the_context(driver: CudaDriver) -> Finding:
+def _disabled_cooperative_loses_the_context(driver: CudaDriver) -> ProbeResult:
     if not driver.capabilities.cooperative_launch:
         return _not_applicable("this GPU has no cooperative launches")
     bench = _Bench(driver)
@@ -294,7 +294,7 @@ def _disabled_cooperative_loses_the_context(driver: CudaDriver) -> Finding:
 
 
 @_fault("handles-are-given-again", "a new graph or node has the handle of one that was destroyed")
-def _handles_are_given_again(driver: CudaDriver) -> Finding:
+def _handles_are_given_again(driver: CudaDriver) -> ProbeResult:
     graphs, nodes, again = set[int](), set[int](), 0
     for _ in range(16):
         graph = driver.graph_create()
@@ -309,7 +309,7 @@ def _handles_are_given_again(driver: CudaDriver) -> Finding:
 
 
 @_fault("conditions-have-equal-handles", "conditions of two graphs have the same handle")
-def _conditions_have_equal_handles(driver: CudaDriver) -> Finding:
+def _conditions_have_equal_handles(driver: CudaDriver) -> ProbeResult:
     first, second = (driver.conditional_create(driver.graph_create()) for _ in range(2))
     return _either(first == second, f"the first conditions of two graphs: {first:#x}, {second:#x}")
 
@@ -318,7 +318,7 @@ def _conditions_have_equal_handles(driver: CudaDriver) -> Finding:
     "first-edge-for-all",
     "one call that adds several edges gives all of them the data of the first",
 )
-def _first_edge_for_all(driver: CudaDriver) -> Finding:
+def _first_edge_for_all(driver: CudaDriver) -> ProbeResult:
     if not driver.capabilities.programmatic_launch:
         return _not_applicable("this GPU has no programmatic launch")
     bench = _Bench(driver)
@@ -348,7 +348,7 @@ def _first_edge_for_all(driver: CudaDriver) -> Finding:
     "broken-capture-destroys-its-graph",
     "a refused call in a capture into an existing graph destroys that graph",
 )
-def _broken_capture_destroys_its_graph(driver: CudaDriver) -> Finding:
+def _broken_capture_destroys_its_graph(driver: CudaDriver) -> ProbeResult:
     bench = _Bench(driver)
     graph, _ = bench.chain(EmptyNodeParams())
     stream = driver.stream_create()
@@ -373,7 +373,7 @@ def _broken_capture_destroys_its_graph(driver: CudaDriver) -> Finding:
     "waiting-upload-slows-replays",
     "an executable that was uploaded and not launched slows the kernels of all replays",
 )
-def _waiting_upload_slows_replays(driver: CudaDriver) -> Finding:
+def _waiting_upload_slows_replays(driver: CudaDriver) -> ProbeResult:
     bench = _Bench(driver)
     kernels = [bench.kernel("nothing") for _ in range(_CHAIN)]
     replayed, waiting = (driver.graph_instantiate(bench.chain(*kernels)[0]) for _ in range(2))
@@ -408,7 +408,7 @@ def _waiting_upload_slows_replays(driver: CudaDriver) -> Finding:
     "legacy-work-is-not-captured",
     "work on the legacy default stream runs during a capture and is not in the graph",
 )
-def _legacy_work_is_not_captured(driver: CudaDriver) -> Finding:
+def _legacy_work_is_not_captured(driver: CudaDriver) -> ProbeResult:
     bench = _Bench(driver)
     driver.stream_begin_capture(bench.stream, CaptureMode.THREAD_LOCAL)
     status = driver._status("faults", "cuMemsetD32Async", bench.word(0), 7, 1, StreamHandle(0))
@@ -429,7 +429,7 @@ def _legacy_work_is_not_captured(driver: CudaDriver) -> Finding:
     "load-breaks-captures",
     "a module that is loaded during a capture is refused, or breaks the capture",
 )
-def _load_breaks_captures(driver: CudaDriver) -> Finding:
+def _load_breaks_captures(driver: CudaDriver) -> ProbeResult:
     bench, status = _Bench(driver), 0
     driver.stream_begin_capture(bench.stream, CaptureMode.THREAD_LOCAL)
     try:
@@ -448,7 +448,7 @@ def _load_breaks_captures(driver: CudaDriver) -> Finding:
 
 
 @_fault("ptx-is-ascii", "PTX with a character outside ASCII, also in a comment, is refused")
-def _ptx_is_ascii(driver: CudaDriver) -> Finding:
+def _ptx_is_ascii(driver: CudaDriver) -> ProbeResult:
     _Bench(driver)  # the same without it is loaded
     text = _PTX.replace("// Writes a value", "// Écrit une valeur").encode()
     try:
@@ -463,7 +463,7 @@ def _ptx_is_ascii(driver: CudaDriver) -> Finding:
     "with core dumps asked for by the API, the wait behind a fault reports success",
     dumps=True,
 )
-def _core_dump_hides_the_fault(driver: CudaDriver) -> Finding:
+def _core_dump_hides_the_fault(driver: CudaDriver) -> ProbeResult:
     """The core dump was asked for before the driver was opened: `_ask_for_core_dump`."""
     bench = _Bench(driver)
     kernel = bench.kernel("stray")
@@ -506,14 +506,14 @@ FAULTS = tuple(_faults)
 
 
 def probe(ordinal: int, name: str) -> int:
-    """Runs one probe, and prints its finding as JSON.  Returns 0."""
+    """Runs one probe, and prints its result as JSON.  Returns 0."""
     (fault,) = (fault for fault in FAULTS if fault.name == name)
     with tempfile.TemporaryDirectory() as folder:
         why = _ask_for_core_dump(Path(folder)) if fault.dumps else ""
         try:
             found = _not_applicable(why) if why else fault.probe(CudaDriver(ordinal))
         except OstinatoError as error:
-            found = Finding(Verdict.FAILED, f"{type(error).__name__}: {error}")
+            found = ProbeResult(Verdict.FAILED, f"{type(error).__name__}: {error}")
     print(json.dumps({"verdict": found.verdict.value, "detail": found.detail}), flush=True)
     if fault.dumps:
         os._exit(0)  # the driver's own end of a process whose context has dumped does not return
@@ -526,11 +526,11 @@ _PROGRAM = (
 )
 
 
-def survey(device: str = "cuda:0") -> Survey:
+def survey(device: str = "cuda:0") -> FaultReport:
     """Probes every fault on a device, each in another process.
 
     Takes some twenty seconds.  Raises nothing for a probe that ends its process or does not end:
-    its finding says so.  On the device "host", and without a GPU, every fault is not applicable.
+    its result says so.  On the device "host", and without a GPU, every fault is not applicable.
     """
     if not device.startswith("cuda"):
         return _nowhere(device, "it is one of CUDA drivers, and this is the CPU driver")
@@ -542,13 +542,13 @@ def survey(device: str = "cuda:0") -> Survey:
     properties = driver.properties
     driver.close()
     program = [sys.executable, "-P", "-c", _PROGRAM, str(ordinal)]
-    findings = {fault.name: run_probe([*program, fault.name]) for fault in FAULTS}
+    results = {fault.name: run_probe([*program, fault.name]) for fault in FAULTS}
     words = f"{_module_version()} (CUDA {properties.driver_version})"
-    return Survey(properties.name, words, findings)
+    return FaultReport(properties.name, words, results)
 
 
-def _nowhere(device: str, why: str) -> Survey:
-    return Survey(device, "none", {fault.name: _not_applicable(why) for fault in FAULTS})
+def _nowhere(device: str, why: str) -> FaultReport:
+    return FaultReport(device, "none", {fault.name: _not_applicable(why) for fault in FAULTS})
 
 
 def _module_version() -> str:
@@ -561,8 +561,8 @@ def _module_version() -> str:
     return found[0] if found else "a version that /proc does not tell"
 
 
-def run_probe(command: Sequence[str], deadline: float = DEADLINE) -> Finding:
-    """The finding of a process that runs `probe`; a failure if it tells none."""
+def run_probe(command: Sequence[str], deadline: float = DEADLINE) -> ProbeResult:
+    """The result of a process that runs `probe`; a failure if it tells none."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     try:
         ended = subprocess.run(
@@ -573,10 +573,10 @@ def run_probe(command: Sequence[str], deadline: float = DEADLINE) -> Finding:
             env=os.environ | {"PYTHONPATH": path},
         )
     except subprocess.TimeoutExpired:
-        return Finding(Verdict.FAILED, f"it did not end within {deadline:g} s, and was ended")
+        return ProbeResult(Verdict.FAILED, f"it did not end within {deadline:g} s, and was ended")
     if not ended.stdout:
         said = ended.stderr.decode("utf-8", "replace").strip().splitlines()
         why = f": {said[-1]}" if said else ""
-        return Finding(Verdict.FAILED, f"its process ended with status {ended.returncode}{why}")
+        return ProbeResult(Verdict.FAILED, f"its process ended with status {ended.returncode}{why}")
     told = json.loads(ended.stdout)
-    return Finding(Verdict(told["verdict"]), told["detail"])
+    return ProbeResult(Verdict(told["verdict"]), told["detail"])

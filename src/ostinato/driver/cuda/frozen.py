@@ -181,7 +181,7 @@ class Other(NamedTuple):
     params: NodeParams | DriverError
 
 
-class Decoder(Protocol):
+class NodeDecoder(Protocol):
     """The driver, as far as decoding needs it."""
 
     shapes: Shapes
@@ -195,14 +195,14 @@ _HOLDERS = (ChildGraphNodeParams, ConditionalNodeParams)
 _MEMORY_NODES = (AllocNodeParams, FreeNodeParams)
 
 
-class Frozen:
+class CudaFrozenGraph:
     """`others`: the indices of the nodes that are no `RawKernel`.  `read`: the attributes that the
     shapes hold; `rest`: those to be read when a node is decoded.  `by_function`: a node may have
     attributes that the driver does not tell."""
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: NodeDecoder,
         nodes: tuple[NodeHandle, ...],
         held: Sequence[RawKernel | Other],
         others: Sequence[int],

@@ -50,8 +50,8 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.frozen import (
+    CudaFrozenGraph,
     EdgeArrays,
-    Frozen,
     Other,
     RawKernel,
     Shapes,
@@ -195,7 +195,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
     # --- reading all of a graph at once
     def graph_freeze(
         self, graph: GraphHandle, *, ours: Container[NodeHandle] | None = None
-    ) -> Frozen:
+    ) -> CudaFrozenGraph:
         seam = "graph_freeze"
         array, edges = self._node_array(seam, graph), self._edge_arrays(seam, graph)
         nodes = _handles(array)
@@ -210,7 +210,9 @@ class GraphCalls(StreamCalls, ModuleCalls):
             held[index] = self._read_other(nodes[index], held[index])
         rest = SHOWN[len(SETTABLE) :] if all_ours else ()
         by_function = self._hides_attributes and not all_ours
-        return Frozen(self, nodes, held, others, edges, attributes, rest, by_function=by_function)
+        return CudaFrozenGraph(
+            self, nodes, held, others, edges, attributes, rest, by_function=by_function
+        )
 
     def _read_nodes(
         self,

@@ -99,7 +99,7 @@ def _block_type(
     return packing, ctypes.c_char * packing.size, struct.calcsize(head)
 
 
-class Block(NamedTuple):
+class ParameterBlock(NamedTuple):
     """A block, and the addresses inside it that the call takes as kernelParams and extra: one of
     them, or neither where there are no arguments."""
 
@@ -132,13 +132,13 @@ def _parts(
 
 def launch_block(
     config: LaunchConfig, stream: int, attributes: Attributes | None, arguments: KernelArguments
-) -> Block:
+) -> ParameterBlock:
     """Begins with a CUlaunchConfig.  Raises struct.error if a number does not fit its field."""
     packing, memory, params, extra, words = _parts(LAUNCH_HEAD, arguments)
     given = (0, 0) if attributes is None else (attributes.address, attributes.count)
     sizes = *config.grid, *config.block, config.shared
     packing.pack_into(memory, 0, *sizes, stream, *given, *words, arguments.data)
-    return Block(memory, params or None, extra or None)
+    return ParameterBlock(memory, params or None, extra or None)
 
 
 def node_block(params: KernelNodeParams, context: int) -> ctypes.Array[ctypes.c_char]:

@@ -35,7 +35,7 @@ from ostinato.driver.launcher import KernelTarget, function_call, kernel_call
 from ostinato.errors import DriverError, NotAvailableError, Status
 
 if TYPE_CHECKING:
-    from ostinato.driver.cuda.variables import Variable
+    from ostinato.driver.cuda.variables import ModuleVariable
 
 IMAGE_KINDS = frozenset({"cubin", "ptx", "fatbin"})
 
@@ -230,7 +230,7 @@ class ModuleCalls(CudaCalls):
         return f"{changed} of its {len(content)} bytes; {live} words are addresses of live memory"
 
     def _variables(
-        self, module: int, variables: Sequence[Variable]
+        self, module: int, variables: Sequence[ModuleVariable]
     ) -> dict[str, tuple[int, bytes]]:
         """Where the variables of a loaded module are, and what they hold."""
         seam = "function_code"

@@ -21,7 +21,7 @@ _LARGEST = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
-class Variable:
+class ModuleVariable:
     """A variable and its first content."""
 
     name: str
@@ -29,7 +29,7 @@ class Variable:
 
 
 @lru_cache(maxsize=64)  # a module has many kernels, and each asks
-def variables_of(cubin: bytes) -> tuple[Variable, ...]:
+def variables_of(cubin: bytes) -> tuple[ModuleVariable, ...]:
     """The variables in a cubin.  Raises ValueError, IndexError or struct.error for a damaged one;
     none for what is no 64-bit ELF file (PTX is compiled anew)."""
     if cubin[:5] != b"\x7fELF\x02":
@@ -41,7 +41,7 @@ def variables_of(cubin: bytes) -> tuple[Variable, ...]:
     sections = [_SECTION.unpack_from(cubin, table + size * i) for i in range(count)]
     name_table = sections[names_at][4]
     names = [_text(cubin, name_table + section[0]) for section in sections]
-    found: dict[str, Variable] = {}
+    found: dict[str, ModuleVariable] = {}
     for section in sections:
         if section[1] != _SYMBOLS:
             continue
@@ -56,7 +56,7 @@ def variables_of(cubin: bytes) -> tuple[Variable, ...]:
             first = home[4] + value
             content = bytes(length) if home[1] == _NO_CONTENT else cubin[first : first + length]
             text = _text(cubin, strings + name)
-            found[text] = Variable(text, content)
+            found[text] = ModuleVariable(text, content)
     return tuple(found.values())
 
 

@@ -33,7 +33,7 @@ from ostinato.driver.api import (
     NodeParams,
     OpaqueNodeParams,
 )
-from ostinato.driver.host.handles import Table, new_handle
+from ostinato.driver.host.handles import HandleTable, new_handle
 from ostinato.driver.host.memory import MemoryTable
 from ostinato.errors import DriverError, Status, driver_error
 
@@ -70,13 +70,13 @@ class Condition:
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class DefinitionNode:
     """A node.  `incoming` are its dependencies in the order they were given, with edge data."""
 
     handle: NodeHandle
     graph: GraphDefinition
     params: NodeParams
-    incoming: list[tuple[Node, EdgeData]] = field(default_factory=list)
+    incoming: list[tuple[DefinitionNode, EdgeData]] = field(default_factory=list)
     child: GraphDefinition | None = None
     bodies: tuple[GraphDefinition, ...] = ()
     original: NodeHandle | None = None
@@ -144,8 +144,8 @@ class GraphTables:
 
     def __init__(self, memory: MemoryTable) -> None:
         self.memory = memory
-        self.graphs: Table[GraphDefinition] = Table("graph")
-        self.nodes: Table[Node] = Table("node")
+        self.graphs: HandleTable[GraphDefinition] = HandleTable("graph")
+        self.nodes: HandleTable[DefinitionNode] = HandleTable("node")
 
     def create(self) -> GraphDefinition:
         """A new graph, known by handle."""
@@ -154,7 +154,7 @@ class GraphTables:
         return graph
 
 
-class Frozen:
+class HostFrozenGraph:
     """What a definition held when this was made (`api.FrozenGraph`)."""
 
     def __init__(self, graph: GraphDefinition) -> None:
@@ -202,11 +202,11 @@ class GraphDefinition:
     """
 
     def __init__(
-        self, tables: GraphTables, owner: Node | None = None, *, body: bool = False
+        self, tables: GraphTables, owner: DefinitionNode | None = None, *, body: bool = False
     ) -> None:
         self.tables = tables
         self.handle = GraphHandle(new_handle())
-        self.nodes: dict[NodeHandle, Node] = {}
+        self.nodes: dict[NodeHandle, DefinitionNode] = {}
         self.owner = owner
         self.body = body
         # By order of creation; only a root graph has some.
@@ -227,7 +227,7 @@ class GraphDefinition:
             graph = graph.owner.graph
         return graph.body
 
-    def walk(self) -> Iterable[Node]:
+    def walk(self) -> Iterable[DefinitionNode]:
         """Every node; those of children and bodies come right after the node that holds them."""
         for node in self.nodes.values():
             yield node
@@ -249,7 +249,7 @@ class GraphDefinition:
         for node in self.nodes.values():
             self._register_node(node)
 
-    def _register_node(self, node: Node) -> None:
+    def _register_node(self, node: DefinitionNode) -> None:
         self.tables.nodes[node.handle] = node
         for inner in node.inner:
             inner.register()
@@ -260,7 +260,7 @@ class GraphDefinition:
         for node in self.nodes.values():
             self._forget_node(node)
 
-    def _forget_node(self, node: Node) -> None:
+    def _forget_node(self, node: DefinitionNode) -> None:
         self.tables.nodes.pop(node.handle, None)
         for inner in node.inner:
             inner.forget()
@@ -275,7 +275,7 @@ class GraphDefinition:
                 if allocation is not None:
                     memory.unhold(allocation)
 
-    def nodes_of(self, call: str, handles: Sequence[NodeHandle]) -> list[Node]:
+    def nodes_of(self, call: str, handles: Sequence[NodeHandle]) -> list[DefinitionNode]:
         """The nodes of the handles.  Raises unless all are of this graph and no two are equal."""
         nodes = [self.tables.nodes.find(call, handle) for handle in handles]
         for node in nodes:
@@ -295,10 +295,10 @@ class GraphDefinition:
     def add(
         self,
         call: str,
-        dependencies: Sequence[Node],
+        dependencies: Sequence[DefinitionNode],
         params: NodeParams,
         edge_data: Sequence[EdgeData] | None = None,
-    ) -> Node:
+    ) -> DefinitionNode:
         """Adds a node, whose parameters were checked as work."""
         child: GraphDefinition | None = None
         match params:
@@ -316,7 +316,7 @@ class GraphDefinition:
                         call,
                         f"{params.address:#x} is not the address of an alloc node",
                     )
-        node = Node(NodeHandle(new_handle()), self, params)
+        node = DefinitionNode(NodeHandle(new_handle()), self, params)
         data = edge_data if edge_data is not None else (EdgeData(),) * len(dependencies)
         node.incoming = list(zip(dependencies, data, strict=True))
         if isinstance(params, ConditionalNodeParams):
@@ -369,7 +369,7 @@ class GraphDefinition:
                 node=node,
             )
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: DefinitionNode) -> None:
         for other in self.nodes.values():
             other.incoming = [edge for edge in other.incoming if edge[0] is not node]
         del self.nodes[node.handle]
@@ -388,7 +388,7 @@ class GraphDefinition:
 
     def add_edges(self, call: str, edges: Sequence[Edge]) -> None:
         """Adds all edges or, if one is refused, none."""
-        added: list[tuple[Node, Node, EdgeData]] = []
+        added: list[tuple[DefinitionNode, DefinitionNode, EdgeData]] = []
         try:
             for edge in edges:
                 (source,) = self.nodes_of(call, [edge.source])
@@ -418,7 +418,7 @@ class GraphDefinition:
                 f"node, cannot {what}",
             )
 
-    def clone(self, owner: Node | None = None, *, inner: bool = False) -> GraphDefinition:
+    def clone(self, owner: DefinitionNode | None = None, *, inner: bool = False) -> GraphDefinition:
         """A deep copy that is not registered.
 
         Conditional handles keep their numbers, since kernels have them as arguments.  `inner` says
@@ -427,9 +427,9 @@ class GraphDefinition:
         copy = GraphDefinition(self.tables, owner, body=self.body and inner)
         conditions = self.conditions if inner else self.root.conditions
         copy.conditions = {h: replace(c) for h, c in conditions.items()}
-        stands_for: dict[Node, Node] = {}
+        stands_for: dict[DefinitionNode, DefinitionNode] = {}
         for node in self.nodes.values():
-            twin = Node(NodeHandle(new_handle()), copy, node.params, original=node.handle)
+            twin = DefinitionNode(NodeHandle(new_handle()), copy, node.params, original=node.handle)
             twin.child = None if node.child is None else node.child.clone(twin, inner=True)
             twin.bodies = tuple(body.clone(twin, inner=True) for body in node.bodies)
             stands_for[node] = twin
@@ -449,7 +449,7 @@ class GraphDefinition:
 
 
 def check_edge_data(
-    call: str, sources: Sequence[Node], params: NodeParams, edge_data: Sequence[EdgeData]
+    call: str, sources: Sequence[DefinitionNode], params: NodeParams, edge_data: Sequence[EdgeData]
 ) -> None:
     """Raises unless there is data for each dependency of a new node, and the edges can have it."""
     if len(edge_data) != len(sources):
@@ -470,9 +470,9 @@ def refuse_opaque(call: str, params: NodeParams) -> None:
         raise driver_error(Status.NOT_SUPPORTED, call, "a copy to or from a CUDA array")
 
 
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
+def ancestors(nodes: Iterable[DefinitionNode]) -> set[DefinitionNode]:
     """The nodes and all that they depend on."""
-    seen: set[Node] = set()
+    seen: set[DefinitionNode] = set()
     rest = list(nodes)
     while rest:
         node = rest.pop()
@@ -482,7 +482,7 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
     return seen
 
 
-def execution_order(graph: GraphDefinition, shuffle: Random | None = None) -> list[Node]:
+def execution_order(graph: GraphDefinition, shuffle: Random | None = None) -> list[DefinitionNode]:
     """A topological order.  Nodes that no edges order come in the order of their creation, or in
     one drawn with `shuffle`."""
     nodes = list(graph.nodes.values())
@@ -492,12 +492,12 @@ def execution_order(graph: GraphDefinition, shuffle: Random | None = None) -> li
     if all(index[source] < i for i, node in enumerate(nodes) for source, _ in node.incoming):
         return nodes
     waiting = [len({source for source, _ in node.incoming}) for node in nodes]
-    followers: dict[Node, list[int]] = {}
+    followers: dict[DefinitionNode, list[int]] = {}
     for i, node in enumerate(nodes):
         for source in {source for source, _ in node.incoming}:
             followers.setdefault(source, []).append(i)
     ready = [i for i, count in enumerate(waiting) if count == 0]
-    order: list[Node] = []
+    order: list[DefinitionNode] = []
     while ready:
         node = nodes[heapq.heappop(ready)]
         order.append(node)

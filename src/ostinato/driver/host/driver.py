@@ -86,13 +86,18 @@ from ostinato.driver.api import (
     UpdateOutcome,
 )
 from ostinato.driver.forking import new_lock, switch_off_in_children
-from ostinato.driver.host.definition import Frozen, GraphTables, Node, check_edge_data
+from ostinato.driver.host.definition import (
+    DefinitionNode,
+    GraphTables,
+    HostFrozenGraph,
+    check_edge_data,
+)
 from ostinato.driver.host.executable import Executable, check_instantiable
-from ostinato.driver.host.handles import Table, new_handle
+from ostinato.driver.host.handles import HandleTable, new_handle
 from ostinato.driver.host.memory import bytes_of
-from ostinato.driver.host.modules import MAX_SHARED, MAX_THREADS, LoadedModule, image_of
+from ostinato.driver.host.modules import MAX_SHARED, MAX_THREADS, HostModule, image_of
 from ostinato.driver.host.queue import HostContext, Mark, WorkQueue
-from ostinato.driver.host.streams import Captures, Event, Stream
+from ostinato.driver.host.streams import HostCaptures, HostEvent, HostStream
 from ostinato.driver.host.work import WorkCompiler
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.process_memory import as_numpy
@@ -129,18 +134,18 @@ class HostDriver:
         self._lock = new_lock()
         self._context = HostContext(total_memory)
         self._memory = self._context.memory
-        self._captures = Captures(self._lock)
+        self._captures = HostCaptures(self._lock)
         self._compiler = WorkCompiler(self._context)
         self._functions = self._compiler.functions
         self._events = self._compiler.events
         self._tables = GraphTables(self._memory)
         self._graphs = self._tables.graphs
         self._nodes = self._tables.nodes
-        self._modules: Table[LoadedModule] = Table("module")
-        self._executables: Table[Executable] = Table("executable")
-        self._streams: Table[Stream] = Table("stream")
+        self._modules: HandleTable[HostModule] = HandleTable("module")
+        self._executables: HandleTable[Executable] = HandleTable("executable")
+        self._streams: HandleTable[HostStream] = HandleTable("stream")
         legacy = StreamHandle(0)
-        self._streams[legacy] = Stream(
+        self._streams[legacy] = HostStream(
             legacy, WorkQueue(self._context, "ostinato-host-legacy"), blocking=True
         )
         self._enter = self._context.enter
@@ -349,7 +354,7 @@ class HostDriver:
         target.queue.wait(number)
         self._context.raise_failure(call)
 
-    def _pageable(self, call: str, stream: StreamHandle) -> Stream:
+    def _pageable(self, call: str, stream: StreamHandle) -> HostStream:
         """The stream of a copy of pageable memory, which no capture can hold."""
         with self._entered(call):
             target = self._streams.find(call, stream)
@@ -360,7 +365,7 @@ class HostDriver:
 
     # --- work, streams and events
 
-    def _submit(self, call: str, stream: Stream, params: NodeParams) -> None:
+    def _submit(self, call: str, stream: HostStream, params: NodeParams) -> None:
         """Makes work a task of the stream's queue or, while the stream captures, a node."""
         compiler = self._compiler
         with self._lock:
@@ -385,7 +390,7 @@ class HostDriver:
     def unraised(self, patience: float) -> DriverError | None:
         return self._context.unraised(patience)
 
-    def _order_with_legacy(self, call: str, stream: Stream) -> None:
+    def _order_with_legacy(self, call: str, stream: HostStream) -> None:
         """Makes what is submitted next to a blocking stream wait for the legacy stream, and the
         other way round.  Raises 906 for the legacy stream while a blocking one captures."""
         if stream.handle == 0:
@@ -418,7 +423,7 @@ class HostDriver:
         with self._entered("stream_create"):
             handle = StreamHandle(new_handle())
             name = f"ostinato-host-stream-{len(self._streams)}"
-            self._streams[handle] = Stream(handle, WorkQueue(self._context, name), blocking)
+            self._streams[handle] = HostStream(handle, WorkQueue(self._context, name), blocking)
             return handle
 
     def stream_destroy(self, stream: StreamHandle) -> None:
@@ -464,7 +469,7 @@ class HostDriver:
     def event_create(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
         with self._entered("event_create"):
             handle = EventHandle(new_handle())
-            self._events[handle] = Event(handle, timing)
+            self._events[handle] = HostEvent(handle, timing)
             return handle
 
     def event_destroy(self, event: EventHandle) -> None:
@@ -511,7 +516,7 @@ class HostDriver:
     def module_load(self, image: Image) -> ModuleHandle:
         call = self._enter("module_load")
         self._captures.forbid(call)
-        module = LoadedModule(call, image)
+        module = HostModule(call, image)
         with self._entered(call):
             self._functions.update({f.handle: f for f in module.functions.values()})
             self._modules[module.handle] = module
@@ -651,7 +656,7 @@ class HostDriver:
     ) -> FrozenGraph:
         with self._entered("graph_freeze") as call:
             definition = self._graphs.find(call, graph)
-            return Frozen(definition)
+            return HostFrozenGraph(definition)
 
     def graph_add_node(
         self,
@@ -777,7 +782,7 @@ class HostDriver:
 
     def _exec_node(
         self, call: str, executable: ExecHandle, node: NodeHandle
-    ) -> tuple[Executable, Node]:
+    ) -> tuple[Executable, DefinitionNode]:
         """The executable, and its own node for a node of the definition."""
         found = self._executables.find(call, executable)
         self._nodes.find(call, node)

@@ -34,13 +34,13 @@ from ostinato.driver.host.definition import (
     KINDS,
     MEMORY_KINDS,
     SINGLE_KINDS,
+    DefinitionNode,
     GraphDefinition,
-    Node,
     execution_order,
 )
 from ostinato.driver.host.handles import new_handle
 from ostinato.driver.host.queue import Latch, Mark
-from ostinato.driver.host.streams import Stream
+from ostinato.driver.host.streams import HostStream
 from ostinato.driver.host.work import (
     Conditions,
     Step,
@@ -147,7 +147,7 @@ class Executable:
         # The definition's nodes, those of children and bodies too, to the snapshot's.
         pairs = zip(definition.walk(), self._snapshot.walk(), strict=True)
         self._nodes = {node.handle: twin for node, twin in pairs}
-        self._disabled: set[Node] = set()
+        self._disabled: set[DefinitionNode] = set()
         self._last: Mark | None = None  # the last launch: the next one waits for it
         self._marks = _LaunchMarks()  # of the launch that runs
         self._conditions = Conditions()
@@ -170,7 +170,7 @@ class Executable:
     def _compile(self, graph: GraphDefinition) -> tuple[Step, ...]:
         return tuple(self._step(node) for node in execution_order(graph, self._shuffle))
 
-    def _step(self, node: Node) -> Step:
+    def _step(self, node: DefinitionNode) -> Step:
         if node in self._disabled:
             return nothing
         memory, params = self._memory, node.params
@@ -207,7 +207,7 @@ class Executable:
 
         return step
 
-    def _recompile(self, node: Node) -> None:
+    def _recompile(self, node: DefinitionNode) -> None:
         """Compiles the node of the outermost graph that `node` is, or is inside of."""
         while node.graph.owner is not None:
             node = node.graph.owner
@@ -259,7 +259,7 @@ class Executable:
 
     # --- launching
 
-    def launch(self, stream: Stream) -> None:
+    def launch(self, stream: HostStream) -> None:
         call = "exec_launch"
         stream.refuse_capturing(call)
         queue, last = stream.queue, self._last
@@ -273,7 +273,7 @@ class Executable:
         self._last = mark = Mark(queue, queue.submitted + 1)
         queue.submit(self._task if self._plain else self._task_with(mark))
 
-    def launch_prepared(self, stream: Stream) -> None:
+    def launch_prepared(self, stream: HostStream) -> None:
         """`launch` by a caller that looks up no handles: raises if one would be unknown now."""
         if self.destroyed or stream.destroyed:
             what = "executable" if self.destroyed else "stream"
@@ -339,7 +339,7 @@ class Executable:
 
     # --- changing
 
-    def node(self, call: str, handle: NodeHandle) -> Node:
+    def node(self, call: str, handle: NodeHandle) -> DefinitionNode:
         """The snapshot's node for a node of the definition."""
         found = self._nodes.get(handle)
         if found is None:
@@ -351,7 +351,7 @@ class Executable:
             )
         return found
 
-    def _check_settable(self, call: str, node: Node, params: NodeParams) -> None:
+    def _check_settable(self, call: str, node: DefinitionNode, params: NodeParams) -> None:
         kind = KINDS.get(type(params))
         if kind != node.kind:
             asked = "opaque" if kind is None else kind.name
@@ -366,7 +366,7 @@ class Executable:
                 Status.NOT_SUPPORTED, call, f"a {node.kind.name} node is fixed", node=node.original
             )
 
-    def set_params(self, call: str, node: Node, params: NodeParams) -> None:
+    def set_params(self, call: str, node: DefinitionNode, params: NodeParams) -> None:
         self._check_settable(call, node, params)
         if isinstance(params, EmptyNodeParams):
             return
@@ -394,7 +394,7 @@ class Executable:
             self._survey()
         self._bind()
 
-    def _set_child(self, call: str, node: Node, new: GraphDefinition) -> None:
+    def _set_child(self, call: str, node: DefinitionNode, new: GraphDefinition) -> None:
         assert node.child is not None
         outcome = _compare(node.child, new, self._memory.is_pinned)
         if outcome is not _SUCCESS:
@@ -410,7 +410,7 @@ class Executable:
         self._survey()
         self._bind()
 
-    def enabled(self, call: str, node: Node) -> bool:
+    def enabled(self, call: str, node: DefinitionNode) -> bool:
         if node.kind not in _SWITCHABLE:
             raise driver_error(
                 Status.INVALID_VALUE,
@@ -420,7 +420,7 @@ class Executable:
             )
         return node not in self._disabled
 
-    def set_enabled(self, call: str, node: Node, enabled: bool) -> None:
+    def set_enabled(self, call: str, node: DefinitionNode, enabled: bool) -> None:
         self.enabled(call, node)
         (self._disabled.discard if enabled else self._disabled.add)(node)
         self._recompile(node)
@@ -519,7 +519,9 @@ def _compare(
     return _SUCCESS
 
 
-def _compare_nodes(was: Node, is_: Node, is_pinned: Callable[[int], bool]) -> UpdateOutcome:
+def _compare_nodes(
+    was: DefinitionNode, is_: DefinitionNode, is_pinned: Callable[[int], bool]
+) -> UpdateOutcome:
     changed = UpdateOutcome(UpdateVerdict.PARAMETERS_CHANGED, is_.handle)
     if was.kind in MEMORY_KINDS and was.params != is_.params:
         return changed
@@ -546,9 +548,9 @@ def _compare_nodes(was: Node, is_: Node, is_pinned: Callable[[int], bool]) -> Up
     return _SUCCESS
 
 
-def _adopt(old: GraphDefinition, new: GraphDefinition) -> list[Node]:
+def _adopt(old: GraphDefinition, new: GraphDefinition) -> list[DefinitionNode]:
     """Gives the nodes of `old` the parameters of `new`; the nodes whose steps change."""
-    changed: list[Node] = []
+    changed: list[DefinitionNode] = []
     for was, is_ in zip(old.nodes.values(), new.nodes.values(), strict=True):
         params = _with_attributes(was.params, is_.params)
         differs = was.params != params

@@ -14,7 +14,7 @@ new_handle: Callable[[], int] = itertools.count(0x5000_0000, 0x10).__next__
 T = TypeVar("T")
 
 
-class Table(dict[int, T]):
+class HandleTable(dict[int, T]):
     """The live objects of one type by handle.  `what` names the type in errors."""
 
     def __init__(self, what: str) -> None:

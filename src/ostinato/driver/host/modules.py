@@ -133,7 +133,7 @@ class LoadedFunction:
             )
 
 
-class LoadedModule:
+class HostModule:
     """The kernels of an image by name, in the image's order."""
 
     def __init__(self, call: str, image: Image) -> None:

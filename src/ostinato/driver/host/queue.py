@@ -26,7 +26,7 @@ Task: TypeAlias = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class StickyFailure:
     """Why the context is poisoned: every later call raises `status`."""
 
     status: int
@@ -34,7 +34,7 @@ class Failure:
     detail: str
 
 
-def _failure(error: BaseException) -> Failure:
+def _failure(error: BaseException) -> StickyFailure:
     """The failure that an exception of running work causes.
 
     The traceback has the name of the kernel: the step that called it has a variable `kernel`.
@@ -53,7 +53,7 @@ def _failure(error: BaseException) -> Failure:
                 detail = f"kernel {kernel.name}: {detail}"
                 break
             frame = frame.tb_next
-    return Failure(status, error, detail)
+    return StickyFailure(status, error, detail)
 
 
 class HostContext:
@@ -61,7 +61,7 @@ class HostContext:
 
     def __init__(self, total_memory: int) -> None:
         self.memory = MemoryTable(total_memory)
-        self.failure: Failure | None = None
+        self.failure: StickyFailure | None = None
         self.raised = False
         """Whether a call has raised the failure."""
         self.listeners: list[HostFailureListener] = []

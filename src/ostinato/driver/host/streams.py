@@ -1,11 +1,12 @@
 """Streams and events of the host driver, and the captures that they join.
 
-States of a stream: it captures nothing; it captures (`Stream.capture` is set: it began the capture,
-or an event pulled it in); its capture is broken (`Capture.broken` is set: everything but the end
-of the capture is refused with 901).  Ending the capture, well or not, frees all its streams.
+States of a stream: it captures nothing; it captures (`HostStream.capture` is set: it began the
+capture, or an event pulled it in); its capture is broken (`HostCapture.broken` is set: everything
+but the end of the capture is refused with 901).  Ending the capture, well or not, frees all its
+streams.
 
-The caller of a method must hold the driver's lock.  `Captures.forbid` takes it, and the mode of a
-thread needs none.
+The caller of a method must hold the driver's lock.  `HostCaptures.forbid` takes it, and the mode of
+a thread needs none.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ostinato.driver.api import (
     NodeParams,
     StreamHandle,
 )
-from ostinato.driver.host.definition import GraphDefinition, Node, ancestors
+from ostinato.driver.host.definition import DefinitionNode, GraphDefinition, ancestors
 from ostinato.driver.host.queue import Mark, WorkQueue
 from ostinato.errors import Status, driver_error
 
@@ -42,16 +43,16 @@ _PROGRAMMATIC = EdgeData(from_port=1, type=EdgeType.PROGRAMMATIC)
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class HostStream:
     """A stream: a queue that runs its work, and while it captures a place in a graph."""
 
     handle: StreamHandle
     queue: WorkQueue
     blocking: bool = False
     """Whether it and the legacy stream wait for each other; True for the legacy stream itself."""
-    capture: Capture | None = None
+    capture: HostCapture | None = None
     """The capture under way on it."""
-    dependencies: tuple[Node, ...] = ()
+    dependencies: tuple[DefinitionNode, ...] = ()
     """While it captures: the nodes that its next node depends on."""
     destroyed: bool = False
 
@@ -94,7 +95,7 @@ class Stream:
         capture.refuse_broken(call)
         self.dependencies = tuple(capture.graph.nodes_of(call, nodes))
 
-    def wait_event(self, call: str, event: Event) -> None:
+    def wait_event(self, call: str, event: HostEvent) -> None:
         """Makes later work wait for the event's last record: a task, or edges of a capture."""
         capture = self.capture
         if capture is not None:
@@ -106,7 +107,7 @@ class Stream:
             if mark is not None and mark.queue is not self.queue and not mark.done():
                 self.queue.submit(mark.wait)
 
-    def _wait_in_capture(self, call: str, capture: Capture, event: Event) -> None:
+    def _wait_in_capture(self, call: str, capture: HostCapture, event: HostEvent) -> None:
         capture.refuse_broken(call)
         mark = event.captured
         if mark is None:
@@ -147,7 +148,7 @@ class Stream:
 
 
 @dataclass(slots=True, eq=False)
-class Event:
+class HostEvent:
     """An event.  Its last record is either in `mark` or in `captured`."""
 
     handle: EventHandle
@@ -157,7 +158,7 @@ class Event:
     captured: CapturedMark | None = None
     """The last record, if it was in a capture."""
 
-    def record(self, call: str, stream: Stream) -> None:
+    def record(self, call: str, stream: HostStream) -> None:
         capture = stream.capture
         if capture is not None:
             capture.refuse_broken(call)
@@ -194,15 +195,15 @@ class Event:
 
 
 @dataclass(slots=True, eq=False)
-class Capture:
+class HostCapture:
     """A capture into a graph, which is destroyed if the capture breaks."""
 
     mode: CaptureMode
     thread: int
     graph: GraphDefinition
-    origin: Stream
+    origin: HostStream
     number: int = field(default_factory=_numbers.__next__)
-    streams: list[Stream] = field(default_factory=list)
+    streams: list[HostStream] = field(default_factory=list)
     """Every stream that joined, also one that was destroyed since: it may be unjoined."""
     broken: bool = False
     ended: bool = False
@@ -223,7 +224,7 @@ class Capture:
         if self.broken:
             raise driver_error(Status.STREAM_CAPTURE_INVALIDATED, call)
 
-    def add(self, call: str, stream: Stream, params: NodeParams) -> None:
+    def add(self, call: str, stream: HostStream, params: NodeParams) -> None:
         """Adds a node for work that was submitted to a stream and checked."""
         before = stream.dependencies
         edge_data = None
@@ -236,7 +237,7 @@ class Capture:
             edge_data = (_PROGRAMMATIC,) * len(before)
         stream.dependencies = (self.graph.add(call, before, params, edge_data),)
 
-    def unjoined(self) -> Stream | None:
+    def unjoined(self) -> HostStream | None:
         """A stream with nodes that the origin has not waited for."""
         joined = ancestors(self.origin.dependencies)
         found = None
@@ -250,8 +251,8 @@ class Capture:
 class CapturedMark:
     """A place in a capture: the nodes that work after it would depend on."""
 
-    capture: Capture
-    dependencies: tuple[Node, ...]
+    capture: HostCapture
+    dependencies: tuple[DefinitionNode, ...]
 
 
 class _Thread(threading.local):
@@ -259,13 +260,13 @@ class _Thread(threading.local):
     """How strictly the thread's own calls are judged.  CUDA begins with the strictest mode."""
 
 
-class Captures:
+class HostCaptures:
     """The captures of a driver that are under way, and the calls that they forbid."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
         self._thread = _Thread()
-        self.under_way: list[Capture] = []
+        self.under_way: list[HostCapture] = []
 
     def fills(self, graph: GraphDefinition) -> bool:
         """Whether a capture adds nodes to the graph."""
@@ -326,18 +327,18 @@ class Captures:
 
     def begin(
         self,
-        stream: Stream,
+        stream: HostStream,
         graph: GraphDefinition,
-        dependencies: tuple[Node, ...],
+        dependencies: tuple[DefinitionNode, ...],
         mode: CaptureMode,
     ) -> None:
-        capture = Capture(CaptureMode(mode), threading.get_ident(), graph, stream)
+        capture = HostCapture(CaptureMode(mode), threading.get_ident(), graph, stream)
         capture.streams.append(stream)
         stream.dependencies = dependencies
         self.under_way.append(capture)
         stream.capture = capture
 
-    def end(self, call: str, stream: Stream) -> GraphDefinition:
+    def end(self, call: str, stream: HostStream) -> GraphDefinition:
         """Ends the capture on a stream and returns its graph.
 
         Raises CUDA's status for a capture that went wrong.  It ends all the same, unless the stream
@@ -364,7 +365,7 @@ class Captures:
             raise driver_error(Status.STREAM_CAPTURE_UNJOINED, call, f"stream {unjoined.handle:#x}")
         return capture.graph
 
-    def _finish(self, capture: Capture, *, keep: bool) -> None:
+    def _finish(self, capture: HostCapture, *, keep: bool) -> None:
         capture.ended = True
         for member in capture.streams:
             member.dependencies, member.capture = (), None
@@ -373,7 +374,7 @@ class Captures:
         if not keep and capture.graph.owner is None:
             capture.graph.destroy()
 
-    def drop_stream(self, stream: Stream) -> None:
+    def drop_stream(self, stream: HostStream) -> None:
         """Ends and drops the capture that a stream began, which is being destroyed.
 
         A capture that the stream was pulled into goes on, and its end finds the stream unjoined.
@@ -382,7 +383,7 @@ class Captures:
         if capture is not None and capture.origin is stream:
             self._finish(capture, keep=False)
 
-    def drop_node(self, node: Node) -> None:
+    def drop_node(self, node: DefinitionNode) -> None:
         """Removes a node from what the next captured nodes depend on."""
         for capture in self.under_way:
             for stream in capture.streams:

@@ -27,11 +27,11 @@ from ostinato.driver.api import (
     NodeParams,
 )
 from ostinato.driver.host.definition import refuse_opaque
-from ostinato.driver.host.handles import Table
+from ostinato.driver.host.handles import HandleTable
 from ostinato.driver.host.kernel import HostLaunch
 from ostinato.driver.host.modules import LoadedFunction
 from ostinato.driver.host.queue import HostContext
-from ostinato.driver.host.streams import Event
+from ostinato.driver.host.streams import HostEvent
 from ostinato.errors import Status, driver_error
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,8 @@ class WorkCompiler:
 
     def __init__(self, context: HostContext) -> None:
         self.context = context
-        self.functions: Table[LoadedFunction] = Table("function")
-        self.events: Table[Event] = Table("event")
+        self.functions: HandleTable[LoadedFunction] = HandleTable("function")
+        self.events: HandleTable[HostEvent] = HandleTable("event")
 
     def check(self, call: str, params: NodeParams) -> None:
         """Raises for parameters that cannot be right, on a stream or in a graph.

@@ -29,8 +29,8 @@ from ostinato.interop.cupy.adopting import external_stream
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.library import (
     Devices,
+    GraphedOptions,
     NotGraphable,
-    Options,
     cuda_index,
     name_of,
     own_cache,
@@ -94,7 +94,7 @@ def graphed(
     else:
         index = current if index is None else index
         device = device or _devices.of(index)
-    options = Options.given(
+    options = GraphedOptions.given(
         static=static,
         dynamic=dynamic,
         buckets=buckets,

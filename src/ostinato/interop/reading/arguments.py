@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from typing import Any
 
 from ostinato.errors import InputError
-from ostinato.interop.reading.kept import Kept
-from ostinato.interop.reading.library import Library, NotGraphable, Options
+from ostinato.interop.reading.kept import HostSnapshot
+from ostinato.interop.reading.library import GraphedOptions, Library, NotGraphable
 from ostinato.interop.reading.objects import ObjectWatch, holders_of, same
 from ostinato.interop.reading.records import Dynamic, ReadCall
 from ostinato.interop.reading.trees import (
@@ -32,7 +32,7 @@ class Arguments:
     Raises InputError for options that name a parameter which the function does not have."""
 
     def __init__(
-        self, function: Callable[..., Any], name: str, library: Library, options: Options
+        self, function: Callable[..., Any], name: str, library: Library, options: GraphedOptions
     ) -> None:
         self._library, self._options = library, options
         self._array_types = {library.array_type}
@@ -137,13 +137,13 @@ class Arguments:
                 (type(array).__qualname__, library.signature(array), library.offset(array))
             )
 
-    def keep(self, work: ReadCall, kept: Kept) -> None:
+    def keep(self, work: ReadCall, kept: HostSnapshot) -> None:
         """Notes what the static arguments hold, which the function itself is given."""
         for name, value in self.named(work.args, work.kwargs):
             if name in self._options.static:
                 self._keep(value, kept)
 
-    def _keep(self, value: Any, kept: Kept) -> None:
+    def _keep(self, value: Any, kept: HostSnapshot) -> None:
         library = self._library
         if library.is_array(value) or is_plain(value, library.plain):
             return

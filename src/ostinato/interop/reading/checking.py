@@ -34,7 +34,7 @@ class _Content:
     """The generators' states; None after the last run, of which they are in the generators."""
 
 
-class Arrays(Memory[_Content]):
+class CallEffects(Memory[_Content]):
     """What a function gives, writes and draws in one call."""
 
     def __init__(self, subject: Subject, line: Line, captured: Captured, work: ReadCall) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 from ostinato import GraphCache
 from ostinato.interop.reading.arguments import Arguments
 from ostinato.interop.reading.guards import Guards
-from ostinato.interop.reading.kept import Kept
-from ostinato.interop.reading.library import Library, Options, Turns
+from ostinato.interop.reading.kept import HostSnapshot
+from ostinato.interop.reading.library import GraphedOptions, Library, Turns
 from ostinato.interop.reading.places import code_of, lines_of
 from ostinato.interop.reading.records import Captured, ReadCall
 from ostinato.interop.reading.trees import Unknown
@@ -34,7 +34,7 @@ class Subject:
     function: Callable[..., Any]
     name: str
     library: Library
-    options: Options
+    options: GraphedOptions
     arguments: Arguments
     guards: Guards | None
     """None if it uses nothing besides its arguments, or if that is not looked at."""
@@ -75,16 +75,16 @@ class Subject:
         """Where the static arguments of a call are."""
         return [*map(self.library.address, work.statics)]
 
-    def keep(self, work: ReadCall) -> Kept:
+    def keep(self, work: ReadCall) -> HostSnapshot:
         """What a run of a call may change on the host, to be put back."""
 
-        def note(kept: Kept) -> None:
+        def note(kept: HostSnapshot) -> None:
             if self.guards is not None:
                 kept.guards(self.guards)
             self.arguments.keep(work, kept)
             kept.attributes(self.library.attached(work.state))
 
-        return Kept(note)
+        return HostSnapshot(note)
 
     def changed_state(self, work: ReadCall) -> str:
         """What the function uses besides its arguments and is not as it was when a call began;

@@ -40,13 +40,13 @@ import numpy as np
 from ostinato.interop.reading.objects import (
     Missing,
     Watch,
-    Watcher,
+    WatchingLibrary,
     attributes_of,
     items_in,
     same,
 )
 from ostinato.interop.reading.places import (
-    Place,
+    ReadPlace,
     data_in,
     data_of,
     forget_methods,
@@ -86,7 +86,7 @@ class Walker(Protocol):
         """Before each place of the function itself, and before those of functions that it calls."""
         ...
 
-    def place(self, place: Place, value: Any) -> None: ...
+    def place(self, place: ReadPlace, value: Any) -> None: ...
 
     def array(self, path: Trail, array: Any) -> None: ...
 
@@ -193,7 +193,7 @@ class _Reading:
     def start(self) -> None:
         self.starts.append((len(self.tokens), len(self.arrays)))
 
-    def place(self, place: Place, value: Any) -> None:
+    def place(self, place: ReadPlace, value: Any) -> None:
         pass
 
     def array(self, path: Trail, array: Any) -> None:
@@ -335,7 +335,7 @@ class _Drops:
 class Guards:
     """The guards of one function."""
 
-    def __init__(self, function: Callable[..., Any], library: Watcher) -> None:
+    def __init__(self, function: Callable[..., Any], library: WatchingLibrary) -> None:
         self._library = library
         self._known: dict[int, _Known] = {}
         self._serials = itertools.count()
@@ -346,10 +346,10 @@ class Guards:
         self._learned: dict[tuple[type, frozenset[str]], _Methods] = {}
         self._function = function
         self._called: weakref.WeakKeyDictionary[
-            types.FunctionType, tuple[types.CodeType, tuple[Place, ...]]
+            types.FunctionType, tuple[types.CodeType, tuple[ReadPlace, ...]]
         ] = weakref.WeakKeyDictionary()
         """Functions that it may call, their code, and the places in it."""
-        self.places: tuple[Place, ...] = ()
+        self.places: tuple[ReadPlace, ...] = ()
         self._codes: list[tuple[types.FunctionType, types.CodeType]] = []
         """The functions whose places these are, and the code that they were found in."""
         self._look()
@@ -412,7 +412,7 @@ class Guards:
                         raise
         return met
 
-    def _visit_place(self, walker: Walker, place: Place, path: Trail, met: _Met) -> None:
+    def _visit_place(self, walker: Walker, place: ReadPlace, path: Trail, met: _Met) -> None:
         value = place.read()
         walker.place(place, value)
         if type(value) in ATOMS:
@@ -420,7 +420,7 @@ class Guards:
         else:
             self._visit(walker, path, value, 0, met)
 
-    def _places_of_called(self, function: types.FunctionType) -> tuple[Place, ...]:
+    def _places_of_called(self, function: types.FunctionType) -> tuple[ReadPlace, ...]:
         known = self._called.get(function)
         if known is None or known[0] is not function.__code__:
             places = places_of_called(function, self._named)

@@ -14,17 +14,17 @@ import numpy as np
 
 from ostinato.interop.reading.guards import Guarded, Guards, Trail
 from ostinato.interop.reading.objects import Missing, Slots, Watch, holders_of, same
-from ostinato.interop.reading.places import Place
+from ostinato.interop.reading.places import ReadPlace
 
 
-class Kept:
+class HostSnapshot:
     """A walk (`guards.Walker`) that notes what all that it meets holds.  What is in the memory of
     arrays is not noted: a capture writes none.
 
     Only what changes between `begin` and `end` is put back: other threads may change the same
     objects."""
 
-    def __init__(self, note: Callable[[Kept], None]) -> None:
+    def __init__(self, note: Callable[[HostSnapshot], None]) -> None:
         """`note`: notes all that may change."""
         self._note = note
         self._held: dict[int, tuple[Any, Any]] = {}
@@ -78,7 +78,7 @@ class Kept:
     def start(self) -> None:
         pass
 
-    def place(self, place: Place, value: Any) -> None:
+    def place(self, place: ReadPlace, value: Any) -> None:
         how, held, name = place.source
         if isinstance(held, type):  # the class that has it, not one that inherits it
             held = next((base for base in held.__mro__ if name in vars(base)), held)

@@ -1,4 +1,4 @@
-"""What a library does for `Graphed` (`Library`), and what is asked of it (`Options`)."""
+"""What a library does for `Graphed` (`Library`), and what is asked of it (`GraphedOptions`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ostinato import (
     open_device,
 )
 from ostinato.errors import InputError
-from ostinato.interop.reading.objects import Watcher
+from ostinato.interop.reading.objects import WatchingLibrary
 from ostinato.interop.reading.padding import Padding
 from ostinato.lowlevel import new_lock
 from ostinato.settings import graphs_enabled
@@ -40,7 +40,7 @@ class NoMemory(NotGraphable):
     """The device had no memory for a capture: another one may succeed later."""
 
 
-class Library(Watcher, Protocol):
+class Library(WatchingLibrary, Protocol):
     """What a library does for `Graphed`."""
 
     device: Device
@@ -250,7 +250,7 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class GraphedOptions:
     """How a function is graphed; `graphed` of each library says what they mean."""
 
     static: tuple[str, ...] = ()
@@ -276,7 +276,7 @@ class Options:
         buckets: Buckets | None,
         padding: Mapping[str, float] | None,
         **others: Any,
-    ) -> Options:
+    ) -> GraphedOptions:
         """Of the arguments of `graphed`.  Raises InputError for those that do not fit together."""
         for what, names in (("buckets", buckets), ("padding", padding)):
             if names is not None and dynamic is None:

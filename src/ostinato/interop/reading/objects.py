@@ -42,7 +42,7 @@ class Watch(Protocol):
         ...
 
 
-class Watcher(Arrays, Protocol):
+class WatchingLibrary(Arrays, Protocol):
     """A library that knows objects with a state of their own."""
 
     held: tuple[type, ...]
@@ -105,7 +105,7 @@ class ObjectWatch:
     watched, but those of the library's modules: the object was declared static.
     The object itself is not kept."""
 
-    def __init__(self, value: object, library: Watcher) -> None:
+    def __init__(self, value: object, library: WatchingLibrary) -> None:
         self._library = library
         self._find(value)
 

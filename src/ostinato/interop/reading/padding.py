@@ -10,7 +10,7 @@ from ostinato.step import Buckets
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DynamicAxis:
     """An axis of a result that is cut back to a dynamic size."""
 
     axis: int
@@ -47,13 +47,13 @@ def cuts(
     padded: Sequence[Sequence[int]],
     sizes: Sequence[int],
     capacities: Sequence[int],
-) -> list[list[Cut]] | str:
+) -> list[list[DynamicAxis]] | str:
     """Which axes of each result are cut, from its shapes with real and with padded arguments.
 
     `sizes` and `capacities` are those of the dynamic arrays, in order.  The reason, if the shapes
     cannot be explained: an axis that differs must have a real size, and its bucket, of one of them.
     """
-    found: list[list[Cut]] = []
+    found: list[list[DynamicAxis]] = []
     for index, (small, large) in enumerate(zip(real, padded, strict=True)):
         if len(small) != len(large):
             return f"result {index} has {len(small)} axes, and {len(large)} with padding"
@@ -67,6 +67,6 @@ def cuts(
                     f"axis {axis} of result {index} has {n} elements, and {m} with padding, which "
                     "are not the size and the bucket of a dynamic argument"
                 )
-            cut.append(Cut(axis, pairs.index((n, m))))
+            cut.append(DynamicAxis(axis, pairs.index((n, m))))
         found.append(cut)
     return found

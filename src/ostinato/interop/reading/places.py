@@ -16,7 +16,7 @@ from ostinato.interop.reading.objects import Missing, of_standard_library
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReadPlace:
     """Where a value is read again at each call."""
 
     name: str
@@ -45,15 +45,15 @@ _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 def places_of(
     function: Callable[..., Any], attributes: set[str], functions: list[types.FunctionType]
-) -> Iterator[Place]:
+) -> Iterator[ReadPlace]:
     """What is read of a function, of whatever kind; adds the attributes that it names, and the
     functions in Python that it consists of."""
     if isinstance(function, Current):
-        yield Place("the function", function.now)
+        yield ReadPlace("the function", function.now)
         function = function.first
     while isinstance(function, functools.partial):
         partial = function
-        yield Place(
+        yield ReadPlace(
             "partial arguments",
             lambda p=partial: (p.args, p.keywords),  # type: ignore[misc]
             ("partial", partial, ""),
@@ -64,9 +64,9 @@ def places_of(
     if isinstance(function, _METHODS):  # others may have such attributes of what they stand for
         owner, plain = function.__self__, getattr(function, "__func__", function)
     if owner is not None and not isinstance(owner, types.ModuleType | type):
-        yield Place("self", lambda: owner)
+        yield ReadPlace("self", lambda: owner)
     elif owner is None and not isinstance(plain, types.FunctionType):
-        yield Place(type(function).__name__, lambda: function)
+        yield ReadPlace(type(function).__name__, lambda: function)
         call = inspect.getattr_static(type(function), "__call__", None)
         wrapped = getattr(function, "__wrapped__", None)  # of functools.lru_cache, say
         owner, plain = (function, call) if isinstance(call, types.FunctionType) else (None, wrapped)
@@ -79,40 +79,40 @@ def places_of(
         plain = getattr(plain, "__func__", plain)
 
 
-def places_of_called(function: types.FunctionType, attributes: set[str]) -> tuple[Place, ...]:
+def places_of_called(function: types.FunctionType, attributes: set[str]) -> tuple[ReadPlace, ...]:
     """What is read of a function that the graphed one may call."""
     return tuple(_places_of_one(function, None, attributes))
 
 
 def _places_of_one(
     function: types.FunctionType, owner: object, named_attributes: set[str]
-) -> Iterator[Place]:
+) -> Iterator[ReadPlace]:
     """What one function reads besides its arguments; `owner`: the object that it is a method of."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         source = "attribute", cell, "cell_contents"
-        yield Place(name, functools.partial(_content, cell), source)
+        yield ReadPlace(name, functools.partial(_content, cell), source)
     for name in ("__defaults__", "__kwdefaults__"):
         if getattr(function, name):
             read = functools.partial(getattr, function, name)
-            yield Place("default values", read, ("attribute", function, name))
+            yield ReadPlace("default values", read, ("attribute", function, name))
     space = function.__globals__
     named, attributes, modules = _names(code)
     named_attributes |= attributes
     for name in modules:
         read = functools.partial(sys.modules.get, name, Missing)
-        yield Place(name, read, ("item", sys.modules, name))
+        yield ReadPlace(name, read, ("item", sys.modules, name))
     for name in named:
         if name in space or not hasattr(builtins, name):
             read = functools.partial(space.get, name, Missing)
-            yield Place(name, read, ("item", space, name))
+            yield ReadPlace(name, read, ("item", space, name))
     if owner is not None and not isinstance(owner, types.ModuleType):
         kind = owner if isinstance(owner, type) else type(owner)
         for name in attributes:
             named_attributes |= names_in_method(kind, name)
         for each in data_of(kind, named_attributes):
             read = functools.partial(getattr, kind, each, Missing)
-            yield Place(f"{kind.__name__}.{each}", read, ("attribute", kind, each))
+            yield ReadPlace(f"{kind.__name__}.{each}", read, ("attribute", kind, each))
 
 
 def lines_of(function: Callable[..., Any], names: Sequence[str]) -> list[int]:

@@ -1,8 +1,8 @@
 """A short way for calls like the last: what their key reads is compared in C, and not read anew.
 
 After a replay through the key, `recheck` reads once more what the key is made of, and notes of each
-value where it was found.  `Hot.match` compares all of it with a later call (`_recheck.c`).  It is
-stricter than the key (another object of the same value does not match), never laxer: what has no
+value where it was found.  `ShortWay.match` compares all of it with a later call (`_recheck.c`).  It
+is stricter than the key (another object of the same value does not match), never laxer: what has no
 match goes through the key.  What cannot be noted has no short way.
 """
 
@@ -28,10 +28,10 @@ from ostinato.interop.reading.guards import (
     contents_of,
     size_of,
 )
-from ostinato.interop.reading.library import Library, Options
+from ostinato.interop.reading.library import GraphedOptions, Library
 from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
-from ostinato.interop.reading.places import Place
-from ostinato.interop.reading.records import Attached, Captured, Line, ReadCall
+from ostinato.interop.reading.places import ReadPlace
+from ostinato.interop.reading.records import AttachedGradient, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Leaf, children_of, is_plain, plain_token
 from ostinato.lowlevel import load_extension
 
@@ -170,7 +170,7 @@ class Checks:
         self._add("READS", slot, held, reads, values, len(values))
 
     # --- of the arguments
-    def arguments(self, names: Sequence[str], args: Sequence[Any], options: Options) -> None:
+    def arguments(self, names: Sequence[str], args: Sequence[Any], options: GraphedOptions) -> None:
         self._slots = len(args)
         for slot, (name, value) in enumerate(zip(names, args, strict=True)):
             if name in options.static:
@@ -271,7 +271,7 @@ class _Noting:
     def start(self) -> None:
         pass
 
-    def place(self, place: Place, value: Any) -> None:
+    def place(self, place: ReadPlace, value: Any) -> None:
         how, held, name = place.source
         if how == "attribute":
             self._checks.attributes(held, {name: value})
@@ -473,7 +473,7 @@ class _Eager:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Hot:
+class ShortWay:
     """The short way of one key."""
 
     match: Match | None
@@ -502,15 +502,15 @@ class Hot:
         self.count()
 
 
-def eager(line: Line, match: Match | None, reason: str) -> Hot:
+def eager(line: Line, match: Match | None, reason: str) -> ShortWay:
     """The short way of a key that runs eagerly."""
-    return Hot(match, line, _Eager(match), reason)
+    return ShortWay(match, line, _Eager(match), reason)
 
 
 def checked(
     subject: Subject,
     work: ReadCall,
-    attached: Sequence[Attached],
+    attached: Sequence[AttachedGradient],
     seen: tuple[list[Any], list[int], Hashable],
     note: Callable[[Checks], None],
 ) -> Any:
@@ -570,7 +570,7 @@ def recheck(
     stream: Stream,
     seen: tuple[list[Any], list[int], Hashable],
     note: Callable[[Checks], None],
-) -> Hot | None:
+) -> ShortWay | None:
     """The short way of a key that was just replayed; None if there is none.  See `checked`."""
     library = subject.library
     if subject.options.verify != "off" or line.written or captured.tree.given:
@@ -593,4 +593,4 @@ def recheck(
             *(library.maker(), library.address, library.reader, captured.moves.node),
             *(subject.cache.replay, line.name, MISSED, line.times.append, ends),
         )
-    return Hot(made.match, line, way)
+    return ShortWay(made.match, line, way)

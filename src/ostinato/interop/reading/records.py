@@ -10,7 +10,7 @@ from typing import Any
 from ostinato import MemoryRange
 from ostinato.interop.reading.guards import Seen
 from ostinato.interop.reading.moves import Moves
-from ostinato.interop.reading.padding import Cut
+from ostinato.interop.reading.padding import DynamicAxis
 from ostinato.interop.reading.trees import Tree
 from ostinato.lowlevel import Call
 
@@ -26,7 +26,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Attached:
+class AttachedGradient:
     """What a captured function did to an array's gradient, which a replay is to do."""
 
     array: Any
@@ -80,7 +80,7 @@ class Captured:
     """its result; both for its file, and None if it is not to be saved."""
     rebound: bool = False
     """Whether it was bound to other memory than it was captured with."""
-    attached: tuple[Attached, ...] = ()
+    attached: tuple[AttachedGradient, ...] = ()
     """The gradients that the function gives, or adds to."""
     compared: bool = False
     """Whether its inputs were compared with the arguments after a replay."""
@@ -112,7 +112,7 @@ class Line(Call):
     """The result's shapes of the last eager run, and the dynamic sizes of that."""
     tokens: list[Hashable] = field(default_factory=list)
     """What that result is besides its arrays."""
-    cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)
+    cuts: dict[tuple[int, int], DynamicAxis] = field(default_factory=dict)
     """By the result's number and its axis."""
     learned: set[int] = field(default_factory=set)
     """Dynamic sizes of which it is known where they show in the results."""

@@ -13,11 +13,11 @@ import numpy.typing as npt
 from ostinato import Graph, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.interop.reading.function import Subject
-from ostinato.interop.reading.kept import Kept
+from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
-from ostinato.interop.reading.records import Attached, Bound, Captured, Line, ReadCall
+from ostinato.interop.reading.records import AttachedGradient, Bound, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Tree, Unknown
 from ostinato.lowlevel import every_node, replace_small_fills
 
@@ -77,7 +77,7 @@ class Maker:
         return [not any(m.nbytes and m.holds(address(leaf)) for m in static) for leaf in leaves]
 
     # --- captures
-    def make(self, line: Line, work: ReadCall, kept: Kept) -> tuple[Graph, Captured]:
+    def make(self, line: Line, work: ReadCall, kept: HostSnapshot) -> tuple[Graph, Captured]:
         """Captures a call.  What it writes is noted in its line.  Raises NotGraphable.
 
         `kept`: notes what running the function changes on the host."""
@@ -153,7 +153,7 @@ class Maker:
         captured = Captured(
             attached=tuple(
                 [
-                    Attached(array, name, one, other)
+                    AttachedGradient(array, name, one, other)
                     for (array, name, one), (_, _, other) in attached
                     if not (one is other is None)
                 ]

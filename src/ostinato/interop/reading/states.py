@@ -12,7 +12,7 @@ from ostinato.interop.reading.guards import contents_of
 from ostinato.interop.reading.objects import (
     Slots,
     Watch,
-    Watcher,
+    WatchingLibrary,
     attributes_of,
     holders_of,
     items_of,
@@ -36,7 +36,7 @@ class StateWatch:
 
     The object itself is not kept."""
 
-    def __init__(self, value: object, library: Watcher) -> None:
+    def __init__(self, value: object, library: WatchingLibrary) -> None:
         self._object, self._library = weakref.ref(value), library
         self._found = False
 

@@ -36,7 +36,7 @@ from ostinato.graphfile import LoadedGraph, Twin
 from ostinato.interop.reading.guards import Guarded, Guards, Trail, in_words
 from ostinato.interop.reading.library import Library
 from ostinato.interop.reading.objects import Watch
-from ostinato.interop.reading.places import Place
+from ostinato.interop.reading.places import ReadPlace
 from ostinato.interop.reading.trees import (
     Itself,
     children_of,
@@ -341,7 +341,7 @@ class Description:
     def start(self) -> None:
         pass
 
-    def place(self, place: Place, value: Any) -> None:
+    def place(self, place: ReadPlace, value: Any) -> None:
         """Its name comes with what is in it."""
 
     def plain(self, path: Trail, value: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from ostinato import Device, GraphCache
 from ostinato.errors import InputError
 from ostinato.interop.graphed import Graphed
-from ostinato.interop.reading.library import Devices, Options, cuda_index, name_of, own_cache
+from ostinato.interop.reading.library import Devices, GraphedOptions, cuda_index, name_of, own_cache
 from ostinato.interop.reading.moves import MOST
 from ostinato.interop.reading.places import Current
 from ostinato.interop.reading.recheck import Checks, Inexpressible
@@ -106,7 +106,7 @@ def graphed(
     else:
         index = torch.cuda.current_device() if index is None else index
         library = Torch(device or _devices.of(index), index, generators)
-    options = Options.given(
+    options = GraphedOptions.given(
         static=static,
         dynamic=dynamic,
         buckets=buckets,
@@ -146,7 +146,7 @@ class GraphedModule(Graphed):
         module: torch.nn.Module,
         forward: Callable[..., Any],
         library: Torch,
-        options: Options,
+        options: GraphedOptions,
         *args: Any,
         **others: Any,
     ) -> None:

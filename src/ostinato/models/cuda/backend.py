@@ -27,7 +27,7 @@ from ostinato.models.cuda import shapes
 from ostinato.models.cuda.bricks import FORMATS, Formats, formats_of, pays
 from ostinato.models.cuda.dequantise import convert_on_device
 from ostinato.models.cuda.library import (
-    LibraryCut,
+    LibraryLowering,
     Lowered,
     ProductCall,
     library_buffers,
@@ -37,7 +37,7 @@ from ostinato.models.cuda.library import (
 )
 from ostinato.models.cuda.lowering import (
     CudaLaunch,
-    Cut,
+    Lowering,
     lower,
     rounded_buffers,
 )
@@ -217,10 +217,10 @@ class CudaBackend:
         for count in rows:
             tuning = self._tuning(config, count, context)
             if count <= SAMPLED_ROWS:  # also if a library is meant to multiply: it may fail
-                cut = Cut(config, count, tuning, formats, processors)
-                found.append(cut.workspace_bytes)
+                lowering = Lowering(config, count, tuning, formats, processors)
+                found.append(lowering.workspace_bytes)
             if self._multiplies(config, count, formats):
-                with_library = LibraryCut(config, count, tuning, tuning, formats, processors)
+                with_library = LibraryLowering(config, count, tuning, tuning, formats, processors)
                 found.append(with_library.workspace_bytes)
         return max(found)
 
@@ -242,7 +242,7 @@ class CudaBackend:
         count = self._properties.multiprocessors
         tuning = self._tuning(config, rows, context)
         apart = shapes.without_block(tuning, config, multiprocessors=count)
-        return Cut(config, rows, apart, formats, count).exchanges_sums()
+        return Lowering(config, rows, apart, formats, count).exchanges_sums()
 
     def _lower(
         self,

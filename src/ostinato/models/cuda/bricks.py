@@ -137,7 +137,7 @@ def matrix_bytes(packed: Packing, columns: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowPlace:
     """Where rows of a tensor go in a packed matrix: their part begins at byte `offset`, and the
     first of them is row `first` of it.  Of each `size` rows, those `size / 2` apart are a pair."""
 
@@ -151,7 +151,7 @@ class Placed:
     """Where a tensor of a packed matrix goes: the matrix's bytes, and its rows' place in them."""
 
     matrix: Buffer
-    place: Place
+    place: RowPlace
 
 
 def pair_size(config: LlamaConfig, name: str) -> int:
@@ -164,7 +164,7 @@ def pair_size(config: LlamaConfig, name: str) -> int:
 
 def places(
     config: LlamaConfig, name: str, packed: Packing, rows: Sequence[int], columns: int
-) -> tuple[Place, ...]:
+) -> tuple[RowPlace, ...]:
     """Of each tensor that makes up a packed matrix, with so many rows."""
     size = pair_size(config, name)
     made = []
@@ -173,6 +173,6 @@ def places(
         if first >= 2 * parts[0].pairs:
             offset += parts.pop(0).nbytes(columns)
             first = 0
-        made.append(Place(offset, first, size))
+        made.append(RowPlace(offset, first, size))
         first += count
     return tuple(made)

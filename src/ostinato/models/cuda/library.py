@@ -51,10 +51,16 @@ from ostinato.models.cuda.shapes import (
     require_supported,
 )
 from ostinato.models.layout import weight_shapes
-from ostinato.models.program import ABSENT, Argument, Bound, KernelCall, parameter_names
+from ostinato.models.program import (
+    ABSENT,
+    BufferArgument,
+    CallArgument,
+    KernelCall,
+    parameter_names,
+)
 from ostinato.modules import CompileOptions
 
-_Arguments: TypeAlias = dict[str, Argument]
+_Arguments: TypeAlias = dict[str, CallArgument]
 
 _MAX_PIECE_QUERIES = 4  # piece_attention.cu
 
@@ -65,8 +71,8 @@ _PIECE_ATTENTION = (
 )
 UNPACK_SIGNATURE = "bricks: *const u8, out: *bf16, offset: u64, columns: u32, first: u32, size: u32"
 
-_OUT, _WORKSPACE = Bound("product_out"), Bound("product_workspace")
-_UNPACKED = Bound("unpacked")
+_OUT, _WORKSPACE = BufferArgument("product_out"), BufferArgument("product_workspace")
+_UNPACKED = BufferArgument("unpacked")
 _UNPACK_THREADS = 256
 _GATED_BYTES = 128 << 20
 
@@ -77,10 +83,10 @@ class ProductCall:
 
     name: str
     product: MatrixProduct
-    weight: Bound
-    inputs: Bound
-    out: Bound
-    workspace: Bound = _WORKSPACE
+    weight: BufferArgument
+    inputs: BufferArgument
+    out: BufferArgument
+    workspace: BufferArgument = _WORKSPACE
 
     @property
     def unpacked(self) -> bool:
@@ -151,13 +157,13 @@ def lower_with_library(
     Raises UnsupportedModelError: more than MAX_ROWS rows may sample in their last one only.
     """
     require_supported(config, rows, most=PIECE_ROWS)
-    cut = LibraryCut(config, rows, tuning, single, formats or {}, multiprocessors)
+    lowering = LibraryLowering(config, rows, tuning, single, formats or {}, multiprocessors)
     made: list[Lowered | BoundCall] = []
     for call in program:
         if not isinstance(call, KernelCall):
             made.append(call)
             continue
-        for one in cut.lower(call):
+        for one in lowering.lower(call):
             # Programmatic only between two kernels of ours: the library's do not support it, and
             # what unpacks does not wait.
             early = tuning.programmatic and bool(made) and not _unpacks(one)
@@ -182,7 +188,7 @@ def _piece_attention() -> Source:
     return kc.source_of("piece_attention", {"piece_attention": _PIECE_ATTENTION})
 
 
-class LibraryCut:
+class LibraryLowering:
     """A config, a number of rows and tunings, made into launches and products."""
 
     def __init__(
@@ -197,15 +203,15 @@ class LibraryCut:
         self.config, self.rows, self.formats = config, rows, formats
         # Without the tuning's `start_next`: it was measured with other kernels as neighbours.
         tuning = replace(tuning, start_next={}, block=None)
-        self.own = kc.Cut(config, rows, tuning, formats, multiprocessors, library=True)
-        self.single = kc.Cut(config, 1, single, formats, multiprocessors)
+        self.own = kc.Lowering(config, rows, tuning, formats, multiprocessors, library=True)
+        self.single = kc.Lowering(config, 1, single, formats, multiprocessors)
 
     def lower(self, call: KernelCall) -> Iterable[Lowered]:
         """The launches of one call; none of them programmatic yet."""
         make = getattr(self, f"_{call.kernel}", None)
         if make is not None:
             return make(call, dict(call.arguments))  # type: ignore[no-any-return]
-        last = any(isinstance(v, Bound) and v.last for _, v in call.arguments)
+        last = any(isinstance(v, BufferArgument) and v.last for _, v in call.arguments)
         if call.kernel in ENDING and not last and self.rows > MAX_ROWS:
             raise UnsupportedModelError(
                 f"{call.kernel} of {self.rows} rows: more than {MAX_ROWS} rows may sample in the "
@@ -291,10 +297,15 @@ class LibraryCut:
         return self.own.norm({**given, "out": kc.CARRIED, "squares": ABSENT, "half": 0})
 
     def _product(
-        self, name: str, product: MatrixProduct, weight: Argument, inputs: Bound, out: Argument
+        self,
+        name: str,
+        product: MatrixProduct,
+        weight: CallArgument,
+        inputs: BufferArgument,
+        out: CallArgument,
     ) -> list[Lowered]:
         """The product, after what unpacks a packed matrix."""
-        assert isinstance(weight, Bound) and isinstance(out, Bound)
+        assert isinstance(weight, BufferArgument) and isinstance(out, BufferArgument)
         name = f"{name}_product"
         packing = self.formats.get(f"layers.{weight.layer}.{weight.name}")
         if packing is None:

@@ -67,8 +67,8 @@ from ostinato.models.cuda.shapes import (
 from ostinato.models.program import (
     ABSENT,
     OF_RANKS,
-    Argument,
-    Bound,
+    BufferArgument,
+    CallArgument,
     KernelCall,
     decode_program,
     parameter_names,
@@ -150,9 +150,9 @@ ROUNDED_SIGNATURES = {
     "vocabulary: u32, epsilon: f32",
 }
 """Parameters of the kernels in rounded.cu."""
-ROUNDED_IN, ROUNDED_INNER = Bound("product_in"), Bound("product_inner")
+ROUNDED_IN, ROUNDED_INNER = BufferArgument("product_in"), BufferArgument("product_inner")
 """Inputs of products in bfloat16: what was attended to, or all of a library's; the way down's."""
-CARRIED, SQUARES = Bound("product_next"), Bound("product_squares")
+CARRIED, SQUARES = BufferArgument("product_next"), BufferArgument("product_squares")
 """The residual by the next norm's weights, and its squares (linear.cuh)."""
 _CARRYING = ("rounded_output", "rounded_down")
 ROW_THREADS = 128
@@ -172,7 +172,7 @@ class CudaLaunch:
     source: Source
     options: CompileOptions
     config: LaunchConfig
-    arguments: tuple[tuple[str, Argument], ...]
+    arguments: tuple[tuple[str, CallArgument], ...]
     calls: int = 1
     """How many calls of the program it does, one after the other."""
 
@@ -210,7 +210,7 @@ def lower(
     ):
         # It reads bfloat16, and leaves the residual in parts.
         chosen = without_block(chosen, config, multiprocessors=multiprocessors)
-    cut = Cut(config, rows, chosen, formats or {}, multiprocessors)
+    lowering = Lowering(config, rows, chosen, formats or {}, multiprocessors)
     launches: list[CudaLaunch | Kept] = []
     rest = list(program)
     while rest:
@@ -220,12 +220,12 @@ def lower(
             del rest[0]
             continue
         calls = [first]
-        if chosen.block is not None and calls[0].kernel == cut.blocked[0]:
-            calls = [call for call in rest[: len(cut.blocked)] if isinstance(call, KernelCall)]
+        if chosen.block is not None and calls[0].kernel == lowering.blocked[0]:
+            calls = [call for call in rest[: len(lowering.blocked)] if isinstance(call, KernelCall)]
         del rest[: len(calls)]
         before, following = launches[-1] if launches else None, rest[0] if rest else None
-        launches.extend(cut.launches(calls, getattr(before, "kernel", None), following))
-    return tuple(cut.prefetching(launches))
+        launches.extend(lowering.launches(calls, getattr(before, "kernel", None), following))
+    return tuple(lowering.prefetching(launches))
 
 
 def rounded_buffers(
@@ -258,7 +258,7 @@ def workspace_bytes(
     chosen = tuning or default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
-    return Cut(config, rows, chosen, formats or {}, multiprocessors).workspace_bytes
+    return Lowering(config, rows, chosen, formats or {}, multiprocessors).workspace_bytes
 
 
 def shape_macro(name: str) -> str:
@@ -325,7 +325,7 @@ def source_of(
 
 
 @dataclass(frozen=True)
-class Cut:
+class Lowering:
     """A config, a number of rows and a tuning, made into macros and grids."""
 
     config: LlamaConfig
@@ -370,7 +370,7 @@ class Cut:
     def packing(self, call: KernelCall) -> _Packing:
         """Of the matrix that the call reads, if it reads one."""
         for name, value in call.arguments:
-            if name in _MATRICES and isinstance(value, Bound):
+            if name in _MATRICES and isinstance(value, BufferArgument):
                 at = "" if value.layer is None else f"layers.{value.layer}."
                 return self.formats.get(at + value.name)
         return None
@@ -428,7 +428,7 @@ class Cut:
         }
 
     def macros(
-        self, kernel: str, given: Mapping[str, Argument], packing: _Packing = None
+        self, kernel: str, given: Mapping[str, CallArgument], packing: _Packing = None
     ) -> dict[str, str]:
         """What a kernel's source is compiled with; no more, so that equal code is compiled once.
 
@@ -543,7 +543,7 @@ class Cut:
         """The launches of a step, each with the weights that it prefetches: those of the next such
         product, if it prefetches any and there is one."""
         made: list[CudaLaunch | Kept] = []
-        later: dict[str, Argument] = {}  # the weights of the next product of each name
+        later: dict[str, CallArgument] = {}  # the weights of the next product of each name
         for one in reversed(launches):
             if isinstance(one, CudaLaunch) and (name := _product_of(one.kernel)) is not None:
                 given = dict(one.arguments)
@@ -617,7 +617,7 @@ class Cut:
         kernel = ROUNDED_CALLS.get(call.kernel)
         return kernel is not None and self.products[_OF_ROUNDED[kernel]].normed
 
-    def norm(self, given: Mapping[str, Argument]) -> CudaLaunch:
+    def norm(self, given: Mapping[str, CallArgument]) -> CudaLaunch:
         """Norms and rounds all rows of the residual, to `out`; with `squares`, the scale is left to
         the product that reads it."""
         return self.piece("norm_rows", (self.rows, 1, 1), self._norm_threads, given)
@@ -627,7 +627,11 @@ class Cut:
         return (-(-items // ROW_THREADS), self.rows, 1)
 
     def piece(
-        self, kernel: str, grid: tuple[int, int, int], threads: int, given: Mapping[str, Argument]
+        self,
+        kernel: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        given: Mapping[str, CallArgument],
     ) -> CudaLaunch:
         """A launch of pieces.cu."""
         names = parameter_names(PIECE_SIGNATURES[kernel])
@@ -653,7 +657,7 @@ class Cut:
         arguments = {name: value for call in calls for name, value in call.arguments}
         arguments.setdefault("later", ABSENT)
         if kernel == "sample":
-            arguments.setdefault("workspace", Bound("workspace"))
+            arguments.setdefault("workspace", BufferArgument("workspace"))
         elif kernel == "attention_block":
             arguments["weight"] = dict(calls[0].arguments)["weight"]
             arguments["output_weight"] = dict(calls[-1].arguments)["weight"]

@@ -110,7 +110,7 @@ def kernel(into: dict[str, HostKernel]) -> Callable[[Function], Function]:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowSpan:
     """Rows `start` to `stop` of one sequence at rising positions from `position`."""
 
     start: int
@@ -127,22 +127,22 @@ def _used_rows(live: Ints, row_count: int) -> int:
     return int(active[-1]) + 1 if active.size else 0
 
 
-def _runs_of(live: Ints, used: int) -> Iterator[Run]:
-    run: Run | None = None
+def _spans_of(live: Ints, used: int) -> Iterator[RowSpan]:
+    span: RowSpan | None = None
     for index, (_, position, sequence, flags) in enumerate(
         live[: 4 * used].reshape(-1, 4).tolist()
     ):
         if not flags & ACTIVE:
             continue
-        if run is not None:
-            follows = run.stop == index and run.sequence == sequence
-            if follows and run.position + run.stop - run.start == position:
-                run = Run(run.start, index + 1, sequence, run.position)
+        if span is not None:
+            follows = span.stop == index and span.sequence == sequence
+            if follows and span.position + span.stop - span.start == position:
+                span = RowSpan(span.start, index + 1, sequence, span.position)
                 continue
-            yield run
-        run = Run(index, index + 1, sequence, position)
-    if run is not None:
-        yield run
+            yield span
+        span = RowSpan(index, index + 1, sequence, position)
+    if span is not None:
+        yield span
 
 
 def sampled_rows(live: Ints, row_count: int) -> list[tuple[int, int, int]]:
@@ -235,11 +235,11 @@ def _heads_to_cache(parts: Floats, a: Given) -> None:
     queries = _matrix(a.q, used, heads * head_size).reshape(used, heads, head_size)
     keys, values = _cache(a)
     table = a.rope[: a.context * head_size].reshape(a.context, 2, 1, head_size // 2)
-    for run in _runs_of(a.live, used):
-        rows, end = slice(run.start, run.stop), run.position + run.stop - run.start
-        cosine, sine = table[run.position : end, 0], table[run.position : end, 1]
+    for span in _spans_of(a.live, used):
+        rows, end = slice(span.start, span.stop), span.position + span.stop - span.start
+        cosine, sine = table[span.position : end, 0], table[span.position : end, 1]
         _rotate(parts[rows, :heads], cosine, sine, queries[rows])
-        where = (run.sequence, slice(None), slice(run.position, end))
+        where = (span.sequence, slice(None), slice(span.position, end))
         turned = keys[where].transpose(1, 0, 2)
         _rotate(parts[rows, heads : heads + a.kv_heads], cosine, sine, turned)
         values[where] = parts[rows, heads + a.kv_heads :].transpose(1, 0, 2)
@@ -300,12 +300,12 @@ def attention(a: Given) -> None:
     all_keys, all_values = _cache(a)
     out = a.attended[: used * a.heads * a.head_size].reshape(used, a.kv_heads, group, a.head_size)
     queries = a.q[: used * a.heads * a.head_size].reshape(used, a.kv_heads, group, a.head_size)
-    for run in _runs_of(a.live, used):
-        keys, values = all_keys[run.sequence], all_values[run.sequence]
-        step = max(1, _CHUNK // (run.position + run.stop - run.start))
-        for start in range(run.start, run.stop, step):
-            stop = min(start + step, run.stop)
-            before = run.position + start - run.start
+    for span in _spans_of(a.live, used):
+        keys, values = all_keys[span.sequence], all_values[span.sequence]
+        step = max(1, _CHUNK // (span.position + span.stop - span.start))
+        for start in range(span.start, span.stop, step):
+            stop = min(start + step, span.stop)
+            before = span.position + start - span.start
             end = before + stop - start
             # Of the first row; those of later rows begin behind it.
             first = max(0, before + 1 - a.window) if a.window else 0
