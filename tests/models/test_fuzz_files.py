@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.files.checkpoint import GgufTokenizerSource, JsonTokenizerSource
 from ostinato.models.files.open import open_checkpoint
-from ostinato.models.text import chat, tokenizer, tokenizer_gguf
+from ostinato.models.text import chat, tokenizer_folder, tokenizer_gguf
 from ostinato.models.text.chat import ChatTemplate
 from ostinato.models.text.child import Child
 from ostinato.models.text.tokenizer import load_tokenizer
@@ -441,8 +441,8 @@ def test_template_in_a_file_that_is_hostile(
 def tight() -> Iterator[None]:
     """Less memory for tokenizers, so that tests need less time to use it up."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "_SECONDS", 10.0)
-        patch.setattr(tokenizer, "_MEMORY", 256 << 20)
+        patch.setattr(tokenizer_folder, "_SECONDS", 10.0)
+        patch.setattr(tokenizer_folder, "_MEMORY", 256 << 20)
         yield
 
 

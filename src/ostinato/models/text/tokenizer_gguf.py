@@ -153,6 +153,11 @@ class _Builder:
             special_ids=frozenset(self.control),
             bos_id=bos,
             eos_ids=tuple(token for token in eos if token is not None),
+            # llama.cpp gives templates these two, empty where there is none.
+            named={
+                name: "" if token is None else self.tokens[token]
+                for name, token in (("bos_token", bos), ("eos_token", eos[0]))
+            },
         )
 
     def _byte_level(self) -> tuple[tokenizers.Tokenizer, bool, bool]:
