@@ -208,6 +208,21 @@ def test_byte_level_of_a_family_agrees_with_its_tokenizer_json(tmp_path: Path, k
     assert from_gguf(pre=kind).encode("a") == ([1] if begins else []) + own.encode("a")
 
 
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        *((name, "llama-bpe") for name in ("falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")),
+        ("megrez", "qwen2"),
+    ],
+)
+def test_pre_tokenizers_that_are_the_same(name: str, same: str) -> None:
+    """As llama.cpp has them; what is composed to NFC is Qwen's own text alone."""
+    ours, known = from_gguf(pre=name), from_gguf(pre=same)
+    for text in WORDS:
+        if "\u0301" not in text:
+            assert ours.encode(text) == known.encode(text), text
+
+
 @pytest.mark.parametrize("version", ["v0.1", "v0.3"])
 def test_mistrals_tokenizer_json(tmp_path: Path, version: str) -> None:
     """SentencePiece as its two versions have it: a normalizer or Metaspace; both strip one space of
@@ -392,6 +407,41 @@ def test_sentencepiece() -> None:
     assert [tokenizer.token_text(token) for token in ids] == ["<s>", "▁hello", "▁world", "."]
     assert tokenizer.decode(ids) == "hello world."
     assert tokenizer.decode(tokenizer.encode("  hello")) == "  hello"
+
+
+LLAMA_CPP = json.loads(
+    (Path(__file__).parent.parent / "data" / "reference_sentencepiece.json").read_text()
+)["cases"]
+
+
+@pytest.mark.parametrize(
+    "case", LLAMA_CPP, ids=lambda case: f"{case['scores of']}, {case['add_space_prefix']}"
+)
+def test_sentencepiece_of_gguf_as_llama_cpp_encodes_it(case: dict[str, Any]) -> None:
+    """Equal scores, tokens of characters that are none, special tokens that overlap."""
+    begin = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = from_gguf(
+        model="llama",
+        pre=None,
+        merges=None,
+        tokens=[*begin, *case["tokens"]],
+        scores=[0.0] * 259 + case["scores"],
+        token_type=[2, 3, 3] + [6] * 256 + case["types"],
+        unknown_token_id=0,
+        add_space_prefix=case["add_space_prefix"],
+    )
+    for text, ids in zip(case["texts"], case["ids"], strict=True):
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.encode(text) == ids, text  # from the words that are kept
+
+
+def test_sentencepiece_without_a_token_for_a_byte() -> None:
+    letters = ["<unk>", "a", "b"]
+    changes = {"tokens": letters, "scores": [0.0] * 3, "token_type": [2, 1, 1]}
+    ids = {"bos_token_id": None, "eos_token_id": None, "add_space_prefix": False}
+    assert sentencepiece(**changes, **ids).encode("aéb") == [1, 0, 2]
+    with pytest.raises(ModelFormatError, match="no token for 'é'"):
+        sentencepiece(**changes, **ids, unknown_token_id=None).encode("aéb")
 
 
 def test_sentencepiece_falls_back_to_bytes() -> None:
