@@ -36,7 +36,7 @@ class Numbers:
         none = frozenset[int]()
         texts = [f"\u2581{token}" for token in range(MODEL.config.vocabulary)]
         parts = TokenizerParts(
-            "numbers", lambda text, special: [1], texts, False, False, none, none, None, ()
+            "numbers", lambda text, special: [1], texts, False, False, none, none, None, (), {}
         )
         self.tokenizer = Tokenizer(parts)
 

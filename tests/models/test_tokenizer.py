@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from ostinato.errors import InputError, ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.files.checkpoint import GgufTokenizerSource, JsonTokenizerSource
 from ostinato.models.generation import AnswerText
+from ostinato.models.text.chat import ChatTemplate
 from ostinato.models.text.tokenizer import Tokenizer, load_tokenizer
 from ostinato.models.text.tokenizer_parts import guarded
+from tests.models import record_tokenizers
 from tests.models.model_files import (
     CONFIG,
     TEMPLATE,
@@ -28,6 +30,7 @@ from tests.models.model_files import (
     byte_tokens,
     write_tokenizer,
 )
+from tests.models.record_tokenizers import added
 
 REFERENCE = Path(__file__).parent.parent / "data" / "reference_smollm2.json"
 TEXTS = [
@@ -203,6 +206,21 @@ def test_byte_level_of_a_family_agrees_with_its_tokenizer_json(tmp_path: Path, k
     for text in WORDS:
         assert ours.encode(text) == own.encode(text), text
     assert from_gguf(pre=kind).encode("a") == ([1] if begins else []) + own.encode("a")
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        *((name, "llama-bpe") for name in ("falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")),
+        ("megrez", "qwen2"),
+    ],
+)
+def test_pre_tokenizers_that_are_the_same(name: str, same: str) -> None:
+    """As llama.cpp has them; what is composed to NFC is Qwen's own text alone."""
+    ours, known = from_gguf(pre=name), from_gguf(pre=same)
+    for text in WORDS:
+        if "\u0301" not in text:
+            assert ours.encode(text) == known.encode(text), text
 
 
 @pytest.mark.parametrize("version", ["v0.1", "v0.3"])
@@ -391,6 +409,41 @@ def test_sentencepiece() -> None:
     assert tokenizer.decode(tokenizer.encode("  hello")) == "  hello"
 
 
+LLAMA_CPP = json.loads(
+    (Path(__file__).parent.parent / "data" / "reference_sentencepiece.json").read_text()
+)["cases"]
+
+
+@pytest.mark.parametrize(
+    "case", LLAMA_CPP, ids=lambda case: f"{case['scores of']}, {case['add_space_prefix']}"
+)
+def test_sentencepiece_of_gguf_as_llama_cpp_encodes_it(case: dict[str, Any]) -> None:
+    """Equal scores, tokens of characters that are none, special tokens that overlap."""
+    begin = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = from_gguf(
+        model="llama",
+        pre=None,
+        merges=None,
+        tokens=[*begin, *case["tokens"]],
+        scores=[0.0] * 259 + case["scores"],
+        token_type=[2, 3, 3] + [6] * 256 + case["types"],
+        unknown_token_id=0,
+        add_space_prefix=case["add_space_prefix"],
+    )
+    for text, ids in zip(case["texts"], case["ids"], strict=True):
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.encode(text) == ids, text  # from the words that are kept
+
+
+def test_sentencepiece_without_a_token_for_a_byte() -> None:
+    letters = ["<unk>", "a", "b"]
+    changes = {"tokens": letters, "scores": [0.0] * 3, "token_type": [2, 1, 1]}
+    ids = {"bos_token_id": None, "eos_token_id": None, "add_space_prefix": False}
+    assert sentencepiece(**changes, **ids).encode("aéb") == [1, 0, 2]
+    with pytest.raises(ModelFormatError, match="no token for 'é'"):
+        sentencepiece(**changes, **ids, unknown_token_id=None).encode("aéb")
+
+
 def test_sentencepiece_falls_back_to_bytes() -> None:
     tokenizer = sentencepiece()
     ids = tokenizer.encode("hé🎉")
@@ -510,11 +563,6 @@ def test_prompts_are_not_cut_by_a_setting_for_training(tmp_path: Path) -> None:
     assert len(load_tokenizer(JsonTokenizerSource(tmp_path)).encode("zyxwvu")) == 6
 
 
-def added(text: str, **flags: bool) -> dict[str, object]:
-    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    return {"content": text, **dict.fromkeys(names, False), "special": True, **flags}
-
-
 @pytest.mark.parametrize(
     ("file", "content", "text", "ids"),
     [  # as transformers 5.23 encodes them
@@ -563,14 +611,72 @@ def test_added_tokens_that_do_not_fit_are_refused(
         assert tokenizer.vocabulary == 280
 
 
-def test_a_model_without_a_first_token_has_none_in_its_template(tmp_path: Path) -> None:
-    """config.json names one all the same; transformers gives templates tokenizer_config's."""
+FOLDERS = record_tokenizers.folders()
+RECORDED = json.loads(record_tokenizers.RECORD.read_text())["folders"]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path, name: str) -> None:
+    """Ids of texts, and what a chat template can name of its special tokens."""
+    record_tokenizers.write(tmp_path, FOLDERS[name])
+    theirs = RECORDED[name]
+    ours = load_tokenizer(JsonTokenizerSource(tmp_path), vocabulary=400)
+    assert ours.special_tokens == theirs["special_tokens"]
+    assert ours.bos_id == theirs["begin"]
+    texts = list(record_tokenizers.texts(name))
+    for text, ids in zip(texts, theirs["ids"], strict=False):
+        assert ours.encode(text) == ids, text
+    for text, check in zip(texts, theirs["checks"], strict=True):
+        assert record_tokenizers.check(ours.encode(text)) == check, text
+    template = ChatTemplate(record_tokenizers.NAMES, tokens=ours.special_tokens)
+    assert template.render(record_tokenizers.MESSAGES) == theirs["names"]
+
+
+@pytest.mark.parametrize("name", record_tokenizers.FOLDERS_OF_FEATURES)
+def test_templates_render_as_in_transformers(tmp_path: Path, name: str) -> None:
+    record_tokenizers.write(tmp_path, FOLDERS[name])
+    tokens = load_tokenizer(JsonTokenizerSource(tmp_path)).special_tokens
+    for source, theirs in zip(record_tokenizers.FEATURES, RECORDED[name]["rendered"], strict=True):
+        template = ChatTemplate(source, tokens=tokens)
+        if theirs is None:
+            with pytest.raises(ModelError):
+                template.render(record_tokenizers.MESSAGES)
+        else:
+            assert template.render(record_tokenizers.MESSAGES) == theirs, source
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer_config", {"bos_token": 1}, "bos_token is 1, must be text"),
+        ("tokenizer_config", {"pad_token": {"lstrip": True}}, "pad_token is .*, must be text"),
+        ("tokenizer_config", {"eos_token": "\ud800"}, "eos_token .* is no Unicode text"),
+        ("tokenizer_config", {"extra_special_tokens": "<x>"}, "must be a list or a table"),
+        ("tokenizer_config", {"extra_special_tokens": [3]}, "a special token is 3"),
+        ("special_tokens_map", {"cls_token": ["<x>"]}, "special_tokens_map.*cls_token"),
+        ("special_tokens_map", [], "must be an object"),
+    ],
+)
+def test_special_tokens_of_another_form_are_refused(
+    tmp_path: Path, file: str, content: object, said: str
+) -> None:
     write_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 1}))
-    config = tmp_path / "tokenizer_config.json"
-    for fields, wanted in (({}, 1), ({"bos_token": None}, None), ({"bos_token": "<|im_end|>"}, 2)):
-        config.write_text(json.dumps(fields))
-        assert load_tokenizer(JsonTokenizerSource(tmp_path)).bos_id == wanted
+    (tmp_path / f"{file}.json").write_text(json.dumps(content))
+    with pytest.raises(ModelFormatError, match=said):
+        load_tokenizer(JsonTokenizerSource(tmp_path))
+
+
+def test_a_special_token_without_a_row_is_only_a_name(tmp_path: Path) -> None:
+    """transformers gives it an id that the model has no embedding for."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>"}))
+    inside, outside = (
+        load_tokenizer(JsonTokenizerSource(tmp_path), vocabulary=rows)
+        for rows in (CONFIG.vocabulary + 1, CONFIG.vocabulary)
+    )
+    assert inside.special_tokens == outside.special_tokens == {"pad_token": "<pad>"}
+    assert inside.encode("<pad>") == [CONFIG.vocabulary]
+    assert len(outside.encode("<pad>")) == 5
 
 
 def test_where_templates_may_stand(tmp_path: Path) -> None:

@@ -121,13 +121,9 @@ class TextGenerator(Closeable):
         template = ChatTemplate(
             DEFAULT_TEMPLATE if source is None else source,
             where=f"{self.tokenizer.where}: the chat template",
+            tokens=self.tokenizer.special_tokens,
         )
-        bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_ids
-        text = template.render(
-            [*first, *prompt],
-            bos_token="" if bos is None else self.tokenizer.token_text(bos) or "",
-            eos_token=self.tokenizer.token_text(eos[0]) or "" if eos else "",
-        )
+        text = template.render([*first, *prompt])
         return self.tokenizer.encode(text, add_special=False)
 
     def generate(

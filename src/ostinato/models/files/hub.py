@@ -35,6 +35,7 @@ _OTHERS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "added_tokens.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
 )
 """Of a folder of safetensors, besides the shards."""

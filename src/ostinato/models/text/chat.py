@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ostinato.errors import InputError
@@ -36,10 +36,12 @@ def prepare() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A chat template.  `where` is what error messages call it."""
+    """A chat template.  `where` is what error messages call it.  `tokens`: text of special tokens
+    by the names that the template may use (`bos_token`)."""
 
     source: str = DEFAULT_TEMPLATE
     where: str = "the chat template"
+    tokens: Mapping[str, str] = field(default_factory=dict)
 
     def render(
         self,
@@ -52,7 +54,7 @@ class ChatTemplate:
         `tool_calls` needs no content.
 
         `add_generation_prompt`: end with the head of the assistant's turn.  `variables` are what
-        else a template may use: `bos_token`, `eos_token`, `tools`, ….
+        else a template may use: `tools`, `enable_thinking`, ….
 
         Raises InputError for messages of another form, and for what JSON cannot hold;
         ModelFormatError if this is no template, ModelError if it refuses the messages
@@ -70,9 +72,10 @@ class ChatTemplate:
                 )
             if message.get("content") is None and not message.get("tool_calls"):
                 raise InputError(f"message {index} is {quoted(message)}, which has no content")
-        standard = {"bos_token": "", "eos_token": "", "tools": None, "documents": None}
         values = {
-            **standard,
+            **self.tokens,
+            "tools": None,
+            "documents": None,
             **variables,
             "messages": listed,
             "add_generation_prompt": add_generation_prompt,

@@ -10,27 +10,20 @@ other half comes.  One path serves both: `decode` is the stream, pushed and fini
 from __future__ import annotations
 
 import codecs
-import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 
 from ostinato.errors import InputError, ModelError, ModelFormatError
 from ostinato.models.arguments import quoted, whole
 from ostinato.models.files.checkpoint import GgufTokenizerSource, TokenizerSource
-from ostinato.models.files.reading import read_file, read_json
-from ostinato.models.text.child import Child
+from ostinato.models.files.reading import read_file
+from ostinato.models.text.tokenizer_folder import json_of, parts_from_folder
 from ostinato.models.text.tokenizer_parts import END_TOKENS, MAX_IDS, TokenizerParts
 
-# The largest tokenizer.json in use has 33 MB; it takes 0.9 s and 350 MB to build.
-_MAX_TOKENIZER_JSON = 64 << 20
-_SECONDS = 60.0
-_MEMORY = 2 << 30
 # Bytes of text, more than a million tokens.  Each can take 150 bytes and 1 us.
 _MAX_TEXT = 8 << 20
 _MAX_TEMPLATE = 1 << 20
-_ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -51,7 +44,8 @@ class Tokenizer:
 
     `vocabulary`: how many ids there are, special ones included.  `bos_id`: begin of sequence, or
     None.  `eos_ids`: every id that ends an answer, the file's own first.  `special_ids`: control
-    tokens.  `chat_template`: jinja source (see `models.text.chat`), or None.  `where`: its file.
+    tokens.  `special_tokens`: text by name (`pad_token`), as chat templates get them.
+    `chat_template`: jinja source (see `models.text.chat`), or None.  `where`: its file.
     `rows`: of the model's embedding, if there are more: the ids from `vocabulary` on, which a model
     can choose too, have no text.
     """
@@ -66,6 +60,7 @@ class Tokenizer:
         self.vocabulary = len(parts.texts)
         self.bos_id = parts.bos_id
         self.special_ids = parts.special_ids
+        self.special_tokens: Mapping[str, str] = parts.named
         self.chat_template = chat_template
         named = {text: i for i in parts.special_ids if (text := parts.texts[i]) in END_TOKENS}
         more = (named[text] for text in sorted(named))
@@ -204,7 +199,7 @@ def load_tokenizer(source: TokenizerSource, *, vocabulary: int | None = None) ->
 
             parts = parts_from_gguf(source, rows)
         else:
-            parts = _parts_from_folder(source.path, rows)
+            parts = parts_from_folder(source.path, rows)
         template = read_chat_template(source)
     except OSError as error:
         raise ModelError(f"{source.path}: cannot be read: {error}") from error
@@ -226,106 +221,10 @@ def read_chat_template(source: TokenizerSource) -> str | None:
         except UnicodeDecodeError as error:
             raise ModelFormatError(f"{file}: not UTF-8: {error.reason}") from None
     file = source.path / "tokenizer_config.json"
-    template = _json_of(file).get("chat_template")
+    template = json_of(file).get("chat_template")
     if isinstance(template, list):  # several named ones: [{"name": "default", "template": "…"}]
         for entry in template:
             if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
                 raise ModelFormatError(f"{file}: chat_template {quoted(entry)} has no name")
         template = next((t.get("template") for t in template if t["name"] == "default"), None)
     return template if isinstance(template, str) else None
-
-
-def _parts_from_folder(path: Path, rows: int) -> TokenizerParts:
-    file = path / "tokenizer.json"
-    if not file.exists():
-        raise ModelError(
-            f"{path}: no tokenizer.json; other kinds (tokenizer.model, vocab.json) are not read"
-        )
-    config = _json_of(path / "tokenizer_config.json")
-    head = {"rows": rows, "added": _added_tokens(path, config)}
-    opening = json.dumps(head).encode() + b"\n" + read_file(file, _MAX_TOKENIZER_JSON)
-    where = f"{file}: the tokenizer"
-    child = Child(
-        f"{__package__}.tokenizer_child", seconds=_SECONDS, memory=_MEMORY, opening=opening
-    )
-    found = json.loads(child.ask(None, where))
-    texts: list[str | None] = found["texts"]
-    added: list[list[int]] = found["added"]
-    model = _json_of(path / "config.json")
-    ids = {text: token for token, text in enumerate(texts) if text is not None}
-    eos: list[object] = [_token_id(ids, config, "eos_token", path)]
-    for value in (model, _json_of(path / "generation_config.json")):
-        given = value.get("eos_token_id")
-        eos += given if isinstance(given, list) else [given]
-    bos = _token_id(ids, config, "bos_token", path)
-    if "bos_token" not in config:
-        bos = _known_id(texts, model.get("bos_token_id"))
-
-    def encode(text: str, add_special: bool) -> list[int]:
-        request = json.dumps([text, add_special]).encode()
-        made: list[int] = json.loads(child.ask(request, where))
-        return made
-
-    return TokenizerParts(
-        where=str(file),
-        encode=encode,
-        texts=texts,
-        byte_level=found["byte_level"],
-        strip_space=found["strip_space"],
-        literal_ids=frozenset(token for token, _ in added),
-        special_ids=frozenset(token for token, special in added if special),
-        bos_id=bos,
-        eos_ids=tuple(t for entry in eos if (t := _known_id(texts, entry)) is not None),
-    )
-
-
-def _added_tokens(path: Path, config: Mapping[str, object]) -> list[list[object]]:
-    """Tokens that tokenizer_config.json adds, or else added_tokens.json: id, text, and their
-    `_ADDED_FLAGS`, which only the former has; in the order of ids.  Mostly tokenizer.json has them
-    too; where it does not, transformers takes them from here.
-
-    Raises ModelFormatError, OSError.
-    """
-    file = path / "tokenizer_config.json"
-    listed = config.get("added_tokens_decoder")
-    if listed is None:
-        file = path / "added_tokens.json"
-        listed = {str(token): {"content": text} for text, token in _json_of(file).items()}
-    if not isinstance(listed, Mapping):
-        raise ModelFormatError(f"{file}: added_tokens_decoder is {quoted(listed)}, must be a table")
-    found: list[tuple[int, list[object]]] = []
-    for number, entry in listed.items():
-        text = entry.get("content") if isinstance(entry, Mapping) else None
-        if not number.isdecimal() or len(number) > 9 or not isinstance(text, str) or not text:
-            raise ModelFormatError(f"{file}: added token {quoted(number)} is {quoted(entry)}")
-        flags = [entry[name] is True for name in _ADDED_FLAGS if name in entry]
-        if 0 < len(flags) < len(_ADDED_FLAGS):
-            raise ModelFormatError(f"{file}: added token {number} lacks some of its flags")
-        found.append((int(number), [int(number), text, *flags]))
-    return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
-
-
-def _json_of(file: Path) -> Mapping[str, object]:
-    return read_json(file) if file.exists() else {}
-
-
-def _token_id(
-    ids: Mapping[str, int], config: Mapping[str, object], name: str, path: Path
-) -> int | None:
-    """The id of a token that tokenizer_config.json gives as text or as an object with `content`."""
-    token = config.get(name)
-    text = token.get("content") if isinstance(token, Mapping) else token
-    if not isinstance(text, str):
-        return None
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        file = path / "tokenizer_config.json"
-        raise ModelFormatError(f"{file}: {name} {quoted(text)} is no Unicode text") from None
-    return ids.get(text)
-
-
-def _known_id(texts: Sequence[str | None], token: object) -> int | None:
-    if type(token) is not int or not 0 <= token < len(texts) or texts[token] is None:
-        return None
-    return token

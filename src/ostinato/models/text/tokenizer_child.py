@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import tokenizers
+from tokenizers import models
 
 from ostinato.errors import ModelFormatError, UnsupportedModelError
 from ostinato.models.text.tokenizer_parts import guarded
@@ -14,17 +15,16 @@ _encoders: list[tokenizers.Tokenizer] = []
 
 
 def answer(request: bytes) -> str:
-    """First the file: a line of JSON with the `rows` of the embedding and the tokens `added` beside
-    it, then the tokenizer.json; answered by what `_opened` gives.  Then texts: [text, whether with
-    special tokens]; answered by a list of ids.
+    """First the file: a line of JSON with what `_opened` takes, then the tokenizer.json; answered
+    by what `_opened` gives.  Then texts: [text, whether with special tokens]; answered by a list
+    of ids.
 
     Raises ModelFormatError if the file is damaged or the tokenizer fails, UnsupportedModelError for
     a decoder that is not known.
     """
     if not _encoders:
         head, _, content = request.partition(b"\n")
-        given = json.loads(head)
-        return _opened(content, given["rows"], given["added"])
+        return _opened(content, **json.loads(head))
     text, special = json.loads(request)
     encoding = guarded(
         lambda: _encoders[0].encode(text, add_special_tokens=special), "failed on the text"
@@ -32,19 +32,40 @@ def answer(request: bytes) -> str:
     return json.dumps(encoding.ids)
 
 
-def _opened(content: bytes, rows: int, more: list[list[Any]]) -> str:
-    """Every token's text by its id, added tokens with whether they are special, and how tokens are
-    spelled."""
+def _opened(
+    content: bytes,
+    rows: int,
+    added: list[list[Any]],
+    special: list[list[Any]],
+    pad: bool,
+    metaspace: str | None,
+    listed: bool,
+) -> str:
+    """Every token's text by its id, added tokens with whether they are special, how tokens are
+    spelled, and the token for padding that the file has.
+
+    `rows`: of the embedding.  `added`: tokens beside the file: id, text, flags.  `special`: text
+    and flags of tokens that are special, whether the file says so or not.  `pad`: whether the
+    token that the file pads with is one.  `metaspace`: what replaces the steps of a SentencePiece
+    tokenizer, of which the vocabulary alone stays, and if `added` is all that is to be `listed`
+    not its added tokens.
+    """
     encoder = guarded(lambda: tokenizers.Tokenizer.from_buffer(content), "is damaged")
-    _add(encoder, [entry for entry in more if entry[0] < rows])
-    added = encoder.get_added_tokens_decoder()
+    padding = encoder.padding["pad_token"] if pad and encoder.padding else None
+    if metaspace and not _decoder_kind(encoder)[0] and isinstance(encoder.model, models.BPE):
+        changed = _as_llama(json.loads(content), metaspace, listed)
+        encoder = guarded(lambda: tokenizers.Tokenizer.from_str(changed), "is damaged")
+    named = {entry[0] for entry in special}
+    _add(encoder, [entry for entry in added if entry[0] < rows], named)
+    _add_special(encoder, [*special, *([[padding, *_SPECIAL]] if padding else [])], rows)
+    known = encoder.get_added_tokens_decoder()
     largest = encoder.get_vocab_size(with_added_tokens=True) - 1
     texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
     if None in texts:  # so not every id up to the number of tokens is one
         ids = encoder.get_vocab(with_added_tokens=False).values()
         if len(set(ids)) < len(ids):
             raise ModelFormatError("has two tokens with the same id")
-        largest = max((*ids, *added))
+        largest = max((*ids, *known))
         texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
     if largest >= rows:
         raise ModelFormatError(f"has ids up to {largest}, the embedding only {rows} rows")
@@ -55,17 +76,49 @@ def _opened(content: bytes, rows: int, more: list[list[Any]]) -> str:
     return json.dumps(
         {
             "texts": texts,
-            "added": [(token, entry.special) for token, entry in added.items()],
+            "added": [(token, entry.special) for token, entry in known.items()],
             "byte_level": byte_level,
             "strip_space": strip_space,
+            "pad": padding,
         },
         ensure_ascii=False,
     )
 
 
-def _add(encoder: tokenizers.Tokenizer, entries: list[list[Any]]) -> None:
+def _as_llama(made: dict[str, Any], scheme: str, listed: bool) -> str:
+    """A tokenizer.json as transformers' `LlamaTokenizer` builds it anew: vocabulary, merges and
+    postprocessor are the file's, the rest is its own."""
+    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+    decoders = [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    model = {
+        "type": "BPE",
+        "fuse_unk": True,
+        "byte_fallback": True,
+        **{name: made["model"][name] for name in ("vocab", "merges")},
+    }
+    made |= {
+        "normalizer": None,
+        "pre_tokenizer": space,
+        "decoder": {"type": "Sequence", "decoders": decoders[: 3 if scheme == "never" else 4]},
+        "model": model,
+    }
+    if listed:
+        made["added_tokens"] = []
+    return json.dumps(made)
+
+
+# Flags of a token that is named by its text alone.
+_SPECIAL = (False, False, False, False, True)
+
+
+def _add(encoder: tokenizers.Tokenizer, entries: list[list[Any]], named: set[str]) -> None:
     """Adds tokens that the tokenizer.json does not have, or has with other flags; in the order of
-    their ids, which must come out."""
+    their ids, which must come out.  `named`: special tokens, if an entry has no flags."""
     known = {
         token: [token, one.content, *_flags(one)]
         for token, one in encoder.get_added_tokens_decoder().items()
@@ -74,22 +127,37 @@ def _add(encoder: tokenizers.Tokenizer, entries: list[list[Any]]) -> None:
         token, text, *flags = entry
         if token in known and known[token][: len(entry)] == entry:
             continue
-        single_word, lstrip, rstrip, normalized, special = flags or (False,) * 3 + (True, False)
-        made = tokenizers.AddedToken(
-            text,
-            single_word=single_word,
-            lstrip=lstrip,
-            rstrip=rstrip,
-            normalized=normalized,
-            special=special,
-        )
-        add = encoder.add_special_tokens if special else encoder.add_tokens
-        guarded(lambda add=add, made=made: add([made]), "is damaged")  # type: ignore[misc]
+        is_special = text in named
+        _put(encoder, text, flags or [False, False, False, not is_special, is_special])
         if encoder.token_to_id(text) != token:
             raise ModelFormatError(
                 f"has {text[:100]!r} at {encoder.token_to_id(text)}, and tokenizer_config.json (or "
                 f"added_tokens.json) at {token}"
             )
+
+
+def _add_special(encoder: tokenizers.Tokenizer, entries: list[list[Any]], rows: int) -> None:
+    """Adds special tokens that are none yet; those of the vocabulary keep their ids.  One for which
+    the embedding has no row is left out: the model could not read it."""
+    known = encoder.get_added_tokens_decoder()
+    texts = {one.content for one in known.values()}
+    following = max((encoder.get_vocab_size(with_added_tokens=False), *(i + 1 for i in known)))
+    for text, *flags in entries:
+        if not text or text in texts:
+            continue
+        if encoder.token_to_id(text) is None:
+            if following >= rows:
+                continue
+            following += 1
+        texts.add(text)
+        _put(encoder, text, flags)
+
+
+def _put(encoder: tokenizers.Tokenizer, text: str, flags: list[bool]) -> None:
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    made = tokenizers.AddedToken(text, **dict(zip(names, flags, strict=True)))
+    add = encoder.add_special_tokens if flags[-1] else encoder.add_tokens
+    guarded(lambda: add([made]), "is damaged")
 
 
 def _flags(one: tokenizers.AddedToken) -> list[bool]:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted
 from ostinato.models.files.checkpoint import GgufTokenizerSource
+from ostinato.models.text.sentencepiece import SentencePieceEncoder
 from ostinato.models.text.tokenizer_parts import END_TOKENS, TokenizerParts, guarded
 
 T = TypeVar("T", int, float)
@@ -49,7 +50,9 @@ _ALIASES = {
     "command-r": "smollm",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
+    **dict.fromkeys(("falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), "llama-bpe"),
     "deepseek-r1-qwen": "qwen2",
+    "megrez": "qwen2",
 }
 # Those that take a word which is a token as it is, whatever the merges say, and begin with the BOS
 # token if the file does not say otherwise.
@@ -62,12 +65,12 @@ SUPPORTED_PRE_TOKENIZERS = (*_REGEXES, *_ALIASES)
 # Token types of GGUF (`llama_token_type`).
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 # Well above any vocabulary in use: of Gemma's 262,000 tokens, 2 million characters together, 6,400
-# are special, and 580,000 merges follow from the scores.  Together they keep building under 10 s
-# and 1 GiB.
+# are special; byte-level vocabularies have up to 580,000 merges.  Together they keep building under
+# 10 s and 1 GiB.
 _MAX_CHARACTERS = 8 << 20
 _MAX_MERGES = 1 << 20
 _MAX_ADDED = 1 << 16
-# Merges out of scores take time with the square of a token's length.
+# Joining pieces of text takes time with a token's length.
 _MAX_PIECE = 256
 
 
@@ -123,25 +126,22 @@ class _Builder:
     def parts(self) -> TokenizerParts:
         kind = self.metadata.get("tokenizer.ggml.model")
         if kind == "gpt2":
-            encoder, add_bos, strip = self._byte_level()
+            encode_text, add_bos, strip = self._byte_level()
         elif kind == "llama":
-            encoder, add_bos, strip = self._sentencepiece()
+            encode_text, add_bos, strip = self._sentencepiece()
         else:
             raise UnsupportedModelError(
                 f"{self.where}: tokenizer.ggml.model {quoted(kind)} is not supported; supported: "
                 "gpt2, llama"
             )
-        self._add(encoder, self.control, special=True)
-        self._add(encoder, self.user, special=False)
         bos = self._id("bos")
         eos = [self._id(name) for name in ("eos", "eot", "eom")]
         prefix = (bos,) if bos is not None and self._flag("add_bos_token", add_bos) else ()
         suffix = (eos[0],) if eos[0] is not None and self._flag("add_eos_token", False) else ()
-        what = f"{self.where}: the tokenizer failed on the text"
 
         def encode(text: str, add_special: bool) -> list[int]:
-            encoding = guarded(lambda: encoder.encode(text, add_special_tokens=False), what)
-            return [*prefix, *encoding.ids, *suffix] if add_special else encoding.ids
+            ids = encode_text(text)
+            return [*prefix, *ids, *suffix] if add_special else ids
 
         return TokenizerParts(
             where=self.where,
@@ -153,9 +153,14 @@ class _Builder:
             special_ids=frozenset(self.control),
             bos_id=bos,
             eos_ids=tuple(token for token in eos if token is not None),
+            # llama.cpp gives templates these two, empty where there is none.
+            named={
+                name: "" if token is None else self.tokens[token]
+                for name, token in (("bos_token", bos), ("eos_token", eos[0]))
+            },
         )
 
-    def _byte_level(self) -> tuple[tokenizers.Tokenizer, bool, bool]:
+    def _byte_level(self) -> tuple[Callable[[str], list[int]], bool, bool]:
         # llama.cpp takes a file that names none for "default", too.
         name = self.metadata.get("tokenizer.ggml.pre", "default")
         kind = _ALIASES.get(name, name) if isinstance(name, str) else ""
@@ -168,7 +173,7 @@ class _Builder:
         merges = []
         listed = self._texts("tokenizer.ggml.merges")
         if len(listed) > _MAX_MERGES:
-            raise self._too_many_merges()
+            raise ModelFormatError(f"{self.where}: more than {_MAX_MERGES} merges")
         for merge in listed:
             left, _, right = merge.partition(" ")
             if not left or not right:
@@ -183,51 +188,37 @@ class _Builder:
         encoder.pre_tokenizer = pre_tokenizers.Sequence(
             [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
-        encoder.decoder = decoders.ByteLevel()
-        return encoder, whole_words, False
+        self._add(encoder, self.control, special=True)
+        self._add(encoder, self.user, special=False)
+        what = f"{self.where}: the tokenizer failed on the text"
 
-    def _sentencepiece(self) -> tuple[tokenizers.Tokenizer, bool, bool]:
-        """Llama 2's: merges follow from the scores, the best-scored piece is merged first."""
+        def encode(text: str) -> list[int]:
+            encoding = guarded(lambda: encoder.encode(text, add_special_tokens=False), what)
+            ids: list[int] = encoding.ids
+            return ids
+
+        return encode, whole_words, False
+
+    def _sentencepiece(self) -> tuple[Callable[[str], list[int]], bool, bool]:
+        """Llama 2's."""
         scores = self._numbers("scores", float, None)
         if any(map(math.isnan, scores)):
             raise ModelFormatError(f"{self.where}: tokenizer.ggml.scores holds NaN")
-        prefix_space = self._flag("add_space_prefix", True)
-        unknown = self._id("unknown")
-        make = _bpe(
-            self.vocabulary,
-            self._merges(scores),
-            unk_token=None if unknown is None else self.tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-        encoder = tokenizers.Tokenizer(self._built(make))
-        steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "\u2581")]
-        if prefix_space:
-            steps.insert(0, normalizers.Prepend("\u2581"))
-        encoder.normalizer = normalizers.Sequence(steps)
-        return encoder, True, prefix_space
-
-    def _merges(self, scores: list[float]) -> list[tuple[str, str]]:
-        known, tokens = self.vocabulary, self.tokens
-        found: list[tuple[float, int, int]] = []
-        for index, token in enumerate(tokens):
+        for index, token in enumerate(self.tokens):
             if len(token) > _MAX_PIECE:
                 raise ModelFormatError(
                     f"{self.where}: token {index} is {len(token)} long, more than {_MAX_PIECE}"
                 )
-            if self.kinds[index] != 1:  # bytes and specials are never made by merging
-                continue
-            for cut in range(1, len(token)):
-                left = known.get(token[:cut])
-                if left is not None and (right := known.get(token[cut:])) is not None:
-                    found.append((-scores[index], left, right))
-            if len(found) > _MAX_MERGES:
-                raise self._too_many_merges()
-        found.sort()
-        return [(tokens[left], tokens[right]) for _, left, right in found]
-
-    def _too_many_merges(self) -> ModelFormatError:
-        return ModelFormatError(f"{self.where}: more than {_MAX_MERGES} merges")
+        prefix_space = self._flag("add_space_prefix", True)
+        encoder = SentencePieceEncoder(
+            self.vocabulary,
+            scores,
+            [*self.control, *self.user],
+            unknown=self._id("unknown"),
+            prefix_space=prefix_space,
+            where=self.where,
+        )
+        return encoder.encode, True, prefix_space
 
     def _built(self, make: Callable[[], models.BPE]) -> models.BPE:
         return guarded(make, f"{self.where}: the tokenizer is damaged")

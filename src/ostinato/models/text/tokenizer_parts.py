@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,7 +37,8 @@ class TokenizerParts:
     `byte_level`: tokens are spelled in GPT-2's byte alphabet; otherwise in SentencePiece's, with
     U+2581 for a space and `<0xE2>` for a byte.  `strip_space`: one space before all text is the
     tokenizer's own and goes.  `literal_ids`: tokens to be taken as they are written.
-    `special_ids`: control tokens, left out of text.
+    `special_ids`: control tokens, left out of text.  `named`: what chat templates can name of them,
+    by the name (`bos_token`): text.
     """
 
     where: str
@@ -49,6 +50,7 @@ class TokenizerParts:
     special_ids: frozenset[int]
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    named: Mapping[str, str]
 
 
 def guarded(make: Callable[[], T], what: str) -> T:

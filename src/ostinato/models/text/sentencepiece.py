@@ -1,0 +1,154 @@
+"""SentencePiece BPE by scores, as llama.cpp encodes with it.
+
+The rule is that of `llm_tokenizer_spm_session` in its src/llama-vocab.cpp: text begins as single
+characters; of all neighbours that are a token together the pair of the best score is joined, of
+equal ones the first in the text, until there is none; characters that are no token become bytes.
+Scores of pairs, unlike a list of merges, can be equal, so the `tokenizers` package cannot do it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Mapping, Sequence
+
+from ostinato.errors import ModelFormatError
+
+_SPACE = "\u2581"
+# Words whose ids are kept, and how long they may be; some MB.
+_MAX_WORDS, _LONG_WORD = 1 << 15, 64
+
+
+class SentencePieceEncoder:
+    """Text to ids.  Safe to use from many threads.
+
+    `vocabulary`: id by text.  `scores`: by id.  `special`: ids that are tokens wherever their text
+    is.  `unknown`: for bytes without a token, or None.  `prefix_space`: a space goes before all
+    text, and before text that follows a special token.  `where`: what error messages call it.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Mapping[str, int],
+        scores: Sequence[float],
+        special: Sequence[int],
+        *,
+        unknown: int | None,
+        prefix_space: bool,
+        where: str,
+    ) -> None:
+        self._vocabulary, self._scores, self._where = vocabulary, scores, where
+        self._prefix = _SPACE if prefix_space else ""
+        texts = {token: text for text, token in vocabulary.items()}
+        # Longer ones are found first.
+        self._special = sorted(((texts[token], token) for token in special), key=_by_length)
+        self._bytes = [
+            vocabulary.get(f"<0x{byte:02X}>", vocabulary.get(chr(byte)) if byte < 128 else None)
+            for byte in range(256)
+        ]
+        self._unknown = unknown
+        # Characters that stand side by side in a token; between any others text can be cut.
+        self._joined = {pair for text in vocabulary for pair in itertools.pairwise(text)}
+        self._words: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without begin and end of sequence.
+
+        Raises ModelFormatError if the vocabulary has no token for it.
+        """
+        found: list[int] = []
+        prefix = self._prefix
+        for part in self._parts(text):
+            if isinstance(part, int):
+                found.append(part)
+                prefix = self._prefix
+                continue
+            for word in self._cut(prefix + part.replace(" ", _SPACE)):
+                ids = self._words.get(word)
+                if ids is None:
+                    ids = self._merged(word)
+                    if len(self._words) >= _MAX_WORDS:
+                        self._words.clear()
+                    if len(word) <= _LONG_WORD:
+                        self._words[word] = ids
+                found += ids
+            prefix = ""
+        return found
+
+    def _parts(self, text: str) -> list[str | int]:
+        """Special tokens' ids, and the texts between them."""
+        parts: list[str | int] = [text] if text else []
+        present = set(text)
+        for special, token in self._special:
+            if special[0] not in present or special not in text:
+                continue
+            found: list[str | int] = []
+            for part in parts:
+                if isinstance(part, int) or special not in part:
+                    found.append(part)
+                    continue
+                for piece in part.split(special):
+                    found += [piece, token] if piece else [token]
+                found.pop()  # after the last piece there is none
+            parts = found
+        return parts
+
+    def _cut(self, text: str) -> list[str]:
+        """Words of which no token spans two."""
+        joined, words, begin = self._joined, [], 0
+        for end, pair in enumerate(itertools.pairwise(text), 1):
+            if pair not in joined:
+                words.append(text[begin:end])
+                begin = end
+        words.append(text[begin:])
+        return words
+
+    def _merged(self, word: str) -> list[int]:
+        vocabulary, scores = self._vocabulary, self._scores
+        pieces = list(word)
+        last = len(pieces)
+        before, after = list(range(-1, last - 1)), list(range(1, last + 1))
+        # The best score first, then the leftmost; `size` tells a pair that has grown since.
+        queue: list[tuple[float, int, int, int]] = []
+
+        def add(left: int, right: int) -> None:
+            if left >= 0 and right < last:
+                together = pieces[left] + pieces[right]
+                token = vocabulary.get(together)
+                if token is not None:
+                    heapq.heappush(queue, (-scores[token], left, right, len(together)))
+
+        for left in range(last - 1):
+            add(left, left + 1)
+        while queue:
+            _, left, right, size = heapq.heappop(queue)
+            if not (pieces[left] and pieces[right]):
+                continue
+            if len(pieces[left]) + len(pieces[right]) != size:
+                continue
+            pieces[left] += pieces[right]
+            pieces[right] = ""
+            after[left] = after[right]
+            if after[left] < last:
+                before[after[left]] = left
+            add(before[left], left)
+            add(left, after[left])
+        found: list[int] = []
+        for piece in pieces:
+            if piece:
+                token = vocabulary.get(piece)
+                found += self._spelled(piece) if token is None else [token]
+        return found
+
+    def _spelled(self, piece: str) -> list[int]:
+        """Tokens of single bytes."""
+        found = [self._bytes[byte] for byte in piece.encode()]
+        if None not in found:
+            return [token for token in found if token is not None]
+        if self._unknown is None:
+            raise ModelFormatError(f"{self._where}: no token for {piece!r}, nor for its bytes")
+        return [self._unknown]
+
+
+def _by_length(entry: tuple[str, int]) -> int:
+    return -len(entry[0].encode())

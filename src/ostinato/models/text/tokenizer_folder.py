@@ -1,0 +1,248 @@
+"""Tokenizers out of Hugging Face folders: `tokenizer.json` and the files beside it.
+
+Which of these files says what is transformers' rule (5.17, `_from_pretrained` in
+tokenization_utils_base.py and `TokenizersBackend` in tokenization_utils_tokenizers.py): it is
+followed here as far as it decides ids of text and variables of chat templates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ostinato.errors import ModelError, ModelFormatError
+from ostinato.models.arguments import quoted
+from ostinato.models.files.reading import read_file, read_json
+from ostinato.models.text.child import Child
+from ostinato.models.text.tokenizer_parts import TokenizerParts
+
+# The largest tokenizer.json in use has 33 MB; it takes 0.9 s and 350 MB to build.
+_MAX_TOKENIZER_JSON = 64 << 20
+_SECONDS = 60.0
+_MEMORY = 2 << 30
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+"""Special tokens that every tokenizer can have, in transformers' order."""
+_DEFAULTS: dict[str, dict[str, object]] = {
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+}
+"""Special tokens of a tokenizer class where no file names others."""
+
+
+def parts_from_folder(path: Path, rows: int) -> TokenizerParts:
+    """The tokenizer in a folder, for an embedding of so many rows.
+
+    Raises ModelError if there is none, ModelFormatError if it is damaged, UnsupportedModelError for
+    a decoder that is not known, OSError.
+    """
+    file = path / "tokenizer.json"
+    if not file.exists():
+        raise ModelError(
+            f"{path}: no tokenizer.json; other kinds (tokenizer.model, vocab.json) are not read"
+        )
+    config, model = json_of(path / "tokenizer_config.json"), json_of(path / "config.json")
+    kind = _class_of(config, model)
+    special = _special_tokens(path, config, _DEFAULTS.get(kind, {}))
+    head = {
+        "rows": rows,
+        "added": _added_tokens(path, config),
+        "special": [[token.text, *token.flags] for token in special.all()],
+        "pad": "pad_token" not in special.given,
+        "metaspace": _prepend_scheme(config) if kind == "LlamaTokenizer" else None,
+        "listed": "added_tokens_decoder" in config,
+    }
+    opening = json.dumps(head).encode() + b"\n" + read_file(file, _MAX_TOKENIZER_JSON)
+    where = f"{file}: the tokenizer"
+    child = Child(
+        f"{__package__}.tokenizer_child", seconds=_SECONDS, memory=_MEMORY, opening=opening
+    )
+    found = json.loads(child.ask(None, where))
+    texts: list[str | None] = found["texts"]
+    added: list[list[int]] = found["added"]
+    ids = {text: token for token, text in enumerate(texts) if text is not None}
+    named = {name: token.text for name, token in special.named.items()}
+    if found["pad"] is not None:
+        named["pad_token"] = found["pad"]
+    eos: list[object] = [ids.get(named.get("eos_token", ""))]
+    for value in (model, json_of(path / "generation_config.json")):
+        given = value.get("eos_token_id")
+        eos += given if isinstance(given, list) else [given]
+
+    def encode(text: str, add_special: bool) -> list[int]:
+        request = json.dumps([text, add_special]).encode()
+        made: list[int] = json.loads(child.ask(request, where))
+        return made
+
+    return TokenizerParts(
+        where=str(file),
+        encode=encode,
+        texts=texts,
+        byte_level=found["byte_level"],
+        strip_space=found["strip_space"],
+        literal_ids=frozenset(token for token, _ in added),
+        special_ids=frozenset(token for token, special in added if special),
+        bos_id=ids.get(named.get("bos_token", "")),
+        eos_ids=tuple(t for entry in eos if (t := _known_id(texts, entry)) is not None),
+        named=named,
+    )
+
+
+def json_of(file: Path) -> Mapping[str, object]:
+    """A JSON object in a file, empty if there is none.  Raises ModelFormatError, OSError."""
+    return read_json(file) if file.exists() else {}
+
+
+def _class_of(config: Mapping[str, object], model: Mapping[str, object]) -> str:
+    """transformers' class of the tokenizer (`AutoTokenizer.from_pretrained`), without "Fast"."""
+    given = config.get("tokenizer_class") or model.get("tokenizer_class")
+    kind = model.get("model_type")
+    if kind == "mistral":
+        return "TokenizersBackend"
+    if kind == "qwen2" or (kind == "qwen3" and not given):
+        return "Qwen2Tokenizer"
+    return given.removesuffix("Fast") if isinstance(given, str) else "TokenizersBackend"
+
+
+def _prepend_scheme(config: Mapping[str, object]) -> str:
+    """Where `LlamaTokenizer` puts a space of its own, whatever tokenizer.json says."""
+    prefix = config.get("add_prefix_space")
+    if prefix is not None and not prefix:
+        return "never"
+    return "always" if config.get("legacy") else "first"
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """A token's text and its `_FLAGS`."""
+
+    text: str
+    flags: tuple[bool, ...] = (False, False, False, False, True)
+
+
+@dataclass(frozen=True, slots=True)
+class _SpecialTokens:
+    """`named`: those that chat templates can name.  `extra`: others.  `given`: the names in the
+    files, also those that are null."""
+
+    named: Mapping[str, _Token]
+    extra: Sequence[_Token]
+    given: frozenset[str]
+
+    def all(self) -> Iterable[_Token]:
+        """In the order in which transformers adds them."""
+        return (*self.named.values(), *self.extra)
+
+
+def _special_tokens(
+    path: Path, config: Mapping[str, object], defaults: Mapping[str, object]
+) -> _SpecialTokens:
+    """Special tokens of tokenizer_config.json; where it lists no `added_tokens_decoder`, those of
+    special_tokens_map.json go before them.
+
+    Raises ModelFormatError, OSError.
+    """
+    newer, older = path / "tokenizer_config.json", path / "special_tokens_map.json"
+    own = {
+        name: value
+        for name, value in config.items()
+        if _names_token(name, value)
+        # Other objects under names that are not among the seven are not taken for tokens.
+        and (name in _NAMED or not isinstance(value, Mapping) or "__type" in value)
+    }
+    extra = config.get("extra_special_tokens", config.get("additional_special_tokens"))
+    if isinstance(extra, Mapping):
+        own |= extra
+        extra = None
+    found = {name: (value, newer) for name, value in own.items()}
+    listed = [(token, newer) for token in _listed(extra, newer)]
+    table = json_of(older) if "added_tokens_decoder" not in config else {}
+    # The seven names are the older file's; other names are tokenizer_config.json's.
+    for name, value in table.items():
+        if _names_token(name, value) and (name in _NAMED or name not in found):
+            found[name] = (value, older)
+    more = table.get("extra_special_tokens")
+    if isinstance(more, Mapping):
+        found |= {name: (value, older) for name, value in more.items()}
+    elif more is not None:
+        listed += [(token, older) for token in _listed(more, older)]
+    elif "additional_special_tokens" in table and "extra_special_tokens" not in config:
+        listed = [(token, older) for token in _listed(table["additional_special_tokens"], older)]
+    found = {**{name: (value, newer) for name, value in defaults.items()}, **found}
+    named = {
+        name: _token(found[name][0], f"{found[name][1]}: {name}")
+        for name in dict.fromkeys((*_NAMED, *found))
+        if name in found and found[name][0] is not None
+    }
+    others = [_token(token, f"{file}: a special token") for token, file in listed]
+    return _SpecialTokens(named, others, frozenset(found))
+
+
+def _names_token(name: str, value: object) -> bool:
+    """Whether an entry of a file is a special token by its name, such as `image_token`."""
+    return name in _NAMED or (name.endswith("_token") and isinstance(value, str | Mapping))
+
+
+def _listed(value: object, file: Path) -> list[object]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ModelFormatError(f"{file}: special tokens {quoted(value)} must be a list or a table")
+    return value
+
+
+def _token(value: object, what: str) -> _Token:
+    """A token that a file gives as text or as an object with `content`."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    if not isinstance(text, str):
+        raise ModelFormatError(f"{what} is {quoted(value)}, must be text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ModelFormatError(f"{what} {quoted(text)} is no Unicode text") from None
+    if not isinstance(value, Mapping):
+        return _Token(text)
+    return _Token(text, (*(value.get(name) is True for name in _FLAGS[:-1]), True))
+
+
+def _added_tokens(path: Path, config: Mapping[str, object]) -> list[list[object]]:
+    """Tokens that tokenizer_config.json adds, or else added_tokens.json: id, text, and their
+    `_FLAGS`, which only the former has; in the order of ids.  Mostly tokenizer.json has them too;
+    where it does not, transformers takes them from here.
+
+    Raises ModelFormatError, OSError.
+    """
+    file = path / "tokenizer_config.json"
+    listed = config.get("added_tokens_decoder")
+    if listed is None:
+        file = path / "added_tokens.json"
+        listed = {str(token): {"content": text} for text, token in json_of(file).items()}
+    if not isinstance(listed, Mapping):
+        raise ModelFormatError(f"{file}: added_tokens_decoder is {quoted(listed)}, must be a table")
+    found: list[tuple[int, list[object]]] = []
+    for number, entry in listed.items():
+        text = entry.get("content") if isinstance(entry, Mapping) else None
+        if not number.isdecimal() or len(number) > 9 or not isinstance(text, str) or not text:
+            raise ModelFormatError(f"{file}: added token {quoted(number)} is {quoted(entry)}")
+        flags = [entry[name] is True for name in _FLAGS if name in entry]
+        if 0 < len(flags) < len(_FLAGS):
+            raise ModelFormatError(f"{file}: added token {number} lacks some of its flags")
+        found.append((int(number), [int(number), text, *flags]))
+    return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
+
+
+def _known_id(texts: Sequence[str | None], token: object) -> int | None:
+    if type(token) is not int or not 0 <= token < len(texts) or texts[token] is None:
+        return None
+    return token
