@@ -54,6 +54,7 @@ HOMES = {
     "llama_cpp": (),
     "starlette": ("serve",),
     "uvicorn": ("serve",),
+    "h11": ("serve",),
     "prometheus_client": ("serve",),
 }
 

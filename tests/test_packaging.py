@@ -51,7 +51,7 @@ def test_what_tests_of_the_server_skip_without_is_installed_for_them() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     assert any(need.startswith("openai>") for need in extras["dev"])
     needs = {need.partition(">")[0] for need in extras["serve"]}
-    assert needs == {"starlette", "uvicorn", "prometheus-client"}
+    assert needs == {"starlette", "uvicorn", "h11", "prometheus-client"}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     installed = [found.split(",") for found in re.findall(r'-e "\.\[(.+?)\]"', makefile)]
     assert any({"dev", "llm", "serve"} <= set(extras) for extras in installed)

@@ -641,30 +641,28 @@ def test_a_full_server_refuses_before_a_prompt_is_made_into_tokens(
         asked = {**ASK, "max_tokens": 5, "temperature": 0}
         threads = [
             threading.Thread(target=lambda: replies.append(call(server, "POST", CHAT, asked)))
-            for _ in range(5)
+            for _ in range(4)
         ]
         try:
             for thread in threads:
                 thread.start()
-            until(lambda: len(at_it) == 5)
-            check(call(server, "POST", CHAT, asked), 429, "the server is full")
-            check(call(server, "POST", CHAT, {**asked, "n": 4}), 429, "the server is full")
-            assert len(at_it) == 5
+            until(lambda: len(at_it) == 4)
+            check(call(server, "POST", CHAT, {**asked, "n": 2}), 429, "the server is full")
+            assert len(at_it) == 4
         finally:
             hold.set()
             for thread in threads:
                 thread.join(SECONDS)
-        assert [reply.status for reply in replies] == [200] * 5
-        assert server.engine.statistics().result(SECONDS).refused["full"] == 5
+        assert [reply.status for reply in replies] == [200] * 4
+        assert server.engine.statistics().result(SECONDS).refused["full"] == 2
         assert call(server, "POST", CHAT, asked).status == 200
 
 
 def test_a_deadline(reference: TextGenerator) -> None:
     with running(reference, seconds=1e-6) as server:
-        for stream in (False, True):
-            reply = call(server, "POST", CHAT, {**ASK, "stream": stream})
-            check(reply, 504, "not complete in time")
-            assert reply.error["type"] == "timeout_error"
+        reply = call(server, "POST", CHAT, ASK)
+        check(reply, 504, "not complete in time")
+        assert reply.error["type"] == "timeout_error"
 
 
 def test_a_deadline_in_the_middle_of_a_stream(reference: TextGenerator) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.context import Entry
+from ostinato.driver.context import CallKind
 from ostinato.errors import (
     CaptureError,
     ClosedError,
@@ -334,9 +334,9 @@ def test_a_recorded_run_that_gave_work_away_is_not_run_again(device: Device) -> 
         nonlocal calls
         calls += 1
         with suppress(DriverError):
-            stream.guarded("refused", refuse, Entry.WORK)
-        stream.enter("giving the stream to another library", Entry.GIVE)
-        stream.guarded("refused", refuse, Entry.WORK)
+            stream.guarded("refused", refuse, CallKind.WORK)
+        stream.enter("giving the stream to another library", CallKind.GIVE)
+        stream.guarded("refused", refuse, CallKind.WORK)
 
     def refuse(handle: object) -> None:
         raise driver_error(Status.INVALID_VALUE, "launch_kernel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,7 @@ from ostinato.cli.arguments import (
     text,
     texts,
 )
-from ostinato.cli.plain import say
+from ostinato.cli.plain import plain, say
 from ostinato.cli.speaker import advised_options, speaker
 
 _MOST_KEYS = 1 << 20  # bytes of a file of keys
@@ -140,6 +141,7 @@ def serve(
     if not all(key.strip() == key != "" for key in keys):
         raise typer.BadParameter("a key is text without spaces around it", param_hint="--api-key")
     from ostinato.serve.app import HttpLimits
+    from ostinato.serve.log import Log
     from ostinato.serve.server import LOCAL, ServeOptions, Server
 
     advised = advised_options(
@@ -176,23 +178,26 @@ def serve(
         )
         server = Server(generator, options, listener)
         if not keys and listener.getsockname()[0] not in LOCAL:
-            _say("no key is wanted, and other machines can reach this server: see --api-key")
+            words = "no key is wanted, and other machines can reach this server: see --api-key"
+            say(words, stream=sys.stderr)
+
+        log = Log(sys.stderr.fileno())
+        logging.getLogger().addHandler(log)
 
         def ready() -> None:
             context = generator.decoder.plan.sizes.context
-            _say(
-                f"{options.model} is served at {server.url} by {generator.device.name}: {slots} "
-                f"slots of {context} tokens; Ctrl-C ends it"
+            log.say(
+                plain(
+                    f"{options.model} is served at {server.url} by {generator.device.name}: "
+                    f"{slots} slots of {context} tokens; Ctrl-C ends it",
+                    sys.stderr,
+                )
             )
 
         try:
             server.run(ready)
         finally:
-            _say(server.summary())
-
-
-def _say(words: str) -> None:
-    say(words, stream=sys.stderr)
+            log.say(plain(server.summary(), sys.stderr))
 
 
 def _keys(file: Path | None) -> list[str]:

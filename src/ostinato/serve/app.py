@@ -15,7 +15,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,9 +48,16 @@ from ostinato.serve.protocol import (
 _BODY_SECONDS = 60.0
 """For a body to arrive."""
 _SMALL_BODY = 1 << 16
-"""Bytes that are read in a millisecond; larger ones not on the thread of all streams."""
+"""Bytes that are read in a millisecond.  Larger ones are not read on the thread of all streams, and
+one after the other, so that small ones wait for none of them."""
+_SMALL_BYTES = 16 << 20
+"""Of small bodies together: requests beyond it are refused."""
+_LARGE_BYTES = 64 << 20
+"""Of large bodies together: those beyond it wait."""
 _SEND_SECONDS = 60.0
 """For a client to take what is sent: one that does not is as good as gone."""
+_COMMENT_SECONDS = 5.0
+"""A stream without an event gets a comment so often: proxies cut silent ones."""
 _STATISTICS_SECONDS = 2.0
 _EVENT_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -98,6 +105,14 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     _being_made: int = 0
     """Jobs of requests whose prompts are being made into tokens, on the event loop's thread."""
+    _small: int = 0
+    """Bytes of small bodies that are held."""
+    _arriving: set[asyncio.Timeout] = field(default_factory=set)
+    """The patience with each body that is not there yet."""
+
+    def __post_init__(self) -> None:
+        self._large = _Room(max(_LARGE_BYTES, self.limits.body_bytes), self.engine.most)
+        self._one_large = asyncio.Lock()
 
     # --- what is answered
     async def chat(self, request: Request) -> Response:
@@ -111,19 +126,24 @@ class Service:
         if given != "application/json":
             # A web page may send other types to any address without asking it first.
             raise ApiError(415, "the content type must be application/json")
-        body = await self._body(request)
-        if len(body) <= _SMALL_BODY:
-            wanted = read_request(parse_json(body), kind, self.sampling)
-        else:
-            wanted = await asyncio.to_thread(
-                lambda: read_request(parse_json(body), kind, self.sampling)
-            )
-        if wanted.model != self.model:
-            raise _no_model(wanted.model)
-        most = min(self.limits.choices, self.engine.most)  # for more there is never room
-        if len(wanted.prompts) * wanted.n > most:
-            raise ApiError(400, f"{most} answers at most in one request", param="n")
-        jobs = await self._made(wanted)
+        refused = self.engine.refuses(1, self._being_made)  # before anything is done for it
+        if refused is not None:
+            raise _refusal(refused)
+        async with AsyncExitStack() as held:
+            body = await self._body(request, held)
+            if len(body) > _SMALL_BODY:
+                await held.enter_async_context(self._one_large)
+                wanted = await asyncio.to_thread(
+                    lambda: read_request(parse_json(body), kind, self.sampling)
+                )
+            else:
+                wanted = read_request(parse_json(body), kind, self.sampling)
+            if wanted.model != self.model:
+                raise _no_model(wanted.model)
+            most = min(self.limits.choices, self.engine.most)  # for more there is never room
+            if len(wanted.prompts) * wanted.n > most:
+                raise ApiError(400, f"{most} answers at most in one request", param="n")
+            jobs = await self._made(wanted)
         inbox = _Inbox()
         listeners = [partial(inbox.put, index) for index in range(len(jobs))]
         try:
@@ -147,27 +167,50 @@ class Service:
         finally:
             self._being_made -= count
 
-    async def _body(self, request: Request) -> bytes:
-        """Raises ApiError for one that is too large, or too slow."""
+    async def _body(self, request: Request, held: AsyncExitStack) -> bytes:
+        """`held`: until when its bytes count.  Raises ApiError for a body that is too large or too
+        slow, and where there are too many bytes already."""
         limit = self.limits.body_bytes
-        # The connection stays, so that what is still sent of the body is read and dropped: most
-        # clients read no answer before they have sent all of it.
         too_large = ApiError(413, f"the body is too large: {limit} bytes at most")
         announced = request.headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > limit:
+        size = int(announced) if announced.isdecimal() else 0
+        if size > limit:
             raise too_large
         body = bytearray()
+
         try:
-            async with asyncio.timeout(_BODY_SECONDS):
+            async with asyncio.timeout(_BODY_SECONDS) as patience, AsyncExitStack() as arriving:
+                self._arriving.add(patience)
+                arriving.callback(self._arriving.discard, patience)
+                small = size <= _SMALL_BODY
+                if not small:
+                    await self._large.take(size, held)
                 async for piece in request.stream():
-                    body += piece
-                    if len(body) > limit:
+                    if len(body) + len(piece) > limit:
                         raise too_large
+                    if small and len(body) + len(piece) > _SMALL_BODY:
+                        small = False
+                        await self._large.take(limit, held)
+                    if small:
+                        if self._small + len(piece) > _SMALL_BYTES:
+                            raise _refusal(Rejection.FULL)
+                        self._small += len(piece)
+                        held.callback(self._give_small, len(piece))
+                    body += piece
         except TimeoutError:
-            raise ApiError(
-                408, "the body did not arrive in time", headers={"connection": "close"}
-            ) from None
+            if self.engine.stopping:
+                raise _refusal(Rejection.STOPPING) from None
+            raise ApiError(408, "the body did not arrive in time") from None
         return bytes(body)
+
+    def _give_small(self, size: int) -> None:
+        self._small -= size
+
+    def take_no_more_bodies(self) -> None:
+        """The server stops, so requests whose bodies still arrive get no answer."""
+        for patience in self._arriving:
+            if not patience.expired():
+                patience.reschedule(0.0)
 
     def _jobs(self, wanted: CompletionRequest) -> list[Job]:
         """A job for each answer.  May take time: a chat template and a tokenizer run."""
@@ -388,6 +431,35 @@ def _ended(update: Update) -> ApiError:
     )
 
 
+class _Room:
+    """Bytes that are held together at most; who comes first gets them first.  `most`: who may
+    wait."""
+
+    def __init__(self, size: int, most: int) -> None:
+        self.size = self.free = size
+        self.waiting, self._most = 0, most
+        self._turn, self._given = asyncio.Lock(), asyncio.Event()
+
+    async def take(self, size: int, held: AsyncExitStack) -> None:
+        """Until `held` is over.  Raises ApiError where too many wait already."""
+        if self.waiting >= self._most:
+            raise _refusal(Rejection.FULL)
+        self.waiting += 1
+        try:
+            async with self._turn:
+                while self.free < size:
+                    self._given.clear()
+                    await self._given.wait()
+                self.free -= size
+        finally:
+            self.waiting -= 1
+        held.callback(self._give, size)
+
+    def _give(self, size: int) -> None:
+        self.free += size
+        self._given.set()
+
+
 class _ClientGoneError(Exception):
     """Nobody reads this answer any more."""
 
@@ -409,9 +481,14 @@ class _Inbox:
         self._gone = True
         self._something.set()
 
-    async def take(self) -> dict[int, Update]:
-        """What came since the last time, once there is something.  Raises _ClientGoneError."""
-        await self._something.wait()
+    async def take(self, seconds: float | None = None) -> dict[int, Update]:
+        """What came since the last time, once there is something; nothing if none came in so many
+        seconds.  Raises _ClientGoneError."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._something.wait()
+        except TimeoutError:
+            return {}
         if self._gone:
             raise _ClientGoneError
         self._something.clear()
@@ -462,9 +539,9 @@ class _Answering(Response):
             pass
         self._inbox.leave()
 
-    async def _take(self) -> dict[int, Update]:
+    async def _take(self, seconds: float | None = None) -> dict[int, Update]:
         """What came of the answers.  Raises ApiError where one of them ended and is none."""
-        new = await self._inbox.take()
+        new = await self._inbox.take(seconds)
         for index, update in new.items():
             if update.end in _ENDS:
                 raise _ended(update)
@@ -492,11 +569,15 @@ class _Answering(Response):
         await self._json(send, 200, found, {})
 
     async def _stream(self, send: Send) -> None:
-        kind, begun = self._wanted.kind, False
+        """The head is sent at once, so errors from here on are events."""
+        kind = self._wanted.kind
         said: set[int] = set()
+        await self._start(send, 200, _EVENT_STREAM)
         try:
             while self._open:
-                new = await self._take()
+                new = await self._take(_COMMENT_SECONDS)
+                if not new:
+                    await self._send(send, b": waiting\n\n", more=True)
                 events = []
                 for index, update in new.items():
                     first = kind == "chat" and index not in said
@@ -507,18 +588,12 @@ class _Answering(Response):
                     if update.end is not None:
                         events.append(make("", end=update.end))
                 if events:
-                    if not begun:
-                        begun = True
-                        await self._start(send, 200, _EVENT_STREAM)
                     await self._events(send, events)
             if self._wanted.usage:
                 usage = {**chunk_object(kind, self._head, 0, ""), "choices": []}
                 await self._events(send, [{**usage, "usage": self._usage()}])
             await self._send(send, b"data: [DONE]\n\n", more=False)
         except ApiError as error:
-            if not begun:  # the status was not sent yet, so it can still tell of the error
-                await self._json(send, error.status, error.body(), error.headers)
-                return
             self._status = error.status
             await self._events(send, [error.body()], more=False)
 

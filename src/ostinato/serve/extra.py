@@ -9,6 +9,7 @@ from ostinato.errors import NotAvailableError
 _NEEDED = {
     "starlette": "starlette",
     "uvicorn": "uvicorn",
+    "h11": "h11",
     "prometheus_client": "prometheus-client",
     # Of the decoder: one line installs all.
     "gguf": "gguf",

@@ -1,8 +1,9 @@
 """The server's process: a socket, uvicorn, the engine, and how both end.
 
-SIGTERM and Ctrl-C end it gracefully: no connection is accepted any more, what comes on those that
-are there gets 503, and every answer that was promised is given.  After `grace_seconds`, or at a
-second Ctrl-C, the rest is cut off.
+SIGTERM and Ctrl-C end it gracefully: no connection is accepted any more, requests that are not here
+with their whole body get 503, and every answer that was promised is given.  After `grace_seconds`
+the rest is told that there is none (503, or the last event of a stream); connections that do not
+take that, and all at a second Ctrl-C, are cut off.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -27,6 +29,7 @@ import uvicorn
 from ostinato.errors import InputError
 from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve.app import HttpLimits, Service, make_app
+from ostinato.serve.connection import Connection
 from ostinato.serve.engine import ServingEngine
 from ostinato.serve.metrics import Metrics
 
@@ -40,6 +43,10 @@ _SWITCH_SECONDS = 5e-4
 Python's own 5 ms are three steps of a small model."""
 _KEEP_ALIVE_SECONDS = 75
 """For a connection without a request, for the head of one, and for the last bytes to be taken."""
+_STOPPING_IDLE_SECONDS = 1.0
+"""For a further request on a connection while the server stops, which is told so."""
+_LAST_SECONDS = 3.0
+"""After the grace, for the last words to be taken."""
 _SAY_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
 """How often connections are looked at."""
@@ -95,16 +102,21 @@ class Server:
         )
         self._listener = listener
         self._ready: Callable[[], object] = lambda: None
+        self._grace = options.grace_seconds
         config = uvicorn.Config(
             make_app(self.service, self._life),
+            http=partial(  # type: ignore[arg-type]  # it is called, and nothing else
+                Connection,
+                stopping=lambda: self.engine.stopping,
+                refused=lambda: self.metrics.request("", 400),
+            ),
             log_config=None,
-            log_level="warning",
+            log_level="error",  # warnings are about what clients do: those are in the metrics
             access_log=False,
             server_header=False,
             lifespan="on",
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=options.grace_seconds,
         )
         self._uvicorn = _Uvicorn(config, self.engine)
 
@@ -181,23 +193,33 @@ class Server:
             await asyncio.to_thread(self.engine.close)
 
     async def _watch(self) -> None:
-        """Says when the engine is ready, and cuts idle connections.  An engine that failed ends the
-        process, so that a supervisor can start another."""
+        """Says when the engine is ready, cuts idle connections, and sees to the end.
+
+        An engine that failed ends the process, so that a supervisor can start another.
+        """
+        connections: set[Any] = self._uvicorn.server_state.connections
         said, idle, looked = False, _Idle(), 0.0
+        end: float | None = None  # of the grace
         while True:
+            now = time.monotonic()
             if self.engine.failure is not None:
                 self.stop()
             elif self.engine.ready and not said:
                 said = True
                 self._ready()
-            now, connections = time.monotonic(), self._uvicorn.server_state.connections
-            if self._uvicorn.force_exit:
+            if self.engine.stopping:
+                if end is None:
+                    end = now + self._grace
+                    self.service.take_no_more_bodies()
+                if now >= end:
+                    self.engine.end_all()
+            if self._uvicorn.force_exit or (end is not None and now >= end + _LAST_SECONDS):
                 # What waits for them to close would wait, too (Python 3.12 and later).
                 for connection in [*connections]:
                     connection.transport.abort()
             elif now - looked >= _LOOK_SECONDS:
                 looked = now
-                idle.look([*connections], now)
+                idle.look([*connections], now, stopping=end is not None)
             await asyncio.sleep(0.05)
 
     def _post(self, call: Callable[[], None]) -> None:
@@ -214,10 +236,10 @@ class _Idle:
     """
 
     def __init__(self) -> None:
-        self._since: dict[Any, tuple[object, float]] = {}
+        self._since: dict[Connection, tuple[object, float]] = {}
 
-    def look(self, connections: Iterable[Any], now: float) -> None:
-        """To be called about every second with the open connections, uvicorn's objects."""
+    def look(self, connections: Iterable[Connection], now: float, *, stopping: bool) -> None:
+        """To be called about every second with the open connections."""
         before, self._since = self._since, {}
         for connection in connections:
             cycle, transport = connection.cycle, connection.transport  # its latest request
@@ -226,7 +248,9 @@ class _Idle:
                 state = (closing, cycle)
                 last, since = before.get(connection, (state, now))
                 self._since[connection] = state, (since if last == state else now)
-                if now - self._since[connection][1] > _KEEP_ALIVE_SECONDS:
+                soon = stopping and not closing
+                most = _STOPPING_IDLE_SECONDS if soon else _KEEP_ALIVE_SECONDS
+                if now - self._since[connection][1] > most:
                     transport.abort()
 
 
