@@ -253,3 +253,20 @@ def test_import_has_no_side_effects() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_public_name_is_defined_in_one_module() -> None:
+    """Names of classes and of types, so that what a signature says needs no look at the imports.
+    A name of two levels says its level: `Stream` is public, `HostStream` the host driver's."""
+    homes: dict[str, set[str]] = {}
+    for path in FILES:
+        for node in nodes_of(path):
+            name = ""
+            if isinstance(node, ast.ClassDef):
+                name = node.name
+            elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+                name = ast.unparse(node.target)
+            if name and not name.startswith("_"):
+                homes.setdefault(name, set()).add(module_of(path))
+    found = {name: sorted(modules) for name, modules in homes.items() if len(modules) > 1}
+    assert not found, f"each name stands for one thing: {found}"

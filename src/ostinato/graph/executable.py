@@ -55,7 +55,7 @@ from ostinato.graph.frozen import BODY_RULE, wrongly_in_a_body
 from ostinato.graph.graph import Graph, fill_params
 from ostinato.graph.node import Node
 from ostinato.graph.plan import (
-    Change,
+    NodeChange,
     RebindReport,
     argument_bytes,
     argument_index,
@@ -500,7 +500,7 @@ class GraphExec(Launcher, Closeable):
                         ours = graph.labels
                 self.context.watchers.add(self)  # what its nodes were given is not known here
             kept = tuple((whole_place(i), owner) for i, owner in enumerate(owners))
-            self._change(Change(found, params, kept, True, signature, ours))
+            self._change(NodeChange(found, params, kept, True, signature, ours))
 
     @property
     def changed(self) -> bool:
@@ -586,7 +586,7 @@ class GraphExec(Launcher, Closeable):
         with uninterrupted, self._lock:
             found = self._shadow.node(node)
             kernel = self._kernel(found)
-            self._change(Change(found, replace(kernel, config=config)))
+            self._change(NodeChange(found, replace(kernel, config=config)))
 
     def set_memset(self, node: Node | int, dst: Buffer, value: int, element_size: int = 1) -> None:
         """Sets what a linear memset node fills, all of it, and with what.
@@ -601,7 +601,7 @@ class GraphExec(Launcher, Closeable):
             self._require_linear(found, old)
             self.context.space.require(dst, "dst", "the executable is of")
             params = replace(made, pitch=old.pitch)
-            self._change(Change(found, params, (("dst", dst),)))
+            self._change(NodeChange(found, params, (("dst", dst),)))
 
     def set_memcpy(self, node: Node | int, dst: Buffer, src: Buffer) -> None:
         """Sets what a linear memcpy node copies, all of it.
@@ -618,7 +618,7 @@ class GraphExec(Launcher, Closeable):
             self._require_linear(found, old)
             self.context.space.require(dst, "dst", "the executable is of")
             params = replace(old, dst=made.dst, src=made.src, width=made.width)
-            self._change(Change(found, params, (("dst", dst), ("src", src))))
+            self._change(NodeChange(found, params, (("dst", dst), ("src", src))))
 
     @staticmethod
     def _require_linear(node: Node, params: MemcpyNodeParams | MemsetNodeParams) -> None:
@@ -727,7 +727,7 @@ class GraphExec(Launcher, Closeable):
         if self.context.closed or self.graph.closed or self.graph.lost:
             _ = self.graph.handle
 
-    def _change(self, change: Change) -> None:
+    def _change(self, change: NodeChange) -> None:
         self._watch([owner for _, owner in change.owners])
         self._made(self._shadow.change, [change])
 

@@ -40,12 +40,21 @@ from ostinato.errors import (
     UpdateRefusedError,
 )
 from ostinato.graph.node import Node
-from ostinato.graph.words import Find, IndexedNode, Place, Setting, Sort, Word, WordIndex, as_word
+from ostinato.graph.words import (
+    Find,
+    IndexedNode,
+    Setting,
+    Sort,
+    Word,
+    WordIndex,
+    WordPlace,
+    as_word,
+)
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class NodeChange:
     """A node and the parameters that it is to have.
 
     `owners`: what its changed words point at now.  `whole`: all words were replaced, with
@@ -54,7 +63,7 @@ class Change:
 
     node: Node
     params: NodeParams
-    owners: tuple[tuple[Place, object], ...] = ()
+    owners: tuple[tuple[WordPlace, object], ...] = ()
     whole: bool = False
     signature: Signature | None = None
     ours: Container[NodeHandle] | None = None
@@ -161,7 +170,7 @@ class Rebinding:
     places: npt.NDArray[np.uint32]
     values: npt.NDArray[np.uint64]
     targets: list[object]
-    changes: list[Change]
+    changes: list[NodeChange]
     moved: tuple[npt.NDArray[np.intp], npt.NDArray[np.uint64]]
     """The rows of all words in the index, fields too, and what they become."""
     report: RebindReport
@@ -273,7 +282,7 @@ def _require_fitting(entry: IndexedNode, word: Word, move: Move, address: int, n
 
 def _change(
     entry: IndexedNode, fields: dict[str, tuple[int, object]], setting_of: Callable[[Node], Setting]
-) -> Change:
+) -> NodeChange:
     """The change of a copy or a fill.  Raises InputError if a copy of one row would overlap itself:
     a GPU copies in any order.  Between the rows of a copy with a pitch there may be room for the
     other side's."""
@@ -291,7 +300,7 @@ def _change(
             "overlap"
         )
     owners = tuple((place, target) for place, (_, target) in fields.items())
-    return Change(entry.node, params, owners)
+    return NodeChange(entry.node, params, owners)
 
 
 _CONFIRMED = {Sort.POINTER: "signature", Sort.UNKNOWN: "allocation", Sort.FIELD: "field"}

@@ -35,7 +35,7 @@ from ostinato.driver.launcher import set_nodes, set_words
 from ostinato.errors import DriverError, GraphError, InputError, UpdateRefusedError
 from ostinato.graph.frozen import Frozen, check_loops, kept_of_graphs
 from ostinato.graph.node import Node, NodeLabel, NodeReader, every_node, given_reach, index_below
-from ostinato.graph.plan import VERDICTS, Change, Rebinding, keeps, refused, require_kept
+from ostinato.graph.plan import VERDICTS, NodeChange, Rebinding, keeps, refused, require_kept
 from ostinato.graph.words import Setting, WordIndex
 from ostinato.memory.ranges import KnownRanges
 
@@ -428,7 +428,7 @@ class Shadow:
             self._stale.clear()
         return old
 
-    def change(self, changes: Sequence[Change]) -> list[object]:
+    def change(self, changes: Sequence[NodeChange]) -> list[object]:
         """Makes changes in order; undoes those made if one is refused."""
         now = self._after(changes)
         self._set([(change.node, change.params) for change in changes])
@@ -507,7 +507,7 @@ class Shadow:
             raise GraphError(_HALF_DONE) from failed
 
     # --- what changes lead to
-    def _after(self, changes: Sequence[Change]) -> Now:
+    def _after(self, changes: Sequence[NodeChange]) -> Now:
         """The record of what is set once these changes are made."""
         made = {change.node.handle: self._changed(change) for change in changes}
         for change in changes:
@@ -516,7 +516,7 @@ class Shadow:
         now = self._folded()
         return replace(now, settings={**now.settings, **made})
 
-    def _changed(self, change: Change) -> Setting:
+    def _changed(self, change: NodeChange) -> Setting:
         old, params = self.setting(change.node), change.params
         owners = {**({} if change.whole else old.owners), **dict(change.owners)}
         before, signature = old.params, old.signature
@@ -535,7 +535,7 @@ class Shadow:
             reach.update(given_reach(params.arguments.data, owners.values()))
         return Setting(old.node, params, signature, reach, owners)
 
-    def _changed_inside(self, change: Change, child: GraphHandle) -> dict[NodeHandle, Setting]:
+    def _changed_inside(self, change: NodeChange, child: GraphHandle) -> dict[NodeHandle, Setting]:
         """What the nodes inside a child graph node hold once it got another child.
 
         Raises UpdateRefusedError unless the child has the same nodes and edges, in the same order,
@@ -568,7 +568,7 @@ class Shadow:
             params = frozen.params(index)
             if isinstance(params, EmptyNodeParams):
                 continue
-            yield inner.handle, self._changed(Change(inner, params, whole=True))
+            yield inner.handle, self._changed(NodeChange(inner, params, whole=True))
             for body, graph in zip(inner.children, whole.inside(frozen, index), strict=True):
                 yield from self._set_inside(body, whole, graph)
 

@@ -46,19 +46,19 @@ from ostinato.memory.ranges import range_of
 _WORD = 8
 _WHOLE = "owner "
 
-Place: TypeAlias = int | str
+WordPlace: TypeAlias = int | str
 """Where a node holds an address: a byte offset in the parameter buffer, "dst" or "src"; or
 `whole_place`."""
 Find: TypeAlias = Callable[[int], MemoryRange | None]
 """Gives the live allocation that holds an address."""
 
 
-def whole_place(index: int) -> Place:
+def whole_place(index: int) -> WordPlace:
     """The place of the `index`-th object that a node was given as a whole, and no single word."""
     return f"{_WHOLE}{index}"
 
 
-def is_whole(place: Place) -> bool:
+def is_whole(place: WordPlace) -> bool:
     """Whether a place is one of `whole_place`."""
     return isinstance(place, str) and place.startswith(_WHOLE)
 
@@ -77,7 +77,7 @@ class Setting:
     params: NodeParams
     signature: Signature | None
     reach: dict[int, int]
-    owners: dict[Place, object] = field(default_factory=dict)
+    owners: dict[WordPlace, object] = field(default_factory=dict)
 
     def shown(self) -> Node:
         """The node with what it holds now."""
@@ -115,7 +115,7 @@ class Word:
     """False only where it is known that the node does not write through it."""
 
     @property
-    def key(self) -> Place:
+    def key(self) -> WordPlace:
         return self.place if self.sort is Sort.FIELD else self.offset
 
 
@@ -165,7 +165,7 @@ class Touch:
     range: MemoryRange
     written: bool
     handle: NodeHandle
-    key: Place
+    key: WordPlace
 
 
 def as_word(address: int) -> np.uint64:
@@ -381,7 +381,7 @@ def _stored(setting: Setting, offset: int, address: int) -> int:
     return 0
 
 
-def _has_open_owner(setting: Setting, key: Place, address: int) -> bool:
+def _has_open_owner(setting: Setting, key: WordPlace, address: int) -> bool:
     own = setting.owners.get(key)
     if own is not None and not isinstance(own, tuple):
         return not _is_closed(own)

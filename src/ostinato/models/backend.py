@@ -18,7 +18,7 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import Formats
 from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.program import CallArgument, KernelCall
-from ostinato.models.weights import Target
+from ostinato.models.weights import WeightTarget
 
 WeightsKind: TypeAlias = Literal["auto", "packed", "bf16"]
 """What matrices are on a device: packed as in the file, or bfloat16; "auto" is what is faster."""
@@ -150,7 +150,7 @@ class Backend(Protocol):
         """From here on no library multiplies, for this reason; False if none did."""
         return False
 
-    def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]) -> bool:
+    def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, WeightTarget]]) -> bool:
         """Converts the file's tensors on the device, into buffers by canonical name, or puts their
         packed bytes in order.
 

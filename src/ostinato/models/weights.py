@@ -41,9 +41,9 @@ _THREADS = 4
 
 _Matrix = TypeVar("_Matrix", npt.NDArray[Any], Buffer)
 
-Target: TypeAlias = Buffer | Placed
+WeightTarget: TypeAlias = Buffer | Placed
 """Where a tensor's values go, or its bytes if they stay packed."""
-Convert: TypeAlias = Callable[[Checkpoint, Iterable[tuple[str, Target]]], bool]
+Convert: TypeAlias = Callable[[Checkpoint, Iterable[tuple[str, WeightTarget]]], bool]
 """`Backend.convert`."""
 
 
@@ -296,7 +296,7 @@ def _all_parts(weights: Weights) -> Iterator[tuple[str, Buffer]]:
         yield from _parts(weights.config, name, buffer)
 
 
-def _targets(weights: Weights) -> Iterator[tuple[str, Target]]:
+def _targets(weights: Weights) -> Iterator[tuple[str, WeightTarget]]:
     """Every canonical tensor with its place on the device, also of packed matrices."""
     c = weights.config
     for name, buffer in weights.tensors.items():

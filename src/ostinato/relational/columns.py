@@ -14,7 +14,7 @@ from ostinato.errors import InputError
 from ostinato.relational.keys import LARGEST, MAX_ARITY, table_slots
 from ostinato.relational.workspace import require_no_capture
 
-Table: TypeAlias = "Mapping[str, object] | KeyColumns | object"
+TableLike: TypeAlias = "Mapping[str, object] | KeyColumns | object"
 """Columns by name (a mapping to arrays, or an Arrow table), or key columns."""
 
 On: TypeAlias = "str | Sequence[str | tuple[str, str]]"
@@ -106,7 +106,9 @@ class KeyColumns:
             _ = buffer.address
 
     @classmethod
-    def of(cls, device: Device, stream: Stream, table: Table, names: Sequence[str]) -> KeyColumns:
+    def of(
+        cls, device: Device, stream: Stream, table: TableLike, names: Sequence[str]
+    ) -> KeyColumns:
         """The named columns of a table, brought to the device in the stream's order.
 
         Raises InputError that names the column and says what is wrong with it.

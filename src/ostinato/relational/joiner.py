@@ -42,7 +42,14 @@ from ostinato.errors import (
 from ostinato.lowlevel import Call, Closeable, Engine, Work, new_lock
 from ostinato.relational.block import SLOT, Pattern
 from ostinato.relational.chain import KERNELS, chain_of, source
-from ostinato.relational.columns import KeyColumns, On, Table, check_same_types, names_of, serials
+from ostinato.relational.columns import (
+    KeyColumns,
+    On,
+    TableLike,
+    check_same_types,
+    names_of,
+    serials,
+)
 from ostinato.relational.keys import LARGEST, IndexKey, JoinKey, JoinKind, bounded
 from ostinato.relational.results import JoinResult, JoinStatistics
 from ostinato.relational.ring import Ring, RingTurn
@@ -187,7 +194,7 @@ class Joiner(Closeable):
         return f"<Joiner on {self.device.name}, {len(self.cache)} graphs{state}>"
 
     # --- what users call
-    def columns(self, table: Table, on: On) -> KeyColumns:
+    def columns(self, table: TableLike, on: On) -> KeyColumns:
         """The named columns of a table as key columns for several joins, on the device.
 
         Arrays of the process are copied; arrays on the device are referred to.  Raises InputError
@@ -203,7 +210,7 @@ class Joiner(Closeable):
                 )
         return KeyColumns.of(self.device, self.stream, table, names)
 
-    def build_index(self, right: Table, on: On | None = None) -> JoinIndex:
+    def build_index(self, right: TableLike, on: On | None = None) -> JoinIndex:
         """A hash index of a table's key columns, for many joins; does not wait.
 
         Raises InputError that names the column, OutOfMemoryError, DriverError, ClosedError.
@@ -233,8 +240,8 @@ class Joiner(Closeable):
 
     def submit(
         self,
-        left: Table,
-        right: Table | JoinIndex,
+        left: TableLike,
+        right: TableLike | JoinIndex,
         on: On | None = None,
         *,
         capacity: SupportsIndex | None = None,
@@ -259,8 +266,8 @@ class Joiner(Closeable):
 
     def join(
         self,
-        left: Table,
-        right: Table | JoinIndex,
+        left: TableLike,
+        right: TableLike | JoinIndex,
         on: On | None = None,
         *,
         capacity: SupportsIndex | None = None,
@@ -292,7 +299,7 @@ class Joiner(Closeable):
             )
 
     # --- a join
-    def _side(self, table: Table, names: tuple[str, ...] | None) -> KeyColumns:
+    def _side(self, table: TableLike, names: tuple[str, ...] | None) -> KeyColumns:
         if names is None:
             if not isinstance(table, KeyColumns):
                 raise InputError("on=… is needed: the names of the key columns")
@@ -303,7 +310,7 @@ class Joiner(Closeable):
         return KeyColumns.of(self.device, self.stream, table, names)
 
     def _sides(
-        self, left: Table, right: Table | JoinIndex, on: On | None
+        self, left: TableLike, right: TableLike | JoinIndex, on: On | None
     ) -> tuple[KeyColumns, KeyColumns | JoinIndex]:
         """Both sides on the device, checked against each other."""
         # The common case first: nothing has to be done to these sides. The general way below takes
@@ -568,8 +575,8 @@ def _default_joiner() -> Joiner:
 
 
 def hash_join(
-    left: Table,
-    right: Table | JoinIndex,
+    left: TableLike,
+    right: TableLike | JoinIndex,
     on: On | None = None,
     *,
     joiner: Joiner | None = None,
@@ -586,6 +593,8 @@ def hash_join(
     return (chosen or _default_joiner()).join(left, right, on, capacity=capacity)
 
 
-def build_index(right: Table, on: On | None = None, *, joiner: Joiner | None = None) -> JoinIndex:
+def build_index(
+    right: TableLike, on: On | None = None, *, joiner: Joiner | None = None
+) -> JoinIndex:
     """A hash index of a table's key columns, for many joins.  See `Joiner.build_index`."""
     return (joiner or _default_joiner()).build_index(right, on)

@@ -24,7 +24,7 @@ from enum import StrEnum
 from ostinato.errors import ContextPoisonedError, LogitsError, OstinatoError
 from ostinato.models import AnswerText, DecoderStatistics, SamplingOptions, TextGenerator
 from ostinato.modules import ModuleCacheStatistics
-from ostinato.serve.scheduler import Action, Admit, Decode, Read, Scheduler
+from ostinato.serve.scheduler import Admit, Decode, Read, Scheduler, SchedulerAction
 
 _log = logging.getLogger(__name__)
 
@@ -443,7 +443,7 @@ class ServingEngine:
             entry.cached = action.kept
             self._counts.cached_tokens += action.kept
 
-    def _joins(self, action: Action | None) -> bool:
+    def _joins(self, action: SchedulerAction | None) -> bool:
         """Whether it can be done before the ends of prompts that were gathered are read."""
         match action:
             case Admit():

@@ -53,7 +53,7 @@ class Decode:
     single: bool
 
 
-Action: TypeAlias = Admit | Read | Decode
+SchedulerAction: TypeAlias = Admit | Read | Decode
 
 
 @dataclass(slots=True)
@@ -167,7 +167,7 @@ class Scheduler:
         ]
 
     # --- what is to be done
-    def next(self) -> Action | None:
+    def next(self) -> SchedulerAction | None:
         """What is to be done now; None if there is nothing.  Changes nothing."""
         reader = self._reading
         if reader is None and self._waiting:

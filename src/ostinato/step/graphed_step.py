@@ -60,7 +60,7 @@ _REMEMBERED = 4096
 """How many combinations of sizes a step keeps; the oldest are dropped."""
 
 
-Run: TypeAlias = Callable[[Stream, Sizes], object]
+StepFunction: TypeAlias = Callable[[Stream, Sizes], object]
 """What a step runs: submits work of the given sizes to the stream."""
 Builder: TypeAlias = Callable[[Stream, Sizes], GraphExec]
 """Makes the executable of the given (bucketed) sizes, uploaded on the stream or not."""
@@ -139,7 +139,7 @@ class GraphedStep(Closeable):
 
     def __init__(
         self,
-        run: Run,
+        run: StepFunction,
         *,
         stream: Stream,
         cache: GraphCache,

@@ -33,8 +33,8 @@ from ostinato.errors import DriverError
 from ostinato.graph.node import Argument, Node
 from ostinato.graph.show.demangle import demangled
 from ostinato.graph.show.outline import (
-    Link,
     Outline,
+    OutlineEdge,
     details,
     function_text,
     kind_text,
@@ -484,7 +484,7 @@ def _edges(pairs: _Pairs, before: str, after: str) -> Iterator[EdgeDifference]:
             yield from _edges(body, f"{before}{one.index}.{title}.", f"{after}{two.index}.{title}.")
 
 
-def _edge(edge: Link, where: str, *, added: bool) -> EdgeDifference:
+def _edge(edge: OutlineEdge, where: str, *, added: bool) -> EdgeDifference:
     ports = (edge.data.from_port, edge.data.to_port)
     words = ["programmatic"] * edge.programmatic + [f"ports {ports[0]} → {ports[1]}"] * any(ports)
     return EdgeDifference(f"{where}{edge.source}", f"{where}{edge.target}", added, ", ".join(words))

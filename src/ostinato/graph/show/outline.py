@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class OutlineEdge:
     """A dependency between two nodes of one body, by index."""
 
     source: int
@@ -70,7 +70,7 @@ class Outline:
 
     title: str
     nodes: tuple[Node, ...]
-    edges: tuple[Link, ...]
+    edges: tuple[OutlineEdge, ...]
     inner: tuple[tuple[Outline, ...], ...]
 
     def walk(self) -> Iterator[Node]:
@@ -80,13 +80,13 @@ class Outline:
             for body in bodies:
                 yield from body.walk()
 
-    def walk_edges(self) -> Iterator[Link]:
+    def walk_edges(self) -> Iterator[OutlineEdge]:
         """Every edge, those inside of nodes after the body's own."""
         yield from self.edges
         for body in itertools.chain.from_iterable(self.inner):
             yield from body.walk_edges()
 
-    def after(self, index: int) -> tuple[Link, ...]:
+    def after(self, index: int) -> tuple[OutlineEdge, ...]:
         """The edges into one node; `edges` are in the order of their targets."""
         first = bisect_left(self.edges, index, key=lambda e: e.target)
         return self.edges[first : bisect_right(self.edges, index, first, key=lambda e: e.target)]
@@ -144,10 +144,12 @@ def _name_places(context: Context, nodes: tuple[Node, ...], places: dict[int, st
 
 def _outline(driver: Driver, handle: GraphHandle, nodes: tuple[Node, ...], title: str) -> Outline:
     index = {node.handle: node.index for node in nodes}
-    links = [Link(index[e.source], index[e.target], e.data) for e in driver.graph_edges(handle)]
+    edges = [
+        OutlineEdge(index[e.source], index[e.target], e.data) for e in driver.graph_edges(handle)
+    ]
     # The driver's order of edges means nothing, and differs between a graph and its clone.
-    links.sort(key=lambda e: (e.target, e.source, e.data.from_port, e.data.to_port, e.data.type))
-    return Outline(title, nodes, tuple(links), tuple(_inner(driver, node) for node in nodes))
+    edges.sort(key=lambda e: (e.target, e.source, e.data.from_port, e.data.to_port, e.data.type))
+    return Outline(title, nodes, tuple(edges), tuple(_inner(driver, node) for node in nodes))
 
 
 def _inner(driver: Driver, node: Node) -> tuple[Outline, ...]:

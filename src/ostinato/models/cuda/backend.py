@@ -47,7 +47,7 @@ from ostinato.models.cuda.tunings import choose_tuning, known_of
 from ostinato.models.files.checkpoint import Checkpoint, StoredCheckpoint
 from ostinato.models.layout import device_shapes
 from ostinato.models.program import SAMPLED_ROWS, KernelCall
-from ostinato.models.weights import Target
+from ostinato.models.weights import WeightTarget
 
 if TYPE_CHECKING:
     from ostinato.modules import ModuleCache
@@ -232,7 +232,7 @@ class CudaBackend:
         tiles = shapes.in_tiles(config, rows, self._known["shared"])
         return rounded_buffers(config, min(rows, SAMPLED_ROWS)) if tiles else {}
 
-    def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]) -> bool:
+    def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, WeightTarget]]) -> bool:
         """The file's bytes go to the device as they are (`cuda.dequantise`)."""
         return convert_on_device(self._device, checkpoint, tensors)
 

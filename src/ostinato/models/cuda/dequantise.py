@@ -20,7 +20,7 @@ from ostinato.models.cuda.bricks import FORMATS, Placed
 from ostinato.models.cuda.lowering import source_of
 from ostinato.models.files.checkpoint import Checkpoint, RawTensor, StoredCheckpoint
 from ostinato.models.files.dequantise import SUPPORTED_TYPES
-from ostinato.models.weights import Target
+from ostinato.models.weights import WeightTarget
 
 if TYPE_CHECKING:
     from ostinato.modules import ModuleCache
@@ -55,7 +55,7 @@ def repack_source() -> Source:
 
 
 def convert_on_device(
-    device: Device, checkpoint: Checkpoint, tensors: Iterable[tuple[str, Target]]
+    device: Device, checkpoint: Checkpoint, tensors: Iterable[tuple[str, WeightTarget]]
 ) -> bool:
     """Converts tensors of a checkpoint's file into buffers by canonical name, or packs them into
     matrices; waits for them.
