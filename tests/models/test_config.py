@@ -105,6 +105,11 @@ def test_what_changes_nothing_is_no_reason_to_refuse() -> None:
     assert LlamaConfig.from_hf(hf_config(**neutral)) == CONFIG
 
 
+def test_linear_rope_by_one_is_none() -> None:
+    config = LlamaConfig.from_hf(hf_config(rope_scaling={"rope_type": "linear", "factor": 1.0}))
+    assert config == LlamaConfig.from_hf(hf_config())
+
+
 def test_several_ends_of_sequence() -> None:
     assert LlamaConfig.from_hf(hf_config(eos_token_id=[2, 5, 7])).eos_token_ids == (2, 5, 7)
 

@@ -234,8 +234,6 @@ def test_gguf_metadata_of_a_family_is_checked(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rope.scaling.factor", 4.0),  # llama.cpp takes "linear" where there is no type
-        ("rope.scale_linear", 2.0),
         ("rope.scaling.attn_factor", 1.5),
         ("rope.scaling.yarn_ext_factor", 1.0),
         ("attention.causal", False),
@@ -255,11 +253,42 @@ def test_gguf_keys_that_change_the_mathematics_are_refused(
         open_checkpoint(path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "factor", "older", "by"),
+    [  # llama.cpp takes "linear" where there is no type, and the older key where there is no factor
+        (None, 4.0, None, 4),
+        (None, None, 2.0, 2),
+        ("linear", 4.0, None, 4),
+        ("linear", 0.5, 1.0, 0.5),
+        ("linear", 1.0, 2.0, None),
+        ("linear", 0.0, 2.0, None),
+        ("linear", 1.0, None, None),
+        ("linear", None, None, None),
+        (None, 1.0, 1.0, None),
+        ("none", 4.0, 2.0, None),
+    ],
+)
+def test_linear_rope_in_gguf_goes_by_its_factor(
+    tmp_path: Path, kind: str | None, factor: float | None, older: float | None, by: float | None
+) -> None:
+    keys = {"rope.scaling.type": kind, "rope.scaling.factor": factor, "rope.scale_linear": older}
+    metadata = {f"llama.{key}": value for key, value in keys.items()}
+    path = write_gguf(tmp_path / "m.gguf", metadata=metadata)
+    if by is None:
+        open_checkpoint(path).close()
+        return
+    with pytest.raises(
+        UnsupportedModelError, match=f"rope scaling 'linear' by {by:g} is"
+    ) as caught:
+        open_checkpoint(path)
+    assert "remove" not in str(caught.value), "llama.cpp would read such a copy otherwise"
+
+
 def test_gguf_keys_that_change_nothing_are_no_reason_to_refuse(tmp_path: Path) -> None:
     neutral = {
-        "rope.scaling.type": "none",
-        "rope.scaling.factor": 1.0,
-        "rope.scale_linear": 1.0,
+        "attention.head_count": [CONFIG.heads] * CONFIG.layers,
+        "attention.head_count_kv": [CONFIG.kv_heads] * CONFIG.layers,
+        "feed_forward_length": [CONFIG.inner] * CONFIG.layers,
         "rope.scaling.original_context_length": 8192,
         "rope.scaling.finetuned": False,
         "attention.causal": True,

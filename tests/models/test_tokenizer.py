@@ -632,6 +632,35 @@ def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path, name: str) ->
     assert template.render(record_tokenizers.MESSAGES) == theirs["names"]
 
 
+@pytest.mark.parametrize("by", ["tokenizer_config", "padding", "no name"])
+def test_a_token_for_padding_may_be_one_past_the_embedding(tmp_path: Path, by: str) -> None:
+    """As fine-tuning leaves it: 32,000 rows, and [PAD] at 32,000."""
+    rows = CONFIG.vocabulary
+    encoder = byte_level_encoder()
+    encoder.add_special_tokens([tokenizers.AddedToken("[PAD]")])
+    if by == "padding":
+        encoder.enable_padding(pad_id=rows, pad_token="[PAD]")
+    encoder.save(str(tmp_path / "tokenizer.json"))
+    named = {"pad_token": "[PAD]"} if by == "tokenizer_config" else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    source = JsonTokenizerSource(tmp_path)
+    refused = pytest.raises(ModelFormatError, match=f"ids up to {rows}, the embedding only")
+    with refused:
+        load_tokenizer(source, vocabulary=rows - 1)
+    if by == "no name":
+        with refused:
+            load_tokenizer(source, vocabulary=rows)
+        return
+    tokenizer = load_tokenizer(source, vocabulary=rows)
+    assert (tokenizer.vocabulary, tokenizer.special_tokens) == (rows, {"pad_token": "[PAD]"})
+    assert tokenizer.encode("a b") == BYTE_LEVEL.encode("a b")
+    with pytest.raises(InputError, match=r"'\[PAD\]' in the text, for which the embedding has no"):
+        tokenizer.encode("a[PAD]")
+    assert tokenizer.encode("a b") == BYTE_LEVEL.encode("a b")
+    with pytest.raises(InputError, match=str(rows)):
+        tokenizer.decode([rows])
+
+
 @pytest.mark.parametrize("name", record_tokenizers.FOLDERS_OF_FEATURES)
 def test_templates_render_as_in_transformers(tmp_path: Path, name: str) -> None:
     record_tokenizers.write(tmp_path, FOLDERS[name])

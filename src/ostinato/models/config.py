@@ -51,9 +51,6 @@ _GGUF_NEUTRAL: dict[str, tuple[object, ...]] = {
     "rope.scaling.attn_factor": (1,),
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_ext_factor": (0, -1),
-    # Without a type of scaling llama.cpp takes "linear", so these alone stretch the positions.
-    "rope.scaling.factor": (0, 1),
-    "rope.scale_linear": (0, 1),
 }
 _GGUF_READ = (
     "attention.head_count",
@@ -70,6 +67,8 @@ _GGUF_READ = (
     "feed_forward_length",
     "rope.dimension_count",
     "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.factor",
     "rope.scaling.type",
     "vocab_size",
 )
@@ -361,8 +360,8 @@ class LlamaConfig(_ConfigFields):
         _require_known(metadata, architecture, where)
         reader = _Reader(metadata, where)
         hidden = reader.integer(f"{architecture}.embedding_length")
-        heads = reader.integer(f"{architecture}.attention.head_count")
         layers = reader.integer(f"{architecture}.block_count")
+        heads = reader.of_layers(f"{architecture}.attention.head_count", layers)
         head_size = reader.integer(
             f"{architecture}.attention.key_length", hidden // heads if heads > 0 else 0
         )
@@ -376,12 +375,7 @@ class LlamaConfig(_ConfigFields):
                 raise UnsupportedModelError(
                     f"{where}: {key} is {quoted(metadata[key])}; only {expected} is supported here"
                 )
-        scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-        if scaling != "none":
-            raise UnsupportedModelError(
-                f"{where}: rope scaling {quoted(scaling)} is not supported; supported: none, and "
-                "Llama 3's (tensor rope_freqs.weight)"
-            )
+        _require_unscaled_rope(reader, architecture)
         pattern = f"{architecture}.attention.sliding_window_pattern"
         if metadata.get(pattern) is not None:
             raise UnsupportedModelError(
@@ -397,9 +391,9 @@ class LlamaConfig(_ConfigFields):
             hidden=hidden,
             layers=layers,
             heads=heads,
-            kv_heads=reader.integer(f"{architecture}.attention.head_count_kv", heads),
+            kv_heads=reader.of_layers(f"{architecture}.attention.head_count_kv", layers, heads),
             head_size=head_size,
-            inner=reader.integer(f"{architecture}.feed_forward_length"),
+            inner=reader.of_layers(f"{architecture}.feed_forward_length", layers),
             vocabulary=vocabulary,
             context_length=reader.integer(f"{architecture}.context_length", 2048),
             norm_epsilon=reader.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
@@ -482,6 +476,21 @@ class _Reader:
             raise ModelFormatError(f"{self.where}: {key} does not fit in 64 bits")
         return value
 
+    def of_layers(self, key: str, layers: int, default: int | None = None) -> int:
+        """An integer, which GGUF may hold once for each layer."""
+        value = self.values.get(key)
+        if isinstance(value, list):
+            if len(value) != layers:
+                raise ModelFormatError(
+                    f"{self.where}: {key} has {len(value)} values for {layers} layers"
+                )
+            if len(set(value)) != 1:
+                raise UnsupportedModelError(
+                    f"{self.where}: {key} is {quoted(value)}; all layers have the same one here"
+                )
+            return _Reader({key: value[0]}, self.where).integer(key)
+        return self.integer(key, default)
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -541,7 +550,7 @@ def _hf_rope_scaling(
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
         raise UnsupportedModelError(f"{where}: partial_rotary_factor is set, must be 1")
-    if kind == "default":
+    if kind == "default" or (kind == "linear" and rope.get("factor") == 1):
         return None
     if kind != "llama3":
         raise UnsupportedModelError(
@@ -604,6 +613,25 @@ def _hf_windows(architecture: str, reader: _Reader, layers: int) -> tuple[int, .
         raise ModelFormatError(f"{where}: sliding_window is {window}, must be 1 or more")
     assert isinstance(kinds, list)
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _require_unscaled_rope(reader: _Reader, architecture: str) -> None:
+    """By llama.cpp's rules: without a type it is linear, without a factor or with 0 that is 1, and
+    with the type "none" no factor matters.  Raises UnsupportedModelError, ModelFormatError."""
+    kind = reader.values.get(f"{architecture}.rope.scaling.type", "linear")
+    if kind == "none":
+        return
+    named = f"rope scaling {quoted(kind)}"
+    if kind == "linear":
+        older = f"{architecture}.rope.scale_linear"
+        factor = reader.number(f"{architecture}.rope.scaling.factor", reader.number(older, 0.0))
+        if factor in (0, 1):
+            return
+        named += f" by {factor:g}"
+    raise UnsupportedModelError(
+        f"{reader.where}: {named} is not supported; supported: none, and Llama 3's (tensor "
+        "rope_freqs.weight)"
+    )
 
 
 def _require_known(metadata: Mapping[str, object], architecture: str, where: str) -> None:

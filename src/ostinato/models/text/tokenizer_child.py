@@ -8,10 +8,11 @@ from typing import Any
 import tokenizers
 from tokenizers import models
 
-from ostinato.errors import ModelFormatError, UnsupportedModelError
+from ostinato.errors import InputError, ModelFormatError, UnsupportedModelError
 from ostinato.models.text.tokenizer_parts import guarded
 
-_encoders: list[tokenizers.Tokenizer] = []
+# The one tokenizer, and how many rows the embedding has.
+_encoders: list[tuple[tokenizers.Tokenizer, int]] = []
 
 
 def answer(request: bytes) -> str:
@@ -20,16 +21,22 @@ def answer(request: bytes) -> str:
     of ids.
 
     Raises ModelFormatError if the file is damaged or the tokenizer fails, UnsupportedModelError for
-    a decoder that is not known.
+    a decoder that is not known, InputError for a text with a token that the model cannot read.
     """
     if not _encoders:
         head, _, content = request.partition(b"\n")
         return _opened(content, **json.loads(head))
     text, special = json.loads(request)
+    encoder, rows = _encoders[0]
     encoding = guarded(
-        lambda: _encoders[0].encode(text, add_special_tokens=special), "failed on the text"
+        lambda: encoder.encode(text, add_special_tokens=special), "failed on the text"
     )
-    return json.dumps(encoding.ids)
+    ids: list[int] = encoding.ids
+    if max(ids, default=0) >= rows:
+        raise InputError(
+            f"finds {encoder.id_to_token(rows)!r} in the text, for which the embedding has no row"
+        )
+    return json.dumps(ids)
 
 
 def _opened(
@@ -37,27 +44,29 @@ def _opened(
     rows: int,
     added: list[list[Any]],
     special: list[list[Any]],
-    pad: bool,
+    pad: str | None,
+    pads: bool,
     metaspace: str | None,
     listed: bool,
 ) -> str:
     """Every token's text by its id, added tokens with whether they are special, how tokens are
-    spelled, and the token for padding that the file has.
+    spelled, and the token for padding.
 
-    `rows`: of the embedding.  `added`: tokens beside the file: id, text, flags.  `special`: text
-    and flags of tokens that are special, whether the file says so or not.  `pad`: whether the
-    token that the file pads with is one.  `metaspace`: what replaces the steps of a SentencePiece
-    tokenizer, of which the vocabulary alone stays, and if `added` is all that is to be `listed`
-    not its added tokens.
+    `rows`: of the embedding.  `added`: tokens of other files: id, text, flags; `listed`: they are
+    all that there are.  `special`: text and flags of tokens that are special, whether the
+    tokenizer.json says so or not.  `pad`: the token for padding, if another file names one; with
+    `pads` it is the one that the tokenizer.json pads with.  `metaspace`: the scheme by which a
+    SentencePiece tokenizer puts spaces, in place of its own steps.
     """
     encoder = guarded(lambda: tokenizers.Tokenizer.from_buffer(content), "is damaged")
-    padding = encoder.padding["pad_token"] if pad and encoder.padding else None
+    if pads and encoder.padding:
+        pad = encoder.padding["pad_token"]
     if metaspace and not _decoder_kind(encoder)[0] and isinstance(encoder.model, models.BPE):
         changed = _as_llama(json.loads(content), metaspace, listed)
         encoder = guarded(lambda: tokenizers.Tokenizer.from_str(changed), "is damaged")
     named = {entry[0] for entry in special}
     _add(encoder, [entry for entry in added if entry[0] < rows], named)
-    _add_special(encoder, [*special, *([[padding, *_SPECIAL]] if padding else [])], rows)
+    _add_special(encoder, [*special, *([[pad, *_SPECIAL]] if pad else [])], rows)
     known = encoder.get_added_tokens_decoder()
     largest = encoder.get_vocab_size(with_added_tokens=True) - 1
     texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
@@ -67,19 +76,20 @@ def _opened(
             raise ModelFormatError("has two tokens with the same id")
         largest = max((*ids, *known))
         texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
-    if largest >= rows:
+    # Training often adds a token for padding, which a model is never given.
+    if largest > rows or (largest == rows and encoder.id_to_token(rows) != pad):
         raise ModelFormatError(f"has ids up to {largest}, the embedding only {rows} rows")
     encoder.no_truncation()  # what was set for training would cut prompts silently
     encoder.no_padding()
     byte_level, strip_space = _decoder_kind(encoder)
-    _encoders.append(encoder)
+    _encoders.append((encoder, rows))
     return json.dumps(
         {
             "texts": texts,
-            "added": [(token, entry.special) for token, entry in known.items()],
+            "added": [(token, entry.special) for token, entry in known.items() if token < rows],
             "byte_level": byte_level,
             "strip_space": strip_space,
-            "pad": padding,
+            "pad": pad,
         },
         ensure_ascii=False,
     )

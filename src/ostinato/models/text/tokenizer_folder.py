@@ -59,7 +59,8 @@ def parts_from_folder(path: Path, rows: int) -> TokenizerParts:
         "rows": rows,
         "added": _added_tokens(path, config),
         "special": [[token.text, *token.flags] for token in special.all()],
-        "pad": "pad_token" not in special.given,
+        "pad": pad.text if (pad := special.named.get("pad_token")) else None,
+        "pads": "pad_token" not in special.given,
         "metaspace": _prepend_scheme(config) if kind == "LlamaTokenizer" else None,
         "listed": "added_tokens_decoder" in config,
     }
