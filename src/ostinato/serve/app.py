@@ -47,7 +47,7 @@ from ostinato.serve.protocol import (
 
 _BODY_SECONDS = 60.0
 """For a body to arrive."""
-_SMALL_BODY = 1 << 16
+_SMALL_BODY = 64 << 10
 """Bytes that are read in a millisecond.  Larger ones are not read on the thread of all streams, and
 one after the other, so that small ones wait for none of them."""
 _SMALL_BYTES = 16 << 20
@@ -401,7 +401,10 @@ def _size(prompt: Prompt) -> int:
     """Characters; a message counts as a token's at the least."""
     if isinstance(prompt, Chat):
         # A name too: there are templates that write it.
-        sizes = (len(one["content"]) + len(one.get("name", "")) for one in prompt.messages)
+        sizes = (
+            sum(len(text) for name, text in one.items() if name != "role")
+            for one in prompt.messages
+        )
         return sum(max(size, _CHARACTERS_PER_TOKEN) for size in sizes)
     return len(prompt) if isinstance(prompt, str) else 0
 

@@ -23,9 +23,9 @@ from ostinato.serve.protocol import ApiError
 
 _SLICE = 4096
 """Bytes that are parsed before it is looked at what they were."""
-_MOST_AHEAD = 1 << 16
+_MOST_AHEAD = 64 << 10
 """Bytes of further requests that are kept while one is answered."""
-_MOST_FRAMING = 1 << 14
+_MOST_FRAMING = 16 << 10
 """Bytes of a chunked body that are none of its data, besides a sixteenth of the data: a chunk costs
 as much time as some hundred bytes."""
 _MOST_DROPPED = 64 << 20
