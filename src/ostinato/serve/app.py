@@ -54,8 +54,6 @@ _SMALL_BYTES = 16 << 20
 """Of small bodies together: requests beyond it are refused."""
 _LARGE_BYTES = 64 << 20
 """Of large bodies together: those beyond it wait."""
-_SEND_SECONDS = 60.0
-"""For a client to take what is sent: one that does not is as good as gone."""
 _COMMENT_SECONDS = 5.0
 """A stream without an event gets a comment so often: proxies cut silent ones."""
 _STATISTICS_SECONDS = 2.0
@@ -530,8 +528,8 @@ class _Answering(Response):
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await (self._stream(send) if self._wanted.stream else self._whole(send))
-        except (_ClientGoneError, TimeoutError, OSError):
-            pass  # the client is gone or does not read: nothing can be sent
+        except _ClientGoneError:
+            pass
         finally:
             watcher.cancel()
             self._service.engine.cancel(self._numbers)
@@ -623,5 +621,4 @@ class _Answering(Response):
         await send({"type": "http.response.start", "status": status, "headers": listed})
 
     async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
-        async with asyncio.timeout(_SEND_SECONDS):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+        await send({"type": "http.response.body", "body": body, "more_body": more})
