@@ -475,6 +475,25 @@ def test_answers_under_way_at_the_end_tell_that_the_connection_ends(
         assert to_the_end(raw) == b""
 
 
+def test_a_connection_without_a_request_does_not_hold_the_end(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one whose stream said nothing of an end, nor one that was idle."""
+    for name in ("_STOPPING_IDLE_SECONDS", "_LOOK_SECONDS"):
+        monkeypatch.setattr(f"ostinato.serve.server.{name}", 0.1)
+    with running(generator) as server, connect(server) as raw, connect(server) as idle:
+        idle.sendall(head("", "/health", "GET"))
+        assert an_answer(idle).status == 200
+        with held(server):
+            raw.sendall(whole({**ASK, "stream": True}))
+            assert raw.recv(12, socket.MSG_PEEK) == b"HTTP/1.1 200"
+            server.stop()
+            assert to_the_end(idle) == b""
+        assert b"[DONE]" in an_answer(raw).body
+        assert to_the_end(raw) == b""
+        until(lambda: not connections(server))
+
+
 # ------------------------------------------------------------------------------------------ bodies
 
 

@@ -29,6 +29,7 @@ from ostinato import open_device
 from ostinato.errors import LogitsError, ModelError
 from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve import app as app_module
+from ostinato.serve import connection as connection_module
 from ostinato.serve import engine as engine_module
 from ostinato.serve import server as server_module
 from ostinato.serve.app import HttpLimits
@@ -321,8 +322,8 @@ def message(**changes: object) -> dict[str, object]:
         ({"temperature": "hot"}, "temperature", "must be a number"),
         ({"temperature": True}, "temperature", "must be a number"),
         ({"temperature": 10**400}, "temperature", "must be a finite number"),
-        ({"top_p": 0}, "top_p", "must be above 0"),
-        ({"top_k": -1}, "top_k", "must be 0 or more"),
+        ({"top_p": -1}, "top_p", "must be above 0"),
+        ({"top_k": -2}, "top_k", "must be 0 or more"),
         ({"min_p": 2}, "min_p", "must be 0"),
         ({"repetition_penalty": 0}, "repetition_penalty", "must be 0.01"),
         ({"seed": 1.5}, "seed", "must be a whole number"),
@@ -839,7 +840,7 @@ def impatient(
         (server_module, "_KEEP_ALIVE_SECONDS"),
         (server_module, "_LOOK_SECONDS"),
         (app_module, "_BODY_SECONDS"),
-        (app_module, "_SEND_SECONDS"),
+        (connection_module, "_SEND_SECONDS"),
     ):
         monkeypatch.setattr(module, name, 0.1)
     monkeypatch.setattr(engine_module, "_GATHER_SECONDS", 0.0)  # an event for each token
@@ -909,7 +910,8 @@ def test_a_lack_of_file_descriptors_is_said_once(
     assert "out of system resource" not in caplog.text and "something else" in caplog.text
 
 
-def test_who_never_reads_is_cut_off(impatient: tuple[Server, tuple[str, int]]) -> None:
+@pytest.mark.parametrize("path", [COMPLETION, "/metrics"])
+def test_who_never_reads_is_cut_off(impatient: tuple[Server, tuple[str, int]], path: str) -> None:
     server, address = impatient
     asked = {"model": MODEL, "prompt": [5], "max_tokens": 128, "n": 4, "stream": True}
     data = json.dumps(asked).encode()
@@ -918,8 +920,12 @@ def test_who_never_reads_is_cut_off(impatient: tuple[Server, tuple[str, int]]) -
     with socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.connect(address)
-        raw.sendall(3 * request)
-        until(lambda: server.engine._counts.submitted)
+        if path == COMPLETION:
+            raw.sendall(3 * request)
+            until(lambda: server.engine._counts.submitted)
+        else:
+            raw.sendall(200 * f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+            until(lambda: server._uvicorn.server_state.connections)
         until(lambda: not server._uvicorn.server_state.connections)
     until(lambda: server.engine._scheduler.under_way == 0)
 

@@ -47,15 +47,13 @@ from ostinato.serve.protocol import (
 
 _BODY_SECONDS = 60.0
 """For a body to arrive."""
-_SMALL_BODY = 1 << 16
+_SMALL_BODY = 64 << 10
 """Bytes that are read in a millisecond.  Larger ones are not read on the thread of all streams, and
 one after the other, so that small ones wait for none of them."""
 _SMALL_BYTES = 16 << 20
 """Of small bodies together: requests beyond it are refused."""
 _LARGE_BYTES = 64 << 20
 """Of large bodies together: those beyond it wait."""
-_SEND_SECONDS = 60.0
-"""For a client to take what is sent: one that does not is as good as gone."""
 _COMMENT_SECONDS = 5.0
 """A stream without an event gets a comment so often: proxies cut silent ones."""
 _STATISTICS_SECONDS = 2.0
@@ -401,7 +399,10 @@ def _size(prompt: Prompt) -> int:
     """Characters; a message counts as a token's at the least."""
     if isinstance(prompt, Chat):
         # A name too: there are templates that write it.
-        sizes = (len(one["content"]) + len(one.get("name", "")) for one in prompt.messages)
+        sizes = (
+            sum(len(text) for name, text in one.items() if name != "role")
+            for one in prompt.messages
+        )
         return sum(max(size, _CHARACTERS_PER_TOKEN) for size in sizes)
     return len(prompt) if isinstance(prompt, str) else 0
 
@@ -527,8 +528,8 @@ class _Answering(Response):
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await (self._stream(send) if self._wanted.stream else self._whole(send))
-        except (_ClientGoneError, TimeoutError, OSError):
-            pass  # the client is gone or does not read: nothing can be sent
+        except _ClientGoneError:
+            pass
         finally:
             watcher.cancel()
             self._service.engine.cancel(self._numbers)
@@ -620,5 +621,4 @@ class _Answering(Response):
         await send({"type": "http.response.start", "status": status, "headers": listed})
 
     async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
-        async with asyncio.timeout(_SEND_SECONDS):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+        await send({"type": "http.response.body", "body": body, "more_body": more})

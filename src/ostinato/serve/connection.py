@@ -5,6 +5,7 @@
                                                  parsed: what comes is dropped, within limits
     chunks whose frames outweigh what they hold  400, and the same end
     no HTTP                                      400, and the same end; counted, not logged
+    nothing of an answer is taken                the connection is cut after `_SEND_SECONDS`
     answers while the server stops               `connection: close`
 
 The parser is h11 whatever else is installed, so that the same bytes always get the same answer.
@@ -12,6 +13,7 @@ The parser is h11 whatever else is installed, so that the same bytes always get 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -23,15 +25,17 @@ from ostinato.serve.protocol import ApiError
 
 _SLICE = 4096
 """Bytes that are parsed before it is looked at what they were."""
-_MOST_AHEAD = 1 << 16
+_MOST_AHEAD = 64 << 10
 """Bytes of further requests that are kept while one is answered."""
-_MOST_FRAMING = 1 << 14
+_MOST_FRAMING = 16 << 10
 """Bytes of a chunked body that are none of its data, besides a sixteenth of the data: a chunk costs
 as much time as some hundred bytes."""
 _MOST_DROPPED = 64 << 20
 """Bytes that are dropped after an answer: most clients read none before they have sent all."""
 _DROP_SECONDS = 5.0
 _STOPPING_DROP_SECONDS = 1.0
+_SEND_SECONDS = 60.0
+"""For a client to take what is sent: one that does not is as good as gone."""
 _CLOSE = (b"connection", b"close")
 
 
@@ -47,6 +51,7 @@ class Connection(H11Protocol):
         self._stopping, self._refused = stopping, refused
         self._framing = self._data = 0
         self._dropping, self._dropped = False, 0
+        self._patience: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         left = memoryview(data)
@@ -138,6 +143,23 @@ class Connection(H11Protocol):
         seconds = _STOPPING_DROP_SECONDS if self._stopping() else _DROP_SECONDS
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._patience = self.loop.call_later(_SEND_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_waiting()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def shutdown(self) -> None:
         """The server stops.  An answer whose head was sent before does not say that the connection

@@ -2,7 +2,8 @@
 
 A field that would change the answer and is not supported is refused, and so is an unknown one: an
 answer that quietly lacks what was asked for is a wrong answer.  Fields whose value says "as usual"
-are taken (`n: 1`, `logprobs: false`), and those that are notes for OpenAI's own service.
+are taken (`n: 1`, `logprobs: false`), also those of vLLM and llama-server, and those that are notes
+for another service.  docs/serve.md lists all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ostinato.serve.engine import End
 T = TypeVar("T")
 Kind = Literal["chat", "completion"]
 
+_NO_LIMIT = -1
 _COMPLETION_TOKENS = 16
 """What OpenAI's completion endpoint gives if `max_tokens` is not there."""
 _MOST_STOPS = 16
@@ -31,28 +33,71 @@ _MOST_PROMPTS = 1 << 12
 
 # Fields with values that ask for nothing; any other value is refused.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
+    # OpenAI
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
+    "logit_bias": ({}, []),
     "logprobs": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
+    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    # llama-server
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "grammar": ("",),
+    "id_slot": (-1,),
+    "json_schema": (),
+    "min_keep": (0,),
+    "mirostat": (0,),
+    "n_probs": (0,),
+    "repeat_last_n": (),
+    "return_progress": (False,),
+    "samplers": (),
+    "timings_per_token": (False,),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
 }
-# Notes for OpenAI's service, of no meaning here.
+# Notes for another service, of no meaning here.
 _IGNORED = (
+    "cache_prompt",
+    "cache_salt",
     "metadata",
     "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
     "safety_identifier",
     "service_tier",
     "store",
@@ -61,6 +106,9 @@ _IGNORED = (
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # Of an earlier answer of ours, as clients send it back.
 _EMPTY_IN_MESSAGES = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+# Of a message, for its template.
+_TEXTS_IN_MESSAGES = ("name", "reasoning_content")
+_IGNORED_IN_MESSAGES = ("cache_control",)
 
 
 class ApiError(Exception):
@@ -161,11 +209,11 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Comple
     prompts: tuple[Prompt, ...] = fields.take(field, _chat if kind == "chat" else _prompts, ())
     if not prompts:
         raise ApiError(400, f"{field} is missing", param=field)
-    max_tokens = fields.take("max_tokens", _count, None)
+    most = fields.take("max_tokens", _most, None)
     if kind == "chat":
-        max_tokens = fields.take("max_completion_tokens", _count, max_tokens)
-    elif max_tokens is None:
-        max_tokens = _COMPLETION_TOKENS
+        most = fields.take("max_completion_tokens", _most, most)
+    elif most is None:
+        most = _COMPLETION_TOKENS
     seed = fields.take("seed", _integer, None)
     stream = fields.take("stream", _flag, False)
     options = fields.take("stream_options", _stream_options, None)
@@ -174,17 +222,22 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Comple
     named: dict[str, Any] = {
         "temperature": fields.take("temperature", _number, None),
         "top_p": fields.take("top_p", _number, None),
-        "top_k": fields.take("top_k", _integer, None),
+        "top_k": fields.take("top_k", _top_k, None),
         "min_p": fields.take("min_p", _number, None),
-        "repetition_penalty": fields.take("repetition_penalty", _number, None),
+        "repetition_penalty": fields.take("repeat_penalty", _no_penalty, None),
         "seed": 0 if seed is None else seed % _MOST_SEED,
     }
+    penalty = fields.take("repetition_penalty", _number, None)
+    if penalty is not None:
+        named["repetition_penalty"] = penalty
+    if named["top_p"] == 0:  # of no probability mass the likeliest token is left
+        named |= {"top_p": None, "temperature": 0.0}
     wanted = CompletionRequest(
         kind,
         model,
         prompts,
         n=fields.take("n", _count, 1),
-        max_tokens=max_tokens,
+        max_tokens=None if most == _NO_LIMIT else most,
         sampling=_sampling(sampling, named),
         seeded=seed is not None,
         stop=fields.take("stop", _stops, ()),
@@ -274,6 +327,23 @@ def _count(value: object) -> int:
     return found
 
 
+def _most(value: object) -> int:
+    """A number of tokens, or -1 for no limit."""
+    return _NO_LIMIT if _same(value, _NO_LIMIT) else _count(value)
+
+
+def _top_k(value: object) -> int:
+    """-1 and 0 are off."""
+    return 0 if _same(value, -1) else _integer(value)
+
+
+def _no_penalty(value: object) -> float:
+    """llama-server's penalty is for the latest tokens alone."""
+    if not _same(value, 1):
+        raise ValueError("must be 1 (off) for this server; it has repetition_penalty")
+    return 1.0
+
+
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("must be a number")
@@ -338,12 +408,14 @@ def _message(given: object, index: int) -> dict[str, str]:
         raise ValueError(f"[{index}]: role must be one of {', '.join(_ROLES)}")
     message = {"role": _ROLES[role]}
     for name, value in given.items():
-        if name == "name" and value is not None:
+        if name in _TEXTS_IN_MESSAGES and value is not None:
             try:
-                message["name"] = _text(value)
+                message[name] = _text(value)
             except ValueError as error:
-                raise ValueError(f"[{index}]: name {error}") from None
-        elif name not in ("role", "content", "name") and value not in (None, [], ""):
+                raise ValueError(f"[{index}]: {name} {error}") from None
+        elif name in ("role", "content", *_TEXTS_IN_MESSAGES, *_IGNORED_IN_MESSAGES):
+            continue
+        elif value not in (None, [], ""):
             known = name in _EMPTY_IN_MESSAGES
             what = "is not supported by this server" if known else "is no field of a message"
             raise ValueError(f"[{index}]: {name[:80]} {what}")
@@ -363,7 +435,8 @@ def _content(value: object) -> str:
         if not isinstance(part, dict) or part.get("type") != "text":
             raise ValueError("may have parts of the type text alone")
         for name, one in part.items():
-            if name not in ("type", "text") and one not in (None, [], ""):
+            known = ("type", "text", *_IGNORED_IN_MESSAGES)
+            if name not in known and one not in (None, [], ""):
                 raise ValueError(f"has a part with {name[:80]!r}, which is no field of a text")
         texts.append(_said(part.get("text")))
     return "".join(texts)
