@@ -114,6 +114,17 @@ HOLDERS: dict[str, tuple[str, str, str]] = {
         "{n}().k",
         "strong{n}.k = {v}",
     ),
+    "a weak dictionary": (
+        "strong{n} = Space(); {n} = weakref.WeakKeyDictionary(); {n}[strong{n}] = 1.0",
+        "{n}[strong{n}]",
+        "{n}[strong{n}] = {v}",
+    ),
+    "a dictionary of weak values": (
+        "strong{n} = Space(); strong{n}.k = 1.0\n"
+        "{n} = weakref.WeakValueDictionary(); {n}['k'] = strong{n}",
+        "{n}['k'].k",
+        "strong{n}.k = {v}",
+    ),
     "a thread's own": ("{n} = threading.local(); {n}.k = 1.0", "{n}.k", "{n}.k = {v}"),
     "a partial": (
         "{n} = functools.partial(lambda k: k, 1.0)",

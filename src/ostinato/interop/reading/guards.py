@@ -492,7 +492,7 @@ class Guards:
             raise _Moving(in_words(path), value, "an iterator")
         if isinstance(value, _RANDOM):
             raise _Moving(in_words(path), value, "a random generator")
-        if type(value) in _VARIABLES and depth < _DEEPEST:
+        if isinstance(value, _VARIABLES) and depth < _DEEPEST:
             content = content_of(value)
             walker.variable(path, value, content)
             self._visit_all(walker, path, [("get()", content)], depth, met, inner)
@@ -724,7 +724,9 @@ _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, np.random.
 _C_DATA: Any = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
 _NUMPY = (np.ndarray, np.void)
 _BUILT_IN = (types.BuiltinMethodType, types.MethodWrapperType)
-_WRAPPERS = frozenset([UserDict, UserList, ChainMap])
+_WRAPPERS = frozenset(
+    [UserDict, UserList, ChainMap, weakref.WeakKeyDictionary, weakref.WeakValueDictionary]
+)
 
 
 def _bound(value: Any) -> list[Any] | None:

@@ -8,6 +8,7 @@ import operator
 import sys
 import threading
 import types
+import weakref
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -67,7 +68,7 @@ def of_standard_library(kind: type) -> bool:
 
 _OPEN = (
     *(types.SimpleNamespace, argparse.Namespace, threading.local),
-    *(UserDict, UserList, ChainMap),
+    *(UserDict, UserList, ChainMap, weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
 )
 
 
