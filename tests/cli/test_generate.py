@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.commands import here, refused, shell
 from tests.cli.terminal import Terminal
-from tests.models.model_files import CONFIG, write_gguf
+from tests.models.model_files import CONFIG, THINKING, write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,25 @@ def test_sampling_options_reach_the_device(tiny: Path) -> None:
     assert penalised != greedy
     assert len(set(penalised)) == len(penalised), "nothing comes twice"
     assert ids("--threads", "1") == greedy
+
+
+def test_variables_of_the_template(tmp_path: Path) -> None:
+    metadata = {"tokenizer.chat_template": THINKING}
+    model = str(write_gguf(tmp_path / "m.gguf", metadata=metadata))
+
+    def read(*more: str) -> int:
+        answer = here("generate", "ab", "-m", model, "-n", "1", "--json", *more)
+        return int(json.loads(answer.out)["prompt_tokens"])
+
+    thought = len("<z></z>")
+    assert read("--template-arg", "think=false") == read() + thought
+    assert read("--template-arg", "think=no") == read(), "text is not false"
+    more = ("--template-arg", "think=false", "--template-arg", "more=x=y z")
+    assert read(*more) == read() + thought + len("x=y z")
+    options = ("ab", "-m", model, "--template-arg")
+    refused(here("generate", *options, "think"), "'think' is no NAME=VALUE")
+    raw = here("generate", *options, "think=false", "--raw")
+    assert raw.status == 2 and "--template-arg and continue_last need a chat" in raw.err
 
 
 def test_stop_strings(tiny: Path) -> None:

@@ -49,6 +49,11 @@ TEMPLATE = (
     "+ '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+THINKING = TEMPLATE + (
+    "{% if add_generation_prompt and think is defined and think is false %}"
+    "{{ '<z></z>' + more | default('') }}{% endif %}"
+)
+"""A template with variables."""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 GGUF_NAMES = {

@@ -313,7 +313,43 @@ FEATURES = (
     "{{ messages | groupby('role') | map('first') | join(',') }}{{ range(3) | list }}",
     "{{ messages[0].content | indent(2) }}{{ 'a\\nb' | indent(2, true) }}{{ ' a ' | trim }}",
 )  # fmt: skip
+VARIABLES = {
+    "enable_thinking": False, "list": [1, {"a": "é"}], "pad_token": "<given>", "nothing": None,
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+}  # fmt: skip
+"""What templates are given besides messages; they go before the names of special tokens."""
+VARIED = (
+    TEMPLATE + "{% if enable_thinking is defined and enable_thinking is false %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+    "{{ list | tojson }}{{ list[1].a }}{{ nothing is none }}{{ nothing is defined }}",
+    "{{ pad_token }}{{ eos_token }}{{ tools[0].function.name }}{{ other is defined }}",
+)
+CONTINUED = (
+    TEMPLATE,
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "{% for m in messages %}{{ m.content.split('</think>')[-1].strip() }}\n{% endfor %}",
+    "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+)
+"""Templates that render a conversation whose last message the answer goes on with."""
+BEGUN = ("so", "so  ", " so\n", "", "<think>x</think> so", "CONTINUE_FINAL_MESSAGE_TAG is a word")
 FOLDERS_OF_FEATURES = ("llama, no names", "all names", "an older file first")
+
+
+def begun(text: str) -> list[dict[str, str]]:
+    """A conversation that ends with the beginning of an answer."""
+    return [*MESSAGES, {"role": "assistant", "content": text}]
+
+
+def rendering(theirs: Any, source: str, messages: Any = MESSAGES, **options: Any) -> str | None:
+    """What transformers renders, or None where it raises an error."""
+    theirs.chat_template = source
+    try:
+        text: str = theirs.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # jinja2's, Python's: ours is another class
+        print(f"{source}: {type(error).__name__}: {error}")
+        return None
+    return text
 
 
 def main() -> None:
@@ -339,17 +375,17 @@ def main() -> None:
         if name in FOLDERS_OF_FEATURES:
             found[name]["rendered"] = rendered = []
             for source in FEATURES:
-                theirs.chat_template = source
-                try:
-                    text = theirs.apply_chat_template(
-                        MESSAGES, tokenize=False, add_generation_prompt=True
-                    )
-                except Exception as error:  # jinja2's, Python's: ours is another class
-                    text = None
-                    print(f"{name}: {source}: {type(error).__name__}: {error}")
+                text = rendering(theirs, source, add_generation_prompt=True)
                 rendered.append(text)
+    varied = [
+        rendering(theirs, source, **VARIABLES, add_generation_prompt=True) for source in VARIED
+    ]
+    continued = [
+        [rendering(theirs, source, begun(text), continue_final_message=True) for text in BEGUN]
+        for source in CONTINUED
+    ]
     versions = {one.__name__: one.__version__ for one in (transformers, tokenizers)}
-    record = {"versions": versions, "folders": found}
+    record = {"versions": versions, "folders": found, "varied": varied, "continued": continued}
     RECORD.write_text(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 

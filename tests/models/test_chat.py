@@ -23,6 +23,7 @@ from ostinato.errors import InputError, ModelError, ModelFormatError
 from ostinato.models.text import chat
 from ostinato.models.text.chat import DEFAULT_TEMPLATE, ChatTemplate
 from ostinato.models.text.child import Child
+from tests.models import record_tokenizers
 from tests.models.model_files import TEMPLATE
 
 REFERENCE = Path(__file__).parent.parent / "data" / "reference_smollm2.json"
@@ -42,6 +43,46 @@ def render_chat(source: str, messages: Any, **options: Any) -> str:
     return ChatTemplate(source).render(messages, **options)
 
 
+RECORDED = json.loads(record_tokenizers.RECORD.read_text(encoding="utf-8"))
+SPECIAL = RECORDED["folders"][list(record_tokenizers.folders())[-1]]["special_tokens"]
+
+
+@pytest.mark.parametrize("index", range(len(record_tokenizers.VARIED)))
+def test_variables_as_transformers_gives_them(index: int) -> None:
+    template = ChatTemplate(record_tokenizers.VARIED[index], tokens=SPECIAL)
+    text = template.render(record_tokenizers.MESSAGES, variables=record_tokenizers.VARIABLES)
+    assert text == RECORDED["varied"][index]
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+def test_variables_that_are_not_ones_own(name: str) -> None:
+    with pytest.raises(InputError, match=f"'{name}' of chat templates cannot be set"):
+        render_chat(TEMPLATE, HELLO, variables={name: []})
+    with pytest.raises(InputError, match="must be a mapping by name"):
+        render_chat(TEMPLATE, HELLO, variables={1: 2})
+    with pytest.raises(InputError, match="not what JSON can hold"):
+        render_chat(TEMPLATE, HELLO, variables={"x": object()})
+
+
+@pytest.mark.parametrize("index", range(len(record_tokenizers.CONTINUED)))
+def test_the_last_message_is_gone_on_with_as_in_transformers(index: int) -> None:
+    template = ChatTemplate(record_tokenizers.CONTINUED[index], tokens=SPECIAL)
+    for text, theirs in zip(record_tokenizers.BEGUN, RECORDED["continued"][index], strict=True):
+        messages = record_tokenizers.begun(text)
+        if theirs is None:
+            with pytest.raises(ModelError, match="leaves out the last message"):
+                template.render(messages, continue_last=True)
+        else:
+            assert template.render(messages, continue_last=True) == theirs, text
+        assert messages[-1]["content"] == text
+
+
+@pytest.mark.parametrize("messages", [[], HELLO, [{"role": "assistant", "content": [1]}]])
+def test_only_text_of_an_assistant_is_gone_on_with(messages: list[Any]) -> None:
+    with pytest.raises(InputError, match="continue_last needs an assistant's message"):
+        render_chat(TEMPLATE, messages, continue_last=True)
+
+
 def test_chatml() -> None:
     assert render_chat(TEMPLATE, HELLO) == (
         "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
@@ -51,7 +92,9 @@ def test_chatml() -> None:
 
 
 def test_llama3() -> None:
-    text = render_chat(LLAMA3, [{"role": "user", "content": " hi "}], bos_token="<B>")
+    text = render_chat(
+        LLAMA3, [{"role": "user", "content": " hi "}], variables={"bos_token": "<B>"}
+    )
     assert text == (
         "<B><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -270,7 +313,7 @@ def test_long_conversations_pass() -> None:
 
 def test_messages_may_be_any_mappings_and_sequences() -> None:
     message = MappingProxyType({"role": "user", "content": (1, OrderedDict(a="é"))})
-    text = render_chat("{{ messages | tojson }}{{ x }}", (message,), x=(1, "two"))
+    text = render_chat("{{ messages | tojson }}{{ x }}", (message,), variables={"x": (1, "two")})
     assert text == '[{"role": "user", "content": [1, {"a": "é"}]}][1, \'two\']'
 
 

@@ -18,7 +18,7 @@ from ostinato.models.generate import TextGenerator
 from ostinato.models.generation import AnswerText
 from ostinato.models.sampling import SamplingOptions
 from ostinato.models.stepper import TokenRing
-from tests.models.model_files import write_folder
+from tests.models.model_files import SPECIAL, THINKING, write_folder
 
 HOT = SamplingOptions(temperature=5.0, seed=3)
 
@@ -113,6 +113,39 @@ def test_chat_raw_system_and_messages(generator: TextGenerator) -> None:
     assert text.endswith("assistant\n")
     with pytest.raises(InputError, match="a system message needs a chat"):
         generator.encode("hi", chat=False, system="Be.")
+
+
+def test_variables_of_the_template_and_special_tokens_reach_it(
+    host_device: Device, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "model")
+    names = {"pad_token": SPECIAL[0], "chat_template": THINKING + "{{ pad_token }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    args = {"think": False, "more": "ab"}
+    with TextGenerator(host_device, folder, stop_tokens=()) as generator:
+        plain, tokens = generator.encode("hi"), generator.encode("hi", template_args=args)
+        text = generator.tokenizer.decode(tokens, skip_special=False)
+        assert text.endswith(f"assistant\n<z></z>ab{SPECIAL[0]}")
+        assert len(plain) < len(tokens)
+        answer = generator.generate("hi", template_args=args, max_tokens=2)
+        assert answer.prompt_tokens == len(tokens)
+        conversation = generator.chat(template_args=args, max_tokens=2)
+        assert conversation.say("hi").prompt_tokens == len(tokens)
+        for wrong in ("hi", [5, 6]):
+            with pytest.raises(InputError, match="template_args and continue_last need"):
+                generator.generate(wrong, chat=False, template_args=args)
+
+
+def test_an_answer_goes_on_with_the_last_message(generator: TextGenerator) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the in"}]
+    tokens = generator.encode(messages, continue_last=True)
+    assert generator.tokenizer.decode(tokens, skip_special=False).endswith("assistant\nthe in")
+    text = "".join(generator.generate(tokens, max_tokens=8, sampling=HOT))
+    answer = generator.generate(messages, continue_last=True, max_tokens=8, sampling=HOT)
+    assert "".join(answer) == text
+    assert answer.prompt_tokens == len(tokens)
+    with pytest.raises(InputError, match="continue_last needs an assistant's message"):
+        generator.generate("hi", continue_last=True)
 
 
 def test_an_interruption_goes_to_the_caller_and_leaves_a_summary(

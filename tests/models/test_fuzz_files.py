@@ -594,6 +594,24 @@ def test_too_many_special_tokens_are_refused_before_they_are_built() -> None:
             load_gguf(model="gpt2", tokens=tokens, token_type=[kind] * count, merges=[])
 
 
+def test_many_special_tokens_are_looked_for_at_once() -> None:
+    count = 1 << 16
+    tokens = [*(f"<|{index}|>" for index in range(count - 1)), "<unk>", "<", "|"]
+    entries = {
+        "model": "llama",
+        "tokens": tokens,
+        "token_type": [3] * count + [1, 1],
+        "scores": [0.0] * len(tokens),
+        "unknown_token_id": count - 1,
+        "add_bos_token": False,
+        "add_space_prefix": False,
+    }
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
+    with bounded(10.0):
+        tokenizer = load_tokenizer(GgufTokenizerSource(Path("m.gguf"), metadata))
+        assert tokenizer.encode("<|" * 50_000 + "<|7|>") == [count, count + 1] * 50_000 + [7]
+
+
 def test_too_many_merges_are_refused_before_they_are_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -36,7 +36,7 @@ from ostinato.serve.app import HttpLimits
 from ostinato.serve.engine import End, Job
 from ostinato.serve.protocol import read_request
 from ostinato.serve.server import Server
-from tests.models.model_files import CONFIG, weights, write_gguf
+from tests.models.model_files import CONFIG, THINKING, weights, write_gguf
 from tests.serve.serving import (
     MODEL,
     SECONDS,
@@ -245,6 +245,34 @@ def test_what_a_request_does_not_name_is_the_models(tmp_path: Path) -> None:
                         assert json.loads(reply.body)["choices"][0]["text"] == text, fields
 
 
+def test_variables_of_the_template_and_the_last_message(tmp_path: Path) -> None:
+    """With vLLM's names of the fields."""
+    path = write_gguf(tmp_path / "m.gguf", metadata={"tokenizer.chat_template": THINKING})
+    args = {"think": False, "more": "ab"}
+    begun = [*MESSAGES, {"role": "assistant", "content": "the in"}]
+    with open_device("host") as device, open_generator(device, path) as generator:
+        plain = generator.encode(MESSAGES)
+        given = generator.encode(MESSAGES, template_args=args)
+        going = generator.encode(begun, continue_last=True)
+        assert len({*map(len, (plain, given, going))}) == 3
+        with running(generator) as server:
+
+            def asked(**fields: object) -> int:
+                reply = call(server, "POST", CHAT, {**ASK, **fields})
+                assert reply.status == 200, reply
+                return int(reply.json["usage"]["prompt_tokens"])
+
+            assert asked() == asked(add_generation_prompt=True) == len(plain)
+            assert asked(chat_template_kwargs={}) == len(plain)
+            assert asked(chat_template_kwargs=args) == len(given)
+            last = {"messages": begun, "continue_final_message": True}
+            assert asked(**last) == asked(**last, add_generation_prompt=False) == len(going)
+            both = {**ASK, **last, "add_generation_prompt": True}
+            check(
+                call(server, "POST", CHAT, both), 400, "must be true, or", "add_generation_prompt"
+            )
+
+
 def test_a_byte_order_mark_is_no_text(server: Server) -> None:
     plain = {"model": MODEL, "prompt": "the ab", "max_tokens": 12, "seed": 4}
     chat = {**ASK, "seed": 4}
@@ -344,6 +372,11 @@ def message(**changes: object) -> dict[str, object]:
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "must be an object"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "cannot set messages"),
+        ({"continue_final_message": 1}, "continue_final_message", "must be true or false"),
+        ({"continue_final_message": True}, "continue_final_message", "needs a message of the"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "must be true, or false with"),
         ({"temprature": 0.5}, "temprature", "unknown field 'temprature'"),
         ({"\ud800": 0.5}, "\ud800", r"unknown field '\\ud800'"),
     ],

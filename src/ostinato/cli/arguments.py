@@ -6,6 +6,7 @@ Options that several commands have are here by name, with their help.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -87,6 +88,20 @@ def texts(values: list[str] | None) -> list[str] | None:
     for value in values or ():
         text(value)
     return values
+
+
+def read_template_args(values: list[str] | None) -> dict[str, object]:
+    """The variables that `--template-arg` gives.  Raises BadParameter for what is no name=value."""
+    found: dict[str, object] = {}
+    for entry in values or ():
+        name, equals, value = entry.partition("=")
+        if not name or not equals:
+            raise typer.BadParameter(f"{entry!r} is no NAME=VALUE", param_hint="--template-arg")
+        try:
+            found[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            found[name] = value
+    return found
 
 
 def read_prompt(words: list[str] | None, file: Path | None) -> str:
@@ -215,6 +230,16 @@ Stops = Annotated[
     ),
 ]
 System = Annotated[str | None, typer.Option(callback=text, help="A system message, for chats.")]
+TemplateArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--template-arg",
+        metavar="NAME=VALUE",
+        callback=texts,
+        help="A variable of the chat template, such as enable_thinking=false; a value that is JSON "
+        "is taken as such, any other as text. May be given several times.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DeviceName = Annotated[
     str | None,

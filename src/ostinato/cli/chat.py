@@ -26,6 +26,7 @@ from ostinato.cli.arguments import (
     Stops,
     System,
     Temperature,
+    TemplateArgs,
     Threads,
     TokensPerLaunch,
     TopK,
@@ -33,6 +34,7 @@ from ostinato.cli.arguments import (
     WeightsName,
     WeightsOption,
     as_typed,
+    read_template_args,
 )
 from ostinato.cli.endings import FAILED
 from ostinato.cli.plain import say
@@ -69,6 +71,7 @@ def chat(
     seed: Seed = None,
     stop: Stops = None,
     system: System = None,
+    template_args: TemplateArgs = None,
     device: DeviceName = None,
     max_context: MaxContext = None,
     threads: Threads = None,
@@ -90,6 +93,7 @@ def chat(
     It uses one GPU: between two messages several ranks would have to wait without a deadline.
     """
     require_extra("`ostinato chat`")
+    variables = read_template_args(template_args)
     advised = advised_options(
         seed,
         temperature=temperature,
@@ -112,6 +116,7 @@ def chat(
         sampling = advised(generator)
         conversation = generator.chat(
             system=system,
+            template_args=variables,
             max_tokens=max_tokens,
             sampling=sampling,
             stop=stop or (),

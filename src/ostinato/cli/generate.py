@@ -23,6 +23,7 @@ from ostinato.cli.arguments import (
     Stops,
     System,
     Temperature,
+    TemplateArgs,
     TensorParallel,
     Threads,
     TokensPerLaunch,
@@ -32,6 +33,7 @@ from ostinato.cli.arguments import (
     WeightsOption,
     expanded,
     read_prompt,
+    read_template_args,
     texts,
 )
 from ostinato.cli.endings import INTERRUPTED
@@ -81,6 +83,7 @@ def generate(
         ),
     ] = None,
     system: System = None,
+    template_args: TemplateArgs = None,
     device: DeviceName = None,
     max_context: MaxContext = None,
     threads: Threads = None,
@@ -147,6 +150,7 @@ def generate(
         "max_tokens": max_tokens,
         "chat": chat,
         "system": system,
+        "template_args": read_template_args(template_args),
         "tokens_per_launch": tokens_per_launch,
         "stop": stop or (),
     }

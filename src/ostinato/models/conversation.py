@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from ostinato.errors import InputError, ModelFormatError
@@ -29,6 +30,8 @@ from ostinato.models.stop_strings import checked_stops
 
 MAX_ANSWER = 1024
 """Tokens of one answer at most, if `max_tokens` is not given."""
+NO_ARGS: Mapping[str, object] = MappingProxyType({})
+"""Variables of a chat template: none."""
 
 _FORMAT, _VERSION = "ostinato conversation", 1
 
@@ -36,7 +39,9 @@ _FORMAT, _VERSION = "ostinato conversation", 1
 class _Speaker(Generator, Protocol):
     """What a conversation needs of its `TextGenerator`."""
 
-    def encode(self, prompt: Items[Mapping[str, str]], /) -> list[int]: ...
+    def encode(
+        self, prompt: Items[Mapping[str, str]], /, *, template_args: Mapping[str, object]
+    ) -> list[int]: ...
 
     def generate(
         self,
@@ -94,12 +99,14 @@ class Conversation:
         generator: _Speaker,
         *,
         system: str | None = None,
+        template_args: Mapping[str, object] = NO_ARGS,
         max_tokens: int = MAX_ANSWER,
         sampling: SamplingOptions = GREEDY,
         stop: str | Iterable[str] = (),
         tokens_per_launch: int = 1,
     ) -> None:
         first = [] if system is None else [_message("system", _text(system, "system"))]
+        self.template_args = template_args
         self.max_tokens = max_tokens
         self.sampling = sampling
         self.stop = checked_stops(stop)
@@ -134,7 +141,8 @@ class Conversation:
         """
         text = _text(text, "the message")
         history = self._history()
-        tokens = self._generator.encode([*history, _message("user", text)])
+        messages = [*history, _message("user", text)]
+        tokens = self._generator.encode(messages, template_args=self.template_args)
         context = self._generator.decoder.plan.sizes.context
         if len(tokens) > context:
             raise InputError(

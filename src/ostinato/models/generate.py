@@ -24,7 +24,7 @@ from ostinato import Device
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import InputError
 from ostinato.models.arguments import quoted, require_function, token_ids, whole
-from ostinato.models.conversation import MAX_ANSWER, Conversation
+from ostinato.models.conversation import MAX_ANSWER, NO_ARGS, Conversation
 from ostinato.models.decoder import Decoder
 from ostinato.models.files.advice import read_advice
 from ostinato.models.files.checkpoint import Checkpoint
@@ -98,13 +98,17 @@ class TextGenerator(Closeable):
         *,
         chat: bool | None = None,
         system: str | None = None,
+        template_args: Mapping[str, object] = NO_ARGS,
+        continue_last: bool = False,
     ) -> list[int]:
         """The prompt's token ids: `chat` through the chat template, else as it is.
 
         A list of messages (mappings with `role` and `content`) is always a chat; a text is one if
         `chat` says so, or by default (None) if the model has a template.  `system`: a first
-        message.  Raises InputError for another prompt, and what `ChatTemplate.render` and
-        `Tokenizer.encode` raise.
+        message.  `template_args`: variables of the template, such as `enable_thinking`; what JSON
+        can hold.  `continue_last`: the answer goes on with the last message, an assistant's.
+        Raises InputError for another prompt, and what `ChatTemplate.render` and `Tokenizer.encode`
+        raise.
         """
         if system is not None and not isinstance(system, str):
             raise InputError(f"system is {quoted(system)}, must be text")
@@ -112,6 +116,10 @@ class TextGenerator(Closeable):
             if not (self.chats if chat is None else chat):
                 if system is not None:
                     raise InputError("a system message needs a chat, and this prompt is raw")
+                if template_args or continue_last:
+                    raise InputError(
+                        "template_args and continue_last need a chat, and this prompt is raw"
+                    )
                 return self.tokenizer.encode(prompt)
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
@@ -123,7 +131,9 @@ class TextGenerator(Closeable):
             where=f"{self.tokenizer.where}: the chat template",
             tokens=self.tokenizer.special_tokens,
         )
-        text = template.render([*first, *prompt])
+        text = template.render(
+            [*first, *prompt], continue_last=continue_last, variables=template_args
+        )
         return self.tokenizer.encode(text, add_special=False)
 
     def generate(
@@ -134,6 +144,8 @@ class TextGenerator(Closeable):
         sampling: SamplingOptions = GREEDY,
         chat: bool | None = None,
         system: str | None = None,
+        template_args: Mapping[str, object] = NO_ARGS,
+        continue_last: bool = False,
         tokens_per_launch: int = 1,
         stop: str | Iterable[str] = (),
         reuse: bool = False,
@@ -141,10 +153,11 @@ class TextGenerator(Closeable):
     ) -> Generation:
         """The answer to a prompt (text, messages, or token ids), as an iterator over its pieces.
 
-        `chat` and `system` as for `encode`; of token ids, `chat` says that the answer is a turn of
-        a chat.  Otherwise it goes on with their text, and keeps the space that SentencePiece writes
-        before all text.  It ends at an end token, after `max_tokens` tokens, where the context is
-        full, or before the first of the texts in `stop`, of which nothing is given out.
+        `chat`, `system`, `template_args` and `continue_last` as for `encode`; of token ids, `chat`
+        says that the answer is a turn of a chat.  Otherwise it goes on with their text, and keeps
+        the space that SentencePiece writes before all text.  It ends at an end token, after
+        `max_tokens` tokens, where the context is full, or before the first of the texts in `stop`,
+        of which nothing is given out.
         `tokens_per_launch` as for `Decoder.run`.  `reuse`: only what the prompt does not have in
         common with the tokens in the KV cache is read; without, all of it is, so that the same
         prompt gives the same bits whatever was before it.  `progress` as for `Decoder.prefill`.
@@ -159,7 +172,8 @@ class TextGenerator(Closeable):
         require_function(progress, "progress")
         ring = self.decoder.plan.sizes.ring
         per_launch = RunOptions(tokens_per_launch=tokens_per_launch).checked(ring).tokens_per_launch
-        tokens, chatted = self._tokens(prompt, chat, system)
+        templated = {"template_args": template_args, "continue_last": continue_last}
+        tokens, chatted = self._tokens(prompt, chat, system, templated)
         context = self.decoder.plan.sizes.context
         if len(tokens) > context:
             raise InputError(
@@ -180,7 +194,7 @@ class TextGenerator(Closeable):
             sampling=sampling,
             cached=cached,
             stops=stops,
-            continues=not chatted,
+            continues=continue_last or not chatted,
             tokens_per_launch=per_launch,
             progress=progress,
         )
@@ -190,6 +204,7 @@ class TextGenerator(Closeable):
         self,
         *,
         system: str | None = None,
+        template_args: Mapping[str, object] = NO_ARGS,
         max_tokens: int = MAX_ANSWER,
         sampling: SamplingOptions = GREEDY,
         stop: str | Iterable[str] = (),
@@ -204,6 +219,7 @@ class TextGenerator(Closeable):
         return Conversation(
             self,
             system=system,
+            template_args=template_args,
             max_tokens=max_tokens,
             sampling=sampling,
             stop=stop,
@@ -215,12 +231,13 @@ class TextGenerator(Closeable):
         prompt: str | Items[Mapping[str, str]] | Items[int],
         chat: bool | None,
         system: str | None,
+        templated: Mapping[str, Any],
     ) -> tuple[list[int], bool]:
         """The prompt's tokens, and whether it is a chat, or else text that the answer goes on
         with."""
         if isinstance(prompt, str):
             chatted = self.chats if chat is None else bool(chat)
-            tokens = self.encode(prompt, chat=chat, system=system)
+            tokens = self.encode(prompt, chat=chat, system=system, **templated)
         elif isinstance(prompt, Mapping | bytes | bytearray) or not isinstance(prompt, Iterable):
             raise InputError(f"prompt is {quoted(prompt)}, must be text, messages or token ids")
         else:
@@ -230,8 +247,10 @@ class TextGenerator(Closeable):
                 raise InputError("the prompt mixes messages and token ids")
             if messages:
                 chatted = True
-                tokens = self.encode(messages, chat=chat, system=system)
+                tokens = self.encode(messages, chat=chat, system=system, **templated)
             else:
+                if any(templated.values()):
+                    raise InputError("template_args and continue_last need text or messages")
                 chatted = bool(chat)
                 tokens = token_ids(items, self.decoder.config.vocabulary, "prompt")
         if not tokens:

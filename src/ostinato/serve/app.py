@@ -243,14 +243,20 @@ class Service:
             most = self._max_tokens(wanted, context + 1 - len(tokens))
             for _ in range(wanted.n):
                 sampling = wanted.sampling_of(len(jobs), partial(secrets.randbits, 63))
-                continues = wanted.kind == "completion"
+                continues = not isinstance(prompt, Chat) or prompt.continue_last
                 jobs.append(Job(tokens, most, sampling, wanted.stop, continues))
         return jobs
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         generator = self.engine.generator
         if isinstance(prompt, Chat):
-            return tuple(generator.encode(prompt.messages))
+            return tuple(
+                generator.encode(
+                    prompt.messages,
+                    template_args=prompt.template_args,
+                    continue_last=prompt.continue_last,
+                )
+            )
         return tuple(generator.encode(prompt, chat=False)) if isinstance(prompt, str) else prompt
 
     def _max_tokens(self, wanted: CompletionRequest, room: int) -> int:
@@ -403,7 +409,8 @@ def _size(prompt: Prompt) -> int:
             sum(len(text) for name, text in one.items() if name != "role")
             for one in prompt.messages
         )
-        return sum(max(size, _CHARACTERS_PER_TOKEN) for size in sizes)
+        given = len(json.dumps(prompt.template_args)) if prompt.template_args else 0
+        return given + sum(max(size, _CHARACTERS_PER_TOKEN) for size in sizes)
     return len(prompt) if isinstance(prompt, str) else 0
 
 

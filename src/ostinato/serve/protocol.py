@@ -12,7 +12,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from ostinato.errors import InputError
@@ -136,9 +136,12 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages with the roles system, user and assistant, and text."""
+    """Messages with the roles system, user and assistant, and text.  `template_args`: variables of
+    the chat template.  `continue_last`: the answer goes on with the last message."""
 
     messages: tuple[dict[str, str], ...]
+    template_args: Mapping[str, object] = field(default_factory=dict)
+    continue_last: bool = False
 
 
 Prompt: TypeAlias = Chat | str | tuple[int, ...]
@@ -205,10 +208,10 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Comple
     model = fields.take("model", _text, None)
     if model is None:
         raise ApiError(400, "model is missing", param="model")
-    field = "messages" if kind == "chat" else "prompt"
-    prompts: tuple[Prompt, ...] = fields.take(field, _chat if kind == "chat" else _prompts, ())
+    nothing: tuple[Prompt, ...] = ()
+    prompts = _take_chat(fields) if kind == "chat" else fields.take("prompt", _prompts, nothing)
     if not prompts:
-        raise ApiError(400, f"{field} is missing", param=field)
+        raise ApiError(400, "prompt is missing", param="prompt")
     most = fields.take("max_tokens", _most, None)
     if kind == "chat":
         most = fields.take("max_completion_tokens", _most, most)
@@ -246,6 +249,28 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Comple
     )
     fields.end()
     return wanted
+
+
+def _take_chat(fields: _Fields) -> tuple[Prompt, ...]:
+    messages = fields.take("messages", _messages, None)
+    if messages is None:
+        raise ApiError(400, "messages is missing", param="messages")
+    continues = fields.take("continue_final_message", _flag, False)
+    if continues and messages[-1]["role"] != "assistant":
+        raise ApiError(
+            400,
+            "continue_final_message needs a message of the assistant at the end",
+            param="continue_final_message",
+        )
+    if fields.take("add_generation_prompt", _flag, not continues) is continues:
+        raise ApiError(
+            400,
+            "add_generation_prompt must be true, or false with continue_final_message",
+            param="add_generation_prompt",
+        )
+    none: Mapping[str, object] = {}
+    template_args = fields.take("chat_template_kwargs", _template_args, none)
+    return (Chat(messages, template_args, continues),)
 
 
 class _Fields:
@@ -394,10 +419,19 @@ def _tokens(value: object) -> tuple[int, ...]:
     return tuple(_integer(one) for one in value)
 
 
-def _chat(value: object) -> tuple[Prompt, ...]:
+def _messages(value: object) -> tuple[dict[str, str], ...]:
     if not isinstance(value, list) or not value:
         raise ValueError("must be a list of messages, one at the least")
-    return (Chat(tuple(_message(one, index) for index, one in enumerate(value))),)
+    return tuple(_message(one, index) for index, one in enumerate(value))
+
+
+def _template_args(value: object) -> Mapping[str, object]:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object: a value for each variable")
+    for name in ("messages", "add_generation_prompt", "continue_final_message"):
+        if name in value:
+            raise ValueError(f"cannot set {name}")
+    return value
 
 
 def _message(given: object, index: int) -> dict[str, str]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
-from ostinato.errors import InputError
+from ostinato.errors import InputError, ModelError
 from ostinato.models.arguments import quoted
 from ostinato.models.text.child import Child
 
@@ -26,6 +27,9 @@ DEFAULT_TEMPLATE = (
 _SECONDS = 10.0
 _MEMORY = 512 << 20
 _MAX_TEXT = 1 << 20  # characters, beside what the messages hold
+# Ends the message that is to be gone on with, as in transformers; a template may trim its blank.
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+_RENDERS = ("messages", "add_generation_prompt")
 _renderer = Child(f"{__package__}.chat_child", seconds=_SECONDS, memory=_MEMORY)
 
 
@@ -48,13 +52,15 @@ class ChatTemplate:
         messages: Iterable[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
-        **variables: object,
+        continue_last: bool = False,
+        variables: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
         """The prompt for `messages`: mappings with the strings `role` and `content`; one that has
         `tool_calls` needs no content.
 
-        `add_generation_prompt`: end with the head of the assistant's turn.  `variables` are what
-        else a template may use: `tools`, `enable_thinking`, ….
+        `add_generation_prompt`: end with the head of the assistant's turn.  `continue_last`: end
+        in the last message instead, an assistant's, which the answer goes on with.  `variables`:
+        what else a template may use: `tools`, `enable_thinking`, ….  They go before `tokens`.
 
         Raises InputError for messages of another form, and for what JSON cannot hold;
         ModelFormatError if this is no template, ModelError if it refuses the messages
@@ -72,13 +78,22 @@ class ChatTemplate:
                 )
             if message.get("content") is None and not message.get("tool_calls"):
                 raise InputError(f"message {index} is {quoted(message)}, which has no content")
+        if not isinstance(variables, Mapping) or not all(isinstance(k, str) for k in variables):
+            raise InputError(f"the variables are {quoted(variables)}, must be a mapping by name")
+        for name in _RENDERS:
+            if name in variables:
+                raise InputError(f"the variable {name!r} of chat templates cannot be set")
+        last = ""
+        if continue_last:
+            last = _last(listed)
+            listed[-1] = {**listed[-1], "content": last + _MARK}
         values = {
             **self.tokens,
             "tools": None,
             "documents": None,
             **variables,
             "messages": listed,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_last,
         }
         try:
             given = json.dumps(values, default=_plain)
@@ -89,7 +104,31 @@ class ChatTemplate:
         longest = _MAX_TEXT + 4 * len(given)
         source = json.dumps(self.source)
         request = f'{{"source": {source}, "variables": {given}, "longest": {longest}}}'
-        return _renderer.ask(request.encode(), self.where, longest=4 * longest + 1)
+        text = _renderer.ask(request.encode(), self.where, longest=4 * longest + 1)
+        return self._cut(text, last) if continue_last else text
+
+    def _cut(self, text: str, last: str) -> str:
+        """Up to the mark; without the blanks before it, if the template trims messages."""
+        found = text.rfind(_MARK.strip())
+        if found < 0 or last.strip() not in text:
+            raise ModelError(
+                f"{self.where} leaves out the last message or a part of it, so no answer can go on "
+                "with it"
+            )
+        kept = text[found : found + len(_MARK)] == _MARK
+        return text[:found] if kept else text[:found].rstrip()
+
+
+def _last(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of the last message."""
+    message = messages[-1] if messages else {}
+    text = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(text, str):
+        raise InputError(
+            "continue_last needs an assistant's message with text at the end; the last one is "
+            f"{quoted(message or None)}"
+        )
+    return text
 
 
 def _plain(value: object) -> object:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 
 from ostinato.errors import ModelFormatError
@@ -39,9 +40,13 @@ class SentencePieceEncoder:
     ) -> None:
         self._vocabulary, self._scores, self._where = vocabulary, scores, where
         self._prefix = _SPACE if prefix_space else ""
-        texts = {token: text for text, token in vocabulary.items()}
-        # Longer ones are found first.
-        self._special = sorted(((texts[token], token) for token in special), key=_by_length)
+        named = {token: text for text, token in vocabulary.items()}
+        self._special = {named[token]: token for token in special}
+        lengths: dict[str, set[int]] = {}
+        for text in self._special:
+            lengths.setdefault(text[0], set()).add(len(text))
+        self._lengths = lengths
+        self._first = re.compile("|".join(map(re.escape, lengths)) or "(?!)")
         self._bytes = [
             vocabulary.get(f"<0x{byte:02X}>", vocabulary.get(chr(byte)) if byte < 128 else None)
             for byte in range(256)
@@ -76,22 +81,31 @@ class SentencePieceEncoder:
         return found
 
     def _parts(self, text: str) -> list[str | int]:
-        """Special tokens' ids, and the texts between them."""
-        parts: list[str | int] = [text] if text else []
-        present = set(text)
-        for special, token in self._special:
-            if special[0] not in present or special not in text:
-                continue
-            found: list[str | int] = []
-            for part in parts:
-                if isinstance(part, int) or special not in part:
-                    found.append(part)
-                    continue
-                for piece in part.split(special):
-                    found += [piece, token] if piece else [token]
-                found.pop()  # after the last piece there is none
-            parts = found
-        return parts
+        """Special tokens' ids, and the texts between them: of tokens that overlap the longest is
+        taken first.  The time it takes does not grow with the number of tokens."""
+        special, lengths = self._special, self._lengths
+        found: list[tuple[int, int, int, int]] = []
+        for match in self._first.finditer(text):
+            start = match.start()
+            for length in lengths[match[0]]:
+                token = special.get(text[start : start + length])
+                if token is not None:
+                    end = start + length
+                    found.append((-len(text[start:end].encode()), token, start, end))
+        found.sort()
+        taken = bytearray(len(text))
+        chosen: list[tuple[int, int, int]] = []
+        for _, token, start, end in found:
+            # What is taken is no shorter, so it would cover one of the ends.
+            if not (taken[start] or taken[end - 1]):
+                taken[start:end] = b"\1" * (end - start)
+                chosen.append((start, end, token))
+        parts: list[str | int] = []
+        begin = 0
+        for start, end, token in sorted(chosen):
+            parts += [text[begin:start], token] if start > begin else [token]
+            begin = end
+        return [*parts, text[begin:]] if begin < len(text) else parts
 
     def _cut(self, text: str) -> list[str]:
         """Words of which no token spans two."""
@@ -148,7 +162,3 @@ class SentencePieceEncoder:
         if self._unknown is None:
             raise ModelFormatError(f"{self._where}: no token for {piece!r}, nor for its bytes")
         return [self._unknown]
-
-
-def _by_length(entry: tuple[str, int]) -> int:
-    return -len(entry[0].encode())
