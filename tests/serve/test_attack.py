@@ -27,6 +27,7 @@ pytest.importorskip("ostinato.serve.server")
 from ostinato import open_device
 from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve import app as app_module
+from ostinato.serve import connection as connection_module
 from ostinato.serve.app import HttpLimits
 from ostinato.serve.engine import End
 from ostinato.serve.log import Log
@@ -52,6 +53,12 @@ def generator(tiny_model: Path) -> Iterator[TextGenerator]:
 def server(generator: TextGenerator) -> Iterator[Server]:
     with running(generator) as started:
         yield started
+
+
+@pytest.fixture(autouse=True)
+def long_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what comes after an answer: so a test that is slow meets the limit of bytes alone."""
+    monkeypatch.setattr(connection_module, "_DROP_SECONDS", SECONDS)
 
 
 @contextmanager
@@ -260,6 +267,16 @@ def test_who_never_stops_sending_after_a_refusal_is_cut_off(server: Server) -> N
             raw.sendall(piece)
             sent += 1
     assert sent < 200
+
+
+def test_who_stays_after_a_refusal_is_cut_off(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "_DROP_SECONDS", 0.1)
+    with connect(server) as raw:
+        raw.sendall(head(CHUNKED, "/nothing"))
+        assert an_answer(raw).status == 404
+        until(lambda: not connections(server))
 
 
 # -------------------------------------------------------------------------------------- log lines

@@ -1,4 +1,5 @@
-"""Every field of a request that docs/serve.md lists does what stands there."""
+"""What requests and answers look like: every field of a request that docs/serve.md lists does what
+stands there."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ pytest.importorskip("ostinato.serve.protocol")
 from ostinato import open_device
 from ostinato.models import SamplingOptions
 from ostinato.serve import protocol
-from ostinato.serve.protocol import ApiError, Chat, Kind, Wanted, read_request
+from ostinato.serve.protocol import ApiError, Chat, Kind, Wanted, event_text, read_request
 from tests.models.model_files import write_gguf
 from tests.serve.serving import MODEL, call, open_generator, running
 
@@ -151,3 +152,10 @@ def test_reasoning_goes_to_the_template_and_counts(tmp_path: Path) -> None:
         assert both["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
         long = said(reasoning_content="x" * 8193, content="12")
         assert long["status"] == 400 and "longer than 8192 characters" in long["error"]["message"]
+
+
+def test_an_event_is_one_line_wherever_lines_are_split() -> None:
+    said = {"text": "".join(map(chr, range(0x3000))) + "é\U0001f600"}
+    line, *rest = event_text(said).splitlines()
+    assert rest == [""] and json.loads(line.removeprefix("data: ")) == said
+    assert "é\U0001f600" in line, "other text stays short"

@@ -39,6 +39,7 @@ from ostinato.serve.protocol import (
     Prompt,
     answer_object,
     chunk_object,
+    event_text,
     model_object,
     parse_json,
     read_request,
@@ -175,7 +176,12 @@ class Service:
         if size > limit:
             raise too_large
         body = bytearray()
+        counted = 0
 
+        def uncount() -> None:
+            self._small -= counted
+
+        held.callback(uncount)
         try:
             async with asyncio.timeout(_BODY_SECONDS) as patience, AsyncExitStack() as arriving:
                 self._arriving.add(patience)
@@ -193,16 +199,13 @@ class Service:
                         if self._small + len(piece) > _SMALL_BYTES:
                             raise _refusal(Rejection.FULL)
                         self._small += len(piece)
-                        held.callback(self._give_small, len(piece))
+                        counted += len(piece)
                     body += piece
         except TimeoutError:
             if self.engine.stopping:
                 raise _refusal(Rejection.STOPPING) from None
             raise ApiError(408, "the body did not arrive in time") from None
         return bytes(body)
-
-    def _give_small(self, size: int) -> None:
-        self._small -= size
 
     def take_no_more_bodies(self) -> None:
         """The server stops, so requests whose bodies still arrive get no answer."""
@@ -611,8 +614,7 @@ class _Answering(Response):
         """Server-sent events.  With usage wanted, each has the field, as at OpenAI."""
         if self._wanted.usage:
             events = [event if "error" in event else {"usage": None, **event} for event in events]
-        lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events]
-        await self._send(send, "".join(lines).encode(), more=more)
+        await self._send(send, "".join(map(event_text, events)).encode(), more=more)
 
     async def _json(
         self, send: Send, status: int, found: Mapping[str, Any], headers: Mapping[str, str]

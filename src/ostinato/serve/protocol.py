@@ -542,6 +542,15 @@ def chunk_object(
     return {**head, "object": _OBJECTS[kind][1], "choices": [choice]}
 
 
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\u0085\u2028\u2029"}
+"""Unicode's, where some clients split what is one line; JSON escapes those of ASCII."""
+
+
+def event_text(found: Mapping[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(found, ensure_ascii=False).translate(_LINE_ENDS)}\n\n"
+
+
 def model_object(name: str, created: int) -> dict[str, Any]:
     """A line of the list of models."""
     return {"id": name, "object": "model", "created": created, "owned_by": "ostinato"}
