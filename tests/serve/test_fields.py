@@ -17,7 +17,14 @@ pytest.importorskip("ostinato.serve.protocol")
 from ostinato import open_device
 from ostinato.models import SamplingOptions
 from ostinato.serve import protocol
-from ostinato.serve.protocol import ApiError, Chat, Kind, Wanted, event_text, read_request
+from ostinato.serve.protocol import (
+    ApiError,
+    Chat,
+    Kind,
+    CompletionRequest,
+    event_text,
+    read_request,
+)
 from tests.models.model_files import write_gguf
 from tests.serve.serving import MODEL, call, open_generator, running
 
@@ -43,7 +50,9 @@ def listed() -> dict[str, str]:
 LISTED = listed()
 
 
-def read(kind: Kind = "chat", sampling: SamplingOptions = PLAIN, **fields: object) -> Wanted:
+def read(
+    kind: Kind = "chat", sampling: SamplingOptions = PLAIN, **fields: object
+) -> CompletionRequest:
     prompt: dict[str, object] = {"prompt": "x"}
     if kind == "chat":
         prompt = {"messages": [{"role": "user", "content": "x"}]}

@@ -55,10 +55,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM
-    "add_generation_prompt": (True,),
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "continue_final_message": (False,),
     "documents": ([],),
     "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
