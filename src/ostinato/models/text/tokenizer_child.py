@@ -77,7 +77,8 @@ def _opened(
         largest = max((*ids, *known))
         texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
     # Training often adds a token for padding, which a model is never given.
-    if largest > rows or (largest == rows and encoder.id_to_token(rows) != pad):
+    only_padding = largest == rows and pad is not None and encoder.id_to_token(rows) == pad
+    if largest >= rows and not only_padding:
         raise ModelFormatError(f"has ids up to {largest}, the embedding only {rows} rows")
     encoder.no_truncation()  # what was set for training would cut prompts silently
     encoder.no_padding()
