@@ -20,8 +20,8 @@ from ostinato.serve import protocol
 from ostinato.serve.protocol import (
     ApiError,
     Chat,
-    Kind,
     CompletionRequest,
+    Kind,
     event_text,
     read_request,
 )
