@@ -52,7 +52,7 @@ class RandomGenerator:
         texts = [f"\u2581{token}" for token in range(self.decoder.config.vocabulary)]
         none = frozenset[int]()
         parts = TokenizerParts(
-            "random", lambda text, special: [1], texts, False, False, none, none, None, ()
+            "random", lambda text, special: [1], texts, False, False, none, none, None, (), {}
         )
         self.tokenizer = Tokenizer(parts)
 

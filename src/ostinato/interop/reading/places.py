@@ -47,7 +47,7 @@ def places_of(
     function: Callable[..., Any], attributes: set[str], functions: list[types.FunctionType]
 ) -> Iterator[ReadPlace]:
     """What is read of a function, of whatever kind; adds the attributes that it names, and the
-    functions in Python that it consists of."""
+    user's functions that it consists of."""
     if isinstance(function, Current):
         yield ReadPlace("the function", function.now)
         function = function.first
@@ -73,7 +73,8 @@ def places_of(
     met: set[int] = set()
     while isinstance(plain, types.FunctionType) and id(plain) not in met:
         met.add(id(plain))
-        functions.append(plain)
+        if is_own(plain):
+            functions.append(plain)
         yield from _places_of_one(plain, owner, attributes)
         plain = getattr(plain, "__wrapped__", None)
         plain = getattr(plain, "__func__", plain)
@@ -99,7 +100,7 @@ def _places_of_one(
     space = function.__globals__
     named, attributes, modules = _names(code)
     named_attributes |= attributes
-    for name in modules:
+    for name in modules if is_own(function) else ():
         read = functools.partial(sys.modules.get, name, Missing)
         yield ReadPlace(name, read, ("item", sys.modules, name))
     for name in named:
