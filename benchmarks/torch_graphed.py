@@ -107,6 +107,7 @@ def _way(way: str, work: Work, args: tuple[Any, ...], device: ost.Device) -> Cal
         else:
             plain = function
         made: Any = torch.cuda.make_graphed_callables(plain, args)
+        made.work = work  # keeps the weights: the graphs of a function have addresses alone
         return made
     if way == "compile":
         torch._dynamo.reset()
