@@ -563,7 +563,9 @@ def test_large_bodies_are_read_a_few_at_a_time(
         ends.set()
         for one in sent:
             one.result(SECONDS)
-        assert [an_answer(raw).status for raw in raws] == [200] * count
+        statuses = [an_answer(raw).status for raw in raws]
+        # The engine's queue of two may be full again when one has been read.
+        assert {*statuses} <= {200, 429} and statuses.count(200) >= 2
         assert room.free == room.size and not server.service._arriving
 
 
