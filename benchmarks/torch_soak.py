@@ -23,7 +23,7 @@ from typing import Any
 import ostinato as ost
 from benchmarks import common
 from benchmarks.soak import DEVICE_SLACK, POINTS, PROCESS_SLACK, Part
-from ostinato.interop.reading.library import _LIMITS as LIMITS
+from ostinato.interop.reading.library import LIMITS
 
 CALLS = 100_000
 KEYS = 50

@@ -918,7 +918,9 @@ class _Work(Work):
     def warm_ups(self, counts: Counts) -> int:
         return int(self.call.warmed)
 
-    submitted = 0  # by the library, which does not tell
+    @property
+    def submitted(self) -> int:
+        return 0  # by the library, which does not tell
 
     def words(self, decision: Decision) -> str:
         told = decision.reason in (Reason.NOT_GRAPHABLE, Reason.BUILD_FAILED, Reason.MISMATCH)

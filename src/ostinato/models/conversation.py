@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 from ostinato.errors import InputError, ModelFormatError
@@ -27,11 +26,10 @@ from ostinato.models.files.reading import read_json, write_file
 from ostinato.models.generation import Generation, Generator
 from ostinato.models.sampling import GREEDY, SamplingOptions
 from ostinato.models.stop_strings import checked_stops
+from ostinato.models.text.chat import NO_ARGS
 
 MAX_ANSWER = 1024
 """Tokens of one answer at most, if `max_tokens` is not given."""
-NO_ARGS: Mapping[str, object] = MappingProxyType({})
-"""Variables of a chat template: none."""
 
 _FORMAT, _VERSION = "ostinato conversation", 1
 

@@ -24,7 +24,7 @@ from ostinato import Device
 from ostinato.driver.closeable import Closeable
 from ostinato.errors import InputError
 from ostinato.models.arguments import quoted, require_function, token_ids, whole
-from ostinato.models.conversation import MAX_ANSWER, NO_ARGS, Conversation
+from ostinato.models.conversation import MAX_ANSWER, Conversation
 from ostinato.models.decoder import Decoder
 from ostinato.models.files.advice import read_advice
 from ostinato.models.files.checkpoint import Checkpoint
@@ -33,7 +33,7 @@ from ostinato.models.generation import Generation
 from ostinato.models.run import RunOptions
 from ostinato.models.sampling import GREEDY, SamplingOptions, require_options
 from ostinato.models.stop_strings import checked_stops
-from ostinato.models.text.chat import DEFAULT_TEMPLATE, ChatTemplate, prepare
+from ostinato.models.text.chat import DEFAULT_TEMPLATE, NO_ARGS, ChatTemplate, prepare
 from ostinato.models.text.tokenizer import Tokenizer, load_tokenizer, read_chat_template
 
 

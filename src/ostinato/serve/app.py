@@ -52,9 +52,9 @@ _SMALL_BODY = 64 << 10
 """Bytes that are read in a millisecond.  Larger ones are not read on the thread of all streams, and
 one after the other, so that small ones wait for none of them."""
 _SMALL_BYTES = 16 << 20
-"""Of small bodies together: requests beyond it are refused."""
+"""Bytes that small bodies may take together: requests beyond it are refused."""
 _LARGE_BYTES = 64 << 20
-"""Of large bodies together: those beyond it wait."""
+"""Bytes that large bodies may take together: those beyond it wait."""
 _COMMENT_SECONDS = 5.0
 """A stream without an event gets a comment so often: proxies cut silent ones."""
 _STATISTICS_SECONDS = 2.0

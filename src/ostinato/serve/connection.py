@@ -132,9 +132,8 @@ class Connection(H11Protocol):
         """
         self._dropping = True
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = (
-                True  # for uvicorn: nothing more is sent, and that is no error
-            )
+            # For uvicorn: nothing more is sent, and that is no error.
+            self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.transport.is_closing():
             return

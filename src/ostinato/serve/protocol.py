@@ -225,12 +225,11 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Comple
         "top_p": fields.take("top_p", _number, None),
         "top_k": fields.take("top_k", _top_k, None),
         "min_p": fields.take("min_p", _number, None),
-        "repetition_penalty": fields.take("repeat_penalty", _no_penalty, None),
+        "repetition_penalty": fields.take(
+            "repetition_penalty", _number, fields.take("repeat_penalty", _no_penalty, None)
+        ),
         "seed": 0 if seed is None else seed % _MOST_SEED,
     }
-    penalty = fields.take("repetition_penalty", _number, None)
-    if penalty is not None:
-        named["repetition_penalty"] = penalty
     if named["top_p"] == 0:  # of no probability mass the likeliest token is left
         named |= {"top_p": None, "temperature": 0.0}
     wanted = CompletionRequest(

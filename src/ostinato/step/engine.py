@@ -20,7 +20,6 @@ otherwise the answer is the same: replay.
 from __future__ import annotations
 
 import logging
-import operator
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -171,10 +170,10 @@ class Work(ABC):
         """How many runs of its key were warm-ups."""
         return counts.eager
 
-    submitted: Any = property(
-        operator.attrgetter("stream.submitted"),
-        doc="How many operations were submitted to its stream so far.",
-    )
+    @property
+    def submitted(self) -> int:
+        """How many operations were submitted to its stream so far."""
+        return self.stream.submitted
 
     def words(self, decision: Decision) -> str:
         """The reason of an eager run, as it is counted."""

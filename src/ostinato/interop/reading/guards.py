@@ -33,7 +33,7 @@ from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Hashable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -79,53 +79,48 @@ Trail: TypeAlias = tuple[Any, ...]
 """Where a value is: the name of its place, then what it is an item or an attribute of."""
 
 
-class Walker(Protocol):
-    """Takes what a walk through all that a function uses meets (`Guards.walk`), in order."""
+class Walker:
+    """Takes what a walk through all that a function uses meets (`Guards.walk`), in order.  What it
+    does not define is passed over."""
 
     def start(self) -> None:
         """Before each place of the function itself, and before those of functions that it calls."""
-        ...
 
-    def place(self, place: ReadPlace, value: Any) -> None: ...
+    def place(self, place: ReadPlace, value: Any) -> None:
+        pass
 
-    def array(self, path: Trail, array: Any) -> None: ...
+    def array(self, path: Trail, array: Any) -> None:
+        pass
 
-    def plain(self, path: Trail, value: Any) -> None: ...
+    def plain(self, path: Trail, value: Any) -> None:
+        pass
 
     def function(self, path: Trail, value: types.FunctionType) -> None:
         """One of the user's that may be called: its code and its default values may be replaced
         (`%autoreload`)."""
-        ...
 
     def methods(self, kind: type, found: dict[str, Any]) -> None:
         """What the code names of a class of the user's: its methods may be replaced."""
-        ...
 
     def variable(self, path: Trail, value: Any, content: Any) -> None:
         """A context variable or a weak reference, before its content."""
-        ...
 
     def watched(self, path: Trail, watch: Watch) -> None:
         """Before what else it holds."""
-        ...
 
     def container(self, path: Trail, value: Any, head: Hashable, children: list[Any]) -> None:
         """Before its children."""
-        ...
 
     def contents(self, path: Trail, value: Any, token: Hashable) -> None:
         """Something that is compared by what it holds."""
-        ...
 
     def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
         """Anything else, before those of its attributes that are looked at; None if none is.
 
         `inner`: it is somewhere in another object, and these are those that the code names."""
-        ...
 
     def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
         """The items of something else that is a container, before they are looked at."""
-        ...
 
 
 class Seen(NamedTuple):  # it is made in each call, and a dataclass takes twice as long
@@ -181,7 +176,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class _Reading:
+class _Reading(Walker):
     """A walk that makes a key."""
 
     def __init__(self, serial: Callable[[object], int]) -> None:
@@ -192,9 +187,6 @@ class _Reading:
 
     def start(self) -> None:
         self.starts.append((len(self.tokens), len(self.arrays)))
-
-    def place(self, place: ReadPlace, value: Any) -> None:
-        pass
 
     def array(self, path: Trail, array: Any) -> None:
         self.tokens.append(Leaf)  # where it is: `[array, 2.0]` is not `[2.0, array]`
@@ -297,8 +289,8 @@ class _Met(set[int]):
         self.called: list[tuple[types.FunctionType, bool]] = []
         """The user's functions that may be called; and whether they hardly are: those of a class
         that the code names, perhaps for `isinstance` alone."""
-        self.kinds: set[tuple[type, frozenset[str]]] = set()
-        """Classes whose methods were shown."""
+        self.kinds: set[tuple[type, bool]] = set()
+        """Classes whose methods were shown, and whether as hardly called."""
         self._called: set[tuple[types.FunctionType, bool]] = set()
 
     def call(self, functions: Iterable[types.FunctionType], *, hardly: bool = False) -> None:
@@ -343,7 +335,7 @@ class Guards:
         """Attributes that the function's code names."""
         self._described: set[type] = set()
         """Classes of which the code names an attribute that a descriptor in Python makes."""
-        self._learned: dict[tuple[type, frozenset[str]], _Methods] = {}
+        self._learned: dict[tuple[type, bool], _Methods] = {}
         self._function = function
         self._called: weakref.WeakKeyDictionary[
             types.FunctionType, tuple[types.CodeType, tuple[ReadPlace, ...]]
@@ -523,7 +515,7 @@ class Guards:
         own = isinstance(value, types.FunctionType) or value is os or is_own(value)
         own = own and depth < _DEEPEST and id(value) not in met
         if own and isinstance(value, type):  # it may be called
-            self._visit_methods(walker, value, _NOT_CALLED - _MAKING, met)
+            self._visit_methods(walker, value, met, hardly=True)
         inside = data_in(value, self._named) if own else None
         if inside or isinstance(value, types.ModuleType):
             met.add(id(value))
@@ -565,7 +557,7 @@ class Guards:
         kind: Any = type(value)
         shared = {}
         if own_bases(kind):
-            self._visit_methods(walker, kind, _NOT_CALLED, met)
+            self._visit_methods(walker, kind, met, hardly=False)
             shared = data_of(kind, named - found.keys())
         if inner and kind not in self._described:
             names = named.intersection(found)
@@ -581,18 +573,21 @@ class Guards:
                 inside[name] = found[name]
         return inside | {name: shared[name] for name in sorted(shared)} if shared else inside
 
-    def _visit_methods(self, walker: Walker, kind: Any, besides: frozenset[str], met: _Met) -> None:
-        """The methods of a class of the user's that may be called, without some special ones."""
-        named, known = self._named, self._learned.get((kind, besides))
+    def _visit_methods(self, walker: Walker, kind: Any, met: _Met, *, hardly: bool) -> None:
+        """The methods of a class of the user's that may be called.  `hardly`: the code names the
+        class itself, so its constructor is one of them."""
+        named, known = self._named, self._learned.get((kind, hardly))
         found = {} if known is None else methods_of(kind, known.names)
         if known is None or known.named != len(named) or known.found != found:
             if known is not None and known.found != found:
                 forget_methods()
+            special = _MAKING if hardly else frozenset()
             names = {
                 name
                 for name in dir(kind)
                 if name in named
-                or (name.startswith("__") and name.endswith("__") and name not in besides)
+                or name in special
+                or (name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED)
             }
             functions: list[types.FunctionType] = []
             for name in sorted(names):
@@ -602,10 +597,10 @@ class Guards:
                 self._described.add(kind)
             found = methods_of(kind, names)
             known = _Methods(len(named), names, found, functions)
-            self._learned[kind, besides] = known
-        met.call(known.functions, hardly=besides is not _NOT_CALLED)
-        if found and (kind, besides) not in met.kinds:
-            met.kinds.add((kind, besides))
+            self._learned[kind, hardly] = known
+        met.call(known.functions, hardly=hardly)
+        if found and (kind, hardly) not in met.kinds:
+            met.kinds.add((kind, hardly))
             walker.methods(kind, found)
 
     def _visit_all(

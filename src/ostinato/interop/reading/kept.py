@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.interop.reading.guards import Guarded, Guards, Trail
+from ostinato.interop.reading.guards import Guarded, Guards, Trail, Walker
 from ostinato.interop.reading.objects import Missing, Slots, Watch, holders_of, same
 from ostinato.interop.reading.places import ReadPlace
 
 
-class HostSnapshot:
-    """A walk (`guards.Walker`) that notes what all that it meets holds.  What is in the memory of
+class HostSnapshot(Walker):
+    """Notes what all that it meets holds.  What is in the memory of
     arrays is not noted: a capture writes none.
 
     Only what changes between `begin` and `end` is put back: other threads may change the same
@@ -75,30 +75,12 @@ class HostSnapshot:
             self._names |= guards.named
             guards.walk(self)
 
-    def start(self) -> None:
-        pass
-
     def place(self, place: ReadPlace, value: Any) -> None:
         how, held, name = place.source
         if isinstance(held, type):  # the class that has it, not one that inherits it
             held = next((base for base in held.__mro__ if name in vars(base)), held)
         if how in ("item", "attribute"):
             self._named.append((held, name, value))
-
-    def array(self, path: Trail, array: Any) -> None:
-        """See `Library.attached`."""
-
-    def plain(self, path: Trail, value: Any) -> None:
-        """It cannot change."""
-
-    def function(self, path: Trail, value: types.FunctionType) -> None:
-        """No run is expected to change it; what does is found as changed state."""
-
-    def methods(self, kind: type, found: dict[str, Any]) -> None:
-        pass
-
-    def variable(self, path: Trail, value: Any, content: Any) -> None:
-        """As `function`."""
 
     def watched(self, path: Trail, watch: Watch) -> None:
         if isinstance(watch, Guarded):

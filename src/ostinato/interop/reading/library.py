@@ -22,7 +22,7 @@ from ostinato.lowlevel import new_lock
 from ostinato.settings import graphs_enabled
 from ostinato.step import Buckets, CaptureLimits
 
-_LIMITS = CaptureLimits(per_key=8, within=1000)
+LIMITS = CaptureLimits(per_key=8, within=1000)
 """Of the cache that `graphed` makes: a key that is evicted all the time is run eagerly."""
 _SHARE = 4
 """Which part of the device's memory the graphs of a function may hold."""
@@ -332,7 +332,7 @@ def own_cache(device: Device, budget: int | str | None) -> GraphCache:
     """
     if budget is None:
         budget = device.properties.total_memory // _SHARE or None
-    return GraphCache(device, budget=budget, limits=_LIMITS)
+    return GraphCache(device, budget=budget, limits=LIMITS)
 
 
 def cuda_index(device: Device) -> int:

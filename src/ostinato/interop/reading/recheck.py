@@ -23,6 +23,7 @@ from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import (
     Guards,
     Trail,
+    Walker,
     code_token,
     content_of,
     contents_of,
@@ -258,7 +259,7 @@ class Checks:
         return _extension.Recheck(positional, tuple(names), self._slots, tuple(self._made))
 
 
-class _Noting:
+class _Noting(Walker):
     """A walk through what a function uses that notes where each value is.
 
     `tokens` and `arrays` become what `Guards.read` gives."""
@@ -267,9 +268,6 @@ class _Noting:
         self._checks, self._guards = checks, guards
         self.tokens: list[Hashable] = []
         self.arrays: list[Any] = []
-
-    def start(self) -> None:
-        pass
 
     def place(self, place: ReadPlace, value: Any) -> None:
         how, held, name = place.source

@@ -33,10 +33,9 @@ import numpy as np
 from ostinato import Buffer, Graph, GraphStore, MemoryRange, Stream
 from ostinato.errors import InputError
 from ostinato.graphfile import LoadedGraph, Twin
-from ostinato.interop.reading.guards import Guarded, Guards, Trail, in_words
+from ostinato.interop.reading.guards import Guarded, Guards, Trail, Walker, in_words
 from ostinato.interop.reading.library import Library
 from ostinato.interop.reading.objects import Watch
-from ostinato.interop.reading.places import ReadPlace
 from ostinato.interop.reading.trees import (
     Itself,
     children_of,
@@ -312,7 +311,7 @@ def _version(module: str) -> str:
     return f"{top} {version}" if installed and version is not None else ""
 
 
-class Description:
+class Description(Walker):
     """What a function uses, as text and as arrays with names: both as in `Guards.read`."""
 
     def __init__(self, library: StoringLibrary) -> None:
@@ -338,23 +337,8 @@ class Description:
             guards.walk(self)
 
     # --- a walk (`guards.Walker`)
-    def start(self) -> None:
-        pass
-
-    def place(self, place: ReadPlace, value: Any) -> None:
-        """Its name comes with what is in it."""
-
     def plain(self, path: Trail, value: Any) -> None:
         self.add(in_words(path), value)
-
-    def function(self, path: Trail, value: types.FunctionType) -> None:
-        """`text_of` the function has its code."""
-
-    def methods(self, kind: type, found: dict[str, Any]) -> None:
-        pass
-
-    def variable(self, path: Trail, value: Any, content: Any) -> None:
-        """Its content comes next."""
 
     def watched(self, path: Trail, watch: Watch) -> None:
         if isinstance(watch, Guarded):

@@ -24,6 +24,8 @@ DEFAULT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 # A long conversation renders in some 10 ms; compiling a long template takes 100.
+NO_ARGS: Mapping[str, object] = MappingProxyType({})
+"""Variables of a chat template: none."""
 _SECONDS = 10.0
 _MEMORY = 512 << 20
 _MAX_TEXT = 1 << 20  # characters, beside what the messages hold
@@ -53,7 +55,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_last: bool = False,
-        variables: Mapping[str, object] = MappingProxyType({}),
+        variables: Mapping[str, object] = NO_ARGS,
     ) -> str:
         """The prompt for `messages`: mappings with the strings `role` and `content`; one that has
         `tool_calls` needs no content.

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import models
 
 from ostinato.errors import InputError, ModelFormatError, UnsupportedModelError
-from ostinato.models.text.tokenizer_parts import guarded
+from ostinato.models.text.tokenizer_parts import ADDED_FLAGS, SPECIAL_FLAGS, guarded
 
 # The one tokenizer, and how many rows the embedding has.
 _encoders: list[tuple[tokenizers.Tokenizer, int]] = []
@@ -66,7 +66,7 @@ def _opened(
         encoder = guarded(lambda: tokenizers.Tokenizer.from_str(changed), "is damaged")
     named = {entry[0] for entry in special}
     _add(encoder, [entry for entry in added if entry[0] < rows], named)
-    _add_special(encoder, [*special, *([[pad, *_SPECIAL]] if pad else [])], rows)
+    _add_special(encoder, [*special, *([[pad, *SPECIAL_FLAGS]] if pad else [])], rows)
     known = encoder.get_added_tokens_decoder()
     largest = encoder.get_vocab_size(with_added_tokens=True) - 1
     texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
@@ -123,10 +123,6 @@ def _as_llama(made: dict[str, Any], scheme: str, listed: bool) -> str:
     return json.dumps(made)
 
 
-# Flags of a token that is named by its text alone.
-_SPECIAL = (False, False, False, False, True)
-
-
 def _add(encoder: tokenizers.Tokenizer, entries: list[list[Any]], named: set[str]) -> None:
     """Adds tokens that the tokenizer.json does not have, or has with other flags; in the order of
     their ids, which must come out.  `named`: special tokens, if an entry has no flags."""
@@ -165,14 +161,13 @@ def _add_special(encoder: tokenizers.Tokenizer, entries: list[list[Any]], rows: 
 
 
 def _put(encoder: tokenizers.Tokenizer, text: str, flags: list[bool]) -> None:
-    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    made = tokenizers.AddedToken(text, **dict(zip(names, flags, strict=True)))
+    made = tokenizers.AddedToken(text, **dict(zip(ADDED_FLAGS, flags, strict=True)))
     add = encoder.add_special_tokens if flags[-1] else encoder.add_tokens
     guarded(lambda: add([made]), "is damaged")
 
 
 def _flags(one: tokenizers.AddedToken) -> list[bool]:
-    return [one.single_word, one.lstrip, one.rstrip, one.normalized, one.special]
+    return [getattr(one, name) for name in ADDED_FLAGS]
 
 
 # How a decoder of SentencePiece's pieces may go; settings that are not here change nothing.

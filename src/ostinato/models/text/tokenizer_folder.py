@@ -16,13 +16,12 @@ from ostinato.errors import ModelError, ModelFormatError
 from ostinato.models.arguments import quoted
 from ostinato.models.files.reading import read_file, read_json
 from ostinato.models.text.child import Child
-from ostinato.models.text.tokenizer_parts import TokenizerParts
+from ostinato.models.text.tokenizer_parts import ADDED_FLAGS, SPECIAL_FLAGS, TokenizerParts
 
 # The largest tokenizer.json in use has 33 MB; it takes 0.9 s and 350 MB to build.
 _MAX_TOKENIZER_JSON = 64 << 20
 _SECONDS = 60.0
 _MEMORY = 2 << 30
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMED = (
     "bos_token",
     "eos_token",
@@ -126,10 +125,10 @@ def _prepend_scheme(config: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """A token's text and its `_FLAGS`."""
+    """A token's text and its `ADDED_FLAGS`."""
 
     text: str
-    flags: tuple[bool, ...] = (False, False, False, False, True)
+    flags: tuple[bool, ...] = SPECIAL_FLAGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +213,13 @@ def _token(value: object, what: str) -> _Token:
         raise ModelFormatError(f"{what} {quoted(text)} is no Unicode text") from None
     if not isinstance(value, Mapping):
         return _Token(text)
-    return _Token(text, (*(value.get(name) is True for name in _FLAGS[:-1]), True))
+    return _Token(text, (*(value.get(name) is True for name in ADDED_FLAGS[:-1]), True))
 
 
 def _added_tokens(path: Path, config: Mapping[str, object]) -> list[list[object]]:
     """Tokens that tokenizer_config.json adds, or else added_tokens.json: id, text, and their
-    `_FLAGS`, which only the former has; in the order of ids.  Mostly tokenizer.json has them too;
-    where it does not, transformers takes them from here.
+    `ADDED_FLAGS`, which only the former has; in the order of ids.  Mostly tokenizer.json has them
+    too; where it does not, transformers takes them from here.
 
     Raises ModelFormatError, OSError.
     """
@@ -236,8 +235,8 @@ def _added_tokens(path: Path, config: Mapping[str, object]) -> list[list[object]
         text = entry.get("content") if isinstance(entry, Mapping) else None
         if not number.isdecimal() or len(number) > 9 or not isinstance(text, str) or not text:
             raise ModelFormatError(f"{file}: added token {quoted(number)} is {quoted(entry)}")
-        flags = [entry[name] is True for name in _FLAGS if name in entry]
-        if 0 < len(flags) < len(_FLAGS):
+        flags = [entry[name] is True for name in ADDED_FLAGS if name in entry]
+        if 0 < len(flags) < len(ADDED_FLAGS):
             raise ModelFormatError(f"{file}: added token {number} lacks some of its flags")
         found.append((int(number), [int(number), text, *flags]))
     return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]

@@ -28,6 +28,12 @@ END_TOKENS = frozenset(
 """What models call the end of an answer, besides the one id that their file names."""
 
 
+ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+"""Of an added token, in the order in which they are passed on."""
+SPECIAL_FLAGS = (False, False, False, False, True)
+"""Those of a special token that is named by its text alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
     """What a source gives: the encoder, and what decoding and generation need to know.
