@@ -93,24 +93,25 @@ def alone(generator: TextGenerator, one: Job) -> tuple[str, int, End]:
 @contextmanager
 def running(generator: TextGenerator, **options: Any) -> Iterator[Server]:
     """A server on a free port, in a thread; it is stopped gracefully at the end.  By default it
-    draws from all tokens at temperature 1."""
+    draws from all tokens at temperature 1.  No other one may have the generator meanwhile."""
     from ostinato.serve.server import ServeOptions, Server
 
     plain = SamplingOptions(temperature=1.0)
     chosen = ServeOptions(**{"model": MODEL, "sampling": plain, **options})
     server = Server(generator, chosen, Server.bind("127.0.0.1", 0))
     failed: list[BaseException] = []
+    ready = threading.Event()
 
     def run() -> None:
         try:
-            server.run()
+            server.run(ready.set)
         except BaseException as error:
             failed.append(error)
 
     thread = threading.Thread(target=run, name="server")
     thread.start()
     try:
-        until(lambda: failed or server.engine.ready or server.engine.failure)
+        until(lambda: failed or ready.is_set())
         assert not failed, failed
         yield server
     finally:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,16 +43,23 @@ JSON = "content-type: application/json\r\n"
 CHUNKED = f"{JSON}transfer-encoding: chunked\r\n"
 
 
+@contextmanager
+def opened(model: Path) -> Iterator[TextGenerator]:
+    with open_device("host") as device, open_generator(device, model) as generator:
+        generator.decoder.set_stop_tokens(())
+        yield generator
+
+
 @pytest.fixture(scope="module")
 def generator(tiny_model: Path) -> Iterator[TextGenerator]:
-    with open_device("host") as device, open_generator(device, tiny_model) as opened:
-        opened.decoder.set_stop_tokens(())
-        yield opened
+    """For servers that a test starts."""
+    with opened(tiny_model) as generator:
+        yield generator
 
 
 @pytest.fixture(scope="module")
-def server(generator: TextGenerator) -> Iterator[Server]:
-    with running(generator) as started:
+def server(tiny_model: Path) -> Iterator[Server]:
+    with opened(tiny_model) as generator, running(generator) as started:
         yield started
 
 
@@ -155,7 +163,7 @@ def test_who_leaves_after_the_beginning_of_a_further_request_is_noticed(
     with held(server):
         with connect(server) as raw:
             raw.sendall(whole({**ASK, "max_tokens": 100, "stream": stream}))
-            until(lambda: watched(server))
+            until(lambda: server.engine._entries and watched(server))
             raw.sendall(more)
             until(lambda: ahead(server))
         until(lambda: not server.engine._entries)
@@ -366,7 +374,8 @@ def test_a_flood_of_log_lines_is_cut_to_a_few(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("ostinato.serve.log.time.monotonic", lambda: now)
+    # The module's own name: other threads need the real `time.monotonic` for their timers.
+    monkeypatch.setattr("ostinato.serve.log.time", SimpleNamespace(monotonic=lambda: now))
     log = Log(pipe[1], most=10)
     for number in range(50):
         log.handle(record(f"line {number}"))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import h11
@@ -138,7 +139,8 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
-        self.transport.write_eof()
+        with suppress(OSError):  # the client is gone
+            self.transport.write_eof()
         seconds = _STOPPING_DROP_SECONDS if self._stopping() else _DROP_SECONDS
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.transport.abort)

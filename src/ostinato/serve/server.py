@@ -204,7 +204,7 @@ class Server:
             now = time.monotonic()
             if self.engine.failure is not None:
                 self.stop()
-            elif self.engine.ready and not said:
+            elif self.engine.ready and self._uvicorn.started and not said:
                 said = True
                 self._ready()
             if self.engine.stopping:
