@@ -8,10 +8,8 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-
-import pytest
 
 import ostinato
 
@@ -104,8 +102,12 @@ def imports(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_point_down(path: Path) -> None:
+def test_imports_point_down() -> None:
+    wrong = [f"{path}: {why}" for path in FILES for why in upward_imports(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def upward_imports(path: Path) -> Iterator[str]:
     package = package_of(path)
     if package in (*FACES, "__main__"):
         return
@@ -116,39 +118,48 @@ def test_imports_point_down(path: Path) -> None:
             other = parts[1]
             if RANKS[package] >= 6 and other not in RANKS:
                 continue  # `from ostinato import launch`, `from ostinato.lowlevel import new_lock`
-            allowed = RANKS[other] < RANKS[package] or (package, other) in NEIGHBOURS
-            assert allowed, f"{package} (rank {RANKS[package]}) imports {name}"
+            if RANKS[other] >= RANKS[package] and (package, other) not in NEIGHBOURS:
+                yield f"{package} (rank {RANKS[package]}) imports {name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_upper_packages_use_public_names(path: Path) -> None:
-    package = package_of(path)
-    if package not in USERS:
-        return
+def test_upper_packages_use_public_names() -> None:
+    wrong = [
+        f"{path}: {why}"
+        for path in FILES
+        if package_of(path) in USERS
+        for why in private_imports(path)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def private_imports(path: Path) -> Iterator[str]:
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                private = alias.name.startswith("ostinato.")
-                assert not private, f"{path.name} imports {alias.name}: import names of ostinato"
+                if alias.name.startswith("ostinato."):
+                    yield f"imports {alias.name}: import names of ostinato"
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ostinato"):
             home = str(node.module)
-            if home.startswith(f"ostinato.{package}"):
+            if home.startswith(f"ostinato.{package_of(path)}"):
                 continue
-            assert home == "ostinato" or home.removeprefix("ostinato.") in PUBLIC, (
-                f"{path.name} imports from {home}: export under ostinato what it needs"
-            )
+            if home != "ostinato" and home.removeprefix("ostinato.") not in PUBLIC:
+                yield f"imports from {home}: export under ostinato what it needs"
+                continue
             public = importlib.import_module(home).__all__
             for alias in node.names:
-                assert alias.name in public, f"{path.name}: {home}.{alias.name} is not public"
+                if alias.name not in public:
+                    yield f"{home}.{alias.name} is not public"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_foreign_libraries_stay_home(path: Path) -> None:
-    where = path.relative_to(SOURCE).as_posix()
-    for name in imports(path):
-        homes = HOMES.get(name.split(".")[0])
-        if homes is not None:
-            assert where.startswith(homes), f"{where} imports {name}; it belongs in {homes}"
+def test_foreign_libraries_stay_home() -> None:
+    wrong = []
+    for path in FILES:
+        where = path.relative_to(SOURCE).as_posix()
+        for name in imports(path):
+            homes = HOMES.get(name.split(".")[0])
+            if homes is not None and not where.startswith(homes):
+                wrong.append(f"{where} imports {name}; it belongs in {homes}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
