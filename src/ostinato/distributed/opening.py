@@ -16,7 +16,7 @@ def open_collectives(group: Group, device: Device, way: str | None = None) -> Co
     All ranks call this in the same order.  A failure of the group ends waits in the collectives;
     the group closes them.  `way`, or OSTINATO_COLLECTIVES if None:
 
-        "auto"      small messages in the ranks' memory (`exchange`) if all ranks reach each other's,
+        "auto"      small messages in the ranks' memory (`exchange`) if all reach each other's,
                     others by NCCL.  On the host device everything by the group's channel
         "exchange"  small messages in the ranks' memory, or NotAvailableError
         "library"   everything by NCCL, on the host device by the group's channel
