@@ -140,7 +140,7 @@ def _note(words: str) -> None:
 
 
 class _Interrupts:
-    """Raises KeyboardInterrupt for Ctrl-C only in blocks that may be interrupted anywhere.
+    """A SIGINT handler that interrupts only blocks which may end anywhere (KeyboardInterrupt).
 
     Outside such blocks Ctrl-C is deferred to the next one, so that no output is cut or written
     twice.  A second Ctrl-C in the meantime raises at once, since the program may hang.
@@ -251,7 +251,7 @@ class _Input:
 
 
 class _Session:
-    """Reads and answers messages and commands, until the input or the user ends the conversation.
+    """A loop that answers messages and commands, until the input or the user ends the conversation.
 
     `spell`: replaces argument names in the library's messages by options.  `failed`: True if a
     message could not be answered, or a command failed.

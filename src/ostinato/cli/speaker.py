@@ -1,5 +1,4 @@
-"""What `generate`, `chat` and `serve` share: loading a model, sampling options, printing
-answers."""
+"""The parts that `generate`, `chat` and `serve` share: loading, sampling options, printing."""
 
 from __future__ import annotations
 

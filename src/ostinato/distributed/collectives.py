@@ -94,15 +94,15 @@ class Collectives(Closeable, ABC):
 
     @abstractmethod
     def all_reduce(self, source: Buffer, out: Buffer) -> tuple[Operation, ...]:
-        """out = the sum of every rank's `source`; float32 of one shape.  Both may be the same
-        buffer, but must not overlap partly."""
+        """Sets `out` to the sum of every rank's `source`; float32 of one shape.  Both may be the
+        same buffer, but must not overlap partly."""
 
     @abstractmethod
     def accumulate(
         self, target: Buffer, partial: Buffer, *, programmatic: bool = False
     ) -> tuple[Operation, ...]:
-        """target += the sum of every rank's `partial`, and partial = 0: float32 of one shape, in
-        disjoint memory.
+        """Adds the sum of every rank's `partial` to `target`, and sets `partial` to 0: float32 of
+        one shape, in disjoint memory.
 
         `programmatic`: uses programmatic dependent launch, if `programmatic` allows it: the kernel
         starts before its predecessor on the stream ends, and then waits for it.  That predecessor

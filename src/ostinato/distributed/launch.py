@@ -98,7 +98,8 @@ def place_of(environ: Mapping[str, str] | None = None) -> Place | None:
 
 
 def _of_torch(env: Mapping[str, str], *, alone: bool) -> Place | None:
-    """`alone`: there is no other launcher, so an incomplete pair of variables is an error."""
+    """Reads torchrun's variables.  `alone`: no other launcher is there, so half of them is an
+    error."""
     names = [name for name in ("RANK", "WORLD_SIZE") if name in env]
     if not names or (len(names) == 1 and not alone):
         return None

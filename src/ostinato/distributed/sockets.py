@@ -83,7 +83,7 @@ def packed(head: dict[str, Any], payload: bytes = b"") -> bytes:
 
 
 class Reader:
-    """Assembles received bytes into messages.  `most`: largest payload in bytes."""
+    """The received bytes, split into messages.  `most`: largest payload in bytes."""
 
     def __init__(self, most: int = _MOST_PAYLOAD) -> None:
         self.most = most

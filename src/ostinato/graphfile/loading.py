@@ -201,7 +201,8 @@ class Guard:
 
 
 class Loader:
-    """Loads one file.  `bases`: addresses of the blocks; `owners`: the objects that own them."""
+    """One loading of a file.  `bases`: addresses of the blocks; `owners`: the objects that own
+    them."""
 
     def __init__(
         self,
@@ -211,8 +212,8 @@ class Loader:
         *,
         rooms: Mapping[int, int] | None = None,
     ) -> None:
-        """`rooms`: for the check; each block is an allocation of its own between guards.  Its
-        values: bytes behind the block in its allocation where the graph was saved, if known."""
+        """Takes `rooms` for the check: each block gets an allocation of its own between guards.
+        Its values: bytes behind the block in its allocation where the graph was saved, if known."""
         self._context = context
         self._rooms = rooms
         self.guards: list[Guard] = []
@@ -662,11 +663,10 @@ class Loader:
 
 
 class _Kept:
-    """Makes the tuples of objects that nodes keep alive; nodes with the same objects share one
-    tuple."""
+    """The objects that nodes keep alive, as tuples; nodes with the same objects share one tuple."""
 
     def __init__(self, owners: Sequence[object]) -> None:
-        """`owners`: the owner of each block's memory."""
+        """Takes the owner of each block's memory."""
         self._owners = owners
         self._made: dict[tuple[object, ...], tuple[object, ...]] = {}
 
@@ -691,7 +691,7 @@ class _Launches:
         conditions: Sequence[ConditionalHandle],
         kept: _Kept,
     ) -> None:
-        """`loaded`: the kernels of the manifest's functions."""
+        """Takes in `loaded` the kernels of the manifest's functions."""
         self._kernels, self._loaded, self._kept = kernels, loaded, kept
         self._words = words = kernels.words
         starts = kernels.starts.tolist()

@@ -34,7 +34,7 @@ class Plain:
     __slots__ = ("_data", "_read", "_where")
 
     def __init__(self, data: object, *where: object) -> None:
-        """`where`: parts of the object's place, joined only for an error."""
+        """Takes in `where` the parts of the object's place, which are joined only for an error."""
         self._where = where
         self._read: list[str] = []
         if not isinstance(data, dict):

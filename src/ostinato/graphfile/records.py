@@ -94,7 +94,7 @@ class Look:
 
 
 def look_of(target: Target) -> Look | None:
-    """The look of a target, or None for untyped memory.  Raises InputError as `array_interface`."""
+    """Returns the look of a target, None if untyped.  Raises InputError as `array_interface`."""
     if isinstance(target, MemoryRange) or (isinstance(target, Buffer) and target.dtype is BYTES):
         return None
     if isinstance(target, Buffer | np.ndarray):

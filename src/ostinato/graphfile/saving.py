@@ -81,7 +81,7 @@ from ostinato.memory.ranges import KnownRanges, Target, merged, range_of
 from ostinato.memory.restoring import put_back
 
 Keeping = Literal["stored", "by name"]
-"""Whether the file stores the constants' content, or the constants are given by name at loading."""
+"""Storage of constants: their content is in the file, or they are given by name at loading."""
 
 _CHECK_SECONDS = 120.0
 _MOST_STRAYS = 8
@@ -410,7 +410,7 @@ def _piece(
     inside: Sequence[_Named],
     context: Context,
 ) -> _Piece:
-    """`uses`: addresses in the block.  `inside`: named buffers that begin in it."""
+    """Describes a block.  `uses`: addresses in it.  `inside`: named buffers that begin in it."""
     users = {use.place: use.path for use in uses}
     access = Access(0)
     for use in uses:
@@ -643,7 +643,7 @@ class _Content:
         pieces: Sequence[_Piece],
         needed: Collection[str] | None,
     ) -> None:
-        """`needed`: names whose blocks are read; None for all blocks."""
+        """Reads the blocks of the names in `needed`; all blocks if None."""
         self._driver = context.driver
         self._stream = stream
         self._pieces = pieces

@@ -282,5 +282,5 @@ def _codes(signature: Signature | None, slots: tuple[object, ...]) -> str | None
 
 
 def _pack_nothing(values: tuple[object, ...]) -> bytes | None:
-    """The `Pack` of kernels whose arguments are always packed by their signature."""
+    """Packs nothing: for kernels whose arguments are always packed by their signature."""
     return None

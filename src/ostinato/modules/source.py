@@ -285,7 +285,7 @@ def _refuse_file_name(value: object) -> None:
 def kernel(
     signature: str, cuda: str, *, name: str | None = None
 ) -> Callable[[Callable[..., object]], Source]:
-    """A decorator: makes a `Source` of one kernel in both languages, for both drivers.
+    """Returns a decorator that makes a `Source` of one kernel in both languages, for both drivers.
 
         @ost.kernel("x: *f32, factor: f32, n: u32", r\"\"\"
         extern "C" __global__ void scale(float* x, float factor, unsigned n) { … }\"\"\")
@@ -294,8 +294,8 @@ def kernel(
 
         loaded = device.kernel(scale)
 
-    The function is the kernel for the CPU, as `host_kernel` has it, which must do the same.  `cuda`
-    is CUDA C++ text with a kernel of the function's name, or of `name`.  Raises InputError as
+    The function is the kernel for the CPU, as for `host_kernel`, and must do the same.  `cuda`:
+    CUDA C++ text with a kernel of the function's name, or of `name`.  Raises InputError as
     `host_kernel` and `Source` do.
     """
     from ostinato.driver.host.kernel import host_kernel

@@ -148,7 +148,7 @@ class PendingJoin:
 
 
 class Joiner(Closeable):
-    """Joins tables on one device, in the order of one stream.
+    """A joiner of tables on one device, in the order of one stream.
 
     `stream`: None for a stream of its own.  `graphs`: False launches kernel by kernel, None reads
     OSTINATO_NO_GRAPHS.  `budget` and `max_graphs` limit the graphs as in `GraphCache`.

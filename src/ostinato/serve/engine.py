@@ -165,7 +165,7 @@ class _Counts:
 
 
 class ServingEngine:
-    """Answers many requests at once with one decoder.
+    """An engine that answers many requests at once with one decoder.
 
     `generator` belongs to the engine from `start` until `close` returns; its owner closes it
     afterwards.  The decoder's sequences are the slots.  `queue`, `piece` and `reuse` as for

@@ -13,8 +13,8 @@ _MOST_BYTES = 4096
 
 
 class Log(logging.Handler):
-    """Writes to a file descriptor.  Drops a line if writing would block, or after `most` lines in
-    ten seconds; the next line written is preceded by the number dropped."""
+    """A handler that writes to a file descriptor.  It drops a line if writing would block, or after
+    `most` lines in ten seconds; the next line written is preceded by the number dropped."""
 
     def __init__(self, descriptor: int, most: int = 30) -> None:
         super().__init__(logging.WARNING)

@@ -23,8 +23,8 @@ _WORTH_A_COPY = 16
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Gives a slot to a request.  The slot's KV cache is to hold the first `kept` tokens of the
-    prompt: already there, or to be copied from the slot `source`."""
+    """The action that gives a slot to a request.  The slot's KV cache is to hold the first `kept`
+    tokens of the prompt: already there, or to be copied from the slot `source`."""
 
     request: int
     slot: int
@@ -34,8 +34,8 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Computes the prompt tokens from `start` to `end` in the request's slot.  If `last`, the first
-    token of the answer is chosen afterwards."""
+    """The action that computes the prompt tokens from `start` to `end` in the request's slot.  If
+    `last`, the first token of the answer is chosen afterwards."""
 
     request: int
     slot: int
@@ -46,8 +46,9 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Decodes one more token for each slot, in one step.  `single`: only one step, since a prompt
-    is being read; otherwise the caller may repeat it until `next` returns another action."""
+    """The action that decodes one more token for each slot, in one step.  `single`: only one step,
+    since a prompt is being read; otherwise the caller may repeat it until `next` returns another
+    action."""
 
     slots: tuple[int, ...]
     single: bool
@@ -81,7 +82,7 @@ class _Slot:
 
 
 class Scheduler:
-    """Turns submitted requests into a sequence of actions.
+    """The requests under way, and the decision which action comes next.
 
     `slots`: requests decoded at the same time.  `queue`: further requests that may wait.  `piece`:
     prompt tokens that may be read between two decode steps.  `reuse`: whether tokens that a KV

@@ -70,7 +70,7 @@ class ServeOptions:
 
 
 class Server:
-    """Serves one model until it is stopped.
+    """A server of one model, which runs until it is stopped.
 
     `listener`: a bound socket (`Server.bind`).  The server uses `generator` exclusively while it
     runs; the caller closes it.
@@ -231,8 +231,8 @@ class Server:
 
 
 class _Idle:
-    """Cuts stalled connections, for which uvicorn has no limit: a request's head does not arrive,
-    or a closing connection cannot end because its client does not read what was sent.
+    """A monitor that cuts stalled connections, for which uvicorn has no limit: the head of a
+    request does not arrive, or a closing connection waits for its client to read what was sent.
 
     A request under way has limits of its own (`app`).
     """
