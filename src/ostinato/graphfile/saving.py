@@ -164,13 +164,12 @@ def save(
         graphfile.save(graph, "step.graph", inputs={"x": x}, outputs={"y": y}, constants=w)
 
     Buffers and device arrays of any library can be named: `inputs` are read, `outputs` are written,
-    state is both.  `constants` are never written; `keeping` says whether the file stores their
-    content ("stored") or they are given at loading ("by name").  All other memory is scratch.
-    `twin`: a second capture, which proves which words are addresses; without one, signatures and
-    live allocations decide.  `code`: a folder for content that several files share: kernel images,
-    constants and inputs.
+    state is both.  `constants` are never written; their content is in the file (`keeping="stored"`)
+    or given at loading ("by name").  All other memory is scratch.  `twin`: a second capture, which
+    proves which words are addresses; without one, signatures and live allocations decide.  `code`:
+    a folder for content that several files share: kernel images, constants and inputs.
 
-    Launches the graph twice, restores all memory, and (with `check`) checks the file in a fresh
+    With `check`, launches the graph twice, restores all memory, and checks the file in a fresh
     process with other memory at other addresses before it is put in place.  Raises GraphFileError
     for what cannot be saved, with the node and the reason; docs/graph-file.md has the rules.
     """
@@ -253,8 +252,8 @@ def _saved(
     key: str,
     run: GraphExec | None,
 ) -> list[MemoryRange]:
-    """Writes the file and returns nothing; or writes none and returns memory that the graph was
-    found to use besides.
+    """Writes the file and returns []; or writes none and returns the memory that the check found in
+    use besides.
 
     `strayed`: such memory from earlier attempts.
     """
