@@ -94,15 +94,15 @@ class Collectives(Closeable, ABC):
 
     @abstractmethod
     def all_reduce(self, source: Buffer, out: Buffer) -> tuple[Operation, ...]:
-        """Sets `out` to the sum of every rank's `source`; float32 of one shape.  Both may be the
-        same buffer, but must not overlap partly."""
+        """Returns operations that set `out` to the sum of every rank's `source`; float32 of one
+        shape.  Both may be the same buffer, but must not overlap partly."""
 
     @abstractmethod
     def accumulate(
         self, target: Buffer, partial: Buffer, *, programmatic: bool = False
     ) -> tuple[Operation, ...]:
-        """Adds the sum of every rank's `partial` to `target`, and sets `partial` to 0: float32 of
-        one shape, in disjoint memory.
+        """Returns operations that add the sum of every rank's `partial` to `target` and set
+        `partial` to 0: float32 of one shape, in disjoint memory.
 
         `programmatic`: uses programmatic dependent launch, if `programmatic` allows it: the kernel
         starts before its predecessor on the stream ends, and then waits for it.  That predecessor
@@ -113,12 +113,12 @@ class Collectives(Closeable, ABC):
     def all_gather(
         self, source: Buffer, out: Buffer, *, programmatic: bool = False
     ) -> tuple[Operation, ...]:
-        """Gathers every rank's `source` [..., n] into `out` [..., n * ranks].  `programmatic`: see
-        `accumulate`."""
+        """Returns operations that gather every rank's `source` [..., n] into `out` [..., n *
+        ranks].  `programmatic`: see `accumulate`."""
 
     @abstractmethod
     def broadcast(self, buffer: Buffer, root: int = 0) -> tuple[Operation, ...]:
-        """Copies the buffer of rank `root` to all ranks."""
+        """Returns operations that copy the buffer of rank `root` to all ranks."""
 
     def sums(self, count: int) -> Buffer | None:
         """Returns memory with which kernels can sum up to `count` float32 values over all ranks

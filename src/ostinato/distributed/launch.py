@@ -74,7 +74,7 @@ def place_of(environ: Mapping[str, str] | None = None) -> Place | None:
 
     Read in this order: torchrun's RANK and WORLD_SIZE, Open MPI's, those of MPICH and Intel MPI
     (PMI), SLURM's of a step (`srun`; a batch script by itself is no rank).  torchrun and both kinds
-    of mpirun may start their own processes with srun; their variables then take precedence.
+    of mpirun may start their own processes with srun; srun's variables then come last.
 
     Raises InputError for variables that are invalid or incomplete, and for RANK and WORLD_SIZE that
     torchrun did not set and that contradict another launcher's.
@@ -213,8 +213,7 @@ def open_group(*, deadline: float | None = None, environ: Mapping[str, str] | No
 
 
 def new_group_id(size: int, *, host: str = _LOOPBACK, deadline: float | None = None) -> str:
-    """Returns the id of a new group, for `join_group` in each of its processes; the text is a
-    secret.
+    """Returns a new group's id, for `join_group` in each of its processes; the text is a secret.
 
     The calling process runs the group's hub and must live as long as the group; it need not be a
     rank.  `host`: the address of this machine at which the others reach it.  Raises InputError for
