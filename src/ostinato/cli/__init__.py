@@ -1,4 +1,4 @@
-"""The `ostinato` command.  One file a command; each imports what it needs when it is called."""
+"""The `ostinato` command.  Each command has a file, which imports what it needs when called."""
 
 from ostinato.cli.main import app, main
 

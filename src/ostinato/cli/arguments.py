@@ -1,7 +1,4 @@
-"""The arguments of commands, which are checked before the work begins.
-
-Options that several commands have are here by name, with their help.
-"""
+"""Checks of commands' arguments, made before the work begins, and options that commands share."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from typing import Annotated, Any
 import typer
 
 BYTE_ORDER_MARK = "\ufeff"
-"""What some editors write before a text; it is no part of it."""
+"""The mark with which some editors begin a text file; it is not a part of the text."""
 
-_MAX_PROMPT = 8 << 20  # bytes; a tokenizer takes no more
+_MAX_PROMPT = 8 << 20  # bytes; the limit of tokenizers
 
 
 def expanded(path: Path | None) -> Path | None:
-    """For options that take a path: `~` in it, which a shell leaves alone after a `=`."""
+    """Expands `~` in a path option: a shell leaves it alone after a `=`."""
     try:
         return None if path is None else path.expanduser()
     except RuntimeError:
@@ -32,8 +29,8 @@ def expanded(path: Path | None) -> Path | None:
 
 
 def text(value: str | None) -> str | None:
-    """For text that goes to a model: refuses bytes that are no text in the locale's encoding, and
-    leaves out a byte order mark at the beginning."""
+    """Checks text for a model: refuses bytes invalid in the locale's encoding, and removes a
+    leading byte order mark."""
     try:
         (value or "").encode()
     except UnicodeEncodeError:
@@ -45,22 +42,22 @@ def text(value: str | None) -> str | None:
 
 
 def finite(value: float | None) -> float | None:
-    """For options that take a number: refuses nan and inf."""
+    """Checks a number option: refuses nan and inf."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value}: a finite number is needed")
     return value
 
 
 def require_readable(folder: Path) -> None:
-    """Raises OSError for a folder that is there and cannot be looked into: the library itself,
-    whose caches are optional, takes it for an empty one."""
+    """Raises OSError for an existing folder that cannot be read: the library, whose caches are
+    optional, treats such a folder as empty."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder):
         pass
 
 
 def ready_folder(folder: Path, option: str) -> None:
-    """Makes the folder if it is not there.  Raises BadParameter where that cannot be, or where
-    nothing can be written in it."""
+    """Creates the folder if needed.  Raises BadParameter if that fails, or if the folder cannot be
+    written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -72,26 +69,27 @@ def ready_folder(folder: Path, option: str) -> None:
 
 
 def ready_file(path: Path, option: str) -> None:
-    """Makes the folder that a file will be in.  Raises BadParameter for what cannot be a file."""
+    """Creates the folder of a file.  Raises BadParameter for a path that cannot be a file."""
     try:
         if path.is_dir():
             raise typer.BadParameter(f"{path} is a folder; a file is wanted", param_hint=option)
         if path.exists() and not path.is_file():  # a device, a pipe
             return
-    except OSError as error:  # a name that is too long, a folder that nobody may look into
+    except OSError as error:  # such as a name that is too long, or a folder without permission
         raise typer.BadParameter(f"{path}: {error.strerror}", param_hint=option) from None
     ready_folder(path.parent, option)
 
 
 def texts(values: list[str] | None) -> list[str] | None:
-    """`text` for options that may be given several times."""
+    """Checks each text of an option that may be given several times; see `text`."""
     for value in values or ():
         text(value)
     return values
 
 
 def read_template_args(values: list[str] | None) -> dict[str, object]:
-    """The variables that `--template-arg` gives.  Raises BadParameter for what is no name=value."""
+    """Returns the variables given by `--template-arg`.  Raises BadParameter unless all are
+    NAME=VALUE."""
     found: dict[str, object] = {}
     for entry in values or ():
         name, equals, value = entry.partition("=")
@@ -105,12 +103,11 @@ def read_template_args(values: list[str] | None) -> dict[str, object]:
 
 
 def read_prompt(words: list[str] | None, file: Path | None) -> str:
-    """The prompt: the words that were typed, with blanks between them, or a file's text.  What is
-    piped in follows the words after a blank line; without words, or for `-`, it is the prompt.
+    """Returns the prompt: the words of the command line joined by blanks, or a file's text.  Piped
+    input follows the words after a blank line; without words, or for `-`, it is the prompt.
 
-    One newline at the end of a file or of standard input is left out: it ends the line and is no
-    part of it.  So is a byte order mark.  Raises BadParameter for what is no UTF-8 text, too long,
-    empty, or not there.
+    One newline at the end of a file or of standard input is removed, and so is a byte order mark.
+    Raises BadParameter for input that is not UTF-8, too long, empty, or missing.
     """
     given = None if not words else " ".join(words).removeprefix(BYTE_ORDER_MARK)
     if given is not None and file is not None:
@@ -130,7 +127,7 @@ def read_prompt(words: list[str] | None, file: Path | None) -> str:
         try:
             with file.open("rb") as opened:
                 content = opened.read(_MAX_PROMPT + 1)
-        except (OSError, ValueError) as error:  # ValueError: a name that holds a null character
+        except (OSError, ValueError) as error:  # ValueError: a name with a null character
             reason = getattr(error, "strerror", None) or error
             raise typer.BadParameter(f"{file}: {reason}", param_hint="--file") from None
         found, where, option = _decoded(content, str(file), "--file"), str(file), "--file"
@@ -157,11 +154,11 @@ def _decoded(content: bytes, where: str, option: str) -> str:
 
 
 def as_typed(message: str, command: Any) -> str:
-    """A message of the library with its arguments' names as the options of a command are typed:
-    `max_context` as `--max-context`.
+    """Returns a message of the library with argument names replaced by a command's options:
+    `max_context` by `--max-context`.
 
-    A name of one word is a word like others, so it is changed only where the message begins with
-    it: "seed is -1, must be …".
+    A name of one word may be an ordinary word, so it is replaced only at the beginning of the
+    message: "seed is -1, must be …".
     """
     for parameter in command.params:
         flags = [flag for flag in parameter.opts if flag.startswith("--")]
@@ -188,7 +185,7 @@ ModelName = Annotated[
 MaxTokens = Annotated[
     int, typer.Option("--max-tokens", "-n", min=1, help="The most tokens of an answer.")
 ]
-# None: what the model's files advise (`TextGenerator.default_sampling`).
+# None: the advice of the model's files (`TextGenerator.default_sampling`).
 Temperature = Annotated[
     float | None,
     typer.Option("--temperature", "-t", min=0.0, help="0 takes the likeliest token (greedy)."),
@@ -273,7 +270,7 @@ TensorParallel = Annotated[
 
 
 class WeightsName(StrEnum):
-    """What matrices are on a GPU."""
+    """The form of matrices on a GPU."""
 
     auto = "auto"
     packed = "packed"

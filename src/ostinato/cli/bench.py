@@ -1,4 +1,4 @@
-"""`ostinato bench`: our ways of decoding in turns, and where a step's time goes."""
+"""`ostinato bench`: compares the ways of decoding, and profiles a step."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def bench(
             "a profile is of a step whose sequences stand at one position", param_hint="--profile"
         )
     devices = rank_devices(tensor_parallel, device)
-    with open_device(devices[0]) as used:  # a wrong name is found before a model is fetched
+    with open_device(devices[0]) as used:  # finds a wrong name before a model is fetched
         kind = weights if weights in get_args(WeightsKind) else None
         if kind is None and model is not None:
             raise typer.BadParameter(
@@ -197,7 +197,7 @@ def bench(
 
         with status() as log:
             bandwidth = None
-            if parallel:  # before the others are there: on a busy CPU it takes long
+            if parallel:  # before the other ranks start: slow on a busy CPU
                 log("measuring the memory's bandwidth")
                 bandwidth = measure_bandwidth(used)
             with other_ranks(devices, work) as group:
@@ -219,7 +219,7 @@ def compare(
     output: Output,
     log: Callable[[str], None],
 ) -> bool:
-    """Runs a comparison (`measure`), shows and writes its result; returns whether our ways chose
+    """Runs a comparison (`measure`), shows and writes its result; returns whether all ways chose
     the same tokens."""
     from ostinato.bench import report
     from ostinato.bench.plot import decode_svg
@@ -260,8 +260,8 @@ def _profile(
 def subject_of(
     shape: str | None = None, model: str | None = None, recipe: str | None = None
 ) -> tuple[str, Callable[[], Checkpoint]]:
-    """The name of what is measured, and how to open it.  `recipe`: of random weights that are
-    quantised."""
+    """Returns the name of the subject, and a function that opens it.  `recipe`: quantisation of
+    random weights."""
     from ostinato.bench.random_weights import random_checkpoint
     from ostinato.bench.shapes import shape_named
     from ostinato.models import open_checkpoint
@@ -278,7 +278,7 @@ def subject_of(
 
 
 def numbers(text: str | None, option: str) -> tuple[int, ...]:
-    """An option's numbers, with commas between them; none where it is not given."""
+    """Returns an option's comma-separated numbers; empty if it is not given."""
     if text is None:
         return ()
     try:
@@ -291,7 +291,8 @@ def numbers(text: str | None, option: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where the result goes besides standard output, which gets `only_json` or the tables too."""
+    """The destinations of a result besides standard output, which gets JSON only or the tables
+    too."""
 
     folder: Path | None
     picture: Path | None
@@ -301,7 +302,7 @@ class Output:
 def _finish(
     result: Result, output: Output, show: Callable[[], None], picture: Callable[[], str]
 ) -> None:
-    """Shows, writes, draws and prints a result; one that cannot be written is still printed."""
+    """Shows, writes, draws and prints a result; prints it also if it cannot be written."""
     from ostinato.models.files.reading import write_file
 
     if not output.only_json:
@@ -320,7 +321,7 @@ def _finish(
 
 @contextmanager
 def status() -> Iterator[Callable[[str], None]]:
-    """Shows the progress on the error stream: one line that changes, on a terminal."""
+    """Shows progress on the error stream: on a terminal as one changing line."""
     if not sys.stderr.isatty():
         begin = time.monotonic()
 

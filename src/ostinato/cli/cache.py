@@ -1,4 +1,4 @@
-"""`ostinato cache`: the compiled kernels on disk: list, prune, clear."""
+"""`ostinato cache`: lists, prunes and clears the compiled kernels on disk."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _print_table(entries: tuple[StoredKernel, ...]) -> None:
         table.add_column(column, justify="right" if column == "KiB" else "left")
     now = time.time()
     for entry in entries:
-        # What a file says of itself is text, never markup.
+        # Text from a file is shown as it is, never read as markup.
         name = plain(f"not used: {entry.problem}" if entry.problem else entry.name)
         table.add_row(
             entry.key[:12],

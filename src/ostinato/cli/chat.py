@@ -79,15 +79,15 @@ def chat(
     eager: Eager = False,
     tokens_per_launch: TokensPerLaunch = 1,
 ) -> None:
-    """Talk with a model; each turn reads only what is new.
+    """Talk with a model; each turn processes only the new text.
 
-    Without options tokens are drawn as the model's files advise, or at temperature 0.7, min-p 0.05
-    and repetition penalty 1.1 where they advise nothing. --temperature 0 takes the likeliest ones.
+    By default tokens are drawn as the model's files advise, or at temperature 0.7, min-p 0.05 and
+    repetition penalty 1.1 if they advise nothing. --temperature 0 takes the likeliest ones.
 
-    A line that ends with a backslash goes on in the next one; so does all between two
-    triple quotes. /help lists the commands: /save FILE, /load FILE, /reset, /stats, /exit.
-    Ctrl-C stops an answer; Ctrl-D, or Ctrl-C twice, ends the conversation. Answers go to standard
-    output, all else to the error stream. Messages may be piped in, a line each; the exit status is
+    A line that ends with a backslash continues on the next one; so does all text between two triple
+    quotes. /help lists the commands: /save FILE, /load FILE, /reset, /stats, /exit. Ctrl-C stops an
+    answer; Ctrl-D, or Ctrl-C twice, ends the conversation. Answers go to standard output,
+    everything else to the error stream. Messages may be piped in, one per line; the exit status is
     1 if one of those could not be answered.
 
     It uses one GPU: between two messages several ranks would have to wait without a deadline.
@@ -140,10 +140,10 @@ def _note(words: str) -> None:
 
 
 class _Interrupts:
-    """Ctrl-C raises KeyboardInterrupt in the blocks that may end anywhere, and only there.
+    """A SIGINT handler that interrupts only blocks which may end anywhere (KeyboardInterrupt).
 
-    Outside of them it is kept for the next such block, so that no output is cut or written twice.
-    Pressed a second time meanwhile, it raises at once, since the program may hang.
+    Outside such blocks Ctrl-C is deferred to the next one, so that no output is cut or written
+    twice.  A second Ctrl-C in the meantime raises at once, since the program may hang.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class _Interrupts:
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """A block that Ctrl-C may end."""
+        """Marks a block that Ctrl-C may interrupt."""
         try:
             self._open = True
             if self._pending:
@@ -180,7 +180,7 @@ class _Interrupts:
 
 
 class _Input:
-    """Messages from standard input: typed, with a history of what was typed before, or piped in."""
+    """Messages from standard input: typed, with a history, or piped in."""
 
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
@@ -188,12 +188,12 @@ class _Input:
         self._begun = self._editing = False
         if self._edits:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401 - from here on `input` edits lines and keeps them
+                import readline  # noqa: F401 - makes `input` edit lines and keep a history
 
     def message(self) -> tuple[str, bool] | None:
-        """The next message, and whether it may be a command; None at the end of the input.
+        """Returns the next message, and whether it may be a command; None at the end of the input.
 
-        Raises UnicodeDecodeError for a line that is no text.
+        Raises UnicodeDecodeError for a line with invalid bytes.
         """
         line = self._line("> ")
         if line is None:
@@ -204,7 +204,7 @@ class _Input:
         return found
 
     def _whole(self, line: str) -> tuple[str, bool]:
-        """The message that begins with this line, with the lines after it that belong to it."""
+        """Returns the message that begins with this line, including its continuation lines."""
         if line.startswith(_QUOTES):
             return self._quoted(line.removeprefix(_QUOTES)), False
         lines = [line]
@@ -216,7 +216,7 @@ class _Input:
         return "\n".join(lines), len(lines) == 1
 
     def _quoted(self, first: str) -> str:
-        """All up to the closing quotes, or to the end of the input."""
+        """Returns the text up to the closing quotes or the end of the input."""
         lines: list[str] = []
         line: str | None = first
         while line is not None:
@@ -242,7 +242,7 @@ class _Input:
         return read.decode().removeprefix(BYTE_ORDER_MARK).rstrip("\r\n") if read else None
 
     def drop(self) -> bool:
-        """Drops what was half typed when Ctrl-C came; returns whether there was something."""
+        """Drops what was typed before Ctrl-C; returns whether there was anything."""
         readline = sys.modules.get("readline")
         edited = self._editing and readline is not None and readline.get_line_buffer() != ""
         dropped = self._begun or edited
@@ -251,9 +251,9 @@ class _Input:
 
 
 class _Session:
-    """Reads messages and commands, and answers, until the input ends or the user ends it.
+    """A loop that answers messages and commands, until the input or the user ends the conversation.
 
-    `spell`: makes the library's messages name options as they are typed.  `failed`: whether a
+    `spell`: replaces argument names in the library's messages by options.  `failed`: True if a
     message could not be answered, or a command failed.
     """
 
@@ -297,8 +297,7 @@ class _Session:
                 self._answer(message)
 
     def _interrupted(self) -> bool:
-        """Ctrl-C while a message is typed: drops the text; returns whether the user wants to
-        leave."""
+        """Handles Ctrl-C during typing: drops the text; returns whether the user leaves."""
         typed = self._input.drop()
         if self._leaving and not typed:
             _note("")
@@ -329,7 +328,7 @@ class _Session:
             if stopped:
                 _note("(stopped; the message is not kept)")
             return
-        show(answer.text[shown:] + "\n")  # the text that came before Ctrl-C and was not shown yet
+        show(answer.text[shown:] + "\n")  # text generated before Ctrl-C and not shown yet
         if stopped:
             kept = "what was shown is kept" if answer.text else "the message is not kept"
             _note(f"(stopped; {kept})")
@@ -342,7 +341,7 @@ class _Session:
                   "--max-context makes room)")  # fmt: skip
 
     def _command(self, line: str) -> bool:
-        """Runs a command line; returns whether the conversation goes on."""
+        """Runs a command line; returns whether the conversation continues."""
         name, _, argument = line.strip().partition(" ")
         argument = argument.strip()
         conversation = self._conversation

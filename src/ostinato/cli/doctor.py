@@ -1,4 +1,4 @@
-"""`ostinato doctor`: what this machine can do, and what is missing."""
+"""`ostinato doctor`: describes what this machine can do, and what is missing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LEAST_VERSIONS = {
     "cupy-cuda12x": "11.6",
     "numba-cuda": "0.0.12",
 }
-"""The oldest versions of other libraries that have what `ostinato.interop` uses; docs/limits.md
-says how each was found."""
+"""The oldest versions of other libraries that work with `ostinato.interop`; docs/limits.md explains
+how each was determined."""
 
 _PACKAGES = (
     "numpy",
@@ -71,7 +71,7 @@ def doctor(
 
 
 def _say_faults(as_json: bool) -> None:
-    """Which known faults of drivers this machine has: docs/driver-faults.md."""
+    """Prints which known driver faults this machine has: docs/driver-faults.md."""
     from ostinato.driver.cuda.faults import FAULTS, survey
 
     found = survey()
@@ -90,7 +90,7 @@ def _say_faults(as_json: bool) -> None:
 
 
 def findings() -> dict[str, Any]:
-    """Everything `doctor` says, as plain data.  Never raises for something that is missing."""
+    """Returns the report as plain data.  Does not raise for anything that is missing."""
     from ostinato.driver import launcher
     from ostinato.models.host import packed_kernels
 
@@ -139,7 +139,7 @@ def _device(name: str) -> dict[str, Any] | str:
 
 
 def _ranks() -> dict[str, str]:
-    """What several ranks would exchange by, and the launcher of this process."""
+    """Describes the collectives available to several ranks, and the launcher of this process."""
     from ostinato.distributed import exchange, nccl
     from ostinato.driver.cuda.driver import gpu_count
 
@@ -165,7 +165,8 @@ def _ranks() -> dict[str, str]:
 
 
 def _collectives(way: str, gpus: int, library: str) -> str:
-    """What `open_collectives` would take on this machine, as far as that is known without ranks."""
+    """Describes the choice of `open_collectives` on this machine, as far as it is known without
+    ranks."""
     if gpus < 2:
         channel = (
             "their memory, if they are threads" if way == "exchange" else "the group's channel"
@@ -182,7 +183,7 @@ def _collectives(way: str, gpus: int, library: str) -> str:
 
 
 def _launcher() -> str:
-    """What the environment says of this process's rank."""
+    """Describes this process's rank according to the environment."""
     from ostinato.distributed import place_of
     from ostinato.errors import InputError
 
@@ -199,7 +200,7 @@ def _launcher() -> str:
 
 
 def _compiler() -> str:
-    """NVRTC, which compiles kernels, or why there is none."""
+    """Describes NVRTC, which compiles kernels, or why it is not available."""
     from ostinato.modules.compiler import toolchain
 
     try:
@@ -209,7 +210,7 @@ def _compiler() -> str:
 
 
 def _unfit(driver_version: str) -> list[str]:
-    """What is wrong with the compiler for a driver of that version ("13.0"; "host" for none)."""
+    """Returns what is wrong with the compiler for a driver version ("13.0", or "host")."""
     from ostinato.modules.compiler import toolchain
 
     if driver_version == "host":
@@ -228,7 +229,7 @@ def _unfit(driver_version: str) -> list[str]:
 
 
 def _library() -> str:
-    """The library that multiplies in prompts and large batches, or why there is none."""
+    """Describes the library for products of prompts and large batches, or why it is not used."""
     from ostinato.driver.cuda.blas import load_cublaslt
 
     try:
@@ -253,7 +254,7 @@ def _version(package: str) -> str:
 
 
 def _numbers(version: str) -> list[int]:
-    """The release of a version: 2.9.0rc1+cu130 is [2, 9, 0]."""
+    """Returns the release of a version: 2.9.0rc1+cu130 gives [2, 9, 0]."""
     release = re.match(r"\d+(?:\.\d+)*", version)
     return [] if release is None else [int(number) for number in release[0].split(".")]
 

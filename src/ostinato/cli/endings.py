@@ -1,10 +1,10 @@
-"""How a command ends, whatever happened: with a line of words and an exit status, decided here.
+"""The end of a command in every case: a message and an exit status, decided here.
 
 0        done
 1        it failed
 2        a bad option, argument or setting; nothing was done
-128 + n  ended by signal n: interrupted (130), terminated (143), hung up (129); 141 if the
-         reader of the output went away (`| head`), of which nothing is said
+128 + n  ended by signal n: interrupted (130), terminated (143), hung up (129); 141, without a
+         message, if the reader of the output closed it (`| head`)
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FAILED = 1
 MISUSED = 2
 INTERRUPTED = 128 + signal.SIGINT
 
-_READER_LEFT = 128 + 13  # SIGPIPE, which not every system has
+_READER_LEFT = 128 + 13  # SIGPIPE, which some systems lack
 _STDOUT = "standard output"
-# What makes a process end, besides Ctrl-C: a supervisor, and the terminal when it is closed.
+# Signals that end a process, besides Ctrl-C: from a supervisor, or from a terminal that closes.
 _FATAL = {
     number: words
     for name, words in (("SIGTERM", "terminated"), ("SIGHUP", "hung up"))
@@ -45,7 +45,7 @@ _AT_ONCE_SECONDS = 2.0
 
 
 class _Signalled(BaseException):
-    """A signal came; raised in the main thread, so that everything open is closed."""
+    """Raised in the main thread for a signal, so that everything open is closed."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -58,23 +58,23 @@ class _Ending:
 
 
 def ending(command: Callable[[], object]) -> int:
-    """Calls `command`; says on the error stream what went wrong, and returns the exit status."""
+    """Calls `command`, prints a failure to the error stream, and returns the exit status."""
     found = _Ending(0)
     for step in (command, _flush):
         try:
             step()
         except BaseException as error:
-            if found.status == 0:  # of two failures the first is the reason
+            if found.status == 0:  # the first failure is the cause
                 found = _ending_of(error)
     if found.words:
-        with contextlib.suppress(OSError, ValueError):  # the error stream is closed, too
+        with contextlib.suppress(OSError, ValueError):  # the error stream is closed too
             say(found.words, stream=sys.stderr)
     return found.status
 
 
 def _flush() -> None:
-    """Flushes the output as a part of the command.  What cannot be written is dropped: the
-    interpreter would try again at its end, and exit with another status."""
+    """Flushes the output as a part of the command.  Output that cannot be written is dropped: the
+    interpreter would try again at its exit, and change the exit status."""
     if sys.stdout is None:
         return
     try:
@@ -88,7 +88,7 @@ def _flush() -> None:
 
 
 def _ending_of(error: BaseException) -> _Ending:
-    """The one table of what may go wrong."""
+    """Returns the status and the message for an exception."""
     if isinstance(error, _UsageError):
         return _Ending(MISUSED, _usage(error))
     match error:
@@ -114,7 +114,7 @@ def _ending_of(error: BaseException) -> _Ending:
     return _Ending(FAILED, f"{text}error: this is a defect of ostinato; please report these lines")
 
 
-# typer has a copy of click of its own from some version on, so not by its name.
+# Taken from a base class: some versions of typer include their own copy of click.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
@@ -125,7 +125,7 @@ def _usage(error: Any) -> str:
 
 
 def _on_a_line(words: str) -> str:
-    """On a terminal, under the ^C or the text that was interrupted."""
+    """Returns the words; on a terminal, on a line of their own below the ^C or partial output."""
     return f"\n{words}" if sys.stderr.isatty() else words
 
 
@@ -139,20 +139,20 @@ def _os_words(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}"
 
 
-# -------------------------------------------------------------------------- of a process of its own
+# ---------------------------------------------------------------------- the process as a whole
 
 
 @contextlib.contextmanager
 def own_process() -> Iterator[None]:
-    """For the block that is the whole process: signals and standard streams are under control.
+    """Controls signals and standard streams for the block, which is the whole process.
 
-    SIGTERM and SIGHUP raise in the main thread like Ctrl-C, so that they end the command by the
-    same way.  Output that a stream's encoding lacks is written with escapes.  A standard stream
-    that was closed is there: writing to the output fails, with its name; the error stream takes
-    everything, and what it cannot show is lost.
+    SIGTERM and SIGHUP raise in the main thread like Ctrl-C, so that they end the command in the
+    same way.  Characters that a stream's encoding lacks are written as escapes.  A closed standard
+    stream is replaced: writing to the output raises an error with its name; the error stream drops
+    what it cannot write.
     """
     sys.stdin = sys.stdin or open(_nowhere(os.O_RDONLY), closefd=False)  # noqa: SIM115
-    # Opened for reading, so that writing to it raises an error.
+    # Opened for reading, so that writing raises an error.
     sys.stdout = _stream(sys.stdout, _Output, os.O_RDONLY)
     sys.stderr = _stream(sys.stderr, _Errors, os.O_WRONLY)
     handlers = {**dict.fromkeys(_FATAL, _raiser()), signal.SIGINT: signal.default_int_handler}
@@ -163,14 +163,15 @@ def own_process() -> Iterator[None]:
     try:
         yield
     finally:
-        # From here on there is nothing to close: another signal just ends the process.
+        # From here on nothing is open: another signal just ends the process.
         for number in taken:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _raiser() -> Callable[[int, FrameType | None], None]:
-    """The handler of these signals.  A signal right after another repeats it (`timeout` sends two)
-    and is ignored, since it would interrupt the closing; a later one raises again."""
+    """Returns the handler of these signals.  A signal shortly after another is a repetition
+    (`timeout` sends two) and is ignored, since it would interrupt the closing; a later one raises
+    again."""
     last = -math.inf
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -183,15 +184,15 @@ def _raiser() -> Callable[[int, FrameType | None], None]:
 
 
 def _nowhere(flags: int) -> int:
-    """The null device, at the lowest free number: a closed standard stream's, which the next file
-    that is opened would get."""
+    """Opens the null device at the lowest free descriptor: that of a closed standard stream, which
+    the next opened file would get otherwise."""
     descriptor = os.open(os.devnull, flags)
     os.set_inheritable(descriptor, True)
     return descriptor
 
 
 class _Output(io.FileIO):
-    """Notes in an error that this stream raised it."""
+    """Standard output; its write errors have its name."""
 
     def write(self, data: Any) -> int:
         try:
@@ -201,7 +202,7 @@ class _Output(io.FileIO):
 
 
 class _Errors(io.FileIO):
-    """Drops errors of the error stream: messages about the work must not end it."""
+    """The error stream; its write errors are dropped, since messages must not end the work."""
 
     def write(self, data: Any) -> int:
         try:
@@ -211,7 +212,7 @@ class _Errors(io.FileIO):
 
 
 def _stream(given: TextIO | None, kind: type[io.FileIO], flags: int) -> TextIO:
-    """The same stream (or none), with errors handled by `kind`."""
+    """Returns the same stream (or a new one for None), with errors handled by `kind`."""
     descriptor = _nowhere(flags) if given is None else given.fileno()
     raw = kind(descriptor, "wb", closefd=False)
     return io.TextIOWrapper(

@@ -1,4 +1,4 @@
-"""`ostinato generate`: a real model answers, token by token, through captured graphs."""
+"""`ostinato generate`: a model answers a prompt, token by token, through captured graphs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from ostinato.models.extra import require_extra
 
 
 class Build(StrEnum):
-    """How the graphs are made."""
+    """The way in which graphs are made."""
 
     capture = "capture"
     record = "record"

@@ -1,4 +1,4 @@
-"""`ostinato graph`: graphs in files: save one of a model, show, run and check any."""
+"""`ostinato graph`: saves a model's graph to a file; shows, runs and checks graph files."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def save(
 
 
 def _memory(graph: Graph) -> tuple[dict[str, object], dict[str, object]]:
-    """The allocations that a graph writes, and those that it only reads, by name."""
+    """Returns the allocations that a graph writes, and those that it only reads, by name."""
     with graph.instantiate() as run:
         touched = run.manifest()
     context = graph.context
@@ -175,8 +175,8 @@ def check(
 
 
 def _write(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
-    """Writes an .npz file whole or not at all.  Not by `numpy.savez`, whose own arguments have
-    names (`file`, `allow_pickle`) that an array may have."""
+    """Writes an .npz file completely or not at all.  `numpy.savez` cannot be used: array names may
+    equal its own arguments (`file`, `allow_pickle`)."""
     import numpy as np
 
     from ostinato.models.files.reading import write_file
@@ -194,7 +194,7 @@ def _arrays(path: Path) -> dict[str, object]:
 
     try:
         with path.open("rb") as file:
-            # Of other files NumPy's error advises to unpickle them.
+            # For other files NumPy's error suggests unpickling them.
             if not file.read(6).startswith((b"PK", b"\x93NUMPY")):
                 raise ValueError("it is no .npz file")
             file.seek(0)
@@ -202,6 +202,6 @@ def _arrays(path: Path) -> dict[str, object]:
             if isinstance(loaded, np.ndarray):
                 raise ValueError("one array without a name; an .npz file is wanted")
             return {name: loaded[name] for name in loaded.files}
-    except Exception as error:  # NumPy lets through what zipfile, zlib and struct raise
+    except Exception as error:  # NumPy passes on errors of zipfile, zlib and struct
         words = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise typer.BadParameter(f"{path}: {words}", param_hint="--inputs") from None

@@ -1,4 +1,4 @@
-"""`ostinato inspect`: the graph of a decode step, as a table, as data, as a picture."""
+"""`ostinato inspect`: the graph of a decode step as a table, as data or as a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTEXT = 512
 
 
 class What(StrEnum):
-    """Which step's graph."""
+    """The step whose graph is shown."""
 
     decode = "decode"
     prefill = "prefill"
@@ -54,7 +54,7 @@ def inspect(
     if svg is not None:
         ready_file(svg, "--svg")
     with (
-        open_device(device) as opened,  # a wrong name is found before a model is fetched
+        open_device(device) as opened,  # finds a wrong name before a model is fetched
         open_checkpoint(fetched(model)) as checkpoint,
         Decoder(
             opened, checkpoint, max_context=min(_CONTEXT, checkpoint.config.context_length)
@@ -63,7 +63,7 @@ def inspect(
         graph = decoder.graph(rows, sampled=what is What.decode)
         if svg is not None:
             write_file(svg, graph.to_svg())
-            if not (as_json or dot):  # these are for other programs to read
+            if not (as_json or dot):  # their output is read by other programs
                 say(f"{counted(len(graph), 'node')} drawn to {svg}")
         if as_json:
             print(json.dumps(graph.to_dict()))

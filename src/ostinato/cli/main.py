@@ -1,4 +1,4 @@
-"""The commands together."""
+"""The app that joins all commands, and the entry point."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command, given without the program's name; returns the exit status."""
 
     def command() -> None:
-        # Not by calling `app`, which handles errors and exit statuses in its own way.
+        # Calling `app` would handle errors and exit statuses in typer's way.
         parsed = typer.main.get_command(app)
         try:
             with parsed.make_context("ostinato", list(arguments)) as context:
@@ -79,7 +79,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _invoked(command: Any, arguments: Sequence[str]) -> Any:
-    """The command that the arguments are for."""
+    """Returns the command that the arguments select."""
     for word in arguments:
         found = getattr(command, "commands", {}).get(word)
         if found is None:

@@ -1,4 +1,4 @@
-"""`ostinato model`: get, list, show and remove models."""
+"""`ostinato model`: fetches, lists, shows and removes models."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def show(
 
 
 def _described(checkpoint: StoredCheckpoint) -> dict[str, Any]:
-    """What `show` says, as plain data."""
+    """Returns the output of `show` as plain data."""
     from ostinato.models.files.advice import read_advice
     from ostinato.models.text.tokenizer import load_tokenizer, read_chat_template
 
@@ -151,7 +151,7 @@ def _described(checkpoint: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _named(checkpoint: StoredCheckpoint) -> dict[str, str]:
-    """Name, family and licence, as the files have them."""
+    """Returns name, family and licence from the files."""
     from ostinato.models.files.checkpoint import GgufTokenizerSource
     from ostinato.models.files.reading import read_file, read_json
 
@@ -163,7 +163,7 @@ def _named(checkpoint: StoredCheckpoint) -> dict[str, str]:
     else:
         family = read_json(source.path / "config.json")["model_type"]
         name, card, licence = source.path.name, source.path / "README.md", None
-        if card.exists():  # the hub's cards begin with lines of YAML
+        if card.exists():  # model cards begin with a YAML header
             head = read_file(card, _MOST_CARD).decode(errors="replace").partition("\n---")[0]
             found = re.search(r"^license:\s*(\S.*)$", head, re.MULTILINE)
             licence = found[1].strip() if found else None

@@ -1,4 +1,4 @@
-"""Text for a terminal: what a model or a file says, and what it is called, must not command it."""
+"""Text for a terminal: control characters in a model's or a file's text must not command it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _PICTURES = {i: 0x2400 + i if i < 0x20 else 0x2421 if i == 0x7F else 0xFFFD for 
 
 
 def plain(text: str, stream: TextIO | None = None) -> str:
-    """The text as it goes to a stream, standard output by default.
+    """Returns the text as written to a stream, by default standard output.
 
-    For a terminal a control character other than a tab or a new line becomes a visible sign (ESC
-    becomes U+241B), so that it does not move the cursor or command the terminal.  A file or a pipe
-    gets the text as it is.
+    On a terminal, a control character other than a tab or a new line becomes a visible sign (ESC
+    becomes U+241B), so that it cannot move the cursor or command the terminal.  For a file or a
+    pipe the text is unchanged.
     """
     return text.translate(_PICTURES) if (stream or sys.stdout).isatty() else text
 
 
 def say(text: str, *, end: str = "\n", stream: TextIO | None = None) -> None:
-    """Prints a text at once, to standard output by default; see `plain`."""
+    """Prints a text and flushes, by default to standard output; see `plain`."""
     print(plain(text, stream), end=end, file=stream, flush=True)

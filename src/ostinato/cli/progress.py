@@ -1,4 +1,4 @@
-"""Progress bars, on the error stream and only where that is a terminal."""
+"""Progress bars on the error stream, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ostinato.cli.plain import plain
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
-# A prompt that is read within this time needs no bar.
+# A prompt that is processed within this time needs no bar.
 _PATIENCE_SECONDS = 1.0
 
 
 @contextmanager
 def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar while the block runs; the value is called with bytes done and bytes in all."""
+    """Shows a bar during the block; yields a function of the bytes done and the bytes in all."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     with _bar(DownloadColumn(), TransferSpeedColumn()) as bar:
@@ -29,7 +29,7 @@ def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def fetched(model: str) -> Path:
-    """The path of a model; fetches it first if it is not there, with a message and a bar."""
+    """Returns the path of a model; fetches the model first if needed, with a message and a bar."""
     from ostinato.errors import ModelError
     from ostinato.models.files import store
 
@@ -49,7 +49,7 @@ def fetched(model: str) -> Path:
 
 @contextmanager
 def busy(title: str, *, quiet: bool = False) -> Iterator[None]:
-    """A bar that moves while the block runs, for work whose length is not known."""
+    """Shows a moving bar during the block, for work of unknown length."""
     if quiet or not sys.stderr.isatty():
         yield
         return
@@ -60,8 +60,8 @@ def busy(title: str, *, quiet: bool = False) -> Iterator[None]:
 
 @contextmanager
 def prompt_progress(*, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """For `Decoder.prefill`: a bar once it is known that reading takes more than a second; it is
-    gone before the first piece of the answer is there."""
+    """Yields progress for `Decoder.prefill`: a bar if processing is expected to take more than a
+    second; it is removed before the first piece of the answer."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
@@ -94,8 +94,8 @@ class _PromptProgress:
 
 
 def _bar(*columns: ProgressColumn) -> Progress:
-    """A bar with these columns, or the time; none where the error stream is no terminal, for which
-    rich would print an empty line."""
+    """Returns a bar with these columns, or with the time.  Disabled if the error stream is not a
+    terminal, where rich would print an empty line."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

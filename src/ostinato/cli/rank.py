@@ -1,7 +1,7 @@
-"""The process of a rank that is not the first, as `cli.ranks` starts it.
+"""The process of a rank other than the first, started by `cli.ranks`.
 
-Standard input has a line of JSON, which says which rank of which group this is; where it ends, rank
-0 has died, and this process ends.  What to do comes over the group.
+The first line of standard input is JSON with this rank's place in its group.  At the end of
+standard input rank 0 has died, and this process ends.  The work is received over the group.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """The whole process.  Signals end it as they do by themselves: rank 0 notices, and says so."""
+    """Runs the whole process.  Signals have their default action: rank 0 notices the end and
+    reports it."""
     status = ending(_follow)
-    os._exit(status)  # not through the interpreter's end: a thread still reads standard input
+    os._exit(status)  # skips the interpreter's exit: a thread still reads standard input
 
 
 def _follow() -> None:
     from ostinato.distributed import join_group
 
     line = sys.stdin.buffer.readline()
-    if not line:  # rank 0 ended at once
+    if not line:  # rank 0 has ended already
         raise typer.Exit(FAILED)
     told = json.loads(line)
     threading.Thread(target=_end_with_rank_0, name="rank 0 lives", daemon=True).start()
@@ -49,7 +50,7 @@ def _follow() -> None:
                 group.fail(error)
                 raise typer.Exit(FAILED) from None  # rank 0 prints the error
     except GroupError as error:
-        if error.rank == rank:  # this rank could not join, which rank 0 cannot explain
+        if error.rank == rank:  # this rank could not join, which rank 0 cannot report
             raise
         raise typer.Exit(FAILED) from None  # rank 0 prints the error
 
@@ -70,7 +71,7 @@ def _generate(
     sampling: dict[str, Any],
     call: dict[str, Any],
 ) -> None:
-    """As rank 0 does; nobody reads the answer."""
+    """Generates as rank 0 does, and drops the answer."""
     from ostinato.models.sampling import SamplingOptions
 
     with speaker(model, device=device, group=group, quiet=True, **decoder) as generator:
@@ -105,4 +106,4 @@ def _bench(
 
 
 WORKS: Mapping[str, Callable[..., None]] = {"generate": _generate, "bench": _bench}
-"""What rank 0 may ask for; each is called with the group and this rank's device."""
+"""The work that rank 0 may request; each is called with the group and this rank's device."""

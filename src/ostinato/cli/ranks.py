@@ -1,17 +1,17 @@
 """`--tensor-parallel`: this process is rank 0 and starts a process for each other rank.
 
-Rank 0 is the command as it is without the option: it reads the prompt, prints, and gets Ctrl-C.
-The others (`cli.rank`) are in process groups of their own, so that a terminal's signals reach rank
-0 alone, and do what rank 0 tells them over the group.  What they write to standard output or to the
-error stream comes out on the error stream, with the rank before each line.
+Rank 0 behaves as the command does without the option: it reads the prompt, prints, and handles
+Ctrl-C.  The others (`cli.rank`) have process groups of their own, so that a terminal's signals
+reach only rank 0, and receive their work over the group.  Their standard output and errors are
+printed to the error stream, each line preceded by the rank.
 
-    the work is done            all leave the group, and rank 0 waits for the others' ends
-    a rank raises               the group fails on all ranks; rank 0 says which and why
-    a process dies, or stops    likewise, see `ostinato.distributed.sockets`
+    the work is done            all leave the group, and rank 0 waits for the others to end
+    a rank raises               the group fails on all ranks; rank 0 prints the rank and the error
+    a process dies or stops     likewise, see `ostinato.distributed.sockets`
     rank 0 is interrupted       the group fails; the others end
-    rank 0 dies                 the others' standard input ends, and they with it
+    rank 0 dies                 the others' standard input ends, which ends them
 
-Whatever happens, no process is left: who does not end by itself is killed.
+No process is left in any case: those that do not end by themselves are killed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 _PROGRAM = "from ostinato.cli.rank import main; main()"
 _GRACE_SECONDS = 2.0
-"""For the other ranks to end by themselves once the group has failed."""
+"""Time for the other ranks to end by themselves once the group has failed."""
 
 
 def rank_devices(count: int, device: str | None) -> list[str | None]:
-    """The device of each rank: that many GPUs from the named one on, or from the first; the host
-    for all of them where there is no GPU, or if it is named.
+    """Returns the device of each rank: `count` GPUs from the named one on, or from the first; the
+    host for all ranks without a GPU, or if it is named.
 
-    Raises BadParameter if there are not so many GPUs, InputError for a wrong name.
+    Raises BadParameter if there are too few GPUs, InputError for a wrong name.
     """
     from ostinato import settings
     from ostinato.device import open_device
@@ -71,7 +71,7 @@ def rank_devices(count: int, device: str | None) -> list[str | None]:
 
 
 def rank_threads(devices: Sequence[str | None], threads: int | None) -> int | None:
-    """The threads of a rank: on the CPU all ranks share the processors."""
+    """Returns the threads of a rank: on the CPU the ranks share the processors."""
     from ostinato.models.host.packed_kernels import default_threads
 
     if threads is not None or len(devices) == 1 or str(devices[0]).startswith("cuda"):
@@ -83,13 +83,12 @@ def rank_threads(devices: Sequence[str | None], threads: int | None) -> int | No
 def other_ranks(
     devices: Sequence[str | None], work: Callable[[], Mapping[str, Any]]
 ) -> Iterator[Group | None]:
-    """Starts a process for each rank but the first, and gives the first one's group; None for one
+    """Starts a process for each rank but the first, and yields the first rank's group; None for one
     rank.
 
-    `work`: what the others are to do, as JSON takes it: "kind", a key of `cli.rank.WORKS`, and the
-    arguments of that.
-    After the block the others have ended.  Raises GroupError if one of them failed, also if the
-    block did not; what the block raises fails the group.
+    `work`: returns the others' work as JSON data: "kind", a key of `cli.rank.WORKS`, and its
+    arguments.  After the block the others have ended.  Raises GroupError if one of them failed,
+    also after a block without an error; an exception of the block fails the group.
     """
     if len(devices) == 1:
         yield None
@@ -119,7 +118,7 @@ def other_ranks(
                     error.add_note(f"rank {one.rank} was ended by {one.signalled}")
         raise
     late = _end(ranks, grace)
-    if failure is not None:  # rank 0 ended it, which the others could not survive
+    if failure is not None:  # rank 0 ended the group, which makes the others fail
         return
     if late:
         raise DeadlineError(f"rank {late[0]} did not end within {deadline:g} s", rank=late[0])
@@ -133,13 +132,13 @@ def other_ranks(
 
 
 class _Rank:
-    """The process of a rank, started.  Threads pass on what it writes, and tell the group if it
-    ends before it is in it."""
+    """A rank's process.  Threads print its output, and report its death to the group if it dies
+    before it has joined."""
 
     def __init__(self, rank: int, size: int, group_id: str, device: str | None) -> None:
         self.rank, self._size, self._group_id = rank, size, group_id
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        # -P: it imports what this process imports, and no file of the current folder.
+        # -P: the process imports what this one imports, and no file of the current folder.
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM],
             stdin=subprocess.PIPE,
@@ -157,7 +156,7 @@ class _Rank:
             thread.start()
         told = {"group": group_id, "rank": rank, "size": size, "device": device}
         assert self.process.stdin is not None
-        with suppress(OSError):  # it has died, which is noticed
+        with suppress(OSError):  # the process has died, which `_watch` reports
             self.process.stdin.write(json.dumps(told).encode() + b"\n")
             self.process.stdin.flush()
 
@@ -175,8 +174,8 @@ class _Rank:
         status = self.process.wait()
         if self._ending or not status:
             return
-        # Joins in its place and reports it, so that no rank waits for it.  The hub refuses that if
-        # the rank had joined: then it has noticed by itself.
+        # Joins in the rank's place and reports its death, so that no rank waits for it.  The hub
+        # refuses this if the rank had joined; the hub has then noticed the death itself.
         with suppress(OstinatoError):
             place = [HubAddress.parse(self._group_id)]
             channel = connect(place, self.rank, self._size, deadline=_GRACE_SECONDS)
@@ -187,7 +186,7 @@ class _Rank:
 
     @property
     def signalled(self) -> str:
-        """The signal that ended it, unless that was ours."""
+        """The signal that ended the process, unless this process killed it."""
         status = self.process.returncode
         if status is None or status >= 0 or self._killed:
             return ""
@@ -197,7 +196,8 @@ class _Rank:
             return f"signal {-status}"
 
     def end(self, until: float) -> bool:
-        """Waits for its end until then, and kills it; whether it ended by itself."""
+        """Waits until the time `until`, then kills the process; returns whether it ended by
+        itself."""
         self._ending = True
         try:
             self.process.wait(max(0.0, until - time.monotonic()))
@@ -218,14 +218,15 @@ class _Rank:
 
 
 def _end(ranks: Sequence[_Rank], seconds: float) -> list[int]:
-    """Waits for their ends, for so long at most; those that had to be killed."""
+    """Waits for all processes to end, at most `seconds`; returns the ranks that had to be
+    killed."""
     until, late = time.monotonic() + seconds, []
     interrupted: BaseException | None = None
     for one in ranks:
         try:
             if not one.end(until if interrupted is None else 0.0):
                 late.append(one.rank)
-        except BaseException as error:  # Ctrl-C: the others still have to be ended
+        except BaseException as error:  # Ctrl-C: the others must still be ended
             interrupted = interrupted or error
     if interrupted is not None:
         raise interrupted

@@ -124,15 +124,16 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's chat and completion endpoints.
 
-    --temperature, --top-k, --top-p, --min-p and --repetition-penalty are for requests that name
-    none; without them the model's files decide, or temperature 0.7, min-p 0.05 and repetition
-    penalty 1.1 where these advise nothing. A request for temperature 0 gets the likeliest tokens.
+    --temperature, --top-k, --top-p, --min-p and --repetition-penalty are defaults for requests that
+    do not set them. Without these options the defaults are those of the model's files, or
+    temperature 0.7, min-p 0.05 and repetition penalty 1.1 if the files advise nothing. A request
+    with temperature 0 gets the likeliest tokens.
 
-    Requests join and leave one batch between its steps. Under /v1 are chat/completions,
-    completions and models; /metrics is for Prometheus, /health and /ready for who supervises it.
-    SIGTERM and Ctrl-C end it when the answers under way are given; a second Ctrl-C at once.
+    Requests join and leave one batch between its steps. Under /v1 are chat/completions, completions
+    and models; /metrics is for Prometheus, /health and /ready for a supervisor. SIGTERM and Ctrl-C
+    let the answers under way finish; a second Ctrl-C ends the server at once.
 
-    It uses one GPU. For several run a server each, and a balancer in front of them.
+    It uses one GPU. For several, run one server each, behind a load balancer.
     """
     from ostinato.serve.extra import require_extra
 
@@ -152,7 +153,7 @@ def serve(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    listener = Server.bind(host, port)  # a port that is taken is known before a model is loaded
+    listener = Server.bind(host, port)  # finds a port in use before a model is loaded
     with (
         listener,
         speaker(
@@ -201,7 +202,7 @@ def serve(
 
 
 def _keys(file: Path | None) -> list[str]:
-    """Raises BadParameter for a file that cannot be read, or has no keys."""
+    """Returns a file's keys.  Raises BadParameter if it cannot be read, or has none."""
     if file is None:
         return []
     try:
@@ -221,6 +222,6 @@ def _keys(file: Path | None) -> list[str]:
 
 
 def _name(model: str) -> str:
-    """A file or folder by its own name, everything else as it was asked for."""
+    """Returns the name of a file or folder; any other text unchanged."""
     path = Path(model)
     return path.stem if path.is_file() else path.name if path.is_dir() else model

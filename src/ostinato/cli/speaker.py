@@ -1,4 +1,4 @@
-"""What `generate`, `chat` and `serve` share: a loaded model, its options, how text is printed."""
+"""The parts that `generate`, `chat` and `serve` share: loading, sampling options, printing."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def speaker(
     group: Group | None = None,
     **options: Any,
 ) -> Iterator[TextGenerator]:
-    """A generator for the block.  `options` as for `Decoder`.  What the block raises fails the
-    group, before the decoder waits for its work, which may wait for other ranks."""
+    """Yields a generator.  `options` as for `Decoder`.  An exception of the block fails the group
+    before the decoder is closed, whose work may wait for other ranks."""
     from ostinato.device import open_device
     from ostinato.models.generate import TextGenerator
 
     if threads is not None:
         options["threads"] = threads
-    with open_device(device) as opened:  # a wrong name is found before a model is fetched
+    with open_device(device) as opened:  # finds a wrong name before a model is fetched
         path = fetched(model)
         with busy(f"loading {model}", quiet=quiet):
             generator = TextGenerator(opened, path, group=group, **options)
@@ -48,8 +48,8 @@ def speaker(
 def sampling_options(
     base: SamplingOptions, seed: int | None, **named: float | None
 ) -> SamplingOptions:
-    """`base` with the options that are given.  Without a seed, a fresh one that is short enough to
-    be typed again.  Raises InputError."""
+    """Returns `base` with the given options.  Without a seed, draws one short enough to be typed
+    again.  Raises InputError."""
     given = {name: value for name, value in named.items() if value is not None}
     return base.with_named(seed=secrets.randbits(32) if seed is None else seed, **given)
 
@@ -57,9 +57,9 @@ def sampling_options(
 def advised_options(
     seed: int | None, **named: float | None
 ) -> Callable[[TextGenerator], SamplingOptions]:
-    """What a model's files advise, with the options that are given; asked once it is loaded.
+    """Returns a function that adds the given options to what a loaded model's files advise.
 
-    Raises InputError for options that no model could have, before one is loaded.
+    Raises InputError for options that no model accepts, before one is loaded.
     """
     from ostinato.models.sampling import READABLE
 
@@ -68,5 +68,5 @@ def advised_options(
 
 
 def show(piece: str) -> None:
-    """Prints a piece of an answer at once; on a terminal without control characters."""
+    """Prints a piece of an answer at once, on a terminal without control characters."""
     say(piece, end="")

@@ -1,4 +1,4 @@
-"""`ostinato tune`: finds the decode kernels' best launch shapes for this GPU, and keeps them."""
+"""`ostinato tune`: finds and stores the decode kernels' best launch shapes for this GPU."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def tune(
         raise typer.BadParameter(f"{context!r}: positions begin at 0", param_hint="--context")
     if shape is not None and model is not None:
         raise typer.BadParameter("give a shape or a model, not both", param_hint="--shape")
-    subject_of(shape)  # a wrong name is found before a device is opened
+    subject_of(shape)  # finds a wrong name before a device is opened
     with open_device(device) as opened:
         if not opened.capabilities.compiles_cuda:
             raise NotAvailableError(
@@ -104,7 +104,7 @@ def _search(
     *,
     keep: bool,
 ) -> dict[str, Any]:
-    """Searches; stores what is faster if it is to be kept."""
+    """Searches, and stores a faster result if `keep`."""
     import numpy as np
 
     from ostinato.models.cuda.dequantise import convert_on_device
@@ -120,11 +120,11 @@ def _search(
         weights = load_weights(
             device, checkpoint, np.uint16, convert=partial(convert_on_device, device)
         )
-    # What decoders have by default, and those of longer contexts follow from.
+    # The default context of decoders; shapes for longer contexts are derived from it.
     context = max(min(config.context_length, DEFAULT_CONTEXT), max(contexts) + 1)
     key = TuningKey.of(config, rows, device.properties.name)
     sizes: dict[str, Any] = {"rows": rows, "context": context}
-    # What an earlier search stored is only to be replaced by something faster.
+    # A stored result is replaced only by a faster one.
     start = choose_tuning(config, **sizes, gpu=key.gpu, store=store, **known_of(device))
     given: dict[str, Any] = {"contexts": contexts, "seconds": seconds}
     with closing(weights), status() as tell:

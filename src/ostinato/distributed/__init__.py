@@ -1,13 +1,13 @@
-"""Several devices that work as one: ranks, what they exchange, and how a failure ends them all.
+"""Several devices that work as one: ranks, their exchanges, and failures that end all of them.
 
-launch        who this process is: rank, size, where the others are (torchrun, mpirun, SLURM)
-channel       what ranks tell each other beside the device; one failure for all
-sockets       the channel of processes
+launch        this process's rank and size, and the address of the others (torchrun, mpirun, SLURM)
+channel       messages between ranks beside the device; one failure for all
+sockets       the channel of ranks that are processes
 group         Group: exchanges, agreement, the watchdog
-collectives   all-reduce, all-gather, broadcast as operations; the host's
-nccl          NCCL's, for CUDA devices
-exchange      those of small messages, in the ranks' own memory
-opening       which of them a device has
+collectives   all-reduce, all-gather, broadcast as operations; those of the host device
+nccl          collectives by NCCL, for CUDA devices
+exchange      collectives of small messages, in the ranks' own memory
+opening       chooses the collectives of a device
 """
 
 from ostinato.distributed.channel import Channel, Failure

@@ -1,12 +1,13 @@
-"""How the ranks of a group talk to each other beside the device: one primitive, and one failure.
+"""Messages between the ranks of a group, beside the device: one primitive, and one failure.
 
-`exchange` gives every rank what every rank brought, in the order of ranks.  Barriers, broadcasts,
-comparisons and, on the host device, the collectives themselves are made of it.  Exchanges are
-counted by *lane*: the n-th one of a lane on one rank belongs to the n-th one of that lane on all
-others.  Work of a device's stream has lanes of its own, because it runs beside the caller's thread.
+`exchange` gives every rank all ranks' payloads, in the order of ranks.  Barriers, broadcasts,
+comparisons and, on the host device, the collectives are built on it.  Exchanges are numbered within
+a *lane*: the n-th exchange of a lane on one rank belongs to the n-th of that lane on all others.
+The work of a device's stream has lanes of its own, because it runs beside the caller's thread.
 
-A group fails once and for good.  The rank that finds a failure tells the channel, and the channel
-tells every rank; every exchange that waits, or begins later, raises the same error on all of them.
+A group fails once and for good.  The rank that finds a failure reports it to the channel, which
+reports it to every rank; every exchange that waits, or begins later, raises the same error on all
+ranks.
 
     LocalChannel      ranks are threads of one process
     SocketChannel     ranks are processes (`sockets`)
@@ -34,8 +35,8 @@ _ERRORS: Mapping[str, type[GroupError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a group cannot go on.  `kind`: "lost", "deadline", "disagreement" or "failed".  `rank`:
-    the rank that found it, or that it happened to."""
+    """The reason why a group failed.  `kind`: "lost", "deadline", "disagreement" or "failed".
+    `rank`: the rank that found the failure, or in which it happened."""
 
     kind: str
     rank: int
@@ -43,7 +44,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
-        """The failure that an exception of a rank is to the others."""
+        """Returns the failure that an exception of one rank means for the others."""
         if isinstance(error, GroupError):
             kinds = {error_type: kind for kind, error_type in _ERRORS.items()}
             return cls(kinds.get(type(error), "failed"), error.rank, str(error))
@@ -51,12 +52,12 @@ class Failure:
         return cls("lost", rank, f"rank {rank} raised {text[:2000]}")
 
     def error(self) -> GroupError:
-        """A new exception that says so."""
+        """Returns a new exception for this failure."""
         return _ERRORS.get(self.kind, GroupError)(self.text, rank=self.rank)
 
 
 class Channel(Closeable, ABC):
-    """The connection of one rank with the others.  Its methods may be called by any thread."""
+    """The connection of one rank with the others.  Any thread may call its methods."""
 
     rank: int
     size: int
@@ -64,26 +65,26 @@ class Channel(Closeable, ABC):
     @property
     @abstractmethod
     def failure(self) -> Failure | None:
-        """Why the group cannot go on; None while it can."""
+        """The reason why the group failed; None while it works."""
 
     @abstractmethod
     def exchange(self, lane: str, label: str, payload: bytes, seconds: float) -> list[bytes]:
-        """Every rank's payload, once all have brought theirs.
+        """Returns every rank's payload, once all ranks have sent theirs.
 
-        `label` says what for; ranks that bring different ones to the same exchange disagree.
-        `seconds`: how long to wait for the others.  Raises GroupError; the group has failed then.
+        `label`: describes the exchange; different labels in the same exchange are a disagreement.
+        `seconds`: how long to wait for the others.  Raises GroupError; the group has then failed.
         """
 
     @abstractmethod
     def fail(self, failure: Failure) -> None:
-        """Ends the group on all ranks, for this reason; the first reason is kept."""
+        """Ends the group on all ranks with this failure; the first one is kept."""
 
     @abstractmethod
     def on_failure(self, call: Callable[[Failure], None]) -> None:
-        """`call` is called once, on any thread, when the group fails; at once if it has."""
+        """Calls `call` once, on any thread, when the group fails; at once if it has failed."""
 
     def say(self, where: str) -> None:
-        """What this rank waits for now, for the messages of others, which get it now and then."""
+        """Sets what this rank waits for; others receive it now and then, for error messages."""
 
 
 # ---------------------------------------------------------------------------- exchanges under way
@@ -97,7 +98,7 @@ class _Exchange:
 
 
 class Exchanges:
-    """The exchanges that some ranks have brought their part to and others have not.  Pure."""
+    """The exchanges to which some ranks have sent their part and others have not.  Pure."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -106,7 +107,7 @@ class Exchanges:
     def add(
         self, rank: int, lane: str, number: int, label: str, payload: bytes
     ) -> list[bytes] | Failure | None:
-        """A rank's part; all parts once they are there, or why the ranks disagree."""
+        """Adds a rank's part.  Returns all parts once complete, a Failure if labels differ."""
         key = lane, number
         exchange = self._open.setdefault(key, _Exchange(label, rank))
         if label != exchange.label:
@@ -123,18 +124,18 @@ class Exchanges:
         return [exchange.parts[one] for one in range(self.size)]
 
     def under_way(self) -> list[tuple[str, int]]:
-        """Lane and number of each."""
+        """Returns lane and number of each open exchange."""
         return list(self._open)
 
     def missing(self, lane: str, number: int) -> list[int]:
-        """The ranks that have not brought their part."""
+        """Returns the ranks that have not sent their part."""
         exchange = self._open.get((lane, number))
         parts = () if exchange is None else exchange.parts
         return [rank for rank in range(self.size) if rank not in parts]
 
 
 def waited_text(rank: int, label: str, seconds: float, missing: list[int]) -> str:
-    """What a rank says that has waited for too long."""
+    """Returns the error text of a rank that waited too long."""
     others = ", ".join(str(one) for one in missing) or "none"
     return (
         f"rank {rank} waited {seconds:g} s for {label!r}, and these ranks did not come: {others}. "
@@ -143,9 +144,9 @@ def waited_text(rank: int, label: str, seconds: float, missing: list[int]) -> st
 
 
 class FirstFailure:
-    """Why a group cannot go on: the first failure that is set, None before; later ones are dropped.
+    """The first failure of a group, None before; later failures are dropped.
 
-    `changed` is notified when it is set.  The owner's waits use it for what else they wait for.
+    `changed` is notified when it is set; the owner's waits also use it for other changes.
     """
 
     def __init__(self) -> None:
@@ -154,7 +155,7 @@ class FirstFailure:
         self._calls: list[Callable[[Failure], None]] = []
 
     def fail(self, failure: Failure) -> None:
-        """Sets the failure unless there is one, and makes the calls that `on_failure` got."""
+        """Sets the failure unless there is one, and calls the functions given to `on_failure`."""
         with self.changed:
             if self.failure is not None:
                 return
@@ -176,7 +177,7 @@ class FirstFailure:
 
 
 class _Room(FirstFailure):
-    """What the ranks of one process share."""
+    """The state that the ranks of one process share."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -187,7 +188,7 @@ class _Room(FirstFailure):
 
 
 class LocalChannel(Channel):
-    """A rank that is a thread of this process.  Made by `local_channels`."""
+    """The channel of a rank that is a thread of this process.  Made by `local_channels`."""
 
     def __init__(self, room: _Room, rank: int) -> None:
         self._room = room
@@ -239,13 +240,13 @@ class LocalChannel(Channel):
         self._room.on_failure(call)
 
     def close(self) -> None:
-        """Leaves the group: ranks that wait for this one, or will, find it lost.  Idempotent."""
+        """Leaves the group: ranks that need this one now or later find it lost.  Idempotent."""
         with self._room.changed:
             self._room.left.add(self.rank)
             self._room.changed.notify_all()
 
 
 def local_channels(size: int) -> list[LocalChannel]:
-    """The channels of ranks that are threads of this process."""
+    """Returns the channels of ranks that are threads of this process."""
     room = _Room(size)
     return [LocalChannel(room, rank) for rank in range(size)]

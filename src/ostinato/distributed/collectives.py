@@ -1,21 +1,22 @@
-"""Collectives as operations of the library: submitted, captured, recorded, replayed like launches.
+"""Collectives as operations of the library: submitted, captured, recorded and replayed like
+launches.
 
     collectives = open_collectives(group, device)
     for operation in collectives.all_reduce(source, out):
         stream.submit(operation)
 
-One backend a kind of device: on the host the ranks exchange through the group's channel (here), on
-CUDA by NCCL (`nccl`) and, for small messages inside one NVLink domain, in each other's memory
-(`exchange`).
+Each kind of device has a backend: on the host the ranks exchange through the group's channel
+(here), on CUDA by NCCL (`nccl`) and, for small messages inside one NVLink domain, in each other's
+memory (`exchange`).
 
     all_reduce    out = the sum of every rank's `source`
     accumulate    target += the sum of every rank's `partial`; partial = 0
-    all_gather    out[i] = every rank's source[i], one behind the other, in the order of ranks
-    broadcast     buffer = that of rank `root`
+    all_gather    out = every rank's `source`, joined along the last axis in the order of ranks
+    broadcast     buffer = the buffer of rank `root`
 
-Sums are the same bits on all ranks, whatever their order.  Every collective of one `Collectives`
-also reads and writes one word of its own, so that recorded graphs, whose edges come from memory,
-keep them in order: two that changed places on one rank would wait for each other for ever.
+Sums have the same bits on all ranks.  Every collective of one `Collectives` also reads and writes
+one word of its own, so that recorded graphs, whose edges come from memory accesses, keep
+collectives in order: two that swapped places on one rank would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ Key: TypeAlias = tuple[object, ...]
 
 
 def remembered(made: Mapping[Key, tuple[Operation, ...]], key: Key) -> tuple[Operation, ...] | None:
-    """Operations by a key of addresses; None if there are none, and once memory that they were made
-    with is closed: other memory may be at its address by now, which they do not keep alive."""
+    """Returns the operations made for a key of addresses, or None.  None too once memory that they
+    use is closed: operations do not keep it alive, so other memory may be at its address."""
     found = made.get(key)
     return found if found is not None and all(one.usable for one in found) else None
 
@@ -64,7 +65,7 @@ class Gathered:
 
     @classmethod
     def of(cls, source: Buffer, out: Buffer, size: int) -> Gathered:
-        """Raises InputError for buffers that do not fit together."""
+        """Computes the layout.  Raises InputError for buffers that do not fit together."""
         shape = source.shape
         wanted = (*shape[:-1], shape[-1] * size) if shape else ()
         if not shape or out.dtype != source.dtype or out.shape != wanted:
@@ -78,9 +79,9 @@ class Gathered:
 class Collectives(Closeable, ABC):
     """Collectives on one device, for work of one stream at a time.
 
-    `name`: what they go by, in words.  Methods return operations and run nothing; they may
-    compile, load and, the first time, talk to the other ranks, so they belong before a capture.
-    All ranks call them in the same order with the same sizes.  Sums are float32.  Raise InputError,
+    `name`: describes the backend.  Methods return operations and run nothing; they may compile,
+    load and, the first time, communicate with the other ranks, so call them before a capture.  All
+    ranks call them in the same order with the same sizes.  Sums are float32.  Raise InputError,
     GroupError.
     """
 
@@ -93,57 +94,58 @@ class Collectives(Closeable, ABC):
 
     @abstractmethod
     def all_reduce(self, source: Buffer, out: Buffer) -> tuple[Operation, ...]:
-        """out = the sum of every rank's `source`; float32 of one shape; may be the same buffer, but
-        not share a part of its memory."""
+        """Returns operations that set `out` to the sum of every rank's `source`; float32 of one
+        shape.  Both may be the same buffer, but must not overlap partly."""
 
     @abstractmethod
     def accumulate(
         self, target: Buffer, partial: Buffer, *, programmatic: bool = False
     ) -> tuple[Operation, ...]:
-        """target += the sum of every rank's `partial`, and partial = 0: float32 of one shape, in
-        memory apart.
+        """Returns operations that add the sum of every rank's `partial` to `target` and set
+        `partial` to 0: float32 of one shape, in disjoint memory.
 
-        `programmatic`: where that is possible (`programmatic`), it starts before the kernel before
-        it on the stream ends, which must have waited for its own one, and then waits for that.
+        `programmatic`: uses programmatic dependent launch, if `programmatic` allows it: the kernel
+        starts before its predecessor on the stream ends, and then waits for it.  That predecessor
+        must have waited for its own predecessor.
         """
 
     @abstractmethod
     def all_gather(
         self, source: Buffer, out: Buffer, *, programmatic: bool = False
     ) -> tuple[Operation, ...]:
-        """Every rank's `source` [..., n] into `out` [..., n * ranks].  `programmatic`: see
-        `accumulate`."""
+        """Returns operations that gather every rank's `source` [..., n] into `out` [..., n *
+        ranks].  `programmatic`: see `accumulate`."""
 
     @abstractmethod
     def broadcast(self, buffer: Buffer, root: int = 0) -> tuple[Operation, ...]:
-        """buffer = that of rank `root`."""
+        """Returns operations that copy the buffer of rank `root` to all ranks."""
 
     def sums(self, count: int) -> Buffer | None:
-        """Memory by which kernels add `count` float32 values of all ranks themselves
-        (`kernels/words.cuh`), None where they cannot.  Kernels that are given it belong to the
-        collectives: what uses them is closed before them."""
+        """Returns memory with which kernels can sum up to `count` float32 values over all ranks
+        themselves (`kernels/words.cuh`), or None if they cannot.  The memory belongs to the
+        collectives: close what uses it first."""
         return None
 
     def programmatic(self, nbytes: int) -> bool:
-        """Whether a sum or a gather of so many bytes of a rank is one kernel that can be launched
-        programmatically, and lets the next one start before it ends."""
+        """True if a sum or gather of `nbytes` per rank is one kernel that can use programmatic
+        dependent launch, also for the kernel behind it."""
         return False
 
     def described(self) -> str:
-        """What they go by and did so far, in words."""
+        """Describes the backend and its use so far."""
         return self.name
 
     @abstractmethod
     def abort(self) -> None:
-        """Ends what waits for other ranks on the device, without a result.  Any thread, at once."""
+        """Ends waits for other ranks on the device, without a result.  Callable from any thread."""
 
     def close(self) -> None:
-        """Gives its memory back once no work of it is under way.  Idempotent."""
+        """Frees the memory once no work of it is under way.  Idempotent."""
         self.order.close()
 
     # --- arguments
     def _same(self, what: str, one: Buffer, other: Buffer) -> int:
-        """How many float32 values both hold."""
+        """Returns the number of float32 values in both; raises InputError for unequal buffers."""
         for buffer in (one, other):
             if buffer.dtype != np.float32 or buffer.shape != one.shape or not buffer.nbytes:
                 raise InputError(
@@ -157,15 +159,15 @@ class Collectives(Closeable, ABC):
 
 
 def bytes_of(nbytes: int, kind: int) -> str:
-    """In words.  `kind`: the letter of the dtype, as a number.  NumPy does not know those that
-    other libraries add (bfloat16 of ml_dtypes is "E")."""
+    """Describes bytes of a dtype.  `kind`: the code of the dtype's letter, which may be one that
+    NumPy lacks and another library adds (bfloat16 of ml_dtypes is "E")."""
     letter = chr(kind)
     name = np.dtype(letter).name if letter in np.typecodes["All"] else letter
     return f"{nbytes} bytes of {name}"
 
 
 class HostCollectives(Collectives):
-    """Through the group's channel, by kernels that wait for the other ranks' parts.
+    """Collectives through the group's channel, by kernels that wait for the other ranks' parts.
 
     Once the group has failed they no longer wait, and write bytes that are NaN as float32.
     """
@@ -204,7 +206,7 @@ class HostCollectives(Collectives):
         return self._operation("broadcast", flat, buffer.nbytes, kind, root)
 
     def abort(self) -> None:
-        """Nothing to do: the channel wakes what waits."""
+        """Does nothing: a failed channel ends the waits."""
 
     def close(self) -> None:
         super().close()
@@ -212,7 +214,7 @@ class HostCollectives(Collectives):
 
     # --- kernels
     def _parts(self, label: str, payload: bytes) -> list[bytes] | None:
-        """Every rank's part; None once the group has failed."""
+        """Returns every rank's part; None once the group has failed."""
         group = self.group
         if group.failure is not None:
             return None
@@ -234,7 +236,7 @@ class HostCollectives(Collectives):
         return total
 
     def _kernels(self) -> dict[str, HostKernel]:
-        """Kernels that know this rank's group; no reference to the device is kept by them."""
+        """Returns the kernels, bound to this rank's group; they hold no reference to the device."""
 
         @host_kernel("order: *u32, source: *const f32, out: *out f32, count: u32")
         def all_reduce(launch: Any, order: Any, source: Floats, out: Floats, count: int) -> None:

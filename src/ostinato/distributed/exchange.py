@@ -1,16 +1,16 @@
 """Collectives of small messages: every rank writes into the other ranks' memory, in one kernel.
 
-A rank's *window* is device memory that the other ranks have opened (`Driver.memory_share`): on
-CUDA in processes of one machine whose GPUs reach each other, on the host device in threads of one
-process.  A kernel stores this rank's values into every window, waits in its own one for theirs, and
-goes on with the sum; `kernels/exchange.cu` says how, and why it needs no lock and no signal of the
-host.
+A rank's *window* is device memory that the other ranks have opened (`Driver.memory_share`): on CUDA
+in processes of one machine whose GPUs reach each other, on the host device in threads of one
+process.  A kernel stores this rank's values into every window, waits in its own window for the
+others' values, and continues with the sum; `kernels/exchange.cu` explains how, and why it needs no
+lock and no signal from the host.
 
-What is larger than the windows' limit, and broadcasts, go by the collectives that always work
-(NCCL, on the host the group's channel).  All ranks decide that alike, by bytes.
+Messages above the windows' limit, and broadcasts, use the backend that always works (NCCL, on the
+host the group's channel).  All ranks decide this alike, by bytes.
 
-After a failure of the group every wait in a kernel ends, with NaN, and nothing synchronises the
-windows again: a group that failed stays so, and another group has other windows.  A window that
+After a failure of the group every wait in a kernel ends, with NaN, and the windows are never
+synchronized again: the group stays failed, and another group has other windows.  A window that
 another rank may still write to is kept until the process ends.
 """
 
@@ -45,17 +45,17 @@ from ostinato.errors import NotAvailableError, OstinatoError
 from ostinato.modules import CompileOptions
 
 THREADS = 128
-"""Of a block; each has two values of 4 bytes."""
+"""Threads of a block; each handles two values of 4 bytes."""
 _BLOCK = 2 * THREADS
 _BLOCKS_PER_PROCESSOR = 4
-"""Of 128 threads: fewer than can be resident on any GPU, whatever else is."""
+"""Blocks of 128 threads: few enough to be resident on any GPU beside other work."""
 _MOST_RANKS = 16
 _TOTAL = 512 << 10
 _PAGE = 2 << 20
-_SUM_SLOTS = 16384  # most values of a sum that products exchange themselves
+_SUM_SLOTS = 16384  # most values of a sum that kernels exchange themselves
 _SUM_TABLE = 32
 SUMS_MACROS = {"SUM_SLOTS": _SUM_SLOTS, "SUM_TABLE": _SUM_TABLE}
-"""Where things are in `ExchangeCollectives.sums`, for kernels that exchange sums themselves."""
+"""The layout of `ExchangeCollectives.sums`, for kernels that exchange sums themselves."""
 _SIGNATURES = {
     "exchange_accumulate": "order: *u32, target: *f32, partial: *f32, table: *const u64, "
     "count: u32, rank: u32",
@@ -67,13 +67,13 @@ _SIGNATURES = {
 
 
 def limit_for(size: int) -> int:
-    """Up to how many bytes of a rank a message goes this way: each is sent to every other rank."""
+    """Returns the largest message for windows, in bytes of a rank: it goes to every other rank."""
     return _TOTAL // max(1, size - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things are in a window.  `blocks`: of the largest exchange."""
+    """The layout of a window.  `blocks`: of the largest exchange."""
 
     ranks: int
     blocks: int
@@ -85,12 +85,12 @@ class Layout:
 
     @property
     def header(self) -> int:
-        """Words of 8 bytes before the first one: the blocks' counters, and a mark of each rank."""
+        """Words of 8 bytes before the data: the blocks' counters, and a mark of each rank."""
         return -(-(self.blocks + self.ranks) // 32) * 16
 
     @property
     def sums(self) -> int:
-        """The byte where the part begins in which products exchange their sums (linear.cuh)."""
+        """Offset in bytes of the part in which products exchange their sums (linear.cuh)."""
         return 8 * (self.header + 2 * self.ranks * self.words)
 
     @property
@@ -100,11 +100,11 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """The size of a window: whole pages, so that no other allocation is opened with it."""
+        """Bytes of a window: whole pages, so that no other allocation is shared with it."""
         return -(-(self.sums + 8 * self.sums_words) // _PAGE) * _PAGE
 
     def mark(self, rank: int) -> int:
-        """The byte where a rank says that it writes to this window no more."""
+        """Returns the byte offset of the mark that a rank's writes to this window are over."""
         return 4 * (self.blocks + rank)
 
     @property
@@ -116,28 +116,29 @@ class Layout:
 
 @cache
 def kernels() -> Source:
-    """The CUDA kernels."""
+    """Returns the CUDA kernels."""
     code = (Path(__file__).parent / "kernels" / "exchange.cu").read_text(encoding="utf-8")
     return Source(code, signatures=_SIGNATURES, headers=words_header(), name="exchange.cu")
 
 
 @cache
 def words_header() -> Mapping[str, str]:
-    """The header with what ranks store into each other's memory, by its name."""
+    """Returns the header of the words that ranks store into each other's memory, by its name."""
     path = Path(__file__).parent / "kernels" / "words.cuh"
     return {path.name: path.read_text(encoding="utf-8")}
 
 
 _kept: list[object] = []
-"""Memory that another rank may still write to."""
+"""Memory that another rank may still write to, kept until the process ends."""
 
 
 class ExchangeCollectives(Collectives):
-    """Small messages through the ranks' windows, the others by `beyond`, which is closed with it.
+    """Small messages through the ranks' windows, others by `beyond`, which is closed with this
+    object.
 
-    All ranks make theirs together.  `limit`: bytes of the largest message of a rank; `limit_for`
-    the number of ranks if None.  Raises NotAvailableError on all ranks if any of them cannot reach
-    the others' memory; then `beyond` is left as it is.
+    All ranks make theirs together.  `limit`: largest message of a rank, in bytes; None for
+    `limit_for` of the number of ranks.  Raises NotAvailableError on all ranks if any of them cannot
+    reach the others' memory; `beyond` then stays open.
     """
 
     def __init__(
@@ -167,12 +168,12 @@ class ExchangeCollectives(Collectives):
             self._give_back()
             super().close()
             raise
-        self.in_windows = 0  # what was tried out is not counted
+        self.in_windows = 0  # trial exchanges are not counted
         self.name = f"peer memory up to {self.limit} bytes, {beyond.name} beyond"
 
     # --- windows
     def _open_windows(self) -> None:
-        """Every rank opens every other's.  Whether all could is decided by all."""
+        """Opens every other rank's window.  Fails on all ranks if it fails on one."""
         group, device, driver = self.group, self.device, self.device.driver
         error, handle = "", b""
         try:
@@ -225,8 +226,8 @@ class ExchangeCollectives(Collectives):
                 raise NotAvailableError(f"rank {rank}: {error}")
 
     def _try_out(self) -> None:
-        """Three exchanges with known values, one more than the window has halves.  All ranks must
-        see each other's; raises NotAvailableError on all of them if one does not."""
+        """Runs three exchanges with known values: a window has two halves, so one is used twice.
+        Raises NotAvailableError on all ranks if the result is wrong on one."""
         device, group, size = self.device, self.group, self.group.size
         count = self.layout.words
         line = (np.arange(count) % 251).astype(np.float32)
@@ -306,7 +307,7 @@ class ExchangeCollectives(Collectives):
             made = prepare(
                 kernel, shape, self.order, one, other, self._table, count, *extra, self.group.rank
             )
-            # The table holds addresses that no argument has.
+            # The table holds addresses of memory that is no argument.
             kept = replace(made, keep=(*made.keep, self._window, self._lost))
             found = self._made[key] = (kept,)
         self.in_windows += 1
@@ -334,12 +335,12 @@ class ExchangeCollectives(Collectives):
 
     def _end_waits(self) -> None:
         with self._ending:
-            # Once the device is closed nothing waits on it.
+            # On a closed device nothing waits.
             if not (self._closed or self.device.context.closed):
                 self._lost.array[0] = 1
 
     def close(self) -> None:
-        """See `Collectives`.  Graphs with its collectives must be closed before."""
+        """Implements `Collectives.close`.  Graphs with its collectives must be closed before."""
         if self._closed:
             return
         self._made.clear()
@@ -352,11 +353,11 @@ class ExchangeCollectives(Collectives):
         self.group.detach(self)
 
     def _give_back(self) -> None:
-        """This rank writes to no window any more, and says so in each; its own one is given back
-        once all others said that too."""
+        """Marks in every other window that this rank's writes are over, and frees the own window
+        once all others have marked it."""
         device, layout, window = self.device, self.layout, self._window
         mark = np.ones(1, np.uint32)
-        if self.group.failure is not None:  # the others may be gone, and their memory
+        if self.group.failure is not None:  # the others, and their memory, may no longer exist
             _kept.append((window, self._lost))
             return
         try:
@@ -380,7 +381,7 @@ class ExchangeCollectives(Collectives):
         _kept.append((window, self._lost))
 
     def _all_left(self, window: Buffer) -> bool:
-        """Whether no other rank writes to this rank's window any more.  Waits a moment for it."""
+        """True once no other rank writes to this rank's window.  Waits up to a second for that."""
         layout, others = self.layout, [r for r in range(self.group.size) if r != self.group.rank]
         end = time.monotonic() + min(1.0, self.group.deadline)
         start = layout.mark(0)
@@ -395,7 +396,7 @@ class ExchangeCollectives(Collectives):
 
 
 def _place_of(process: bool) -> bytes:
-    """Where memory can be opened: this process, or this host."""
+    """Identifies the scope within which memory can be opened: this process, or this host."""
     if process:
         return f"process {os.getpid()} on {socket.gethostname()}".encode()
     try:
@@ -413,12 +414,12 @@ _EPOCH = np.uint64(32)
 
 
 def _host_kernels(made: ExchangeCollectives) -> Mapping[str, HostKernel]:
-    """What `exchange.cu` does, in NumPy, a grid at once.  Waits are for other threads."""
+    """Returns the kernels of `exchange.cu` in NumPy, a grid at once; they wait for threads."""
     layout, group = made.layout, made.group
     size = layout.ranks
 
     def exchanged(launch: Any, table: Words, values: Any, rank: int) -> list[Any]:
-        """Every rank's values of 4 bytes."""
+        """Returns every rank's values of 4 bytes."""
         count = len(values)
         blocks = -(-count // _BLOCK)
         windows = [launch.memory(int(table[r]), layout.nbytes) for r in range(size)]

@@ -1,16 +1,16 @@
-"""`Group`: ranks that work together, and how each of them notices that another one does not.
+"""`Group`: ranks that work together and detect each other's failures.
 
     with local_groups(4) as groups: …                   four threads of this process
-    with open_group() as group: …                       this process, as its launcher says
-    with join_group(group_id, rank=1, size=2) as group: …     this process, as its caller says
+    with open_group() as group: …                       this process, placed by its launcher
+    with join_group(group_id, rank=1, size=2) as group: …     this process, placed by its caller
 
-What a group guarantees: no rank waits for ever.  A rank that is killed, stopped, raises an
-exception inside the `with` block, leaves, or waits for longer than the deadline ends the group, and
-every other rank raises a `GroupError` from the call that waits, or from its next one.  What waits
-on the device is ended too (`Collectives.abort`).
+A group guarantees that no rank waits forever.  A rank that is killed, stopped, raises an exception
+inside the `with` block, leaves, or waits longer than the deadline ends the group, and every other
+rank raises a `GroupError` from the call that waits, or from its next call.  Waits on the device are
+ended too (`Collectives.abort`).
 
-Not guaranteed: that work which was under way gives anything; after a failure its results are not to
-be used, and nothing here hands them out.
+Not guaranteed: any result of work that was under way; after a failure its results must not be used,
+and nothing here returns them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ostinato.errors import ClosedError, DisagreementError, GroupError, InputErr
 from ostinato.lowlevel import Closeable, new_lock, uninterrupted, whole_number
 from ostinato.settings import group_deadline
 
-_LOOKS = 10  # of the watchdog at a wait, within a deadline
+_LOOKS = 10  # checks by the watchdog per deadline
 
 
 def checked_deadline(deadline: float | None) -> float:
-    """Seconds; those of the setting if None.  Raises InputError."""
+    """Returns the deadline in seconds; None gives the setting's.  Raises InputError."""
     if deadline is None:
         deadline = group_deadline()
     if not (isinstance(deadline, float | int) and 0 < deadline < 1e9):
@@ -42,7 +42,7 @@ def checked_deadline(deadline: float | None) -> float:
 
 
 def checked_root(root: object, size: int) -> int:
-    """A rank of so many.  Raises InputError for what is none."""
+    """Returns `root` as a rank below `size`.  Raises InputError for any other value."""
     rank = whole_number(root)
     if rank is None or not 0 <= rank < size:
         raise InputError(f"root is {root!r}, must be a rank, 0 to {size - 1}")
@@ -50,21 +50,22 @@ def checked_root(root: object, size: int) -> int:
 
 
 class Attached(Protocol):
-    """What works on a device for a group."""
+    """A part of a group that works on a device."""
 
     def abort(self) -> None:
-        """Ends what waits for other ranks.  Any thread, at once."""
+        """Ends waits for other ranks.  Callable from any thread."""
 
     def described(self) -> str:
-        """What it exchanges by and did so far, in words."""
+        """Describes the backend and its use so far."""
 
     def close(self) -> None:
-        """Gives back what it owns.  Idempotent."""
+        """Frees what it owns.  Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
-    """One rank's numbers: seconds, why the group failed, and what each of its collectives go by."""
+    """One rank's numbers: the deadline in seconds, the failure's text ("" if none), its
+    collectives."""
 
     rank: int
     size: int
@@ -77,9 +78,9 @@ class Group(Closeable):
     """One rank's part of a group.  All ranks must make the same calls in the same order.
 
     `channel`: the connection to the others.  `deadline`: seconds that this rank waits for another
-    one before it ends the group; 60, or OSTINATO_GROUP_DEADLINE, if None.  A wait for the device
-    counts from the last collective that got on.  Its calls may be made by one thread at a time,
-    `fail` and `check` by any.
+    before it ends the group; None for OSTINATO_GROUP_DEADLINE, or 60.  A wait for the device counts
+    from the last collective that finished.  One thread at a time may call its methods; `fail` and
+    `check`, any.
     """
 
     def __init__(self, channel: Channel, *, deadline: float | None = None) -> None:
@@ -105,7 +106,7 @@ class Group(Closeable):
     # --- failures
     @property
     def failure(self) -> Failure | None:
-        """Why the group cannot go on; None while it can."""
+        """The reason why the group failed; None while it works."""
         return self.channel.failure
 
     def check(self) -> None:
@@ -122,7 +123,7 @@ class Group(Closeable):
 
     # --- exchanges
     def exchange(self, label: str, payload: bytes = b"") -> list[bytes]:
-        """Every rank's payload, in the order of ranks.  Raises GroupError, InputError."""
+        """Returns every rank's payload, in the order of ranks.  Raises GroupError, InputError."""
         if not isinstance(payload, bytes):
             raise InputError(f"{label!r}: the payload is {type(payload).__name__}, must be bytes")
         self.check()
@@ -134,17 +135,17 @@ class Group(Closeable):
         self.exchange(label)
 
     def broadcast(self, label: str, payload: bytes = b"", *, root: int = 0) -> bytes:
-        """The payload of rank `root`, on all ranks; those of others are not looked at.  Raises
-        GroupError, also for roots that differ, and InputError for one that is no rank."""
+        """Returns the payload of rank `root` on all ranks; others' payloads are ignored.  Raises
+        GroupError, also if roots differ, and InputError for an invalid root."""
         root = checked_root(root, self.size)
         mine = payload if self.rank == root else b""
         return self.exchange(f"{label} from rank {root}", mine)[root]
 
     def agree(self, label: str, lines: Sequence[str]) -> None:
-        """Compares what ranks are about to do, told in lines.
+        """Compares what ranks are about to do, described in lines.
 
-        Raises DisagreementError on all ranks if the lines differ anywhere; it names the first line
-        that does.  The digests travel, and the lines only where these differ.
+        Raises DisagreementError on all ranks if lines differ anywhere, with the first difference.
+        Ranks exchange digests, and the lines only if these differ.
         """
         text = "\n".join(lines).encode("utf-8", "surrogatepass")
         digests = self.exchange(label, hashlib.blake2b(text, digest_size=32).digest())
@@ -158,10 +159,10 @@ class Group(Closeable):
     # --- waits on the device
     @contextmanager
     def watching(self, what: str) -> Iterator[None]:
-        """While the block waits for the device, whose work may wait for other ranks: if it does so
-        for longer than the deadline, the group fails, which ends that work.
+        """Guards a block that waits for the device, whose work may wait for other ranks: if no
+        collective finishes within the deadline, the group fails, which ends that work.
 
-        Raises GroupError after the block, in place of whatever the block raised, if the group
+        Raises GroupError after the block, instead of the block's own exception, if the group
         failed.
         """
         self._begin_watching()
@@ -181,7 +182,7 @@ class Group(Closeable):
             raise failure.error()
 
     def note_progress(self) -> None:
-        """A collective got on: what is watched is not stuck."""
+        """Records that a collective finished, so what is watched is not stuck."""
         self._progress = time.monotonic()
 
     def _begin_watching(self) -> None:
@@ -194,7 +195,7 @@ class Group(Closeable):
                 self._watchdog.start()
 
     def _look(self) -> None:
-        """The watchdog's look at what is waited for."""
+        """Fails the group if the watched wait is beyond the deadline; called by the watchdog."""
         watched = self._watched
         if watched is None or self.channel.failure is not None:
             return
@@ -207,24 +208,24 @@ class Group(Closeable):
             )
             self.channel.fail(Failure("deadline", self.rank, text))
 
-    # --- what works in it
+    # --- what belongs to the group
     def new_lane(self, what: str) -> str:
-        """A lane for exchanges of their own; all ranks ask for theirs in the same order."""
+        """Returns a lane for exchanges of their own; all ranks request theirs in the same order."""
         self.check()
         with self._lock:
             self._lanes += 1
             return f"{what} {self._lanes}"
 
     def attach(self, worker: Attached) -> None:
-        """From here on the group's failure aborts it, and the group's end closes it, unless it
-        is detached before."""
+        """Aborts `worker` when the group fails, and closes it with the group, unless it is detached
+        before."""
         with self._lock:
             self._attached.append(worker)
         if self.channel.failure is not None:
             worker.abort()
 
     def detach(self, worker: Attached) -> None:
-        """It was closed: the group knows it, and keeps its device, no longer.  Idempotent."""
+        """Removes a closed worker, so that the group no longer keeps its device.  Idempotent."""
         with self._lock, suppress(ValueError):
             self._attached.remove(worker)
 
@@ -233,7 +234,7 @@ class Group(Closeable):
             worker.abort()
 
     def statistics(self) -> GroupStatistics:
-        """Numbers of this rank, and what its devices exchange by."""
+        """Returns the numbers of this rank and descriptions of its collectives."""
         failure = self.channel.failure
         return GroupStatistics(
             self.rank,
@@ -271,7 +272,7 @@ def _watch(group: Group) -> None:
 
 
 def _difference(label: str, told: Sequence[bytes]) -> str:
-    """Where what the ranks told first differs."""
+    """Describes the first difference between the ranks' lines."""
     lines = [text.decode("utf-8", "surrogatepass").split("\n") for text in told]
     longest = max(len(one) for one in lines)
     for index in range(longest):
@@ -299,10 +300,10 @@ class LocalGroups(Closeable, Sequence[Group]):
         return self._groups[rank]
 
     def run(self, work: object, *args: object) -> list[object]:
-        """Calls `work(group, *args)` on a thread for each rank; what they return, by rank.
+        """Calls `work(group, *args)` on a thread for each rank; returns the results by rank.
 
-        If some raise, the exception of the first that did so by itself is raised: a GroupError
-        that follows from another rank's exception only if there is no other.
+        If several ranks raise, raises the earliest exception that is not a GroupError; if there is
+        none, the earliest GroupError.
         """
         if not callable(work):
             raise InputError(f"work is {work!r}, must be a function of a group")
@@ -336,12 +337,12 @@ class LocalGroups(Closeable, Sequence[Group]):
 
 
 def local_groups(size: int, *, deadline: float | None = None) -> LocalGroups:
-    """A group of `size` ranks in this process, for host devices: one thread a rank.
+    """Returns groups of `size` ranks in this process, for host devices: one thread per rank.
 
         with local_groups(4) as groups:
             tokens = groups.run(decode)          # decode(group) on four threads
 
-    Everything is as in a group of processes, only that ranks exchange through memory.
+    Everything is as in a group of processes, except that ranks exchange through memory.
     """
     ranks = whole_number(size)
     if ranks is None or not 1 <= ranks <= 1024:

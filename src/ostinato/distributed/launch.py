@@ -1,18 +1,17 @@
-"""Who this process is in its group, and where the others are: its launcher or its caller says.
+"""Finds this process's rank and the other ranks, from its launcher or its caller.
 
     open_group()                                  torchrun, mpirun, srun, or OSTINATO_GROUP
     group_id = new_group_id(2)                    in one process, which must outlive the group
     join_group(group_id, rank=…, size=2)          in every process: a Ray actor, an engine's worker
 
-A launcher tells rank and size.  Where the others are, it tells by an address of the first host
-(torchrun's MASTER_ADDR and MASTER_PORT, SLURM's list of hosts), or not at all (mpirun): ranks on
-one host then meet by a file that only this user may read, named for the launcher's process; on
-several, MASTER_ADDR and MASTER_PORT must be set.  All launchers' ranks go by those two where both
-are set.
+A launcher provides rank and size.  It provides the address of the first host (torchrun's
+MASTER_ADDR and MASTER_PORT, SLURM's list of hosts) or none (mpirun).  Without an address, ranks on
+one host meet by a file that only this user may read, named for the launcher's process; on several
+hosts, MASTER_ADDR and MASTER_PORT must be set.  If both are set, they are used with every launcher.
 
-torchrun's own store listens at MASTER_PORT, so ours takes one of the next ports.  The token of such
-a group is the launcher's name for the job.  It keeps jobs apart and is no secret: who can reach the
-port can join, as with the launchers' own stores.  `new_group_id` makes a random one.
+torchrun's own store listens at MASTER_PORT, so the hub takes one of the next ports.  The token of
+such a group is the launcher's name for the job.  It keeps jobs apart and is no secret: whoever can
+reach the port can join, as with the launchers' own stores.  `new_group_id` makes a random token.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ostinato.errors import InputError, NotAvailableError, RankLostError
 from ostinato.lowlevel import whole_number
 from ostinato.settings import group_of_process
 
-_PORTS = 16  # tried after a launcher's own
+_PORTS = 16  # ports tried after a launcher's own
 _LOOPBACK = "127.0.0.1"
 _ADDRESS_ADVICE = (
     "set MASTER_ADDR and MASTER_PORT on all of them (mpirun -x MASTER_ADDR=… -x MASTER_PORT=…)"
@@ -48,11 +47,11 @@ _hubs: dict[str, Hub] = {}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A process's place in its group, as its launcher says.
+    """A process's place in its group, as given by its launcher.
 
-    `local_rank`: which of this host's ranks it is, and so which of its GPUs it takes.  `host`,
-    `port`: of the first rank, if the launcher tells them.  `job`: the launcher's name for the job.
-    `hosts_differ`: the launcher says that there are ranks on other hosts.
+    `local_rank`: its number among this host's ranks, and so the number of its GPU.  `host`, `port`:
+    of the first rank, if the launcher provides them.  `job`: the launcher's name for the job.
+    `hosts_differ`: True if the launcher reports ranks on other hosts.
     """
 
     rank: int
@@ -71,19 +70,19 @@ class Place:
 
 
 def place_of(environ: Mapping[str, str] | None = None) -> Place | None:
-    """What the launcher says in the environment; None if there is none.
+    """Reads the place from the launcher's variables in the environment; None if there are none.
 
     Read in this order: torchrun's RANK and WORLD_SIZE, Open MPI's, those of MPICH and Intel MPI
-    (PMI), SLURM's of a step (`srun`; a batch script by itself is no rank).  torchrun, and the two
-    kinds of mpirun, may start their own processes with srun: theirs come first then.
+    (PMI), SLURM's of a step (`srun`; a batch script by itself is no rank).  torchrun and both kinds
+    of mpirun may start their own processes with srun; srun's variables then come last.
 
-    Raises InputError for variables that cannot be read, of which some are missing, and for RANK
-    and WORLD_SIZE that torchrun did not set and that contradict another launcher's.
+    Raises InputError for variables that are invalid or incomplete, and for RANK and WORLD_SIZE that
+    torchrun did not set and that contradict another launcher's.
     """
     env = os.environ if environ is None else environ
     mpi, slurm = _of_mpirun(env), _of_slurm(env)
-    # Open MPI's and Hydra's own processes may be tasks of srun, whose variables ranks inherit.  Of
-    # srun with PMI both say the same, and SLURM where the first rank is, too.
+    # Open MPI's and Hydra's own processes may be tasks of srun, whose variables ranks inherit.
+    # With srun and PMI both agree, and SLURM's also give the first rank's host.
     other = slurm if mpi is None or (slurm is not None and _same(mpi, slurm)) else mpi
     torch = _of_torch(env, alone=other is None)
     if torch is None or other is None:
@@ -99,7 +98,8 @@ def place_of(environ: Mapping[str, str] | None = None) -> Place | None:
 
 
 def _of_torch(env: Mapping[str, str], *, alone: bool) -> Place | None:
-    """`alone`: no other launcher is there, so that half of the variables is a mistake."""
+    """Reads torchrun's variables.  `alone`: no other launcher is there, so half of them is an
+    error."""
     names = [name for name in ("RANK", "WORLD_SIZE") if name in env]
     if not names or (len(names) == 1 and not alone):
         return None
@@ -165,7 +165,7 @@ def _same(one: Place, other: Place) -> bool:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a SLURM list: "gpu[03-06,9],cpu1" gives "gpu03"."""
+    """Returns the first host of a SLURM list: "gpu[03-06,9],cpu1" gives "gpu03"."""
     match = re.match(r"(?:[^\[\],]|\[[0-9][^\[\]]*\])+", nodes)
     if match is None:
         raise InputError(f"{nodes!r} is no list of hosts")
@@ -173,9 +173,9 @@ def first_host(nodes: str) -> str:
 
 
 def open_group(*, deadline: float | None = None, environ: Mapping[str, str] | None = None) -> Group:
-    """The group of the launcher that started this process; waits for its other ranks.
+    """Returns the group of the launcher that started this process; waits for its other ranks.
 
-    Raises NotAvailableError if no launcher did, or if it does not tell where the others are;
+    Raises NotAvailableError without a launcher, or if it does not provide the others' address;
     RankLostError if they do not come within the deadline; InputError.
     """
     env = os.environ if environ is None else environ
@@ -199,7 +199,7 @@ def open_group(*, deadline: float | None = None, environ: Mapping[str, str] | No
                 f"is: {_ADDRESS_ADVICE}"
             )
         return _meet_by_file(place, seconds)
-    # With the port: jobs of one name on neighbouring ports look at each other's hubs.
+    # With the port: jobs of one name on neighbouring ports try each other's hubs.
     name = f"{place.launcher} {place.job} {place.port} {place.size}"
     token = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     ports = range(place.port + 1, place.port + 1 + _PORTS)
@@ -213,11 +213,11 @@ def open_group(*, deadline: float | None = None, environ: Mapping[str, str] | No
 
 
 def new_group_id(size: int, *, host: str = _LOOPBACK, deadline: float | None = None) -> str:
-    """A new group's id, for `join_group` in each of its processes; text that is a secret.
+    """Returns a new group's id, for `join_group` in each of its processes; the text is a secret.
 
-    The process that makes it has the group's hub and must live as long as the group; it need not be
-    a rank.  `host`: the address of this machine under which the others reach it.  Raises
-    InputError for a size or a deadline that is none.
+    The calling process runs the group's hub and must live as long as the group; it need not be a
+    rank.  `host`: the address of this machine at which the others reach it.  Raises InputError for
+    an invalid size or deadline.
     """
     ranks = whole_number(size)
     if ranks is None or ranks < 1:
@@ -231,7 +231,7 @@ def new_group_id(size: int, *, host: str = _LOOPBACK, deadline: float | None = N
 
 
 def join_group(group_id: str, *, rank: int, size: int, deadline: float | None = None) -> Group:
-    """The group of an id, as rank `rank` of `size`; waits for its other ranks.
+    """Returns the group of an id, as rank `rank` of `size`; waits for its other ranks.
 
     Raises RankLostError if they do not come within the deadline, InputError.
     """
@@ -250,8 +250,8 @@ def _joined(
     hub: Hub | None,
     file: Path | None = None,
 ) -> Group:
-    """`file`: by which the ranks met; it is gone before one of them goes on, since their next group
-    has a file of this name too."""
+    """Connects to the hub and forms the group.  `file`: by which the ranks met; it is removed
+    before any rank continues, since their next group has a file of this name too."""
     try:
         channel = connect(addresses, rank, size, deadline=deadline, hub=hub)
     except BaseException:
@@ -272,7 +272,8 @@ def _joined(
 
 
 def _hub_at(host: str, ports: range, size: int, token: str, deadline: float) -> Hub:
-    """At the first of the ports that is free; on loopback alone if the others look there."""
+    """Returns a hub at the first free port; it listens on loopback only if the ranks are to use
+    that."""
     listen = _LOOPBACK if host in (_LOOPBACK, "localhost") else ""
     for port in ports:
         with suppress(OSError):
@@ -281,8 +282,8 @@ def _hub_at(host: str, ports: range, size: int, token: str, deadline: float) -> 
 
 
 def _meet_by_file(place: Place, deadline: float) -> Group:
-    """Ranks of one launcher on one host, which tells them no address: rank 0 writes its own into a
-    file of the launcher's process."""
+    """Forms the group of a launcher on one host that provides no address: rank 0 writes its address
+    into a file named for the launcher's process."""
     path = _meeting_file(place)
     if place.rank == 0:
         token = secrets.token_hex(16)
@@ -323,15 +324,15 @@ def _meet_by_file(place: Place, deadline: float) -> Group:
 
 
 def _meeting_file(place: Place) -> Path:
-    """Named for the launcher's process and when it began, so that no other job has it."""
+    """Returns a path named for the launcher's process and its start time, unique to the job."""
     name = f"{socket.gethostname()} {place.launcher} {place.job} {_launcher_process()}"
     digest = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
     return Path(tempfile.gettempdir()) / f"ostinato-{os.getuid()}-{digest}"
 
 
 def _launcher_process() -> str:
-    """The nearest process above this one that has no rank in its environment, so not a script that
-    the launcher started and that started this one; and when it began."""
+    """Identifies the nearest ancestor without a rank in its environment, by process id and start
+    time: a script between the launcher and this process has a rank."""
     pid, began = os.getppid(), ""
     with suppress(OSError, IndexError, ValueError):
         while True:

@@ -1,20 +1,20 @@
-"""Collectives by NCCL, for CUDA devices: one process a GPU, several hosts included.
+"""Collectives by NCCL, for CUDA devices: one process per GPU, on one or several hosts.
 
-NCCL is called once for each collective on given buffers: the call is captured, and what it launches
-is lifted out of the graph (`ostinato.lift`), as for products of cuBLASLt.  So a collective is a
-launch of ours like others: in eager runs, captures, recordings and the bodies of loops.  The
-captured graph is kept as long as the launch can run: NCCL frees with it what the launch uses.
+NCCL is called once for each collective on given buffers: the call is captured, and its launch is
+extracted from the graph (`ostinato.lift`), as for products of cuBLASLt.  So a collective is a
+launch like any other: in eager runs, captures, recordings and the bodies of loops.  The captured
+graph is kept as long as the launch can run: NCCL frees the launch's resources with it.
 
-The first collective of a kind and size is tried out on other memory, NCCL's own call beside the
-lifted launch, on all ranks together; they must give the same bits.  That also makes NCCL connect
+The first collective of each kind and size is tested on other memory, NCCL's own call beside the
+lifted launch, on all ranks together; both must give the same bits.  That also makes NCCL connect
 the ranks, which it does not do inside a capture.
 
-Not supported: collectives for which NCCL needs a thread of the host, as over a network without
-GPUDirect in some setups.  Their captured graph has a host node; NotAvailableError says so.
+Not supported: collectives for which NCCL needs a host thread, as over a network without GPUDirect
+in some setups.  Their captured graph has a host node, and NotAvailableError is raised.
 
-NCCL is to order its work with captures and graphs by the stream alone.  Otherwise it adds event
-nodes to each capture, which no loop's body can hold.  That is a setting of the communicator from
-NCCL 2.29 on and of the environment before (NCCL_GRAPH_MIXING_SUPPORT, set here unless it is set).
+NCCL must order its work with captures and graphs by the stream alone.  Otherwise it adds event
+nodes to each capture, which no loop's body can contain.  That is a setting of the communicator
+since NCCL 2.29, of the environment before (NCCL_GRAPH_MIXING_SUPPORT, set here unless it is set).
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from ostinato.errors import (
 _MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
 _THREADS = 256
 _PATIENCE = 5.0
-"""Seconds that `close` waits for the other ranks to close too, and the process's end for calls."""
+"""Seconds that `close` waits for the other ranks to close too, and process exit for NCCL calls."""
 _CALLS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 """Threads in which NCCL is called."""
 
 
 def _call_beside(what: str, call: Callable[[], object]) -> threading.Thread:
-    """Calls NCCL on a thread of its own."""
+    """Calls NCCL on a new thread."""
     thread = threading.Thread(target=call, name=f"ostinato: {what}", daemon=True)
     _CALLS.add(thread)
     thread.start()
@@ -75,8 +75,8 @@ def _call_beside(what: str, call: Callable[[], object]) -> threading.Thread:
 
 @atexit.register
 def _wait_for_calls() -> None:
-    """A process that ends while NCCL works in a thread of it crashes (seen with ranks that ended
-    while their communicator was aborted)."""
+    """Waits for NCCL calls at process exit: a process that ends during such a call crashes (seen
+    with ranks that ended while their communicator was aborted)."""
     end = time.monotonic() + _PATIENCE
     for thread in list(_CALLS):
         thread.join(max(0.0, end - time.monotonic()))
@@ -84,7 +84,7 @@ def _wait_for_calls() -> None:
 
 @cache
 def kernels() -> Source:
-    """What collectives need besides NCCL's own kernels."""
+    """Returns the kernels that collectives need besides NCCL's own."""
     return Source(
         (Path(__file__).parent / "kernels" / "collectives.cu").read_text(encoding="utf-8"),
         signatures={
@@ -96,10 +96,11 @@ def kernels() -> Source:
 
 
 def load_nccl() -> Any:
-    """nccl4py with an NCCL library behind it.  Raises NotAvailableError that says what is missing.
+    """Returns nccl4py with an NCCL library behind it.  Raises NotAvailableError with what is
+    missing.
 
-    nccl4py finds the library itself (cuda.pathfinder).  Where it does not, the one that lies beside
-    another package on the path is loaded first: PyTorch brings one.
+    nccl4py finds the library itself (cuda.pathfinder).  If it does not, a library beside another
+    package on the path is loaded first: PyTorch installs one.
     """
     try:
         import nccl.core
@@ -112,7 +113,7 @@ def load_nccl() -> Any:
         bindings.get_version()
     except Exception as error:
         if libraries := _libraries():
-            with suppress(OSError):  # then the next call says that there is none
+            with suppress(OSError):  # the next call then reports that there is none
                 ctypes.CDLL(str(libraries[0]), mode=ctypes.RTLD_GLOBAL)
         try:
             bindings.get_version()
@@ -125,7 +126,7 @@ def load_nccl() -> Any:
 
 
 def _libraries() -> list[Path]:
-    """NCCL libraries of packages on the path."""
+    """Returns NCCL libraries of packages on the path."""
     found = []
     for entry in sys.path:
         found += sorted(Path(entry or ".").glob("nvidia/nccl*/lib/libnccl.so.2"))
@@ -133,7 +134,7 @@ def _libraries() -> list[Path]:
 
 
 def description() -> str:
-    """NCCL's version and file, or why there is none."""
+    """Returns NCCL's version and file, or why it is not available."""
     try:
         version = load_nccl().get_version()
     except NotAvailableError as error:
@@ -143,7 +144,7 @@ def description() -> str:
 
 
 class NcclCollectives(Collectives):
-    """One communicator of NCCL's.  All ranks make theirs together."""
+    """The collectives of one NCCL communicator.  All ranks make theirs together."""
 
     def __init__(self, group: Group, device: Device) -> None:
         super().__init__(group, device)
@@ -160,7 +161,7 @@ class NcclCollectives(Collectives):
         group.agree("NCCL", [self.name, f"{_MIXING}={os.environ[_MIXING]}"])
         mine = core.get_unique_id().as_bytes if group.rank == 0 else b""
         unique = core.UniqueId.from_bytes(group.broadcast("NCCL's id", mine))
-        # Older ones do not know the setting, nor the structure that it is passed in.
+        # Older versions lack the setting and the structure that passes it.
         modern = core.get_version().libnccl.version.release >= (2, 29)
         config = core.NCCLConfig(graph_usage_mode=1) if modern else None
         self._communicator: Any = self._guarded(
@@ -184,7 +185,7 @@ class NcclCollectives(Collectives):
     def accumulate(
         self, target: Buffer, partial: Buffer, *, programmatic: bool = False
     ) -> tuple[Operation, ...]:
-        """See `Collectives`.  NCCL's sum in place, and a kernel of ours that adds it."""
+        """Implements `Collectives.accumulate`: NCCL's sum in place, then a kernel that adds it."""
         count = self._same("accumulate", target, partial)
         key = ("accumulate", target.address, partial.address, count)
         found = remembered(self._made, key)
@@ -200,8 +201,8 @@ class NcclCollectives(Collectives):
     def all_gather(
         self, source: Buffer, out: Buffer, *, programmatic: bool = False
     ) -> tuple[Operation, ...]:
-        """See `Collectives`.  NCCL puts each rank's lines together; several lines are put where
-        they belong by a kernel of ours, which takes whole words of 4 bytes."""
+        """Implements `Collectives.all_gather`.  NCCL concatenates the ranks' buffers; several lines
+        are then interleaved by a kernel of ours, which moves whole words of 4 bytes."""
         size = self.group.size
         layout = Gathered.of(source, out, size)
         if layout.lines == 1:
@@ -209,7 +210,7 @@ class NcclCollectives(Collectives):
         if layout.nbytes % 4:
             raise NotAvailableError(f"all_gather of lines of {layout.nbytes} bytes, no whole words")
         if self._scratch is None or self._scratch.nbytes < out.nbytes:
-            # The smaller one stays with the operations that use it.
+            # The smaller buffer is kept by the operations that use it.
             self._scratch = self.device.empty(out.nbytes, "bytes", name="gathered parts")
         parts = self._scratch.view(0, out.nbytes)
         kernel = self.device.modules.get_or_compile(kernels(), "interleave")
@@ -243,7 +244,7 @@ class NcclCollectives(Collectives):
     def _operations(
         self, name: str, source: Buffer, out: Buffer, count: int
     ) -> tuple[Operation, ...]:
-        """NCCL's call on these buffers, captured and lifted; it does not run."""
+        """Returns NCCL's call on these buffers, captured and lifted, without running it."""
         self.group.check()
         key = (name, source.address, out.address, count)
         found = remembered(self._made, key)
@@ -274,7 +275,7 @@ class NcclCollectives(Collectives):
         )
 
     def _try_out(self, name: str, source: Buffer, out: Buffer, count: int) -> None:
-        """NCCL's own call, and the lifted launch, on memory of their own; compares."""
+        """Compares NCCL's own call with the lifted launch, on memory of their own."""
         device, stream, rank = self.device, self._stream, self.group.rank
         rng = np.random.default_rng(rank)
         values = rng.standard_normal(-(-source.nbytes // 4)).astype(np.float32)
@@ -307,8 +308,8 @@ class NcclCollectives(Collectives):
 
     # --- waits and ends
     def _guarded(self, what: str, call: Callable[[], object]) -> Any:
-        """Calls NCCL on a thread of its own, where it may wait for other ranks for ever; raises
-        GroupError when the group fails, which it does at the deadline."""
+        """Calls NCCL on a thread of its own, since the call may wait forever for other ranks.
+        Raises GroupError when the group fails, at the latest at the deadline."""
         results: list[object] = []
         errors: list[BaseException] = []
         done = threading.Event()
@@ -331,15 +332,15 @@ class NcclCollectives(Collectives):
         return results[0]
 
     def abort(self) -> None:
-        """See `Collectives`.  NCCL's kernels end; what it holds is given back once no graph has a
-        collective of it any more."""
+        """Implements `Collectives.abort`.  NCCL's kernels end; its resources are freed once no
+        graph has a collective of it."""
         with self._ending:
             communicator, self._communicator = self._communicator, None
             if communicator is not None:
                 self._aborting = self._ended(communicator.abort)
 
     def close(self) -> None:
-        """See `Collectives`.  Graphs with its collectives must be closed before."""
+        """Implements `Collectives.close`.  Graphs with its collectives must be closed before."""
         self._made.clear()
         for graph in list(self._graphs):
             graph.close()
@@ -349,9 +350,9 @@ class NcclCollectives(Collectives):
         with self._ending:
             communicator, self._communicator = self._communicator, None
             thread = self._aborting if communicator is None else self._ended(communicator.destroy)
-        # NCCL waits in `destroy` for the other ranks.  A rank that closes because of an exception
-        # tells them so when it leaves the group, which comes later, and must come before their
-        # deadline.  `abort` waits for nobody, but works on the device that the caller closes next.
+        # NCCL's `destroy` waits for the other ranks.  A rank that closes because of an exception
+        # reports it when it leaves the group, which comes later, and must come before their
+        # deadline.  `abort` waits for no rank, but uses the device that the caller closes next.
         end = time.monotonic() + min(_PATIENCE, self.group.deadline / 4)
         while thread is not None and thread.is_alive() and time.monotonic() < end:
             if communicator is not None and self.group.failure is not None:

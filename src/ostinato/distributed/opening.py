@@ -1,4 +1,4 @@
-"""Which collectives a device has."""
+"""Chooses the collectives of a device."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ostinato.settings import COLLECTIVE_WAYS, collectives_way
 
 
 def open_collectives(group: Group, device: Device, way: str | None = None) -> Collectives:
-    """Collectives on the device of this rank, for work of one stream at a time.
+    """Returns collectives on the device of this rank, for work of one stream at a time.
 
-    All ranks make theirs in the same order.  A failure of the group ends what waits in them; the
-    group closes them.  `way`, or OSTINATO_COLLECTIVES if None:
+    All ranks call this in the same order.  A failure of the group ends waits in the collectives;
+    the group closes them.  `way`, or OSTINATO_COLLECTIVES if None:
 
-        "auto"      small messages in the ranks' memory (`exchange`) where all ranks reach each
-                    other's, the others by NCCL.  On the host device all by the group's channel
+        "auto"      small messages in the ranks' memory (`exchange`) if all reach each other's,
+                    others by NCCL.  On the host device everything by the group's channel
         "exchange"  small messages in the ranks' memory, or NotAvailableError
-        "library"   all by NCCL, on the host device by the group's channel
+        "library"   everything by NCCL, on the host device by the group's channel
 
-    Raises GroupError, DisagreementError for ways that differ, and NotAvailableError where NCCL is
+    Raises GroupError, DisagreementError for ways that differ, and NotAvailableError if NCCL is
     needed and missing.
     """
     group.check()

@@ -1,20 +1,20 @@
 """The channel of ranks that are processes: a hub in one of them, and a connection from each.
 
-Why sockets of our own: the ranks have to notice each other's death while NCCL, a GPU or Python's
-interpreter does not answer, with whichever launcher started them and nothing installed besides.
-A launcher's own store (torchrun's, PMI) says nothing of a peer that dies, and each is another
-library.
+Own sockets are needed because ranks must notice each other's death while NCCL, a GPU or Python's
+interpreter does not respond, with any launcher and without other packages.  A launcher's own store
+(torchrun's, PMI) does not report a peer that dies, and each is another library.
 
     hub          a thread in the process that made the group's id: collects the parts of exchanges,
-                 sends all of them to all, and passes on the first failure
-    connection   one a rank, two threads: one reads, one says every now and then that it is alive
+                 sends all of them to all ranks, and passes on the first failure
+    connection   one per rank, with two threads: one reads, one sends heartbeats
 
-Who is silent for three quarters of the deadline is lost, be it stopped (SIGSTOP) or off the
-network, so that it is named before those who wait for it give up.  A process that dies is noticed
-at once, because the system closes its connection.  The hub's own process is watched likewise.
+A rank that is silent for three quarters of the deadline is lost, whether stopped (SIGSTOP) or off
+the network; so it is named before the ranks that wait for it give up.  A process that dies is
+noticed at once, because the system closes its connection.  The hub's own process is watched
+likewise.
 
 A message is a length, a head in JSON and a payload of bytes; nothing is unpickled.  A connection is
-taken only with the token of the group's id, which is a secret where the id is.
+accepted only with the token of the group's id, which is a secret if the id is.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _MOST_HEAD = 1 << 16
 _MOST_PAYLOAD = 1 << 31
 _MOST_WHERE = 500  # characters
 _SILENCE = 0.75  # of a deadline
-_BEATS = 8  # signs of life within a deadline
+_BEATS = 8  # heartbeats within a deadline
 _SHORTEST_BEAT, _LONGEST_BEAT = 0.02, 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """Where a hub is, and the token that it wants."""
+    """The address of a hub, and the token that it requires."""
 
     host: str
     port: int
@@ -59,7 +59,7 @@ class HubAddress:
 
     @classmethod
     def parse(cls, text: str) -> HubAddress:
-        """Raises InputError for what is no address."""
+        """Parses host:port:token.  Raises InputError for other text."""
         host, _, rest = text.rpartition(":")
         host, _, port = host.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 1 << 16 and rest):
@@ -68,7 +68,7 @@ class HubAddress:
 
 
 def beat_of(deadline: float) -> float:
-    """Seconds between two signs of life."""
+    """Returns the seconds between two heartbeats."""
     return min(_LONGEST_BEAT, max(_SHORTEST_BEAT, deadline / _BEATS))
 
 
@@ -76,14 +76,14 @@ def beat_of(deadline: float) -> float:
 
 
 def packed(head: dict[str, Any], payload: bytes = b"") -> bytes:
-    """A message as bytes."""
+    """Returns a message as bytes."""
     text = json.dumps(head).encode()
     assert len(text) <= _MOST_HEAD and len(payload) <= _MOST_PAYLOAD
     return _LENGTHS.pack(_MAGIC, len(text), len(payload)) + text + payload
 
 
 class Reader:
-    """Bytes as they come to whole messages.  `most`: bytes of a payload."""
+    """The received bytes, split into messages.  `most`: largest payload in bytes."""
 
     def __init__(self, most: int = _MOST_PAYLOAD) -> None:
         self.most = most
@@ -93,7 +93,8 @@ class Reader:
         self._data += data
 
     def next(self) -> tuple[dict[str, Any], bytes] | None:
-        """The next message, once it is whole.  Raises ValueError for what is none."""
+        """Returns the next message, or None until it is complete.  Raises ValueError for other
+        data."""
         if len(self._data) < _LENGTHS.size:
             return None
         magic, head_bytes, payload_bytes = _LENGTHS.unpack_from(self._data)
@@ -124,21 +125,21 @@ class _Connection:
 
 
 class Hub:
-    """The meeting point of a group's ranks.  One thread; made by the process that makes the id.
+    """The meeting point of a group's ranks: one thread in the process that makes the group's id.
 
-    It ends when all ranks have left, or with `close`; of a group that failed, once those that came
-    have left and a deadline is over, within which others are told why.
+    Ends when all ranks have left, or with `close`.  After a failure, ends once the connected ranks
+    have left and a deadline has passed, within which late ranks still get the failure.
     """
 
     def __init__(self, size: int, *, host: str, port: int, token: str, deadline: float) -> None:
         self.size, self._token, self._deadline = size, token, deadline
         self._silence = _SILENCE * deadline
-        self._beat = beat_of(deadline)  # or that of a rank that waits for less
+        self._beat = beat_of(deadline)  # or the shortest of the ranks' own
         self._exchanges = Exchanges(size)
         self._ranks: dict[int, _Connection] = {}
         self._left: set[int] = set()
         self._failure: Failure | None = None
-        self._failed = 0.0  # when
+        self._failed = 0.0  # time of the failure
         self._selector = selectors.DefaultSelector()
         self._listening = socket.create_server((host, port), backlog=max(16, size))
         self._listening.setblocking(False)
@@ -149,16 +150,16 @@ class Hub:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it; ranks that are still connected find it lost.  Idempotent."""
+        """Ends the hub; ranks that are still connected find it lost.  Idempotent."""
         self._stop = True
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
 
     def wait(self, seconds: float) -> None:
-        """Waits until all ranks have left, for so long at most."""
+        """Waits until all ranks have left, at most `seconds`."""
         self._thread.join(seconds)
 
-    # --- its thread
+    # --- the hub's thread
     def _work(self) -> None:
         last = time.monotonic()
         try:
@@ -171,7 +172,7 @@ class Hub:
                         self._serve(key.data, events)
                 now = time.monotonic()
                 if now - last > 3 * beat + 1:
-                    # This process was stopped: what the others said meanwhile is not read yet.
+                    # This process was stopped: the others' messages of that time are not read yet.
                     for connection in self._ranks.values():
                         connection.heard = now
                 elif now - last >= beat:
@@ -214,7 +215,7 @@ class Hub:
                     self._take(connection, *message)
         except (BlockingIOError, InterruptedError):
             pass
-        except Exception:  # whatever it sent: it must not end the hub, and so the others
+        except Exception:  # a client's error must not end the hub, which the others need
             self._lose(connection)
 
     def _take(self, connection: _Connection, head: dict[str, Any], payload: bytes) -> None:
@@ -284,7 +285,7 @@ class Hub:
             self._fail(Failure("lost", gone[0], f"rank {gone[0]} has left the group"))
 
     def _look(self, now: float) -> None:
-        """Who is silent is lost; who connected and said nothing is none of the group."""
+        """Fails the group for a silent rank; drops a silent connection that is no rank's."""
         for key in list(self._selector.get_map().values()):
             connection = key.data
             if connection is None or now - connection.heard <= self._silence:
@@ -358,8 +359,8 @@ def _last_at(connection: _Connection) -> str:
 
 
 class SocketChannel(Channel):
-    """A rank's connection to the hub.  Made by `connect`; `hub` is the one that it owns, if any.
-    `hub_deadline` may be another one than this rank's."""
+    """A rank's connection to the hub.  Made by `connect`.  `hub`: the hub that it owns, if any.
+    `hub_deadline` may differ from this rank's deadline."""
 
     def __init__(
         self,
@@ -382,7 +383,8 @@ class SocketChannel(Channel):
         self._heard = time.monotonic()
         self._where = ""
         self._closed = threading.Event()
-        # A hub that takes nothing must not hold who sends; the time counts while nothing is taken.
+        # A hub that does not read must not block the sender; this time counts while nothing is
+        # read.
         silence = struct.pack("@ll", *divmod(int(_SILENCE * deadline * 1e6) + 1, 1_000_000))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, silence)
         for work, name in ((self._read, "reads"), (self._beat, "lives")):
@@ -397,7 +399,7 @@ class SocketChannel(Channel):
 
     # --- exchanges
     def exchange(self, lane: str, label: str, payload: bytes, seconds: float) -> list[bytes]:
-        """See `Channel`.  Raises InputError for more bytes than a message holds."""
+        """Implements `Channel.exchange`.  Raises InputError for more bytes than a message holds."""
         if len(payload) > _MOST_PAYLOAD:
             raise InputError(f"{label!r}: {len(payload)} bytes, must be {_MOST_PAYLOAD} at most")
         with self._changed:
@@ -420,7 +422,7 @@ class SocketChannel(Channel):
         raise (self.failure or self._lost_hub()).error()
 
     def _late(self, label: str, key: tuple[str, int], seconds: float) -> None:
-        """Asks the hub who did not come, and ends the group."""
+        """Requests the missing ranks from the hub, and ends the group."""
         self._send({"kind": "missing", "lane": key[0], "number": key[1]})
         with self._changed:
             self._changed.wait_for(lambda: key in self._missing or self.failure, timeout=1.0)
@@ -464,7 +466,7 @@ class SocketChannel(Channel):
                 self._socket.sendall(packed(head, payload))
         except BlockingIOError:
             self._first.fail(self._silent_hub())
-            with suppress(OSError):  # part of the message may be on its way: no other can follow
+            with suppress(OSError):  # a part of the message may be sent: no other can follow
                 self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             if not self._closed.is_set():
@@ -501,23 +503,23 @@ class SocketChannel(Channel):
             self._first.fail(Failure(head["what"], head["rank"], head["text"]))
 
     def _beat(self) -> None:
-        """Says that this process lives, and looks whether the hub does."""
+        """Sends heartbeats, and checks the hub's."""
         beat, last = self._beat_seconds, time.monotonic()
         while not self._closed.wait(beat):
             now = time.monotonic()
             if now - last > 3 * beat + 1:
-                self._heard = now  # this process was stopped itself
+                self._heard = now  # this process itself was stopped
             last = now
             self._send({"kind": "beat", "where": self._where})
             if now - self._heard > _SILENCE * self._deadline:
                 self._first.fail(self._silent_hub())
 
     def close(self) -> None:
-        """Leaves the group.  The one with the hub waits until the others have left too, for the
-        deadline at most, unless the group failed.  Idempotent."""
+        """Leaves the group.  The rank with the hub waits until the others have left too, at most
+        for the deadline, unless the group failed.  Idempotent."""
         if self._closed.is_set():
             return
-        self._closed.set()  # first: the hub may end at once, which is no failure then
+        self._closed.set()  # first: the hub may end at once, which is then no failure
         self._send({"kind": "leave"})
         if self._hub is not None:
             self._hub.wait(1.0 if self.failure is not None else self._deadline)
@@ -530,11 +532,11 @@ class SocketChannel(Channel):
 def connect(
     addresses: list[HubAddress], rank: int, size: int, *, deadline: float, hub: Hub | None = None
 ) -> SocketChannel:
-    """This rank's channel: the first of the addresses where the group's hub answers.
+    """Returns this rank's channel, to the first address at which the group's hub answers.
 
-    Waits for the hub to be there.  Raises RankLostError if it is not within the deadline, and
-    InputError if it refuses this rank.  Of several addresses, one may have the hub of an earlier
-    group of the same ranks, which has this one: then the others are looked at.
+    Waits for the hub to appear.  Raises RankLostError if it does not within the deadline,
+    InputError if it refuses this rank.  One of several addresses may be the hub of an earlier group
+    of the same ranks, which already has this rank; then the others are tried.
     """
     end = time.monotonic() + deadline
     pause, last, refused = 0.01, "nothing answered", ""
@@ -575,7 +577,7 @@ def connect(
 
 
 def _first_message(connection: socket.socket) -> dict[str, Any]:
-    """The hub's answer, byte for byte no more than that: what follows belongs to the reader."""
+    """Reads the hub's answer and no byte more: what follows belongs to the reader."""
     data = _exactly(connection, _LENGTHS.size)
     magic, head_bytes, payload_bytes = _LENGTHS.unpack(data)
     if magic != _MAGIC or head_bytes > _MOST_HEAD or payload_bytes:

@@ -1,6 +1,7 @@
-"""Graphs in files: saved in one process, loaded in another at other addresses, and checked there.
+"""Graph files: graphs saved in one process, loaded in another at other addresses, and checked
+there.
 
-A graph knows nothing of files: this package reads and makes graphs by their public methods.
+This package reads and makes graphs by their public methods; `graph` does not depend on it.
 docs/graph-file.md describes the format and what cannot be saved.
 """
 

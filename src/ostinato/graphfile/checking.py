@@ -1,9 +1,9 @@
-"""The check of a graph file: loaded elsewhere, run on its stored inputs, compared bit by bit.
+"""The check of a graph file: loads it, runs it on its stored inputs, and compares bit by bit.
 
-All memory but inputs and constants is filled with zeros before a launch, with patterns before the
-next three, and with what the fourth has left before the last: whatever the graph reads without
-having written it changes its results.  Each block lies between guards: a pointer whose reach is not
-known may lead out of the block, when its memory was that of a larger tensor before.
+All memory but inputs and constants is filled with zeros before the first launch, with patterns
+before the next three, and left as it is before the last: a graph that reads memory which it has not
+written gives other results.  Each block lies between guards, because a pointer of unknown reach may
+write outside its block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ostinato.graphfile.records import NamedBuffer
 from ostinato.graphfile.survey import Stray
 from ostinato.memory.ranges import Target
 
-_POISONS = (0xFF, 0x5A, 0)  # the first is not a number in every type of floats
+_POISONS = (0xFF, 0x5A, 0)  # 0xFF bytes are a NaN in every floating-point type
 _TRIES = 6
 
 
@@ -39,10 +39,10 @@ def check(
     constants: Mapping[str, Target] | str | Path | None = None,
     code: str | Path | None = None,
 ) -> None:
-    """Loads a graph file, launches it on the inputs that are stored in it, and compares.
+    """Loads a graph file, launches it on its stored inputs, and compares the results.
 
-    It launches the file's code: check none that you would not run.  `constants` and `code` as for
-    `load`.  Raises GraphFileError if a result differs, or the file has nothing to compare.
+    Launches the file's code, so check no file that you would not run.  `constants` and `code` as
+    for `load`.  Raises GraphFileError if a result differs or the file has no results.
     """
     with CheckCase.of(context_of(device), Path(path), constants, code, ()) as case:
         what = case.difference() or case.effect(case.unused(), lambda _: None, alone=False)[1]
@@ -51,7 +51,7 @@ def check(
 
 
 class CheckCase:
-    """A loaded file with what it is to be run on, and what must come out."""
+    """A loaded file with its stored inputs and expected results."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class CheckCase:
         whole = [b for b in loader.manifest.buffers if "constant" in b.roles]
         nbytes = [block.nbytes for block in loader.manifest.blocks]
         self._kept = {b.block for b in whole if b.nbytes == nbytes[b.block]}
-        """Blocks that are a constant and nothing else."""
+        """Blocks that hold one constant and nothing else."""
         self.strays: dict[int, Stray] = {}
-        """The blocks that `difference` found a launch to write outside of."""
+        """Blocks outside of which a launch wrote, found by `difference`."""
 
     @classmethod
     @contextmanager
@@ -92,7 +92,7 @@ class CheckCase:
         avoid: Sequence[MemoryRange],
         rooms: Mapping[int, int] | None = None,
     ) -> Iterator[CheckCase]:
-        """Loads a file outside of the ranges `avoid`; `rooms` as for `Loader`."""
+        """Loads a file at addresses outside the ranges `avoid`; `rooms` as for `Loader`."""
         given, stored = constants_of(given_constants)
         before: list[LoadedGraph] = []
         folder = None if code is None else Path(code)
@@ -110,7 +110,7 @@ class CheckCase:
                 graph = loader.load(values)
                 if not loader.overlaps(avoid):
                     break
-                before.append(graph)  # kept: its memory makes the next one get other addresses
+                before.append(graph)  # kept: forces other addresses for the next one
             else:
                 raise GraphFileError(
                     "too little memory is free to load it at other addresses than before"
@@ -127,15 +127,16 @@ class CheckCase:
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks that a launch may find in any state."""
+        """The blocks whose content before a launch must not matter."""
         blocks = self._loader.manifest.blocks
         return [i for i, block in enumerate(blocks) if block.node is None and i not in self._kept]
 
     def difference(self) -> str:
-        """What differs, in words, with patterns in all memory and then with what the last launch
-        left there; empty if nothing does."""
-        # Zeros first: a launch that writes outside of its memory may read a pattern in place of an
-        # index, and fail. With zeros it ends, and is told where it writes; all but zeros is seen.
+        """Describes the first difference, with patterns in all memory and then with what the last
+        launch left there; empty if there is none."""
+        # Zeros come first: a launch that writes outside its blocks may use a pattern as an index
+        # and fault, while with zeros it ends and the guards show where it wrote (all bytes but
+        # zeros).
         for poison in (0, *_POISONS):
             for block in self.blocks:
                 self._fill(block, poison)
@@ -164,7 +165,7 @@ class CheckCase:
         return f"{what} when it is launched again" if what else ""
 
     def _look_at(self, guard: Guard, poison: int) -> None:
-        """Notes how far a launch wrote into a guard."""
+        """Records how far a launch wrote into a guard."""
         found = np.empty(guard.memory.nbytes, np.uint8)
         self._driver.memcpy_to_host(found.data, guard.memory.address, self._stream.handle)
         touched = found != poison
@@ -182,10 +183,10 @@ class CheckCase:
     def blamed(
         self, content: Mapping[int, npt.NDArray[np.uint8]], note: Callable[[int], None]
     ) -> int | None:
-        """The block whose content the results depend on, or None.
+        """Returns a block whose initial content the results depend on, or None.
 
-        `content`: of all blocks, as it was in the process that saved.  `note` is called with each
-        block before it is tried, as the launch may end the process.
+        `content`: of all blocks, as in the process that saved.  `note` is called with each block
+        before it is tried, since the launch may end the process.
         """
 
         def restore(but: int | None = None) -> None:
@@ -206,13 +207,13 @@ class CheckCase:
             restore()
             self._fill(block, _POISONS[-1])
             self._outcome()
-            restore(but=block)  # the block keeps what the launch wrote
+            restore(but=block)  # this block keeps what the launch wrote
             if self._outcome():
                 return block
         return None
 
     def unused(self) -> list[tuple[int, int, bytes]]:
-        """The bytes that the file says have no effect, for `effect`."""
+        """Returns the argument bytes that the file declares to have no effect, for `effect`."""
         found = []
         for place, node in enumerate(self._loader.manifest.graph.walk()):
             if isinstance(node.params, KernelNodeParams):
@@ -229,11 +230,12 @@ class CheckCase:
         *,
         alone: bool = True,
     ) -> tuple[int, str]:
-        """Which bytes of arguments have an effect, and which; empty if none has.
+        """Returns the index of the first bytes in `loose` with an effect, and the difference in
+        words, which are empty if none has an effect.
 
-        `loose`: place of the node in the manifest's `walk`, offset, and what the second capture has
-        there.  They are tried with these values, inverted, and zero: each `alone`, since two may
-        undo each other, and all together.  `note` is called with the index before each.
+        `loose`: node index in the manifest's `walk`, offset, and the second capture's bytes.  Those
+        bytes, arbitrary ones and zeros are tried: each `alone`, since two changes may cancel out,
+        and all together.  `note` is called with the index before each trial.
         """
         if not loose:
             return 0, ""
@@ -250,7 +252,7 @@ class CheckCase:
 
         theirs = {(place, offset): other for place, offset, other in loose}
         others = {(p, offset): arbitrary(p, offset, other) for p, offset, other in loose}
-        # The other capture's values first: the arbitrary ones may be sizes, and end the process.
+        # The second capture's values first: arbitrary ones may act as sizes and end the process.
         zeros = {place: bytes(len(other)) for place, other in theirs.items()}  # flags, counts
         for values in (theirs, others, zeros):
             for index, place in enumerate(theirs) if alone else ():
@@ -265,7 +267,7 @@ class CheckCase:
         return 0, ""
 
     def _changed(self, values: Mapping[tuple[int, int], bytes]) -> str:
-        """What differs with these bytes in the arguments."""
+        """Describes the difference with these bytes in the arguments; empty if there is none."""
         before = self._run
         try:
             with self._loader.build(self._loader.manifest.with_data(values).graph) as graph:
@@ -280,7 +282,7 @@ class CheckCase:
             self._run = before
 
     def _outcome(self) -> str:
-        """Runs on the stored inputs; what differs from the stored results."""
+        """Runs the graph on the stored inputs; describes how the results differ, if they do."""
         for name, array in self._constants.items():
             buffer = self._named[name]
             if buffer.block not in self._kept:
@@ -302,7 +304,7 @@ class CheckCase:
         return ""
 
     def _unlike(self, buffer: NamedBuffer, found: npt.NDArray[np.uint8]) -> str:
-        """How a result differs, as far as the file has what it should be."""
+        """Describes how a result differs, in detail if the file holds the expected content."""
         name = buffer.name
         if not self._contents.has_content(f"results/{name}"):
             return f"bytes of {name!r} differ"

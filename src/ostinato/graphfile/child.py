@@ -1,4 +1,4 @@
-"""The separate process that checks a file while it is saved: a program that uses the library."""
+"""The separate process that checks a file while it is saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ostinato.graphfile.checking import CheckCase
 
 
 def main(paper: str) -> int:
-    """Does the job in a JSON file, and writes the answer to the file that it names."""
+    """Runs the job described in a JSON file and writes the answer to the file named there."""
     job = json.loads(Path(paper).read_text())
 
     def answer(**words: Any) -> None:
@@ -39,7 +39,7 @@ def main(paper: str) -> int:
                     if what or not job["loose"]:
                         answer(passed=not what, why="content", what=what)
                         return 0
-                    # A launch may end the process: the answer is there before it.
+                    # Each answer is written before its launch, which may end the process.
                     loose = [(node, at, bytes.fromhex(text)) for node, at, text in job["loose"]]
                     index, what = one.effect(loose, lambda n: answer(why="loose", loose=n))
                     answer(passed=not what, why="loose", loose=index, what=what)
@@ -49,7 +49,7 @@ def main(paper: str) -> int:
                     answer(block=blamed)
     except OstinatoError as error:
         if job["scratch"] is None and not Path(job["answer"]).exists():
-            # A launch that fails may have read an address in memory that was lost.
+            # A launch may fail because it read an address in memory that was not saved.
             answer(passed=False, why="content", what=f"{type(error).__name__}: {error}")
     return 0
 

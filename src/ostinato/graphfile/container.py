@@ -1,14 +1,14 @@
-"""The file around a manifest: a zip without compression, with code and tensors beside it.
+"""The file format around a manifest: an uncompressed zip with code and tensors.
 
-    manifest.json           what `format` describes
-    manifest.sha256         the digest of manifest.json
-    code/<digest>           images of kernels, each by the SHA-256 of its bytes
+    manifest.json           see `format`
+    manifest.sha256         digest of manifest.json
+    code/<digest>           kernel images, each named by the SHA-256 of its bytes
     tensors.safetensors     constants, inputs, and the results of the check
 
-Many graphs can share a folder, which then has images, constants and inputs, each once, under the
-digest of its bytes; of results there is the digest alone.  Every byte is compared with a digest
-when it is read.  Only files that belong to this user, and that nobody else may write, are read: a
-graph file is a program.
+Several graphs can share a folder that holds images, constants and inputs, each once and named by
+digest; results are then stored as digests only.  All bytes read are compared with their digests.
+Files are read only if they belong to this user and no other user may write them, because a graph
+file is a program.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MOST_THREADS = 8
 
 
 class Contents:
-    """An open graph file: its manifest, and code and tensors when they are asked for."""
+    """An open graph file: the manifest, with code and tensors read on demand."""
 
     def __init__(self, path: Path, file: BinaryIO, folder: Path | None) -> None:
         self.path = path
@@ -59,21 +59,21 @@ class Contents:
         self._folder = folder
         self._entries = _entries(file)
         self.raw = self._read(_MANIFEST, _MOST_MANIFEST)
-        """The manifest as it is in the file."""
+        """The manifest's bytes as stored."""
         if self._read(_DIGEST, 64).decode("ascii", "replace") != _digest(self.raw):
             raise GraphFileError("the manifest is not what its digest says")
         self.manifest = read_manifest(self.raw)
 
     def code(self, digest: str) -> bytes:
-        """An image, from the file or from the shared folder."""
+        """Reads an image from the file or the shared folder."""
         name, what = _CODE + digest, f"the code {digest[:12]}…"
         if name in self._entries:
             return _proven(self._read(name, _MOST_CODE), digest, what)
         return self._shared(digest, _MOST_CODE, what)
 
     def codes(self, digests: Sequence[str]) -> Iterator[bytes]:
-        """Images, in this order.  Those of the shared folder are read, and their digests made, by
-        threads, while the caller does something else."""
+        """Yields images in this order.  Threads read those of the shared folder and compute their
+        digests ahead of the caller."""
         if len(digests) < 2 or any(_CODE + digest in self._entries for digest in digests):
             yield from map(self.code, digests)
             return
@@ -81,7 +81,7 @@ class Contents:
             yield from pool.map(self.code, digests)
 
     def tensor(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor, from the file or from the shared folder."""
+        """Reads the bytes of a tensor from the file or the shared folder."""
         digest = self.manifest.tensors.get(name)
         if digest is None:
             raise GraphFileError(f"the content of {name!r} is not in it; save it again")
@@ -94,7 +94,7 @@ class Contents:
         return np.frombuffer(_proven(data, digest, what), np.uint8)
 
     def has_content(self, name: str) -> bool:
-        """Whether the file itself has a tensor, and not its digest alone."""
+        """True if the file itself holds a tensor, not only its digest."""
         return name in self._places
 
     def _shared(self, digest: str, most: int, what: str) -> bytes:
@@ -114,8 +114,8 @@ class Contents:
 
     @cached_property
     def _places(self) -> Mapping[str, tuple[int, int]]:
-        """Where tensors begin in their entry, and how many bytes they have.  It is not believed:
-        what lies there is compared with its digest."""
+        """Offset in the file's tensor entry, and bytes, of each tensor.  Untrusted: the content
+        found there is compared with its digest."""
         entry = self._entries.get(_TENSORS)
         if entry is None:
             return {}
@@ -149,7 +149,7 @@ class Contents:
 
 
 def read_manifest(raw: bytes) -> GraphManifest:
-    """A manifest from the bytes of a file.  Raises GraphFileError."""
+    """Parses a manifest from its bytes.  Raises GraphFileError."""
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -159,14 +159,14 @@ def read_manifest(raw: bytes) -> GraphManifest:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where an entry's bytes are in the file."""
+    """The position of a zip entry's content in the file, in bytes."""
 
     start: int
     nbytes: int
 
 
 def _entries(file: BinaryIO) -> dict[str, _Entry]:
-    """The entries by name.  Raises GraphFileError for any that do not belong there."""
+    """Returns the zip entries by name.  Raises GraphFileError for an unknown entry."""
     with _archive(file) as archive:
         entries = archive.infolist()
     if len(entries) > _MOST_ENTRIES:
@@ -180,7 +180,7 @@ def _entries(file: BinaryIO) -> dict[str, _Entry]:
         plain = entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1
         if not plain or entry.compress_size != entry.file_size:
             raise GraphFileError(f"its entry {name} is compressed or encrypted")
-        # Digests say more than the zip's checksums, so the bytes are read past zipfile.
+        # Read without zipfile: the digests make its checksums unnecessary.
         file.seek(max(0, entry.header_offset))
         head = file.read(_LOCAL.size)
         if len(head) != _LOCAL.size or head[:4] != b"PK\3\4":
@@ -197,7 +197,7 @@ _LOCAL = struct.Struct("<26sHH")  # a local header, up to the lengths of name an
 
 
 def _proven(data: bytes, digest: str, what: str) -> bytes:
-    """The data, if it is what its digest says."""
+    """Returns `data`; raises GraphFileError if its digest differs."""
     if _digest(data) != digest:
         raise GraphFileError(f"{what} is not what its digest says")
     return data
@@ -205,7 +205,7 @@ def _proven(data: bytes, digest: str, what: str) -> bytes:
 
 @contextmanager
 def open_file(path: Path, folder: Path | None = None) -> Iterator[Contents]:
-    """Opens a graph file; `folder` has what several files share.  Raises GraphFileError."""
+    """Opens a graph file; `folder` is shared by several files.  Raises GraphFileError."""
     try:
         with open_regular(path, private=True) as file:
             yield Contents(path, file, folder)
@@ -229,7 +229,7 @@ def _archive(file: BinaryIO) -> zipfile.ZipFile:
         return zipfile.ZipFile(file)
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError):
         raise
-    except Exception as error:  # zipfile lets struct's and the codecs' errors through
+    except Exception as error:  # zipfile passes on errors of struct and codecs
         raise GraphFileError(f"it is no zip file ({error})") from None
 
 
@@ -240,9 +240,9 @@ def write_file(
     tensors: Mapping[str, npt.NDArray[Any]],
     folder: Path | None,
 ) -> None:
-    """Writes a graph file, in place of an older one; what files share goes to `folder`, if given.
+    """Writes a graph file, replacing an existing one; shared content goes to `folder`, if given.
 
-    Raises OSError if it cannot be written; then the old file is as it was.
+    Raises OSError if the file cannot be written; the existing file is then unchanged.
     """
     digests = {name: _digest(tensor_bytes(array).data) for name, array in tensors.items()}
     manifest = replace(manifest, tensors=digests)
@@ -272,13 +272,13 @@ def write_file(
 
 
 def _share(path: Path, data: memoryview) -> None:
-    """Puts a file in place, unless it is there and sound: it may have been torn or changed."""
+    """Writes a file unless it exists with this content: an existing one may be torn or changed."""
     if not _holds(path, data):
         replace_file(path, data, private=True)
 
 
 def _holds(path: Path, data: memoryview) -> bool:
-    """Whether a file is ours, and has these bytes."""
+    """True if a file belongs to this user and holds exactly these bytes."""
     try:
         with open_regular(path, private=True) as file:
             return os.fstat(file.fileno()).st_size == len(data) and file.read() == data
@@ -292,7 +292,7 @@ def _digest(data: bytes | memoryview) -> str:
 
 # ---------------------------------------------------------------------------------------- tensors
 
-# safetensors' names of types.  Whatever has none is written as bytes (the manifest has its type).
+# safetensors' names of dtypes.  Others are written as bytes; the manifest has the dtype.
 _TYPES = {
     np.dtype(t): n
     for n, t in {
@@ -314,11 +314,11 @@ _NAMES = {name: dtype for dtype, name in _TYPES.items()} | {
     "BF16": np.dtype("<u2"),
     "C64": np.dtype("<c8"),
 }
-_NO_NUMBER = np.dtype("V1")  # a byte of a type that NumPy does not have
+_NO_NUMBER = np.dtype("V1")  # stands for dtypes that NumPy lacks
 
 
 def tensor_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """The bytes of an array, flat."""
+    """Returns the bytes of an array, flat; a view if the array is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
@@ -347,7 +347,7 @@ def _write_tensors(archive: zipfile.ZipFile, tensors: Mapping[str, npt.NDArray[A
 
 
 def read_tensors(data: bytes) -> dict[str, npt.NDArray[Any]]:
-    """The tensors of a safetensors file, by name, without a copy.  Raises GraphFileError."""
+    """Returns the views of a safetensors file's tensors, by name.  Raises GraphFileError."""
     (length,) = struct.unpack_from("<Q", data) if len(data) >= 8 else (0,)
     if not 2 <= length <= min(_MOST_HEADER, len(data) - 8):
         raise GraphFileError("its tensors have no header")
@@ -363,7 +363,7 @@ def read_tensors(data: bytes) -> dict[str, npt.NDArray[Any]]:
 
 
 class _Tensor(NamedTuple):
-    """A tensor as a safetensors file's header has it."""
+    """A tensor as described in a safetensors header; `start` and `end` are offsets in bytes."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -372,7 +372,7 @@ class _Tensor(NamedTuple):
 
 
 def _tensors(header: bytes) -> dict[str, _Tensor]:
-    """The tensors that a header names.  Raises GraphFileError."""
+    """Parses a safetensors header.  Raises GraphFileError."""
     try:
         data = json.loads(header)
     except (ValueError, RecursionError) as error:
@@ -395,7 +395,7 @@ def _tensor(name: str, entry: object) -> _Tensor:
         if start > end:
             raise ValueError("it ends before it begins")
         if kind not in _NAMES and not kind.startswith("F8_"):
-            shape = (end - start,)  # how many elements a byte has is not known
+            shape = (end - start,)  # the element size is unknown
         return _Tensor(dtype, shape, start, end)
     except (KeyError, TypeError, ValueError) as error:
         raise GraphFileError(f"its tensor {name[:80]!r} is damaged ({error!r})") from None

@@ -1,7 +1,7 @@
-"""The manifest of a graph file: its records to JSON and back.  Pure.
+"""Converts the records of a manifest to JSON and back.  Pure.
 
-docs/graph-file.md describes the format.  Nothing in a file is believed: `parse` bounds every number
-and compares all that refer to each other, and raises GraphFileError with the place in the manifest.
+docs/graph-file.md describes the format.  A file is untrusted: `parse` bounds every number, checks
+all references, and raises GraphFileError with the place in the manifest.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ from ostinato.graphfile.records import (
 
 FORMAT, VERSION = "ostinato.graph", 1
 _ROLES = (("input",), ("output",), ("input", "output"), ("constant",))
-_KINDS = ("inputs", "constants", "results")  # of tensors
+_KINDS = ("inputs", "constants", "results")  # the kinds of tensors
 
-_MOST_NODES = 1_000_000  # of all nodes together; a deeper or longer file is damaged
+_MOST_NODES = 1_000_000  # of all graphs together; more means a damaged file
 _MOST_BYTES = 1 << 46
 _MOST_HINT = 1000
 _MOST_ARGUMENTS = 1 << 16
@@ -84,7 +84,7 @@ _EDGE_TYPES = frozenset(map(int, EdgeType))
 
 
 def to_dict(manifest: GraphManifest) -> dict[str, Any]:
-    """The manifest as plain data."""
+    """Returns the manifest as plain data."""
     machine = manifest.machine
     launches: dict[LaunchConfig, int] = {}
     for graph in manifest.graph.graphs():
@@ -144,7 +144,7 @@ def to_dict(manifest: GraphManifest) -> dict[str, Any]:
 
 
 def _text(signature: Signature) -> str:
-    """A signature as the text that it is read from."""
+    """Returns a signature as text that `Signature.parse` reads."""
     parts = []
     for p in signature.parameters:
         star = {Access.READ: "*const ", Access.WRITE: "*out "}.get(p.access, "*")
@@ -154,7 +154,7 @@ def _text(signature: Signature) -> str:
 
 
 def _look_json(buffer: NamedBuffer) -> list[object] | bool | None:
-    """A buffer's look as plain data; True if its type and shape say it already."""
+    """Returns a buffer's look as plain data; True if its type and shape already describe it."""
     look = buffer.look
     if look is None:
         return None
@@ -215,11 +215,11 @@ def _kernels_json(kernels: Kernels, launches: Mapping[LaunchConfig, int]) -> dic
     }
 
 
-_PACKED, _LAID = 1, 2  # bits of a kernel's form
+_PACKED, _LAID = 1, 2  # bits of a kernel's `form`
 
 
 def _node_json(node: NodeRecord, launches: Mapping[LaunchConfig, int]) -> dict[str, Any]:
-    """A node that is no kernel, as plain data."""
+    """Returns a node that is not a kernel as plain data."""
     params = node.params
     made: dict[str, Any] = {"name": node.name}
     inner = [_graph_json(graph, launches) for graph in node.inner]
@@ -267,7 +267,7 @@ _MEMSET = ("value", "element_size", "width", "height", "pitch")
 
 
 def parse(data: object) -> GraphManifest:
-    """A manifest from plain data.  Raises GraphFileError that names the place that is wrong."""
+    """Builds a manifest from plain data.  Raises GraphFileError with the place of the error."""
     top = Plain(data, "the manifest")
     if top.text("format") != FORMAT:
         raise top.wrong("format", "this is no graph file of ostinato")
@@ -298,7 +298,7 @@ def parse(data: object) -> GraphManifest:
 
 
 def _tensors(top: Plain, names: Collection[str]) -> dict[str, str]:
-    """The digests of tensors, each of a kind and a buffer that there is."""
+    """Reads the tensors' digests, checking that each name has a known kind and buffer."""
     found = {}
     tensors = top.get("tensors")
     if not isinstance(tensors, dict):
@@ -327,7 +327,7 @@ def _machine(item: Plain) -> MachineRecord:
 
 
 def _slots(item: Plain, key: str) -> tuple[ParameterSlot, ...]:
-    """Slots in order that do not overlap."""
+    """Reads slots, which must be in order and must not overlap."""
     end, made = 0, []
     for offset, size in item.rows(key, 0, _MOST_ARGUMENTS, 2):
         if offset < end or size == 0:
@@ -363,15 +363,15 @@ def _function(item: Plain) -> FunctionRecord:
 
 @lru_cache(maxsize=1024)
 def _signature(text: str) -> Signature | None:
-    """Cached, as most files of a store have the same signatures.  Raises InputError."""
+    """Parses a signature; cached, as files of a store share signatures.  Raises InputError."""
     return Signature.parse(text) if text else None
 
 
 def _has_twice(numbers: Column) -> bool:
-    """Whether two are the same; most columns are in order, so that this is soon known."""
+    """True if two numbers are equal; fast for columns in ascending order, as most are."""
     if (numbers[1:] > numbers[:-1]).all():
         return False
-    ordered = np.sort(numbers)  # not np.unique: that imports numpy.ma, which takes longer
+    ordered = np.sort(numbers)  # np.unique would import numpy.ma, which takes longer
     return bool((ordered[1:] == ordered[:-1]).any())
 
 
@@ -380,7 +380,7 @@ def _size_of(parameters: Sequence[ParameterSlot]) -> int:
 
 
 def _texts(item: Plain, key: str, count: int, most: int) -> dict[int, tuple[str, ...]]:
-    """A list of pairs of a kernel and a text, as the texts of each kernel."""
+    """Reads pairs of a kernel and a text; returns the texts of each kernel."""
     found: dict[int, tuple[str, ...]] = {}
     for row in item.items(key):
         if not isinstance(row, list) or len(row) != 2:
@@ -499,9 +499,9 @@ class _GraphReader:
         self._reaches = np.array([block.nbytes for block in blocks], np.int64)
         self._conditions = conditions
         self._used: set[int] = set()
-        """Conditions that have their node."""
+        """Conditions that already have their node."""
         self._words: dict[int, frozenset[int]] = {}
-        """Where a whole word of an argument is, by function."""
+        """Offsets of whole words of arguments, by function."""
         self._count = 0
         self.events = events
 
@@ -552,7 +552,8 @@ class _GraphReader:
         return EdgeData(from_port, to_port, EdgeType(kind))
 
     def require_allocations(self, graph: GraphRecord) -> None:
-        """Each block of an alloc node has its node, with the block's size."""
+        """Raises GraphFileError unless alloc nodes and their blocks correspond in number and
+        size."""
         places = [block.node for block in self._blocks if block.node is not None]
         wanted = {block.node: block.nbytes for block in self._blocks if block.node is not None}
         there = {
@@ -611,8 +612,8 @@ class _GraphReader:
         return tuple(made)
 
     def _fields(self, item: Plain, name: str, params: NodeParams) -> NodeRecord:
-        """A node that is no kernel.  It has an address in each of its fields, and stays inside the
-        block."""
+        """Reads a node that is not a kernel: each address field has a pointer, and its use stays
+        within the block."""
         pointers, wanted = self._pointers(item), fields_of(params)
         places = [word.place for word in pointers]
         if len(set(places)) != len(places) or set(places) != set(wanted):
@@ -633,7 +634,7 @@ class _GraphReader:
 
     # --- kernels
     def _kernels(self, item: Plain) -> Kernels:
-        """All checks are of whole columns: what a restore takes is to read these."""
+        """Reads all kernels, checking whole columns: restoring a graph mostly consists of this."""
         function, launch, form, size = item.columns(
             function=len(self._functions) - 1,
             launch=len(self._launches) - 1,
@@ -644,7 +645,7 @@ class _GraphReader:
         self._require(item, "size", size >= self._sizes[function], "the function takes more bytes")
         starts = starts_of(size)
         data = self._data(item, int(starts[-1]))
-        # Of a function without parameters nothing is known, though it is said to be.
+        # A function without parameters has no layout, whatever the file says.
         laid = ((form & _LAID) != 0) & (self._sizes[function] > 0)
         words = self._words_of(item.object("pointers"), count)
         conditions = self._conditions_of(item, count)
@@ -680,7 +681,7 @@ class _GraphReader:
 
     @staticmethod
     def _require(item: Plain, key: str, sound: npt.NDArray[np.bool_], why: str) -> None:
-        """Raises for the first one of a column that is not sound."""
+        """Raises GraphFileError for the first entry of a column that is not sound."""
         if not sound.all():
             raise item.wrong(key, f"at {int(sound.argmin())}: {why}")
 
@@ -723,13 +724,13 @@ class _GraphReader:
         size: Column,
         laid: npt.NDArray[np.bool_],
     ) -> None:
-        """Each word is aligned and lies in the arguments; in one of them, if their places are
-        known."""
+        """Raises GraphFileError unless each word is aligned and within the arguments; within one
+        argument if the layout is known."""
         outside = (place % WORD != 0) | (place + WORD > size[kernel])
         bad = place[outside].tolist()
         known = laid[kernel]
         pairs = function[kernel[known]] * (2 * _MOST_ARGUMENTS) + place[known]
-        for pair in set(pairs.tolist()):  # few, as many kernels have one function
+        for pair in set(pairs.tolist()):  # few: many kernels share a function
             number, at = divmod(pair, 2 * _MOST_ARGUMENTS)
             if at not in self._words_in(number):
                 bad.append(at)
@@ -737,7 +738,7 @@ class _GraphReader:
             raise item.wrong("pointers", f"a word at {bad[0]} is outside the arguments")
 
     def _words_in(self, function: int) -> frozenset[int]:
-        """The aligned offsets at which a whole word of an argument is."""
+        """Returns the aligned offsets at which an argument has a whole word."""
         found = self._words.get(function)
         if found is None:
             found = self._words[function] = frozenset(
@@ -758,7 +759,7 @@ class _GraphReader:
     def _unused(
         item: Plain, size: Column, kernels: Column, places: Column
     ) -> dict[int, tuple[ParameterSlot, ...]]:
-        """Bytes without effect lie in a kernel's arguments, beside its words."""
+        """Reads the bytes without effect: in a kernel's arguments, outside of its words."""
         found: dict[int, tuple[ParameterSlot, ...]] = {}
         for kernel, offset, nbytes in item.rows("unused", 0, _MOST_NODES, 3):
             before = found.get(kernel, ())
@@ -772,7 +773,7 @@ class _GraphReader:
             found[kernel] = (*before, ParameterSlot(offset, nbytes))
         return found
 
-    # --- other kinds
+    # --- other node kinds
     @staticmethod
     def _memcpy(item: Plain) -> MemcpyNodeParams:
         sizes = {key: item.number(key, 0, _MOST_BYTES) for key in _MEMCPY}

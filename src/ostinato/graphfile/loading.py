@@ -1,4 +1,4 @@
-"""Loading: a graph file becomes a graph with named buffers, at addresses of this process."""
+"""Loads a graph file as a graph with named buffers, at addresses of this process."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ from ostinato.memory import Buffer, allocate
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 from ostinato.modules import Kernel, LoadedModule
 
-_ALIGNMENT = 256  # that a file speaks of
-_APART = 1024  # a multiple of what a driver aligns allocations to
-_GUARD = 64 << 10  # the least; a multiple of the alignment
-_GUARDS_SHARE = 8  # guards take no more than this part of what is free
+_ALIGNMENT = 256  # bytes; captured addresses are known modulo this
+_APART = 1024  # bytes between blocks: a multiple of the driver's alignment
+_GUARD = 64 << 10  # smallest guard in bytes, a multiple of the alignment
+_GUARDS_SHARE = 8  # guards take at most this fraction (1/8) of free memory
 
 
 class LoadedGraph(Graph):
@@ -83,14 +83,14 @@ class LoadedGraph(Graph):
     """
 
     inputs: Mapping[str, Any]
-    """What a launch reads, by name: buffers, or what the caller gave."""
+    """Memory that a launch reads, by name: buffers, or the memory that the caller gave."""
     outputs: Mapping[str, Any]
     constants: Mapping[str, Any]
     events: tuple[Event, ...]
-    """Those that its event nodes record and wait for, in the order of the nodes."""
+    """Events that the event nodes record and wait for, in node order."""
     labels: _Labels
     raw: bytes
-    """The file's manifest, as it is there."""
+    """The manifest's bytes as stored in the file."""
     scratch: tuple[Buffer, ...]
     """Memory without a name."""
 
@@ -98,13 +98,13 @@ class LoadedGraph(Graph):
 
     @property
     def manifest(self) -> GraphManifest:
-        """The file's manifest.  Read from the file each time, so that a process with many graphs
-        does not keep it."""
+        """The file's manifest.  Parsed on each access, so that a process with many graphs does not
+        keep all manifests."""
         return read_manifest(self.raw)
 
     @property
     def as_saved(self) -> bool:
-        """Whether nothing was added to it, and nothing replaced."""
+        """True if no node was added or replaced since loading."""
         if self.replaced:
             return False
         nodes = edges = 0
@@ -118,7 +118,7 @@ class LoadedGraph(Graph):
         return (nodes, edges) == self._size
 
     def take_labels(self, child: GraphHandle, node: NodeHandle) -> None:
-        """Moves what is known of a child graph's nodes to their copies in a node."""
+        """Moves the labels of a child graph's nodes to their copies in a child graph node."""
         self._label_copies(self.labels, child, node)
         for original in self.context.driver.graph_nodes(child):
             self.labels.pop(original, None)
@@ -132,23 +132,22 @@ def load(
     constants: Mapping[str, Target] | str | Path | None = None,
     code: str | Path | None = None,
 ) -> LoadedGraph:
-    """A graph that `save` wrote, ready to instantiate, patch and rebind like any other.
+    """Returns a graph that `save` wrote, ready to instantiate, patch and rebind like any other.
 
-    `buffers`: memory of the caller's for inputs and outputs by name, used as it is; the others are
-    allocated, and inputs begin with what they held when the graph was saved.  `constants`: live
-    tensors by name, used as they are, NumPy arrays that are copied, or a safetensors file that they
-    are read from; those that the graph file stores need not be given, and if they are, what is
-    given is used.  `code`: the folder that the file shares with others.
-    Nothing is launched.
+    `buffers`: memory for inputs and outputs, by name, used in place; the others are allocated, and
+    inputs start with their content at the time of saving.  `constants`: by name, live tensors that
+    are used in place or NumPy arrays that are copied; or a safetensors file to read them from.
+    Constants that the graph file stores may be left out; given ones take precedence.  `code`: the
+    folder that the file shares with others.  Nothing is launched.
 
     A graph file is a program: load none that you would not run.  Raises GraphFileError for a file
-    that is damaged, that others may write, or that does not fit this device; InputError for
+    that is damaged, that other users may write, or that does not fit this device; InputError for
     buffers that do not fit.
     """
     context = context_of(device)
     context.require_open()
     given, stored = constants_of(constants)
-    named = constants if isinstance(constants, Mapping) else {}  # a file may have more
+    named = constants if isinstance(constants, Mapping) else {}  # a safetensors file may have more
     twice = named.keys() & (buffers or {}).keys()
     if twice:
         raise InputError(f"{', '.join(sorted(twice))}: given as buffers and as constants")
@@ -161,8 +160,8 @@ def load(
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Without Python's collector of cycles meanwhile: what is made here is many small objects and
-    no cycles, and it walked through all objects of the process again and again."""
+    """Disables Python's cycle collector for the block: loading makes many small objects without
+    cycles, and each collection would walk all objects of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -175,7 +174,7 @@ def without_collection() -> Iterator[None]:
 def constants_of(
     constants: Mapping[str, Any] | str | Path | None,
 ) -> tuple[dict[str, Target], dict[str, npt.NDArray[Any]]]:
-    """Memory of the device that is to be used as it is, and values that are to be copied."""
+    """Splits constants into device memory to use in place and values to copy."""
     if constants is None:
         return {}, {}
     if isinstance(constants, str | Path):
@@ -194,7 +193,7 @@ def _from_file(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Memory before or after a block that no launch may touch."""
+    """Memory before or behind a block that no launch may write."""
 
     block: int
     memory: MemoryRange
@@ -202,7 +201,8 @@ class Guard:
 
 
 class Loader:
-    """One loading of a file.  `bases`: where its blocks are; `owners`: whose memory they are."""
+    """One loading of a file.  `bases`: addresses of the blocks; `owners`: the objects that own
+    them."""
 
     def __init__(
         self,
@@ -212,8 +212,8 @@ class Loader:
         *,
         rooms: Mapping[int, int] | None = None,
     ) -> None:
-        """`rooms`: each block is an allocation, with guards before and behind it; how many bytes
-        are behind it where the graph was saved, by block, as far as it is known."""
+        """Takes `rooms` for the check: each block gets an allocation of its own between guards.
+        Its values: bytes behind the block in its allocation where the graph was saved, if known."""
         self._context = context
         self._rooms = rooms
         self.guards: list[Guard] = []
@@ -239,11 +239,10 @@ class Loader:
     def values(
         self, given: Mapping[str, npt.NDArray[Any]], *, exact: bool = False
     ) -> dict[str, npt.NDArray[Any]]:
-        """What inputs and constants hold at first, except for the caller's own memory, which other
-        names may share.
+        """Returns initial content by name, for inputs and constants outside the caller's memory.
 
-        `given`: values of constants, also of those that the file stores; with `exact`, of nothing
-        else.  Raises InputError for others, GraphFileError for constants that nobody has.
+        `given`: values of constants, which replace those stored in the file; with `exact`, other
+        names in it raise InputError.  Raises GraphFileError for constants without a value.
         """
         constants = self.manifest.names("constant")
         unknown = given.keys() - set(constants) if exact else set()
@@ -288,7 +287,7 @@ class Loader:
         return self.build(self.manifest.graph)
 
     def build(self, record: GraphRecord) -> LoadedGraph:
-        """A graph over the memory that `load` made; `record` is the manifest's, or one like it."""
+        """Builds a graph over the memory that `load` made; `record`: the manifest's or similar."""
         graph: LoadedGraph | None = None
         try:
             graph = LoadedGraph(self._context, self._driver.graph_create())
@@ -314,7 +313,7 @@ class Loader:
         return graph
 
     def _require_device(self) -> None:
-        """Raises unless this device can run the code."""
+        """Raises GraphFileError unless this device can run the code."""
         here = machine_of(self._context)
         machine = self.manifest.machine
         kinds = {f.kind for f in self.manifest.functions} - self._driver.capabilities.image_kinds
@@ -329,7 +328,7 @@ class Loader:
 
     # --- code
     def _load_modules(self) -> dict[str, LoadedModule]:
-        """The modules of all functions, by digest or target; those that are loaded already are
+        """Loads the modules of all functions, by digest or target; modules already loaded are
         shared."""
         loaded = _modules.setdefault(self._context, weakref.WeakValueDictionary())
         first = {_module_of(record): record for record in reversed(self.manifest.functions)}
@@ -367,7 +366,8 @@ class Loader:
         for buffer in self.manifest.buffers:
             of.setdefault(buffer.block, []).append(buffer)
         blocks = self.manifest.blocks
-        # Before anything is allocated: new memory may lie where closed memory of the caller was.
+        # Checked before any allocation: new memory may reuse the addresses of the caller's closed
+        # memory.
         given = {
             index: self._bound(named, blocks[index].nbytes, blocks[index].phase)
             for index, named in of.items()
@@ -397,8 +397,9 @@ class Loader:
     def _made(
         self, wanted: Sequence[int], blocks: Sequence[Block], most: int = 0
     ) -> dict[int, tuple[object, int]]:
-        """Memory for blocks, each by itself; with `most`, between two guards: the one behind it is
-        as large as what is behind it where the graph was saved, and at most so many bytes."""
+        """Allocates each block by itself.  With `most`, each lies between two guards; the one
+        behind has the bytes of the room behind the block where the graph was saved, but no more
+        than `most`."""
         found: dict[int, tuple[object, int]] = {}
         for index in wanted:
             block = blocks[index]
@@ -420,7 +421,7 @@ class Loader:
     def _made_together(
         self, wanted: Sequence[int], blocks: Sequence[Block]
     ) -> dict[int, tuple[object, int]]:
-        """Memory for blocks in one piece: an allocation takes the driver longer than all else."""
+        """Allocates blocks in one piece: allocations are the slowest part of loading."""
         places: list[int] = []
         end = 0
         for index in wanted:
@@ -433,9 +434,9 @@ class Loader:
         return {index: (whole, whole.address + place) for index, place in pairs}
 
     def _require_apart(self, bases: Mapping[int, int], of: Mapping[int, list[NamedBuffer]]) -> None:
-        """Raises InputError if the caller's memory of two blocks overlaps: in the graph nothing
-        orders what writes the one and what reads the other.  Constants are never written."""
-        last, end = -1, 0  # the block that reaches furthest
+        """Raises InputError if memory given for two blocks overlaps: the graph does not order
+        writes to one and reads of the other.  Constants may overlap, as they are never written."""
+        last, end = -1, 0  # the block with the largest end so far
         for index in sorted(bases, key=lambda i: bases[i]):
             reach = bases[index] + self.manifest.blocks[index].nbytes
             if bases[index] < end and any("constant" not in b.roles for b in of[last] + of[index]):
@@ -447,11 +448,11 @@ class Loader:
                 last, end = index, reach
 
     def _is_given(self, buffer: NamedBuffer) -> bool:
-        """Whether the caller says where it is: of memory without bytes nothing is used."""
+        """True if the caller gives a buffer's memory; a buffer of no bytes needs none."""
         return buffer.name in self._given and buffer.nbytes > 0
 
     def _bound(self, named: list[NamedBuffer], nbytes: int, phase: int) -> tuple[object, int]:
-        """The caller's memory for a block."""
+        """Returns the caller's memory for a block: its object and the block's address."""
         bases: dict[int, object] = {}
         for buffer in named:
             if not self._is_given(buffer):
@@ -473,7 +474,7 @@ class Loader:
                 )
             theirs = target.context if isinstance(target, Buffer) else self._context
             if theirs.driver.name != self._driver.name or (
-                # Two host devices have one name, as have two openings of one GPU.
+                # Two host devices share a name, and so do two contexts of one GPU.
                 theirs is not self._context and not self._live(memory.address)
             ):
                 raise InputError(
@@ -500,7 +501,7 @@ class Loader:
         return target, base
 
     def overlaps(self, ranges: Sequence[MemoryRange]) -> bool:
-        """Whether a block lies in one of these ranges."""
+        """True if a block overlaps one of these ranges."""
         mine = [
             MemoryRange(base, block.nbytes)
             for base, block in zip(self.bases, self.manifest.blocks, strict=True)
@@ -521,10 +522,10 @@ class Loader:
                     )
                 address = self.bases[buffer.block] + buffer.into
                 self._driver.memcpy_from_host(address, data.data, stream.handle)
-            stream.synchronize()  # later work may be on other streams
+            stream.synchronize()  # later work may use other streams
 
     def _name(self, graph: LoadedGraph) -> None:
-        """Gives a graph its named buffers."""
+        """Sets a graph's named buffers, events and scratch memory."""
         made: dict[str, Any] = {}
         named = set()
         for buffer in self.manifest.buffers:
@@ -539,7 +540,7 @@ class Loader:
                 kind = np.dtype(buffer.dtype)
                 known = buffer.look is not None and buffer.look.typestr == buffer.dtype
                 if kind == np.uint8 and not known:
-                    kind = BYTES  # it was named without a type, or with one that NumPy lacks
+                    kind = BYTES  # named without a type, or with one that NumPy lacks
                 view = owner.view(into, buffer.shape, kind)
                 view.name = buffer.name
                 made[buffer.name] = view
@@ -557,7 +558,7 @@ class Loader:
 
     # --- nodes
     def _build(self, graph: LoadedGraph, handle: GraphHandle, record: GraphRecord) -> None:
-        """Adds all nodes of a record to a definition: the graph's own, a child's or a body's."""
+        """Adds all nodes of a record to a definition: the graph's own, a child graph or a body."""
         order = in_order(len(record), record.edges)
         assert order is not None, "a manifest with a cycle is refused"
         position = {place: index for index, place in enumerate(order)}
@@ -577,7 +578,7 @@ class Loader:
             record.kernels, self._kernels, self.bases, self._conditions, self._kept
         )
         nodes: list[NodeHandle] = []
-        some: list[tuple[int, Sequence[int]]] = []  # kernels in a row, which are added at once
+        some: list[tuple[int, Sequence[int]]] = []  # consecutive kernels, added in one call
 
         def add_kernels() -> None:
             first = len(nodes)
@@ -612,7 +613,7 @@ class Loader:
         data: Sequence[EdgeData] | None,
         launches: _Launches,
     ) -> NodeHandle:
-        """Adds a node that is no kernel, and what is inside of it."""
+        """Adds a node that is not a kernel, and its nested graphs."""
         child = GraphHandle(0)
         if isinstance(node.params, ChildGraphNodeParams):
             child = not_null(self._driver.graph_create(), "graph")
@@ -642,7 +643,7 @@ class Loader:
     def _params(
         self, node: NodeRecord, child: GraphHandle
     ) -> tuple[NodeParams, tuple[object, ...]]:
-        """A node's parameters with this process' handles and addresses, and what they need."""
+        """Returns a node's parameters with handles and addresses, and the objects to keep alive."""
         params = node.params
         keep = self._kept([word.block for word in node.pointers])
         match params:
@@ -662,11 +663,10 @@ class Loader:
 
 
 class _Kept:
-    """What nodes need that use blocks of memory; one tuple for all that need the same, as layers
-    do."""
+    """The objects that nodes keep alive, as tuples; nodes with the same objects share one tuple."""
 
     def __init__(self, owners: Sequence[object]) -> None:
-        """`owners`: of the blocks' memory."""
+        """Takes the owner of each block's memory."""
         self._owners = owners
         self._made: dict[tuple[object, ...], tuple[object, ...]] = {}
 
@@ -681,7 +681,7 @@ class _Kept:
 
 
 class _Launches:
-    """A graph's kernels with functions, addresses and conditions of this process."""
+    """A graph's kernels with the functions, addresses and conditions of this process."""
 
     def __init__(
         self,
@@ -691,7 +691,7 @@ class _Launches:
         conditions: Sequence[ConditionalHandle],
         kept: _Kept,
     ) -> None:
-        """`loaded`: the kernels of the manifest's functions."""
+        """Takes in `loaded` the kernels of the manifest's functions."""
         self._kernels, self._loaded, self._kept = kernels, loaded, kept
         self._words = words = kernels.words
         starts = kernels.starts.tolist()
@@ -720,13 +720,13 @@ class _Launches:
         )
 
     def move(self, block: int, base: int) -> None:
-        """Of memory whose address was not known before."""
+        """Sets the addresses in a block whose base is known only now."""
         which = self._words.block == block
         into = self._words.into[which].astype(np.uint64)
         self._data[self._slots[which]] = into + np.uint64(base)
 
     def label(self, row: int) -> NodeLabel:
-        """What is known of the node of a kernel."""
+        """Returns the label of a kernel's node."""
         kernels = self._kernels
         kernel = self._loaded[kernels.functions[row]]
         first, end = np.searchsorted(self._words.kernel, (row, row + 1)).tolist()
@@ -737,14 +737,14 @@ class _Launches:
 
 
 class _Labels(MutableMapping[NodeHandle, NodeLabel]):
-    """A loaded graph's labels: those of its kernels are made when they are asked for, which is
-    when the graph is read or changed, and not when it is launched."""
+    """A loaded graph's labels.  Those of kernels are made on first access: reading or changing the
+    graph needs them, launching does not."""
 
     def __init__(self) -> None:
         self._known: dict[NodeHandle, NodeLabel | tuple[_Launches, int]] = {}
 
     def note(self, nodes: Sequence[NodeHandle], launches: _Launches, rows: Sequence[int]) -> None:
-        """That these nodes are of these kernels."""
+        """Records which kernel each of these nodes is."""
         self._known.update(zip(nodes, zip(itertools.repeat(launches), rows), strict=False))
 
     def __getitem__(self, node: NodeHandle) -> NodeLabel:
@@ -774,7 +774,7 @@ class _Labels(MutableMapping[NodeHandle, NodeLabel]):
 _modules: weakref.WeakKeyDictionary[Context, weakref.WeakValueDictionary[str, LoadedModule]] = (
     weakref.WeakKeyDictionary()
 )
-"""The modules that graph files brought, by their digest: many files of a store have the same."""
+"""The modules of graph files by digest: many files of a store share them."""
 
 
 def _module_of(record: FunctionRecord) -> str:
@@ -789,7 +789,7 @@ def _code_of(record: FunctionRecord, data: bytes) -> FunctionCode:
 
 
 def _require_fit(buffer: NamedBuffer, target: Target) -> None:
-    """Raises InputError for memory of another type, shape or layout than what was captured."""
+    """Raises InputError if type, shape or layout differ from the captured ones."""
     look = look_of(target)
     if misfit(buffer.look, look):
         raise InputError(
@@ -803,5 +803,5 @@ def _refused(error: DriverError) -> GraphFileError:
 
 
 def _read_back(node: NodeRecord) -> bool:
-    """Whether the driver decides something of a node when it is added."""
+    """True if adding the node makes the driver set parameters: bodies, or an address."""
     return isinstance(node.params, ConditionalNodeParams | AllocNodeParams)

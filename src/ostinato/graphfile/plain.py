@@ -1,7 +1,7 @@
-"""Plain data of a stranger, as JSON gives it, read with bounds.
+"""Reads untrusted plain data, as parsed from JSON, within bounds.
 
-Each value is read once, with its type and its range; what nothing reads is refused.  All errors are
-GraphFileErrors that name the place.
+Each value is read once, with its type and range; keys that were not read are refused.  All errors
+are GraphFileErrors that name the place.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ostinato.errors import GraphFileError
 
 T = TypeVar("T")
 MOST_ITEMS = 1 << 20
-"""Of a list."""
+"""Largest number of items of a list."""
 MOST_TEXT = 1 << 16
-"""Characters of a text."""
-_MOST_NUMBERS = 1 << 24  # of a column
+"""Largest number of characters of a text."""
+_MOST_NUMBERS = 1 << 24  # of one column
 
 
 Column = npt.NDArray[np.int64]
 
 
 class Plain:
-    """An object of the manifest, read key by key; `done` refuses keys that nothing read."""
+    """One JSON object of the manifest, read key by key; `done` refuses keys that were not read."""
 
     __slots__ = ("_data", "_read", "_where")
 
     def __init__(self, data: object, *where: object) -> None:
-        """`where`: put together if there is something to say."""
+        """Takes in `where` the parts of the object's place, which are joined only for an error."""
         self._where = where
         self._read: list[str] = []
         if not isinstance(data, dict):
@@ -51,7 +51,7 @@ class Plain:
         )
 
     def get(self, key: str) -> object:
-        """The value of a key.  Each is read once."""
+        """Returns the value of a key; each key is read once."""
         try:
             value = self._data[key]
         except KeyError:
@@ -96,8 +96,8 @@ class Plain:
         return tuple(value)
 
     def columns(self, **most: int) -> list[Column]:
-        """Lists of numbers, all of one length: each from 0 to the most that is given for its
-        key."""
+        """Reads lists of numbers, all of one length; `most`: the largest number of each key's
+        list."""
         lists = [self.get(key) for key in most]
         for key, value in zip(most, lists, strict=True):
             if not isinstance(value, list) or len(value) > _MOST_NUMBERS:
@@ -107,7 +107,8 @@ class Plain:
         try:
             every = array("q", [*itertools.chain.from_iterable(lists)])  # type: ignore[arg-type]
             found = np.array(every, np.int64).reshape(len(lists), -1)
-            # All at once, as most files have few numbers; negative ones are large.
+            # Checked all at once, as most files have few numbers; negative ones are large as
+            # uint64.
             largest = found.view(np.uint64).max(axis=1, initial=0).tolist()
             sound = all(map(operator.le, largest, most.values()))
         except (TypeError, OverflowError):
@@ -121,7 +122,7 @@ class Plain:
         return list(found)
 
     def rows(self, key: str, low: int, high: int, count: int) -> list[tuple[int, ...]]:
-        """A list of lists of so many numbers."""
+        """Reads a list of lists of `count` numbers each."""
         return [self.list_of(row, key, low, high, count) for row in self.items(key)]
 
     def items(self, key: str) -> list[object]:
@@ -134,7 +135,7 @@ class Plain:
         return Plain(self.get(key), self, f", {key}")
 
     def each(self, key: str, read: Callable[[Plain], T]) -> tuple[T, ...]:
-        """Reads a list of objects."""
+        """Reads a list of objects, each with `read`."""
         made = []
         for index, item in enumerate(self.items(key)):
             one = Plain(item, key, "[", index, "]")

@@ -1,11 +1,11 @@
-"""What a graph file says, as records.  Pure; `format` writes them as JSON and reads them back.
+"""The records of a graph file's manifest.  Pure; `format` converts them to JSON and back.
 
-A record of a node holds the node's parameters as the driver's protocol has them, with places in the
-manifest's lists for handles (functions, events, conditions) and zero for addresses.  Where an
-address belongs, a `PointerWord` says into which block of memory it goes.
+A node's record holds the parameters as in the driver's protocol, but handles (functions, events,
+conditions) are indices into the manifest's lists, and addresses are zero.  Each address is a
+`PointerWord`, which names a block of memory and an offset in it.
 
-Nearly all nodes of most graphs are kernels, and there are thousands.  A graph's record has them as
-columns (`Kernels`): loading makes no record of each.
+Most graphs consist almost only of kernel nodes, thousands of them.  They are kept as columns
+(`Kernels`), so that loading makes no record of each.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target
 
 WORD = 8
-"""The bytes of an address."""
+"""Bytes of an address."""
 
 PLAIN = EdgeData()
-"""What nearly all edges have; read ones have this very object."""
+"""The data of nearly all edges; those that are read have this very object."""
 
 PROOFS = ("moved", "signature", "allocation", "field")
-"""How a word was found to be a pointer: it moved with its memory between two captures; its
-signature says so; its value lies in a live allocation; it is a field of the node's kind."""
+"""Ways to recognize a pointer: the word moved with its memory between two captures; its signature
+declares it; its value lies in a live allocation; it is an address field of its node kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineRecord:
-    """Where a graph was saved."""
+    """The machine and library on which a graph was saved."""
 
     driver: str
     device: str
@@ -65,7 +65,7 @@ class MachineRecord:
 
 
 def machine_of(context: Context) -> MachineRecord:
-    """The device of a context, its driver, and this library."""
+    """Describes a context's device, its driver, and this library."""
     import ostinato
 
     driver = context.driver
@@ -81,8 +81,8 @@ def machine_of(context: Context) -> MachineRecord:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Type (as in an array interface: "<f4"), shape, and strides in bytes; no strides if the
-    elements are in C order."""
+    """Type (in the array interface's form: "<f4"), shape, and strides in bytes of an array; None
+    for strides in C order."""
 
     typestr: str
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class Look:
 
 
 def look_of(target: Target) -> Look | None:
-    """None for memory that says nothing but its size.  Raises InputError as `array_interface`."""
+    """Returns the look of a target, None if untyped.  Raises InputError as `array_interface`."""
     if isinstance(target, MemoryRange) or (isinstance(target, Buffer) and target.dtype is BYTES):
         return None
     if isinstance(target, Buffer | np.ndarray):
@@ -113,15 +113,15 @@ def look_of(target: Target) -> Look | None:
 
 
 def _in_order(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The strides of elements in C order."""
+    """Returns the strides in bytes of elements in C order."""
     return tuple(size * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def misfit(wanted: Look | None, given: Look | None) -> bool:
-    """Whether memory is laid out otherwise than what a graph was captured with.
+    """True if memory is laid out differently from what a graph was captured with.
 
-    More rows are no misfit, nor is flat memory of bytes, nor whole numbers of one size in place of
-    a type that NumPy does not have (bfloat16).
+    These are accepted: more rows, flat memory of bytes, and whole numbers of the same size in place
+    of a type that NumPy lacks (bfloat16).
     """
     if wanted is None or given is None:
         return False
@@ -139,8 +139,8 @@ def misfit(wanted: Look | None, given: Look | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FunctionRecord:
-    """A kernel: the entry `name` of an image.  `digest` is of the image's bytes, in the file under
-    "code/"; a kernel of the host has `target` in its place."""
+    """A kernel: the entry `name` of an image.  `digest` names the image's bytes in the file, under
+    "code/"; a host kernel has `target` instead."""
 
     name: str
     kind: str
@@ -151,15 +151,15 @@ class FunctionRecord:
     carveout: int
     wide_clusters: bool
     signature: Signature | None
-    """None if it is not known."""
+    """None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of memory that is allocated as one.
+    """A piece of memory that is allocated as a whole.
 
-    `phase` is its address modulo 256 when it was captured, which a new one has too.  `node` is the
-    place of the alloc node that allocates it, else None.
+    `phase`: the address at the capture modulo 256, which the new address has too.  `node`: index of
+    the alloc node that allocates the block, None for other memory.
     """
 
     nbytes: int
@@ -170,9 +170,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class NamedBuffer:
-    """An input, output or constant, `into` bytes into a block.  `stored`: the file has its content
-    (of a constant).  `look`: what was named, if that is known; `shape` and `dtype` are of bytes
-    where NumPy has no such type."""
+    """An input, output or constant, `into` bytes into a block.  `stored`: the file holds its
+    content (constants only).  `look`: the captured array, if known; `shape` and `dtype` describe
+    bytes where NumPy has no such type."""
 
     name: str
     roles: tuple[str, ...]
@@ -189,8 +189,8 @@ class NamedBuffer:
 
 
 class PointerWord(NamedTuple):
-    """An address of a node: at an offset of a kernel's arguments, in a field ("dst", "src",
-    "address"), or of an operation of a batch ("0", "1", …)."""
+    """An address in a node.  `place`: offset in a kernel's arguments, field ("dst", "src",
+    "address"), or index of a batch's operation ("0", "1", …)."""
 
     place: int | str
     block: int
@@ -200,7 +200,7 @@ class PointerWord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConditionWord:
-    """A word of a kernel's arguments that holds the handle of a condition."""
+    """A word of a kernel's arguments that holds a condition's handle."""
 
     offset: int
     condition: int
@@ -213,11 +213,11 @@ class NodeRecord:
     pointers: tuple[PointerWord, ...] = ()
     conditions: tuple[ConditionWord, ...] = ()
     hints: tuple[str, ...] = ()
-    """Launch attributes in words that a loaded graph does not have again."""
+    """Launch attributes, in words, that the loaded graph lacks."""
     inner: tuple[GraphRecord, ...] = ()
-    """The child graph, or the bodies."""
+    """The child graph, or the bodies of a conditional node."""
     unused: tuple[ParameterSlot, ...] = ()
-    """Bytes of a kernel's arguments that differed between two captures and have no effect."""
+    """Bytes of a kernel's arguments that differed between two captures but have no effect."""
 
 
 class EdgeRecord(NamedTuple):
@@ -228,12 +228,12 @@ class EdgeRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernels:
-    """The kernel nodes of a graph as columns, in the order of the nodes: an entry a kernel, and in
-    `words` an entry a word.
+    """The kernel nodes of a graph as columns in node order, with one entry per kernel; `words` has
+    one entry per word.
 
-    `known`: the manifest's functions, of which `functions` has the places.  `laid`: whether the
-    arguments lie as the function's parameters do; else nothing is known but their bytes.  `packed`:
-    whether they are given as one buffer.
+    `known`: the manifest's functions; `functions` are indices into it.  `laid`: whether the
+    arguments have the layout of the function's parameters; otherwise only their bytes are known.
+    `packed`: whether the arguments are passed as one buffer.
     """
 
     known: Sequence[FunctionRecord]
@@ -242,20 +242,20 @@ class Kernels:
     laid: Sequence[bool]
     packed: Sequence[bool]
     sizes: Sequence[int]
-    """How many bytes of arguments there are."""
+    """Bytes of arguments of each kernel."""
     starts: npt.NDArray[np.int64]
-    """Where they begin in `data`, at a multiple of a word; at last the end of all."""
+    """Offset in `data` of each kernel's arguments, a multiple of a word; at last the end."""
     data: bytes
     words: Words
     names: Mapping[int, str]
-    """By kernel, where it is not the function's."""
+    """Names that differ from the function's, by kernel."""
     conditions: Mapping[int, tuple[ConditionWord, ...]]
     hints: Mapping[int, tuple[str, ...]]
     unused: Mapping[int, tuple[ParameterSlot, ...]]
 
     @classmethod
     def of(cls, known: Sequence[FunctionRecord], nodes: Iterable[NodeRecord]) -> Kernels:
-        """Those of nodes that are kernels."""
+        """Builds the columns from the nodes that are kernels."""
         made = [(node, node.params) for node in nodes if isinstance(node.params, KernelNodeParams)]
         arguments = [params.arguments for _, params in made]
         functions = [int(params.function) for _, params in made]
@@ -290,11 +290,11 @@ class Kernels:
         return self.names.get(index) or self.known[self.functions[index]].name
 
     def layout(self, index: int) -> tuple[ParameterSlot, ...]:
-        """Where the arguments lie; empty if that is not known."""
+        """Returns the slots of a kernel's arguments; empty if unknown."""
         return self.known[self.functions[index]].parameters if self.laid[index] else ()
 
     def nodes(self) -> list[NodeRecord]:
-        """A record of each."""
+        """Returns a record of each kernel."""
         words = zip(*(column.tolist() for column in self.words), strict=True)
         pointers: list[list[PointerWord]] = [[] for _ in self.functions]
         for kernel, place, block, into, proof in words:
@@ -318,8 +318,8 @@ class Kernels:
 
 
 class Words(NamedTuple):
-    """The addresses in the arguments of kernels, as columns, in the order of the kernels: as
-    `PointerWord`, with the kernel's place in front, and the place of the proof in `PROOFS`."""
+    """The addresses in kernels' arguments as columns in kernel order: the fields of `PointerWord`
+    after the kernel's index; `proof` is an index into `PROOFS`."""
 
     kernel: npt.NDArray[np.int64]
     place: npt.NDArray[np.int64]
@@ -333,7 +333,7 @@ def _column(numbers: Iterable[int]) -> npt.NDArray[np.int64]:
 
 
 def starts_of(sizes: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where arguments of such sizes begin, each at a multiple of a word; at last where they end."""
+    """Returns the start of each kernel's arguments, word-aligned, and at last the end."""
     ends = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum((np.asarray(sizes, np.int64) + WORD - 1) // WORD * WORD, out=ends[1:])
     return ends
@@ -341,8 +341,8 @@ def starts_of(sizes: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.in
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphRecord:
-    """`others`: the nodes that are no kernels, by place; the kernels have the places that are
-    left."""
+    """A graph.  `others`: the nodes that are not kernels, by index; kernels take the remaining
+    indices in order."""
 
     kernels: Kernels
     others: Mapping[int, NodeRecord]
@@ -355,7 +355,7 @@ class GraphRecord:
         nodes: Sequence[NodeRecord],
         edges: Sequence[EdgeRecord],
     ) -> GraphRecord:
-        """`known`: the manifest's functions."""
+        """Builds a graph's record; `known`: the manifest's functions."""
         kernels = Kernels.of(known, nodes)
         others = {i: n for i, n in enumerate(nodes) if not isinstance(n.params, KernelNodeParams)}
         return cls(kernels, others, edges)
@@ -365,23 +365,23 @@ class GraphRecord:
 
     @property
     def nodes(self) -> list[NodeRecord]:
-        """A record of each node, made anew each time."""
+        """A record of each node, built on each access."""
         kernels = iter(self.kernels.nodes())
         return [self.others.get(place) or next(kernels) for place in range(len(self))]
 
     def graphs(self) -> list[GraphRecord]:
-        """This one, and all inside of its nodes."""
+        """Returns this graph and all graphs nested in its nodes."""
         inner = [graph for node in self.others.values() for graph in node.inner]
         return [self, *(one for graph in inner for one in graph.graphs())]
 
     @property
     def size(self) -> tuple[int, int]:
-        """How many nodes and edges there are, with those inside of nodes."""
+        """Numbers of nodes and edges, including nested graphs."""
         every = self.graphs()
         return sum(map(len, every)), sum(len(graph.edges) for graph in every)
 
     def walk(self) -> list[NodeRecord]:
-        """All nodes, those inside others too, each behind the one that it is in."""
+        """Returns all nodes; the nodes of nested graphs follow the node that holds them."""
         found = []
         for node in self.nodes:
             found.append(node)
@@ -392,9 +392,9 @@ class GraphRecord:
 
 @dataclass(frozen=True, slots=True)
 class GraphManifest:
-    """The manifest of a file.  `checked`: the file passed the check before it was written.
-    `tensors`: the digests of the tensors' bytes, by name ("inputs/x").  `key`: of a store's graph,
-    as text; empty for others."""
+    """The manifest of a file.  `checked`: the file passed its check when it was saved.  `tensors`:
+    digests of the tensors' bytes, by name ("inputs/x").  `key`: the key of a store's graph as text,
+    else empty."""
 
     machine: MachineRecord
     functions: tuple[FunctionRecord, ...]
@@ -408,11 +408,11 @@ class GraphManifest:
     key: str = ""
 
     def names(self, role: str) -> list[str]:
-        """The names of the buffers that have a role."""
+        """Returns the names of the buffers that have a role."""
         return [buffer.name for buffer in self.buffers if role in buffer.roles]
 
     def proofs(self) -> dict[str, int]:
-        """How many words were found to be pointers in which way."""
+        """Returns the number of pointers for each proof."""
         counts: dict[str, int] = {}
         for node in self.graph.walk():
             for word in node.pointers:
@@ -420,8 +420,8 @@ class GraphManifest:
         return counts
 
     def with_data(self, changes: Mapping[tuple[int, int], bytes]) -> GraphManifest:
-        """With other bytes in arguments, also in place of an address: by the place of the node in
-        `graph.walk()` and offset."""
+        """Returns a copy with other bytes in kernel arguments, also where an address was; `changes`
+        is by index of the node in `graph.walk()` and offset."""
         of: dict[int, dict[int, bytes]] = {}
         for (place, offset), value in changes.items():
             of.setdefault(place, {})[offset] = value
@@ -444,7 +444,7 @@ class GraphManifest:
 
 
 def fields_of(params: NodeParams) -> dict[str, int]:
-    """The fields of a node, no kernel, that hold addresses, and how many bytes are used there."""
+    """Returns the address fields of a node that is no kernel, and the bytes used at each."""
     match params:
         case MemcpyNodeParams():
             return {
@@ -462,7 +462,7 @@ def fields_of(params: NodeParams) -> dict[str, int]:
 
 
 def addresses_of(params: NodeParams) -> dict[str, int]:
-    """What these fields hold."""
+    """Returns the addresses in the fields that `fields_of` names."""
     match params:
         case MemcpyNodeParams():
             return {"dst": params.dst, "src": params.src}
@@ -477,7 +477,7 @@ def addresses_of(params: NodeParams) -> dict[str, int]:
 
 
 def with_addresses(params: NodeParams, at: Mapping[str, int]) -> NodeParams:
-    """With other addresses in these fields; zero where there is none."""
+    """Returns the parameters with other addresses; fields without one become zero."""
     match params:
         case MemcpyNodeParams():
             return replace(params, dst=at.get("dst", 0), src=at.get("src", 0))
@@ -496,7 +496,7 @@ def with_addresses(params: NodeParams, at: Mapping[str, int]) -> NodeParams:
 
 @lru_cache(maxsize=256)
 def itemsize_of(dtype: str) -> int:
-    """The bytes of an element of a type of NumPy, as text; 0 if it is no type of plain numbers."""
+    """Returns the bytes of an element of a NumPy type string; 0 if it is not plain numbers."""
     try:
         found = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):
@@ -505,7 +505,7 @@ def itemsize_of(dtype: str) -> int:
 
 
 def in_order(count: int, edges: Sequence[EdgeRecord]) -> list[int] | None:
-    """The nodes, each behind those that it depends on; None if the edges close a cycle."""
+    """Returns the nodes in topological order; None if the edges form a cycle."""
     if all(source < target for source, target, _ in edges):
         return list(range(count))
     waiting = [0] * count
@@ -516,7 +516,7 @@ def in_order(count: int, edges: Sequence[EdgeRecord]) -> list[int] | None:
     ready = [node for node in range(count) if not waiting[node]]
     order: list[int] = []
     while ready:
-        node = heapq.heappop(ready)  # the smallest, so that a sound order stays as it is
+        node = heapq.heappop(ready)  # the smallest, so that nodes already in order stay in order
         order.append(node)
         for follower in after[node]:
             waiting[follower] -= 1

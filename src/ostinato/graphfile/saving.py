@@ -1,13 +1,13 @@
-"""Saving: a graph, its code and its named memory to a file, checked in a process of its own.
+"""Saves a graph, its code and its named memory to a file, which a separate process checks.
 
-Memory is saved in *blocks*: what a pointer reaches together.  A block is a named buffer with all
-that is known to be used through pointers into it; where it is not known how far a pointer reaches,
-the whole rest of the allocation between named buffers.  Blocks without a name are scratch: the file
-has their sizes alone.  That nothing depends on their content is what the check finds out.
+Memory is saved in *blocks*: ranges that pointers reach.  A block is a named buffer with all memory
+known to be used through pointers into it; for a pointer of unknown reach, the whole part of the
+allocation between named buffers.  Blocks without a name are scratch: the file has only their sizes.
+The check finds out whether results depend on their content.
 
-A pointer to a named buffer may reach further than the buffer: the pool of a framework gives the
-place of a large intermediate tensor, which is not needed any more, to a small result.  The check
-finds what is written outside of a block; then the block gets that too, and all begins anew.
+A pointer to a named buffer may reach beyond the buffer: a framework's pool reuses the memory of a
+large intermediate tensor for a small result.  The check finds writes outside a block; the block is
+then enlarged, and saving starts again.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from ostinato.memory.ranges import KnownRanges, Target, merged, range_of
 from ostinato.memory.restoring import put_back
 
 Keeping = Literal["stored", "by name"]
-"""Whether a file has the content of constants, or who loads it gives them."""
+"""Storage of constants: their content is in the file, or they are given by name at loading."""
 
 _CHECK_SECONDS = 120.0
 _MOST_STRAYS = 8
@@ -92,7 +92,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A named buffer: where it is and what it is."""
+    """A named buffer: its memory and its look."""
 
     name: str
     roles: tuple[str, ...]
@@ -105,7 +105,7 @@ class _Named:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """An address that a node holds.  `place`: of the node in the survey's `walk`."""
+    """An address that a node holds.  `place`: index of the node in the survey's `walk`."""
 
     address: int
     access: Access
@@ -114,7 +114,7 @@ class _Use:
 
 
 class _ByAddress(Generic[_T]):
-    """Things by their addresses: a graph has thousands of blocks, and of addresses in them."""
+    """Items sorted by address, because a graph has thousands of blocks and addresses."""
 
     def __init__(self, things: Sequence[_T], address_of: Callable[[_T], int]) -> None:
         self._things = things
@@ -122,7 +122,7 @@ class _ByAddress(Generic[_T]):
         self._addresses = [address_of(things[n]) for n in self._order]
 
     def inside(self, memory: MemoryRange) -> list[_T]:
-        """Those whose address lies in a range, in the order in which they were given."""
+        """Returns the items with an address in a range, in the order in which they were given."""
         first = bisect_left(self._addresses, memory.address)
         behind = bisect_left(self._addresses, memory.end)
         return [self._things[n] for n in sorted(self._order[first:behind])]
@@ -130,7 +130,7 @@ class _ByAddress(Generic[_T]):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A block where it is now, and the nodes that touch it."""
+    """A block at its current address, and the nodes that use it."""
 
     memory: MemoryRange
     names: tuple[str, ...]
@@ -138,9 +138,9 @@ class _Piece:
     node: int | None
     users: tuple[str, ...]
     only_read: bool
-    """Whether every user is known to read it alone."""
+    """True if all users are known to only read it."""
     empty: bool
-    """Whether it stands for buffers without bytes, which may be anywhere."""
+    """True if it stands for buffers of no bytes, which may lie anywhere."""
 
     def __str__(self) -> str:
         users = ", ".join(self.users[:6]) + (", …" if len(self.users) > 6 else "")
@@ -159,19 +159,19 @@ def save(
     check: bool = True,
     code: str | Path | None = None,
 ) -> None:
-    """Writes a graph to a file that `load` reads, in any process on such a device.
+    """Writes a graph to a file that `load` reads, in any process on a device of this kind.
 
         graphfile.save(graph, "step.graph", inputs={"x": x}, outputs={"y": y}, constants=w)
 
-    Named are buffers and device arrays of any library: `inputs` are read, `outputs` written, state
-    is both.  `constants` are never written; `keeping`: the file has their content ("stored"), or
-    they are given when it is loaded ("by name").  All other memory is scratch.  `twin`: a second
-    capture, which proves which words are addresses; without one, signatures and live allocations
-    decide.  `code`: a folder for what several files share: images of kernels, constants and inputs.
+    Buffers and device arrays of any library can be named: `inputs` are read, `outputs` are written,
+    state is both.  `constants` are never written; their content is in the file (`keeping="stored"`)
+    or given at loading ("by name").  All other memory is scratch.  `twin`: a second capture, which
+    proves which words are addresses; without one, signatures and live allocations decide.  `code`:
+    a folder for content that several files share: kernel images, constants and inputs.
 
-    Launches the graph twice, puts all memory back, and checks the file in a fresh process with
-    other memory at other addresses (`check`) before it is put in place.  Raises GraphFileError for
-    what cannot be saved, with the node and the reason; docs/graph-file.md has all of it.
+    With `check`, launches the graph twice, restores all memory, and checks the file in a fresh
+    process with other memory at other addresses before it is put in place.  Raises GraphFileError
+    for what cannot be saved, with the node and the reason; docs/graph-file.md has the rules.
     """
     save_keyed(
         graph,
@@ -200,10 +200,9 @@ def save_keyed(
     key: str = "",
     run: GraphExec | None = None,
 ) -> None:
-    """Does what `save` says.  `key`: of a store, as text.  `run`: an executable of the graph as it
-    is, for the launches; else one is made, which a graph with conditional nodes may have only one
-    of.
-    """
+    """Implements `save`.  `key`: the key in a store, as text.  `run`: an executable of the graph as
+    it is, used for the launches; if None, one is instantiated (a graph with conditional nodes
+    allows only one)."""
     if keeping not in ("stored", "by name"):
         raise InputError(f'keeping={keeping!r}: "stored" or "by name"')
     graph.require_launchable()
@@ -253,9 +252,10 @@ def _saved(
     key: str,
     run: GraphExec | None,
 ) -> list[MemoryRange]:
-    """Writes the file; or nothing, and returns what memory the graph was found to use besides.
+    """Writes the file and returns []; or writes none and returns the memory that the check found in
+    use besides.
 
-    `strayed`: what it was found to use before.
+    `strayed`: such memory from earlier attempts.
     """
     context = graph.context
     pieces = _pieces(found, named, context, strayed)
@@ -296,7 +296,7 @@ def _saved(
 def _named(
     inputs: Mapping[str, Target], outputs: Mapping[str, Target], constants: Mapping[str, Target]
 ) -> dict[str, _Named]:
-    """The named buffers.  Raises InputError for two of one name that are not the same memory."""
+    """Returns the named buffers.  Raises InputError if one name is given for two memories."""
     found: dict[str, _Named] = {}
     for role, targets in (("input", inputs), ("output", outputs), ("constant", constants)):
         for name, target in targets.items():
@@ -317,7 +317,7 @@ def _named(
 
 
 def _kind_of(look: Look | None, memory: MemoryRange) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type; bytes where they are not known, or the elements are not in order."""
+    """Returns shape and dtype; those of bytes if unknown or if elements are not in C order."""
     if look is not None and look.strides is None:
         with suppress(TypeError):
             dtype = np.dtype(look.typestr)
@@ -333,7 +333,7 @@ def _pieces(
     context: Context,
     strayed: Sequence[MemoryRange],
 ) -> list[_Piece]:
-    """The blocks, in the order of their addresses, those of alloc nodes last."""
+    """Returns the blocks by ascending address, those of alloc nodes last."""
     taken = merged(
         MemoryRange(one.memory.address, max(1, one.memory.nbytes)) for one in named.values()
     )
@@ -372,9 +372,9 @@ def _pieces(
 def _grown(
     piece: _Piece, stray: Stray, named: Mapping[str, _Named], context: Context
 ) -> MemoryRange:
-    """A block with what was written outside of it, up to the next named buffer behind that.
+    """Returns a block's memory enlarged by the writes outside of it, up to the next named buffer.
 
-    Raises GraphFileError if that leaves the allocation.
+    Raises GraphFileError if it then leaves the allocation.
     """
     memory = piece.memory
     allocation = context.driver.memory_range(memory.address)
@@ -391,8 +391,8 @@ def _grown(
 
 
 def _gap(address: Address, near: Sequence[MemoryRange], live: KnownRanges) -> MemoryRange | None:
-    """What lies around an address between the named buffers of its allocation, of which the next
-    ones are `near`; None for the place right behind a named buffer."""
+    """Returns the part of an address's allocation between the named buffers around it (`near`);
+    None if it is in no live memory."""
     allocation = live(address.value)
     if allocation is None:
         return None
@@ -409,7 +409,7 @@ def _piece(
     inside: Sequence[_Named],
     context: Context,
 ) -> _Piece:
-    """`uses`: addresses in it.  `inside`: named buffers that begin in it."""
+    """Describes a block.  `uses`: addresses in it.  `inside`: named buffers that begin in it."""
     users = {use.place: use.path for use in uses}
     access = Access(0)
     for use in uses:
@@ -431,7 +431,7 @@ def _piece(
 
 
 class _Plan:
-    """What the file will say, and where its named buffers are in the blocks."""
+    """The manifest to write, and the places of the named buffers in the blocks."""
 
     def __init__(
         self,
@@ -448,16 +448,16 @@ class _Plan:
         self._starts = [piece.memory.address for piece in pieces if piece.node is None]
         self._keeping = keeping
         self._refuse_lost()
-        self._digests: dict[int, str] = {}  # by the identity of images, which `_codes` keeps
+        self._digests: dict[int, str] = {}  # by id of the image, which `_codes` keeps alive
         self._codes = [self._code(function) for function in found.functions]
         self.given = [n for n, one in named.items() if "input" in one.roles]
-        """The names of what a launch is given."""
+        """Names of inputs."""
         self.changing = [n for n, one in named.items() if "constant" not in one.roles]
-        """The names of what a launch may write."""
+        """Names of buffers that a launch may write."""
         self.constant = [n for n, one in named.items() if "constant" in one.roles]
 
     def _refuse_lost(self) -> None:
-        """Raises for memory that nothing writes and that has no name: it could not be restored."""
+        """Raises GraphFileError for unnamed memory that is only read: its content would be lost."""
         for piece in self._pieces:
             if not piece.names and piece.node is None and piece.only_read:
                 raise GraphFileError(
@@ -466,7 +466,7 @@ class _Plan:
                 )
 
     def manifest(self, *, checked: bool, key: str) -> tuple[GraphManifest, dict[str, bytes]]:
-        """The manifest and the images by digest."""
+        """Returns the manifest, and the images by digest."""
         images = {code.record.digest: code.image for code in self._codes if code.image}
         known = {
             int(found.node.params.handle): found.node.defaults
@@ -514,7 +514,7 @@ class _Plan:
         signature = user.node.signature
         known = signature is not None and signature.layout == parameters
         digest = self._digests.get(id(code.data))
-        if digest is None:  # many kernels are of one image
+        if digest is None:  # many kernels share an image
             digest = sha256(code.data).hexdigest() if code.data else ""
             self._digests[id(code.data)] = digest
         record = FunctionRecord(
@@ -531,8 +531,8 @@ class _Plan:
         return _Code(record, code.data)
 
     def _place(self, address: int) -> tuple[int, int]:
-        """The block of an address, and how far in it is."""
-        # Blocks are in the order of their addresses, and apart; those of alloc nodes are behind.
+        """Returns the block of an address and the offset in it."""
+        # Blocks are disjoint and in ascending order; those of alloc nodes follow them.
         behind = bisect_right(self._starts, address)
         near = [*range(max(0, behind - 1), behind), *range(len(self._starts), len(self._pieces))]
         for index in near:
@@ -568,7 +568,7 @@ class _Plan:
         )
 
     def _without_handles(self, params: NodeParams, entry: SurveyedNode) -> NodeParams:
-        """The parameters with places in the manifest for handles, and zero for addresses."""
+        """Returns the parameters with manifest indices for handles and zero for addresses."""
         found = self._found
         match params:
             case KernelNodeParams():
@@ -594,7 +594,7 @@ class _Plan:
 
     # --- content
     def view(self, content: Sequence[npt.NDArray[np.uint8]], name: str) -> npt.NDArray[Any]:
-        """A named buffer in the content of all blocks."""
+        """Returns the array of a named buffer within the content of all blocks."""
         one = self._named[name]
         block, into = self._place(one.memory.address)
         flat = content[block][into : into + one.memory.nbytes]
@@ -603,7 +603,7 @@ class _Plan:
         )
 
     def constants(self, content: Sequence[npt.NDArray[np.uint8]]) -> dict[str, npt.NDArray[Any]]:
-        """What the file has of the constants."""
+        """Returns the constants that the file stores."""
         if self._keeping != "stored":
             return {}
         return {f"constants/{n}": array for n, array in self.all_constants(content).items()}
@@ -633,7 +633,7 @@ class _Code:
 
 
 class _Content:
-    """The content of all blocks before the reference run, on the host."""
+    """The content of all blocks before the reference run, in host memory."""
 
     def __init__(
         self,
@@ -642,7 +642,7 @@ class _Content:
         pieces: Sequence[_Piece],
         needed: Collection[str] | None,
     ) -> None:
-        """`needed`: names whose blocks are read; None for all blocks."""
+        """Reads the blocks of the names in `needed`; all blocks if None."""
         self._driver = context.driver
         self._stream = stream
         self._pieces = pieces
@@ -655,7 +655,7 @@ class _Content:
         self.first = self.read()
 
     def read(self) -> list[npt.NDArray[np.uint8]]:
-        """What is there now; nothing for the memory of alloc nodes, and what is not needed."""
+        """Reads the blocks; empty for alloc nodes' memory and for blocks that are not needed."""
         made = []
         for piece, wanted in zip(self._pieces, self._wanted, strict=True):
             memory = piece.memory
@@ -666,9 +666,9 @@ class _Content:
         return made
 
     def restore(self) -> None:
-        """Puts all back as it was, also if it is interrupted.
+        """Writes the first content back, also if it is interrupted.
 
-        Raises StateLostError if the driver refuses it twice.
+        Raises StateLostError if the driver fails twice.
         """
 
         def lost(refused: DriverError) -> str:
@@ -686,15 +686,15 @@ class _Content:
             if host.size:
                 address = piece.memory.address
                 self._driver.memcpy_from_host(address, host.data, self._stream.handle)
-        self._stream.synchronize()  # later work may be on other streams
+        self._stream.synchronize()  # later work may use other streams
 
 
 def _reference(
     graph: Graph, given: GraphExec | None, stream: Stream, content: _Content, plan: _Plan
 ) -> list[npt.NDArray[np.uint8]]:
-    """The content after a launch of the graph, which then is as it was before.
+    """Returns the content of all blocks after a launch, and restores the memory.
 
-    Raises GraphFileError if a second launch gives another result, or constants change.
+    Raises GraphFileError if a second launch gives other results, or if constants change.
     """
     run = graph.instantiate() if given is None else given
     try:
@@ -728,7 +728,7 @@ def _same_bytes(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
     return np.array_equal(tensor_bytes(one), tensor_bytes(other))  # without a copy: weights are GBs
 
 
-# A program that uses the library, since only a fresh process has none of this one's state.
+# A fresh process, because only that has none of this one's state.
 _PROGRAM = "import sys\nfrom ostinato.graphfile import child\nsys.exit(child.main(sys.argv[1]))"
 
 
@@ -741,9 +741,9 @@ def _check(
     code: Path | None,
     loose: Sequence[tuple[int, Loose]],
 ) -> dict[int, Stray]:
-    """Runs the file in a fresh process.  Raises GraphFileError with what differs, and why.
+    """Checks the file in a fresh process.  Raises GraphFileError with the difference and its cause.
 
-    Returns the blocks that the graph writes outside of: if there are any, nothing else is known.
+    Returns how far the graph writes outside of blocks; if it does, nothing else was checked.
     """
     with tempfile.TemporaryDirectory(prefix="ostinato-") as name:
         folder = Path(name)
@@ -789,7 +789,7 @@ def _check(
 
 
 def _rooms(pieces: Sequence[_Piece], context: Context) -> dict[str, int]:
-    """How many bytes of its allocation are behind each block."""
+    """Returns the bytes of its allocation that follow each block, by the block's index as text."""
     live = KnownRanges(context.driver.memory_range)
     found = {}
     for index, piece in enumerate(pieces):
@@ -808,7 +808,7 @@ def _written(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> str | None:
 
 
 def _asked(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer of a fresh process."""
+    """Runs a job in a fresh process and returns its answer."""
     paper, reply = folder / "job.json", folder / "answer.json"
     reply.unlink(missing_ok=True)
     paper.write_text(json.dumps({**job, "answer": str(reply)}))
@@ -821,7 +821,7 @@ def _asked(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=_CHECK_SECONDS + len(job["loose"]) / 2,  # each is a few launches more
+            timeout=_CHECK_SECONDS + len(job["loose"]) / 2,  # each takes a few launches more
             check=False,
         )
         said, ended = done.stderr.strip().rpartition("\n")[2], f"status {done.returncode}"
@@ -829,7 +829,7 @@ def _asked(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         answer: dict[str, Any] = json.loads(reply.read_text())
         if {"passed", "block", "loose"} & answer.keys():
-            if said and answer.get("what"):  # such as which assertion of a kernel failed
+            if said and answer.get("what"):  # for example, a kernel's failed assertion
                 answer["what"] += f" (the checking process wrote: {said})"
             return {"passed": False, "why": "content", "what": words, **answer}
     return {"passed": False, "why": "content", "what": f"the checking process failed: {words}"}

@@ -1,4 +1,4 @@
-"""A graph file in words: no device is needed, and nothing of its code is loaded."""
+"""Describes a graph file as text or plain data; needs no device and loads no code."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ostinato.graphfile.records import GraphManifest, GraphRecord, NodeRecord
 
 
 def file_json(path: Path, code: Path | None = None) -> dict[str, object]:
-    """The manifest of a file as plain data.  Raises GraphFileError."""
+    """Returns the manifest of a file as plain data.  Raises GraphFileError."""
     with open_file(path, code) as contents:
         return to_dict(contents.manifest)
 
 
 def file_text(path: Path, code: Path | None = None) -> str:
-    """What a file holds.  Raises GraphFileError."""
+    """Returns the description of a file, in lines.  Raises GraphFileError."""
     with open_file(path, code) as contents:
         return "\n".join(_lines(contents.manifest))
 

@@ -1,11 +1,10 @@
-"""Which words of a graph are addresses, and which memory they reach: what saving has to know.
+"""Finds the words of a graph that are addresses and the memory that they reach, for saving.
 
-A word is an address if its signature says so; if it moved together with its memory between two
-captures of the same work (`Twin`); or, where neither is to be had, if it lies in a live allocation.
-Words that differ between the two captures and are not addresses cannot be saved, because another
-process would not know their values, unless they have no effect: structs that are passed by value
-have gaps and unused fields that nobody writes.  Bytes that may be such are `Loose`; the check tries
-them.
+A word is an address if its signature declares one; if it moved together with its memory between two
+captures of the same work (`Twin`); or, without either, if it lies in a live allocation.  Other
+words that differ between the two captures cannot be saved, because their values are unknown to
+another process, unless they have no effect: structs passed by value have gaps and unused fields
+that are never written.  Bytes that may have no effect are `Loose`; the check tests them.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Twin:
         ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y},
                    twin=ost.graphfile.Twin(other, {"x": x2, "y": y2}))
 
-    `memory`: where the named buffers are in it; a name that is left out is where it was.
+    `memory`: the named buffers of the second capture; those left out are the same as in the first.
     """
 
     graph: Graph
@@ -68,7 +67,7 @@ class Twin:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An address that a node holds.  `reach`: bytes used from there, None if it is not known."""
+    """An address in a node.  `reach`: bytes used from there on, None if unknown."""
 
     place: int | str
     value: int
@@ -80,11 +79,11 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Loose:
-    """Bytes of a kernel's arguments that the other capture has otherwise, and that are no address,
-    or no address of the same place.
+    """Bytes of a kernel's arguments that differ between the captures and are not an address, or not
+    an address of the same place.
 
-    `other`: what it has there.  `why`: what to say if they have an effect.  `free`: whether the
-    file is to say that they have none; else they are kept as an address.
+    `other`: the second capture's bytes.  `why`: the error text if they have an effect.  `free`:
+    True if the file shall declare them to have no effect; False if they stay an address.
     """
 
     offset: int
@@ -95,7 +94,7 @@ class Loose:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """How far a launch was seen to write before and after a block, in bytes."""
+    """Bytes that a launch wrote before and behind a block."""
 
     before: int = 0
     behind: int = 0
@@ -105,7 +104,7 @@ class Stray:
 class SurveyedNode:
     node: Node
     path: str
-    """The node in words: "node 3 (add)"."""
+    """The node's description, as in "node 3 (add)"."""
     addresses: tuple[Address, ...]
     conditions: tuple[ConditionWord, ...]
     inner: tuple[SurveyedGraph, ...]
@@ -126,18 +125,18 @@ class SurveyedGraph:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A graph with its addresses.  `allocated`: the memory of alloc nodes by their index."""
+    """A graph with its addresses.  `allocated`: the memory of alloc nodes, by node index."""
 
     graph: SurveyedGraph
     conditions: tuple[int, ...]
-    """Handles, in the order in which their nodes come."""
+    """Handles of conditions, in the order of their nodes."""
     events: tuple[int, ...]
     functions: tuple[FunctionHandle, ...]
     allocated: dict[int, MemoryRange]
 
 
 class _Side:
-    """One of the two captures: its memory and its conditions."""
+    """One of the two captures, with its memory and conditions."""
 
     def __init__(self, graph: Graph, named: Mapping[str, MemoryRange]) -> None:
         self.driver = graph.context.driver
@@ -151,20 +150,21 @@ class _Side:
         }
         self._find = KnownRanges(self.driver.memory_range)
         self.conditions: dict[int, int] = {}
-        """Handle to its place."""
+        """Index of each condition, by handle."""
         for node in every_node(self.nodes):
             if isinstance(node.params, ConditionalNodeParams):
                 self.conditions.setdefault(int(node.params.handle), len(self.conditions))
 
     def live(self, address: int) -> MemoryRange | None:
-        """The memory that holds an address: of an alloc node, or allocated now."""
+        """Returns the memory that holds an address: an alloc node's, or an allocation that is live
+        now."""
         for memory in self.allocated.values():
             if memory.holds(address):
                 return memory
         return self._find(address) if address else None
 
     def names_at(self, address: int) -> dict[str, int]:
-        """The named buffers that hold an address, and how far in it is."""
+        """Returns the named buffers that hold an address, with its offset in each."""
         return {
             name: address - memory.address
             for name, memory in self.named.items()
@@ -173,7 +173,7 @@ class _Side:
 
 
 def survey(graph: Graph, named: Mapping[str, MemoryRange], twin: Twin | None) -> Survey:
-    """Finds all addresses of a graph.  Raises GraphFileError for what a file cannot have."""
+    """Finds all addresses of a graph.  Raises GraphFileError for what a file cannot hold."""
     first = _Side(graph, named)
     second = None
     if twin is not None:
@@ -252,7 +252,7 @@ class _Surveyor:
         return SurveyedNode(node, path, self._fields(node, other, path), (), tuple(inner))
 
     def _refuse(self, params: NodeParams, node: Node, path: str) -> None:
-        """Raises for nodes that no file can have."""
+        """Raises GraphFileError for nodes that cannot be saved."""
         why = ""
         if isinstance(params, HostNodeParams):
             why = "calls a function of this process; leave it out, and call it after the launch"
@@ -316,7 +316,7 @@ class _Surveyor:
     def _condition(
         self, word: Word, value: int, twin: int | None, parameter: Any, path: str
     ) -> int | None:
-        """The place of the condition whose handle a word is."""
+        """Returns the index of the condition whose handle the word is, or None."""
         place = self._first.conditions.get(value)
         if parameter is not None:
             if parameter.type != "cond" or parameter.pointer:
@@ -339,10 +339,10 @@ class _Surveyor:
         return place
 
     def _proof(self, word: Word, value: int, twin: int | None, path: str) -> tuple[str | None, str]:
-        """How it is known that a word is an address, None if it is none; and what speaks against
-        it.  A struct's gaps may hold what was an address of something else."""
+        """Returns the proof that a word is an address, None if it is not, and an objection in
+        words, empty if there is none.  A struct's gap may hold a stale address."""
         if word.sort is Sort.SCALAR:
-            return None, ""  # one that differs is found by `_loose`
+            return None, ""  # `_loose` finds it if it differs
         if word.sort is Sort.POINTER:
             if not value and not twin:
                 return None, ""
@@ -364,7 +364,7 @@ class _Surveyor:
             doubt = self._elsewhere(word, value, twin, path)
             return "allocation" if doubt else "moved", doubt
         if word.sort is Sort.POINTER or (first is None and second is None):
-            return known, ""  # one that is no address after all is found by `_loose`
+            return known, ""  # if it is not an address, `_loose` finds it
         return known, (
             f"{path}, {word.label}: {value:#x} in one capture and {twin:#x} in the other, and "
             "only one of them is in live memory; keep the memory of both captures allocated "
@@ -372,11 +372,12 @@ class _Surveyor:
         )
 
     def _at_an_end(self, value: int) -> bool:
-        """Whether an address is right behind a named buffer, as that of an empty rest is."""
+        """True if an address is the end of a named buffer, as for an empty tail slice."""
         return any(memory.end == value for memory in self._first.named.values())
 
     def _moved_alone(self, word: Word, value: int, path: str) -> str:
-        """What speaks against an address that both captures have: its memory was elsewhere."""
+        """Returns an objection if both captures have this address, though its buffer was
+        elsewhere."""
         assert self._second is not None
         for name in self._first.names_at(value):
             if self._second.named[name] != self._first.named[name]:
@@ -387,7 +388,7 @@ class _Surveyor:
         return ""
 
     def _elsewhere(self, word: Word, value: int, twin: int, path: str) -> str:
-        """What speaks against an address that is not at one place of named memory in both."""
+        """Returns an objection if an address is at different places of named memory."""
         assert self._second is not None
         mine, theirs = self._first.names_at(value), self._second.names_at(twin)
         if mine.items().isdisjoint(theirs.items()) and (mine or theirs):
@@ -472,8 +473,8 @@ def _loose(
     typed: Mapping[int, Parameter],
     path: str,
 ) -> Iterator[Loose]:
-    """The bytes that differ and belong to no address, those of an aligned word that are in a row
-    together.  Raises GraphFileError if a signature says that they are used."""
+    """Yields the bytes that differ and belong to no address, joined within an aligned word.  Raises
+    GraphFileError for bytes that a signature declares as used."""
     starts = [slot.offset for slot in layout]
     at = 0
     while at < len(data):
@@ -489,7 +490,7 @@ def _loose(
             where, start, size = f"packed arguments, offset {at}", at - at % 4, 4
         elif index < 0 or at >= layout[index].offset + layout[index].size:
             at += 1
-            continue  # between two arguments: no kernel reads it
+            continue  # padding between two arguments: kernels never read it
         else:
             slot = layout[index]
             end = min(end, slot.offset + slot.size)

@@ -1,7 +1,7 @@
 """Kernels: compiled once, loaded once, ready before a capture.
 
-`ModuleCache` (as `device.modules`) turns a `Source` and an entry name into a loaded `Kernel`, from
-memory, from disk, or compiled now.  Not here: launching (`ostinato.launch`), graphs.
+`ModuleCache` (as `device.modules`) turns a `Source` and an entry name into a loaded `Kernel`: from
+memory, from disk, or by compiling.  Not here: launching (`ostinato.launch`), graphs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """What compiles ahead, or without a device, is loaded when it is first used."""
+    """Imports what only compiling ahead or without a device needs, on first use."""
     if name == "CompilerPool":
         from ostinato.modules.ahead import CompilerPool
 

@@ -1,8 +1,8 @@
-"""Compiling many variants at once, in worker processes.
+"""Compiles many variants at once, in worker processes.
 
-NVRTC compiles one program at a time in a process, whatever the number of threads, so a sweep over
+NVRTC compiles one program at a time per process, whatever the number of threads, so a sweep over
 hundreds of variants would use one core.  Workers compile into the disk store, where
-`get_or_compile` finds the code.  It compiles itself what a worker could not, and raises the error.
+`get_or_compile` finds the code; it compiles what a worker could not, and raises the error.
 
     python -m ostinato.modules.ahead FOLDER    a worker: reads a job a line, answers an empty line
 """
@@ -34,10 +34,10 @@ Variant = tuple[Source, CompileOptions]
 class _Worker:
     process: subprocess.Popen[bytes]
     sent: dict[Source, int] = field(default_factory=dict)
-    """The sources that were sent to it, each with a number."""
+    """The sources that were sent to the process, each with its number."""
 
     def end(self) -> None:
-        self.process.kill()  # loses nothing: files are renamed into place when they are whole
+        self.process.kill()  # loses nothing: complete files are renamed into place
         for pipe in (self.process.stdin, self.process.stdout):
             with suppress(OSError):
                 assert pipe is not None
@@ -48,9 +48,9 @@ class _Worker:
 class CompilerPool(Closeable):
     """Worker processes that compile CUDA sources for a compute capability into a disk store.
 
-    `folder`: the store's; that of the settings if None.  `processes`: the number of cores, 16 at
-    most, if None.  They start with the first variants and end with `close()` or `with`.  Only one
-    thread at a time may use a pool.
+    `folder`: of the store; None for the one of the settings.  `processes`: None for the number of
+    cores, at most 16.  They start with the first variants and end with `close()` or `with`.  Only
+    one thread at a time may use a pool.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class CompilerPool(Closeable):
         return f"<CompilerPool of {self.processes} processes, {len(self._workers)} started{state}>"
 
     def compile(self, variants: Sequence[Variant]) -> int:
-        """Compiles the variants that are not in the store; returns how many those were.
+        """Compiles the variants that are not in the store; returns their number.
 
-        Skips variants with other options than macros and the architecture.  Never raises for a
-        variant that does not compile, nor for workers that cannot be started or die:
+        Skips variants with options other than macros and the architecture.  Does not raise for a
+        variant that does not compile, nor for workers that cannot start or that die:
         `get_or_compile` compiles what is missing, and raises the error.  An interrupt
-        (KeyboardInterrupt) ends the workers; the next call starts others.
+        (KeyboardInterrupt) ends the workers; the next call starts new ones.
         """
         wanted: queue.SimpleQueue[Variant] = queue.SimpleQueue()
         count = 0
@@ -101,18 +101,18 @@ class CompilerPool(Closeable):
                 for thread in threads:
                     thread.join()
             except BaseException:
-                self._end()  # this ends their threads too, before another call starts some
+                self._end()  # ends their threads too, before another call starts new ones
                 raise
         return count
 
     def _start(self) -> None:
-        """Starts the workers that are missing, also in place of those that died."""
+        """Starts missing workers and replaces those that died."""
         for worker in list(self._workers):
             if worker.process.poll() is not None:
                 self._workers.remove(worker)
                 worker.end()
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        # -P: they import what this process imports, and no file of the current folder.
+        # -P: workers import what this process imports, and no file of the current folder.
         module = ["-m", "ostinato.modules.ahead"]
         command = [sys.executable, "-P", *module, str(self._store.folder)]
         with suppress(OSError):
@@ -127,7 +127,7 @@ class CompilerPool(Closeable):
                 self._workers.append(_Worker(process))
 
     def _serve(self, worker: _Worker, wanted: queue.SimpleQueue[Variant]) -> None:
-        """Gives one worker variants until there are no more."""
+        """Gives variants to one worker until there are no more."""
         stdin, stdout = worker.process.stdin, worker.process.stdout
         assert stdin is not None and stdout is not None
         with suppress(queue.Empty, OSError, ValueError):  # ValueError: the pipe is closed
@@ -146,7 +146,7 @@ class CompilerPool(Closeable):
                 stdin.write(json.dumps(job).encode() + b"\n")
                 stdin.flush()
                 if not stdout.readline():
-                    return  # it died
+                    return  # the worker died
 
     def close(self) -> None:
         """Ends the workers.  Idempotent."""
@@ -170,7 +170,7 @@ def _work(folder: str) -> None:
         major, minor = job["capability"]
         with suppress(OstinatoError):
             expected = plan_compilation(sources[job["source"]], options, (major, minor))
-            plan = confirmed(expected)  # code is kept under the compiler that made it
+            plan = confirmed(expected)  # code is stored under the compiler that made it
             compiled = compile_plan(plan)
             if compiled.inputs.unknown is None:
                 store.save(plan.key, compiled, name=plan.source.name, arch=plan.arch)

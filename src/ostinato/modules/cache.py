@@ -5,19 +5,19 @@
                         └──> memory: loaded modules       (one lock, held for look-ups only)
                               └──> one maker a key:  disk ──> compiler ──> load
 
-Code that was compiled with header files is used again only while those are unchanged (`headers`).
-A thread that needs a key which another thread is making waits for it; other keys do not wait.  A
-cache belongs to one device, so a kernel of one device is never given to another; devices of one
+Code compiled with header files is used again only while those are unchanged (`headers`).  A thread
+that needs a key which another thread is making waits for it; other keys do not wait.  A cache
+belongs to one device, so a kernel of one device is never given to another; devices of one
 architecture share the files on disk.
 
 States of a key: unknown -> being made -> loaded (-> evicted -> unknown), or -> failed.  A failed
-compilation that read no file is remembered in the process, and never written to disk.  Other
+compilation that read no file is remembered by the process and never written to disk.  Other
 failures (no memory, no compiler, a capture under way) are not remembered: the next caller tries
 again.  Ctrl-C leaves a key unknown.
 
-The memory store limits the loaded modules by count and bytes.  It evicts the least recently used
-modules that nothing else holds: no kernel that was given out, and so no graph that keeps such a
-kernel.  To find out, it drops its own references and checks whether the module still exists.
+The memory store bounds the number and bytes of loaded modules.  It evicts the least recently used
+modules without other references: a kernel that was given out, or a graph that keeps it, holds one.
+To find out, the store drops its own references and checks whether the module still exists.
 Evicting does not unload: the module's finaliser retires it.
 """
 
@@ -83,10 +83,10 @@ _log = logging.getLogger(__name__)
 
 _MAX_FAILURES = 256
 
-# A zero byte, where C would cut the name, and lone surrogates, which are no text.
+# A zero byte would end the name in C, and lone surrogates are not text.
 _NO_NAME = re.compile("[\0\ud800-\udfff]")
 
-# Statuses that blame the code, and not the machine.
+# Statuses caused by the code, not by the machine.
 _BAD_CODE = frozenset(
     {
         Status.INVALID_IMAGE,
@@ -104,7 +104,7 @@ class _OtherCompilerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModuleCacheStatistics:
-    """What a module cache did since it was made.
+    """Counts of a module cache since it was made.
 
     Calls by outcome: `hits` found the kernel in memory, `waits` waited for another thread's
     compilation, `known_failures` raised a remembered CompileError.  `nbytes`: code and source text
@@ -151,12 +151,12 @@ class ModuleCache(Closeable):
             self.disk = DiskStore(None if disk is True else disk)
         self._store = MemoryStore(max_modules, max_bytes)
         self._fast = self._store.fast
-        # Reentrant: the garbage collector may run a finaliser inside that calls this cache.
+        # Reentrant: the garbage collector may run a finaliser here that calls this cache.
         self._lock = new_lock()
         self._makers: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
-        """Locks: of a key that is being made, held by its maker and wanted by those who wait."""
+        """Locks of the keys being made; the makers hold them, and other threads wait for them."""
         self._failed: OrderedDict[bytes, CompileFailure] = OrderedDict()
-        # Counts hits, and its numbers are the times of last use: one call without a lock.
+        # Counts hits and numbers them, for the times of last use: one call without a lock.
         self._clock = itertools.count(1)
         self._not_hits = 0
         self._misses = self._waits = self._compiles = 0
@@ -177,16 +177,16 @@ class ModuleCache(Closeable):
         options: CompileOptions | Sequence[str] = (),
         signature: Signature | str | None = None,
     ) -> Kernel:
-        """The loaded kernel `name` of `source`, compiled and loaded if it is not yet.
+        """Returns the kernel `name` of `source`, compiling and loading it if needed.
 
         `source` is a Source, CUDA C++ text, or a host kernel.  `name` is the entry's symbol, its
-        plain C++ name, or a C++ name expression ("scale<float>").  `signature` takes
-        precedence over the source's own.  Each call checks headers on disk, except the toolkit's.
+        plain C++ name, or a C++ name expression ("scale<float>").  `signature` takes precedence
+        over the source's own.  Each call checks headers on disk, except the toolkit's.
 
-        Raises CompileError with the compiler's log, InputError for an unknown name (lists those
-        there are), also one in the source's signatures if this kernel has none there,
-        NotAvailableError for a source without this device's language, NoCudaError
-        without a compiler, CaptureBrokenError if a capture under way forbids to load it now.
+        Raises CompileError with the compiler's log; InputError for an unknown name (lists the
+        existing ones), also for one in the source's signatures if this kernel has no signature
+        there; NotAvailableError for a source without this device's language; NoCudaError without a
+        compiler; CaptureBrokenError if a capture under way forbids loading now.
         """
         try:
             kernel = self._fast[source, name, options, signature]
@@ -201,11 +201,11 @@ class ModuleCache(Closeable):
         *,
         options: CompileOptions | Sequence[str] = (),
     ) -> tuple[Kernel, ...]:
-        """Compiles and loads all of `items`, so that no capture loads anything.
+        """Compiles and loads all of `items`, so that no capture has to load anything.
 
-        Items are (source, name), (source, [names]) or kernels.  Several sources compile at once.
-        Keep the result as long as captures may use it: a kernel that nothing holds may be evicted.
-        Raises what `get_or_compile` raises, for the first item that fails.
+        Items are (source, name), (source, [names]) or kernels.  Several sources are compiled in
+        parallel.  Keep the result as long as captures may use it: a kernel without references may
+        be evicted.  Raises what `get_or_compile` raises, for the first item that fails.
         """
         wanted: list[Kernel | tuple[AnySource, str]] = []
         sources: set[int] = set()
@@ -232,11 +232,11 @@ class ModuleCache(Closeable):
             try:
                 return tuple(pool.map(loaded, wanted))
             except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)  # those that have not begun
+                pool.shutdown(wait=False, cancel_futures=True)  # cancels those that have not begun
                 raise
 
     def statistics(self) -> ModuleCacheStatistics:
-        """Counts of this cache and of its disk store."""
+        """Returns the counts of this cache and of its disk store."""
         with self._lock:
             self._not_hits += 1
             return ModuleCacheStatistics(
@@ -261,7 +261,7 @@ class ModuleCache(Closeable):
             self._failed.clear()
         self.context.collect()
 
-    # --- the slow way
+    # --- the path of a kernel that `fast` does not have
     def _get(
         self,
         source: AnySource,
@@ -306,7 +306,7 @@ class ModuleCache(Closeable):
         return kernel
 
     def _stored(self, asked: Question, name: str) -> CachedModule:
-        """The module of a key, which this thread or another one makes if it is not loaded."""
+        """Returns the module of a key; if it is not loaded, this thread or another one makes it."""
         stored = self._in_memory(asked.key)
         if stored is not None:
             stored.module.last_use = next(self._clock)
@@ -332,7 +332,8 @@ class ModuleCache(Closeable):
         return stored
 
     def _in_memory(self, key: bytes) -> CachedModule | None:
-        """The loaded module, if its headers are unchanged.  Raises a remembered CompileError."""
+        """Returns the loaded module if its headers are unchanged.  Raises a remembered
+        CompileError."""
         with self._lock:
             stored = self._store.get(key)
             failure = self._failed.get(key)
@@ -358,7 +359,8 @@ class ModuleCache(Closeable):
             except DriverError as error:
                 if error.status not in _BAD_CODE:
                     raise
-                # The file is sound but does not load: it was made for another machine's driver.
+                # The file is intact but does not load here: it was made for another machine's
+                # driver.
                 disk.reject(plan.key, f"the driver refuses it ({error})")
         if confirmed(plan) is not plan:
             raise _OtherCompilerError
@@ -410,7 +412,7 @@ class ModuleCache(Closeable):
     def _loading(self, name: str, call: Callable[[], T]) -> T:
         """Makes a call that loads code; warns, or raises CaptureBrokenError, during a capture.
 
-        Some drivers refuse to load then, and break the capture; 580 was seen to allow it.
+        Some drivers refuse to load then and break the capture; 580 was seen to allow it.
         """
         try:
             loaded = call()
@@ -445,9 +447,9 @@ def _hashable(value: Hashable) -> bool:
 
 @dataclass(slots=True, eq=False)
 class CachedModule:
-    """A loaded module, its kernels, and the header files that its code was made of.
+    """A loaded module, its kernels, and the header files that its code was compiled from.
 
-    `nbytes`: code and remembered source text.
+    `nbytes`: code and source text that are held.
     """
 
     module: LoadedModule
@@ -460,14 +462,14 @@ class CachedModule:
 class MemoryStore:
     """Loaded modules by key.  Modules in use may exceed the bounds.
 
-    It has no lock: `ModuleCache` calls it under its own, except for `fast`, which it reads without.
+    Not locked: `ModuleCache` calls it under its own lock, and reads only `fast` without it.
     """
 
     def __init__(self, max_modules: int, max_bytes: int) -> None:
         self.max_modules = max_modules
         self.max_bytes = max_bytes
         self.fast: dict[Hashable, Kernel] = {}
-        """The arguments of `get_or_compile` to the kernel."""
+        """Kernels by the arguments of `get_or_compile`."""
         self.evictions = 0
         self._entries: dict[bytes, CachedModule] = {}
 
@@ -486,7 +488,7 @@ class MemoryStore:
         return None if entry is None else entry.kernels.get((name, signature))
 
     def add(self, key: bytes, entry: CachedModule) -> None:
-        """Stores a module, in place of an older one; evicts others until the bounds hold."""
+        """Stores a module, replacing an older one; evicts others until the bounds hold."""
         older = self._entries.get(key)
         for fast_key in () if older is None else older.fast_keys:
             self.fast.pop(fast_key, None)
@@ -496,14 +498,14 @@ class MemoryStore:
     def add_kernel(
         self, key: bytes, name: str, signature: Signature | None, kernel: Kernel
     ) -> Kernel:
-        """Remembers a kernel of a stored module; returns an older one if there is one."""
+        """Adds a kernel of a stored module; returns the older one if there is one."""
         entry = self._entries.get(key)
         if entry is None or entry.module is not kernel.module:
             return kernel
         return entry.kernels.setdefault((name, signature), kernel)
 
     def add_fast(self, key: bytes, fast_key: Hashable, kernel: Kernel, text_bytes: int) -> None:
-        """Remembers a caller's arguments; they hold `text_bytes` bytes of source text."""
+        """Adds a caller's arguments to `fast`; they hold `text_bytes` bytes of source text."""
         entry = self._entries.get(key)
         if entry is None or entry.module is not kernel.module or fast_key in self.fast:
             return
@@ -512,7 +514,7 @@ class MemoryStore:
         entry.nbytes += text_bytes
 
     def shrink(self, keep: bytes | None = None) -> None:
-        """Evicts the least recently used modules that nothing uses, until the bounds hold."""
+        """Evicts least recently used modules without other references until the bounds hold."""
         if not self._over():
             return
         for key in sorted(self._entries, key=lambda k: self._entries[k].module.last_use):
@@ -525,13 +527,13 @@ class MemoryStore:
         return len(self._entries) > self.max_modules or self.nbytes > self.max_bytes
 
     def _evict(self, key: bytes) -> bool:
-        """Evicts an entry; returns False, and puts it back, if something else holds its module."""
+        """Evicts an entry; if its module has other references, restores it and returns False."""
         entry = self._entries[key]
         fast = {k: weakref.ref(self.fast.pop(k)) for k in entry.fast_keys if k in self.fast}
         kernels = {k: weakref.ref(kernel) for k, kernel in entry.kernels.items()}
         inputs, nbytes, watched = entry.inputs, entry.nbytes, weakref.ref(entry.module)
         entry.kernels.clear()
-        del entry, self._entries[key]  # the last of our own references
+        del entry, self._entries[key]  # drops the store's last references
         module = watched()
         if module is None:
             return True
@@ -548,6 +550,6 @@ class MemoryStore:
         return False
 
     def clear(self) -> None:
-        """Evicts everything; modules that something else holds stay loaded."""
+        """Evicts everything; modules with other references stay loaded."""
         self.fast.clear()
         self._entries.clear()

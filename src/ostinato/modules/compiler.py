@@ -1,17 +1,17 @@
-"""CUDA C++ to code for one architecture, with NVRTC.
+"""Compiles CUDA C++ to code for one architecture, with NVRTC.
 
 NVRTC is called directly, not through cuda.core's Program: that takes no headers from memory, and
 needs a device for its default architecture.
 
 A compilation has two steps, so that the key is known before the compiler is loaded:
 
-    ask(driver, source, name, options) -> Question             the key of what a driver runs
+    ask(driver, source, name, options) -> Question             the key for a driver
     plan_compilation(source, options, …) -> Plan               makes the key; reads no file
     try_plan(plan) -> Compiled, with its `inputs`, or CompileFailure
                                                                loads the compiler and runs it
 
 The key covers everything but the header files.  Only the compiler knows which those are, so they
-are kept with the code (`headers`), and `is_current` tells whether they are unchanged.
+are stored with the code (`headers`), and `is_current` checks that they are unchanged.
 
 A plan is made for the compiler that is expected (`nvrtc`).  When something must be compiled,
 `confirmed` loads the compiler, and plans again if it is another one.
@@ -45,7 +45,7 @@ from ostinato.modules.source import (
 
 _log = logging.getLogger(__name__)
 
-# The compiler reads these itself, so they belong to every key.
+# The compiler reads these variables itself, so they belong to every key.
 _COMPILER_VARIABLES = ("NVRTC_PREPEND_FLAGS", "NVRTC_APPEND_FLAGS")
 
 _MAX_RUNS = 6
@@ -65,7 +65,7 @@ toolchain = Toolchain()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that one compilation depends on, and the key made of it."""
+    """All inputs of one compilation except header files, and their key."""
 
     source: Source
     options: CompileOptions
@@ -73,22 +73,22 @@ class Plan:
     flags: tuple[str, ...]
     """The compiler's flags without the architecture and the toolkit's folders."""
     words: tuple[str, ...]
-    """The flags, and those that the environment adds."""
+    """`flags` and those that the environment adds."""
     expressions: tuple[str, ...]
     compiler: str
-    """The identity of the compiler that this was planned for."""
+    """The identity of the compiler that this plan was made for."""
     key: bytes = field(repr=False)
     unknown: str | None = None
-    """Why it cannot be known what files the compiler reads, if the flags make it so; else None."""
+    """Why the flags leave it unknown which files the compiler reads; None if they do not."""
 
     @property
     def storable(self) -> bool:
-        """Whether the code may be kept on disk; a source that is compiled already need not be."""
+        """True if the code may be stored on disk; a source that is compiled already need not be."""
         return self.source.kind == "cuda" and self.unknown is None
 
     @property
     def arch(self) -> str:
-        """The architecture, for which the compiler is loaded; "" for a source that is compiled."""
+        """The target architecture, "" for a source that is compiled already.  May load NVRTC."""
         return target_arch(self.capability, self.options) if self.source.kind == "cuda" else ""
 
 
@@ -96,8 +96,8 @@ class Plan:
 class Compiled:
     """Code for `Image(kind, data)`.
 
-    `log` has the compiler's warnings; `lowered` gives the entry name for each C++ name expression
-    of the plan; `inputs` are the header files that were read.
+    `log`: the compiler's warnings.  `lowered`: the entry name of each C++ name expression of the
+    plan.  `inputs`: the header files that were read.
     """
 
     kind: str
@@ -109,9 +109,9 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class CompileFailure:
-    """A CompileError that can be raised again: an error object would keep its caller's frames.
+    """A CompileError that can be raised repeatedly: an error object would keep its caller's frames.
 
-    `lasting`: no file was read, so that the same compilation fails again.
+    `lasting`: no file was read, so the same compilation would fail again.
     """
 
     message: str
@@ -123,14 +123,14 @@ class CompileFailure:
 
 
 def compiler_identity() -> str:
-    """The identity of the compiler, part of every key.  Raises NoCudaError without one."""
+    """Returns the compiler's identity, a part of every key.  Raises NoCudaError without one."""
     return toolchain.file().identity
 
 
 def target_arch(capability: tuple[int, int], options: CompileOptions) -> str:
-    """What to compile for: the device's own architecture, or PTX if the compiler is older.
+    """Returns the target: the device's own architecture, or PTX if the compiler is older.
 
-    Raises InputError if the device is older than anything the compiler knows, NoCudaError.
+    Raises InputError if the device is older than any architecture of the compiler; NoCudaError.
     """
     if options.arch is not None:
         return options.arch
@@ -152,18 +152,18 @@ def target_arch(capability: tuple[int, int], options: CompileOptions) -> str:
 
 
 def _toolkit(library: Nvrtc) -> Toolkit | None:
-    """The compiler's own headers, unpacked and whole, else those of an installed toolkit."""
+    """Returns the compiler's own headers, unpacked and whole, or an installed toolkit's."""
     own = bundled_headers(library, unpack=True)
     if own is not None:
         return own
     root = installed_headers()
     if root is None or _toolkit_major(root) not in (None, library.version[0]):
-        return None  # the headers of another CUDA may not compile at all
+        return None  # another CUDA's headers may not compile at all
     return Toolkit(root)
 
 
 def _toolkit_major(root: str) -> int | None:
-    """12 for the headers of CUDA 12.9, as their cuda.h says; None if it does not."""
+    """Returns 12 for the headers of CUDA 12.9, from their cuda.h; None if it has no version."""
     try:
         text = Path(root, "cuda.h").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -181,10 +181,10 @@ def plan_compilation(
     capability: tuple[int, int],
     expressions: Sequence[str] = (),
 ) -> Plan:
-    """Everything that a compilation depends on but header files.  Reads and compiles nothing.
+    """Collects all inputs of a compilation except header files.  Reads and compiles nothing.
 
-    `expressions` are names of C++ entries ("scale<float>") whose entry names are wanted.
-    Raises InputError, NoCudaError, CompileError (bad PTX).
+    `expressions`: C++ names ("scale<float>") whose entry names are needed.  Raises InputError,
+    NoCudaError, CompileError (bad PTX).
     """
     if source.kind != "cuda":
         if options != CompileOptions():
@@ -200,7 +200,7 @@ def plan_compilation(
     added = [word for text in from_environment if text for word in text.split()]
     compiler = compiler_identity()
     parts: list[str | bytes | int | None] = [SCHEMA, compiler, source.text_digest()]
-    # The compiler and the device decide on the architecture together.
+    # The compiler and the device together determine the architecture.
     parts += [options.arch] if options.arch else list(capability)
     for group in (flags, tuple(sorted(expressions))):
         parts += [len(group), *group]
@@ -235,7 +235,7 @@ def plan_compilation(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a module cache is asked for, with its key.  `plan` is None for host functions."""
+    """A request to a module cache, with its key.  `plan` is None for host functions."""
 
     source: Source
     key: bytes
@@ -243,7 +243,7 @@ class Question:
 
 
 def ask(driver: Driver, source: Source, name: str, options: CompileOptions) -> Question:
-    """The key of a source on a driver, from what the driver can run.
+    """Returns the key of a source for a driver, which depends on what the driver can run.
 
     Raises NotAvailableError for a source without this device's language, and what
     `plan_compilation` raises.
@@ -255,7 +255,7 @@ def ask(driver: Driver, source: Source, name: str, options: CompileOptions) -> Q
                 f"{driver.name} runs host functions and {source.name!r} has none: give it "
                 f"host kernels (Source(…, host=[{name}])), or open a CUDA device"
             )
-        # By identity: the functions live as long as the module, so an id is not used again.
+        # By identity: the functions live as long as the module, so their ids are not reused.
         functions = sorted(source.host.items())
         parts: list[str | bytes | int | None] = [SCHEMA, "host", source.name]
         for entry, function in functions:
@@ -277,14 +277,14 @@ def ask(driver: Driver, source: Source, name: str, options: CompileOptions) -> Q
 
 
 def is_expression(name: str) -> bool:
-    """Whether an entry is named in C++ ("scale<float>", "ns::scale") and not by its symbol."""
+    """True if an entry is named in C++ ("scale<float>", "ns::scale") and not by its symbol."""
     return not _PLAIN_NAME.match(name)
 
 
 def check_ptx(data: bytes, name: str) -> None:
     """Raises CompileError with line and column of the first byte that is not ASCII.
 
-    The driver's assembler refuses such bytes even in comments, and does not say where they are.
+    The driver's assembler refuses such bytes even in comments, without giving their place.
     """
     try:
         data.decode("ascii")
@@ -304,7 +304,7 @@ def check_ptx(data: bytes, name: str) -> None:
 
 
 def confirmed(plan: Plan) -> Plan:
-    """The plan itself if it was made for the compiler that is used, else a new one.
+    """Returns the plan if it was made for the compiler that is used, else a new one.
 
     Loads the compiler.  Raises what `plan_compilation` raises.
     """
@@ -328,8 +328,8 @@ def compile_plan(plan: Plan) -> Compiled:
 def try_plan(plan: Plan) -> Compiled | CompileFailure:
     """Compiles, and finds out which files were read.  Any thread may call.
 
-    The toolkit's headers are searched after all others.  They are unpacked only if that can make a
-    difference: if a header is missing, or if the source asks __has_include.
+    The toolkit's headers are searched after all others.  They are unpacked only if that can matter:
+    if a header is missing, or if the source uses __has_include.
 
     If a header changed shortly before or during the run, the compiler may have read another
     content.  Then it runs again, until two runs have read the same.
@@ -394,14 +394,14 @@ def _failure(
 
 
 def is_current(inputs: Inputs) -> bool:
-    """Whether compiling again would read the same."""
+    """True if compiling again would read the same inputs."""
     if inputs.toolkit is not None and inputs.toolkit != installed_headers():
         return False
     return inputs.unchanged()
 
 
 def _excerpt(source: Source, log: str) -> str:
-    """The lines around the first error that lies in the source itself or in a header of it."""
+    """Returns the lines around the first error in the source itself or in one of its headers."""
     for match in _ERROR_LINE.finditer(log):
         file, line = match["file"].strip(), int(match["line"])
         text = source.cuda if file == source.name else source.headers.get(file)

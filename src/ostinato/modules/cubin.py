@@ -1,12 +1,12 @@
-"""What a cubin says of its kernels, read from the ELF file itself: no driver, no cuobjdump.
+"""Reads the description of kernels from a cubin's ELF data, without a driver or cuobjdump.
 
-Section names and attribute numbers as in NVIDIA's `cuobjdump -elf` output.  Every kernel has a
-section `.nv.constant0.<name>` for its parameters, also one that takes none; device functions have
-none.  `.nv.info.<name>` has attributes: a format byte, a number byte and a 16-bit value or length.
+Section names and attribute numbers are those of NVIDIA's `cuobjdump -elf` output.  Every kernel has
+a section `.nv.constant0.<name>` for its parameters, even without any; device functions have none.
+`.nv.info.<name>` has attributes: a format byte, a number byte and a 16-bit value or length.
 
-`kernel_names` reads any file: one that is not a cubin, or a damaged one, raises InputError or is
-read as far as it goes; the work and the memory are bounded by its size.  `kernel_resources` is for
-code that the compiler has just made.
+`kernel_names` accepts any file: if it is damaged or no cubin, it raises InputError or reads as much
+as it can; its work and memory are bounded by the file's size.  `kernel_resources` is for code that
+the compiler has just made.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from ostinato.driver.api import ParameterSlot
 from ostinato.errors import InputError
 
 _CONSTANTS = ".nv.constant0."
-_SIZED = 4  # the format whose 16-bit word is the length of what follows
+_SIZED = 4  # format whose 16-bit word is the length of the value that follows
 _MAX_THREADS, _FRAME_SIZE, _PARAMETER, _REGISTERS = 0x05, 0x11, 0x17, 0x2F
 _NO_CONTENT = 8
 _ENTRY = struct.Struct("<IIQQQQIIQQ")
 
 
 def kernel_names(data: bytes) -> tuple[str, ...]:
-    """The entry names in a cubin, sorted.  Raises InputError if it is none, or damaged."""
+    """Returns the entry names in a cubin, sorted.  Raises InputError if it is no cubin, or
+    damaged."""
     if data[:5] != b"\x7fELF\x02":
         raise InputError("this is not a cubin (a 64-bit ELF file)")
     try:
@@ -41,7 +42,7 @@ def kernel_names(data: bytes) -> tuple[str, ...]:
 
 
 def _section_names(data: bytes) -> Iterator[str]:
-    """The name of each section.  Raises ValueError, IndexError or struct.error."""
+    """Yields the name of each section.  Raises ValueError, IndexError or struct.error."""
     (table,) = struct.unpack_from("<Q", data, 0x28)
     entry_size, count, names_index = struct.unpack_from("<HHH", data, 0x3A)
     if entry_size != _ENTRY.size:
@@ -55,7 +56,7 @@ def _section_names(data: bytes) -> Iterator[str]:
 
 
 def _names(table: bytes, offsets: list[int]) -> Iterator[str]:
-    """The strings at these offsets.  They may share bytes: their total length is bounded."""
+    """Yields the strings at these offsets.  They may overlap, so their total length is bounded."""
     left = 4 * len(table)
     for offset in offsets:
         end = table.index(b"\0", offset)
@@ -69,9 +70,9 @@ def _names(table: bytes, offsets: list[int]) -> Iterator[str]:
 class KernelResources:
     """A kernel as compiled for one architecture.
 
-    `name` is its symbol, `registers` those of a thread.  `max_threads` is from its launch bounds,
-    None without any.  `frame`: bytes of local memory a thread, for registers that spill and for
-    arrays.  `shared`: bytes of static shared memory a block.
+    `name`: its symbol.  `registers`: per thread.  `max_threads`: from its launch bounds, None
+    without them.  `frame`: bytes of local memory per thread, for spilled registers and arrays.
+    `shared`: bytes of static shared memory per block.
     """
 
     name: str
@@ -83,7 +84,7 @@ class KernelResources:
 
 
 def kernel_resources(data: bytes) -> tuple[KernelResources, ...]:
-    """Of each kernel, in name order.  Raises InputError if it is no cubin."""
+    """Returns the resources of each kernel, by name.  Raises InputError if `data` is no cubin."""
     names = kernel_names(data)
     if not names:
         return ()
@@ -133,7 +134,8 @@ def kernel_resources(data: bytes) -> tuple[KernelResources, ...]:
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Numbers and values: a format byte, a number byte, a word; format 4 has so many bytes more."""
+    """Yields numbers and values.  Each has a format byte, a number byte and a word; in format 4 the
+    word is the length of the value behind it."""
     at = 0
     while at + 4 <= len(data):
         kind, number, word = struct.unpack_from("<BBH", data, at)

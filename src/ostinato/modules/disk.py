@@ -1,7 +1,7 @@
 """Compiled kernels on disk, shared by processes.  Every file is checked before it is used.
 
-One file for each key, named by it.  `Compiled.inputs` has the header files that it was made of; the
-caller must check those.
+Each key has one file, named by it.  `Compiled.inputs` lists the header files that the code was made
+from; the caller must check them.
 
     offset  bytes
          0      8   magic "OSTINATO"
@@ -18,9 +18,9 @@ warning, and compiled again.  This guards against damage and other users, not ag
 as this user, which could change the program itself as well.  FIFOs, devices, links, folders and
 huge files in the folder are not opened, followed or waited for.
 
-Writers rename whole files into place (`files.replace_file`), so that readers see whole files only,
-and two writers of one key both succeed.  There is no lock: removing a file that is gone already is
-no error.  A torn file, which a power cut may leave, is noticed.  A full disk and a read-only or
+Writers rename complete files into place (`files.replace_file`), so readers see complete files only,
+and two writers of one key both succeed.  There is no lock: removing a file that no longer exists is
+not an error.  A torn file, as after a power cut, is detected.  A full disk and a read-only or
 foreign folder switch the store off, with one warning.
 """
 
@@ -67,8 +67,8 @@ DEFAULT_MAX_BYTES = 512 * 1024 * 1024
 class StoredKernel:
     """One file of the store, as `ostinato cache list` shows it.
 
-    `problem` is why the file is not used, None for a sound one.  `key` is in hexadecimal, "" if the
-    file's name is none.  `last_use` is in seconds since 1970, and not after now.
+    `problem`: why the file is not used, None for a sound one.  `key`: in hexadecimal, "" if the
+    file's name is not a key.  `last_use`: seconds since 1970, never in the future.
     """
 
     path: Path
@@ -83,7 +83,7 @@ class StoredKernel:
 
 @dataclass(frozen=True, slots=True)
 class DiskStatistics:
-    """Counts since this store object was made.  `off` says why it is switched off, if it is."""
+    """Counts since this store object was made.  `off`: why it is switched off, else None."""
 
     hits: int
     misses: int
@@ -97,13 +97,13 @@ class DiskStore:
     """A folder of compiled kernels, limited in bytes; the least recently used are removed.
 
     `folder` defaults to "kernels" in the cache folder of the settings, looked up at first use.
-    Thread-safe; safe among processes.  Never raises for what it finds on disk.
+    Thread-safe; safe among processes.  Does not raise for anything found on disk.
     """
 
     def __init__(
         self, folder: Path | str | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES
     ) -> None:
-        # Absolute: the process may go to another folder.
+        # Absolute: the process may change its current folder.
         self._folder = None if folder is None else Path(folder).absolute()
         self.max_bytes = max_bytes
         self._lock = new_lock()
@@ -117,13 +117,13 @@ class DiskStore:
 
     @property
     def folder(self) -> Path:
-        """Where the files are; it may not exist yet."""
+        """The folder of the files; it may not exist yet."""
         if self._folder is None:
             self._folder = settings.cache_dir() / "kernels"
         return self._folder
 
     def path(self, key: bytes) -> Path:
-        """The file of a key."""
+        """Returns the path of a key's file."""
         return self.folder / (key.hex() + _SUFFIX)
 
     def statistics(self) -> DiskStatistics:
@@ -133,7 +133,7 @@ class DiskStore:
 
     # --- reading
     def load(self, key: bytes) -> Compiled | None:
-        """The code of a key, or None.  Removes a file that is not sound, with a warning.
+        """Returns the code of a key, or None.  Removes a file that is not sound, with a warning.
 
         The caller must check with `compiler.is_current` that its header files are unchanged.
         """
@@ -148,7 +148,7 @@ class DiskStore:
         except UntrustedError as error:
             self.reject(key, str(error))
             return None
-        except OSError as error:  # too many open files, perhaps: the file may be sound
+        except OSError as error:  # such as too many open files: the file may be sound
             _log.warning("kernel file %s cannot be read: %s; compiling again", path, error)
             self._count(rejected=1, misses=1)
             return None
@@ -164,7 +164,7 @@ class DiskStore:
 
     # --- writing
     def save(self, key: bytes, compiled: Compiled, *, name: str = "", arch: str = "") -> bool:
-        """Writes the code of a key; returns whether it is on disk now.  Never raises OSError."""
+        """Writes the code of a key; returns True if it is on disk now.  Never raises OSError."""
         if self._off is not None:
             return False
         data = _encode(key, compiled, name, arch)
@@ -209,7 +209,8 @@ class DiskStore:
 
     # --- housekeeping
     def entries(self, *, check: bool = True) -> tuple[StoredKernel, ...]:
-        """The stored files, most recently used first.  `check` reads and authenticates each."""
+        """Returns the stored files, most recently used first.  `check` reads and authenticates
+        each."""
         found = []
         now = time.time()
         for path, status in self._files(_SUFFIX):
@@ -233,9 +234,9 @@ class DiskStore:
     def prune(self, max_bytes: int | None = None) -> int:
         """Removes least recently used files until the rest fits; returns how many.
 
-        Files under a key that cannot be kernel files are removed first.  Also removed, and not
-        counted, are files that processes that died while they wrote have left an hour ago.  Files
-        of other names are not the store's, and stay.
+        Files under a key that cannot be kernel files are removed first.  Temporary files left an
+        hour ago by processes that died are removed too, and not counted.  Files with other names
+        are not the store's and stay.
         """
         limit = self.max_bytes if max_bytes is None else max_bytes
         files = []
@@ -253,7 +254,7 @@ class DiskStore:
             removed += _remove(path)
             total -= (
                 status.st_size
-            )  # also if it cannot be removed: then no other file must be removed for it
+            )  # also if removal fails: no other file must be removed in its place
         self._count(pruned=removed)
         return removed
 
@@ -268,7 +269,7 @@ def _usefulness(file: tuple[Path, os.stat_result]) -> tuple[bool, float]:
 
 
 def _remove(path: Path) -> bool:
-    """Removes a file of any kind, a link but not what it points to, or a folder if it is empty."""
+    """Removes a file of any kind: a link but not its target, a folder only if empty."""
     for remove in (path.unlink, path.rmdir):
         with contextlib.suppress(OSError):
             remove()
@@ -299,10 +300,10 @@ def _authenticate(key: bytes, *parts: bytes) -> bytes:
 
 
 def _read(path: Path, key: bytes, *, touch: bool = False) -> tuple[Compiled, dict[str, object]]:
-    """A file's code and its JSON.  `touch` sets the file's time of last use.
+    """Returns a file's code and its JSON.  `touch` sets the file's time of last use.
 
-    Raises FileNotFoundError, OSError, UntrustedError unless every byte is what was written under
-    this key.  More than the header is read only if that fits the file.
+    Raises FileNotFoundError, OSError, or UntrustedError unless every byte is as written under this
+    key.  Reads beyond the header only if the header fits the file.
     """
     with open_regular(path, private=True) as file:
         header = file.read(_HEADER.size)
@@ -315,7 +316,7 @@ def _read(path: Path, key: bytes, *, touch: bool = False) -> tuple[Compiled, dic
 
 
 def _check_header(data: bytes, nbytes: int, key: bytes) -> tuple[int, int]:
-    """The lengths of the JSON and of the code.  Raises UntrustedError."""
+    """Returns the lengths of the JSON and of the code.  Raises UntrustedError."""
     start = _HEADER.size + DIGEST_BYTES
     if len(data) < _HEADER.size or nbytes < start:
         raise UntrustedError(f"it is torn ({nbytes} bytes)")
@@ -334,7 +335,7 @@ def _check_header(data: bytes, nbytes: int, key: bytes) -> tuple[int, int]:
 
 
 def _decode(data: bytes, key: bytes) -> tuple[Compiled, dict[str, object]]:
-    """Raises UntrustedError unless every byte is what was written under this key."""
+    """Returns the code and the JSON.  Raises UntrustedError unless all bytes are as written."""
     about_size, _ = _check_header(data, len(data), key)
     start = _HEADER.size + DIGEST_BYTES
     header, digest = data[: _HEADER.size], data[_HEADER.size : start]

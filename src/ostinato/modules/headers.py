@@ -1,21 +1,21 @@
 """The header files of a compilation: which were read, whether they changed, and the compiler's own.
 
 The compiler itself lists the files that it opened (`Answer.opened`) and the places where a source
-asks `__has_include` (`Nvrtc.references`).  From these follow the other places where a header would
+uses `__has_include` (`Nvrtc.references`).  From these follow the other places where a header would
 have been found first: a header that appears there makes the code outdated too.
 
     files     were read                               valid while their content is the same
-    there     were found by __has_include             valid while they are there
-    missing   were looked for before, or in vain      valid while they are not there; of a path
+    there     were found by __has_include             valid while they exist
+    missing   were looked for before, or in vain      valid while they do not exist; of a path
                                                       whose folders are missing too, the highest,
                                                       with a slash at its end
 
 A recent NVRTC bundles its own headers (cuda_fp16.h, mma.h, <cuda/std/…>), which always fit it.
 They are unpacked once for each NVRTC, 26 MB, into a folder of the cache, with a file of their
-digests.  They are no inputs, because the compiler's identity covers them.  When a compilation reads
-one, it is compared with its digest, and a folder that does not fit is unpacked again.
+digests.  They are no inputs, because the compiler's identity covers them.  A bundled header that a
+compilation reads is compared with its digest, and a folder that does not fit is unpacked again.
 
-`Inputs.unknown` is the reason if the inputs cannot be known; such code is used once and not kept.
+`Inputs.unknown` is the reason if the inputs cannot be known; such code is used once and not stored.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ class Toolkit:
         return (self.root, f"{self.root}/cccl")
 
     def owns(self, path: str) -> bool:
-        """Whether a path is that of a bundled header."""
+        """True if a path is that of a bundled header."""
         return self.digests is not None and path.startswith(f"{self.root}/")
 
     def holds(self, path: str, digest: bytes) -> bool:
-        """Whether a bundled header has that content."""
+        """True if a bundled header has this content."""
         name = os.path.normpath(path)[len(self.root) + 1 :]
         return self.digests is not None and self.digests.get(name) == digest.hex()
 
     def damaged(self) -> bool:
-        """Whether a bundled header is missing or has changed.  Reads all of them, in 0.1 s."""
+        """True if a bundled header is missing or has changed.  Reads all of them, in 0.1 s."""
         return self.digests is not None and dict(_digests(self.root)) != self.digests
 
 
 def bundled_headers(library: Nvrtc, *, unpack: bool = False) -> Toolkit | None:
-    """The compiler's own headers, unpacked; None if it has none, or no folder can hold them.
+    """Returns the compiler's own headers, unpacked; None without any, or without a folder for them.
 
-    Without `unpack`, None too if they are not unpacked yet; with it, a damaged folder is replaced.
+    Without `unpack`, also None if they are not unpacked yet; with it, a damaged folder is replaced.
     """
     import tempfile
 
@@ -94,14 +94,14 @@ def bundled_headers(library: Nvrtc, *, unpack: bool = False) -> Toolkit | None:
 
 def _name(file: CompilerFile) -> str:
     user = os.getuid() if hasattr(os, "getuid") else 0
-    # Copies of one library have the same size, time and headers: they share a folder.  A file with
-    # a note has one of its own.
+    # Copies of one library have the same size, time and headers, and share a folder.  A file with a
+    # note gets a folder of its own.
     note = "".join(c for c in file.note if c.isdecimal())
     return f"ostinato-nvrtc-{file.nbytes:x}-{file.mtime_ns:x}{note and '-' + note}-{user}"
 
 
 def _unpacked(folder: Path) -> Toolkit | None:
-    """A folder that this user has unpacked, without comparing the digests; else None.
+    """Returns the folder that this user unpacked, digests not compared; None without one.
 
     Raises OSError if the folder cannot be read, or belongs to another user.
     """
@@ -127,7 +127,7 @@ def _unpack(library: Nvrtc, folder: Path) -> Toolkit | None:
     import tempfile
 
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for left in folder.parent.glob(f"{folder.name}.*"):  # by a process that died
+    for left in folder.parent.glob(f"{folder.name}.*"):  # left by a process that died
         with suppress(OSError):
             if time.time() - left.lstat().st_mtime > _STALE_SECONDS:
                 shutil.rmtree(left)
@@ -150,7 +150,7 @@ def _unpack(library: Nvrtc, folder: Path) -> Toolkit | None:
 
 
 def _digests(root: str) -> Iterator[tuple[str, str]]:
-    """The digests of all headers below a folder, by their paths in it.  Raises OSError."""
+    """Yields the path and digest of each header below a folder.  Raises OSError."""
     for folder, _, names in os.walk(root):
         for name in names:
             path = f"{folder}/{name}"
@@ -160,13 +160,13 @@ def _digests(root: str) -> Iterator[tuple[str, str]]:
 
 
 def _content_digest(data: bytes) -> bytes:
-    """The digest of one file's content."""
+    """Returns the digest of one file's content."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 # ------------------------------------------------------------------------------------------- inputs
 
-# A file that changes twice within the resolution of file times (2 s at most) looks unchanged.
+# A file that changes twice within the resolution of file times (2 s at most) seems unchanged.
 _SETTLED_NS = 2_000_000_000
 
 _SPLICE = re.compile(rb"(?:\\|\?\?/)[ \t\f\v]*\r?\n")
@@ -177,7 +177,7 @@ _PROBE = re.compile(rb"__has_include" + _NAMED)
 # In headers of the toolkit a macro passes the name on unchanged.
 _CALL = re.compile(rb"\w+" + _NAMED)
 _NO_PROBE = re.compile(rb"(?:\bdefined\s*\(?|\bifn?def|\belifn?def)\s*\Z")
-# After these, the compiler's line numbers and file names are those that the text chose.
+# After these, the compiler reports line numbers and file names chosen by the text.
 _RENUMBERED = re.compile(rb"(?:#|%:|\?\?=)(?:\s|/\*.*?\*/)*(?:line\b|\d)", re.DOTALL)
 
 Stamp = tuple[int, int, int, int]
@@ -187,8 +187,8 @@ Stamp = tuple[int, int, int, int]
 class InputFile:
     """A header as it was read.
 
-    `stamp`: size, modification time, change time and inode; None if the file had changed so
-    recently that another change might leave them equal.
+    `stamp`: size, modification time, change time and inode; None if the file changed so recently
+    that another change might leave them equal.
     """
 
     path: str
@@ -196,7 +196,7 @@ class InputFile:
     stamp: Stamp | None
 
     def unchanged(self) -> bool:
-        """Whether the content is the same.  Reads the file only if its stamp differs."""
+        """True if the content is the same.  Reads the file only if its stamp differs."""
         try:
             if self.stamp is not None and _stamp(os.stat(self.path)) == self.stamp:  # noqa: PTH116
                 return True
@@ -208,10 +208,10 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The files that code was made of, besides what its key covers.
+    """The files that code was made from, besides what its key covers.
 
-    `toolkit`: the folder of an installed toolkit, if its headers were read; `compiler.is_current`
-    checks that it is still the installed one.  `unknown`: why this list may not be complete.
+    `toolkit`: the folder of an installed toolkit if its headers were read; `compiler.is_current`
+    checks that it is still the installed one.  `unknown`: why this list may be incomplete.
     """
 
     files: tuple[InputFile, ...] = ()
@@ -221,7 +221,7 @@ class Inputs:
     unknown: str | None = None
 
     def unchanged(self) -> bool:
-        """Whether the same files are there with the same content, and no others have appeared."""
+        """True if the same files exist with the same content, and no others have appeared."""
         return (
             self.unknown is None
             and all(file.unchanged() for file in self.files)
@@ -231,13 +231,13 @@ class Inputs:
 
     @property
     def fixed(self) -> bool:
-        """Whether the process may keep the code unchecked: it read an installed toolkit at most."""
+        """True if the process may reuse the code unchecked: it read a toolkit's headers at most."""
         paths = [*(file.path for file in self.files), *self.there, *self.missing]
         root = self.toolkit
         return self.unknown is None and all(root and path.startswith(f"{root}/") for path in paths)
 
     def same_content(self, other: Inputs) -> bool:
-        """Whether these are the same apart from stamps."""
+        """True if both are the same apart from stamps."""
         return _unstamped(self) == _unstamped(other)
 
     def to_dict(self) -> dict[str, object]:
@@ -250,7 +250,7 @@ class Inputs:
 
     @classmethod
     def from_json(cls, about: Mapping[str, Any]) -> Inputs:
-        """Raises ValueError, TypeError or KeyError for what `to_dict` did not make."""
+        """Reads `to_dict`'s data.  Raises ValueError, TypeError or KeyError for other data."""
         files = []
         for path, digest, stamp in about["files"]:
             size, mtime, ctime, inode = map(int, stamp or (0, 0, 0, 0))
@@ -265,8 +265,8 @@ class Inputs:
 class Observation:
     """The inputs of one run of the compiler.
 
-    `settled`: no input changed so recently that the compiler may have read something else.
-    `probed`: __has_include was asked, or may have been.  `damaged`: a bundled header does not have
+    `settled`: no input changed so recently that the compiler may have read another content.
+    `probed`: __has_include was used, or may have been.  `damaged`: a bundled header differs from
     its digest.
     """
 
@@ -278,7 +278,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A header's name, and the folder of the file that asks for it, if that is on disk."""
+    """A header's name, and the folder of the file with the __has_include, if that is on disk."""
 
     name: str
     beside: str | None
@@ -292,9 +292,9 @@ def observe(
     begin: int,
     find_references: Callable[[], Sequence[Reference] | None],
 ) -> Observation:
-    """The inputs of a compilation that began at `begin` (ns since 1970).
+    """Returns the inputs of a compilation that began at `begin` (ns since 1970).
 
-    `words` is its command line without the folders of the toolkit, which are searched last.
+    `words`: its command line without the toolkit's folders, which are searched last.
     """
     command_line = _bytes("\n".join(words))
     texts = {source.name: _bytes(source.cuda or "")}
@@ -317,7 +317,7 @@ def observe(
         else:
             files.append(read.file)
             settled = settled and read.file.stamp is not None
-        # Without other folders, bundled headers ask only for one another.
+        # Without other folders, bundled headers find only one another.
         if read is not None and (folders or not bundled):
             ambiguous = ambiguous or path in texts
             texts[path] = read.data
@@ -360,10 +360,10 @@ def observe(
 def _earlier_places(
     opened: Iterable[Opened], search: Sequence[str], outside: Sequence[str]
 ) -> Iterable[str]:
-    """Where the opened files were looked for before they were found.
+    """Yields the places that were searched before each opened file was found.
 
     The name that was searched is the path without one of the folders.  If several folders fit, all
-    count, with angle brackets and with quotes.
+    count, for angle brackets and for quotes.
     """
     for item in opened:
         beside = outside if item.includer is None else (_parent(item.includer),)
@@ -377,7 +377,7 @@ def _earlier_places(
 
 
 def _asked_places(names: Iterable[_Name], search: Sequence[str]) -> Iterable[str]:
-    """Where __has_include looks for these names."""
+    """Yields the places where __has_include looks for these names."""
     for asked in names:
         if _is_absolute(asked.name):
             yield asked.name
@@ -393,7 +393,7 @@ def _names(
     memory: Mapping[str, str],
     toolkit: Toolkit | None,
 ) -> set[_Name] | None:
-    """The names that are asked for; None if the texts do not show them."""
+    """Returns the names given to __has_include; None if the texts do not show them."""
     own = (text for path, text in texts.items() if not _inside(toolkit, path))
     if references is None or any(map(_RENUMBERED.search, own)):
         return None
@@ -429,14 +429,14 @@ def _may_ask(texts: Iterable[bytes]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A file, and what was read from it."""
+    """A file and its content."""
 
     file: InputFile
     data: bytes
 
 
 def _read(path: str, begin: int) -> _Read | None:
-    """A file with a stamp if it is certain that it had this content since `begin`."""
+    """Reads a file; its stamp is set only if it surely had this content since `begin`."""
     try:
         with open_regular(path, private=False) as file:
             before = _stamp(os.fstat(file.fileno()))
@@ -457,7 +457,7 @@ def _settled(stamp: Stamp, begin: int) -> bool:
 
 
 def _highest_missing(path: str) -> tuple[str, Stamp]:
-    """The path itself or the highest folder of it that is missing; the stamp of the one above."""
+    """Returns the highest missing part of a path, and the stamp of the folder above it."""
     folder = _parent(path)
     while True:
         try:
@@ -467,7 +467,7 @@ def _highest_missing(path: str) -> tuple[str, Stamp]:
 
 
 def _is_there(path: str) -> bool:
-    """Whether the compiler could open a file, or whether there is a folder, if "/" ends it."""
+    """True if the compiler could open a file, or, if "/" ends the path, if a folder exists."""
     if path.endswith("/"):
         return os.path.isdir(path)  # noqa: PTH112
     return os.path.isfile(path) and os.access(path, os.R_OK)  # noqa: PTH113

@@ -36,7 +36,7 @@ from ostinato.errors import ClosedError, DriverError, InputError, Status
 class LoadedModule(Closeable):
     """Code on the device.  Its kernels keep it alive; so does its cache, within the cache's bounds.
 
-    `keep`: objects that the code needs (host functions).  `lowered` gives entry names for C++ name
+    `keep`: objects that the code needs (host functions).  `lowered`: entry names of C++ name
     expressions.  Raises what the driver's `module_load` raises.
     """
 
@@ -86,10 +86,10 @@ class LoadedModule(Closeable):
         return self._names
 
     def kernel(self, name: str, signature: Signature | str | None = None) -> Kernel:
-        """A kernel of this module, loaded onto the device now, so that no capture loads it lazily.
+        """Returns a kernel of this module, loaded onto the device now, not lazily during a capture.
 
-        C++ entries are found by their plain name if it is unique.  Raises InputError that lists
-        the names there are, or that says how the signature differs from the compiled code.
+        C++ entries are found by their plain name if it is unique.  Raises InputError that lists the
+        existing names, or that says how the signature differs from the compiled code.
         """
         if isinstance(signature, str):
             signature = Signature.parse(signature)
@@ -117,7 +117,7 @@ class LoadedModule(Closeable):
         return driver.module_function(self._handle, entry_of(name, self.names, self.name))
 
     def close(self) -> None:
-        """Unloads it once no capture is under way and the device is done.  Idempotent.
+        """Unloads the module once no capture is under way and the device is done.  Idempotent.
 
         The caller must know that no graph uses it.  Dropping the last reference does the same.
         """
@@ -126,10 +126,10 @@ class LoadedModule(Closeable):
 
 
 def _unload(driver: Driver, handle: ModuleHandle) -> None:
-    """Unloads a module that nothing keeps any more; `Context.collect` calls it.
+    """Unloads a module without references; `Context.collect` calls it.
 
-    Waits for the whole device, because cuModuleUnload does not guarantee to wait for kernels that
-    still run.  Evictions are rare.
+    Waits for the whole device, because cuModuleUnload does not guarantee to wait for running
+    kernels.  Evictions are rare.
     """
     driver.synchronize()
     driver.module_unload(handle)
@@ -141,8 +141,8 @@ class Kernel:
         scale = device.kernel(SOURCE, "scale")
         ost.launch(stream, scale, ost.LaunchConfig(grid=8, block=256), x, 2.0, n)
 
-    `signature` is None if it is not known; then arguments are packed by the sizes that the driver
-    knows.
+    `signature` is None if it is unknown; then arguments are packed by the sizes that the driver
+    reports.
     """
 
     __slots__ = (
@@ -172,7 +172,7 @@ class Kernel:
         self.info: FunctionInfo = module.context.driver.function_info(function)
         self.signature = signature
         known = self.info.parameters
-        # Without any there is nothing to compare with: no parameters, or a driver that cannot tell.
+        # Empty: the kernel has no parameters, or the driver cannot list them.
         if signature is not None and known:
             check_signature(module.name, name, signature, known)
         self.slots = known or (signature.layout if signature is not None else ())
@@ -180,7 +180,7 @@ class Kernel:
         codes = _codes(signature, self.slots)
         self._pack: Pack = _pack_nothing
         self.call: PlainLaunch | None = None
-        """Launches it with plain values in a plain config; None if the driver has no such call."""
+        """Launches with plain values in a plain config; None if the driver has no such call."""
         if codes is not None and signature is not None:
             self._pack = packer(codes, self.slots, signature.elements(self.context.space))
             self.call = module.context.driver.function_prepare_launch(function, self._pack)
@@ -194,8 +194,7 @@ class Kernel:
         Raises InputError that names the parameter that a value does not fit, also for memory of
         another type or device.
         """
-        # Exact types only; whatever is unusual takes the careful way below, which also words the
-        # errors.
+        # Exact types only; other values take the checked path below, which also makes the errors.
         data = self._pack(values)
         if data is not None:
             return KernelArguments(data, self.slots)
@@ -204,7 +203,7 @@ class Kernel:
         return self.signature.pack(values, self.slots, self.context.space)
 
     def allow_shared(self, nbytes: int) -> None:
-        """Lets launches ask for up to `nbytes` of dynamic shared memory a block (over 48 KiB).
+        """Allows launches with up to `nbytes` of dynamic shared memory per block (over 48 KiB).
 
         Applies to all handles of this function.  Raises DriverError if the device has less.
         """
@@ -212,7 +211,8 @@ class Kernel:
         self.context.driver.function_allow_shared(self.function, size)
 
     def occupancy(self, threads: int, shared: int = 0) -> int:
-        """Blocks of `threads` with `shared` bytes that one multiprocessor holds at once."""
+        """Returns the blocks of `threads` with `shared` bytes that one multiprocessor holds at
+        once."""
         sizes = (
             _size(threads, f"kernel {self.name}: threads", 1),
             _size(shared, f"kernel {self.name}: shared", 0),
@@ -221,9 +221,9 @@ class Kernel:
 
 
 def entry_of(name: str, entries: Sequence[str], module: str) -> str:
-    """The symbol of a kernel: its name, or a C++ entry's plain name if that is unique.
+    """Returns the symbol of a kernel: `name`, or the one C++ entry with this plain name.
 
-    Raises InputError that lists the entries there are.
+    Raises InputError that lists the existing entries.
     """
     if name in entries:
         return name
@@ -247,7 +247,7 @@ def entry_of(name: str, entries: Sequence[str], module: str) -> str:
 
 
 def _size(value: object, what: str, least: int) -> int:
-    """A whole number of at least so much.  Raises InputError, with `what` in it."""
+    """Returns a whole number of at least `least`.  Raises InputError, with `what` in it."""
     number = whole_number(value)
     if number is None or number < least:
         raise InputError(f"{what}={value!r}: a whole number of {least} or more is needed")
@@ -274,7 +274,7 @@ def check_signature(
 
 
 def _codes(signature: Signature | None, slots: tuple[object, ...]) -> str | None:
-    """The parameters' codes for `packer`; None if it does not take one of them."""
+    """Returns the parameters' codes for `packer`; None if it does not support one of them."""
     if signature is None or signature.layout != slots:
         return None
     codes = [parameter.code for parameter in signature.parameters]
@@ -282,5 +282,5 @@ def _codes(signature: Signature | None, slots: tuple[object, ...]) -> str | None
 
 
 def _pack_nothing(values: tuple[object, ...]) -> bytes | None:
-    """The `Pack` of kernels whose arguments are always packed by their signature."""
+    """Packs nothing: for kernels whose arguments are always packed by their signature."""
     return None

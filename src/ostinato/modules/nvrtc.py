@@ -1,22 +1,22 @@
 """NVRTC through ctypes: its calls, and which library of the machine this process uses.
 
-Not through cuda.bindings: the calls here are the same in every NVRTC since 11, importing the
-bindings costs 30 ms, and here it is certain which file the calls go to, which is what keys are made
-of.  cuda.pathfinder finds and loads the library.
+cuda.bindings is not used: the calls here are the same in every NVRTC since 11, importing the
+bindings costs 30 ms, and keys must be made from the very file that the calls go to.
+cuda.pathfinder finds and loads the library.
 
-Importing pathfinder and loading NVRTC costs 30 to 45 ms, which a disk hit does not need: for a key
-the identity of the file is enough.  So pathfinder's answer is remembered in the cache folder with
-the times of the places it searched (0.2 ms to check).  A remembered answer may be wrong.  That is
-harmless: code is stored under the identity of the library that compiled it, so that a wrong
-expectation finds nothing, or what that other compiler made of the same source.  `Toolchain`
-compares when the library is loaded.
+Importing pathfinder and loading NVRTC costs 30 to 45 ms, which a disk hit does not need: a key
+needs only the identity of the file.  So pathfinder's answer is stored in the cache folder with the
+times of the places it searched (0.2 ms to check).  A stored answer may be wrong.  That is harmless:
+code is stored under the identity of the library that compiled it, so a wrong expectation finds
+nothing, or what that other compiler made of the same source.  `Toolchain` compares when the library
+is loaded.
 
 NVRTC needs no driver and no GPU.  Calls release the GIL; any thread may call.
 
-The compiler itself says which files a compilation opened.  NVRTC hands `-Xcudafe` options on to
+The compiler itself lists the files that a compilation opened.  NVRTC passes `-Xcudafe` options to
 its front end, EDG's, which can list what it includes (`--trace_includes`), write that to a file
-(`--error_output`), and write down every use of a name (`--xref`).  NVIDIA documents none of them;
-12.0 to 13.5 were seen to have them.  A compiler without them still compiles, with `opened` None.
+(`--error_output`), and list every use of a name (`--xref`).  NVIDIA documents none of them; 12.0 to
+13.5 were seen to have them.  A compiler without them still compiles, with `opened` None.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ostinato.errors import CompileError, NoCudaError, SettingsError
 from ostinato.files import UntrustedError, open_regular, replace_file
 from ostinato.modules.source import digest_of
 
-_MOST_REMEMBERED = 1 << 16  # bytes of the file that remembers where NVRTC is
+_MOST_REMEMBERED = 1 << 16  # bytes of a file that stores where NVRTC is
 _INSTALL = "install it with: pip install 'ostinato[cuda13]' (or 'ostinato[cuda12]')"
 
 # Texts in memory get names in a folder that cannot exist.  Otherwise NVRTC would search their
@@ -81,7 +81,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 class Opened:
     """A file that the compiler opened, by the name it used, and the file that includes it.
 
-    `includer` is None for what a text in memory or the command line includes.
+    `includer` is None for files included by a text in memory or by the command line.
     """
 
     path: str
@@ -90,7 +90,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Where a text asks __has_include: line and column (in bytes) count from 1."""
+    """A place where a text uses __has_include; line and column (in bytes) count from 1."""
 
     file: str
     line: int
@@ -99,10 +99,10 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """NVRTC's result for one program.  `status` is nvrtcResult, 0 for success.
+    """NVRTC's result for one program.  `status`: nvrtcResult, 0 for success.
 
-    `lowered` gives the entry name for each C++ name expression.  `opened` is every file on disk
-    that was read as a header, also up to an error; None if the compiler does not tell.
+    `lowered`: the entry name of each C++ name expression.  `opened`: every file on disk that was
+    read as a header, also before an error; None if the compiler does not list them.
     """
 
     status: int
@@ -113,7 +113,7 @@ class Answer:
 
 
 class Nvrtc:
-    """A loaded NVRTC.  `file` is what was loaded, as far as the system knows.
+    """A loaded NVRTC.  `file`: the loaded file, as far as the system reports it.
 
     Raises OSError if the file cannot be loaded or is no NVRTC.
     """
@@ -152,7 +152,7 @@ class Nvrtc:
             raise CompileError(f"{symbol} of {self.file.path} fails: {self.status_text(status)}")
 
     def status_text(self, status: int) -> str:
-        """ "NVRTC_ERROR_COMPILATION" and the like."""
+        """Returns the status' name, as in "NVRTC_ERROR_COMPILATION"."""
         text = self._dll.nvrtcGetErrorString(status)
         return text.decode() if text else f"status {status}"
 
@@ -188,9 +188,9 @@ class Nvrtc:
     def references(
         self, text: str, name: str, headers: Mapping[str, str], flags: Sequence[str]
     ) -> tuple[Reference, ...] | None:
-        """Where the preprocessor asks __has_include; None if the compiler does not tell.
+        """Returns the uses of __has_include; None if the compiler does not list them.
 
-        Macros count at the place where they are used.  Compiles nothing.
+        Macros count at the place of their use.  Compiles nothing.
         """
         from tempfile import TemporaryDirectory
 
@@ -202,7 +202,7 @@ class Nvrtc:
             uses = Path(folder, "uses")
             made = ("--dependencies", f"--output={folder}/made")  # so that no code is made
             tracing = _to_front_end(*made, f"--xref={uses}")
-            # The compiler looks for this file last: a list of files without it is cut off.
+            # The compiler looks for this file last: a list without it is incomplete.
             last = f'{text}\n#if __has_include("{_NOWHERE}/last")\n#endif\n'
             self._compile(last, name, headers, (*flags, *tracing), (), False)
             *found, end = (
@@ -265,8 +265,8 @@ class Nvrtc:
 
 
 def _named(text: str, name: str) -> str:
-    """A text for which messages show `name`."""
-    # A lone surrogate, of a file's name that is no text, would be no character to the compiler.
+    """Returns a text for which messages show `name`."""
+    # A lone surrogate, from a file name that is not text, would be an invalid character.
     shown = (
         name.encode("utf-8", "replace")
         .decode()
@@ -278,7 +278,7 @@ def _named(text: str, name: str) -> str:
 
 
 def _files_in_memory(headers: Mapping[str, str]) -> dict[str, str]:
-    """Each header under its name, which includes its text by a name in `_NOWHERE`."""
+    """Returns each header under its name, which includes its text by a name in `_NOWHERE`."""
     files = {}
     for number, (name, text) in enumerate(headers.items()):
         files[name] = f'#include "{_NOWHERE}/{number}"\n'
@@ -293,7 +293,7 @@ def _to_front_end(*options: str) -> tuple[str, ...]:
 def _opened(
     listing: bytes, headers: Mapping[str, str], *, whole: bool
 ) -> tuple[Opened, ...] | None:
-    """A name a line, after as many spaces as there are headers around it.
+    """Parses the listing: one name a line, indented by the number of including headers.
 
     None if it is no listing, or not `whole`.  A name that begins with a space, or has a line end in
     it, would be misread; `plan_compilation` excludes those.
@@ -308,8 +308,8 @@ def _opened(
         if name in ("", _LAST):
             continue
         del around[len(line) - len(name) :]
-        # A text in memory is found by its name as it is spelled, before any file.  A file is listed
-        # under such a name at most if it is found from a relative folder: then it may be either.
+        # A text in memory is found by its exact name, before any file.  A file is listed under such
+        # a name only if it is found from a relative folder: then it may be either.
         in_memory = name.startswith(_NOWHERE) or (
             name in headers and not ("/" in name and Path(name).exists())
         )
@@ -336,10 +336,10 @@ def _encoded(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class CompilerFile:
-    """The compiler's library as a file.  Another version, or another copy, is not equal.
+    """The compiler's library as a file.  Other versions and other copies compare unequal.
 
-    `path` has its links resolved, so that the name often tells the version.  `note` makes it
-    different from the file that has this path now.
+    `path` has its links resolved, so that the name often includes the version.  `note`
+    distinguishes it from the file that has this path now.
     """
 
     path: str
@@ -349,19 +349,19 @@ class CompilerFile:
 
     @classmethod
     def of(cls, path: str) -> CompilerFile:
-        """The file as it is now.  Raises OSError."""
+        """Describes the file as it is now.  Raises OSError."""
         real = os.path.realpath(path)
         status = os.stat(real)  # noqa: PTH116 - half of the time of a Path
         return cls(real, status.st_size, status.st_mtime_ns)
 
     @property
     def identity(self) -> str:
-        """The library in words, for keys and messages."""
+        """Text that identifies the library, for keys and messages."""
         words = f"nvrtc {self.path} ({self.nbytes} bytes, written at {self.mtime_ns} ns"
         return f"{words}, {self.note})" if self.note else f"{words})"
 
     def replaced(self) -> CompilerFile:
-        """For a library whose file was replaced while it is loaded: equal to no other."""
+        """Describes a library whose file was replaced while loaded; equal to no other file."""
         now = time.time_ns()
         return CompilerFile(
             self.path, self.nbytes, self.mtime_ns, f"replaced in process {os.getpid()}, {now}"
@@ -371,8 +371,8 @@ class CompilerFile:
 def locate() -> str:
     """Loads NVRTC with cuda.pathfinder, and returns its path.
 
-    Remembers where pathfinder found it, for `expected_file` in other processes.
-    Raises ImportError without pathfinder, and pathfinder's errors (DynamicLibNotFoundError).
+    Stores where pathfinder found it, for `expected_file` in other processes.  Raises ImportError
+    without pathfinder, and pathfinder's errors (DynamicLibNotFoundError).
     """
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
@@ -385,7 +385,7 @@ def locate() -> str:
 
 @functools.cache
 def installed_headers() -> str | None:
-    """The headers of an installed CUDA toolkit, as cuda.pathfinder finds them; None without one."""
+    """Returns the header folder of an installed toolkit, by cuda.pathfinder; None without one."""
     with suppress(Exception):  # without pathfinder, or if it fails, there are none
         from cuda.pathfinder import find_nvidia_header_directory
 
@@ -397,17 +397,17 @@ def installed_headers() -> str | None:
 
 
 def expected_file() -> CompilerFile | None:
-    """The file that `locate` will load, without loading it; None if that is not known.
+    """Returns the file that `locate` would load, without loading it; None if unknown.
 
-    It is what `locate` loaded before in an environment like this one: the places that
-    cuda.pathfinder searches are the same, and none of them has changed.
+    The answer is the file that `locate` loaded before in an environment like this one:
+    cuda.pathfinder would search the same places, and none of them has changed.
     """
     path = _remembered()
     return None if path is None else _file_or_none(path)
 
 
 def _searched() -> dict[str, int]:
-    """The places where cuda.pathfinder looks, each with the time of its last change (0: none).
+    """Returns the places that cuda.pathfinder searches, with their times of change (0: missing).
 
     Installing or removing a package changes the time of its site-packages folder, and a system
     package that of the linker's cache.
@@ -431,7 +431,7 @@ def _searched() -> dict[str, int]:
 
 
 def _memory(searched: Mapping[str, int]) -> Path:
-    """The file that remembers what was found in these places.  Raises SettingsError."""
+    """Returns the file that stores the answer for these places.  Raises SettingsError."""
     name = digest_of(searched).hex()[:32]
     return settings.cache_dir() / "compilers" / f"{name}.json"
 
@@ -451,7 +451,7 @@ def _remembered() -> str | None:
 
 
 def _remember(path: str) -> None:
-    """Writes where the compiler was found, unless that is known.  Without a folder: nothing."""
+    """Stores where the compiler was found, unless that is stored; does nothing without a folder."""
     if _remembered() == path:
         return
     searched = _searched()
@@ -474,7 +474,7 @@ class _SymbolInfo(ctypes.Structure):
 
 
 def path_of_symbol(library: ctypes.CDLL, name: str) -> str | None:
-    """The file that a function of a loaded library lies in, as the dynamic linker knows it."""
+    """Returns the file with a function of a loaded library, as the dynamic linker knows it."""
     info = _SymbolInfo()
     try:
         function = ctypes.cast(library[name], ctypes.c_void_p)
@@ -490,12 +490,12 @@ def path_of_symbol(library: ctypes.CDLL, name: str) -> str | None:
 def _file_or_none(path: str) -> CompilerFile | None:
     try:
         return CompilerFile.of(path)
-    except (OSError, ValueError):  # ValueError: no path at all
+    except (OSError, ValueError):  # ValueError: not a valid path
         return None
 
 
 def _loaded_file(path: str, before: CompilerFile | None) -> CompilerFile:
-    """The file that is loaded now.  If what is on disk may be newer, it is equal to no other."""
+    """Describes the loaded file; equal to no other if the file on disk may be newer."""
     after = _file_or_none(path)
     if after is None:  # loaded by its name, or removed since
         return CompilerFile(path, 0, 0).replaced()
@@ -507,12 +507,11 @@ def _loaded_file(path: str, before: CompilerFile | None) -> CompilerFile:
 
 
 class Toolchain:
-    """The compiler of this process: first only its file, as expected; then the loaded library.
+    """The compiler of this process: first only its expected file, then the loaded library.
 
         expected  ──something to compile──>  loaded (for good; `file` is certain from here)
 
-    `locate` loads the library and returns its path.  `find` returns the file that is expected, None
-    if it is not known.
+    `locate` loads the library and returns its path.  `find` returns the expected file, or None.
     """
 
     def __init__(
@@ -522,18 +521,18 @@ class Toolchain:
     ) -> None:
         self._locate = locate
         self._find = find
-        # Reentrant: the garbage collector may run a finaliser that asks for the compiler.
+        # Reentrant: the garbage collector may run a finaliser that calls this object.
         self._lock = new_lock()
         self._expected: CompilerFile | None = None
         self._library: Nvrtc | None = None
 
     @property
     def loaded(self) -> Nvrtc | None:
-        """The library if it is loaded already."""
+        """The library if it is loaded already, else None."""
         return self._library
 
     def file(self) -> CompilerFile:
-        """The compiler's file; loads the library only if there is no other way to know it.
+        """Returns the compiler's file; loads the library only if the file is not known otherwise.
 
         Raises NoCudaError if there is no compiler.
         """
@@ -545,7 +544,7 @@ class Toolchain:
         return self._expected or self.library().file
 
     def library(self) -> Nvrtc:
-        """The compiler, loaded.  Raises NoCudaError if there is none, or none that loads."""
+        """Returns the loaded compiler.  Raises NoCudaError if there is none, or none that loads."""
         if self._library is not None:
             return self._library
         with self._lock:
@@ -558,6 +557,6 @@ class Toolchain:
             return Nvrtc(self._locate())
         except ImportError as error:
             why = f"cuda.pathfinder, which finds it, is not installed ({error})"
-        except Exception as error:  # pathfinder's DynamicLibNotFoundError and its relatives
+        except Exception as error:  # DynamicLibNotFoundError and pathfinder's other errors
             why = str(error)
         raise NoCudaError(f"NVRTC, the CUDA compiler, cannot be loaded: {why}; {_INSTALL}")

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CompiledSource:
-    """What `compile` made: a cubin for one architecture, and what it says of its kernels.
+    """The result of `compile`: a cubin for one architecture, and the resources of its kernels.
 
-    `symbols`: by name, as asked for, the kernel's symbol.  `log`: the compiler's warnings.
+    `symbols`: the kernel's symbol for each requested name.  `log`: the compiler's warnings.
     """
 
     arch: str
@@ -30,9 +30,10 @@ class CompiledSource:
     log: str
 
     def __getitem__(self, name: str) -> KernelResources:
-        """The kernel of a symbol or of a plain C++ name; template instances as they were asked for.
+        """Returns a kernel by symbol or plain C++ name; a template instance by the name in the
+        request.
 
-        Raises InputError that lists the names there are.
+        Raises InputError that lists the existing names.
         """
         entries = [kernel.name for kernel in self.kernels]
         symbol = self.symbols.get(name) or entry_of(name, entries, "the compiled source")
@@ -50,13 +51,13 @@ def compile(
         made = ost.compile(SOURCE, "scale", arch="sm_80")
         assert made["scale"].frame == 0          # no register spills
 
-    `names`: kernels that it must have, also template instances ("scale<float>"), besides those
-    that the source has host kernels or signatures of.  The sizes of their parameters must be those
-    of the signatures.  `arch` counts unless `options` name one.  Nothing is kept on disk.
+    `names`: required kernels, also template instances ("scale<float>"); kernels for which the
+    source has host kernels or signatures are required too.  Parameter sizes must match the
+    signatures.  `arch` applies unless `options` has one.  Nothing is written to disk.
 
-    Raises CompileError with the compiler's log and the lines, InputError for a kernel that is not
-    there, for a signature of other sizes, and for a source without CUDA C++; NoCudaError without a
-    compiler (`pip install "ostinato[cuda13]"` brings it).
+    Raises CompileError with the compiler's log and the lines, InputError for a missing kernel, for
+    a signature of other sizes, and for a source without CUDA C++; NoCudaError without a compiler
+    (`pip install "ostinato[cuda13]"` installs one).
     """
     known = as_source(source)
     if known.cuda is None:

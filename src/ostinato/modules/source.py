@@ -1,4 +1,4 @@
-"""What a kernel is made of: CUDA C++ text, ready PTX or cubin, host functions, or several of them.
+"""The code of kernels: CUDA C++ text, PTX, cubins, host functions, or several of these.
 
     SCALE = Source(
         'extern "C" __global__ void scale(float* x, float f, unsigned n) { … }',
@@ -39,7 +39,7 @@ SCHEMA = 2
 
 
 def digest_of(parts: Iterable[str | bytes | int | None]) -> bytes:
-    """The key of an ordered list of parts.  Text, bytes, numbers and None never collide."""
+    """Returns the key of an ordered list of parts.  Text, bytes, numbers and None never collide."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"ostinato-key")
     for part in parts:
         if part is None:
@@ -59,7 +59,7 @@ def digest_of(parts: Iterable[str | bytes | int | None]) -> bytes:
 # ------------------------------------------------------------------------------------------ sources
 
 _MAGIC = {"cubin": b"\x7fELF", "fatbin": b"\x50\xed\x55\xba"}
-# Comments and blank lines may stand before the first directive.
+# Comments and blank lines may precede the first directive.
 _PTX = re.compile(r"(?:\s|//[^\n]*\n|/\*.*?\*/)*\.version\s", re.DOTALL)
 _FILE_NAME = re.compile(r"[^\n;{}()#]*\.(?:cu|cuh|cubin|ptx|fatbin|c|cc|cpp|h|hpp)")
 
@@ -88,17 +88,17 @@ class Source(_Content):
         SCALE = ost.Source(CUDA_TEXT, host=[scale], name="scale.cu")
         kernel = device.kernel(SCALE, "scale")
 
-    `cuda` is CUDA C++ text.  `data` with `kind` "ptx" (text or bytes), "cubin" or "fatbin" is
-    compiled code instead.  `host` are the functions for the host driver, by entry name.
-    `signatures` gives the parameters of entries (text as in `driver.signature`); those of host
-    kernels are known.  The names of CUDA entries are known once the code is compiled: then a kernel
-    that has no signature here is refused if one of these is for no entry.  `headers` are texts that
-    `#include` finds by name, before any folder.  `name` is shown in the compiler's messages.
+    `cuda`: CUDA C++ text.  `data` with `kind` "ptx" (text or bytes), "cubin" or "fatbin": compiled
+    code instead.  `host`: the functions for the host driver, by entry name.  `signatures`: the
+    parameters of entries (text as in `driver.signature`); those of host kernels are known.  The
+    names of CUDA entries are known once the code is compiled: then a kernel without a signature
+    here is refused if one of these signatures is for no entry.  `headers`: texts that `#include`
+    finds by name, before any folder.  `name`: shown in the compiler's messages.
 
     Raises InputError for an unknown kind, for text and data together, for an empty source, for a
     file's name in place of text (`Source.from_file`), for two host kernels of one name, for text
-    with a zero byte, which C would cut there, and for a signature of no entry if there are host
-    kernels alone.
+    with a zero byte, where C would cut it, and for a signature of no entry if there are only host
+    kernels.
     """
 
     __slots__ = ()
@@ -169,9 +169,9 @@ class Source(_Content):
         signatures: Mapping[str, str | Signature] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Self:
-        """A source of what a file holds now: a cubin, a fatbin, PTX, or CUDA C++ (UTF-8).
+        """Returns a source with a file's content: a cubin, a fatbin, PTX, or CUDA C++ (UTF-8).
 
-        What it holds is told by its first bytes; PTX also by the suffix `.ptx`.  The source has the
+        The first bytes determine the kind; for PTX, also the suffix `.ptx`.  The source has the
         file's name.  Headers beside a CUDA C++ file are found if `CompileOptions.include` names
         their folder.  Raises InputError if the file cannot be read.
         """
@@ -195,17 +195,17 @@ class Source(_Content):
 
     @property
     def has_device_code(self) -> bool:
-        """Whether there is anything a GPU can run."""
+        """True if a GPU can run any of it."""
         return self.cuda is not None or bool(self.data)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of text and data, for bounds on what is remembered."""
+        """Bytes of text and data, for the bounds of caches."""
         texts = (self.cuda or "", *self.headers.values())
         return sum(len(t) for t in texts) + len(self.data)
 
     def signature(self, entry: str) -> Signature | None:
-        """The parameters of an entry: those in `signatures`, else the host kernel's, else None."""
+        """Returns the parameters of an entry, from `signatures` or the host kernel, or None."""
         given = self.signatures.get(entry)
         if given is not None:
             return given
@@ -213,7 +213,7 @@ class Source(_Content):
         return None if function is None else function.signature
 
     def text_digest(self) -> bytes:
-        """The digest of the device code and in-memory headers alone."""
+        """Returns the digest of the device code and in-memory headers alone."""
         parts: list[str | bytes] = [self.kind, self.name, self.cuda or "", self.data]
         for header in sorted(self.headers):
             parts += [header, self.headers[header]]
@@ -249,8 +249,8 @@ def require_entries(
 ) -> None:
     """Raises InputError for a signature of an entry that is not among `entries`.
 
-    A plain name also stands for a C++ entry's symbol.  Names of template instances are not looked
-    at: code has only those that were asked for.
+    A plain name also matches a C++ entry's symbol.  Names of template instances are not checked:
+    code contains only the requested ones.
     """
     for name in signatures:
         mangled = f"_Z{len(name)}{name}"
@@ -275,7 +275,7 @@ def _require_code(name: str, value: object) -> None:
 
 
 def _refuse_file_name(value: object) -> None:
-    """Raises InputError for the name of a file, which is no code."""
+    """Raises InputError for the name of a file, which is not code."""
     if isinstance(value, PathLike) or (isinstance(value, str) and _FILE_NAME.fullmatch(value)):
         raise InputError(
             f"{value!r} is the name of a file, and code is needed: Source.from_file reads files"
@@ -285,7 +285,7 @@ def _refuse_file_name(value: object) -> None:
 def kernel(
     signature: str, cuda: str, *, name: str | None = None
 ) -> Callable[[Callable[..., object]], Source]:
-    """A decorator: makes a `Source` of one kernel in both languages, for both drivers.
+    """Returns a decorator that makes a `Source` of one kernel in both languages, for both drivers.
 
         @ost.kernel("x: *f32, factor: f32, n: u32", r\"\"\"
         extern "C" __global__ void scale(float* x, float factor, unsigned n) { … }\"\"\")
@@ -294,8 +294,8 @@ def kernel(
 
         loaded = device.kernel(scale)
 
-    The function is the kernel for the CPU, as `host_kernel` has it, which must do the same.  `cuda`
-    is CUDA C++ text with a kernel of the function's name, or of `name`.  Raises InputError as
+    The function is the kernel for the CPU, as for `host_kernel`, and must do the same.  `cuda`:
+    CUDA C++ text with a kernel of the function's name, or of `name`.  Raises InputError as
     `host_kernel` and `Source` do.
     """
     from ostinato.driver.host.kernel import host_kernel
@@ -310,9 +310,9 @@ def kernel(
 
 
 def only_kernel_of(source: Source) -> str:
-    """The name of the one kernel that a source is known to have.
+    """Returns the name of the only kernel that a source is known to have.
 
-    Raises InputError if it is not known, or if there are several.
+    Raises InputError if none is known, or several are.
     """
     names = {*source.host, *source.signatures}
     if len(names) == 1:
@@ -325,7 +325,7 @@ def only_kernel_of(source: Source) -> str:
 
 
 def _require_text(what: str, value: object) -> None:
-    """Raises InputError for what is no text, and for a zero byte, where C would cut the text."""
+    """Raises InputError unless a value is text without a zero byte, where C would cut it."""
     if not isinstance(value, str):
         raise InputError(f"{what} is {type(value).__name__}; text is needed")
     if "\0" in value:
@@ -335,7 +335,7 @@ def _require_text(what: str, value: object) -> None:
 def _host_functions(
     name: str, host: Mapping[str, HostKernel] | Iterable[HostKernel]
 ) -> dict[str, HostKernel]:
-    """Host kernels by entry name.  Raises InputError."""
+    """Returns host kernels by entry name.  Raises InputError."""
     if isinstance(host, Mapping):
         given = list(host.items())
     elif not isinstance(host, Iterable):
@@ -359,7 +359,7 @@ def _host_functions(
 
 
 def as_source(value: Source | str | HostKernel) -> Source:
-    """CUDA C++ text, or one host kernel, as a Source.  Raises InputError for anything else."""
+    """Returns CUDA C++ text or a host kernel as a Source.  Raises InputError for other values."""
     if isinstance(value, Source):
         return value
     _refuse_file_name(value)
@@ -381,7 +381,7 @@ _OWN_FIELD = re.compile(r"--?(gpu-architecture|arch)\b")
 _INCLUDE_DIR = re.compile(r"(?:-I|--include-path)(?:=|\s*)(?P<path>.*)\Z", re.DOTALL)
 _PRE_INCLUDE = re.compile(r"(?:-include|--pre-include)(?:=|\s*)(?P<path>.*)\Z", re.DOTALL)
 # Flags that make the compiler or the assembler read files that it does not list as headers, search
-# folders that are not named, or pass options on that are not known here.
+# folders that are not named, or pass on options that are not known here.
 _READS_FILES = re.compile(
     r"--?(?:(?:use|create)[-_]pch|pch|use-bundled|options-file|optf|apply-controls|Xcudafe)|@"
     r"|.*(?:ptxas|nvvm).*(?:file|optf|controls|@)",
@@ -391,7 +391,7 @@ _READS_FILES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _OptionFields:
-    """`CompileOptions` as they are kept, every list a tuple."""
+    """The fields of `CompileOptions`, every list as a tuple."""
 
     std: str
     defines: tuple[tuple[str, str | None], ...]
@@ -406,13 +406,13 @@ class _OptionFields:
 class CompileOptions(_OptionFields):
     """Options of one compilation; equal options give equal code.
 
-    `std` is the C++ dialect; `defines` macros (a mapping, or pairs, to text or numbers; None
-    defines without a value); `include` folders searched for headers, in order; `max_registers` a
-    limit for each thread;
-    `line_info` keeps source lines for profilers; `arch` overrides the device's own architecture
-    ("sm_90a", or "compute_90" for PTX); `extra` goes to the compiler as it is.
+    `std`: the C++ dialect.  `defines`: macros (a mapping, or pairs, to text or numbers; None
+    defines without a value).  `include`: folders searched for headers, in order.  `max_registers`:
+    a limit per thread.  `line_info`: keeps source lines for profilers.  `arch`: overrides the
+    device's own architecture ("sm_90a", or "compute_90" for PTX).  `extra`: flags passed to the
+    compiler unchanged.
 
-    Raises InputError for a value that no compiler takes.
+    Raises InputError for a value that no compiler accepts.
     """
 
     __slots__ = ()
@@ -461,10 +461,10 @@ class CompileOptions(_OptionFields):
 def _macros(
     defines: Mapping[str, str | float | None] | Iterable[tuple[str, str | float | None]],
 ) -> tuple[tuple[str, str | None], ...]:
-    """Macros with their values as text.  Raises InputError.
+    """Returns macros with their values as text.  Raises InputError.
 
-    True and False, infinities and NaN are refused: as Python writes them they are undefined names
-    in C++, which #if takes for 0.  Members of an Enum are their values.
+    True and False, infinities and NaN are refused: written as in Python they are undefined names in
+    C++, which #if treats as 0.  Members of an Enum are their values.
     """
     try:
         pairs = dict(defines).items()
@@ -482,7 +482,7 @@ def _macros(
 
 
 def _macro_text(value: object) -> str | None:
-    """A macro's value as C++ reads it; None for what is neither text nor a number."""
+    """Returns a macro's value in C++ syntax; None for what is neither text nor a number."""
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -496,7 +496,7 @@ def _macro_text(value: object) -> str | None:
 
 
 def _folders(include: Iterable[str | PathLike[str]]) -> tuple[str, ...]:
-    """The folders as text.  Raises InputError."""
+    """Returns the folders as text.  Raises InputError."""
     try:
         folders = tuple(os.fsdecode(path) for path in include)
     except TypeError as error:
@@ -510,7 +510,7 @@ DEFAULT = CompileOptions()
 
 
 def as_options(value: CompileOptions | Sequence[str]) -> CompileOptions:
-    """Options as given, or plain compiler flags as options."""
+    """Returns options; plain compiler flags become options."""
     if isinstance(value, CompileOptions):
         return value
     if isinstance(value, str):
@@ -519,7 +519,7 @@ def as_options(value: CompileOptions | Sequence[str]) -> CompileOptions:
 
 
 def flags_of(options: CompileOptions) -> tuple[str, ...]:
-    """The compiler's flags without the architecture, which depends on the compiler too."""
+    """Returns the compiler's flags without the architecture, which depends on the compiler too."""
     flags = [f"--std={options.std}"]
     for name, value in dict(options.defines).items():
         flags.append(
@@ -536,9 +536,9 @@ def flags_of(options: CompileOptions) -> tuple[str, ...]:
 
 
 def _values(flags: Sequence[str], pattern: re.Pattern[str]) -> tuple[str, ...]:
-    """The values of a flag that is written as -Ixxx, as --flag=xxx, or as two words.
+    """Returns the values of a flag that is written as -Ixxx, as --flag=xxx, or as two words.
 
-    As for the compiler, spaces before a value are no part of it, unless they follow a "=".
+    The compiler ignores spaces before a value unless they follow a "="; so does this function.
     """
     found: list[str] = []
     pending = False
@@ -558,15 +558,15 @@ def _values(flags: Sequence[str], pattern: re.Pattern[str]) -> tuple[str, ...]:
 
 
 def include_dirs(flags: Sequence[str]) -> tuple[str, ...]:
-    """The folders that a command line searches for headers."""
+    """Returns the folders that a command line searches for headers."""
     return _values(flags, _INCLUDE_DIR)
 
 
 def pre_includes(flags: Sequence[str]) -> tuple[str, ...]:
-    """The headers that a command line includes before the source."""
+    """Returns the headers that a command line includes before the source."""
     return _values(flags, _PRE_INCLUDE)
 
 
 def reads_files(flags: Sequence[str]) -> bool:
-    """Whether the compiler would read files that this library cannot follow."""
+    """True if the compiler would read files that this library cannot track."""
     return any(_READS_FILES.match(flag) for flag in flags)

@@ -1,8 +1,9 @@
-"""The parameter block of a join: what its kernels read instead of arguments.
+"""The parameter block of a join: the kernels read it instead of arguments.
 
-One record, written by the host into a ring of pinned memory, copied to the device by the graph's
-first kernel, and read by all others.  The dtypes here are the only definition: `cuda_header` makes
-the C structs of them, with their offsets asserted, and the NumPy kernels view memory as them.
+The block is one record, written by the host into a ring of pinned memory, copied to the device by
+the graph's first kernel, and read by all others.  The dtypes here are the only definition:
+`cuda_header` generates the C structs from them, with sizes asserted, and the NumPy kernels view
+memory as them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ostinato.relational.keys import MAX_ARITY
 
 BLOCK = np.dtype(
     [
-        ("sequence", "u8"),  # of the join, counted from 1; 0: there is nothing to do
+        ("sequence", "u8"),  # of the join, counted from 1; 0 means no join
         ("slots", "u8"),  # address of the hash table (SLOT)
         ("grouped", "u8"),  # address of the right side's row numbers, group by group (u32)
         ("slot_of", "u8"),  # address: the table's slot of each right row (u32)
@@ -36,11 +37,11 @@ BLOCK = np.dtype(
         ("capacity", "u4"),  # rows that the output has room for
         ("arity", "u4"),
         ("clear", "u4"),  # whether the last kernel empties the table
-        # From here on the device's own: zero in what the host writes.
+        # From here on the device's own fields: the host writes zeros.
         ("total", "u8"),  # rows of the result
         ("overflow", "u4"),  # 1: the result does not fit, and nothing was written
-        ("groups", "u4"),  # entries of `grouped` that are given to a group
-        ("ticket", "u4"),  # blocks of the last kernel that are done
+        ("groups", "u4"),  # entries of `grouped` that belong to a group so far
+        ("ticket", "u4"),  # blocks of the last kernel that have finished
         ("reserved", "u4"),
     ],
     align=True,
@@ -51,14 +52,14 @@ COLUMN = np.dtype([("left", "u8"), ("right", "u8"), ("nbytes", "u4"), ("reserved
 """One key column: addresses on both sides, and the bytes of a value (4 or 8)."""
 
 SLOT = np.dtype([("row", "u4"), ("tag", "u4"), ("count", "u4"), ("start", "u4")])
-"""A slot of the hash table, which is one group of right rows with equal keys.
+"""A slot of the hash table: one group of right rows with equal keys.
 
-`row`: a row of the group, plus one; 0 says that the slot is empty.  So no key value has a special
-meaning, and an empty table is all zeros.  `tag`: 32 bits of the key's hash.
+`row`: a row of the group, plus one; 0 marks an empty slot.  So no key value has a special meaning,
+and an empty table is all zeros.  `tag`: 32 bits of the key's hash.
 """
 
 DONE = np.dtype([("sequence", "u8"), ("total", "u8"), ("overflow", "u8"), ("reserved", "u8")])
-"""What a join says when it is done, `sequence` last."""
+"""The record that a finished join writes for the host, `sequence` last."""
 
 MAX_BYTES = BLOCK.itemsize + MAX_ARITY * COLUMN.itemsize
 RING_PITCH = -(-MAX_BYTES // 256) * 256
@@ -70,7 +71,7 @@ TILE = 1024
 
 
 def offset_of(dtype: np.dtype[Any], field: str) -> int:
-    """Where a field of a record begins, in bytes."""
+    """Returns the offset of a field in bytes."""
     fields = dtype.fields
     assert fields is not None
     return int(fields[field][1])
@@ -85,20 +86,20 @@ assert struct.calcsize(f"<{_COLUMN}") == COLUMN.itemsize
 
 
 def block_bytes(arity: int) -> int:
-    """Bytes of the block of a join with so many key columns."""
+    """Returns the bytes of a block with `arity` key columns."""
     return BLOCK.itemsize + arity * COLUMN.itemsize
 
 
 class Pattern:
-    """A block but for what each launch has of its own: sequence, output and done."""
+    """A prepared block, complete except for the fields of one launch: sequence, output and done."""
 
     __slots__ = ("_addresses", "_rest", "_write")
 
     def __init__(
         self, addresses: tuple[int, ...], sizes: tuple[int, ...], columns: tuple[int, ...]
     ) -> None:
-        """The fields of BLOCK from `slots` to `sums` and from `left_rows` to `clear`, and those of
-        COLUMN for each column."""
+        """Takes the fields of BLOCK from `slots` to `sums`, those from `left_rows` to `clear`, and
+        those of COLUMN for each column."""
         self._addresses = _ADDRESSES.pack(*addresses)
         records = _COLUMN * (len(columns) // 4)
         self._rest = struct.pack(f"<6I{_OWN}x{records}", *sizes, *columns)
@@ -116,7 +117,7 @@ _TYPES = {"u4": "u32", "u8": "u64"}
 
 
 def cuda_header() -> str:
-    """The records and numbers above in C, each size asserted."""
+    """Returns the records and constants above as C code, each size asserted."""
     records = (("Block", BLOCK), ("Column", COLUMN), ("Slot", SLOT), ("Done", DONE))
     numbers = (("TILE", TILE), ("RING_PITCH", RING_PITCH), ("RING_DEPTH", RING_DEPTH))
     return (
@@ -130,8 +131,8 @@ def _c_struct(name: str, dtype: np.dtype[Any]) -> str:
     names = dtype.names or ()
     lines = [f"struct alignas(8) {name} {{"]
     lines += [f"    {_TYPES[dtype[field].str[1:]]} {field};" for field in names]
-    # NVRTC before 13.1 has no offsetof; where the size is right and each field lies as C aligns it,
-    # so are the offsets.
+    # NVRTC before 13.1 has no offsetof; if the size is right and each field is aligned as in C, so
+    # are the offsets.
     assert dtype == np.dtype([(field, dtype[field]) for field in names], align=True), name
     lines += ["};", f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");', ""]
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""Which kernels a join is made of: launches in order, with their grids.  Pure.
+"""The kernels of a join: launches in order, with their grids.  Pure.
 
-The grids follow the key alone: those of the left side its probe class, those of the output its
-output class, those of the right side its build class.  Large classes of the right side and of the
-output have a fixed number of blocks, with loops.
+The grids depend on the key alone: for the left side on its probe class, for the output on its
+output class, for the right side on its build class.  Large classes of the right side and of the
+output have a fixed number of blocks, which loop.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ostinato.relational.keys import BUILD_CLASSES, SCAN_BLOCK, IndexKey, JoinKe
 KERNELS = tuple(kernel.name for kernel in HOST_KERNELS)
 _BUILD_BLOCKS = 4
 _TILE_BLOCKS = 16
-"""Blocks for each multiprocessor, at most: of kernels that loop over the right side, and over the
-output."""
+"""Most blocks per multiprocessor, of kernels that loop over the right side (build) and over the
+output (tile)."""
 
 
 @functools.cache
 def source() -> Source:
-    """The kernels in both languages."""
+    """Returns the kernels in both languages."""
     return Source(
         (Path(__file__).parent / "kernels" / "join.cu").read_text(encoding="utf-8"),
         host=HOST_KERNELS,
@@ -36,20 +36,21 @@ def source() -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel: its name, its blocks, and the numbers after the block's address."""
+    """One launch: the kernel's name, its grid, and the numbers after the block's address."""
 
     kernel: str
     grid: int
     numbers: tuple[int, ...] = ()
 
     def config(self, *, programmatic: bool) -> LaunchConfig:
-        """With `programmatic`, it may become resident before the launch before it has ended."""
-        apart = self.kernel == "begin"  # it writes what the join before it reads
+        """Returns the launch's shape; `programmatic` allows it to become resident before its
+        predecessor ends."""
+        apart = self.kernel == "begin"  # `begin` writes what the previous join reads
         return LaunchConfig(self.grid, SCAN_BLOCK, programmatic=programmatic and not apart)
 
 
 def chain_of(key: JoinKey | IndexKey, multiprocessors: int) -> tuple[Launch, ...]:
-    """The launches of a join, or of the building of an index."""
+    """Returns the launches of a join, or those that build an index."""
     each = _BUILD_BLOCKS * (2 if isinstance(key, JoinKey) and key.build > BUILD_CLASSES[1] else 1)
     most = each * max(1, multiprocessors)
     build = most if isinstance(key, IndexKey) else min(-(-key.build // SCAN_BLOCK), most)
@@ -67,11 +68,11 @@ def chain_of(key: JoinKey | IndexKey, multiprocessors: int) -> tuple[Launch, ...
 
 
 def _scan(key: JoinKey) -> list[Launch]:
-    """The scan's kernels between the first, which is `probe`, and the last, which is `materialize`:
-    it adds the sums of level 1 to the offsets of level 0 as it reads them.
+    """Returns the scan's launches between the first, `probe`, and the last, `materialize`, which
+    adds the sums of level 1 to the offsets of level 0 as it reads them.
 
-    Level 0 are the left rows' offsets; level i + 1 are the sums of the blocks of level i, which lie
-    behind each other in one array.
+    Level 0 holds the left rows' offsets; level i + 1 holds the sums of the blocks of level i.
+    Levels from 1 on are consecutive in one array.
     """
     sizes = (*key.scan.scratch, 1)
     begins = [sum(sizes[:i]) for i in range(len(sizes))]

@@ -1,4 +1,4 @@
-"""Key columns: what users give as tables, as device memory that the kernels read."""
+"""Key columns: users' tables as device memory that the kernels read."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ TableLike: TypeAlias = "Mapping[str, object] | KeyColumns | object"
 """Columns by name (a mapping to arrays, or an Arrow table), or key columns."""
 
 On: TypeAlias = "str | Sequence[str | tuple[str, str]]"
-"""Names of the key columns; a pair where the left and the right name differ."""
+"""Names of the key columns; a pair if the left and the right name differ."""
 
 _TYPES = tuple(np.dtype(kind) for kind in (np.int32, np.uint32, np.int64, np.uint64))
-_CPU: Final = 1  # DLPack's number
+_CPU: Final = 1  # kDLCPU, DLPack's device type
 
 serials = itertools.count()
-"""Numbers of key columns and indexes."""
+"""Serial numbers of key columns and indexes."""
 
 
 class KeyColumns:
     """The key columns of one side of a join, in memory of one device.
 
-    Made by `Joiner.columns`, to be used for many joins without looking at the table again.  Keeps
-    the memory alive.  `names`, `dtypes` and `rows` say what is in it.
+    Made by `Joiner.columns`, for many joins without reading the table again.  Keeps the memory
+    alive.  `names`, `dtypes` and `rows` describe it.
     """
 
     __slots__ = (
@@ -59,10 +59,10 @@ class KeyColumns:
                     f"{len(buffers[0])}"
                 )
         self.serial = next(serials)
-        """Of all key columns and indexes of the process, no two alike."""
+        """A number that no other key columns or index of the process has."""
         self.device = device
         self.stream = stream
-        """The stream on which they are copied to the device."""
+        """The stream on which the columns are copied to the device."""
         self.names = names
         self.buffers = buffers
         self.rows = len(buffers[0])
@@ -75,7 +75,7 @@ class KeyColumns:
             )
         self.addresses = tuple(b.address for b in buffers)
         self.slots = table_slots(self.rows)
-        """Slots of the hash table of the rows."""
+        """Slots of a hash table for the rows."""
 
     def __len__(self) -> int:
         return self.rows
@@ -93,7 +93,7 @@ class KeyColumns:
             )
 
     def require_places(self, names: tuple[str, ...]) -> None:
-        """Raises InputError if a column of these names has another place here."""
+        """Raises InputError if a column of one of these names is at another position here."""
         if any(n in self.names and n != own for n, own in zip(names, self.names, strict=False)):
             raise InputError(
                 f"on names {', '.join(names)}, and the index has its key columns in the order "
@@ -101,7 +101,7 @@ class KeyColumns:
             )
 
     def require_open(self) -> None:
-        """Raises ClosedError if the memory of a column was given back."""
+        """Raises ClosedError if a column's memory was freed."""
         for buffer in self.buffers:
             _ = buffer.address
 
@@ -109,9 +109,9 @@ class KeyColumns:
     def of(
         cls, device: Device, stream: Stream, table: TableLike, names: Sequence[str]
     ) -> KeyColumns:
-        """The named columns of a table, brought to the device in the stream's order.
+        """Returns the named columns of a table, copied to the device in the stream's order.
 
-        Raises InputError that names the column and says what is wrong with it.
+        Raises InputError that names the column and the fault.
         """
         if isinstance(table, KeyColumns):
             if table.device.context is not device.context:
@@ -119,7 +119,7 @@ class KeyColumns:
                     f"column {table.names[0]!r} lives on {_another(table.device.name, device)}"
                 )
             table.require_names(tuple(names))
-            if table.stream.closed:  # its last work may be under way, and nothing else names it
+            if table.stream.closed:  # its last work may be under way, and no event can be recorded
                 device.context.synchronize()
             elif table.stream is not stream:
                 stream.wait(table.stream.record())
@@ -133,7 +133,7 @@ class KeyColumns:
 
 
 def names_of(on: On) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The key columns' names on the left and on the right.  Raises InputError."""
+    """Returns the key columns' names on the left and on the right.  Raises InputError."""
     pairs: list[tuple[str, str]] = []
     for item in on if isinstance(on, list | tuple) else [on]:
         match item:
@@ -168,7 +168,7 @@ def check_same_types(left: KeyColumns, right: KeyColumns) -> None:
 
 
 def _column(table: object, name: str) -> object:
-    """A column by its name, of a mapping or of an Arrow table."""
+    """Returns a column of a mapping or of an Arrow table by name."""
     if isinstance(table, Mapping):
         known: list[object] = list(table)
         if name in table:
@@ -189,7 +189,7 @@ def _column(table: object, name: str) -> object:
 
 
 def _buffer(device: Device, stream: Stream, name: str, array: Any) -> Buffer:
-    """One column in memory of the device."""
+    """Returns one column in memory of the device."""
     if isinstance(array, Buffer):
         if array.context is not device.context:
             raise InputError(
@@ -212,7 +212,7 @@ def _buffer(device: Device, stream: Stream, name: str, array: Any) -> Buffer:
 
 
 def _another(name: str, device: Device) -> str:
-    """ "host, another device than …", for memory that is not of the device."""
+    """Returns "host, another device than …", for memory of another device."""
     if name == device.name:
         return (
             f"{name}, another device than this joiner's (the same one, opened another time): use "
@@ -230,7 +230,7 @@ def _check(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
 
 
 def _of_arrow(name: str, column: Any) -> npt.NDArray[Any]:
-    """An Arrow array or chunked array as NumPy, without a copy if it is one chunk."""
+    """Returns an Arrow array or chunked array as NumPy, without a copy if it is one chunk."""
     if column.null_count:
         raise InputError(
             f"column {name!r} has {column.null_count} nulls; a join takes columns without nulls "
@@ -238,15 +238,15 @@ def _of_arrow(name: str, column: Any) -> npt.NDArray[Any]:
         )
     if hasattr(column, "combine_chunks"):
         column = column.combine_chunks()
-        if hasattr(column, "num_chunks"):  # none at all, in some versions
+        if hasattr(column, "num_chunks"):  # some versions give no chunk at all
             column = column.chunk(0) if column.num_chunks else column.to_numpy()
     array = column if isinstance(column, np.ndarray) else column.to_numpy(zero_copy_only=False)
     return np.asarray(array)
 
 
 def _uploaded(device: Device, stream: Stream, name: str, array: npt.NDArray[Any]) -> Buffer:
-    """A copy of the process's memory on the device."""
-    _check(name, array.dtype, array.shape)  # first: NumPy cannot say whether a struct is masked
+    """Copies host memory to the device."""
+    _check(name, array.dtype, array.shape)  # first: NumPy cannot tell whether a struct is masked
     if isinstance(array, np.ma.MaskedArray):
         if np.ma.is_masked(array):
             raise InputError(
@@ -259,7 +259,7 @@ def _uploaded(device: Device, stream: Stream, name: str, array: npt.NDArray[Any]
 
 
 def _of_library(device: Device, stream: Stream, name: str, array: Any) -> Buffer:
-    """A device array of another library, without a copy, after the work that fills it."""
+    """Returns another library's device array, without a copy, after the work that fills it."""
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None and not hasattr(array, "__dlpack__"):
         raise InputError(
@@ -286,7 +286,7 @@ def _of_library(device: Device, stream: Stream, name: str, array: Any) -> Buffer
     if buffer.nbytes and device.driver.memory_range(buffer.address) is None:
         raise InputError(f"column {name!r} is not in memory of {device.name}")
     producer = None if interface is None else interface.get("stream")
-    if producer is None:  # nothing says which work fills it
+    if producer is None:  # nothing identifies the work that fills it
         device.context.synchronize()
     else:
         stream.wait(device.adopt_stream(_Producer(producer)).record())
@@ -294,7 +294,7 @@ def _of_library(device: Device, stream: Stream, name: str, array: Any) -> Buffer
 
 
 class _Producer:
-    """A stream that a library names by its handle."""
+    """A stream that a library gives by its handle."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle

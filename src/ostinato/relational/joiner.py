@@ -1,10 +1,10 @@
 """`Joiner`: joins on one stream, each a replay of its key's graph.
 
-It is the engine's door of bound slots: the graph of a key is the same for all its joins, and the
-parameters of a join go through a ring of pinned memory (`ring`), so no call but the launch reaches
-the driver.  If a launch fails or is interrupted, it is not known what the device did: the
-ring is *uncertain* until the joiner has waited for the stream, and has set the device's count of
-turns and the table again.
+It is the engine's door with bound slots: the graph of a key is the same for all its joins, and the
+parameters of a join go through a ring of pinned memory (`ring`), so only the launch calls the
+driver.  After a launch that fails or is interrupted, the device's state is unknown: the ring is
+*uncertain* until the joiner has waited for the stream and restored the table and the device's count
+of turns.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from ostinato.settings import graphs_enabled
 class JoinIndex(Closeable):
     """A hash index of one table's key columns on the device, made by `build_index`.
 
-    It refers to the columns, which must not change as long as it is used.  `close()` or dropping it
-    gives its memory back once joins under way are done.
+    It refers to the columns, which must not change while it is used.  `close()` or dropping it
+    frees its memory once joins under way are done.
     """
 
     def __init__(self, joiner: Joiner, columns: KeyColumns, table: Buffer, grouped: Buffer) -> None:
@@ -70,7 +70,7 @@ class JoinIndex(Closeable):
         self.table = table
         """All slots of the table (`block.SLOT`), as bytes."""
         self.grouped = grouped
-        """Row numbers, those with equal keys beside each other; uint32."""
+        """Row numbers, grouped by equal keys; uint32."""
         self.serial = next(serials)
 
     def __repr__(self) -> str:
@@ -84,18 +84,18 @@ class JoinIndex(Closeable):
         return self.table.nbytes + self.grouped.nbytes
 
     def require_open(self) -> None:
-        """Raises ClosedError if its memory, or that of its columns, was given back."""
+        """Raises ClosedError if its memory, or that of its columns, was freed."""
         self.columns.require_open()
         _ = self.table.address, self.grouped.address
 
     def close(self) -> None:
-        """Gives its memory back once joins under way are done.  Idempotent."""
+        """Frees its memory once joins under way are done.  Idempotent."""
         self.table.close()
         self.grouped.close()
 
 
 class PendingJoin:
-    """A join that was submitted.  It may be dropped without asking for its result."""
+    """A join that was submitted.  It may be dropped without calling `result`."""
 
     __slots__ = ("_joiner", "_key", "_lease", "_result", "_retries", "_ring_turn", "_sides")
 
@@ -113,11 +113,11 @@ class PendingJoin:
 
     @property
     def done(self) -> bool:
-        """Whether the device is done with it; does not wait."""
+        """True if the device is done with the join; does not wait."""
         return self._joiner._ring.look(self._ring_turn)
 
     def result(self) -> JoinResult:
-        """The result.  Waits for the join, and repeats it with more room if it did not fit.
+        """Returns the result.  Waits for the join, and repeats it with more room if it did not fit.
 
         The columns must be as they were when the join was submitted.  Raises InputError if the
         result has 2**32 rows or more, OutOfMemoryError, DriverError, ClosedError.
@@ -148,12 +148,12 @@ class PendingJoin:
 
 
 class Joiner(Closeable):
-    """Joins tables on one device, in the order of one stream.
+    """A joiner of tables on one device, in the order of one stream.
 
-    `stream`: the joiner's own if None.  `graphs`: False launches kernel by kernel, None asks
-    OSTINATO_NO_GRAPHS.  `budget` and `max_graphs` limit the graphs as in `GraphCache`.  Every call
-    may come from any thread.  Work of other streams that fills a Buffer given as a column must be
-    done, or the joiner's stream must wait for it.
+    `stream`: None for a stream of its own.  `graphs`: False launches kernel by kernel, None reads
+    OSTINATO_NO_GRAPHS.  `budget` and `max_graphs` limit the graphs as in `GraphCache`.
+    Thread-safe.  Work of other streams that fills a Buffer given as a column must be done, or the
+    joiner's stream must wait for it.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Joiner(Closeable):
         self._captures = device.create_stream()
         self._closed = False
         self._plans: dict[tuple[int, int, int], _Plan] = {}
-        """By the serial numbers of the sides and the bits of the capacity."""
+        """Plans by the serial numbers of the sides and the bits of the capacity."""
         self._calls: dict[JoinKey | IndexKey, _ChainCall] = {}
         self._counts = dict.fromkeys(_COUNTED, 0)
 
@@ -193,12 +193,12 @@ class Joiner(Closeable):
         state = ", closed" if self._closed else ""
         return f"<Joiner on {self.device.name}, {len(self.cache)} graphs{state}>"
 
-    # --- what users call
+    # --- public calls
     def columns(self, table: TableLike, on: On) -> KeyColumns:
-        """The named columns of a table as key columns for several joins, on the device.
+        """Returns the named columns of a table as key columns for several joins, on the device.
 
-        Arrays of the process are copied; arrays on the device are referred to.  Raises InputError
-        that names the column.
+        Host arrays are copied; device arrays are referred to.  Raises InputError that names the
+        column.
         """
         self._require_open()
         names, others = names_of(on)
@@ -211,7 +211,7 @@ class Joiner(Closeable):
         return KeyColumns.of(self.device, self.stream, table, names)
 
     def build_index(self, right: TableLike, on: On | None = None) -> JoinIndex:
-        """A hash index of a table's key columns, for many joins; does not wait.
+        """Returns a hash index of a table's key columns, for many joins; does not wait.
 
         Raises InputError that names the column, OutOfMemoryError, DriverError, ClosedError.
         """
@@ -246,13 +246,12 @@ class Joiner(Closeable):
         *,
         capacity: SupportsIndex | None = None,
     ) -> PendingJoin:
-        """Begins a join and does not wait: `result()` does.
+        """Begins a join without waiting; `result()` waits.
 
-        `on` names the key columns; it may be left out where both sides are key columns or an index.
-        Those of an index are compared in its own order: `on` names the left columns in that order,
-        or pairs.
-        `capacity`: room for so many rows of the result; None for as many as the left side has.  If
-        it is too small the join is repeated.  Raises InputError that names the column,
+        `on`: names of the key columns; may be omitted if both sides are key columns or an index.
+        An index compares columns in its own order: `on` has the left names in that order, or pairs.
+        `capacity`: room for the result, in rows; None for as many as the left side has.  If the
+        result does not fit, the join is repeated.  Raises InputError that names the column,
         OutOfMemoryError, DriverError, ClosedError; nothing was submitted then.
         """
         one, other = self._sides(left, right, on)
@@ -272,17 +271,17 @@ class Joiner(Closeable):
         *,
         capacity: SupportsIndex | None = None,
     ) -> JoinResult:
-        """`submit` and `result` in one."""
+        """Does `submit` and `result` in one call."""
         return self.submit(left, right, on, capacity=capacity).result()
 
     def forget(self) -> None:
-        """Forgets why joins run kernel by kernel: their graphs are tried again."""
+        """Drops the reasons why joins run kernel by kernel: their graphs are tried again."""
         with self._lock:
             for call in self._calls.values():
                 self._engine.forget(call.key)
 
     def statistics(self) -> JoinStatistics:
-        """Counts and bytes, taken at one moment."""
+        """Returns counts and bytes, read under one lock."""
         with self._lock:
             calls = self._engine.statistics()
             return JoinStatistics(
@@ -312,9 +311,9 @@ class Joiner(Closeable):
     def _sides(
         self, left: TableLike, right: TableLike | JoinIndex, on: On | None
     ) -> tuple[KeyColumns, KeyColumns | JoinIndex]:
-        """Both sides on the device, checked against each other."""
-        # The common case first: nothing has to be done to these sides. The general way below takes
-        # twice as long to find that out.
+        """Returns both sides on the device, checked against each other."""
+        # The common case first: the sides are ready.  The general path below takes twice as long to
+        # find that out.
         if on is None and type(left) is KeyColumns and left.stream is self.stream:
             if type(right) is JoinIndex:
                 if right.joiner is self and left.dtypes == right.columns.dtypes:
@@ -328,14 +327,14 @@ class Joiner(Closeable):
         lefts = rights = None
         if on is not None:
             lefts, rights = names_of(on)
-        # A JoinIndex second: asking for one takes longer where it is none.
+        # JoinIndex second: the check takes longer when it is false.
         if isinstance(right, KeyColumns) or not isinstance(right, JoinIndex):
             own = right = self._side(right, rights)
         else:
             if right.joiner is not self:
                 raise InputError("the index was built by another joiner, and is of use to it alone")
             own = right.columns
-            if rights is not None and rights != lefts:  # else `on` names the left columns alone
+            if rights is not None and rights != lefts:  # else `on` has the left names alone
                 own.require_names(rights)
             elif rights is not None:
                 own.require_places(rights)
@@ -346,12 +345,13 @@ class Joiner(Closeable):
     def _start(
         self, left: KeyColumns, right: KeyColumns | JoinIndex, capacity: int, count: str
     ) -> tuple[JoinKey, Lease, RingTurn]:
-        """Launches a join with room for `capacity` rows, and counts it as a `count`."""
+        """Launches a join with room for `capacity` rows, and adds it to the count named `count`."""
         with self._turn, self._lock:
             self._ready()
             left.require_open()
             right.require_open()
-            # Capacities of one class share their bit length: cheaper to work out than the class.
+            # Capacities of one class share their bit length, which is cheaper to compute than the
+            # class.
             sides = left.serial, right.serial, (max(capacity, 1) - 1).bit_length()
             plan = self._plans.get(sides)
             if plan is None or plan.growths != self._workspace.growths:
@@ -403,7 +403,7 @@ class Joiner(Closeable):
         return self._calls.setdefault(key, _ChainCall(key, given=_ALIKE))
 
     def _launch(self, call: _ChainCall, enter: Callable[[], RingTurn]) -> RingTurn:
-        """Launches the key's chain for the turn that `enter` gives."""
+        """Launches the key's chain for the turn that `enter` returns."""
         refused: OstinatoError | None = None
         if call.repeat is not None:
             turn = enter()
@@ -433,7 +433,7 @@ class Joiner(Closeable):
         return tuple(made)
 
     def _ready(self) -> None:
-        """Raises ClosedError, or makes the device's state certain."""
+        """Raises ClosedError if closed; restores the device's state if it is uncertain."""
         if self._closed or self.device.context.closed:
             self._require_open()
         if self._ring.uncertain:
@@ -454,7 +454,7 @@ class Joiner(Closeable):
         return self._closed
 
     def close(self) -> None:
-        """Waits for the joins under way and gives all memory back but that of results.  Idempotent.
+        """Waits for the joins under way and frees all memory except results.  Idempotent.
 
         Joins whose `result()` was not called before have no result then.
         """
@@ -462,7 +462,7 @@ class Joiner(Closeable):
             if self._closed:
                 return
             if not self.stream.closed and not self.device.context.closed:
-                with suppress(DriverError):  # all memory waits for the device by itself
+                with suppress(DriverError):  # all memory is freed only after the device's work
                     self.stream.synchronize()
             self._closed = True
             self._ring.close()
@@ -476,7 +476,8 @@ class Joiner(Closeable):
 
 @dataclass(frozen=True, slots=True)
 class _JoinOptions:
-    """Graphs are made at once: the kernels are loaded, and a chain has nothing to initialise."""
+    """The engine's options.  Graphs are made at once: the kernels are loaded, and a chain has
+    nothing to initialise."""
 
     enabled: bool
     profiling: bool = False
@@ -488,11 +489,11 @@ class _JoinOptions:
 
 @dataclass(slots=True, eq=False)
 class _ChainCall(Call):
-    """The calls of one key."""
+    """The engine's calls of one key."""
 
     key: JoinKey | IndexKey
     chain: _Chain | None = None
-    """Its launches one by one, once they were needed."""
+    """The chain's launches for eager runs, made when first needed."""
 
 
 class _JoinWork(Work):
@@ -512,7 +513,7 @@ class _JoinWork(Work):
     def run(self, *, padded: bool = False) -> None:
         self.turn, made = self.enter(), self.call.chain
         if made is None:
-            # Not programmatic: such a launch takes the CPU longer, and the CPU bounds these.
+            # Not programmatic: such launches take more CPU time, which bounds eager chains.
             made = self.call.chain = self.joiner._chain(self.call.key, programmatic=False)
         for kernel, config, arguments in made:
             launch(self.stream, kernel, config, *arguments)
@@ -533,7 +534,7 @@ class _JoinWork(Work):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How two sides are joined with room of one class, until the workspace grows."""
+    """The prepared join of two sides with room of one class, valid until the workspace grows."""
 
     key: JoinKey
     call: _ChainCall
@@ -546,16 +547,16 @@ _MOST_PLANS = 1024
 _COUNTED = ("joins", "indexes", "retries", "recoveries")
 
 _ALIKE: dict[str, int] = {}
-"""What distinguishes the calls of one key: nothing that a graph reads."""
+"""The values that distinguish calls of one key: none, since graphs read the ring."""
 
 
 _Chain = tuple[tuple[Kernel, LaunchConfig, tuple[object, ...]], ...]
-"""Launches in order: the kernel, how, and its arguments."""
+"""Launches in order: kernel, shape, and arguments."""
 
 
 def _columns(lefts: tuple[int, ...], right: KeyColumns) -> tuple[int, ...]:
-    """The records of `block.COLUMN`, field by field."""
-    if len(lefts) == 1:  # five times as fast as the other way
+    """Returns the fields of the records of `block.COLUMN`, one after the other."""
+    if len(lefts) == 1:  # five times as fast as the general path
         return lefts[0], right.addresses[0], right.sizes[0], 0
     return tuple(chain.from_iterable(zip(lefts, right.addresses, right.sizes, repeat(0))))
 
@@ -567,7 +568,7 @@ _default_lock = new_lock()
 
 
 def _default_joiner() -> Joiner:
-    """One for the process, on the device that `open_device()` gives."""
+    """Returns the process's joiner, on the device that `open_device()` gives."""
     with _default_lock:
         if not _default or _default[0].closed or _default[0].device.context.closed:
             _default[:] = [Joiner(open_device())]
@@ -582,12 +583,12 @@ def hash_join(
     joiner: Joiner | None = None,
     capacity: SupportsIndex | None = None,
 ) -> JoinResult:
-    """Joins two tables on equal keys: all pairs of row numbers whose key columns are equal.
+    """Joins two tables on equal keys: returns all pairs of row numbers whose key columns are equal.
 
     `left` and `right`: a mapping of names to arrays, an Arrow table, or `KeyColumns`; `right` also
     a `JoinIndex`.  Key columns are one-dimensional, of 32- or 64-bit integers, without nulls, and
-    of the same type on both sides.  `on`: their names.  `joiner`: one of the process, on the device
-    that `open_device()` gives, if None.  See `Joiner.submit` for the rest and the errors.
+    of the same type on both sides.  `on`: their names.  `joiner`: None for the process's joiner, on
+    the device that `open_device()` gives.  See `Joiner.submit` for the rest and the errors.
     """
     chosen = right.joiner if isinstance(right, JoinIndex) and joiner is None else joiner
     return (chosen or _default_joiner()).join(left, right, on, capacity=capacity)
@@ -596,5 +597,5 @@ def hash_join(
 def build_index(
     right: TableLike, on: On | None = None, *, joiner: Joiner | None = None
 ) -> JoinIndex:
-    """A hash index of a table's key columns, for many joins.  See `Joiner.build_index`."""
+    """Returns a hash index of a table's key columns, for many joins.  See `Joiner.build_index`."""
     return (joiner or _default_joiner()).build_index(right, on)

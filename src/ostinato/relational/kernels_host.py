@@ -1,6 +1,6 @@
 """The join's kernels in NumPy, for the host driver: names, parameters and memory of `join.cu`.
 
-Each does the work of its whole grid at once.  Blocks matter only in the scan, whose levels
+Each kernel does the work of its whole grid at once.  Blocks matter only in the scan, whose levels
 are those of the CUDA kernels.
 """
 
@@ -21,7 +21,7 @@ U64 = npt.NDArray[np.uint64]
 
 
 class _Join:
-    """The block of the join under way, and the memory that it names."""
+    """The block of the join under way, and views of the memory that it names."""
 
     def __init__(self, launch: HostLaunch, block: npt.NDArray[np.uint8]) -> None:
         self._launch = launch
@@ -32,14 +32,14 @@ class _Join:
         self.columns: Any = block[BLOCK.itemsize : end].view(COLUMN)
 
     def at(self, address: int, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """`count` elements from an address on."""
+        """Returns `count` elements from an address on."""
         kind = np.dtype(dtype)
         if count == 0:
             return np.empty(0, kind)
         return self._launch.memory(int(address), count * kind.itemsize).view(kind)
 
     def array(self, field: str, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """`count` elements of what a field of the head points to."""
+        """Returns `count` elements of the array that a field of the head points to."""
         return self.at(self.head[field], count, dtype)
 
     @property
@@ -47,7 +47,7 @@ class _Join:
         return self.array("slots", self.mask + 1, SLOT)
 
     def keys(self, side: str) -> list[U64]:
-        """The key columns of a side, each as 64 bits."""
+        """Returns the key columns of a side, each as 64 bits."""
         rows = self.left if side == "left" else self.right
         return [
             self.at(column[side], rows, np.uint64 if column["nbytes"] == 8 else np.uint32).astype(
@@ -61,7 +61,7 @@ class _Join:
         self.head["overflow"] = total > int(self.head["capacity"])
 
     def finish(self) -> None:
-        """Tells the host that the join is done."""
+        """Reports to the host that the join is done."""
         if self.head["done"]:
             done = self.array("done", 1, DONE)[0]
             done["total"], done["overflow"] = self.head["total"], self.head["overflow"]
@@ -77,7 +77,7 @@ def _mixed(h: U64) -> U64:
 
 
 def _hash(columns: list[U64]) -> tuple[Rows, npt.NDArray[np.uint32]]:
-    """The lower 32 bits of each row's hash, and its tag."""
+    """Returns the lower 32 bits of each row's hash, and its tag."""
     h = np.zeros_like(columns[0])
     for column in columns:
         h = _mixed(h + np.uint64(0x9E3779B97F4A7C15) + column)
@@ -118,7 +118,7 @@ def insert(launch: HostLaunch, block: npt.NDArray[np.uint8]) -> None:
     low, tag = _hash(keys)
     at, left = low & join.mask, np.arange(join.right)
     while len(left):
-        # Of the rows that come to an empty slot, the first has it; then each compares its key.
+        # The first of the rows at an empty slot claims it; then each row compares its key.
         free = left[slots["row"][at[left]] == 0]
         claimed, first = np.unique(at[free], return_index=True)
         slots["row"][claimed] = free[first] + 1
@@ -192,7 +192,7 @@ def probe(launch: HostLaunch, block: npt.NDArray[np.uint8], probe_blocks: int) -
 
 
 def _scanned(values: U64) -> tuple[U64, U64]:
-    """The sum of the values before each in its block, and the sum of each block."""
+    """Returns the sum of the values before each in its block, and the sum of each block."""
     blocks = -(-len(values) // SCAN_BLOCK)
     padded = np.zeros((blocks, SCAN_BLOCK), np.uint64)
     padded.reshape(-1)[: len(values)] = values

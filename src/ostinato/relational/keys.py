@@ -1,7 +1,7 @@
-"""Which joins share a graph: join keys and scan topologies.  Pure; no driver, no I/O.
+"""The keys of joins' graphs, and scan topologies.  Pure; no driver, no I/O.
 
-A join's kernels read row counts and addresses from memory, so its graph depends on little: which
-kernels there are, and their grids.  `JoinKey` is just that.  Two joins share a graph exactly if
+A join's kernels read row counts and addresses from memory, so its graph depends only on which
+kernels there are, and their grids.  `JoinKey` holds just that: two joins share a graph exactly if
 their keys are equal.
 """
 
@@ -22,13 +22,13 @@ MAX_ARITY = 255
 SCAN_BLOCK = 256
 """Elements that one block scans."""
 BUILD_CLASSES = (16_384, 262_144, LARGEST)
-"""The most right rows of each class of the build side.  The more rows, the more blocks build: of a
-small side, each block that waits for rows that are not there keeps a chain of another join away; of
-a large side, the more blocks, the more of its random reads are under way."""
+"""Largest number of right rows of each build class.  Larger classes use more blocks: for a small
+side, surplus blocks would keep another join's chain off the device; for a large side, more blocks
+keep more random reads in flight."""
 
 
 class JoinKind(enum.StrEnum):
-    """What a join's graph does."""
+    """The operation of a join's graph."""
 
     INNER = "inner"
     """Builds a hash index of the right side, uses it once and clears it."""
@@ -43,7 +43,7 @@ _INNER = JoinKind.INNER
 class ScanTopology:
     """The kernels of a multi-block exclusive scan with blocks of 256.
 
-    `scratch`: elements of each level of block sums, from the lowest; empty if one block does it.
+    `scratch`: elements of each level of block sums, from the lowest; empty if one block suffices.
     """
 
     kernels: int
@@ -54,10 +54,10 @@ class ScanTopology:
 
 
 def scan_topology(rows: SupportsIndex) -> ScanTopology:
-    """The topology of a scan over `rows` elements.
+    """Returns the topology of a scan over `rows` elements.
 
-    0 rows need no kernels; up to 256 one; more need a level of block sums for each factor of 256,
-    and each level two kernels: one that scans it and one that adds it to the level below.
+    0 rows need no kernels; up to 256 need one; more need a level of block sums for each factor of
+    256, and two kernels per level: one that scans it and one that adds it to the level below.
     Raises InputError unless 0 <= rows <= 2**32 - 1.
     """
     left = bounded(rows, "rows", 0, LARGEST)
@@ -71,26 +71,26 @@ def scan_topology(rows: SupportsIndex) -> ScanTopology:
 
 
 def build_class(rows: int) -> int:
-    """The class of a right side of so many rows."""
+    """Returns the build class of a right side."""
     return next(most for most in BUILD_CLASSES if rows <= most)
 
 
 def table_slots(rows: int) -> int:
-    """Slots of the hash table of so many rows: a power of two, at least twice as many."""
+    """Returns the slots of a hash table for `rows` rows: a power of two, at least twice as many."""
     return 1 << max(1, (2 * rows - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
 class JoinKey:
-    """What the graph of a join depends on.
+    """The parts of a join that determine its graph.
 
-    `arity`: key columns, 1 to 255.  `key_bytes`: bytes of one row's key, 4 or 8 a column.  `probe`
-    and `output`: capacity classes of the probe side's rows and of the result.  `build`: the right
-    side's class, one of BUILD_CLASSES, or 0 with an index.  `scan`: the topology of the scan over
-    the probe class.
+    `arity`: key columns, 1 to 255.  `key_bytes`: bytes of one row's key, 4 or 8 per column.
+    `probe` and `output`: capacity classes of the probe side's rows and of the result.  `build`: the
+    right side's class, one of BUILD_CLASSES, or 0 with an index.  `scan`: the scan topology of the
+    probe class.
 
-    Raises InputError for values outside these bounds, for classes that are none, and for a topology
-    of another class.
+    Raises InputError for values out of these bounds, for invalid classes, and for a topology of
+    another class.
     """
 
     kind: JoinKind
@@ -114,14 +114,14 @@ class JoinKey:
             raise InputError(f"scan={self.scan}: probe class {self.probe} has another topology")
 
     def __hash__(self) -> int:
-        """The hash of some fields only: each join looks its graph up."""
+        """Hashes some fields only: each join looks its graph up."""
         return hash((self.build, self.arity, self.key_bytes, self.probe, self.output))
 
     @classmethod
     def of(
         cls, kind: JoinKind, arity: int, key_bytes: int, rows: int, right_rows: int, capacity: int
     ) -> JoinKey:
-        """The key of a join of `rows` probe rows with room for `capacity` output rows."""
+        """Returns the key of a join of `rows` probe rows with room for `capacity` output rows."""
         probe, output = capacity_class(rows), capacity_class(capacity)
         build = build_class(right_rows) if kind is _INNER else 0
         return cls(kind, arity, key_bytes, probe, output, build, scan_topology(probe))
@@ -135,7 +135,8 @@ class JoinKey:
 
 @dataclass(frozen=True, slots=True)
 class IndexKey:
-    """What the graph depends on that builds an index.  Raises InputError like `JoinKey`."""
+    """The parts of building an index that determine its graph.  Raises InputError like
+    `JoinKey`."""
 
     arity: int
     key_bytes: int
@@ -157,7 +158,8 @@ def _check_columns(arity: int, key_bytes: int) -> None:
 
 
 def bounded(value: object, what: str, least: int, most: int) -> int:
-    """`value` as an int.  Raises InputError, with `what` in it, if it is none or out of bounds."""
+    """Returns `value` as an int.  Raises InputError, with `what` in it, if it is no int or out of
+    bounds."""
     number = whole_number(value)
     if number is None:
         raise InputError(f"{what} is {value!r}; a whole number is needed")

@@ -21,9 +21,9 @@ Rows: TypeAlias = npt.NDArray[np.uint32]
 class JoinResult:
     """The result of a join: pairs of row numbers, in no particular order.
 
-    `left_rows` and `right_rows` are device buffers, uint32, of `len(result)` elements; they may be
-    kept after the result.  Their memory is used for later joins once nothing refers to it: work on
-    other streams that reads them must be done by then, or the joiner's stream must wait for it.
+    `left_rows` and `right_rows` are device buffers, uint32, of `len(result)` elements; they may
+    outlive the result.  Later joins reuse their memory once nothing refers to it: work on other
+    streams that reads them must be done by then, or the joiner's stream must wait for it.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class JoinResult:
     ) -> None:
         self._device, self._stream = device, stream
         self.key = key
-        """The key of the graph that wrote it."""
+        """The key of the graph that wrote the result."""
         self.retries = retries
-        """How often the join was repeated because its result did not fit."""
+        """Number of repetitions of the join because its result did not fit."""
         self._lease, self._total = lease, total
 
     @functools.cached_property
@@ -49,7 +49,7 @@ class JoinResult:
 
     @functools.cached_property
     def right_rows(self) -> Buffer:
-        """Row numbers of the right side, in the same order."""
+        """Row numbers of the right side, in the same order; uint32, on the device."""
         return self._lease.rows(1, self._total)
 
     def __len__(self) -> int:
@@ -59,8 +59,8 @@ class JoinResult:
         return f"<JoinResult {len(self)} rows on {self._device.name}>"
 
     def to_numpy(self) -> tuple[Rows, Rows]:
-        """Copies of the left and the right row numbers.  Waits for the joiner's stream, or for the
-        device once that stream is closed."""
+        """Returns copies of the left and the right row numbers.  Waits for the joiner's stream, or
+        for the device if that stream is closed."""
         if self._stream.closed:
             return self._device.to_numpy(self.left_rows), self._device.to_numpy(self.right_rows)
         return self.left_rows.to_numpy(self._stream), self.right_rows.to_numpy(self._stream)
@@ -68,7 +68,7 @@ class JoinResult:
 
 @dataclass(frozen=True, slots=True)
 class JoinStatistics:
-    """What a joiner did since it was made."""
+    """Counts of a joiner since it was made."""
 
     joins: int
     """Joins submitted, repetitions not counted."""
@@ -81,17 +81,17 @@ class JoinStatistics:
     eager: int
     """Chains launched kernel by kernel instead."""
     eager_reasons: Mapping[str, int]
-    """How many of those for which reason."""
+    """Number of eager chains by reason."""
     waits: int
-    """How often a join had to wait because all entries of the ring were in use."""
+    """Number of waits because all entries of the ring were in use."""
     recoveries: int
-    """How often the device's state was set again after a failed launch."""
+    """Number of times that the device's state was restored after a failed launch."""
     growths: int
-    """How often the workspace took memory."""
+    """Number of allocations of the workspace."""
     workspace_bytes: int
     output_bytes: int
-    """Result buffers that wait for later joins."""
+    """Bytes of result buffers that are kept for later joins."""
     kernels_compiled: int
-    """By the device's module cache, for all its users."""
+    """Kernels compiled by the device's module cache, for all its users."""
     cache: CacheStatistics
-    """Of the graphs: `captures`, `hits`, and a line for each key."""
+    """Statistics of the graphs: `captures`, `hits`, and a line for each key."""

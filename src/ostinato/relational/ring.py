@@ -5,8 +5,8 @@
     launch the chain ───────────────────────────────────────▶ insert … materialize
     look, wait ◀────────────── DONE ◀──────────────────────── the last block of the last kernel
 
-An entry is used again only once its turn is done.  `begin` takes an entry only if it is of the next
-turn; so a graph that other code launches does nothing.
+An entry is reused only once its turn is done.  `begin` accepts only an entry of the next turn, so a
+graph launched by other code does nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ostinato.relational.block import DONE, MAX_BYTES, RING_DEPTH, RING_PITCH, P
 _DONE_BYTES = DONE.itemsize
 _DONE_WORDS = _DONE_BYTES // 8
 _SPINS = 100
-"""Looks at a turn's word before the stream is asked."""
+"""Reads of a turn's word before the stream's state is queried."""
 
 
 class RingTurn:
     """A turn of the ring: one launch of a chain.
 
-    `keep` lives until it is `done`; `total` and `overflow` are known from then on.
+    `keep` is held until the turn is `done`; `total` and `overflow` are valid from then on.
     """
 
     __slots__ = ("done", "keep", "number", "overflow", "total")
@@ -46,7 +46,7 @@ class RingTurn:
 
 
 class Ring:
-    """Entries for the blocks of joins, and the words that say that they are done.
+    """Entries for the blocks of joins, and the words that report them done.
 
     `enter`, `launched` and `recover` are for one thread at a time; the rest is thread-safe.
     """
@@ -56,9 +56,9 @@ class Ring:
         self._context = device.context
         self._entry_bytes = RING_DEPTH * RING_PITCH
         self.pinned = device.pinned(self._entry_bytes + RING_DEPTH * DONE.itemsize, "bytes")
-        """What `begin` reads and the last kernel writes."""
+        """Entries that `begin` reads, and the DONE records that the last kernel writes."""
         self.state = device.zeros(1, np.uint64)
-        """How many turns `begin` has taken."""
+        """Number of turns that `begin` has taken."""
         self.block = device.zeros(MAX_BYTES, "bytes")
         """The block of the join under way, on the device."""
         self.pinned.array[:] = 0
@@ -71,21 +71,21 @@ class Ring:
         self.turns = 0
         """The number of the last turn, as the device must have counted it."""
         self.waits = 0
-        """How often a turn had to wait because all entries were in use."""
+        """Number of waits because all entries were in use."""
         self.uncertain = False
-        """Whether the device may have counted otherwise, or been cut in the middle of a turn."""
+        """True if the device's count may differ, or a turn may have been cut off."""
         self._closed = False
-        # The memory stays until the stream's work is done, also that of a ring that is dropped.
+        # The memory stays until the stream's work is done, also if the ring is dropped.
         close = partial(_close, (self.pinned, self.state, self.block))
         self._finalizer = weakref.finalize(self, device.context.retire, close, (stream,))
         self._finalizer.atexit = False
 
     # --- launching
     def enter(self, pattern: Pattern, left: int, right: int, keep: tuple[object, ...]) -> RingTurn:
-        """Puts the block of the next turn into its entry, as soon as that is free.
+        """Writes the block of the next turn into its entry, once that is free.
 
         `left` and `right`: the addresses of the output.  The turn counts, and the ring is certain
-        again, once it is `launched`; until then, `enter` gives the same turn again.
+        again, once it is `launched`; until then, `enter` returns the same turn again.
         """
         under_way, turns = self._under_way, self.turns
         with self._lock:
@@ -103,21 +103,21 @@ class Ring:
         return RingTurn(turns, keep)
 
     def launched(self, turn: RingTurn) -> None:
-        """The turn's chain is on the stream."""
+        """Records that the turn's chain is on the stream."""
         self.turns = turn.number
         self._under_way.append(turn)
         self.uncertain = False
 
-    # --- what the device says
+    # --- results from the device
     def look(self, turn: RingTurn) -> bool:
-        """Whether a turn is done; does not wait."""
+        """Returns True if a turn is done; does not wait."""
         if turn.done:
             return True
         with self._lock:
             return self._read(turn)
 
     def _read(self, turn: RingTurn) -> bool:
-        """`look`, under the lock: the entry is not used again between these lines."""
+        """Implements `look`, under the lock: the entry is not reused between these lines."""
         number, words = turn.number, self._words
         at = (number - 1) % RING_DEPTH * _DONE_WORDS
         if turn.done or self._context.closed or self._closed or words[at] != number:
@@ -129,8 +129,8 @@ class Ring:
     def wait(self, turn: RingTurn) -> None:
         """Waits until a turn is done.
 
-        Raises what the device failed with; GraphError if the turn is lost: the stream has no more
-        work, and the device did not say that it is done.
+        Raises the device's error; GraphError if the turn is lost: the stream is idle, and the
+        device did not report the turn done.
         """
         looks = 0
         while not self.look(turn):
@@ -148,22 +148,22 @@ class Ring:
             time.sleep(0 if looks < 10 * _SPINS else 50e-6)
 
     def recover(self) -> None:
-        """Waits for the stream, and makes the device's count that of this ring.
+        """Waits for the stream, and sets the device's count to that of this ring.
 
-        The caller sets `uncertain` once the rest of the device's state is right too.
+        The caller resets `uncertain` once the rest of the device's state is restored too.
         """
         self._stream.synchronize()
         for turn in self._under_way:
             self.look(turn)
             turn.keep = ()
         self._under_way.clear()
-        # Not again the number of a turn that ran, but was not noted: its word says that it is done.
+        # A turn may have run without being counted here: its word already reports its number done.
         self.turns += 1
         self.state.copy_from(np.array([self.turns], np.uint64), self._stream)
 
     # --- lifetime
     def close(self) -> None:
-        """Gives the memory back once the stream's work is done.  Idempotent."""
+        """Frees the memory once the stream's work is done.  Idempotent."""
         for turn in self._under_way:
             self.look(turn)
             turn.keep = ()

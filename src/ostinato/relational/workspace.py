@@ -1,7 +1,7 @@
-"""Memory of joins: scratch memory and result buffers.  Both are used again.
+"""Memory of joins: scratch memory and result buffers, both reused.
 
-Everything here is used in the order of one stream, so memory that a join has left may be given to
-the next one without a wait.
+All of it is used in the order of one stream, so memory released by one join can be used by the next
+without a wait.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ostinato.relational.keys import ScanTopology
 from ostinato.step import capacity_class
 
 _KEPT = 8
-"""Result buffers of one class that are kept for later joins."""
+"""Most result buffers of one class that are kept for later joins."""
 
 
 def require_no_capture(stream: Stream) -> None:
-    """Raises CaptureError if the stream captures: what belongs to a join would go into the graph,
-    and not run."""
+    """Raises CaptureError if the stream captures: the join's work would be recorded into the graph
+    instead of running."""
     if stream.is_capturing:
         raise CaptureError(
             f"a join cannot be captured: {stream!r} is capturing (the capture goes on)"
@@ -45,8 +45,8 @@ class Workspace:
         self._offsets: Buffer | None = None
         self._level_sums: Buffer | None = None
         self.growths = 0
-        """How often memory was taken."""
-        # Addresses, for the parameter block.
+        """Number of allocations."""
+        # Addresses for the parameter block.
         self.slots = self.slot_of = self.rank = self.grouped = 0
         self.found = self.offsets = self.sums = 0
 
@@ -59,9 +59,8 @@ class Workspace:
         return [buffer for buffer in every if buffer is not None]
 
     def reserve(self, slots: int, right: int, probe: int, scan: ScanTopology | None) -> None:
-        """Room for a hash table of so many slots, for building an index of so many right rows, and
-        for probing by a class of left rows; 0 of what is not needed.
-        """
+        """Reserves a hash table of `slots` slots, memory to build an index of `right` right rows,
+        and memory to probe with the left class `probe`; 0 for what is not needed."""
         if slots > self._slots:
             self._reserve_table(slots)
         if right > self._right:
@@ -93,7 +92,7 @@ class Workspace:
 
     def _reserve_probe(self, probe: int, scan: ScanTopology) -> None:
         require_no_capture(self._stream)
-        # All three at once: a smaller class needs fewer sums, too, so `probe` alone is compared.
+        # All three at once: smaller classes need fewer sums too, so comparing `probe` is enough.
         sums = self._device.empty(max(1, sum(scan.scratch)), np.uint64)
         found = self._device.empty(probe, np.uint32)
         offsets = self._device.empty(probe, np.uint32)
@@ -106,7 +105,7 @@ class Workspace:
         _close(*old)
 
     def clean(self) -> None:
-        """Makes the table all zeros, after a join that may not have come to its end."""
+        """Clears the table after a join that may not have finished."""
         if self.table is not None:
             fill(self._stream, self.table, 0)
 
@@ -123,7 +122,7 @@ def _close(*buffers: Buffer | None) -> None:
 
 
 class Lease:
-    """A buffer of a pool, which gets it back when nothing refers to the lease any more."""
+    """A buffer of a pool, returned to it once nothing refers to the lease."""
 
     __slots__ = ("__weakref__", "_leased", "_pool", "buffer", "capacity")
 
@@ -133,7 +132,8 @@ class Lease:
         self.buffer = buffer
         self.capacity = capacity
         self._pool, self._leased = pool, leased
-        # Else the garbage collector frees the memory of a lease in a cycle before `__del__`.
+        # Without this the garbage collector would free a lease's memory in a cycle before
+        # `__del__`.
         leased[id(buffer)] = buffer
 
     def __del__(self) -> None:
@@ -143,7 +143,8 @@ class Lease:
             self._pool.append(self.buffer)
 
     def rows(self, which: int, count: int) -> Buffer:
-        """The first `count` left (0) or right (1) row numbers, keeping the lease."""
+        """Returns the first `count` left (0) or right (1) row numbers; the buffer keeps the lease
+        alive."""
         address = self.buffer.address + 4 * which * self.capacity
         return Buffer(self.buffer.context, address, (count,), np.dtype(np.uint32), base=self)
 
@@ -155,15 +156,15 @@ class OutputPool:
         self._device, self._stream = device, stream
         self._free: dict[int, deque[Buffer]] = {}
         self._leased: dict[int, Buffer] = {}
-        """By `id`."""
+        """Leased buffers by `id`."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that wait for later joins."""
+        """Bytes that are kept for later joins."""
         return sum(buffer.nbytes for free in self._free.values() for buffer in tuple(free))
 
     def take(self, capacity: int) -> Lease:
-        """Room for `capacity` pairs.  Raises OutOfMemoryError, CaptureError."""
+        """Returns room for `capacity` pairs.  Raises OutOfMemoryError, CaptureError."""
         free = self._free.get(capacity)
         if free is None:
             free = self._free.setdefault(capacity, deque())
@@ -175,7 +176,7 @@ class OutputPool:
         return Lease(buffer, capacity, free, self._leased)
 
     def clear(self) -> None:
-        """Gives back what waits for later joins."""
+        """Frees the buffers that are kept for later joins."""
         for free in self._free.values():
             while free:
                 free.pop().close()

@@ -1,6 +1,6 @@
-"""`ostinato serve`: a model behind OpenAI's endpoints; with the `serve` extra.
+"""`ostinato serve`: a model behind OpenAI's endpoints; needs the `serve` extra.
 
-`scheduler` (pure) says which request does what next, `engine` is the one thread that owns the
-decoder, `protocol` (pure) knows OpenAI's JSON, `app` is the HTTP layer, `connection` what a client
-may do below it, `metrics` what Prometheus reads, `server` the process, `log` its lines.
+`scheduler` (pure) decides which request runs next, `engine` holds the one thread that owns the
+decoder, `protocol` (pure) reads and writes OpenAI's JSON, `app` is the HTTP layer, `connection` the
+limits of one TCP connection, `metrics` the Prometheus text, `server` the process, `log` its lines.
 """

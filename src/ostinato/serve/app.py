@@ -1,10 +1,10 @@
-"""The HTTP layer: routes, limits, and answers that end when their client goes away.
+"""The HTTP layer: routes, limits, and answers that are cancelled when their client disconnects.
 
     POST /v1/chat/completions    POST /v1/completions    GET /v1/models    GET /v1/models/{name}
     GET /health    GET /ready    GET /metrics
 
-Every error is an OpenAI-style error object.  All but /health and /ready want the key, if there is
-one.
+Every error is an OpenAI-style error object.  All routes but /health and /ready need an API key if
+the server has any.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ from ostinato.serve.protocol import (
 )
 
 _BODY_SECONDS = 60.0
-"""For a body to arrive."""
+"""Time within which the body of a request must arrive."""
 _SMALL_BODY = 64 << 10
-"""Bytes that are read in a millisecond.  Larger ones are not read on the thread of all streams, and
-one after the other, so that small ones wait for none of them."""
+"""Largest body, in bytes, that is parsed on the event loop's thread: a millisecond's work.  Larger
+ones are parsed on another thread, one at a time, so streams and small requests do not wait for
+them."""
 _SMALL_BYTES = 16 << 20
-"""Bytes that small bodies may take together: requests beyond it are refused."""
+"""Bytes that all small bodies may take together; a request beyond it is refused."""
 _LARGE_BYTES = 64 << 20
-"""Bytes that large bodies may take together: those beyond it wait."""
+"""Bytes that all large bodies may take together; a request beyond it waits."""
 _COMMENT_SECONDS = 5.0
-"""A stream without an event gets a comment so often: proxies cut silent ones."""
+"""Interval of the comments in a stream that has no event: proxies cut silent connections."""
 _STATISTICS_SECONDS = 2.0
 _EVENT_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -64,8 +65,8 @@ _EVENT_STREAM = {
     "x-accel-buffering": "no",
 }
 _CHARACTERS_PER_TOKEN = 64
-"""What is longer does not fit the context and is not given to the one tokenizer, which would be at
-work on it for seconds while others wait.  Tokens of text have 3 to 5."""
+"""Characters per token beyond which a prompt is refused before it is tokenized: it cannot fit the
+context, and tokenizing it would block other requests for seconds.  A token of text has 3 to 5."""
 _REFUSALS = {
     Rejection.FULL: (429, "the server is full: try again", "rate_limit_error", "queue_full"),
     Rejection.STOPPING: (503, "the server is stopping", "server_error", "stopping"),
@@ -80,8 +81,8 @@ _ENDS = {
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What a request may be.  `body_bytes`: its body's size.  `max_tokens`: of one answer, None for
-    what the context has room for.  `choices`: answers that one request may ask for."""
+    """Limits of one request.  `body_bytes`: largest body.  `max_tokens`: largest answer, in tokens;
+    None for the rest of the context.  `choices`: most answers that one request may ask for."""
 
     body_bytes: int = 4 << 20
     max_tokens: int | None = None
@@ -90,9 +91,9 @@ class HttpLimits:
 
 @dataclass(eq=False)
 class Service:
-    """What the routes share.  `model`: the name that clients call the model by.  `sampling`: for
-    what requests do not name.  `keys`: of which a client must have one; none for no such check.
-    `hosts`: what clients may call the server; none for any."""
+    """State that the routes share.  `model`: the name by which clients request the model.
+    `sampling`: defaults for fields that a request leaves out.  `keys`: accepted API keys; empty for
+    no check.  `hosts`: accepted names in the Host header; empty for any."""
 
     engine: ServingEngine
     metrics: Metrics
@@ -103,17 +104,17 @@ class Service:
     limits: HttpLimits = field(default_factory=HttpLimits)
     created: int = field(default_factory=lambda: int(time.time()))
     _being_made: int = 0
-    """Jobs of requests whose prompts are being made into tokens, on the event loop's thread."""
+    """Jobs of requests whose prompts are being tokenized; used on the event loop's thread only."""
     _small: int = 0
-    """Bytes of small bodies that are held."""
+    """Bytes of small bodies that are held now."""
     _arriving: set[asyncio.Timeout] = field(default_factory=set)
-    """The patience with each body that is not there yet."""
+    """Timeouts of the bodies that are still arriving."""
 
     def __post_init__(self) -> None:
         self._large = _Room(max(_LARGE_BYTES, self.limits.body_bytes), self.engine.most)
         self._one_large = asyncio.Lock()
 
-    # --- what is answered
+    # --- routes that generate
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, "chat")
 
@@ -123,9 +124,10 @@ class Service:
     async def _answer(self, request: Request, kind: Kind) -> Response:
         given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if given != "application/json":
-            # A web page may send other types to any address without asking it first.
+            # A web page may send other content types to any address without a CORS preflight
+            # request.
             raise ApiError(415, "the content type must be application/json")
-        refused = self.engine.refuses(1, self._being_made)  # before anything is done for it
+        refused = self.engine.refuses(1, self._being_made)  # before any work is done for it
         if refused is not None:
             raise _refusal(refused)
         async with AsyncExitStack() as held:
@@ -139,7 +141,7 @@ class Service:
                 wanted = read_request(parse_json(body), kind, self.sampling)
             if wanted.model != self.model:
                 raise _no_model(wanted.model)
-            most = min(self.limits.choices, self.engine.most)  # for more there is never room
+            most = min(self.limits.choices, self.engine.most)  # the engine never has room for more
             if len(wanted.prompts) * wanted.n > most:
                 raise ApiError(400, f"{most} answers at most in one request", param="n")
             jobs = await self._made(wanted)
@@ -154,8 +156,8 @@ class Service:
         return _Answering(self, wanted, jobs, numbers, inbox)
 
     async def _made(self, wanted: CompletionRequest) -> list[Job]:
-        """The jobs of a request.  Raises ApiError, before the work of a template and a tokenizer is
-        done where there is no room for them anyway; requests that are at it take room, too."""
+        """Returns the jobs of a request, tokenized on another thread.  Raises ApiError before that
+        work if the engine has no room.  Jobs that are being tokenized count towards the room."""
         count = len(wanted.prompts) * wanted.n
         refused = self.engine.refuses(count, self._being_made)
         if refused is not None:
@@ -167,8 +169,9 @@ class Service:
             self._being_made -= count
 
     async def _body(self, request: Request, held: AsyncExitStack) -> bytes:
-        """`held`: until when its bytes count.  Raises ApiError for a body that is too large or too
-        slow, and where there are too many bytes already."""
+        """Returns the body of a request; its bytes count towards the limits until `held` exits.
+        Raises ApiError if it is too large or too slow, or if small bodies hold too many bytes
+        together."""
         limit = self.limits.body_bytes
         too_large = ApiError(413, f"the body is too large: {limit} bytes at most")
         announced = request.headers.get("content-length", "")
@@ -208,13 +211,13 @@ class Service:
         return bytes(body)
 
     def take_no_more_bodies(self) -> None:
-        """The server stops, so requests whose bodies still arrive get no answer."""
+        """Ends the wait for bodies that are still arriving; those requests get 503."""
         for patience in self._arriving:
             if not patience.expired():
                 patience.reschedule(0.0)
 
     def _jobs(self, wanted: CompletionRequest) -> list[Job]:
-        """A job for each answer.  May take time: a chat template and a tokenizer run."""
+        """Returns one job for each answer.  Slow: runs the chat template and the tokenizer."""
         decoder = self.engine.generator.decoder
         context, vocabulary = decoder.plan.sizes.context, decoder.config.vocabulary
         what = "messages" if wanted.kind == "chat" else "prompt"
@@ -230,7 +233,7 @@ class Service:
                 )
             try:
                 tokens = self._tokens(prompt)
-            except (InputError, ModelError) as error:  # say, the template refuses the messages
+            except (InputError, ModelError) as error:  # such as a template that refuses
                 raise ApiError(400, str(error), param=what) from None
             if not all(0 <= token < vocabulary for token in tokens):
                 raise ApiError(400, f"there are token ids 0 to {vocabulary - 1} only", param=what)
@@ -272,7 +275,7 @@ class Service:
             )
         return min(wanted.max_tokens, room)
 
-    # --- what is told
+    # --- routes that inform
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model_object(self.model, self.created)]})
 
@@ -282,14 +285,14 @@ class Service:
         return JSONResponse(model_object(self.model, self.created))
 
     async def health(self, request: Request) -> Response:
-        """Whether the process is to be kept."""
+        """Liveness: 503 after the engine failed, so that a supervisor restarts the process."""
         failure = self.engine.failure
         if failure is None:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "failed", "reason": str(failure)}, 503)
 
     async def ready(self, request: Request) -> Response:
-        """Whether requests are to be sent here."""
+        """Readiness: 503 unless requests can be answered now."""
         engine = self.engine
         if engine.failure is not None or engine.stopping:
             return JSONResponse({"status": "failed" if engine.failure else "stopping"}, 503)
@@ -298,18 +301,18 @@ class Service:
         return JSONResponse({"status": "ready"})
 
     async def show_metrics(self, request: Request) -> Response:
-        with suppress(TimeoutError, OstinatoError):  # the engine may be busy with its start
+        with suppress(TimeoutError, OstinatoError):  # the engine may be busy with its warm-up
             async with asyncio.timeout(_STATISTICS_SECONDS):
                 statistics = await asyncio.wrap_future(self.engine.statistics())
                 self.metrics.layers_are(statistics)
         text = await asyncio.to_thread(self.metrics.text)
         return Response(text, media_type=CONTENT_TYPE)
 
-    # --- around each request
+    # --- checks around each request
     def guarded(
         self, handler: Callable[[Request], Awaitable[Response]], path: str, *, open_to_all: bool
     ) -> Callable[[Request], Awaitable[Response]]:
-        """The handler behind the key, and counted."""
+        """Wraps a handler with the checks of host and API key, and counts the response."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -320,7 +323,7 @@ class Service:
             except ApiError as error:
                 response = _error_response(error)
             except ClientDisconnect:
-                response = Response(status_code=499)  # nobody reads it
+                response = Response(status_code=499)  # the client has disconnected
             if not isinstance(response, _Answering):
                 self.metrics.request(path, response.status_code)
             return response
@@ -328,8 +331,8 @@ class Service:
         return handle
 
     def _require_host(self, request: Request) -> None:
-        """A web page may have its own name lead to this machine, and then ask as if it were here
-        (DNS rebinding); the name stands in the request."""
+        """Raises ApiError unless the Host header names this server: a web page can make its own
+        name resolve to this machine (DNS rebinding), and its requests then carry that name."""
         name = request.headers.get("host", "")
         name = name if name.endswith("]") else name.rpartition(":")[0] or name
         if self.hosts and name.lower() not in self.hosts:
@@ -357,7 +360,7 @@ class Service:
 
 
 def make_app(service: Service, lifespan: Callable[[], Any] | None = None) -> Starlette:
-    """The routes.  `lifespan`: an async context manager around the server's life."""
+    """Returns the ASGI application.  `lifespan`: makes an async context manager around it."""
 
     def route(
         path: str, handler: Callable[[Request], Awaitable[Response]], method: str, **options: Any
@@ -398,16 +401,16 @@ def make_app(service: Service, lifespan: Callable[[], Any] | None = None) -> Sta
         exception_handlers={HTTPException: refused, Exception: failed},
         lifespan=around,
     )
-    # A path with a slash at its end is another path.  Starlette would answer with a redirect to
-    # whatever host the request names, before host and key are looked at.
+    # A path with a trailing slash is another path.  Starlette would redirect it to the host that
+    # the request names, before the host and the key are checked.
     app.router.redirect_slashes = False
     return app
 
 
 def _size(prompt: Prompt) -> int:
-    """Characters; a message counts as a token's at the least."""
+    """Returns the characters of a prompt; each message counts as at least one token's worth."""
     if isinstance(prompt, Chat):
-        # A name too: there are templates that write it.
+        # Names count too: some templates write them.
         sizes = (
             sum(len(text) for name, text in one.items() if name != "role")
             for one in prompt.messages
@@ -418,7 +421,7 @@ def _size(prompt: Prompt) -> int:
 
 
 def _error_response(error: ApiError) -> Response:
-    # In ASCII: a name that a client sent may hold half a character, which UTF-8 does not have.
+    # In ASCII: a name sent by a client may hold a lone surrogate, which UTF-8 cannot encode.
     body = json.dumps(error.body())
     return Response(body, error.status, error.headers, "application/json")
 
@@ -443,8 +446,7 @@ def _ended(update: Update) -> ApiError:
 
 
 class _Room:
-    """Bytes that are held together at most; who comes first gets them first.  `most`: who may
-    wait."""
+    """A budget of bytes, given out in order of arrival.  `most`: largest number of waiters."""
 
     def __init__(self, size: int, most: int) -> None:
         self.size = self.free = size
@@ -452,7 +454,7 @@ class _Room:
         self._turn, self._given = asyncio.Lock(), asyncio.Event()
 
     async def take(self, size: int, held: AsyncExitStack) -> None:
-        """Until `held` is over.  Raises ApiError where too many wait already."""
+        """Takes `size` bytes until `held` exits.  Raises ApiError if too many wait already."""
         if self.waiting >= self._most:
             raise _refusal(Rejection.FULL)
         self.waiting += 1
@@ -472,11 +474,11 @@ class _Room:
 
 
 class _ClientGoneError(Exception):
-    """Nobody reads this answer any more."""
+    """The client of this answer has disconnected."""
 
 
 class _Inbox:
-    """Updates of the answers to one request, put there and taken on the event loop's thread."""
+    """The updates of a request's answers, put and taken on the event loop's thread."""
 
     def __init__(self) -> None:
         self._new: dict[int, Update] = {}
@@ -488,13 +490,13 @@ class _Inbox:
         self._something.set()
 
     def leave(self) -> None:
-        """The client is gone."""
+        """Makes `take` raise: the client has disconnected."""
         self._gone = True
         self._something.set()
 
     async def take(self, seconds: float | None = None) -> dict[int, Update]:
-        """What came since the last time, once there is something; nothing if none came in so many
-        seconds.  Raises _ClientGoneError."""
+        """Waits for updates and returns those since the last call, by index of the answer; empty if
+        none came within `seconds`.  Raises _ClientGoneError."""
         try:
             async with asyncio.timeout(seconds):
                 await self._something.wait()
@@ -508,9 +510,9 @@ class _Inbox:
 
 
 class _Answering(Response):
-    """Waits for the answers to a request and sends them, whole or as they come.
+    """The response that waits for the answers to a request and sends them, whole or as a stream.
 
-    However it ends, the engine works no longer for what nobody reads.
+    However the response ends, the engine stops work on its answers.
     """
 
     def __init__(
@@ -551,7 +553,7 @@ class _Answering(Response):
         self._inbox.leave()
 
     async def _take(self, seconds: float | None = None) -> dict[int, Update]:
-        """What came of the answers.  Raises ApiError where one of them ended and is none."""
+        """Returns updates by index of the answer.  Raises ApiError if an answer failed."""
         new = await self._inbox.take(seconds)
         for index, update in new.items():
             if update.end in _ENDS:
@@ -561,7 +563,7 @@ class _Answering(Response):
         return new
 
     def _usage(self) -> dict[str, Any]:
-        prompts = self._jobs[:: self._wanted.n]  # each prompt counts once, as at OpenAI
+        prompts = self._jobs[:: self._wanted.n]  # each prompt counts once, as OpenAI's API does
         return usage_object(
             sum(len(job.tokens) for job in prompts),
             sum(update.cached for update in self._answers[:: self._wanted.n]),
@@ -580,7 +582,7 @@ class _Answering(Response):
         await self._json(send, 200, found, {})
 
     async def _stream(self, send: Send) -> None:
-        """The head is sent at once, so errors from here on are events."""
+        """Streams the answers.  The status is sent first, so later errors are events."""
         kind = self._wanted.kind
         said: set[int] = set()
         await self._start(send, 200, _EVENT_STREAM)
@@ -611,7 +613,7 @@ class _Answering(Response):
     async def _events(
         self, send: Send, events: Sequence[Mapping[str, Any]], *, more: bool = True
     ) -> None:
-        """Server-sent events.  With usage wanted, each has the field, as at OpenAI."""
+        """Sends server-sent events; if usage was requested, each has the field, as OpenAI's do."""
         if self._wanted.usage:
             events = [event if "error" in event else {"usage": None, **event} for event in events]
         await self._send(send, "".join(map(event_text, events)).encode(), more=more)

@@ -1,14 +1,14 @@
-"""One client's connection: the limits that uvicorn's HTTP/1.1 protocol does not have.
+"""One client's connection: limits that uvicorn's HTTP/1.1 protocol does not have.
 
-    request under way, a further one begins      read on, up to `_MOST_AHEAD`: so the end is seen
-    answer before the body is there              the answer, an end of our side, then nothing is
-                                                 parsed: what comes is dropped, within limits
-    chunks whose frames outweigh what they hold  400, and the same end
-    no HTTP                                      400, and the same end; counted, not logged
-    nothing of an answer is taken                the connection is cut after `_SEND_SECONDS`
-    answers while the server stops               `connection: close`
+    a further request arrives during an answer   up to `_MOST_AHEAD` bytes are read, so that a
+                                                 disconnect is noticed
+    answer sent before the body has arrived      our side is closed; the rest is dropped, not parsed
+    chunk framing outweighs chunk data           400, then closed in the same way
+    malformed HTTP                               400, closed in the same way; counted, not logged
+    client reads nothing of an answer            the connection is cut after `_SEND_SECONDS`
+    answers while the server stops               carry `connection: close`
 
-The parser is h11 whatever else is installed, so that the same bytes always get the same answer.
+The parser is always h11, so that the same bytes get the same answer whatever else is installed.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ostinato.serve.protocol import ApiError
 
 _SLICE = 4096
-"""Bytes that are parsed before it is looked at what they were."""
+"""Bytes that are parsed between two checks of the limits."""
 _MOST_AHEAD = 64 << 10
-"""Bytes of further requests that are kept while one is answered."""
+"""Bytes of further requests that are buffered while one is answered."""
 _MOST_FRAMING = 16 << 10
-"""Bytes of a chunked body that are none of its data, besides a sixteenth of the data: a chunk costs
-as much time as some hundred bytes."""
+"""Framing bytes that a chunked body may have, besides a sixteenth of its data: parsing a chunk
+costs as much time as some hundred bytes."""
 _MOST_DROPPED = 64 << 20
-"""Bytes that are dropped after an answer: most clients read none before they have sent all."""
+"""Bytes dropped after an early answer: most clients read none before they have sent the body."""
 _DROP_SECONDS = 5.0
 _STOPPING_DROP_SECONDS = 1.0
 _SEND_SECONDS = 60.0
-"""For a client to take what is sent: one that does not is as good as gone."""
+"""Time for a client to read what is sent, after which it is treated as disconnected."""
 _CLOSE = (b"connection", b"close")
 
 
 class Connection(H11Protocol):
-    """`stopping`: whether the server takes no more requests.  `refused` is called for each request
-    that is refused here, before it has a path."""
+    """uvicorn's HTTP/1.1 protocol with the limits above.  `stopping`: True while the server takes
+    no more requests.  `refused`: called for each request that is refused before it has a path."""
 
     def __init__(
         self, *, stopping: Callable[[], bool], refused: Callable[[], object], **options: Any
@@ -57,7 +57,7 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         left = memoryview(data)
         while left and not self.transport.is_closing():
-            # After the last request of a connection h11 takes any byte for an error.
+            # After the last request of a connection, h11 treats any further byte as an error.
             if self._dropping or self.conn.their_state is h11.MUST_CLOSE:
                 self._dropped += len(left)
                 if self._dropped > _MOST_DROPPED:
@@ -78,14 +78,14 @@ class Connection(H11Protocol):
                     self.send_400_response("the chunks of the body are too small")
 
     def _is_plain_body(self) -> bool:
-        """Whether a body of announced length arrives: however long, it is one piece."""
+        """True while a body of announced length arrives, which is passed on in one piece."""
         return self.conn.their_state is h11.SEND_BODY and not any(
             name == b"transfer-encoding" for name, _ in self.headers
         )
 
     def handle_events(self) -> None:
         super().handle_events()
-        # uvicorn reads no more once a further request begins, and then does not see the client go.
+        # uvicorn stops reading when a further request begins and would then miss a disconnect.
         if self.flow.read_paused and self.conn.their_state is h11.DONE:
             if len(self.conn.trailing_data[0]) > _MOST_AHEAD:
                 self.transport.abort()
@@ -93,7 +93,7 @@ class Connection(H11Protocol):
                 self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
-        """Ends the connection; uvicorn calls this for what is no HTTP."""
+        """Answers 400 and closes the connection.  uvicorn calls this for malformed HTTP."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if self.cycle is None or self.cycle.response_complete:
                 self._refused()
@@ -127,19 +127,20 @@ class Connection(H11Protocol):
         await self._inner(scope, receive, sent)
 
     def _drop_the_rest(self) -> None:
-        """Ends our side, and the connection when the client ends its own.
+        """Closes our side of the connection; the other is closed by the client or after a timeout.
 
-        To close while it still sends would make its system forget the answer (RFC 9112, 9.6).
+        Closing both while the client sends would make its system discard the answer (RFC 9112,
+        9.6).
         """
         self._dropping = True
         if self.cycle is not None and not self.cycle.response_complete:
-            # For uvicorn: nothing more is sent, and that is no error.
+            # Tells uvicorn that the unfinished response is not an error.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
-        with suppress(OSError):  # the client is gone
+        with suppress(OSError):  # the client has disconnected
             self.transport.write_eof()
         seconds = _STOPPING_DROP_SECONDS if self._stopping() else _DROP_SECONDS
         self._unset_keepalive_if_required()
@@ -163,8 +164,9 @@ class Connection(H11Protocol):
             self._patience = None
 
     def shutdown(self) -> None:
-        """The server stops.  An answer whose head was sent before does not say that the connection
-        ends; so it does not, until the next request on it was told."""
+        """Closes the connection as the server stops, unless an answer is under way: its head may
+        lack `connection: close`, so the connection stays open until a later answer on it has that
+        header."""
         if self._dropping:
             self.transport.close()
         elif self.cycle is None or self.cycle.response_complete:

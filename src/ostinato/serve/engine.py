@@ -1,13 +1,14 @@
-"""The one thread that owns the decoder: it does what the scheduler says, and hands out the answers.
+"""The one thread that owns the decoder: it carries out the scheduler's actions and delivers
+updates.
 
     other threads ── submit, cancel ──▶ scheduler (under a lock) ──▶ the thread ──▶ decoder
     other threads ◀── updates, through `post` ── gathered for some ms ◀────┘
 
-Steps are launched ahead of the tokens that are waited for, as in `Decoder.run_batch`, until the
-scheduler wants something else than the same batch: then no more are launched, and what is under way
-is taken.  So nothing that was computed is dropped where a request joins or leaves.
+Decode steps are launched ahead of the tokens being read, as in `Decoder.run_batch`, until the
+scheduler's next action is not a decode of the same batch.  Then no more steps are launched and
+those in flight are used, so no computed token is dropped when a request joins or leaves.
 
-An answer ends exactly once, with one `End`; after it nothing more is said.
+Each answer ends exactly once, with one `End`; no update follows it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from ostinato.serve.scheduler import Admit, Decode, Read, Scheduler, SchedulerAc
 _log = logging.getLogger(__name__)
 
 _GATHER_SECONDS = 0.02
-"""Pieces of text are gathered for so long, but for the first and the last of an answer: at a
-thousand steps a second a message for each token costs more than the token."""
+"""Time for which pieces of text are gathered, except the first and the last of an answer: at a
+thousand steps a second, a message for each token costs more than the token."""
 _LOOK_SECONDS = 0.01
-"""How often deadlines are looked at while tokens come."""
+"""Interval at which deadlines are checked while tokens are generated."""
 
 
 class End(StrEnum):
-    """How an answer ended."""
+    """The way in which an answer ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -46,7 +47,7 @@ class End(StrEnum):
 
 
 class Rejection(StrEnum):
-    """Why a job was not taken."""
+    """The reason why a job was not accepted."""
 
     FULL = "full"
     STOPPING = "stopping"
@@ -55,9 +56,9 @@ class Rejection(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What an answer is wanted to.  `tokens`: the prompt's, one at the least and all of them in the
-    vocabulary; with `max_tokens` they fit into the context or end at it.  `continues`: the answer
-    goes on with the prompt's text, and is no turn of a chat."""
+    """One answer to generate.  `tokens`: the prompt, at least one token, all within the vocabulary.
+    The answer ends after `max_tokens` tokens or at the end of the context.  `continues`: the answer
+    continues the prompt's text, rather than being a turn of a chat."""
 
     tokens: tuple[int, ...]
     max_tokens: int
@@ -68,10 +69,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What came of an answer since the last update.
+    """The changes of an answer since its last update.
 
-    `tokens`: how many were chosen.  `cached`: tokens of the prompt that were not read, since a
-    cache held them; counts from the first token on.  `words`: why it FAILED.
+    `tokens`: number of tokens chosen.  `cached`: number of prompt tokens that a slot's KV cache
+    already held; valid from the first token on.  `words`: the error text if `end` is FAILED.
     """
 
     text: str = ""
@@ -95,9 +96,9 @@ Listener = Callable[[Update], object]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of one answer that is over, in seconds from its submission; None for what did not happen.
+    """Times of one finished answer, in seconds from its submission; None for what did not happen.
 
-    `placed`: until it had a slot.  `first`: until its first token.  `over`: until its end.
+    `placed`: when it got a slot.  `first`: when its first token was chosen.  `over`: when it ended.
     """
 
     placed: float | None
@@ -109,13 +110,13 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """What an engine did so far.
+    """Numbers of an engine since it was made.
 
-    `under_way`: requests now, `waiting` ones among them.  `submitted` and `refused` count jobs,
-    `ended` answers by how they ended; while nothing is under way, `submitted` is the sum of
-    `ended`.  `prompt_tokens` were read, `cached_tokens` were not since a cache held them, and
-    `answer_tokens` were given out.  `steps`: decode steps; `step_rows`: answers in them, added up.
-    `reads`: pieces of prompts.
+    `under_way`: requests now, of which `waiting` have no slot.  `submitted` and `refused` count
+    jobs, `ended` counts answers by `End`; with nothing under way, `submitted` equals the sum of
+    `ended`.  Tokens: `prompt_tokens` were computed, `cached_tokens` were found in a slot's KV
+    cache, `answer_tokens` were generated.  `steps`: decode steps; `step_rows`: the sum of their
+    rows.  `reads`: pieces of prompts.
     """
 
     slots: int
@@ -138,7 +139,7 @@ class EngineStatistics:
 
 @dataclass(slots=True)
 class _Entry:
-    """A job under way."""
+    """A job that was accepted and is not over.  Times are of the monotonic clock, in seconds."""
 
     job: Job
     listener: Listener
@@ -164,16 +165,16 @@ class _Counts:
 
 
 class ServingEngine:
-    """Answers many requests at once with one decoder.
+    """An engine that answers many requests at once with one decoder.
 
-    `generator` is the engine's alone from `start` until `close` has returned, and is closed by its
-    owner after that; its decoder's sequences are the slots.  `queue`, `piece` and `reuse` as for
-    `Scheduler`.  `seconds`: an answer that is not over so long after its submission ends with
-    DEADLINE; None for no such limit.
+    `generator` belongs to the engine from `start` until `close` returns; its owner closes it
+    afterwards.  The decoder's sequences are the slots.  `queue`, `piece` and `reuse` as for
+    `Scheduler`.  `seconds`: time limit of an answer, from its submission, after which it ends with
+    DEADLINE; None for no limit.
 
-    `post` gets a function without arguments and calls it on the thread where listeners are to be
-    called, in the order in which it gets them; by default that is the engine's thread.  `over` is
-    called there for each answer that is over.
+    `post` takes a function without arguments and calls it on the thread where listeners run, in the
+    order of the calls; by default it calls at once, on the engine's thread.  `over` is called on
+    that thread for each finished answer.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class ServingEngine:
         self._buckets = sizes.buckets
         self._context = sizes.context
         self._piece = min(piece, sizes.rows)
-        # No step is larger than those of the warm-up.
+        # No step has more rows than those of the warm-up.
         self._step_rows = min(sizes.sampled_rows, self._piece, sizes.context)
         self._seconds = seconds
         self._post = post
@@ -204,8 +205,8 @@ class ServingEngine:
         self._scheduler = Scheduler(self._slots, queue, self._piece, reuse=reuse)
         self._entries: dict[int, _Entry] = {}
         self._together: dict[int, tuple[int, ...]] = {}
-        """Ends of prompts by slot, of which the scheduler knows that they are read and the decoder
-        does not yet: they are read in one step."""
+        """The last piece of each prompt, by slot, that the scheduler counts as read but the decoder
+        has not read yet: the pieces are read together in one step."""
         self._counts = _Counts()
         self._questions: deque[Future[EngineStatistics]] = deque()
         self._updates: dict[int, tuple[Listener, Update]] = {}
@@ -215,30 +216,32 @@ class ServingEngine:
         self._begun = False
         self._ending = False
         self._ended = False
-        """The thread does and says nothing more but what is left to be sent."""
+        """True once the thread does nothing more than deliver the remaining updates."""
         self.stopping = False
-        """Takes no more jobs.  Set by `stop`, or by a signal handler, which may not wait."""
+        """True if no more jobs are accepted; set by `stop` and, without a lock, in signal
+        handlers."""
         self.ready = False
-        """Every step was done once, so that no request waits for a capture."""
+        """True once the warm-up is done, so that no request waits for a capture."""
         self.failure: BaseException | None = None
-        """What ended the engine's thread before its time."""
+        """The error that ended the engine's thread early, or None."""
 
     @property
     def most(self) -> int:
-        """How many jobs can be under way: more are never taken at once."""
+        """Most jobs that can be under way; more are never accepted at once."""
         return self._scheduler.most
 
-    # --- from other threads
+    # --- called on other threads
     def start(self) -> None:
-        """Starts the thread.  Jobs are taken at once, and answered when it is `ready`."""
+        """Starts the thread.  Jobs are accepted at once, and answered when `ready` is True."""
         self._begun = True
         self._thread.start()
 
     def submit(
         self, jobs: Sequence[Job], listeners: Sequence[Listener]
     ) -> tuple[int, ...] | Rejection:
-        """Takes all of the jobs or none of them; their numbers.  Each listener gets the updates of
-        its answer, the last with its end.  Raises InputError for stop texts that are none."""
+        """Accepts all of the jobs or none of them; returns their numbers or the reason for refusal.
+        Each listener gets the updates of its answer, the last of them with `end`.  Raises
+        InputError for invalid stop texts."""
         tokenizer = self.generator.tokenizer
         texts = [AnswerText(tokenizer, job.stop, continues=job.continues) for job in jobs]
         now = time.monotonic()
@@ -259,8 +262,8 @@ class ServingEngine:
         return tuple(numbers)
 
     def refuses(self, jobs: int, others: int = 0) -> Rejection | None:
-        """Why so many jobs would not be taken now, after `others` that are still being made; None
-        if they would.  They count as refused then."""
+        """Returns why this many jobs cannot be accepted now, given `others` that are still being
+        prepared; None if they can.  Counts refused jobs."""
         with self._lock:
             refused = self._refusal(jobs + others)
             if refused is not None:
@@ -275,15 +278,15 @@ class ServingEngine:
         return Rejection.FULL if self._scheduler.room < jobs else None
 
     def cancel(self, numbers: Iterable[int]) -> None:
-        """Nobody waits for these answers any more: no step is done for them from the next one on.
-        Says nothing for those that are over."""
+        """Ends these answers as cancelled: from the next step on they are not decoded.  Ignores
+        those that are over."""
         with self._lock:
             for number in numbers:
                 self._end(number, End.CANCELLED)
             self._changed.notify()
 
     def statistics(self) -> Future[EngineStatistics]:
-        """The numbers, taken by the engine's thread between two steps."""
+        """Requests the statistics, which the engine's thread takes between two steps."""
         asked: Future[EngineStatistics] = Future()
         with self._lock:
             self._questions.append(asked)
@@ -294,13 +297,13 @@ class ServingEngine:
         return asked
 
     def stop(self) -> None:
-        """Takes no more jobs.  Those under way are answered; `close` waits for them."""
+        """Stops accepting jobs.  Those under way are answered; `close` waits for them."""
         with self._lock:
             self.stopping = True
             self._changed.notify()
 
     def end_all(self) -> None:
-        """Ends all answers that are under way, as cancelled."""
+        """Ends all answers under way as cancelled."""
         with self._lock:
             for number in [*self._entries]:
                 self._end(number, End.CANCELLED)
@@ -324,9 +327,9 @@ class ServingEngine:
             self.end_all()
         self.close()
 
-    # --- the thread
+    # --- the engine's thread
     def _work(self) -> None:
-        spun, self._decoder.spins = self._decoder.spins, False  # leaves the CPU to other threads
+        spun, self._decoder.spins = self._decoder.spins, False  # yields the CPU while it waits
         try:
             self._warm_up()
             self.ready = not self._ending
@@ -343,8 +346,8 @@ class ServingEngine:
             self._flush()
 
     def _warm_up(self) -> None:
-        """Every step twice, so that it is captured: of each number of rows that batches and pieces
-        of prompts can have.  Ends early if the engine is closed meanwhile."""
+        """Runs every step twice, so that it is captured: each number of rows that batches and
+        pieces of prompts can have.  Returns early if the engine is being closed."""
         decoder, most = self._decoder, min(self._piece, self._context)
         for rows in self._buckets:
             size = min(rows, most)
@@ -372,7 +375,7 @@ class ServingEngine:
         decoder.reset()
 
     def _turn(self) -> bool:
-        """Does one thing, or waits until there is one to do.  False at the end."""
+        """Performs one action, or waits until there is one.  False if the thread must end."""
         with self._lock:
             while True:
                 self._answer_questions()
@@ -382,7 +385,7 @@ class ServingEngine:
                     break
                 if self._ending:
                     return False
-                self._changed.wait()  # nothing is under way, so no deadline either
+                self._changed.wait()  # nothing is under way, so there is no deadline either
         self._flush()
         if self._together and not self._joins(action):
             self._guarded(tuple(self._together), self._read_together)
@@ -397,8 +400,8 @@ class ServingEngine:
         return True
 
     def _guarded(self, slots: Iterable[int], act: Callable[[], None]) -> None:
-        """What goes wrong in a step ends the answers that the step was for, and no others; of
-        logits that hold NaN, those whose they are; on a device that is lost, all of them."""
+        """Runs `act`; an error in it ends the answers of `slots` and no others.  Logits that hold
+        NaN end the answers of their slots alone; a poisoned context ends all answers."""
         try:
             act()
             return
@@ -423,18 +426,18 @@ class ServingEngine:
         with self._lock:
             entry = self._entries.get(action.request)
         if entry is None:
-            return  # cancelled meanwhile; the scheduler knows
+            return  # cancelled meanwhile, also in the scheduler
         job, decoder = entry.job, self._decoder
         try:
             if action.source is None:
                 decoder.keep_common(job.tokens[: action.kept + 1], action.slot)
             else:
                 decoder.copy_prefix(action.kept, action.source, action.slot)
-            # The last token takes the position after all others: prompt + max_tokens - 1.
+            # The last token of the answer is at position prompt + max_tokens - 1.
             limit = len(job.tokens) + job.max_tokens - 1
             decoder.set_sampling(job.sampling, action.slot, limit=limit)
         except BaseException as error:
-            with self._lock:  # ended here: the caller ends only the requests that have a slot
+            with self._lock:  # ended here: the caller ends only requests that have a slot
                 self._end(action.request, End.FAILED, str(error))
             raise
         with self._lock:
@@ -444,7 +447,7 @@ class ServingEngine:
             self._counts.cached_tokens += action.kept
 
     def _joins(self, action: SchedulerAction | None) -> bool:
-        """Whether it can be done before the ends of prompts that were gathered are read."""
+        """True if the action can run before the gathered last pieces of prompts are read."""
         match action:
             case Admit():
                 return action.slot not in self._together and action.source not in self._together
@@ -505,7 +508,7 @@ class ServingEngine:
 
     # --- the caller holds the lock
     def _took(self, chosen: Mapping[int, int]) -> None:
-        """Takes the next token of each of some slots."""
+        """Processes the next token of each slot."""
         decoder, scheduler, now = self._decoder, self._scheduler, time.monotonic()
         for slot, token in chosen.items():
             number = scheduler.request_in(slot)
@@ -540,7 +543,7 @@ class ServingEngine:
             self._urgent.add(number)
 
     def _end(self, number: int, end: End, words: str = "") -> None:
-        """An answer is over, if it is not already."""
+        """Ends an answer, unless it is over."""
         entry = self._entries.pop(number, None)
         if entry is None:
             return
@@ -594,9 +597,9 @@ class ServingEngine:
             memory_total=total,
         )
 
-    # --- what goes out
+    # --- updates to listeners
     def _flush(self) -> None:
-        """Sends what is urgent, and all of it where the last time is long enough ago."""
+        """Delivers urgent updates, and all updates if the last full delivery is long enough ago."""
         with self._lock:
             if not self._updates:
                 return
@@ -621,7 +624,7 @@ class ServingEngine:
         self._post(deliver)
 
     def _fail(self, error: BaseException) -> None:
-        """The thread cannot go on: every answer ends, and no job is taken any more."""
+        """Ends every answer and accepts no more jobs: the thread cannot go on."""
         with self._lock:
             self.failure = error
             for number in [*self._entries]:

@@ -1,4 +1,4 @@
-"""The `serve` extra: what the server needs besides the decoder's own needs."""
+"""The `serve` extra: the packages that the server needs besides those of the decoder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NEEDED = {
     "uvicorn": "uvicorn",
     "h11": "h11",
     "prometheus_client": "prometheus-client",
-    # Of the decoder: one line installs all.
+    # The decoder's packages: the error names one command that installs everything.
     "gguf": "gguf",
     "tokenizers": "tokenizers",
     "jinja2": "jinja2",
@@ -19,7 +19,8 @@ _NEEDED = {
 
 
 def require_extra() -> None:
-    """Raises NotAvailableError with the line to install, unless all of the extra is here."""
+    """Raises NotAvailableError, with the command to install, unless all packages of the extra are
+    here."""
     missing = [name for module, name in _NEEDED.items() if not importlib.util.find_spec(module)]
     if missing:
         raise NotAvailableError(

@@ -1,4 +1,4 @@
-"""Log lines of a server: they never wait for who reads them, and are never many."""
+"""A log handler that never blocks the server and limits the number of its lines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 
 _PERIOD_SECONDS = 10.0
 _MOST_BYTES = 4096
-"""A pipe that can be written to at all takes so many at once (POSIX's PIPE_BUF on Linux)."""
+"""Bytes that a writable pipe always takes without blocking (POSIX's PIPE_BUF on Linux)."""
 
 
 class Log(logging.Handler):
-    """Writes to a file descriptor; a line that would have to wait, or is one of more than `most` in
-    ten seconds, is lost.  The next one that is written says how many were."""
+    """A handler that writes to a file descriptor.  It drops a line if writing would block, or after
+    `most` lines in ten seconds; the next line written is preceded by the number dropped."""
 
     def __init__(self, descriptor: int, most: int = 30) -> None:
         super().__init__(logging.WARNING)
@@ -23,7 +23,7 @@ class Log(logging.Handler):
         self._began, self._count = 0.0, 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called with the handler's lock held."""
+        """Writes or drops a record.  Called with the handler's lock held."""
         now = time.monotonic()
         if now - self._began >= _PERIOD_SECONDS:
             self._began, self._count = now, 0
@@ -32,8 +32,8 @@ class Log(logging.Handler):
             self._lost += 1
 
     def say(self, line: str) -> bool:
-        """Writes a line, and how many were lost before it.  False if it would have to wait, at its
-        beginning or in its middle."""
+        """Writes a line, after the number of lines dropped before it.  Returns False if writing
+        would block, possibly after a part of the line was written."""
         before = f"{self._lost} log lines were lost\n" if self._lost else ""
         text = f"{before}{line}\n".encode(errors="replace")
         for at in range(0, len(text), _MOST_BYTES):
@@ -41,7 +41,7 @@ class Log(logging.Handler):
                 if not select.select([], [self._descriptor], [], 0)[1]:
                     return False
                 os.write(self._descriptor, text[at : at + _MOST_BYTES])
-            except OSError:  # nobody has the other end any more
+            except OSError:  # the reader has closed its end
                 return False
         self._lost = 0
         return True

@@ -1,8 +1,9 @@
-"""What /metrics says: requests and their times, and `statistics()` of every layer below.
+"""The text of /metrics: requests, their times, and `statistics()` of every layer below.
 
-Numbers of the layers are made out of their records, field by field: `DecoderStatistics.host_writes`
-is `ostinato_decoder_host_writes`, a step's `replayed` is `ostinato_step_replayed{step="decode"}`, a
-count by reason has the label `reason`.  What is no number is left out.
+Metrics of the layers are derived from their records, field by field:
+`DecoderStatistics.host_writes` is `ostinato_decoder_host_writes`, a step's `replayed` is
+`ostinato_step_replayed{step="decode"}`, a count by reason has the label `reason`.  Fields that are
+not numbers are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _TOKEN_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.
 
 
 class Metrics(Collector):
-    """The numbers of one server, in a registry of their own."""
+    """The metrics of one server, in a registry of their own."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -49,11 +50,12 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def request(self, path: str, status: int) -> None:
-        """An HTTP request was answered.  `path` is a route's, so that there are few."""
+        """Counts an answered HTTP request.  `path` is the route's pattern, which bounds the label's
+        values."""
         self._requests.labels(path, str(status)).inc()
 
     def answer(self, timing: Timing) -> None:
-        """An answer is over."""
+        """Records the times of a finished answer."""
         if timing.placed is not None:
             self._queued.observe(timing.placed)
         if timing.first is not None:
@@ -63,15 +65,15 @@ class Metrics(Collector):
         self._over.observe(timing.over)
 
     def layers_are(self, statistics: EngineStatistics) -> None:
-        """The layers' latest numbers, for the `text` from now on."""
+        """Stores the latest numbers of the layers for later calls of `text`."""
         self._statistics = statistics
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The numbers of the layers: the registry calls this for each `text`."""
+        """Yields the metrics of the layers.  The registry calls this for each `text`."""
         found = self._statistics
         if found is not None:
             gauges = _Gauges()
@@ -86,7 +88,7 @@ class Metrics(Collector):
 
 
 class _Gauges:
-    """Families of gauges, made of records."""
+    """Families of gauges, built from dataclass records."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[tuple[dict[str, str], float]]] = {}
@@ -99,7 +101,7 @@ class _Gauges:
         *,
         skipped: tuple[str, ...] = (),
     ) -> None:
-        """The numbers of a dataclass, and of those in it."""
+        """Adds the numbers of a dataclass and of the dataclasses in its fields."""
         assert is_dataclass(record)
         for field in fields(record):
             if field.name not in skipped:

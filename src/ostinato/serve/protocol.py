@@ -1,9 +1,9 @@
-"""What requests and answers look like in JSON: OpenAI's chat and completion endpoints.  Pure.
+"""Reads and writes the JSON of OpenAI's chat and completion endpoints.  Pure.
 
-A field that would change the answer and is not supported is refused, and so is an unknown one: an
-answer that quietly lacks what was asked for is a wrong answer.  Fields whose value says "as usual"
-are taken (`n: 1`, `logprobs: false`), also those of vLLM and llama-server, and those that are notes
-for another service.  docs/serve.md lists all of them.
+An unknown field is refused, and so is an unsupported one that would change the answer: silently
+ignoring it would give a wrong answer.  Fields with a neutral value (`n: 1`, `logprobs: false`) are
+accepted, also those of vLLM and llama-server, and so are notes for other services.  docs/serve.md
+lists all of them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Kind = Literal["chat", "completion"]
 
 _NO_LIMIT = -1
 _COMPLETION_TOKENS = 16
-"""What OpenAI's completion endpoint gives if `max_tokens` is not there."""
+"""The default of `max_tokens` at OpenAI's completion endpoint."""
 _MOST_STOPS = 16
 _LONGEST_STOP = 1024
 _MOST_SEED = 1 << 64
 _MOST_PROMPTS = 1 << 12
-"""Whatever a server allows: millions take seconds to be looked at."""
+"""A limit for every server: checking millions of prompts takes seconds."""
 
-# Fields with values that ask for nothing; any other value is refused.
+# The values of each field that change nothing; any other value is refused.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     # OpenAI
     "audio": (),
@@ -88,7 +88,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "typical_p": (1,),
     "xtc_probability": (0,),
 }
-# Notes for another service, of no meaning here.
+# Notes for other services: accepted and ignored.
 _IGNORED = (
     "cache_prompt",
     "cache_salt",
@@ -102,15 +102,15 @@ _IGNORED = (
     "user",
 )
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# Of an earlier answer of ours, as clients send it back.
+# Fields of an earlier answer, which clients send back.
 _EMPTY_IN_MESSAGES = ("annotations", "audio", "function_call", "refusal", "tool_calls")
-# Of a message, for its template.
+# Fields of a message that chat templates may use.
 _TEXTS_IN_MESSAGES = ("name", "reasoning_content")
 _IGNORED_IN_MESSAGES = ("cache_control",)
 
 
 class ApiError(Exception):
-    """A request that gets no answer: the HTTP status, and the error object's fields."""
+    """An error to answer with: the HTTP status, and the fields of OpenAI's error object."""
 
     def __init__(
         self,
@@ -127,15 +127,15 @@ class ApiError(Exception):
         self.param, self.code, self.headers = param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The answer's body, as OpenAI's clients read it."""
+        """Returns the response body, in OpenAI's format."""
         fields = {"type": self.kind, "param": self.param, "code": self.code}
         return {"error": {"message": self.message, **fields}}
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages with the roles system, user and assistant, and text.  `template_args`: variables of
-    the chat template.  `continue_last`: the answer goes on with the last message."""
+    """Text messages of the roles system, user and assistant.  `template_args`: variables of the
+    chat template.  `continue_last`: the answer continues the last message."""
 
     messages: tuple[dict[str, str], ...]
     template_args: Mapping[str, object] = field(default_factory=dict)
@@ -147,11 +147,11 @@ Prompt: TypeAlias = Chat | str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A request that was read and found sound.
+    """A valid request.
 
-    `prompts`: a chat, text, or token ids; each gets `n` answers.  `max_tokens`: None where the
-    request leaves it open.  `sampling`: its seed is that of the first answer, unless `seeded` is
-    False: then each gets one of its own.
+    `prompts`: a chat, texts, or token ids; each gets `n` answers.  `max_tokens`: None if the
+    request sets no limit.  `sampling`: its seed is the first answer's if `seeded`; otherwise each
+    answer gets a fresh seed.
     """
 
     kind: Kind
@@ -166,14 +166,14 @@ class CompletionRequest:
     usage: bool
 
     def sampling_of(self, number: int, fresh: Callable[[], int]) -> SamplingOptions:
-        """For the answer with this number; `fresh` gives a seed where the request names none."""
+        """Returns the options of answer `number`; `fresh` makes a seed if the request has none."""
         seed = (self.sampling.seed + number) % _MOST_SEED if self.seeded else fresh()
         return replace(self.sampling, seed=seed)
 
 
 def parse_json(body: bytes) -> object:
-    """The body of a request.  Raises ApiError for what is no JSON, and for an object that has a
-    field twice: which of the two is meant is not known."""
+    """Parses a request's body.  Raises ApiError for invalid JSON, and for an object with a repeated
+    field, whose value would be ambiguous."""
 
     def no_number(text: str) -> object:
         raise ValueError(f"{text} is no JSON number")
@@ -196,10 +196,7 @@ def parse_json(body: bytes) -> object:
 
 
 def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> CompletionRequest:
-    """Reads a request of one of the endpoints; `sampling` for what it does not name.
-
-    Raises ApiError (400).
-    """
+    """Reads a request of the endpoint `kind`; `sampling` has the defaults of its options."""
     if not isinstance(given, dict):
         raise ApiError(400, "the body must be a JSON object")
     fields = _Fields(given)
@@ -230,7 +227,7 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Comple
         ),
         "seed": 0 if seed is None else seed % _MOST_SEED,
     }
-    if named["top_p"] == 0:  # of no probability mass the likeliest token is left
+    if named["top_p"] == 0:  # only the likeliest token is left
         named |= {"top_p": None, "temperature": 0.0}
     wanted = CompletionRequest(
         kind,
@@ -271,13 +268,14 @@ def _take_chat(fields: _Fields) -> tuple[Prompt, ...]:
 
 
 class _Fields:
-    """The fields of an object, each taken once; null is as good as missing."""
+    """The fields of an object, each read once; a field that is null counts as missing."""
 
     def __init__(self, given: Mapping[str, object]) -> None:
         self._left = {name: value for name, value in given.items() if value is not None}
 
     def take(self, name: str, read: Callable[[object], T], missing: T) -> T:
-        """Raises ApiError that names the field if `read` raises ValueError."""
+        """Returns the field as converted by `read`, or `missing`.  Turns a ValueError into an
+        ApiError."""
         if name not in self._left:
             return missing
         value = self._left.pop(name)
@@ -287,7 +285,7 @@ class _Fields:
             raise ApiError(400, f"{name} {error}", param=name) from None
 
     def end(self) -> None:
-        """Raises ApiError for a field that is left and matters."""
+        """Raises ApiError if a field that was not read is unknown or would change the answer."""
         for name, value in self._left.items():
             if name in _IGNORED:
                 continue
@@ -306,17 +304,17 @@ class _Fields:
 
 
 def _same(value: object, known: object) -> bool:
-    """Whether two values are equal in JSON: 0 is 0.0 and not false."""
+    """True if two values are equal in JSON: 0 equals 0.0 but not false."""
     number = isinstance(value, float) and type(known) is int
     return (number or type(value) is type(known)) and value == known
 
 
-# --- values: each raises ValueError with what follows the field's name
+# --- readers of values: each raises ValueError with a message that follows the field's name
 
 
 def _said(value: object) -> str:
-    """Text for the model: a byte order mark at its beginning, from a file mostly, is no part of
-    it."""
+    """Returns text for the model, without the byte order mark that text from files may begin
+    with."""
     return _text(value).removeprefix("\ufeff")
 
 
@@ -350,17 +348,17 @@ def _count(value: object) -> int:
 
 
 def _most(value: object) -> int:
-    """A number of tokens, or -1 for no limit."""
+    """Returns a number of tokens, or _NO_LIMIT for -1."""
     return _NO_LIMIT if _same(value, _NO_LIMIT) else _count(value)
 
 
 def _top_k(value: object) -> int:
-    """-1 and 0 are off."""
+    """Returns top_k; -1 and 0 turn it off."""
     return 0 if _same(value, -1) else _integer(value)
 
 
 def _no_penalty(value: object) -> float:
-    """llama-server's penalty is for the latest tokens alone."""
+    """Accepts only 1 (off): llama-server's penalty covers recent tokens only."""
     if not _same(value, 1):
         raise ValueError("must be 1 (off) for this server; it has repetition_penalty")
     return 1.0
@@ -398,7 +396,7 @@ def _stream_options(value: object) -> bool:
 
 
 def _prompts(value: object) -> tuple[Prompt, ...]:
-    """Text, several texts, token ids, or several lists of them."""
+    """Returns prompts from a text, a list of texts, token ids, or lists of token ids."""
     if isinstance(value, str):
         return (_said(value),)
     if not isinstance(value, list) or not value:
@@ -458,7 +456,7 @@ def _message(given: object, index: int) -> dict[str, str]:
 
 
 def _content(value: object) -> str:
-    """Text, or parts of it in a list."""
+    """Returns the text of a message, joining its parts if it is a list."""
     if not isinstance(value, list):
         return _said(value)
     texts = []
@@ -491,7 +489,8 @@ _OBJECTS = {
 
 
 def usage_object(prompt: int, cached: int, answer: int) -> dict[str, Any]:
-    """Numbers of tokens: of the prompt, those of it that were not read again, of the answers."""
+    """Returns OpenAI's usage object: tokens of the prompts, cached ones among them, and of the
+    answers."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer,
@@ -506,7 +505,7 @@ def answer_object(
     choices: Sequence[tuple[str, End]],
     usage: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """A whole answer: the texts, and how each ended."""
+    """Returns a complete answer: each choice's text and how it ended."""
     listed = []
     for index, (text, end) in enumerate(choices):
         said: dict[str, Any] = {"text": text}
@@ -525,7 +524,7 @@ def chunk_object(
     first: bool = False,
     end: End | None = None,
 ) -> dict[str, Any]:
-    """A part of an answer, for a stream."""
+    """Returns one chunk of a streamed answer."""
     said: dict[str, Any] = {"text": text}
     if kind == "chat":
         delta = {"role": "assistant", "content": text} if first else {"content": text}
@@ -540,14 +539,14 @@ def chunk_object(
 
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\u0085\u2028\u2029"}
-"""Unicode's, where some clients split what is one line; JSON escapes those of ASCII."""
+"""Unicode line ends, at which some clients split an event's line; JSON escapes the ASCII ones."""
 
 
 def event_text(found: Mapping[str, Any]) -> str:
-    """A server-sent event."""
+    """Returns a server-sent event as text."""
     return f"data: {json.dumps(found, ensure_ascii=False).translate(_LINE_ENDS)}\n\n"
 
 
 def model_object(name: str, created: int) -> dict[str, Any]:
-    """A line of the list of models."""
+    """Returns an item of the list of models."""
     return {"id": name, "object": "model", "created": created, "owned_by": "ostinato"}

@@ -1,13 +1,13 @@
-"""Which request does what next.  Pure: no clock, no decoder, no I/O, no threads.
+"""Decides which request does what next.  Pure: no clock, no decoder, no I/O, no threads.
 
     waiting  ─Admit─▶  reading  ─Read, Read, …─▶  decoding  ─Decode, Decode, …─▶  over
       (a queue, first       (one at a time, its prompt       (all of them in one step)
        come first served)    in pieces)
 
-The caller asks for the `next` action, does it, and reports what it did.  One prompt is read at a
-time, and its request gets a slot only then: so a request that begins as the one before it finds
-those tokens in that one's slot.  A slot's tokens stay when its request is over, for the requests
-that come.
+The caller gets the `next` action, performs it, and reports it.  Prompts are read one at a time, and
+a request gets a slot only when its prompt is next: so a prompt that shares a prefix with the one
+before finds those tokens in that one's slot.  A slot keeps its tokens after its request is over,
+for reuse by later requests.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 _WORTH_A_COPY = 16
-"""Tokens: fewer are read as fast as they are copied."""
+"""Fewest tokens worth copying; fewer are computed as fast as copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """A request gets a slot, whose cache is to keep the first `kept` tokens of its prompt: out of
-    its own, or copied there from the slot `source`."""
+    """The action that gives a slot to a request.  The slot's KV cache is to hold the first `kept`
+    tokens of the prompt: already there, or to be copied from the slot `source`."""
 
     request: int
     slot: int
@@ -34,8 +34,8 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The tokens from `start` to `end` of a request's prompt are put into its slot.  After the
-    `last` ones its first token is chosen."""
+    """The action that computes the prompt tokens from `start` to `end` in the request's slot.  If
+    `last`, the first token of the answer is chosen afterwards."""
 
     request: int
     slot: int
@@ -46,8 +46,9 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One more token for each of these slots, in one step.  `single`: one step only, since a prompt
-    is being read; else as many as one likes, until the next action is another one."""
+    """The action that decodes one more token for each slot, in one step.  `single`: only one step,
+    since a prompt is being read; otherwise the caller may repeat it until `next` returns another
+    action."""
 
     slots: tuple[int, ...]
     single: bool
@@ -58,7 +59,7 @@ SchedulerAction: TypeAlias = Admit | Read | Decode
 
 @dataclass(slots=True)
 class _Request:
-    """`tokens`: of the prompt.  `read`: how many of them are in the cache."""
+    """A request under way.  `tokens`: the prompt.  `read`: number of its tokens in the KV cache."""
 
     number: int
     tokens: tuple[int, ...]
@@ -69,8 +70,9 @@ class _Request:
 
 @dataclass(slots=True)
 class _Slot:
-    """`held`: the tokens that its cache holds.  `chosen`: the latest token, which it holds once the
-    one after it is chosen.  `used`: when it was, as a count of uses."""
+    """A sequence of the decoder.  `held`: tokens in its KV cache.  `chosen`: the latest token,
+    which the cache holds only after the next step.  `used`: value of the use counter at its last
+    use."""
 
     index: int
     request: int | None = None
@@ -80,11 +82,11 @@ class _Slot:
 
 
 class Scheduler:
-    """Requests in, what the next step does out.
+    """The requests under way, and the decision which action comes next.
 
-    `slots`: requests that are decoded at the same time.  `queue`: how many more may be under way,
-    waiting.  `piece`: tokens of prompts that are read between two steps of those that decode.
-    `reuse`: tokens that a cache holds are not read again.
+    `slots`: requests decoded at the same time.  `queue`: further requests that may wait.  `piece`:
+    prompt tokens that may be read between two decode steps.  `reuse`: whether tokens that a KV
+    cache holds are kept rather than computed again.
     """
 
     def __init__(self, slots: int, queue: int, piece: int, *, reuse: bool = True) -> None:
@@ -95,38 +97,38 @@ class Scheduler:
         self._requests: dict[int, _Request] = {}
         self._waiting: deque[int] = deque()
         self._reading: _Request | None = None
-        self._left = piece  # tokens that may be read before the next step
+        self._left = piece  # prompt tokens that may be read before the next step
         self._uses = 0
         self._numbers = 0
 
-    # --- what is there
+    # --- state
     @property
     def under_way(self) -> int:
-        """Requests that are not over."""
+        """Number of requests that are not over."""
         return len(self._requests)
 
     @property
     def most(self) -> int:
-        """How many requests can be under way."""
+        """Largest number of requests under way."""
         return len(self._slots) + self._queue
 
     @property
     def waiting(self) -> int:
-        """Requests that have no slot yet."""
+        """Number of requests without a slot."""
         return len(self._waiting)
 
     @property
     def room(self) -> int:
-        """How many requests more may come now."""
+        """Number of further requests that fit now."""
         return self.most - len(self._requests)
 
     def request_in(self, slot: int) -> int | None:
-        """The request that a slot works for."""
+        """Returns the request that uses a slot, or None."""
         return self._slots[slot].request
 
-    # --- what comes and goes
+    # --- requests
     def submit(self, tokens: Sequence[int], deadline: float | None = None) -> int | None:
-        """Takes a request for an answer to these tokens, one at the least; its number, or None if
+        """Adds a request to answer these tokens (at least one); returns its number, or None if
         there is no room."""
         assert tokens, "a prompt has one token at least"
         if self.room <= 0:
@@ -138,8 +140,8 @@ class Scheduler:
         return request.number
 
     def end(self, number: int) -> None:
-        """The request is over, whatever it was at; what its slot holds stays there.  Says nothing
-        if it is over already."""
+        """Ends a request in any state; its slot keeps its tokens.  Does nothing if the request is
+        over."""
         request = self._requests.pop(number, None)
         if request is None:
             return
@@ -152,23 +154,23 @@ class Scheduler:
             self._reading = None
 
     def forget(self, slot: int) -> None:
-        """What the slot holds is lost; it works for no request."""
+        """Drops the tokens of a slot whose contents are lost; no request may use the slot."""
         one = self._slots[slot]
         assert one.request is None, "its request is to be ended first"
         one.held.clear()
         one.used = 0
 
     def expired(self, now: float) -> list[int]:
-        """The requests that are past their deadlines, for `end`."""
+        """Returns the requests past their deadlines, for `end`."""
         return [
             number
             for number, request in self._requests.items()
             if request.deadline is not None and request.deadline <= now
         ]
 
-    # --- what is to be done
+    # --- actions
     def next(self) -> SchedulerAction | None:
-        """What is to be done now; None if there is nothing.  Changes nothing."""
+        """Returns the action to perform now, or None.  Changes nothing."""
         reader = self._reading
         if reader is None and self._waiting:
             idle = [slot for slot in self._slots if slot.request is None]
@@ -183,15 +185,15 @@ class Scheduler:
         return Decode(decoding, single=reader is not None) if decoding else None
 
     def _place(self, request: _Request, idle: Sequence[_Slot]) -> Admit:
-        """Where most of its prompt is; in place if that costs no other request much, else copied to
-        the slot that was not used for the longest time."""
+        """Chooses the slot of a request: the one with the longest common prefix if keeping it there
+        loses few other tokens, else the least recently used one, with a copy of that prefix."""
         oldest = min(idle, key=lambda slot: (slot.used, slot.index))
         if not self._reuse:
             return Admit(request.number, oldest.index, 0)
-        wanted = request.tokens[:-1]  # one is left to be read, so that a token is chosen after it
+        wanted = request.tokens[:-1]  # one token must be computed, to choose the answer's first one
         shared = {slot.index: common(wanted, slot.held) for slot in self._slots}
         best = max(idle, key=lambda slot: (shared[slot.index], -slot.used, -slot.index))
-        # In place if what the slot loses is less than what it keeps.
+        # In place if the slot loses fewer tokens than it keeps.
         target = best if 2 * shared[best.index] > len(best.held) else oldest
         source = max(self._slots, key=lambda slot: (shared[slot.index], slot is target))
         kept = shared[target.index]
@@ -199,10 +201,10 @@ class Scheduler:
             return Admit(request.number, target.index, shared[source.index], source.index)
         return Admit(request.number, target.index, kept)
 
-    # --- what was done
+    # --- reports
     def done(self, action: Admit | Read) -> None:
-        """The action was done.  Its request may be over by now: then its slot holds the tokens, and
-        works for no one."""
+        """Reports an action as performed.  If its request is over by now, the slot keeps the tokens
+        and stays free."""
         if isinstance(action, Admit):
             self._placed(action)
         else:
@@ -230,19 +232,19 @@ class Scheduler:
         size = action.end - action.start
         self._left = max(0, self._left - size)
         if request is None:
-            return  # what was read is behind what `held` says, where the next request overwrites it
+            return  # those tokens are beyond `held`: the next request overwrites them
         slot.held += request.tokens[action.start : action.end]
         request.read = action.end
         if action.last:
             self._reading = None
 
     def stepped(self) -> None:
-        """A step of those that decode was done: prompts may be read again."""
+        """Reports a decode step: prompts may be read again."""
         self._left = self._piece
 
     def chosen(self, slot: int, token: int) -> None:
-        """The next token of the request in a slot: after the end of its prompt, or by a step.  Not
-        of interest if there is no request (any more)."""
+        """Reports the next token of the request in a slot, after its prompt or after a step.
+        Ignored if the slot has no request."""
         one = self._slots[slot]
         if one.request is None:
             return
@@ -252,10 +254,10 @@ class Scheduler:
 
 
 def common(tokens: Sequence[int], held: Iterable[int]) -> int:
-    """How many tokens both begin with."""
+    """Returns the length of the common prefix."""
     theirs = tuple(held)
     least, most = 0, min(len(tokens), len(theirs))
-    # By halves: comparing slices is a hundred times faster than a loop over tokens.
+    # Binary search: comparing slices is a hundred times faster than a loop over tokens.
     while least < most:
         middle = (least + most + 1) // 2
         if tokens[least:middle] == theirs[least:middle]:

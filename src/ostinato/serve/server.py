@@ -1,9 +1,9 @@
-"""The server's process: a socket, uvicorn, the engine, and how both end.
+"""The server's process: the socket, uvicorn, the engine, and the shutdown of each.
 
-SIGTERM and Ctrl-C end it gracefully: no connection is accepted any more, requests that are not here
-with their whole body get 503, and every answer that was promised is given.  After `grace_seconds`
-the rest is told that there is none (503, or the last event of a stream); connections that do not
-take that, and all at a second Ctrl-C, are cut off.
+SIGTERM and Ctrl-C begin a graceful shutdown: no connection is accepted, requests whose body has not
+arrived get 503, and answers under way are completed.  After `grace_seconds` the remaining answers
+end with an error (503, or the last event of a stream).  Connections that do not read it are cut; a
+second Ctrl-C cuts all.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from ostinato.serve.metrics import Metrics
 _log = logging.getLogger(__name__)
 
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
-"""What this machine calls itself."""
+"""Names and addresses of this machine."""
 
 _SWITCH_SECONDS = 5e-4
-"""How long a thread may keep the interpreter while another one wants it: less than a step takes.
-Python's own 5 ms are three steps of a small model."""
+"""Python's thread switch interval while the server runs: shorter than a step.  The default of 5 ms
+is as long as three steps of a small model."""
 _KEEP_ALIVE_SECONDS = 75
-"""For a connection without a request, for the head of one, and for the last bytes to be taken."""
+"""Limit for an idle connection, for a request's head to arrive, for last bytes to be read."""
 _STOPPING_IDLE_SECONDS = 1.0
-"""For a further request on a connection while the server stops, which is told so."""
+"""Limit for an idle connection while the server stops; a request within it gets 503."""
 _LAST_SECONDS = 3.0
-"""After the grace, for the last words to be taken."""
+"""Time after the grace for clients to read the last messages."""
 _SAY_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
-"""How often connections are looked at."""
+"""Interval between two checks of the connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How a server serves.  `model`: the name that clients call the model by.  `sampling`: for what
-    requests do not name; None for the generator's `default_sampling`.  `queue`, `piece`, `reuse`,
-    `seconds`: see `ServingEngine`.  `grace_seconds`: for the answers under way at the end."""
+    """Options of a server.  `model`: the name by which clients request it.  `keys`: see `Service`.
+    `sampling`: defaults for requests; None for the generator's own.  `queue`, `piece`, `reuse`,
+    `seconds`: see `ServingEngine`.  `grace_seconds`: time to finish answers at shutdown."""
 
     model: str
     keys: tuple[str, ...] = ()
@@ -70,10 +70,10 @@ class ServeOptions:
 
 
 class Server:
-    """Serves one model until it is told to stop.
+    """A server of one model, which runs until it is stopped.
 
-    `listener`: a bound socket (`Server.bind`).  `generator` is the server's alone while it runs;
-    its owner closes it.
+    `listener`: a bound socket (`Server.bind`).  The server uses `generator` exclusively while it
+    runs; the caller closes it.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Server:
         self._grace = options.grace_seconds
         config = uvicorn.Config(
             make_app(self.service, self._life),
-            http=partial(  # type: ignore[arg-type]  # it is called, and nothing else
+            http=partial(  # type: ignore[arg-type]  # uvicorn only calls it
                 Connection,
                 stopping=lambda: self.engine.stopping,
                 refused=lambda: self.metrics.request("", 400),
             ),
             log_config=None,
-            log_level="error",  # warnings are about what clients do: those are in the metrics
+            log_level="error",  # warnings concern what clients do, which the metrics count
             access_log=False,
             server_header=False,
             lifespan="on",
@@ -122,7 +122,7 @@ class Server:
 
     @staticmethod
     def bind(host: str, port: int) -> socket.socket:
-        """A socket on this address.  Raises OSError, and InputError for a host that is none."""
+        """Returns a socket bound to the address.  Raises OSError, or InputError for a bad host."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except (OSError, UnicodeError) as error:
@@ -141,28 +141,29 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL of the listening socket."""
         host, port = self._listener.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self, ready: Callable[[], object] = lambda: None) -> None:
-        """Serves until a signal or `stop`.  `ready` is called when requests are answered.
+        """Serves until a signal or `stop`.  `ready` is called once requests can be answered.
 
-        Raises what ended the engine, if something did.
+        Raises the error that ended the engine, if any.
         """
         self._ready = ready
         try:
             with _process(self.stop), self._listener:
                 self._uvicorn.run(sockets=[self._listener])
         finally:
-            # Whatever ended the loop: its owner is to close the decoder, so no step may be left.
+            # The caller closes the decoder next, so no step may be in flight, whatever ended the
+            # loop.
             self.engine.end_all()
             self.engine.close()
         if self.engine.failure is not None:
             raise self.engine.failure
 
     def summary(self) -> str:
-        """What was answered, in a line; once it has stopped."""
+        """Returns one line about the answers.  To be called after the server stopped."""
         numbers = self.engine.statistics().result()
         ends = ", ".join(f"{count} {end}" for end, count in numbers.ended.items() if count)
         refused = sum(numbers.refused.values())
@@ -174,7 +175,7 @@ class Server:
         )
 
     def stop(self) -> None:
-        """Ends it gracefully; from any thread, or a signal handler."""
+        """Begins a graceful shutdown; callable from any thread and from signal handlers."""
         self.engine.stopping = True
         self._uvicorn.should_exit = True
 
@@ -188,18 +189,18 @@ class Server:
             yield
         finally:
             watcher.cancel()
-            # No connection is left that could take the answers under way.
+            # No connection is left to take the answers under way.
             self.engine.end_all()
             await asyncio.to_thread(self.engine.close)
 
     async def _watch(self) -> None:
-        """Says when the engine is ready, cuts idle connections, and sees to the end.
+        """Calls `ready` once, cuts idle connections, and carries out the shutdown.
 
         An engine that failed ends the process, so that a supervisor can start another.
         """
         connections: set[Any] = self._uvicorn.server_state.connections
         said, idle, looked = False, _Idle(), 0.0
-        end: float | None = None  # of the grace
+        end: float | None = None  # when the grace ends, on the monotonic clock
         while True:
             now = time.monotonic()
             if self.engine.failure is not None:
@@ -214,7 +215,8 @@ class Server:
                 if now >= end:
                     self.engine.end_all()
             if self._uvicorn.force_exit or (end is not None and now >= end + _LAST_SECONDS):
-                # What waits for them to close would wait, too (Python 3.12 and later).
+                # uvicorn's own wait for connections to close would block here (Python 3.12 and
+                # later).
                 for connection in [*connections]:
                     connection.transport.abort()
             elif now - looked >= _LOOK_SECONDS:
@@ -224,25 +226,25 @@ class Server:
 
     def _post(self, call: Callable[[], None]) -> None:
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: no client is left
             self._loop.call_soon_threadsafe(call)
 
 
 class _Idle:
-    """Cuts connections that get no further, which uvicorn has no limit for: the head of a request
-    does not arrive, or a closed one cannot end since the client does not take what was sent.
+    """A monitor that cuts stalled connections, for which uvicorn has no limit: the head of a
+    request does not arrive, or a closing connection waits for its client to read what was sent.
 
-    A request that is under way has limits of its own (`app`).
+    A request under way has limits of its own (`app`).
     """
 
     def __init__(self) -> None:
         self._since: dict[Connection, tuple[object, float]] = {}
 
     def look(self, connections: Iterable[Connection], now: float, *, stopping: bool) -> None:
-        """To be called about every second with the open connections."""
+        """Checks the open connections; to be called about every second."""
         before, self._since = self._since, {}
         for connection in connections:
-            cycle, transport = connection.cycle, connection.transport  # its latest request
+            cycle, transport = connection.cycle, connection.transport  # the latest request
             closing = transport.is_closing()
             if closing or cycle is None or cycle.response_complete:
                 state = (closing, cycle)
@@ -255,10 +257,10 @@ class _Idle:
 
 
 class _Failures:
-    """What asyncio says of callbacks that failed.
+    """asyncio's handler for errors in callbacks.
 
-    Where all file descriptors are in use, it fails to accept two thousand connections a second,
-    each with a traceback of its own; that is one line here.
+    With all file descriptors in use, asyncio fails to accept two thousand connections a second,
+    each with a traceback; this handler logs one line instead.
     """
 
     def __init__(self) -> None:
@@ -279,17 +281,17 @@ class _Uvicorn(uvicorn.Server):
         self._engine = engine
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._engine.stopping = True  # no lock: this runs between any two lines of the main thread
+        self._engine.stopping = True  # no lock: this handler interrupts the main thread anywhere
         super().handle_exit(sig, frame)
 
 
 @contextmanager
 def _process(stop: Callable[[], object]) -> Iterator[None]:
-    """Settings of the process while the block serves.
+    """Changes settings of the process while the block serves.
 
-    When uvicorn is done, it raises the signals that it got once more, for the handlers that were
-    set before it.  A graceful end is no failure, so these handlers only call `stop`; signals that
-    come before uvicorn listens get the same handlers.
+    After its shutdown uvicorn raises the signals that it received again, for the handlers set
+    before it.  A graceful shutdown is not a failure, so these handlers only call `stop`; they also
+    handle signals that arrive before uvicorn listens.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
