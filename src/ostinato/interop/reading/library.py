@@ -56,13 +56,12 @@ class Library(WatchingLibrary, Protocol):
         ...
 
     def situation(self) -> tuple[Callable[[], Any], ...]:
-        """Returns functions: while each returns the same, `capturing`, `stream` and `modes` do
-        too."""
+        """Returns functions whose results, with `names`, stand for `capturing`, `stream`,
+        `modes`."""
         ...
 
     def names(self) -> Sequence[tuple[dict[str, Any], str]]:
-        """Returns dicts, each with a key, whose values are the rest of the situation: faster to
-        compare."""
+        """Returns dicts, each with a key, whose values stand for the rest: faster to compare."""
         ...
 
     @property

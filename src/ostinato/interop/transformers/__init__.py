@@ -1,4 +1,4 @@
-"""transformers: `model.generate` by replays of its steps, or a Llama's by our own decoder.
+"""transformers: `model.generate` with graphed steps, or, for a Llama, with ostinato's own decoder.
 
 from ostinato.interop.transformers import accelerate, graphed
 
