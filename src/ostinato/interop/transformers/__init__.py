@@ -6,7 +6,7 @@ with graphed(model) as steps:
     model.generate(**inputs, max_new_tokens=128)      # as before, each step a replay
     print(steps.explain())
 with accelerate(model) as accelerated:
-    model.generate(**inputs, max_new_tokens=128)      # by our kernels, on the model's own weights
+    model.generate(**inputs, max_new_tokens=128)      # by its kernels, on the model's weights
     print(accelerated.statistics())
 model.generate(**inputs)                              # transformers' own again
 """
