@@ -1,5 +1,5 @@
-"""Captures on a stream of ostinato, for libraries that need no capture of their own; and describes
-what broke a capture, with the caller's line."""
+"""Captures on a stream of ostinato, for libraries that need no capture of their own, and texts that
+say what broke a capture, with the caller's line."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def captured(
     """Captures work on a stream that the work is given; returns the graph, and the work's result.
 
     Raises ContextPoisonedError, CaptureDisturbed if another thread broke the capture, and
-    NotGraphable for everything else that breaks it.  Its cause is the error of the work;
-    `explained` makes the text from that error.
+    NotGraphable for everything else that breaks it.  The cause of these two is the error of the
+    work, from which `explained` makes the text.
     """
     capture = Capture(stream)
     capture.begin()
@@ -95,7 +95,7 @@ def disturbed(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """Returns the status of the capture rule that an error reports, also by CUDA's text; else
+    """Returns the status of the capture rule that an error reports, also from CUDA's text, or
     None."""
     status = getattr(error, "status", None)
     if isinstance(status, int):

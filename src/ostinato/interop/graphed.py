@@ -171,7 +171,7 @@ class Graphed(Guarded):
             self._line(_ALL, ReadCall((), {}))
 
     def others(self) -> list[tuple[str, Any]]:
-        """Returns attributes that the user has set, which the function may read as its own."""
+        """Returns the attributes that the user has set, which the function may read as its own."""
         return [(n, v) for n, v in vars(self).items() if n not in self._own_names]
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -383,8 +383,8 @@ class Graphed(Guarded):
         return fold
 
     def _places_in_words(self, places: Sequence[int], work: ReadCall) -> tuple[str, str]:
-        """Formats a key whose tokens at some places change, for tables, and names the values of
-        these tokens."""
+        """Formats a key for tables, without its tokens at some places, and names the values of
+        these."""
         subject, first = self._subject, len(work.tokens)
         owners = subject.arguments.owners(work) if places[0] < first else []
         inside = self._guards.names() if self._guards is not None and places[-1] >= first else []
@@ -430,8 +430,7 @@ class Graphed(Guarded):
                 library.poison(library.rest(into, axis, size), front, axis)
 
     def _results(self, line: Line, captured: Captured, work: ReadCall, made: Sequence[Any]) -> Any:
-        """Returns the result of a call after its replay.  `made`: the outputs that the graph
-        copied."""
+        """Returns the result of a call after its replay.  `made`: outputs that the graph copied."""
         library = self._library
         for each in captured.attached:
             if getattr(each.array, each.name) is not each.after:
@@ -550,8 +549,8 @@ class Graphed(Guarded):
 
     # ------------------------------------------------------------------------------ the rest
     def _refusal(self, work: ReadCall) -> str:
-        """Describes why a call cannot be a graph, as far as that shows before it runs; empty if it
-        can."""
+        """Describes why a call cannot be a graph, as far as that shows before it runs, or returns
+        ""."""
         subject, seen = self._subject, work.seen
         reason = subject.refusal([*work.leaves, *work.statics])
         if not reason and seen is not None:
@@ -730,7 +729,7 @@ class Graphed(Guarded):
         line.captured = weakref.ref(captured)
 
     def _learn(self, line: Line, captured: Captured, work: ReadCall) -> Any:
-        """Runs a call eagerly, and learns which axes of its result are dynamic; returns the
+        """Runs a call eagerly, and learns which axes of its result are dynamic; returns its
         result."""
         result = self._function(*work.args, **work.kwargs)
         try:

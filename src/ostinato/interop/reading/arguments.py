@@ -27,7 +27,7 @@ from ostinato.interop.reading.trees import (
 
 
 class Arguments:
-    """Takes the arguments of one function apart, and puts them together again.
+    """The arguments of one function: takes them apart, and puts them together again.
 
     Raises InputError for options that name a parameter which the function does not have."""
 
@@ -138,8 +138,7 @@ class Arguments:
             )
 
     def keep(self, work: ReadCall, kept: HostSnapshot) -> None:
-        """Notes in `kept` the content of the static arguments, which are given to the function as
-        they are."""
+        """Notes in `kept` the content of the static arguments, which are passed as they are."""
         for name, value in self.named(work.args, work.kwargs):
             if name in self._options.static:
                 self._keep(value, kept)
@@ -221,8 +220,7 @@ class Arguments:
         )
 
     def owners(self, work: ReadCall) -> list[str]:
-        """Returns the name of each token's argument, for a call that is not of plain arrays
-        alone."""
+        """Returns the name of each token's argument; not for calls of plain arrays alone."""
         owners: list[str] = []
         tokens: list[Hashable] = []
         again = ReadCall(work.args, work.kwargs)

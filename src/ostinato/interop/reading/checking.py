@@ -94,8 +94,7 @@ class CallEffects(Memory[_Content]):
         return Finding("a check failed", what + found, Cause.FROZEN)
 
     def _first(self, eager: _Content, replayed: _Content) -> str:
-        """Describes the first difference between a replay and the eager run; empty if there is
-        none."""
+        """Describes the first difference between a replay and the eager run; empty without one."""
         if eager.tree is None:
             return f"the result cannot be built again: {eager.unknown}"
         if eager.tree.tokens != self._captured.tree.tokens:

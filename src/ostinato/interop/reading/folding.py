@@ -73,8 +73,8 @@ class Folds:
     def family(
         self, flat: Flat, key: Hashable
     ) -> tuple[tuple[int, ...], list[tuple[Flat, Hashable]]]:
-        """Notes a new key.  Returns the largest family of keys, itself included, that differ in the
-        same places alone, behind these places."""
+        """Notes a new key.  Returns the places and the keys of the largest family, itself included,
+        whose keys differ in these places alone."""
         found: tuple[tuple[int, ...], list[tuple[Flat, Hashable]]] = (), []
         for places in {places for places, _ in self._families}:
             family = self._families.get((places, _without(flat, places)))

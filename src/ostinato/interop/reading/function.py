@@ -53,8 +53,7 @@ class Subject:
         return next(filter(None, map(self.library.refusal, arrays)), "")
 
     def hidden(self, work: ReadCall) -> str:
-        """Describes an attribute of a call's arrays that a graph would not read; empty if there is
-        none.
+        """Describes an attribute of a call's arrays that a graph would not read, or returns "".
 
         The graph has a copy of each argument, without the attributes that the user has set."""
         hidden, names = self.library.hidden, self.code.named
@@ -88,8 +87,8 @@ class Subject:
         return HostSnapshot(note)
 
     def changed_state(self, work: ReadCall) -> str:
-        """Describes what the function uses besides its arguments and what has changed since a call
-        began; empty if nothing has."""
+        """Names what the function uses besides its arguments and has changed since a call began;
+        empty if nothing has changed."""
         if self.guards is None or work.seen is None:
             return ""
         try:

@@ -80,11 +80,11 @@ Trail: TypeAlias = tuple[Any, ...]
 
 
 class Walker:
-    """Receives, in order, all that a function uses (`Guards.walk`).  A method that a subclass does
-    not define ignores what it is given."""
+    """A receiver of all that a function uses, in order (`Guards.walk`).  A method that a subclass
+    does not define ignores what it is given."""
 
     def start(self) -> None:
-        """Called before each place of the function, and once before those of called functions."""
+        """Begins a place of the function, or, once at the end, the places of called functions."""
 
     def place(self, place: ReadPlace, value: Any) -> None:
         pass
@@ -115,7 +115,8 @@ class Walker:
         """Receives an object that is compared by its content, of which `token` is made."""
 
     def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
-        """Receives any other object, before the attributes of it that are read; None if none are.
+        """Receives any other object, before those of its attributes that are read: `inside`, or
+        None.
 
         `inner`: the object is inside another one, and these are the attributes that the code
         names."""
@@ -274,7 +275,7 @@ class _Naming(_Reading):
 
 @dataclass(slots=True)
 class _Known:
-    """An object that was met before."""
+    """The record of an object that was met."""
 
     itself: Callable[[], object]
     serial: int
@@ -313,7 +314,7 @@ class _Methods(NamedTuple):
 
 
 class _Drops:
-    """Removes the record of an object that was destroyed."""
+    """A callback that removes the record of an object when the object is destroyed."""
 
     def __init__(self, known: dict[int, _Known], key: int) -> None:
         self._known, self._key = known, key

@@ -18,8 +18,8 @@ from ostinato.interop.reading.places import ReadPlace
 
 
 class HostSnapshot(Walker):
-    """Notes the content of all objects that it is shown, but not the memory of arrays, which no
-    capture writes.
+    """The content of all host objects that it is shown.  The memory of arrays is left out, since no
+    capture writes it.
 
     Puts back only what changes between `begin` and `end`: other threads may change the same
     objects."""

@@ -56,23 +56,23 @@ class Library(WatchingLibrary, Protocol):
         ...
 
     def situation(self) -> tuple[Callable[[], Any], ...]:
-        """Returns functions whose results, with `names`, stand for `capturing`, `stream`,
-        `modes`."""
+        """Returns functions whose results, with `names`, stand for `capturing`, `stream` and
+        `modes`: these are unchanged while all of those are."""
         ...
 
     def names(self) -> Sequence[tuple[dict[str, Any], str]]:
-        """Returns dicts, each with a key, whose values stand for the rest: faster to compare."""
+        """Returns dicts, each with a key, whose values belong to `situation` and are faster to
+        compare."""
         ...
 
     @property
     def reads(self) -> tuple[str | Callable[[Any], Any], ...]:
-        """The parts of an array that `signature` reads: names of attributes, functions of the
-        array."""
+        """The parts of an array that `signature` reads: names of attributes, or functions."""
         ...
 
     def signature(self, array: Any, /) -> tuple[Any, ...]:
-        """Returns shape, dtype, strides, and what else of an array decides which kernels run on
-        it."""
+        """Returns shape, dtype, strides, and all else that decides which kernels run on an
+        array."""
         ...
 
     def address(self, array: Any, /) -> int: ...
@@ -163,8 +163,7 @@ class Library(WatchingLibrary, Protocol):
         ...
 
     def stager(self, buffers: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
-        """Returns a function that copies arrays of the buffers' shapes into them in one
-        operation."""
+        """Returns a function that copies arrays of the buffers' shapes into them all at once."""
         ...
 
     def copy(self, into: Any, array: Any) -> None: ...
@@ -207,8 +206,8 @@ class Library(WatchingLibrary, Protocol):
         ...
 
     def difference(self, one: Any, other: Any, tolerance: tuple[float, float] | None) -> str:
-        """Describes how two arrays differ; empty if they do not.  `tolerance`: (relative,
-        absolute)."""
+        """Describes how two arrays differ; empty if they do not.  `tolerance`: relative,
+        absolute."""
         ...
 
     def save_random(self) -> Any:

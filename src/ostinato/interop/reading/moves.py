@@ -37,7 +37,7 @@ _THREADS = 256
 _MOST_BLOCKS = 1056
 _FIRST, _LAST = "ostinato_move_in", "ostinato_move_out"
 NAMES = (_FIRST, _LAST, FILL)
-"""Names of the kernels in graphs that are not the function's own."""
+"""Names of the kernels that a graph has in addition to the function's own."""
 
 
 def dense(shape: Sequence[int], strides: Sequence[int], unit: int = 1) -> bool:

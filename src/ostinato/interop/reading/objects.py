@@ -19,14 +19,14 @@ _DEEPEST = 4
 
 
 class Watch(Protocol):
-    """An object with a state of its own (a module), which is read at each call."""
+    """A reader of an object with a state of its own (a module), used at each call."""
 
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
-        """Adds its plain values to `tokens` and its arrays to `arrays`."""
+        """Adds the object's plain values to `tokens` and its arrays to `arrays`."""
         ...
 
     def others(self) -> Iterable[tuple[str, Any]]:
-        """Returns the other objects that it holds, by name; to be called after `read`."""
+        """Returns the other objects that the object holds, by name; to be called after `read`."""
         ...
 
     def methods(self) -> Iterable[tuple[type, str]]:
@@ -39,8 +39,7 @@ class Watch(Protocol):
         ...
 
     def holders(self) -> Iterable[Any]:
-        """Returns the dicts, lists and the like that hold what it reads; to be called after
-        `read`."""
+        """Returns the dicts, lists and the like of what `read` reads; to be called after it."""
         ...
 
 
@@ -56,7 +55,7 @@ class WatchingLibrary(Arrays, Protocol):
 
 
 class Missing:
-    """Stands for a global that is not defined, and for a variable or a slot without a value."""
+    """The stand-in for a global that is not defined, and for a variable or a slot without value."""
 
 
 def of_standard_library(kind: type) -> bool:
@@ -74,8 +73,7 @@ _OPEN = (
 
 
 def attributes_of(value: object) -> dict[str, Any] | None:
-    """Returns the attributes of an object; None for the standard library's: locks, loggers,
-    threads."""
+    """Returns the attributes of an object; None for the standard library's: locks, threads."""
     kind: Any = type(value)
     if kind not in _OPEN and of_standard_library(kind):
         return None

@@ -1,4 +1,4 @@
-"""A short way for calls like the last: C compares what their key reads, instead of a new key.
+"""A short way for calls like the last: C compares what their key is made of, and makes no key.
 
 After a replay by the key, `recheck` reads once more what the key is made of, and notes the place of
 each value.  `ShortWay.match` compares all of it with a later call (`_recheck.c`).  The comparison
@@ -58,7 +58,7 @@ class Inexpressible(Exception):
 
 
 class Checks:
-    """Collects the checks of one call."""
+    """The checks of one call, as they are collected: each method adds checks for later calls."""
 
     def __init__(self, library: Library) -> None:
         self.library = library

@@ -73,13 +73,12 @@ class Captured:
     """Arguments of `Library.new` for the outputs that the graph itself copies
     (`Library.recipe`)."""
     give: Callable[..., Any] = lambda made: None
-    """Builds a call's result from the outputs that the graph copied (none if it copies none), the
-    static objects that the result holds, and for dynamic sizes the cut outputs."""
+    """A function that builds a call's result from the outputs that the graph copied (none if it
+    copies none), the static objects in the result, and for dynamic sizes the cut outputs."""
     call: ReadCall | None = None
-    """The captured call, with the graph's inputs as its arrays; None if no file is to be
-    written."""
+    """The captured call, with the graph's inputs as its arrays; None without a store."""
     result: Any = None
-    """The result of `call`; None if no file is to be written."""
+    """The result of `call`; None without a store."""
     rebound: bool = False
     """True if the graph was bound to other memory than it was captured with."""
     attached: tuple[AttachedGradient, ...] = ()
@@ -117,7 +116,7 @@ class Line(Call):
     cuts: dict[tuple[int, int], DynamicAxis] = field(default_factory=dict)
     """The dynamic axes of the results, by the result's index and the axis."""
     learned: set[int] = field(default_factory=set)
-    """Dynamic sizes whose axes in the results are known."""
+    """Indices of the dynamic sizes whose axes in the results are known."""
     unbound: str = ""
     """The reason why the last graph could not be bound to the memory of a call."""
     unmatched: int = 0
@@ -190,6 +189,6 @@ class ReadCall:
 
     @property
     def state(self) -> list[Any]:
-        """The arrays that the function uses and that are not copied: static ones, then guarded
-        ones."""
+        """The arrays that the function uses and that are not copied: the static, then the
+        guarded."""
         return [*self.statics, *([] if self.seen is None else self.seen.arrays)]

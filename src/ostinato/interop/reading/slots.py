@@ -23,7 +23,7 @@ from ostinato.lowlevel import every_node, replace_small_fills
 
 
 class Maker:
-    """Makes the graphs of one function.
+    """The maker of one function's graphs.
 
     `keeps`: whether to keep with each graph what its file needs."""
 
@@ -71,8 +71,8 @@ class Maker:
         return Bound(list(found.values()), pattern)
 
     def clones(self, leaves: Sequence[Any], bound: Bound) -> list[bool]:
-        """Returns for each output whether it is copied: whether it lies in the graph's own
-        memory."""
+        """Returns a flag for each output: true if it lies in the graph's own memory and is
+        copied."""
         address = self._subject.library.address
         static = [memory for memory, _ in bound.storages]
         return [not any(m.nbytes and m.holds(address(leaf)) for m in static) for leaf in leaves]
@@ -191,8 +191,7 @@ class Maker:
         return [piece for each in _living(library.array_type) for piece in library.memory(each)]
 
     def taken_apart(self, result: Any, work: ReadCall) -> Tree | str:
-        """Takes the result of a call apart; returns a reason if no replay can give such a
-        result."""
+        """Takes the result of a call apart; returns a reason instead if no replay can give it."""
         try:
             tree = self._subject.arguments.tree(result, work)
         except Unknown as error:
@@ -224,8 +223,7 @@ class Maker:
     def _moved(
         self, result: Any, work: ReadCall, bound: Bound
     ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Returns the indices of the outputs that the graph copies, and their addresses and
-        bytes."""
+        """Returns the indices of the outputs that the graph copies, with addresses and bytes."""
         tree = self.taken_apart(result, work)
         if self._subject.options.results != "clone" or isinstance(tree, str):
             return (), []
@@ -260,8 +258,8 @@ class Maker:
             )
 
     def _compare_plain(self, line: Line, tree: Tree) -> None:
-        """Raises NotGraphable if the tokens of a captured result are not those of the eager run: a
-        plain value is a padded size, or a function that is made in each call."""
+        """Raises NotGraphable if the tokens of a captured result are not those of the eager run: if
+        it has a padded size, say, or a function that is made in each call."""
         if tree.tokens != line.tokens:
             raise NotGraphable(
                 self._subject.at(
@@ -292,8 +290,8 @@ class Maker:
 
     # --- memory that has moved
     def rebind(self, line: Line, captured: Captured, work: ReadCall) -> str:
-        """Points a graph at static memory that has moved; returns a reason if it must be captured
-        again."""
+        """Points a graph at static memory that has moved; returns why it must be captured again, or
+        ""."""
         now = self.bound(work)
         why = self._cannot_rebind(captured, now)
         moved = [

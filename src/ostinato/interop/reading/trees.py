@@ -117,8 +117,7 @@ _OF_ONE = (enum.Enum, type)
 
 
 class Itself:
-    """A token that equals only that of the same object, since equal objects may behave
-    differently."""
+    """A token that is equal only for the same object, since equal objects may act differently."""
 
     __slots__ = ("value",)
 
@@ -176,8 +175,8 @@ def other_attributes(record: Any) -> dict[str, Any]:
 
 
 def new_record(kind: Any, attributes: Iterable[tuple[str, Any]]) -> Any:
-    """Makes an object of a dataclass without calling its constructor, which may do more than store
-    its arguments."""
+    """Makes a dataclass's object without its constructor, which may do more than store
+    arguments."""
     made = object.__new__(kind)
     for name, value in attributes:
         member = getattr(kind, name, None)

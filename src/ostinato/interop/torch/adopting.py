@@ -210,7 +210,7 @@ class _Drawn:
 
 
 class _Advance:
-    """Advances the generators before a launch, as torch does before its replay."""
+    """A callable that advances the generators before a launch, as torch does before its replay."""
 
     def __init__(self, device: Device, drawn: Sequence[_Drawn]) -> None:
         self._drawn = tuple(drawn)

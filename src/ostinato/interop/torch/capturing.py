@@ -70,7 +70,8 @@ class Captures:
         self._side: tuple[Any, Stream] | None = None
         self._pool: Any = None
         self._keeper: Any = None
-        """Keeps the pool: torch ends a pool whose last graph is destroyed, and then refuses it."""
+        """The owner that keeps the pool: torch ends a pool whose last graph is destroyed, for
+        ever."""
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         """The objects that keep the pool for each graph in it."""
         self._by_torch = bool(generators) or _begin_pool is None
@@ -241,7 +242,7 @@ class Captures:
 
     @contextmanager
     def _unseeded(self, beside: Any) -> Iterator[None]:
-        """Gives the generators a seed, during a capture, that no user gives them.  In a capture
+        """Gives the generators, during a capture, a seed that no user gives them.  In a capture
         torch ignores `manual_seed` with the seed that a generator has, and refuses any other one;
         no graph holds a seed.  Other threads cannot draw meanwhile.
 
