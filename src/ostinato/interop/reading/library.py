@@ -89,8 +89,8 @@ class Library(WatchingLibrary, Protocol):
         ...
 
     def memory(self, array: Any, /) -> Iterable[tuple[MemoryRange, object]]:
-        """Returns the whole memory of any array of the process, each piece with an object that
-        keeps it alive without the array; empty for an array without memory of its own."""
+        """Returns the whole memory of an array of any kind, each piece with an object that keeps it
+        alive without the array; empty for an array without memory of its own."""
         ...
 
     def offset(self, array: Any, /) -> int:
