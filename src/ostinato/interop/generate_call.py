@@ -51,7 +51,7 @@ _ARGUMENTS = (
     *CACHE_NAMES,
     "position_ids",
 )
-# Arguments of a model's calls that `generate` itself prepares; they ask for nothing more.
+# Arguments of a model's calls that `generate` itself prepares; they carry no request of the user.
 _PREPARED = {"attention_mask", "position_ids", *CACHE_NAMES, "logits_to_keep", "use_cache"}
 
 
