@@ -1,4 +1,4 @@
-"""What a graph or a replay did: the first node that differs, operations without an order, times."""
+"""Explains graphs and replays: the first difference, operations without an order, times."""
 
 from ostinato.explain.difference import first_drift
 from ostinato.explain.races import unordered

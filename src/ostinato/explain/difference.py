@@ -15,7 +15,7 @@ from ostinato.graph.node import decode_arguments
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A kernel, copy or fill: the part of a node, or of an operation, that is compared."""
+    """A kernel, copy or fill: the compared part of a node, or of an operation."""
 
     name: str
     params: KernelNodeParams | MemcpyNodeParams | MemsetNodeParams
@@ -27,10 +27,10 @@ def first_drift(
     now: Sequence[Node | Operation],
     words: tuple[str, str],
 ) -> str | None:
-    """Where the launches of two runs first differ, in words; None if they are the same.
+    """Describes the first difference between the launches of two runs; None if they are the same.
 
-    Both are in the order of submission.  `words` name the two runs ("in the graph", "now").  Also
-    None if the graph holds child graphs: no run submits their launches one by one.
+    Both are in the order of submission.  `words` name the two runs ("in the graph", "now").
+    Returns None also if the graph holds child graphs: no run submits their launches one by one.
     """
     if any(isinstance(one, Node) and one.children for one in before):
         return None
@@ -58,7 +58,7 @@ def _launches(items: Sequence[Node | Operation]) -> list[_Launch]:
 def _difference(
     index: int, one: _Launch | None, other: _Launch | None
 ) -> tuple[str, str, str] | None:
-    """What differs, and its value in each of the two."""
+    """Returns the part that differs, and its two values."""
     if one is None or other is None or one.name != other.name:
         return (
             f"operation {index}",
@@ -92,4 +92,4 @@ def _argument(
 
 
 def _nowhere(address: int) -> None:
-    """Shows addresses as numbers: the memory may have been freed since."""
+    """Returns None, so that addresses show as numbers: the memory may have been freed since."""

@@ -23,13 +23,12 @@ from ostinato.memory import Buffer
 
 
 def unordered(graph: Graph, operations: Sequence[Operation]) -> tuple[Operation, Operation] | None:
-    """The first two operations that conflict and that no path orders, or None.
+    """Returns the first two operations that conflict and that no path orders, or None.
 
-    `operations` are those that the graph was captured from, in the order of their submission, with
-    the memory that they read and write.  If other nodes are in the graph, such as some that were
-    added by hand, an operation is that of a node with the same parameters, and a conditional node
-    counts for what the operations in its bodies read and write.  Operations whose memory is not
-    known are left out.
+    `operations`: those that the graph was captured from, in the order of submission, with the
+    memory that they read and write.  If the graph has other nodes, such as some added by hand, an
+    operation belongs to a node with the same parameters, and a conditional node stands for the
+    operations in its bodies.  Operations whose memory is not known are left out.
     """
     every = graph.context.driver.graph_nodes(graph.handle)
     edges = graph.edges
@@ -54,8 +53,8 @@ _Placed = tuple[NodeHandle, Operation]
 def _by_name(
     graph: Graph, every: Sequence[NodeHandle], operations: Sequence[Operation]
 ) -> list[_Placed]:
-    """Each operation with its node, if all nodes of work were captured from just these; else
-    nothing."""
+    """Pairs each operation with its node, if all nodes of work were captured from these operations
+    alone; else returns nothing."""
     made = [(node, label.operation) for node, label in graph.labels.items()]
     known = [(node, operation) for node, operation in made if operation is not None]
     nodes = [node for node, _ in known]
@@ -68,14 +67,14 @@ def _by_name(
 
 
 def _idle(graph: Graph, node: NodeHandle) -> bool:
-    """Whether a node touches no memory: a capture adds such ones for events."""
+    """True if a node touches no memory: a capture adds such nodes for events."""
     return graph.context.driver.node_kind(node) in (NodeKind.EMPTY, NodeKind.EVENT_RECORD)
 
 
 def _by_params(
     graph: Graph, every: Sequence[NodeHandle], operations: Sequence[Operation]
 ) -> list[_Placed]:
-    """The nodes that have an operation's parameters, each with the first one that is left, and the
+    """Pairs each node with the first remaining operation of the same parameters; adds the
     conditional nodes."""
     left = list(operations)
     placed: list[_Placed] = []
@@ -104,7 +103,7 @@ _Ranges = tuple[MemoryRange, ...] | None
 
 
 def _in_bodies(graph: Graph, params: NodeParams) -> tuple[_Ranges, _Ranges]:
-    """What the operations in the graphs inside a node read and write; None if that is not known."""
+    """Returns the memory that operations inside a node read and write; None if it is not known."""
     reads: _Ranges = ()
     writes: _Ranges = ()
     driver = graph.context.driver
@@ -122,7 +121,8 @@ def _in_bodies(graph: Graph, params: NodeParams) -> tuple[_Ranges, _Ranges]:
 
 
 def _touched(graph: Graph, operation: Operation | None) -> tuple[_Ranges, _Ranges]:
-    """What an operation reads and writes, by the kernel's signature where nobody has asked yet."""
+    """Returns the memory that an operation reads and writes, if need be from the kernel's
+    signature."""
     if operation is None:
         return None, None
     params, signature = operation.params, operation.signature
@@ -148,7 +148,7 @@ def _is_chain(nodes: Sequence[NodeHandle], after: dict[NodeHandle, NodeHandle]) 
 
 
 def _reached(graph: Graph, nodes: Sequence[NodeHandle]) -> dict[NodeHandle, int]:
-    """For each node of the graph, the indices (as bits) of those of `nodes` that come before it."""
+    """Returns for each node of the graph the nodes of `nodes` before it, by index, as bits."""
     place = {node: index for index, node in enumerate(nodes)}
     sources: dict[NodeHandle, list[NodeHandle]] = {
         node: [] for node in graph.context.driver.graph_nodes(graph.handle)
@@ -167,7 +167,7 @@ def _visit(
     place: dict[NodeHandle, int],
     reached: dict[NodeHandle, int],
 ) -> None:
-    """Fills `reached` for a node, after it did so for all nodes that it depends on."""
+    """Fills `reached` for a node, after the nodes that it depends on."""
     stack = [node]
     while stack:
         top = stack[-1]

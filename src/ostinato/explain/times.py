@@ -1,4 +1,4 @@
-"""The time that a replay takes on the host: upload, launch, synchronise, in microseconds."""
+"""The host time of replays: upload, launch, synchronise, in microseconds."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ostinato.settings import ReplaySettings, ResolvedReplaySettings, replay_set
 _log = logging.getLogger(__name__)
 
 _PARTS = ("upload", "launch", "synchronize", "total")
-"""What `ReplayProfile.percentiles` takes."""
+"""The values of `part` in `ReplayProfile.percentiles`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayEvent:
-    """One replay.  Microseconds of host time; `start` since the profile began.
+    """One replay.  Times are microseconds of host time; `start` counts from the profile's start.
 
     `synchronize` is zero if the replay was not waited for; then no field includes the time that the
     device took.
@@ -55,7 +55,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, durations: Iterable[float]) -> Percentiles:
-        """The percentiles of durations, which come in any order."""
+        """Computes the percentiles of durations in any order."""
         values = sorted(durations)
         if not values:
             return cls(0, 0.0, 0.0, 0.0, 0.0)
@@ -67,11 +67,11 @@ class Percentiles:
 
 
 class ReplayProfile:
-    """Collects replay events: the latest `keep`, the first and then one in `print_every` printed,
-    all to `sinks`.
+    """A collector of replay events: keeps the latest `keep`, prints the first and then one in
+    `print_every`, passes all to `sinks`.
 
     `printer` takes the printed lines; without one they go to the log, at level INFO.  A sink is
-    called with each event on the replaying thread; what it raises goes to the caller.  Raises
+    called with each event on the replaying thread; its exceptions go to the caller.  Raises
     InputError for `keep` below 0 and `print_every` below 1.
 
         step = ost.GraphedStep(run, stream=stream, cache=cache, profile=ost.explain.ReplayProfile())
@@ -108,13 +108,13 @@ class ReplayProfile:
 
     @property
     def count(self) -> int:
-        """All replays so far, also those no longer kept."""
+        """The number of all replays so far, also of those no longer kept."""
         return self._count
 
     def run(
         self, key: Hashable, run: GraphExec, stream: Stream, settings: ResolvedReplaySettings
     ) -> None:
-        """Replays once and stores an event.  Raises what `run_replay` raises."""
+        """Replays once and stores an event.  Raises the errors of `run_replay`."""
         name = str(key)
         annotate = self._nvtx.annotate(f"replay {name}") if self._nvtx is not None else None
         if annotate is not None:
@@ -154,19 +154,19 @@ class ReplayProfile:
             sink(event)
 
     def percentiles(self, part: str = "total", *, key: Hashable = None) -> Percentiles:
-        """Of "upload", "launch", "synchronize" or "total" of the events kept: of one key, or of
-        all.  Raises InputError for another part."""
+        """Returns the percentiles of "upload", "launch", "synchronize" or "total" of the kept
+        events, of one key or of all.  Raises InputError for another part."""
         if part not in _PARTS:
             raise InputError(f"part={part!r}; there are {', '.join(_PARTS)}")
         name = None if key is None else str(key)
         return Percentiles.of(getattr(e, part) for e in self.events if name in (None, e.key))
 
     def to_json_lines(self) -> str:
-        """One JSON object a line for each event kept."""
+        """Returns one line for each kept event, a JSON object."""
         return "".join(json.dumps(asdict(e) | {"total": e.total}) + "\n" for e in self.events)
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """The events for chrome://tracing and Perfetto: complete events, microseconds."""
+        """Returns the events for chrome://tracing and Perfetto: complete events, microseconds."""
         trace = []
         for event in self.events:
             at = event.start
@@ -190,11 +190,11 @@ class ReplayProfile:
 
 
 class NotLaunched(Exception):
-    """A replay was refused before anything of it ran; `__cause__` says why."""
+    """An error: a replay was refused before any of it ran; `__cause__` has the reason."""
 
 
 class _NotLaunched:
-    """For a `with` block: turns what a launch raises into NotLaunched, except where the whole
+    """A `with` block that turns the errors of a launch into NotLaunched, except where the whole
     context is lost.  A class, because a generator would cost a replay a microsecond."""
 
     def __enter__(self) -> None:
@@ -215,9 +215,9 @@ def run_replay(
     settings: ResolvedReplaySettings,
     profile: ReplayProfile | None,
 ) -> None:
-    """One replay, with an upload before it and a synchronise after it if the settings ask for them.
+    """Replays once, with an upload before and a synchronise after it if the settings ask for them.
 
-    Raises NotLaunched if nothing ran, what `Stream.synchronize` raises, and ContextPoisonedError.
+    Raises NotLaunched if nothing ran, the errors of `Stream.synchronize`, and ContextPoisonedError.
     """
     if profile is not None and settings.profile:
         profile.run(key, run, stream, settings)
@@ -237,7 +237,7 @@ def replay_as_set(
     settings: ResolvedReplaySettings,
     profile: ReplayProfile | None,
 ) -> None:
-    """`run_replay`, but raises what `GraphExec.launch` does in place of NotLaunched."""
+    """Calls `run_replay`, and raises the errors of `GraphExec.launch` instead of NotLaunched."""
     try:
         run_replay(key, run, stream, settings, profile)
     except NotLaunched as refused:
@@ -248,10 +248,11 @@ def replay_as_set(
 def resolved(
     settings: ReplaySettings | None, profile: ReplayProfile | None
 ) -> tuple[ResolvedReplaySettings, ReplayProfile | None]:
-    """What is done around a replay, and the profile that collects it: the one given, which switches
-    profiling on unless the settings say otherwise, or one of its own if the settings want one.
+    """Returns the settings of replays, and the profile that collects them, or None.  A given
+    profile switches profiling on unless the settings forbid it; settings that profile make a new
+    one.
 
-    Raises SettingsError, and InputError for what is neither.
+    Raises SettingsError, and InputError for arguments of other types.
     """
     for what, value, kind in (
         ("settings", settings, ReplaySettings),
@@ -269,14 +270,14 @@ def resolved(
 
 
 def _print(line: str) -> None:
-    """To standard error, as OSTINATO_PROFILE asks."""
+    """Prints to standard error, as OSTINATO_PROFILE requests."""
     import sys
 
     print(line, file=sys.stderr)
 
 
 def _nvtx() -> Any:
-    """The nvtx package where it is installed, for ranges in NVIDIA's profilers."""
+    """Returns the nvtx package, for ranges in NVIDIA's profilers; None if it is not installed."""
     try:
         import nvtx
     except ImportError:

@@ -1,1 +1,1 @@
-"""Other libraries' streams, arrays and graphs; one file a library, none imported before its use."""
+"""Streams, arrays and graphs of other libraries, one file or package each, imported when used."""

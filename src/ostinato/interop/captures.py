@@ -1,5 +1,5 @@
-"""A capture on a stream of this library, for libraries that can do without their own; and what
-broke a capture, in words that name the caller's line."""
+"""Captures on a stream of ostinato, for libraries that need no capture of their own, and texts that
+say what broke a capture, with the caller's line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from ostinato.lowlevel import causes
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection in the block: it may destroy graphs, which breaks a capture."""
+    """Switches garbage collection off in the block: it may destroy graphs, which breaks a
+    capture."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -34,11 +35,11 @@ def no_collection() -> Iterator[None]:
 def captured(
     stream: Stream, work: Callable[[Stream], Any], explained: Callable[[Exception], str]
 ) -> tuple[Graph, Any]:
-    """Captures work on a stream that it is given; the graph, and what the work returned.
+    """Captures work on a stream that the work is given; returns the graph, and the work's result.
 
     Raises ContextPoisonedError, CaptureDisturbed if another thread broke the capture, and
-    NotGraphable for everything else that breaks it; its cause is what the work raised, which
-    `explained` puts into words.
+    NotGraphable for everything else that breaks it.  The cause of these two is the error of the
+    work, from which `explained` makes the text.
     """
     capture = Capture(stream)
     capture.begin()
@@ -57,9 +58,9 @@ def captured(
 
 
 def explained(error: Exception, library: ModuleType, cannot: str) -> str:
-    """What broke a capture, and the line of the caller's code where it did.
+    """Describes what broke a capture, and the line of the caller's code where it happened.
 
-    `cannot`: what of the library no graph can hold.
+    `cannot`: calls of the library that no graph can hold.
     """
     ours = tuple(
         f"{Path(str(module.__file__)).resolve().parent}/" for module in (ostinato, library)
@@ -87,14 +88,15 @@ def explained(error: Exception, library: ModuleType, cannot: str) -> str:
 
 
 def disturbed(error: BaseException) -> bool:
-    """Whether an error of a capture says that something else had broken it before (status 901), and
-    nothing that was called in it was refused."""
+    """True if an error of a capture means that something else broke the capture before (status
+    901), and none of the capture's own calls was refused."""
     statuses = {*map(_status, causes(error))}
     return statuses - {None} == {Status.STREAM_CAPTURE_INVALIDATED}
 
 
 def _status(error: BaseException) -> int | None:
-    """Which rule of capture an error speaks of, by its status, or by CUDA's words for it."""
+    """Returns the status of the capture rule that an error reports, also from CUDA's text, or
+    None."""
     status = getattr(error, "status", None)
     if isinstance(status, int):
         rule = Status.STREAM_CAPTURE_UNSUPPORTED <= status <= Status.STREAM_CAPTURE_WRONG_THREAD

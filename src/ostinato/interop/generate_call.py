@@ -1,7 +1,7 @@
-"""A call of transformers' `generate` as our decoder takes it, or why it does not.
+"""Translates a call of transformers' `generate` for the decoder, or gives the reason why it cannot.
 
-Pure: neither torch nor transformers is imported.  Their objects are known by the names of their
-classes, whole and exact, so a class that a user derived is none of them.
+Pure: imports neither torch nor transformers.  Their objects are recognised by the full name of
+their exact class, so objects of derived classes are refused.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = [
 ]
 
 CACHE_NAMES = ("cache", "past_key_values")
-"""What models call their cache: the first since transformers 5.24, the second before."""
+"""Names of models' cache argument: the first since transformers 5.24, the second before."""
 
 _PROCESSORS = "transformers.generation.logits_process"
 _CRITERIA = "transformers.generation.stopping_criteria"
 _CACHES = ("transformers.cache_utils.DynamicCache", "transformers.cache_utils.StaticCache")
-# What our sampler does, in its order.  The first also where nothing is drawn.
+# The steps of the decoder's sampler, in order.  The first one also applies to greedy decoding.
 _ORDER = (
     "RepetitionPenaltyLogitsProcessor",
     "TemperatureLogitsWarper",
@@ -40,7 +40,7 @@ _ORDER = (
     "MinPLogitsWarper",
 )
 _MODES = ("greedy_search", "sample")
-# Arguments of `generate` itself that change what it does, and are no settings.
+# Arguments of `generate` that change what it does, besides those in its configuration.
 _ARGUMENTS = (
     "custom_generate",
     "assistant_model",
@@ -51,20 +51,21 @@ _ARGUMENTS = (
     *CACHE_NAMES,
     "position_ids",
 )
-# What `generate` prepares for a model's calls by itself, and what it prepares has no other meaning.
+# Arguments of a model's calls that `generate` itself prepares; they carry no request of the user.
 _PREPARED = {"attention_mask", "position_ids", *CACHE_NAMES, "logits_to_keep", "use_cache"}
 
 
 class NotCovered(Exception):
-    """Our decoder does not do this call; the message is the reason."""
+    """An error: the decoder does not support this call; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a call asks for.
+    """The request of a call.
 
-    `sampling`: without a seed.  `max_length`: of prompt and answer together, padding counted.
-    `stop_tokens`: what ends a sequence; None if only its length does, and then nothing is padded.
+    `sampling`: without a seed.  `max_length`: tokens of prompt and answer together, padding
+    counted.  `stop_tokens`: tokens that end a sequence; None if only the length ends it, without
+    padding.
     """
 
     sampling: SamplingOptions
@@ -73,7 +74,7 @@ class Wanted:
 
 
 def check_arguments(arguments: Mapping[str, Any], *, processes: int = 1) -> None:
-    """Before `generate` looks at them.  `processes`: of torch's process group.
+    """Checks the arguments of `generate`.  `processes`: the size of torch's process group.
 
     Raises NotCovered.
     """
@@ -88,7 +89,7 @@ def check_arguments(arguments: Mapping[str, Any], *, processes: int = 1) -> None
 
 
 def check_mode(config: Any) -> None:
-    """`config`: the call's GenerationConfig, complete.  Raises NotCovered."""
+    """Checks `config`, the call's complete GenerationConfig.  Raises NotCovered."""
     mode = str(getattr(config.get_generation_mode(), "value", "unknown"))
     if mode not in _MODES:
         raise NotCovered(f"the mode {mode}")
@@ -99,7 +100,7 @@ def check_mode(config: Any) -> None:
 
 
 def check_inputs(inputs: Mapping[str, Any]) -> None:
-    """`inputs`: what `generate` prepared for the calls of the model.  Raises NotCovered."""
+    """Checks `inputs`, which `generate` prepared for the calls of the model.  Raises NotCovered."""
     for name, value in inputs.items():
         if name not in _PREPARED and value is not None:
             raise NotCovered(f"the argument {name}")
@@ -110,7 +111,7 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
 
 
 def wanted(processors: Iterable[Any], criteria: Iterable[Any], *, draws: bool) -> Wanted:
-    """From the processors and criteria that `generate` prepared, so whatever they came from.
+    """Reads the request from the processors and criteria that `generate` has prepared.
 
     `draws`: `do_sample`.  Raises NotCovered.
     """
@@ -167,12 +168,12 @@ def _sampling(processors: Iterable[Any], draws: bool) -> SamplingOptions:
 def prompts(
     ids: Sequence[Sequence[int]], mask: Sequence[Sequence[float]] | None, *, history: bool
 ) -> list[list[int]]:
-    """The tokens of each row that its mask keeps: those that are no padding.
+    """Returns the tokens of each row that its mask keeps: those that are not padding.
 
-    transformers counts positions over the tokens that are kept, and nothing attends to the others,
-    so these are what it computes with.  The last one must be kept: the first new token is
-    computed from it.  `history`: the choice of a token looks at earlier ones; transformers looks at
-    those that are masked too.  Raises NotCovered.
+    transformers counts positions over the tokens that are kept, and no token attends to the others,
+    so it computes with these alone.  The last token must be kept, since the first new token is
+    computed from it.  `history`: the choice of a token depends on earlier ones, of which
+    transformers includes the masked ones.  Raises NotCovered.
     """
     if not ids or not ids[0]:
         raise NotCovered("an empty prompt")

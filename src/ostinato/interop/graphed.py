@@ -1,17 +1,17 @@
-"""`Graphed`: a function that replays a graph of itself.  It knows no library; `Library` does.
+"""`Graphed`: a function that replays a graph of itself, for any library (`Library`).
 
-It is the door of discovered slots: it reads from the arguments, and from what the function uses
-besides them, which calls are alike, and an `Engine` decides what becomes of a call.  A failure
-costs speed, never answers: whatever cannot be captured runs eagerly and is counted, and what a
-capture that fails did to the host is put back first (`kept.py`).  Keys that differ in plain values
-alone are folded into one that runs eagerly (`folding.py`).
+It is the door of discovered slots: it reads which calls are alike from the arguments and from what
+the function uses besides them, and an `Engine` decides what is done with a call.  A failure costs
+speed, never answers: what cannot be captured runs eagerly and is counted, and host state that a
+failed capture changed is put back first (`kept.py`).  Keys that differ in plain values alone are
+folded into one that runs eagerly (`folding.py`).
 
-The way of a call, each step of which only comes if those before it do not answer:
+The path of a call; each step is taken only if the steps before it give no result:
 
     __call__   a call like one of the last: a whole replay in C (`recheck.py`)
-    _keyed     its key (`arguments.py`, `guards.py`), whose `Line` the engine knows
+    _keyed     its key (`arguments.py`, `guards.py`), whose `Line` the engine has
     Engine     a replay (`_Work.bind`), a warm-up (`warm`), a capture (`build`, `slots.py`) or a
-               graph out of the store (`restored`, `saving.py`), a graph that is bound to memory
+               graph from the store (`restored`, `saving.py`), a graph that is bound to memory
                that has moved (`fits`), a check (`checking.py`), or an eager run and its reason
 """
 
@@ -72,8 +72,7 @@ from ostinato.step import Action, CheckReport, Decision, Reason
 
 _MOST_LINES = 4096
 _MOST_KEPT = 256 << 20
-"""Bytes of arguments that are compared after a warm-up, and of what else a function that is checked
-uses."""
+"""The most bytes of arrays that are copied before a warm-up, to be compared after it."""
 _BROKEN = (
     "a capture was broken from outside ({}). Look for another thread that calls what CUDA forbids "
     "while any stream captures, such as torch.cuda.synchronize() (wait for a stream or an event "
@@ -84,17 +83,17 @@ _FULL = (
     "sizes that change); call forget() to capture again"
 )
 _numbers = itertools.count()
-"""Of keys, in all caches."""
+"""Numbers of keys, over all caches."""
 _OFF = "graphs are switched off (OSTINATO_NO_GRAPHS)"
 _EVERY = "every call"
 _ALL: tuple[Any, ...] = (_EVERY,)
-"""The words and the key of a function that runs eagerly whatever it is given."""
+"""The key, and its text in tables, of a function that runs eagerly for all arguments."""
 
 
 class Graphed(Guarded):
     """A function whose calls replay a graph.  Made by `graphed` of a library's interop.
 
-    Called like the function.  Thread-safe: calls on one stream or on several, one after the other.
+    Called like the function.  Thread-safe: calls run one after the other, on one stream or several.
     """
 
     def __init__(
@@ -111,14 +110,14 @@ class Graphed(Guarded):
     ) -> None:
         self._function = function
         self._original: Callable[..., Any] = function
-        """What a call of a key that was given up calls: of a module it is that, with its hooks."""
+        """The callable for a key that was given up: for a module, the module with its hooks."""
         self._library = library
         self._options = options
         self.cache = cache
-        """Where the graphs are kept."""
+        """The cache that holds the graphs."""
         self.name = name
         self.unavailable = unavailable
-        """Why nothing can be captured on this machine: every call is eager.  Empty if it can."""
+        """The reason why nothing can be captured here, and every call is eager; or empty."""
         self._owns_cache = owns_cache
         self._engine = Engine(cache, None, timed=False)
         self._lock = self._engine.lock
@@ -139,8 +138,8 @@ class Graphed(Guarded):
         )
         self._maker = Maker(self._subject, keeps=stored is not None)
         self._saving = None if stored is None else Saving(self._subject, stored, self._maker)
-        # What the guards saw last: arrays, where they are, and which of the layouts seen so far
-        # these have.  The epoch is another one after each change.
+        # The last reading of the guards: arrays, their addresses, and the number of their layout
+        # among those so far.  Each change increments the epoch.
         self._guarded: list[Any] = []
         self._pointers: list[int] = []
         self._shapes: dict[Hashable, int] = {}
@@ -149,21 +148,20 @@ class Graphed(Guarded):
         self._closed = False
         self._start_over()
         self._nested = 0
-        # Not the other lock: another thread may hold that and wait for the capture that is under
-        # way here.
+        # Not `_lock`: another thread may hold that and wait for the capture that is running here.
         self._nesting = new_lock()
         self._calls = 0
         self._hot: tuple[ShortWay, ...] = ()
-        """Short ways for calls like the last, of the state as it is now."""
+        """Short ways for calls like the last ones, valid for the present state."""
         self._ways: tuple[Callable[[tuple[Any, ...], dict[str, Any]], Any], ...] = ()
-        """Their calls."""
+        """The `call` methods of the short ways."""
         self.__name__ = name
         self.__wrapped__ = function
         self.__doc__ = getattr(function, "__doc__", None)
         self._own_names = frozenset(vars(self)) | {"_own_names"}
 
     def _start_over(self) -> None:
-        """The state of one that was never called."""
+        """Resets the state to that of a function that was never called."""
         self._lines.clear()
         self._folds = Folds()
         self._stateful = 0
@@ -173,7 +171,7 @@ class Graphed(Guarded):
             self._line(_ALL, ReadCall((), {}))
 
     def others(self) -> list[tuple[str, Any]]:
-        """Attributes that the user gave it, which the function may read as its own."""
+        """Returns the attributes that the user has set, which the function may read as its own."""
         return [(n, v) for n, v in vars(self).items() if n not in self._own_names]
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -197,7 +195,7 @@ class Graphed(Guarded):
                 self._refused(error)
                 break
             if result is EAGER:
-                if len(self._ways) > 1:  # it may change what the others rely on
+                if len(self._ways) > 1:  # the call may change what the other ways rely on
                     self._keep_only(way)
                 return self._original(*args, **kwargs)
             if result is not MISSED:
@@ -205,8 +203,8 @@ class Graphed(Guarded):
         return self._long(*args, **kwargs)
 
     def _long(self, *args: Any, **kwargs: Any) -> Any:
-        """A call that no short way answers."""
-        # Where there is no device, the library cannot even tell modes and streams.
+        """Makes a call that no short way serves."""
+        # Without a device the library has neither modes nor streams.
         if not self.unavailable and self._library.capturing():
             with self._nesting:
                 self._nested += 1
@@ -217,7 +215,7 @@ class Graphed(Guarded):
             result = self._keyed(args, kwargs)
         if result is not EAGER:
             return result
-        return self._function(*args, **kwargs)  # without the lock: it may take as long as it likes
+        return self._function(*args, **kwargs)  # without the lock: its run may be long
 
     def _keep_only(self, way: Any) -> None:
         """Ends all short ways but one."""
@@ -225,21 +223,21 @@ class Graphed(Guarded):
             self._set_hot(*[one for one in self._hot if one.way.call == way])
 
     def _refused(self, error: OstinatoError) -> None:
-        """After a replay by a short way was refused: the call goes by its key.  Raises the error if
-        something may have run."""
+        """Ends the short ways after a replay by one was refused, so that the call goes by its key.
+        Raises the error if some work may have run."""
         if isinstance(error, ContextPoisonedError) or not self._engine.settings.plain:
             raise error
         with self._lock:
             self._set_hot()
 
     def _keyed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Makes a call by its key; EAGER if the caller is to run it."""
+        """Makes a call by its key; returns EAGER if the caller must run it."""
         self._calls += 1
         began = 0 if self._calls % TIMED else time.perf_counter_ns()
         line: Line | None
         try:
             if self._engine.broken or not self._options.enabled:
-                # Whatever the key, which may be another one at each call.
+                # One key for all calls: real keys may be new at each call.
                 key, given = _ALL, ReadCall(args, kwargs)
             else:
                 key, given = self._key(args, kwargs)
@@ -262,7 +260,7 @@ class Graphed(Guarded):
             self._engine.entered(line)[1].calls += 1
             raise InputError(f'{line.refused}, or ask for gradients="eager"')
         work, captured = _Work(self, line, given), line.captured()
-        if (  # it is not there, or not what the last decision took it for
+        if (  # there is no graph, or the last decision was for another state
             captured is None
             or captured.epoch != given.epoch
             or (captured.attached and not all(each.fits for each in captured.attached))
@@ -272,7 +270,7 @@ class Graphed(Guarded):
         ):
             work.begin()
             line.decided_at = None
-        del captured  # it goes with its graph
+        del captured  # the graph owns it, and may be dropped now
         try:
             decision = self._engine.call(work)
         except ClosedError:
@@ -286,12 +284,12 @@ class Graphed(Guarded):
         if captured is not None and made is not None:
             if captured.attached or captured.written or captured.tree.given or given.sizes:
                 work.result = self._results(line, captured, given, made)
-            else:  # it leaves nothing but its result, which is made of the copies alone
+            else:  # its only effect is a result of the copies alone
                 work.result = captured.give(made)
             if not (captured.compared or given.sizes):
                 self._compare(line, captured, given)
         if work.slow and self._hot:
-            self._set_hot()  # drops what recursive calls of the function have set meanwhile
+            self._set_hot()  # drops the ways that recursive calls have set meanwhile
         alike = made is not None and not work.slow
         if decision.action is Action.EAGER and decision.reason is not Reason.WARMING_UP:
             alike = key is _ALL or (bool(line.reason) and given.keyed)
@@ -306,7 +304,7 @@ class Graphed(Guarded):
     def _key(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], ReadCall]:
-        """What must be equal for a graph to stand for a call.  Raises Unknown, NotGraphable."""
+        """Returns the key of a call, and the call taken apart.  Raises Unknown, NotGraphable."""
         library, guards = self._library, self._guards
         modes = library.modes()  # first: it raises in modes in which arrays cannot be inspected
         tokens, work = self._subject.arguments.key(args, kwargs)
@@ -342,7 +340,7 @@ class Graphed(Guarded):
         return line
 
     def _give_up(self, line: Line, why: str) -> str:
-        """Lets a key run eagerly from here on; returns the reason, with the function's place."""
+        """Makes a key run eagerly from here on; returns the reason, with the function's place."""
         entry, _ = self._engine.entered(line)
         reason = self._subject.at(why)
         if entry.reason is None:
@@ -350,8 +348,8 @@ class Graphed(Guarded):
         return reason
 
     def _fold(self, key: Any, work: ReadCall) -> Fold | None:
-        """Where a new key is folded with others that differ from it in plain values alone; None if
-        it is to have a line of its own."""
+        """Returns the fold of a new key with others that differ from it in plain values alone; None
+        if the key gets a line of its own."""
         if key is _ALL:
             return None
         flat = key if work.seen is None else (*key[:-4], *key[-4], *key[-3:])
@@ -363,7 +361,7 @@ class Graphed(Guarded):
             return None
         lines = [self._lines.get(each) for _, each in family]
         if any(line is not None and line.refused for line in lines):
-            family.clear()  # each of them raises
+            family.clear()  # each of these keys raises
             return None
         names, what = self._places_in_words(places, work)
         fold = Fold(places, flat, Line(f"{self.name} #{next(_numbers)}", words=names))
@@ -385,8 +383,8 @@ class Graphed(Guarded):
         return fold
 
     def _places_in_words(self, places: Sequence[int], work: ReadCall) -> tuple[str, str]:
-        """A key as it stands in tables, whose tokens at some places change; and what these are
-        of."""
+        """Formats a key for tables, without its tokens at some places, and names the values of
+        these."""
         subject, first = self._subject, len(work.tokens)
         owners = subject.arguments.owners(work) if places[0] < first else []
         inside = self._guards.names() if self._guards is not None and places[-1] >= first else []
@@ -397,11 +395,11 @@ class Graphed(Guarded):
         return ", ".join(filter(None, words)), ", ".join(found)
 
     def _folded(self, fold: Fold, given: ReadCall) -> Any:
-        """A call of a fold, which the caller is to run."""
+        """Counts a call of a fold; returns EAGER, since the caller must run it."""
         line = fold.line
         if fold.endless:
             self._engine.call(_Work(self, line, given))
-        else:  # as the first calls of keys: those of strict ones, too
+        else:  # like first calls of keys, which run eagerly even if `strict`
             _, counts = self._engine.entered(line)
             counts.calls += 1
             counts.ran_eagerly(0, line.reason)
@@ -417,7 +415,7 @@ class Graphed(Guarded):
 
     # ------------------------------------------------------------------------------ replays
     def _stage(self, captured: Captured, work: ReadCall, poisoned: bool) -> None:
-        """Copies inputs of which some are shorter than their memory."""
+        """Copies a call's arrays into the inputs, of which some are longer than the arrays."""
         library = self._library
         for into, leaf, dynamic in zip(captured.inputs, work.leaves, work.axes, strict=True):
             if dynamic is None:
@@ -432,7 +430,7 @@ class Graphed(Guarded):
                 library.poison(library.rest(into, axis, size), front, axis)
 
     def _results(self, line: Line, captured: Captured, work: ReadCall, made: Sequence[Any]) -> Any:
-        """What a call gives after its replay.  `made`: the copies that the graph has made."""
+        """Returns the result of a call after its replay.  `made`: outputs that the graph copied."""
         library = self._library
         for each in captured.attached:
             if getattr(each.array, each.name) is not each.after:
@@ -457,16 +455,16 @@ class Graphed(Guarded):
         return captured.give(made, given, outputs)
 
     def _giver(self, captured: Captured) -> Callable[..., Any]:
-        """See `Captured.give`."""
+        """Returns the function for `Captured.give`."""
         library, build = self._library, captured.tree.build
         if self._options.results == "static":
             return self._static_giver(captured)
         moved = () if captured.moves is None else captured.moves.outputs
         if moved and len(moved) == len(captured.outputs):
             return build
-        # What is given of each output: a copy, by the graph (None) or by the library; or an array
-        # over static memory, which is another one each time, since its shape may be changed in
-        # place.  Static arrays stay themselves.
+        # For each output the result has a copy, by the graph (None) or by the library; or an array
+        # over static memory, a new one each time, since its shape may be changed in place.
+        # Static arrays stay themselves.
         kept = {id(array) for _, array in captured.bound.storages}
         hows: list[Callable[[Any], Any] | None] = []
         for index, (output, copied) in enumerate(
@@ -487,8 +485,9 @@ class Graphed(Guarded):
         return give
 
     def _static_giver(self, captured: Captured) -> Callable[..., Any]:
-        """The outputs themselves, but copies of those that lie in the graph's inputs: the next call
-        may be given them as other arguments, and its copies would overwrite each other."""
+        """Returns a function that gives the outputs themselves, but copies of those in the graph's
+        inputs: the next call may take these as other arguments, whose copies would overwrite each
+        other."""
         library, build = self._library, captured.tree.build
         memory = [*map(library.storage, captured.inputs)]
         passed = [any(m.holds(library.address(o)) for m in memory) for o in captured.outputs]
@@ -506,8 +505,8 @@ class Graphed(Guarded):
         return give
 
     def _compare(self, line: Line, captured: Captured, work: ReadCall) -> None:
-        """After the first replay of a graph: finds the arguments that it writes though no write was
-        counted, and copies those back."""
+        """Finds, after the first replay of a graph, the arguments that it writes without a counted
+        write, and copies these back."""
         captured.compared = True
         found = self._uncounted(line.written, work.leaves, dict(enumerate(captured.inputs)))
         for index in found:
@@ -517,8 +516,8 @@ class Graphed(Guarded):
 
     # --- the short way
     def _heat(self, line: Line, work: _Work, key: Any, reason: str) -> None:
-        """Looks for a short way for calls like this one, which was just replayed, or runs eagerly
-        for a reason that stays."""
+        """Makes a short way, if there is one, for calls like this one, which was just replayed or
+        which runs eagerly for a lasting reason."""
         hot: ShortWay | None = None
         if key is _ALL:
             hot = eager(line, None, reason)
@@ -528,7 +527,7 @@ class Graphed(Guarded):
             seen = self._guarded, self._pointers, key[-1]
             if reason:
                 made = None
-                with suppress(Exception):  # of an array that no graph takes
+                with suppress(Exception):  # raised for an array that no graph takes
                     made = checked(subject, given, (), seen, self._note)
                 hot = None if made is None else eager(line, made.match, reason)
             elif stream is not None and captured is not None:
@@ -546,11 +545,12 @@ class Graphed(Guarded):
         self._ways = tuple([one.way.call for one in hot])
 
     def _note(self, checks: Checks) -> None:
-        """Notes what else must be as it is for a short way to stand for a call."""
+        """Notes further state that must be unchanged for a short way; for subclasses."""
 
     # ------------------------------------------------------------------------------ the rest
     def _refusal(self, work: ReadCall) -> str:
-        """Why a call can be no graph, as far as that is known before it ran; empty if it can."""
+        """Describes why a call cannot be a graph, as far as that shows before it runs, or returns
+        ""."""
         subject, seen = self._subject, work.seen
         reason = subject.refusal([*work.leaves, *work.statics])
         if not reason and seen is not None:
@@ -559,17 +559,17 @@ class Graphed(Guarded):
         return reason or subject.hidden(work)
 
     def _warm_up(self, line: Line, work: ReadCall) -> Any:
-        """The first call of a key: it runs eagerly, beside the caller's stream.
+        """Runs the first call of a key eagerly, on a stream beside the caller's.
 
-        Raises _NoCopies, and nothing ran then, if there is no memory for copies of its arguments.
+        Raises _NoCopies, before anything runs, if there is no memory for copies of the arguments.
         """
         subject, library, options = self._subject, self._library, self._options
         state = work.state
         places = self._places(work.leaves + work.statics), self._places(state)
         versions = [*map(library.version, work.leaves)]
         versions_before = [*map(library.version, state)]
-        # A check writes again what a replay has written, and a file takes it for a constant, if it
-        # is not known.
+        # Writes must be known: a check puts back what is written, and files hold all else as
+        # constants.
         asked = options.verify != "off" or self._saving is not None
         try:
             kept = self._kept(work.leaves)
@@ -634,14 +634,14 @@ class Graphed(Guarded):
         line.warmed = True
         if not work.sizes:
             with suppress(OutOfMemoryError):  # the capture makes it then
-                self._maker.mover()  # now: memory is measured around a capture
+                self._maker.mover()  # now, since memory is measured around a capture
         return result
 
     def _places(self, arrays: Sequence[Any]) -> list[int]:
         return [*map(self._library.address, arrays)]
 
     def _kept(self, arrays: Sequence[Any]) -> dict[int, Any]:
-        """Copies of arrays, by their places, as far as they are not large: the small ones first."""
+        """Copies arrays, the small ones first, up to `_MOST_KEPT` bytes; returns them by index."""
         library, left, kept = self._library, _MOST_KEPT, {}
         sizes = [library.storage(array).nbytes for array in arrays]
         for index in sorted(range(len(arrays)), key=sizes.__getitem__):
@@ -653,8 +653,8 @@ class Graphed(Guarded):
     def _uncounted(
         self, counted: Collection[int], arrays: Sequence[Any], like: Mapping[int, Any]
     ) -> set[int]:
-        """Which arrays are not like others any more though no write was counted: kernels of the
-        user's own write them, or operations that the library does not see."""
+        """Returns the indices of arrays that have changed without a counted write: by kernels of
+        the user's own, or by operations that the library does not count."""
         return {
             index
             for index, other in like.items()
@@ -662,14 +662,14 @@ class Graphed(Guarded):
         }
 
     def _overlaps(self, line: Line, work: ReadCall) -> bool:
-        """Whether an argument that is copied shares memory with something that the function writes:
-        the copy would not see that."""
+        """True if a copied argument shares memory with an array that the function writes: the copy
+        would not show the write."""
         memory = self._library.storage
         copied = [*map(memory, work.leaves)]
         if not copied:
             return False
         state = work.state
-        # If an argument is written, whatever else the function reads may be in its memory.
+        # If an argument is written, any other array that the function reads may be in its memory.
         others = state if line.written else [state[i] for i in line.state if i < len(state)]
         pairs = itertools.combinations(copied, 2) if line.written else ()
         more = itertools.product(copied, map(memory, others))
@@ -709,7 +709,7 @@ class Graphed(Guarded):
         return made
 
     def _fit(self, line: Line, work: ReadCall) -> bool:
-        """Whether the graph of a key can be replayed for a call, bound anew where that must be."""
+        """True if the graph of a key can be replayed for a call; binds it anew if it must be."""
         captured = line.captured()
         assert line.entry is not None and line.entry.graph is not None
         if captured is None:
@@ -724,12 +724,13 @@ class Graphed(Guarded):
         return not line.unbound
 
     def _attach(self, captured: Captured, line: Line) -> None:
-        """Makes a captured or restored graph the one of a key."""
+        """Makes a captured or restored graph the graph of a key."""
         captured.give = self._giver(captured)
         line.captured = weakref.ref(captured)
 
     def _learn(self, line: Line, captured: Captured, work: ReadCall) -> Any:
-        """An eager run that tells which axes of the results are dynamic."""
+        """Runs a call eagerly, and learns which axes of its result are dynamic; returns its
+        result."""
         result = self._function(*work.args, **work.kwargs)
         try:
             tree = self._subject.arguments.tree(result, work)
@@ -740,11 +741,13 @@ class Graphed(Guarded):
         return result
 
     def save(self, *, check: bool = True) -> dict[str, str]:
-        """Writes the graphs that are kept now to the store; why some were not written, by key.
+        """Writes the graphs that are kept now to the store; returns why some were not written, by
+        key.
 
-        Each is captured once more, which proves which words of it are addresses, launched, and
-        checked in another process (`graphfile.save`).  Nobody may use its memory meanwhile.  Raises
-        InputError without a store, NotAvailableError without a device, ContextPoisonedError.
+        Each graph is captured once more, which proves which words of it are addresses, launched,
+        and checked in another process (`graphfile.save`).  Nothing else may use its memory
+        meanwhile.  Raises InputError without a store, NotAvailableError without a device,
+        ContextPoisonedError.
         """
         if self.unavailable:
             raise NotAvailableError(f"graphed {self.name} has no graph to save: {self.unavailable}")
@@ -755,14 +758,14 @@ class Graphed(Guarded):
 
     # ------------------------------------------------------------------------------ looking
     def statistics(self) -> GraphedStatistics:
-        """Counts since it was made, with a line for each key."""
+        """Returns counts since it was made, with an element for each key."""
         with self._lock:
             for hot in self._hot:
                 hot.count()
             broken = "" if self._engine.broken is None else self._engine.broken[1]
             if not self._options.enabled:
                 broken = _OFF
-            closed = self.cache.closed  # it knows no new keys
+            closed = self.cache.closed  # a closed cache takes no new keys
             lines = [one for one in self._lines.values() if one.entry is not None or not closed]
             found = self._engine.statistics(lines, lambda call: cast(Line, call).words)
         if broken:
@@ -779,11 +782,11 @@ class Graphed(Guarded):
         )
 
     def explain(self) -> str:
-        """A table: each key, what is done with its calls, and why.
+        """Returns a table: each key, what is done with its calls, and why.
 
-        Nobody sees what a captured function puts on CUDA's legacy default stream: it ran at the
-        capture and is missing from each replay.  OSTINATO_BLOCKING_CAPTURES=1 in the environment
-        makes such a function run eagerly, and the reason here names its line.
+        Work that a captured function submits to CUDA's legacy default stream is not noticed: it
+        runs at the capture and is missing from each replay.  OSTINATO_BLOCKING_CAPTURES=1 in the
+        environment makes such a function run eagerly, and the reason here names its line.
         """
         statistics = self.statistics()
         text = explained(statistics.keys)
@@ -792,7 +795,7 @@ class Graphed(Guarded):
         return text
 
     def inspect(self) -> str:
-        """The graphs that are kept, each as the library's table of its nodes."""
+        """Returns the graphs that are kept, each as a table of its nodes."""
         parts = []
         with self._lock:
             for line in self._lines.values():
@@ -804,7 +807,7 @@ class Graphed(Guarded):
     def forget(self) -> int:
         """Drops every graph, and forgets why keys ran eagerly; returns how many were dropped.
 
-        The next call of each key captures again; for what a guard does not see.
+        The next call of each key captures again.  For changes that no guard reads.
         """
         with self._lock:
             names = [line.name for line in self._lines.values()]
@@ -819,7 +822,7 @@ class Graphed(Guarded):
         return self._closed
 
     def close(self) -> None:
-        """Gives the graphs and their memory back.  Calls raise ClosedError from here on."""
+        """Frees the graphs and their memory.  Later calls raise ClosedError."""
         with self._lock:
             if self._closed:
                 return
@@ -844,23 +847,22 @@ _UNSEEN = (
 
 
 class _NoCopies(Exception):
-    """There is no memory for copies of a call's arguments."""
+    """An error: the device has no memory for copies of a call's arguments."""
 
 
 class _Work(Work):
-    """One call of a function."""
+    """A call of a function."""
 
     call: Line
     captured: Captured | None = None
-    """What belongs to the graph that was replayed."""
+    """The record of the graph that was replayed."""
     made: Sequence[Any] | None = None
-    """The copies that the graph has made; None if nothing was replayed, or if the result is
-    there."""
+    """The outputs that the graph copied; None if nothing was replayed, or if `result` is set."""
     result: Any = EAGER
     slow = False
-    """Whether it was more than a replay."""
+    """True if the call was more than a replay."""
     ran = False
-    """Whether the function was run for it."""
+    """True if the function was run for the call."""
     _built = False
     _learns: Captured | None = None
     _why = ""
@@ -894,7 +896,7 @@ class _Work(Work):
     # --- running
     def begin(self, *, inside: bool = False) -> None:
         self.slow = True
-        # No plain replay until this call is over: it may change what they rely on.
+        # No short way until this call is over: it may change what the ways rely on.
         if self.door._hot:
             self.door._set_hot()
 
@@ -920,7 +922,7 @@ class _Work(Work):
 
     @property
     def submitted(self) -> int:
-        return 0  # by the library, which does not tell
+        return 0  # the library does not count what it submits
 
     def words(self, decision: Decision) -> str:
         told = decision.reason in (Reason.NOT_GRAPHABLE, Reason.BUILD_FAILED, Reason.MISMATCH)
@@ -1015,6 +1017,6 @@ def _itself(array: Any) -> Any:
 
 
 def _fits(line: Line, work: ReadCall) -> bool:
-    """Whether it is known what to cut from the results for the sizes of a call."""
+    """True if the cuts of the results are known for the sizes of a call."""
     padded = [d.place for d in work.dynamic if d is not None and d.size != d.capacity]
     return line.learned.issuperset(padded)

@@ -1,7 +1,7 @@
-"""Numba: our streams for its launches, arrays over our buffers.
+"""Numba: its launches on ostinato's streams, its arrays over ostinato's buffers.
 
 Numba has no graphs of its own: launch its kernels on `external_stream(stream)` inside
-`ostinato.capture(stream)`.  Run them once before: a first launch compiles and loads.
+`ostinato.capture(stream)`.  Run them once before the capture: a first launch compiles and loads.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["as_array", "external_stream"]
 
 
 def external_stream(stream: Stream) -> Any:
-    """Our stream as a Numba stream."""
+    """Returns a Numba stream for an ostinato stream."""
     return cuda.external_stream(stream.handle)
 
 
 def as_array(buffer: Buffer) -> Any:
-    """A Numba device array over the buffer's memory, without a copy and without a synchronise."""
+    """Returns a Numba device array over the buffer's memory, without a copy or a synchronise."""
     as_cuda_array: Any = cuda.as_cuda_array
     return as_cuda_array(buffer, sync=False)

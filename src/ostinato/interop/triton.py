@@ -1,8 +1,8 @@
-"""Triton: its kernels on our streams.
+"""Triton: its kernels on ostinato's streams.
 
 Triton launches on torch's current stream and takes torch tensors, so this is `interop.torch` with
-one more rule: a kernel compiles and loads at its first launch of each specialisation,
-and that breaks a capture.  `warm` makes that first launch before.
+one more rule: a kernel compiles and loads at its first launch of each specialisation, and that
+breaks a capture.  `warm` makes that first launch before.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ __all__ = ["as_tensor", "use_stream", "warm"]
 
 
 def warm(stream: Stream, work: Callable[[], object]) -> None:
-    """Runs `work` once on our stream and waits, so that everything in it is compiled and loaded.
+    """Runs `work` once on an ostinato stream and waits, so that its kernels are compiled and
+    loaded.
 
-    It really runs: give it scratch buffers, or a step whose repetition does no harm.
+    The work really runs: give it scratch buffers, or a step that may be repeated.
     """
     with use_stream(stream):
         work()

@@ -1,4 +1,5 @@
-"""Values at fixed device addresses that kernels in a graph read, and the host sets in between."""
+"""Values at fixed device addresses that kernels in a graph read, and that the host sets in
+between."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from ostinato.memory.buffer import device_dtype
 from ostinato.state.staging import StagingRing
 
 LARGEST = 64 << 10
-"""Bytes of a state."""
+"""The most bytes of a device state."""
 
 
 class DeviceArray(Closeable):
@@ -28,11 +29,10 @@ class DeviceArray(Closeable):
         positions = ost.DeviceArray(device, 4, "i4")
         positions.set([0, 7, 7, 9], stream)
 
-    `dtype`: a number or a struct, in words of signatures ("u32") or as NumPy takes it; the whole is
-    1 byte to 64 KiB.  Its content is undefined until it is set.  Writes go through pinned memory in
-    stream order, so no replay reads a half-written value.  `depth`: writes that may be under way
-    before `set` waits for the oldest.
-    Raises InputError, OutOfMemoryError.
+    `dtype`: a number or a struct, as a word of signatures ("u32") or a NumPy dtype; the whole array
+    has 1 byte to 64 KiB.  The content is undefined until it is set.  Writes go through pinned
+    memory in stream order, so no replay reads a half-written value.  `depth`: the number of writes
+    that may be under way before `set` waits for the oldest.  Raises InputError, OutOfMemoryError.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DeviceArray(Closeable):
 
     @property
     def address(self) -> int:
-        """Where it begins.  Raises ClosedError after `close()`."""
+        """The address of the first byte.  Raises ClosedError after `close()`."""
         return self.buffer.address
 
     @property
@@ -72,16 +72,16 @@ class DeviceArray(Closeable):
 
     @property
     def range(self) -> MemoryRange:
-        """Its address and bytes; after `close()` those that it had."""
+        """The address and the bytes, also after `close()`."""
         return self.buffer.range
 
     @property
     def closed(self) -> bool:
-        """Whether the memory was given back."""
+        """True once the memory was given back."""
         return self.buffer.closed
 
     def watch(self, watcher: Watcher) -> None:
-        """See `Buffer.watch`."""
+        """Calls `Buffer.watch`."""
         self.buffer.watch(watcher)
 
     @property
@@ -95,20 +95,20 @@ class DeviceArray(Closeable):
     def set(self, value: object, stream: Stream) -> None:
         """Sets the whole content in stream order, as one copy.
 
-        Returns at once unless `depth` writes are under way; then it waits for the oldest of them.
-        `value`: an array of the shape, or a sequence of tuples or mappings of fields for structs.
-        Raises InputError if a value does not fit its type (floats may be rounded), CaptureError in
-        a capture, ClosedError.
+        Returns at once unless `depth` writes are under way; then waits for the oldest of them.
+        `value`: an array of the shape, or for structs a sequence of tuples or of mappings of
+        fields.  Raises InputError if a value does not fit its type (floats may be rounded),
+        CaptureError in a capture, ClosedError.
         """
         array = as_exact(value, self.dtype, self.shape)
         self._ring.write(self.buffer, array.tobytes(), stream)
 
     def read(self, stream: Stream) -> npt.NDArray[Any]:
-        """The content after the stream's work so far; waits for it."""
+        """Returns the content after the stream's work so far, for which it waits."""
         return self.buffer.to_numpy(stream)
 
     def field(self, name: str) -> Buffer:
-        """A field of a single struct, as a buffer for kernels.
+        """Returns a field of a single struct, as a buffer for kernels.
 
         Raises InputError for an unknown field or more than one element.
         """
@@ -128,12 +128,12 @@ class DeviceArray(Closeable):
 
 
 class DeviceScalar(DeviceArray):
-    """One typed value (or one struct) at a fixed address, updated in stream order.
+    """One typed value (or one struct) at a fixed address, set in stream order.
 
         length = ost.DeviceScalar(device, "u4", initial=1, stream=stream)
         length.set(2, stream)
 
-    As `DeviceArray`.  `initial`, if given, is set on `stream`, which must be given then.
+    Otherwise like `DeviceArray`.  `initial`, if given, is set on `stream`, which is needed then.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class DeviceScalar(DeviceArray):
 
 
 def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """`value` as an array of exactly this dtype and shape.
+    """Converts `value` to an array of exactly this dtype and shape.
 
     Raises InputError if the shape differs, a field is missing or unknown, or a number does not
     survive the conversion (out of bounds, fraction lost); floats may be rounded to narrower ones.
@@ -169,8 +169,8 @@ def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt
 
 
 def _with_tuples(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> object:
-    """`value` with structs as `exact_array` takes them: a list for each axis, a tuple for each
-    struct.  Here a struct may be a list or a mapping too, since the shape tells them apart."""
+    """Converts structs in `value` for `exact_array`: a list for each axis, a tuple for each struct.
+    A struct may be a list or a mapping too, since the shape tells them apart."""
     if dtype.names is None or isinstance(value, np.ndarray | np.generic):
         return value
     if shape:

@@ -1,8 +1,8 @@
-"""A ring of pinned memory that host values pass through on their way to the device.
+"""A ring of pinned memory through which host values go to the device.
 
 An entry is used again only once the copy out of it is done, so a copy in flight never reads
-half-written bytes.  The caller does not wait for the device as long as fewer than `depth` writes
-are under way.
+half-written bytes.  The caller does not wait for the device while fewer than `depth` writes are
+under way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ONCE = "its bytes come from an entry of the ring, which later writes use again"
 
 
 class StagingRing:
-    """`depth` pinned entries of `nbytes` bytes, used in turn.  Thread-safe."""
+    """A ring of `depth` pinned entries of `nbytes` bytes, used in turn.  Thread-safe."""
 
     def __init__(self, context: Context, nbytes: int, *, depth: int = 4) -> None:
         entries = whole_number(depth)
@@ -38,11 +38,11 @@ class StagingRing:
         self._entries = [self._memory.view(i * stride, nbytes) for i in range(depth)]
         self._views: list[npt.NDArray[np.uint8]] = [entry.array for entry in self._entries]
         self._done: list[Event | None] = [None] * depth
-        """By entry: the event recorded after the last copy out of it."""
+        """The event after the last copy out of each entry."""
         self._unmarked: list[Stream | None] = [None] * depth
-        """By entry: the stream of a copy after which no event could be recorded."""
+        """The stream of each entry whose last copy has no event, because recording it failed."""
         self._streams: list[Stream | None] = [None] * depth
-        """By entry: the stream of its last copy."""
+        """The stream of the last copy out of each entry."""
         self._closed = False
         self._next = 0
         self._waits = 0
@@ -54,15 +54,15 @@ class StagingRing:
 
     @property
     def waits(self) -> int:
-        """How often a write had to wait because all entries were still in flight."""
+        """The number of writes that had to wait because all entries were in flight."""
         return self._waits
 
     def write(self, dst: Buffer, data: bytes | memoryview, stream: Stream) -> None:
         """Copies `data` to the beginning of `dst` in stream order, as one copy.
 
-        Returns at once unless all entries are in flight.  Raises InputError if it does not fit,
-        ClosedError, and CaptureError during a capture: each replay would copy whatever the entry
-        holds by then.
+        Returns at once unless all entries are in flight.  Raises InputError if the data does not
+        fit, ClosedError, and CaptureError during a capture: each replay would copy the content that
+        the entry has by then.
         """
         require_stream(stream, "set(value, stream)", self._memory.context)
         size = len(data)
@@ -78,7 +78,7 @@ class StagingRing:
             index = self._next
             self._next = (index + 1) % self.depth
             context = self._memory.context
-            if context.captures:  # of other streams; they forbid this thread to ask for events
+            if context.captures:  # captures on other streams forbid this thread to query events
                 before = context.driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
                 try:
                     self._wait_for(index)
@@ -103,11 +103,11 @@ class StagingRing:
         if done is not None and not done.done:
             self._waits += 1
             done.synchronize()
-        # Of a copy whose event could not be recorded, or whose write was interrupted.
+        # The stream of a copy whose event could not be recorded, or whose write was interrupted.
         stream = self._unmarked[index]
         if stream is not None and not stream.closed:
             stream.synchronize()
-        elif stream is not None:  # closed, and its work may be under way
+        elif stream is not None:  # a closed stream, whose work may be under way
             mark, driver = stream.mark(), self._memory.context.driver
             if mark is not None:
                 try:
@@ -117,7 +117,7 @@ class StagingRing:
         self._unmarked[index] = None
 
     def close(self) -> None:
-        """Gives the pinned memory back once the copies out of it are done.  Idempotent."""
+        """Frees the pinned memory once the copies out of it are done.  Idempotent."""
         with uninterrupted, self._lock:
             if self._closed:
                 return

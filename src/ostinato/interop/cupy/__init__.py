@@ -1,4 +1,4 @@
-"""CuPy: functions that replay graphs of themselves; its graphs adopted; streams and arrays.
+"""CuPy: graphed functions, adopted graphs, streams and arrays.
 
 from ostinato.interop.cupy import graphed
 

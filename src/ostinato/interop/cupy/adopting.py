@@ -1,4 +1,4 @@
-"""CuPy: its graphs adopted, our streams current in it, arrays over our buffers."""
+"""CuPy: adopts its graphs; gives it ostinato's streams, and arrays over ostinato's buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ except ImportError as error:
 
 
 def adopt_graph(device: Device, graph: Any) -> Graph:
-    """The definition inside a `cupy.cuda.Graph`, which is kept alive."""
+    """Adopts the definition inside a `cupy.cuda.Graph`, which is kept alive.
+
+    Raises InputError for an object without a graph handle."""
     handle = getattr(graph, "graph", None)
     if not isinstance(handle, int) or not handle:
         raise InputError(f"{type(graph).__name__} holds no graph handle")
@@ -24,12 +26,12 @@ def adopt_graph(device: Device, graph: Any) -> Graph:
 
 
 def external_stream(stream: Stream) -> Any:
-    """Our stream as a CuPy stream; `with` makes it current."""
+    """Returns a CuPy stream for an ostinato stream; `with` makes it current."""
     if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
         return cupy.cuda.Stream.from_external(stream)
     return cupy.cuda.ExternalStream(stream.handle)
 
 
 def as_array(buffer: Buffer) -> Any:
-    """A CuPy array over the buffer's memory, without a copy; it keeps the buffer alive."""
+    """Returns a CuPy array over the buffer's memory, without a copy; it keeps the buffer alive."""
     return cupy.asarray(buffer)

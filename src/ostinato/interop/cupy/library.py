@@ -1,6 +1,6 @@
 """`graphed`: a function of CuPy that replays a graph of itself.
 
-What is keyed, captured and replayed is in `interop.reading`; here is what CuPy does for it.
+`interop.reading` makes keys, captures and replays; this file does CuPy's part.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def graphed(
     device: Device | None = None,
     name: str | None = None,
 ) -> Any:
-    """A function that replays a graph of itself; called like the original.
+    """Wraps a function so that it replays a graph of itself; called like the original.
 
         step = graphed(function)
         y = step(x)
 
-    As `interop.torch.graphed`, whose options these are, but for CuPy:
+    The options are those of `interop.torch.graphed`, but for:
 
     * `writes`: whether the function may write arrays that it is given.  CuPy does not count writes,
-      so they are copied back after each replay; False saves that.
+      so all arguments are copied back after each replay; False saves that.
     * Random numbers of cuRAND (`cupy.random.rand` and others of the legacy interface) would be the
       same in each replay: such a function runs eagerly, with the reason.
 
@@ -114,7 +114,7 @@ def graphed(
 
 
 class CuPy:
-    """What CuPy does for `Graphed` (`interop.reading.library.Library`)."""
+    """CuPy's operations for `Graphed` (`interop.reading.library.Library`)."""
 
     array_type = cupy.ndarray
     held: tuple[type, ...] = ()
@@ -128,17 +128,17 @@ class CuPy:
         self._streams: dict[int, Stream] = {}
         self._side: Stream | None = None
         self._pool = cupy.cuda.MemoryPool(self._allocate)
-        """All that is allocated in captures.  Nothing else uses its memory, so that what a graph
-        points at stays its own."""
+        """The pool of all memory that is allocated in captures.  Only graphs use it, so the memory
+        that a graph points at is never given to other arrays."""
 
     def _allocate(self, nbytes: int) -> Any:
-        """New memory for the pool, also while this thread captures."""
+        """Allocates memory for the pool, also while this thread captures."""
         with self._relaxed():
             return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
 
     @contextmanager
     def _relaxed(self) -> Iterator[None]:
-        """In the block this thread may allocate and free memory while any thread captures."""
+        """Lets this thread allocate and free memory in the block while any thread captures."""
         driver = self.device.driver
         before = driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
         try:
@@ -170,7 +170,7 @@ class CuPy:
         return MemoryRange(int(memory.ptr), int(memory.size))
 
     def memory(self, array: Any, /) -> list[tuple[MemoryRange, object]]:
-        # None: another thread makes it just now.
+        # None while another thread is making the array.
         memory = None if array.data is None else array.data.mem
         if memory is None:
             return []
@@ -188,7 +188,7 @@ class CuPy:
         return ""
 
     def hidden(self, array: Any, names: object, *, copied: bool = False) -> str:
-        return ""  # arrays have no attributes of the user's
+        return ""  # arrays take no attributes of the user's
 
     def lost(self, array: Any, /) -> str:
         return ""
@@ -197,7 +197,7 @@ class CuPy:
         return []
 
     def live(self) -> None:
-        """Arrays have no such state."""
+        """Returns None: arrays have no such state."""
 
     def wants_gradient(self, result: Any, /) -> bool:
         return False
@@ -264,7 +264,7 @@ class CuPy:
                 f"node {drawing.index} ({drawing.name}) draws random numbers with cuRAND, which "
                 "would be the same in each replay; draw them outside, and give them as an argument"
             )
-        # Adopted: what CuPy's kernels point at is not known to this library.
+        # Adopted, since ostinato cannot read what CuPy's kernels point at.
         return Graph.adopt(self.device, int(graph.handle), owner=(graph, self._pool)), result
 
     def out_of_memory(self, error: BaseException, /) -> bool:
@@ -359,10 +359,10 @@ class CuPy:
 
     # --- random numbers
     def save_random(self) -> Any:
-        """Functions that draw from generators of the host run eagerly."""
+        """Returns None: functions that draw from generators of the host run eagerly."""
 
     def restore_random(self, state: Any) -> None:
-        """There is no state."""
+        """Does nothing: no state is saved."""
 
     def seeding(self) -> Callable[[Collection[str]], str]:
         return lambda named: ""  # draws of its generators are refused
@@ -376,6 +376,7 @@ def _explained(error: Exception) -> str:
 
 
 def _drawing(nodes: Sequence[Node]) -> Node | None:
-    """A node of cuRAND, whose generators count on the host what they have drawn."""
+    """Returns a node of cuRAND, or None. cuRAND's generators count on the host what they have
+    drawn."""
     parts = "curand", "gen_sequenced", "generate_seed"
     return next((n for n in every_node(nodes) if any(part in n.name for part in parts)), None)

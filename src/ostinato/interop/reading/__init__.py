@@ -1,1 +1,1 @@
-"""What `graphed` of each library shares: keys, guards, padding, replays.  Imports no library."""
+"""The parts of `graphed` that all libraries share: keys, guards, padding, graphs.  Imports none."""

@@ -1,4 +1,4 @@
-"""The arguments of a call: what of them is in its key, and which arrays are copied."""
+"""The arguments of a call: their part of the key, and the arrays that are copied."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ostinato.interop.reading.trees import (
 
 
 class Arguments:
-    """How the arguments of one function are taken apart, and put together again.
+    """The arguments of one function: takes them apart, and puts them together again.
 
     Raises InputError for options that name a parameter which the function does not have."""
 
@@ -37,23 +37,23 @@ class Arguments:
         self._library, self._options = library, options
         self._array_types = {library.array_type}
         self.names, rest = _parameters(function)
-        """Of the positional parameters."""
+        """The names of the positional parameters."""
         axes = options.padding.axes if options.padding else {}
         self._special = {*options.static, *axes}
         for given in (*self._special, *options.fill):
             if given not in self.names and not rest:
                 raise InputError(f"{name} has no parameter {given!r} (it has {self.names})")
         self._watched: dict[int, tuple[weakref.ref[Any], ObjectWatch]] = {}
-        """Of static objects, by their addresses: objects that are equal hold other arrays."""
+        """Watches of static objects, by address: equal objects may hold different arrays."""
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """The arguments with the names of their parameters; "*" for those without."""
+        """Yields the arguments with the names of their parameters; "*" for those without a name."""
         names = itertools.chain(self.names, itertools.repeat("*"))
         return itertools.chain(zip(names, args, strict=False), kwargs.items())
 
     # --- taking apart
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Hashable], ReadCall]:
-        """What of the arguments must be equal for a graph to stand for a call, and the call taken
+        """Returns the tokens that must be equal for a graph to serve a call, and the call taken
         apart.  Raises Unknown, NotGraphable."""
         work = ReadCall(args, kwargs)
         tokens: list[Hashable] = []
@@ -70,16 +70,16 @@ class Arguments:
             for name, value in kwargs.items():
                 tokens.append(name)
                 self._add(name, value, tokens, work)
-            if work.sizes:  # sizes that are equal are one size, whatever array they come from
+            if work.sizes:  # equal sizes count as one size, also of different arrays
                 tokens.append(tuple(map(work.sizes.index, work.sizes)))
         leaves = [*map(id, work.leaves)]
-        if len({*leaves}) < len(leaves):  # the function may ask which are one (`key is value`)
+        if len({*leaves}) < len(leaves):  # the function may compare them (`key is value`)
             tokens.append(("the same", *map(leaves.index, leaves)))
         return tokens, work
 
     def changed(self, work: ReadCall, tokens: list[Hashable]) -> bool:
-        """Whether the arguments are not as they were when a call was taken apart: a list has other
-        items, an attribute another array."""
+        """True if the arguments have changed since a call was taken apart: a list has other items,
+        an attribute another array."""
         try:
             again, now = self.key(work.args, work.kwargs)
         except (Unknown, NotGraphable):
@@ -88,7 +88,7 @@ class Arguments:
         return again != tokens or not same(arrays, work.leaves + work.statics)
 
     def _add(self, name: str, value: Any, tokens: list[Hashable], work: ReadCall) -> None:
-        """Adds one argument to a key."""
+        """Adds the tokens of one argument."""
         library = self._library
         if name in self._options.static:
             self._add_static(value, tokens, work)
@@ -115,7 +115,7 @@ class Arguments:
             size, fill = signature[0][axis], self._options.fill.get(name)
             work.dynamic.append(Dynamic(axis, size, shape[axis], len(work.sizes), fill))
             work.sizes.append(size)
-            # Without strides: it is copied into memory of its own layout.
+            # Without strides: the array is copied into memory of its own layout.
             tokens.append((shape, axis, signature[1], *signature[3:]))
 
     def _add_static(self, value: Any, tokens: list[Hashable], work: ReadCall) -> None:
@@ -138,7 +138,7 @@ class Arguments:
             )
 
     def keep(self, work: ReadCall, kept: HostSnapshot) -> None:
-        """Notes what the static arguments hold, which the function itself is given."""
+        """Notes in `kept` the content of the static arguments, which are passed as they are."""
         for name, value in self.named(work.args, work.kwargs):
             if name in self._options.static:
                 self._keep(value, kept)
@@ -165,7 +165,7 @@ class Arguments:
 
         def drop(gone: object) -> None:
             found = watched.get(key)
-            if found is not None and found[0] is gone:  # else another one has its address
+            if found is not None and found[0] is gone:  # else another object has its address
                 del watched[key]
 
         with contextlib.suppress(TypeError):  # no weak references
@@ -176,7 +176,7 @@ class Arguments:
     def replaced(
         self, work: ReadCall, leaves: Sequence[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other arrays in the places of those that are copied."""
+        """Returns the arguments with `leaves` in the places of the arrays that are copied."""
         rest = iter(leaves)
         library, static = self._library, self._options.static
 
@@ -194,13 +194,13 @@ class Arguments:
         return tuple(args), kwargs
 
     def tree(self, result: Any, work: ReadCall) -> Tree:
-        """A result taken apart.  Objects that were given as static arguments stay themselves.
+        """Takes a result apart, except for objects that were given as static arguments.
 
         Raises Unknown."""
         return tree_of(result, "result", self._library, self.static_objects(work))
 
     def static_objects(self, work: ReadCall) -> list[Any]:
-        """The static arguments that are neither arrays nor containers."""
+        """Returns the static arguments that are neither arrays nor plain values nor containers."""
         library = self._library
         return [
             value
@@ -213,14 +213,14 @@ class Arguments:
 
     # --- in words
     def words(self, work: ReadCall, changing: Collection[str] = ()) -> str:
-        """The arguments as they stand in tables; "…" for the value of those that are `changing`."""
+        """Formats the arguments for tables, with "…" for the value of those in `changing`."""
         given = self.named(work.args, work.kwargs)
         return ", ".join(
             [f"{n}={'…' if n in changing else self._word(n, value)}" for n, value in given]
         )
 
     def owners(self, work: ReadCall) -> list[str]:
-        """The argument that each of the tokens of a call is of, if not all are plain arrays."""
+        """Returns the name of each token's argument; not for calls of plain arrays alone."""
         owners: list[str] = []
         tokens: list[Hashable] = []
         again = ReadCall(work.args, work.kwargs)
@@ -248,7 +248,7 @@ class Arguments:
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
-    """The names of positional parameters, and whether it takes others by keyword."""
+    """Returns the names of the positional parameters, and whether there are other parameters."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
 """The memory of a check for a function: its results, and the arrays that it writes.
 
-The eager run comes last, since the function is run only once, and its answer counts.  Turn 2, for
-calls with dynamic sizes, has poisoned padding.
+The eager run comes last: the function runs only once, and its answer counts.  Turn 2, for calls
+with dynamic sizes, has poisoned padding.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ostinato.step import Cause, Finding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Content:
-    """All of it at one moment."""
+    """The content of this memory at one moment."""
 
     tree: Tree | None
-    """Of the result of the run before."""
+    """The result of the run before, taken apart; None if that cannot be done."""
     unknown: str = ""
-    """Why that is None."""
+    """The reason why `tree` is None; empty if it is not."""
     leaves: Sequence[Any] = ()
     written: Sequence[Any] = ()
     gradients: Sequence[Any] = ()
-    """Those that the function replaces."""
+    """The gradients that the function replaces."""
     random: Any = None
-    """The generators' states; None after the last run, of which they are in the generators."""
+    """States of the generators; None after the last run, when the generators have these states."""
 
 
 class CallEffects(Memory[_Content]):
-    """What a function gives, writes and draws in one call."""
+    """The results, written arrays, gradients and generator states of one call."""
 
     def __init__(self, subject: Subject, line: Line, captured: Captured, work: ReadCall) -> None:
         self._subject, self._line, self._captured, self._work = subject, line, captured, work
@@ -70,7 +70,7 @@ class CallEffects(Memory[_Content]):
         )
 
     def start(self, before: _Content, turn: int, eager: _Content | None) -> _Content:
-        if turn != 1:  # the first
+        if turn != 1:  # before turn 1 nothing has been written
             self.restore(before)
         return before
 
@@ -79,7 +79,7 @@ class CallEffects(Memory[_Content]):
         for array, content in zip(self._written, before.written, strict=True):
             if library.difference(
                 array, content, None
-            ):  # else its version would change for nothing
+            ):  # a copy of equal content would change the array's version
                 library.copy(array, content)
         self._captured.detach()
         library.restore_random(before.random)
@@ -94,7 +94,7 @@ class CallEffects(Memory[_Content]):
         return Finding("a check failed", what + found, Cause.FROZEN)
 
     def _first(self, eager: _Content, replayed: _Content) -> str:
-        """How a replay and the eager run differ first; empty if they do not."""
+        """Describes the first difference between a replay and the eager run; empty without one."""
         if eager.tree is None:
             return f"the result cannot be built again: {eager.unknown}"
         if eager.tree.tokens != self._captured.tree.tokens:
@@ -125,7 +125,7 @@ class CallEffects(Memory[_Content]):
         return self._subject.library.difference(one, other, self._subject.options.tolerance)
 
     def _writers(self, output: int) -> str:
-        """The kernels of the graph that point at one of its outputs, in words."""
+        """Names the kernels of the graph that point at one of its outputs."""
         subject = self._subject
         address = subject.library.address(self._captured.outputs[output])
         with subject.cache.hold(self._line.name) as run:

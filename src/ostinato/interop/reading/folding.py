@@ -1,5 +1,5 @@
-"""Keys that differ in plain values alone.  A number that is another one at each call (a position)
-would make a key of each call and a graph of none: such keys are folded into one."""
+"""Folds keys that differ in plain values alone.  A number that is another one at each call (a
+position) would make a key for each call and a graph for none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from ostinato.interop.reading.records import Line
 
 MOST = 8
-"""Keys that differ in the same plain values alone before these are folded."""
+"""Keys that differ in the same plain values alone before they are folded."""
 _MOST_MET = 128
 _MOST_FAMILIES = 64
 _MOST_COMPARED = 16
@@ -21,21 +21,21 @@ Flat: TypeAlias = tuple[Hashable, ...]
 
 
 class Fold:
-    """Keys that are one line."""
+    """Keys that share one line."""
 
     def __init__(self, places: tuple[int, ...], flat: Flat, line: Line) -> None:
         """`flat`: one of the keys."""
         self.places, self.line = places, line
-        """Where the keys differ."""
+        """Indices of the tokens in which the keys differ."""
         self.same = _without(flat, places)
-        """What they have in common."""
+        """The tokens that the keys have in common."""
         self._met: OrderedDict[Hashable, None] = OrderedDict()
         """The values of the last calls, which may come again."""
         self.endless = False
-        """Whether more different values came than are remembered."""
+        """True if there were more different values than are remembered."""
 
     def comes_again(self, flat: Flat) -> bool:
-        """Whether a call's values were met before: then it gets a key of its own."""
+        """True if a call's values were met before, so that the call gets a key of its own."""
         values = tuple([flat[place] for place in self.places])
         if values in self._met:
             del self._met[values]
@@ -55,15 +55,15 @@ class Folds:
 
     def __init__(self) -> None:
         self._recent: deque[tuple[Flat, Hashable]] = deque(maxlen=_MOST_COMPARED)
-        """Keys that were new."""
+        """The latest new keys."""
         self._families: OrderedDict[tuple[tuple[int, ...], Flat], list[tuple[Flat, Hashable]]] = (
             OrderedDict()
         )
-        """Keys that differ, by where they do and what they have in common."""
+        """Keys that differ in plain values, by the places of these and the tokens in common."""
         self._folds: dict[tuple[int, ...], dict[Flat, Fold]] = {}
 
     def find(self, flat: Flat) -> Fold | None:
-        """The fold that a key belongs to."""
+        """Returns the fold that a key belongs to, or None."""
         for places, folds in self._folds.items():
             fold = folds.get(_without(flat, places))
             if fold is not None and _are_plain(flat, places):
@@ -73,8 +73,8 @@ class Folds:
     def family(
         self, flat: Flat, key: Hashable
     ) -> tuple[tuple[int, ...], list[tuple[Flat, Hashable]]]:
-        """Notes a new key.  The most keys that differ in the same places alone, itself with them,
-        and these places."""
+        """Notes a new key.  Returns the places and the keys of the largest family, itself included,
+        whose keys differ in these places alone."""
         found: tuple[tuple[int, ...], list[tuple[Flat, Hashable]]] = (), []
         for places in {places for places, _ in self._families}:
             family = self._families.get((places, _without(flat, places)))
@@ -94,12 +94,12 @@ class Folds:
         return found
 
     def add(self, fold: Fold) -> None:
-        """Its keys are folded from here on."""
+        """Folds the keys of a family from here on."""
         self._families.pop((fold.places, fold.same), None)
         self._folds.setdefault(fold.places, {})[fold.same] = fold
 
     def drop(self, fold: Fold) -> None:
-        """Its keys are new again."""
+        """Ends a fold: its keys are new again."""
         folds = self._folds[fold.places]
         del folds[fold.same]
         if not folds:
@@ -107,7 +107,7 @@ class Folds:
 
 
 def _differing(one: Flat, other: Flat) -> tuple[int, ...]:
-    """Where two keys differ, if they do in plain values alone; else nothing."""
+    """Returns the places where two keys differ, if they differ in plain values alone; else ()."""
     if len(one) != len(other):
         return ()
     places = [place for place, differs in enumerate(map(operator.ne, one, other)) if differs]
@@ -116,7 +116,7 @@ def _differing(one: Flat, other: Flat) -> tuple[int, ...]:
 
 
 def _without(flat: Flat, places: Sequence[int]) -> Flat:
-    """A key without the values at some places, if it is as long as that."""
+    """Returns a key without the values at some places; empty if the key is too short."""
     if places[-1] >= len(flat):
         return ()
     rest = [*flat]
@@ -130,7 +130,7 @@ def _are_plain(flat: Flat, places: Sequence[int]) -> bool:
 
 
 def _is_plain(token: Any) -> bool:
-    """Whether a token is of a value, and not of an array or of how a container is put together."""
+    """True if a token is that of a plain value, not of an array or of a container's kind."""
     if type(token) is not tuple or len(token) < 2 or not isinstance(token[0], type):
         return False
     if token[0] is tuple:

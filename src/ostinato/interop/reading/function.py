@@ -1,4 +1,4 @@
-"""What is graphed, and what the parts of a `Graphed` share."""
+"""A graphed function with its options, guards and cache, shared by the parts of a `Graphed`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ostinato.interop.reading.trees import Unknown
 _WORD = re.compile(r"[^\W\d]\w*")
 _MOST_NAMED = 3
 _DRAWING = frozenset([*dir(random), *dir(np.random)])
-"""What draws from the generators of Python and NumPy, and more."""
+"""Names of the functions that draw from the generators of Python and NumPy, and others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:
-    """A function, how it is graphed, and where its graphs are."""
+    """A function, the way it is graphed, and the cache of its graphs."""
 
     function: Callable[..., Any]
     name: str
@@ -37,33 +37,33 @@ class Subject:
     options: GraphedOptions
     arguments: Arguments
     guards: Guards | None
-    """None if it uses nothing besides its arguments, or if that is not looked at."""
+    """The guards; None if there is nothing to guard, or if guards are switched off."""
     code: Guards
-    """The same whatever is looked at: what the function's code names."""
+    """The guards of the function even if guards are switched off: the names in its code."""
     turns: Turns
     cache: GraphCache
     lock: Any
 
     def at(self, reason: str) -> str:
-        """A reason with the place where the function is defined."""
+        """Returns a reason with the place where the function is defined."""
         return f"{reason}; {self.name} is at {_where(self.function)}"
 
     def refusal(self, arrays: Iterable[Any]) -> str:
-        """Why one of some arrays can be no part of a graph; empty if all can."""
+        """Describes why one of some arrays cannot be part of a graph; empty if all can."""
         return next(filter(None, map(self.library.refusal, arrays)), "")
 
     def hidden(self, work: ReadCall) -> str:
-        """What of the arrays of a call a graph would not see, in words; empty if there is none.
+        """Describes an attribute of a call's arrays that a graph would not read, or returns "".
 
-        Of an argument the graph has a copy, which has no attributes of the user's."""
+        The graph has a copy of each argument, without the attributes that the user has set."""
         hidden, names = self.library.hidden, self.code.named
         found = [hidden(array, names, copied=True) for array in work.leaves]
         found += [hidden(array, names) for array in work.state]
         return next(filter(None, found), "")
 
     def overwritten(self, captured: Captured, work: ReadCall) -> set[int]:
-        """Which arguments of a call are static results of the one before: a replay overwrites them,
-        whatever the function does to its arguments."""
+        """Returns the indices of the arguments of a call that are static results of the call
+        before: a replay overwrites them, whatever the function does to its arguments."""
         if self.options.results != "static":
             return set()
         library = self.library
@@ -72,11 +72,11 @@ class Subject:
         return {i for i, place in enumerate(places) if any(m.holds(place) for m in memory)}
 
     def pointers(self, work: ReadCall) -> list[int]:
-        """Where the static arguments of a call are."""
+        """Returns the addresses of the static arguments of a call."""
         return [*map(self.library.address, work.statics)]
 
     def keep(self, work: ReadCall) -> HostSnapshot:
-        """What a run of a call may change on the host, to be put back."""
+        """Returns a snapshot of the host state that a run of a call may change, to restore it."""
 
         def note(kept: HostSnapshot) -> None:
             if self.guards is not None:
@@ -87,8 +87,8 @@ class Subject:
         return HostSnapshot(note)
 
     def changed_state(self, work: ReadCall) -> str:
-        """What the function uses besides its arguments and is not as it was when a call began;
-        empty if all is."""
+        """Names what the function uses besides its arguments and has changed since a call began;
+        empty if nothing has changed."""
         if self.guards is None or work.seen is None:
             return ""
         try:
@@ -98,11 +98,11 @@ class Subject:
         return self.located(self.guards.explain(work.seen, now))
 
     def drawing(self) -> Callable[[bool], str]:
-        """A function that tells which generator of Python or NumPy, of those that all code shares,
-        the function drew from since now, and puts that back if so asked; empty if from none.
+        """Returns a function that names the shared generator of Python or NumPy from which the
+        function has drawn since now, and, if `undo`, restores its state; "" if there is none.
 
-        Other threads draw from them, too: where there are any, the code must name what draws, or
-        that of a function that it names."""
+        Other threads draw from them too: if there are any, a draw counts only if the function's
+        code, or that of a function that it names, names a function that draws."""
         before = random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
 
         def found(undo: bool) -> str:
@@ -122,22 +122,22 @@ class Subject:
         return found
 
     def seeded(self) -> str:
-        """Where the function may give a generator a seed."""
+        """Returns the lines on which the function may give a generator a seed."""
         lines = [lines_of(self.function, [name]) for name in self.library.seeds]
         return self.place(sorted({line for several in lines for line in several}))
 
     def place(self, lines: Sequence[int]) -> str:
-        """Lines of the function, in words."""
+        """Formats lines of the function as " at file:line, ..."; empty if there are none."""
         code, named = code_of(self.function), ", ".join(map(str, lines[:_MOST_NAMED]))
         return "" if code is None or not lines else f" at {code.co_filename}:{named}"
 
     def located(self, names: Iterable[str]) -> str:
-        """Names of what the function uses, in words, with the lines of it that name them."""
+        """Formats names of what the function uses, with the lines of the function that name it."""
         found: dict[str, list[str]] = {}
         for name in names:
             place = self.place(lines_of(self.function, _WORD.findall(name)))
             found.setdefault(place, []).append(name)
-        # What most of it is of comes first: a scheduler, before the optimiser that it changes.
+        # The place with most names comes first: a scheduler, before the optimiser that it changes.
         places = sorted(found.items(), key=lambda each: -len(each[1]))[:_MOST_NAMED]
         return "; ".join(
             [
@@ -148,6 +148,6 @@ class Subject:
 
 
 def _where(function: Callable[..., Any]) -> str:
-    """The file and line where a function is defined."""
+    """Returns the file and line where a function is defined."""
     code = code_of(function)
     return "an unknown place" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -1,20 +1,20 @@
-"""What a function uses besides its arguments, as far as it can be seen.
+"""Guards: read again what a function uses besides its arguments, as far as its code shows that.
 
 Pure.  A graph freezes what the function read while it was captured: a number of its closure, a
 global, an attribute of the object that it is a method of, a weight's address.  A guard reads these
 again at each call.  Plain values become part of the key.  Arrays are watched: the graph is bound
-anew where one moved.
+anew when one moves.
 
-Read are, of the function and of those that it wraps (`functools.wraps`): closure cells, default
-values, globals that its own code names (also those that are defined later), the object of a bound
-method, and what its code names of that object's class.  Of each of these: plain values, arrays,
-nested tuples, lists, dicts and dataclasses, sets, small NumPy arrays, data of C, bound methods,
-partials, and modules of the library.  Of other objects: items, plain attributes and arrays, and
-what else of them the code names, by the names of attributes in it (also as texts, where it calls
-`getattr`) and in the methods of these objects that it calls (`self.config.scale`), three objects
-deep; of functions, and of modules and classes of the user's, what the code names; all that there is
-of objects of which the library says so (`states.py`).  Not read is what other functions that it
-calls read by themselves.  An iterator or a random generator makes a call run eagerly.
+A guard reads, for the function, for those that it wraps (`functools.wraps`), and for functions of
+the user's that they may call: closure cells, default values, globals that the code names (also
+those that are defined later), the object of a bound method, and what the code names of that
+object's class.  In each of these it reads plain values, arrays, nested tuples, lists, dicts and
+dataclasses, sets, small NumPy arrays, data of C, bound methods, partials, and modules of the
+library.  In other objects, up to eight levels deep, it reads items, plain attributes, arrays, and
+the attributes that the code names, also as texts for `getattr` and in the methods that it calls
+(`self.config.scale`); of functions, and of modules and classes of the user's, what the code names;
+of objects that the library declares (`states.py`), everything.  It does not read what functions of
+installed packages use.  An iterator or a random generator makes a call run eagerly.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ from ostinato.interop.reading.trees import (
 _DEEPEST = 8
 _MOST_ITEMS = 1000
 _MOST = 4096
-"""Objects that are looked into, and bytes of a NumPy array that is compared."""
+"""The most objects that are looked into, and the most bytes of a NumPy array that is compared."""
 
 Trail: TypeAlias = tuple[Any, ...]
-"""Where a value is: the name of its place, then what it is an item or an attribute of."""
+"""The place of a value: the name of its place, then the items and attributes on the way."""
 
 
 class Walker:
-    """Takes what a walk through all that a function uses meets (`Guards.walk`), in order.  What it
-    does not define is passed over."""
+    """A receiver of all that a function uses, in order (`Guards.walk`).  A method that a subclass
+    does not define ignores what it is given."""
 
     def start(self) -> None:
-        """Before each place of the function itself, and before those of functions that it calls."""
+        """Begins a place of the function, or, once at the end, the places of called functions."""
 
     def place(self, place: ReadPlace, value: Any) -> None:
         pass
@@ -96,54 +96,56 @@ class Walker:
         pass
 
     def function(self, path: Trail, value: types.FunctionType) -> None:
-        """One of the user's that may be called: its code and its default values may be replaced
-        (`%autoreload`)."""
+        """Receives a function of the user's that may be called: its code and its default values may
+        be replaced (`%autoreload`)."""
 
     def methods(self, kind: type, found: dict[str, Any]) -> None:
-        """What the code names of a class of the user's: its methods may be replaced."""
+        """Receives what the code names of a class of the user's: its methods may be replaced."""
 
     def variable(self, path: Trail, value: Any, content: Any) -> None:
-        """A context variable or a weak reference, before its content."""
+        """Receives a context variable or a weak reference, before its content."""
 
     def watched(self, path: Trail, watch: Watch) -> None:
-        """Before what else it holds."""
+        """Receives a watch, before the other objects that it holds (`Watch.others`)."""
 
     def container(self, path: Trail, value: Any, head: Hashable, children: list[Any]) -> None:
-        """Before its children."""
+        """Receives a container, before its children."""
 
     def contents(self, path: Trail, value: Any, token: Hashable) -> None:
-        """Something that is compared by what it holds."""
+        """Receives an object that is compared by its content, of which `token` is made."""
 
     def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
-        """Anything else, before those of its attributes that are looked at; None if none is.
+        """Receives any other object, before those of its attributes that are read: `inside`, or
+        None.
 
-        `inner`: it is somewhere in another object, and these are those that the code names."""
+        `inner`: the object is inside another one, and these are the attributes that the code
+        names."""
 
     def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
-        """The items of something else that is a container, before they are looked at."""
+        """Receives the items of an object that is also a container, before they are read."""
 
 
-class Seen(NamedTuple):  # it is made in each call, and a dataclass takes twice as long
-    """What a function uses besides its arguments, at one moment."""
+class Seen(NamedTuple):  # made in each call; a dataclass takes twice as long
+    """The values that a function uses besides its arguments, at one moment."""
 
     tokens: tuple[Hashable, ...]
     arrays: list[Any]
     starts: list[tuple[int, int]]
-    """How many tokens and arrays there were before each place, and before what it calls."""
+    """The numbers of tokens and arrays before each place, and before the functions called."""
 
 
 class Guarded:
-    """A function with guards of its own, which count for functions that call it."""
+    """A function with guards of its own, which also guard the functions that call it."""
 
     _guards: Guards | None = None
 
     @property
     def guards(self) -> Guards | None:
-        """None if it uses nothing that could change."""
+        """The guards; None if the function uses nothing that could change."""
         return self._guards
 
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
-        """Adds what it uses to `tokens` and `arrays`; nothing for a function that uses itself."""
+        """Appends what the function uses to `tokens` and `arrays`; nothing for a recursive read."""
         if self._guards is None or self in _here.reading:
             return
         _here.reading.append(self)
@@ -170,14 +172,14 @@ class Guarded:
 class _Here(threading.local):
     def __init__(self) -> None:
         self.reading: list[Guarded] = []
-        """Functions whose guards are read now."""
+        """Functions whose guards this thread is reading."""
 
 
 _here = _Here()
 
 
 class _Reading(Walker):
-    """A walk that makes a key."""
+    """A walk that makes the tokens of a key."""
 
     def __init__(self, serial: Callable[[object], int]) -> None:
         self._serial = serial
@@ -189,7 +191,7 @@ class _Reading(Walker):
         self.starts.append((len(self.tokens), len(self.arrays)))
 
     def array(self, path: Trail, array: Any) -> None:
-        self.tokens.append(Leaf)  # where it is: `[array, 2.0]` is not `[2.0, array]`
+        self.tokens.append(Leaf)  # marks the place: `[array, 2.0]` is not `[2.0, array]`
         self.arrays.append(array)
 
     def plain(self, path: Trail, value: Any) -> None:
@@ -222,7 +224,7 @@ class _Reading(Walker):
 
 
 class _Naming(_Reading):
-    """The same, and where the value of each token is; empty for those that are of none."""
+    """A `_Reading` that also names the place of each token's value."""
 
     def __init__(self, serial: Callable[[object], int]) -> None:
         super().__init__(serial)
@@ -273,24 +275,24 @@ class _Naming(_Reading):
 
 @dataclass(slots=True)
 class _Known:
-    """An object that was met before."""
+    """The record of an object that was met."""
 
     itself: Callable[[], object]
     serial: int
-    """Unlike an address it is never given to another object."""
+    """A number that, unlike an address, is never given to another object."""
     watch: Watch | None
 
 
 class _Met(set[int]):
-    """The addresses of the objects that a walk met."""
+    """The addresses of the objects that a walk has met."""
 
     def __init__(self) -> None:
         super().__init__()
         self.called: list[tuple[types.FunctionType, bool]] = []
-        """The user's functions that may be called; and whether they hardly are: those of a class
+        """The user's functions that may be called, and whether that is unlikely: those of a class
         that the code names, perhaps for `isinstance` alone."""
         self.kinds: set[tuple[type, bool]] = set()
-        """Classes whose methods were shown, and whether as hardly called."""
+        """Classes whose methods the walker has received, and whether as unlikely to be called."""
         self._called: set[tuple[types.FunctionType, bool]] = set()
 
     def call(self, functions: Iterable[types.FunctionType], *, hardly: bool = False) -> None:
@@ -301,25 +303,25 @@ class _Met(set[int]):
 
 
 class _Methods(NamedTuple):
-    """What is known of the methods of a class."""
+    """The methods of a class that may be called."""
 
     named: int
-    """How many attributes the code named when they were looked at."""
+    """The number of attributes that the code named when the methods were looked up."""
     names: set[str]
     found: dict[str, Any]
     functions: list[types.FunctionType]
-    """Those that may be called."""
+    """The functions of the methods, and those that these call."""
 
 
 class _Drops:
-    """Forgets what is known of an object that is gone."""
+    """A callback that removes the record of an object when the object is destroyed."""
 
     def __init__(self, known: dict[int, _Known], key: int) -> None:
         self._known, self._key = known, key
 
     def __call__(self, reference: object) -> None:
         known = self._known.get(self._key)
-        # Another object may have the same address, and so the same key, by now.
+        # Another object may have this address, and so this key, by now.
         if known is not None and known.itself is reference:
             del self._known[self._key]
 
@@ -334,16 +336,16 @@ class Guards:
         self._named: set[str] = set()
         """Attributes that the function's code names."""
         self._described: set[type] = set()
-        """Classes of which the code names an attribute that a descriptor in Python makes."""
+        """Classes with an attribute that the code names and that a descriptor in Python makes."""
         self._learned: dict[tuple[type, bool], _Methods] = {}
         self._function = function
         self._called: weakref.WeakKeyDictionary[
             types.FunctionType, tuple[types.CodeType, tuple[ReadPlace, ...]]
         ] = weakref.WeakKeyDictionary()
-        """Functions that it may call, their code, and the places in it."""
+        """Functions that the function may call, with their code and the places in it."""
         self.places: tuple[ReadPlace, ...] = ()
         self._codes: list[tuple[types.FunctionType, types.CodeType]] = []
-        """The functions whose places these are, and the code that they were found in."""
+        """The functions that `places` were found in, with their code at that time."""
         self._look()
 
     def _look(self) -> None:
@@ -355,33 +357,33 @@ class Guards:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to read."""
+        """True if there is nothing to read."""
         return not (self.places or self._codes)
 
     @property
     def named(self) -> frozenset[str]:
-        """Attributes that the code names, as far as it is known."""
+        """Attributes that the code names, as far as they were found so far."""
         return frozenset(self._named)
 
     def read(self) -> Seen:
-        """What the function uses now."""
+        """Reads the values that the function uses now."""
         for function, code in self._codes:
             if function.__code__ is not code:
                 self._look()
                 break
         known = -1
-        while known != len(self._named):  # again where methods were met that name other attributes
+        while known != len(self._named):  # again if a method named further attributes
             known = len(self._named)
             reading = _Reading(self.serial)
             met = self.walk(reading)
-        if len(self._known) > 2 * len(met) + 64:  # most of them are not used any more
+        if len(self._known) > 2 * len(met) + 64:  # most records are of no use any more
             # Over a set made at once: `_Drops` may remove entries while this runs.
             for key in {*self._known} - met:
                 self._known.pop(key, None)
         return Seen(tuple(reading.tokens), reading.arrays, reading.starts)
 
     def walk(self, walker: Walker) -> set[int]:
-        """Shows a walker all that the function uses; the addresses of the objects that it met."""
+        """Shows a walker all that the function uses; returns the addresses of the objects met."""
         met = _Met()
         for function, _ in self._codes:
             walker.function((function.__name__,), function)
@@ -428,7 +430,7 @@ class Guards:
         met: _Met,
         inner: bool = False,
     ) -> None:
-        """`inner`: whether it is somewhere in an object."""
+        """Visits a value.  `inner`: the value is inside an object."""
         library = self._library
         if library.is_array(value):
             walker.array(path, value)
@@ -441,7 +443,7 @@ class Guards:
             if value is os.getenv:
                 self._visit(walker, (path, "environ"), os.environ, depth, met, inner)
         with_attributes = type(value) is types.FunctionType and _has_attributes(value)
-        if with_attributes:  # it may stand for an object that the library knows
+        if with_attributes:  # it may stand for an object that the library watches
             watch = self.watch(value)
             if watch is not None:
                 self._visit_watched(walker, path, value, watch, depth, met)
@@ -468,7 +470,7 @@ class Guards:
         token = contents_of(value)
         if token is not None:
             walker.contents(path, value, token)
-            if attributes_of(value) is None:  # objects of the user's classes may have some besides
+            if attributes_of(value) is None:  # objects of the user's classes may have attributes
                 return
         known = depth >= _DEEPEST and (id(value) in met or len(met) >= _MOST)
         found = None if known else children_of(value, library)
@@ -511,10 +513,10 @@ class Guards:
                 self._visit(walker, (path, name), child, depth + 1, met, True)
 
     def _visit_space(self, walker: Walker, path: Trail, value: Any, depth: int, met: _Met) -> None:
-        """A module, a class, or a function with attributes."""
+        """Visits a module, a class, or a function with attributes."""
         own = isinstance(value, types.FunctionType) or value is os or is_own(value)
         own = own and depth < _DEEPEST and id(value) not in met
-        if own and isinstance(value, type):  # it may be called
+        if own and isinstance(value, type):  # the class may be called
             self._visit_methods(walker, value, met, hardly=True)
         inside = data_in(value, self._named) if own else None
         if inside or isinstance(value, types.ModuleType):
@@ -533,7 +535,7 @@ class Guards:
         depth: int,
         met: _Met,
     ) -> None:
-        """The items of a container of another class, or of one with objects as its keys."""
+        """Visits the items of a container of another class, or of one with objects as its keys."""
         kind, plain, paired = type(value), self._library.plain, len(items) > len(value)
         if isinstance(value, set | frozenset) or paired:
             keys = items[: len(value)]
@@ -550,7 +552,7 @@ class Guards:
     def _inside(
         self, walker: Walker, value: object, inner: bool, met: _Met
     ) -> dict[str, Any] | None:
-        """The attributes of an object that are looked at."""
+        """Returns the attributes of an object that are read; None if it has none."""
         found, library, named = attributes_of(value), self._library, self._named
         if found is None:
             return None
@@ -574,8 +576,8 @@ class Guards:
         return inside | {name: shared[name] for name in sorted(shared)} if shared else inside
 
     def _visit_methods(self, walker: Walker, kind: Any, met: _Met, *, hardly: bool) -> None:
-        """The methods of a class of the user's that may be called.  `hardly`: the code names the
-        class itself, so its constructor is one of them."""
+        """Visits the methods of a class of the user's that may be called.  `hardly`: the code names
+        the class itself, so its constructor may be called too."""
         named, known = self._named, self._learned.get((kind, hardly))
         found = {} if known is None else methods_of(kind, known.names)
         if known is None or known.named != len(named) or known.found != found:
@@ -619,13 +621,13 @@ class Guards:
                 self._visit(walker, (path, name), child, depth + 1, met, inner)
 
     def watch(self, value: Any) -> Watch | None:
-        """How to read an object with a state of its own; None for all others."""
+        """Returns the watch of an object with a state of its own; None for all others."""
         if type(value) in _CONTAINERS:
             return None
         return self._look_up(value).watch
 
     def serial(self, value: object) -> int:
-        """A number that stands for an object."""
+        """Returns the number that stands for an object."""
         return self._look_up(value).serial
 
     def _look_up(self, value: Any) -> _Known:
@@ -643,14 +645,14 @@ class Guards:
         return known
 
     def names(self) -> list[str]:
-        """Where the value of each token is that `read` gives now."""
+        """Returns the place of each token's value, for the tokens that `read` returns now."""
         naming = _Naming(self.serial)
         self.walk(naming)
         return naming.names
 
     def explain(self, before: Seen, after: Seen) -> list[str]:
-        """The names of what differs between two readings, of which the second was made just now;
-        none if nothing does."""
+        """Returns the names of what differs between two readings, of which the second was made just
+        now; empty if nothing does."""
         if before.tokens == after.tokens and same(before.arrays, after.arrays):
             return []
         if len(before.tokens) == len(after.tokens):
@@ -669,7 +671,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _has_attributes(value: Any) -> bool:
-    """Whether it is a function with attributes of its own."""
+    """True if a value is a function with attributes of its own."""
     return type(value) is types.FunctionType and bool(vars(value))
 
 
@@ -678,12 +680,12 @@ _VARIABLES = (ContextVar, weakref.ref)
 
 
 def content_of(variable: Any) -> Any:
-    """What a context variable or a weak reference holds now."""
+    """Returns the present content of a context variable or a weak reference."""
     return variable.get(Missing) if type(variable) is ContextVar else variable()
 
 
 def code_token(function: types.FunctionType) -> Hashable:
-    """What stands for what a function does, as far as it is the function's own."""
+    """Returns the token of a function's own behaviour: its code and its default values."""
     given, named = function.__defaults__, function.__kwdefaults__
     if given is None and named is None:
         return function.__code__
@@ -695,7 +697,7 @@ def code_token(function: types.FunctionType) -> Hashable:
 
 
 def size_of(value: Any) -> int | None:
-    """How many items a large table of plain values has, which are not looked at."""
+    """Returns the length of a large table of plain values, whose items are not read; else None."""
     if type(value) not in _CONTAINERS or len(value) <= _MOST_ITEMS:
         return None
     first = itertools.islice(value.values() if type(value) is dict else value, 16)
@@ -710,11 +712,11 @@ _NOT_CALLED = frozenset(
         *("reduce", "reduce_ex", "getstate", "setstate", "copy", "deepcopy", "eq", "hash"),
     )
 )
-"""Special methods that a function hardly calls of what it uses, and that name all there is."""
+"""Special methods that a function rarely calls, and that name all attributes of an object."""
 _MAKING = frozenset(["__new__", "__init__", "__post_init__"])
 _SPACES = (types.ModuleType, type)
 _ITERATED = ("builtins", "itertools")
-"""Modules of iterators, of which nothing tells how far they are: a replay does not move them."""
+"""Modules of iterators whose position cannot be read: a replay does not advance them."""
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _C_DATA: Any = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
 _NUMPY = (np.ndarray, np.void)
@@ -725,7 +727,7 @@ _WRAPPERS = frozenset(
 
 
 def _bound(value: Any) -> list[Any] | None:
-    """What a function and its first arguments that were put together consist of."""
+    """Returns the parts of a function that is bound to arguments; None for other values."""
     if type(value) is types.MethodType:
         return [value.__func__, value.__self__]
     if isinstance(value, _BUILT_IN):
@@ -737,7 +739,7 @@ def _bound(value: Any) -> list[Any] | None:
 
 
 class _Moving(Unknown):
-    """An object with a state on the host that a replay leaves as it is."""
+    """An error: a value has a state on the host that a replay does not change."""
 
     def __init__(self, path: str, value: object, what: str) -> None:
         super().__init__(path, value)
@@ -749,7 +751,7 @@ class _Moving(Unknown):
 
 
 def in_words(path: Trail) -> str:
-    """A path in words: `self.layers[0]`."""
+    """Formats a path: `self.layers[0]`."""
     *before, last = path
     if not before:
         return str(last)
@@ -762,7 +764,7 @@ def _itself(value: object) -> object:
 
 
 def _parts(seen: Seen) -> list[tuple[tuple[Hashable, ...], list[Any]]]:
-    """What was read at each place."""
+    """Returns the tokens and the arrays of each place."""
     ends = [*seen.starts[1:], (len(seen.tokens), len(seen.arrays))]
     return [
         (seen.tokens[a:b], seen.arrays[c:d])
@@ -771,7 +773,7 @@ def _parts(seen: Seen) -> list[tuple[tuple[Hashable, ...], list[Any]]]:
 
 
 def contents_of(value: Any) -> Hashable | None:
-    """What stands for something that is compared by what it holds; None for anything else."""
+    """Returns a token of an object's content, for types that are compared so; None for others."""
     kind: Any = type(value)
     if value is os.environ:
         return kind, frozenset(value.items())
@@ -781,7 +783,7 @@ def contents_of(value: Any) -> Hashable | None:
         return kind, bytes(value)
     if kind is array.array and len(value) * value.itemsize <= _MOST:
         return kind, value.typecode, value.tobytes()
-    if issubclass(kind, _NUMPY):  # `isinstance` asks the value, which may run Python or lie
+    if issubclass(kind, _NUMPY):  # `isinstance` reads the value's `__class__`, which may run Python
         if value.nbytes > _MOST or value.dtype.hasobject:
             return None
         masked = value.mask.tobytes() if issubclass(kind, np.ma.MaskedArray) else None

@@ -1,5 +1,5 @@
-"""What a run of a function may change on the host, kept, and put back if the run does not count: a
-capture that fails has run Python, and its work on the device did not happen."""
+"""A snapshot of host state that a run of a function may change, put back if the run does not count:
+a capture that fails has run Python, while its work on the device did not happen."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ostinato.interop.reading.places import ReadPlace
 
 
 class HostSnapshot(Walker):
-    """Notes what all that it meets holds.  What is in the memory of
-    arrays is not noted: a capture writes none.
+    """The content of all host objects that it is shown.  The memory of arrays is left out, since no
+    capture writes it.
 
-    Only what changes between `begin` and `end` is put back: other threads may change the same
+    Puts back only what changes between `begin` and `end`: other threads may change the same
     objects."""
 
     def __init__(self, note: Callable[[HostSnapshot], None]) -> None:
-        """`note`: notes all that may change."""
+        """`note`: notes everything that the run may change."""
         self._note = note
         self._held: dict[int, tuple[Any, Any]] = {}
-        """By addresses: what holds something, and all that it holds."""
+        """Objects with content, and that content, by the object's address."""
         self._named: list[tuple[Any, str, Any]] = []
         """Dicts, and objects without one of their own, a name in each, and its value."""
         self._guards: list[Guards] = []
@@ -36,12 +36,12 @@ class HostSnapshot(Walker):
         """Attributes that the code names."""
 
     def begin(self) -> None:
-        """A run begins, where the last one did, if there was one."""
+        """Begins a run; a second run begins with the state that the first one began with."""
         self.put_back()
         self._note(self)
 
     def end(self) -> None:
-        """The run is over."""
+        """Ends the run, and keeps only what it has changed."""
         self._named = [each for each in self._named if _named(*each[:2]) is not each[2]]
         self._held = {key: each for key, each in self._held.items() if _differs(*each)}
 
@@ -57,14 +57,14 @@ class HostSnapshot(Walker):
             noted.clear()
 
     def hold(self, held: Any) -> None:
-        """Notes what something holds, if that can change."""
+        """Notes the content of an object, if that can change."""
         if id(held) not in self._held:
             found = _taken(held)
             if found is not None:
                 self._held[id(held)] = held, found
 
     def attributes(self, found: Iterable[tuple[Any, str, Any]]) -> None:
-        """Notes attributes of objects: the object, the name and the value."""
+        """Notes attributes of objects: each as the object, the name and the value."""
         self._named += found
 
     # --- a walk
@@ -101,7 +101,7 @@ class HostSnapshot(Walker):
         self._whole(value)
 
     def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
-        # Not all that it holds: other threads may change what the function does not use.
+        # Only what the function uses: other threads may change the other attributes.
         if inside is None:
             return
         if isinstance(value, types.ModuleType | types.FunctionType | type):
@@ -149,8 +149,8 @@ _BYTES = (bytearray, array.array, ctypes.Array, ctypes.Structure, ctypes.Union, 
 
 
 def _taken(held: Any) -> Any:
-    """All that something holds: objects in a list, keys before values; or bytes.  None for what
-    cannot change."""
+    """Returns the content of an object: a list of objects, keys before values, or bytes.  None if
+    the content cannot change."""
     if isinstance(held, OrderedDict):
         return [*held.keys(), *held.values()]
     if isinstance(held, dict):
@@ -171,7 +171,7 @@ def _differs(held: Any, before: Any) -> bool:
 
 
 def _fill(held: Any, before: Any) -> None:
-    """Makes something hold what it held (`_taken`)."""
+    """Gives an object the content that `_taken` returned."""
     if isinstance(held, dict):
         kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
         kind.clear(held)

@@ -1,4 +1,4 @@
-"""What a library does for `Graphed` (`Library`), and what is asked of it (`GraphedOptions`)."""
+"""The library protocol of `Graphed` (`Library`), and the options of a graphed function."""
 
 from __future__ import annotations
 
@@ -23,145 +23,147 @@ from ostinato.settings import graphs_enabled
 from ostinato.step import Buckets, CaptureLimits
 
 LIMITS = CaptureLimits(per_key=8, within=1000)
-"""Of the cache that `graphed` makes: a key that is evicted all the time is run eagerly."""
+"""Limits of the cache that `graphed` makes: a key that is evicted again and again runs eagerly."""
 _SHARE = 4
-"""Which part of the device's memory the graphs of a function may hold."""
+"""The part of the device's memory, as a divisor, that the graphs of a function may hold."""
 
 
 class NotGraphable(Exception):
-    """Why a call cannot be a graph, in words that name the line."""
+    """An error: why a call cannot be a graph, with the line."""
 
 
 class CaptureDisturbed(NotGraphable):
-    """A capture was broken, and not by the function: another one may succeed."""
+    """An error: something else than the function broke a capture; a later one may succeed."""
 
 
 class NoMemory(NotGraphable):
-    """The device had no memory for a capture: another one may succeed later."""
+    """An error: the device had no memory for a capture; a later one may succeed."""
 
 
 class Library(WatchingLibrary, Protocol):
-    """What a library does for `Graphed`."""
+    """The operations of a library (torch, CuPy) that `Graphed` needs."""
 
     device: Device
     array_type: type
-    """Of plain arrays, which need no other check."""
+    """The type of plain arrays, which need no further check."""
 
     def capturing(self) -> bool:
-        """Whether the caller's current stream captures."""
+        """True if the caller's current stream captures."""
         ...
 
     def modes(self) -> Hashable:
-        """The library's modes that decide what a function does."""
+        """Returns the modes of the library that decide what a function does."""
         ...
 
     def situation(self) -> tuple[Callable[[], Any], ...]:
-        """Functions whose results tell all that `capturing`, `stream` and `modes` do, as long as
-        none of them gives another one."""
+        """Returns functions whose results, with `names`, stand for `capturing`, `stream` and
+        `modes`: these are unchanged while all of those are."""
         ...
 
     def names(self) -> Sequence[tuple[dict[str, Any], str]]:
-        """Dicts and a key of each, whose values tell the rest of it: they are compared faster."""
+        """Returns dicts, each with a key, whose values belong to `situation` and are faster to
+        compare."""
         ...
 
     @property
     def reads(self) -> tuple[str | Callable[[Any], Any], ...]:
-        """What `signature` reads of an array: attributes by name, and functions of it."""
+        """The parts of an array that `signature` reads: names of attributes, or functions."""
         ...
 
     def signature(self, array: Any, /) -> tuple[Any, ...]:
-        """Shape, type, and what else of an array decides which kernels run on it: strides first."""
+        """Returns shape, dtype, strides, and all else that decides which kernels run on an
+        array."""
         ...
 
     def address(self, array: Any, /) -> int: ...
 
     @property
     def reader(self) -> tuple[int, int] | None:
-        """How C code reads `address`, if it can: the address of a C function, and where in an
-        array's Python object that lies which it is given a pointer to (`Reader` in
-        `_recheck.c`)."""
+        """The address of a C function, and the offset in an array's Python object of the handle
+        that this function takes, for C code that reads `address` (`Reader` in `_recheck.c`); None
+        if there is none."""
         ...
 
     def storage(self, array: Any, /) -> MemoryRange:
-        """The whole memory that an array is a view of."""
+        """Returns the whole memory that an array is a view of."""
         ...
 
     def memory(self, array: Any, /) -> Iterable[tuple[MemoryRange, object]]:
-        """The whole memory of any array that there is, each piece with what keeps it, also without
-        the array; none for one without memory of its own."""
+        """Returns the whole memory of an array of any kind, each piece with an object that keeps it
+        alive without the array; empty for an array without memory of its own."""
         ...
 
     def offset(self, array: Any, /) -> int:
-        """Where in its memory an array begins."""
+        """Returns the position of an array's first element in its memory."""
         ...
 
     def refusal(self, array: Any, /) -> str:
-        """Why an array cannot be an argument of a graph; empty if it can."""
+        """Describes why an array cannot be an argument of a graph; empty if it can."""
         ...
 
     def hidden(self, array: Any, names: Collection[str], *, copied: bool = False) -> str:
-        """Which attributes of an array, in words, hold something that no guard reads: those of
-        these names, and if it is `copied` any that the user gave it."""
+        """Describes an attribute of an array that no guard reads; empty if there is none.  Only
+        these names count, and for a `copied` array all attributes that the user has set."""
         ...
 
     def lost(self, array: Any, /) -> str:
-        """What a copy of an array would not have, in words; empty if it has all."""
+        """Describes what a copy of an array would lack; empty if the copy is complete."""
         ...
 
     def attached(self, arrays: Sequence[Any], /) -> list[tuple[Any, str, Any]]:
-        """Of arrays that may have another one attached (a gradient), which functions replace: the
-        array, the attribute, and what it is now."""
+        """Returns the arrays that may have another array attached (a gradient), which functions
+        replace: each as the array, the name of the attribute, and its value now."""
         ...
 
     def live(self) -> Callable[[Any], Hashable] | None:
-        """What of the arrays that a function uses besides its arguments may change while they stay
-        where they are, and decides now what a call does; None if nothing does."""
+        """Returns a function that reads the state of an array that may change while the array stays
+        in place, and that decides what a call does; None if there is no such state."""
         ...
 
     def wants_gradient(self, result: Any, /) -> bool: ...
 
     def version(self, array: Any, /) -> int | None:
-        """A number that changes when the array is written; None where that is not counted: it is
-        taken for written then."""
+        """Returns a number that changes when the array is written; None if writes are not counted,
+        and the array must be treated as written."""
         ...
 
     def stream(self) -> Stream:
-        """The caller's current stream; the same object for the same stream."""
+        """Returns the caller's current stream; the same object for the same stream."""
         ...
 
     def wait(self, stream: Stream, other: Stream) -> None:
-        """Later work of a stream waits for what the other has now."""
+        """Makes later work of `stream` wait for the present work of `other`."""
         ...
 
     def run_beside(self, work: Callable[[], Any]) -> Any:
-        """Runs work on the side stream on which captures are made, in the caller's order."""
+        """Runs work on the side stream of captures, between the caller's earlier and later work."""
         ...
 
     def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
-        """Captures work on a stream that it is given; the graph, which keeps its memory alive, and
-        the result.
+        """Captures work, which is given the capturing stream; returns the graph, which keeps its
+        memory alive, and the result.
 
         Raises NotGraphable; CaptureDisturbed if another thread broke the capture, NoMemory.
         """
         ...
 
     def out_of_memory(self, error: BaseException, /) -> bool:
-        """Whether an error says that the device has no memory left."""
+        """True if an error means that the device has no memory left."""
         ...
 
     def trim(self, *, short: bool) -> None:
-        """Gives the memory of captures back that no graph has; if memory is `short`, also what else
-        the library keeps for later."""
+        """Frees the memory of captures that no graph uses; if memory is `short`, also other memory
+        that the library caches."""
         ...
 
     def buffer(self, array: Any, shape: Sequence[int] | None) -> Any:
-        """Memory for a copy of an array, of a shape, or of its own in its own layout.
+        """Allocates memory for a copy of an array, of `shape` or of the array's shape and layout.
 
-        Its writes are counted (`version`) where the library counts any."""
+        Writes to the buffer are counted (`version`) if the library counts any."""
         ...
 
     def stager(self, buffers: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
-        """A function that copies arrays of the buffers' shapes into them in one go."""
+        """Returns a function that copies arrays of the buffers' shapes into them all at once."""
         ...
 
     def copy(self, into: Any, array: Any) -> None: ...
@@ -169,32 +171,32 @@ class Library(WatchingLibrary, Protocol):
     def clone(self, array: Any, /) -> Any: ...
 
     def alias(self, array: Any, /) -> Any:
-        """Another array of the same memory and layout."""
+        """Returns another array object over the same memory, with the same layout."""
         ...
 
     def extent(self, array: Any, /) -> int | None:
-        """How many bytes an array takes, if these in a row are its value; else None."""
+        """Returns the bytes of an array whose value is one run of memory; None for other arrays."""
         ...
 
     def recipe(self, array: Any, /) -> tuple[Any, ...]:
-        """Arguments of `new` for arrays of the layout of one that has an `extent`; they keep no
-        memory."""
+        """Returns arguments of `new` for arrays of the layout of one that has an `extent`; they
+        keep no memory alive."""
         ...
 
     def new(self, *recipe: Any) -> Any:
-        """A new array by a `recipe`."""
+        """Allocates a new array from a `recipe`."""
         ...
 
     def maker(self) -> Callable[..., Any]:
-        """`new`, or a faster function that does the same wherever `situation` is as it is now."""
+        """Returns `new`, or a faster function that does the same while `situation` is unchanged."""
         ...
 
     def narrow(self, array: Any, axis: int, size: int) -> Any:
-        """The front of an array along an axis."""
+        """Returns a view of the first `size` elements along an axis."""
         ...
 
     def rest(self, array: Any, axis: int, size: int) -> Any:
-        """What is behind the front."""
+        """Returns a view of the elements after the first `size` along an axis."""
         ...
 
     def fill(self, array: Any, value: float) -> None: ...
@@ -204,43 +206,44 @@ class Library(WatchingLibrary, Protocol):
         ...
 
     def difference(self, one: Any, other: Any, tolerance: tuple[float, float] | None) -> str:
-        """How two arrays differ, in words; empty if they do not."""
+        """Describes how two arrays differ; empty if they do not.  `tolerance`: relative,
+        absolute."""
         ...
 
     def save_random(self) -> Any:
-        """The states of the generators."""
+        """Returns the states of the generators."""
         ...
 
     def restore_random(self, state: Any) -> None: ...
 
     seeds: tuple[str, ...]
-    """What the functions are called that give a generator a seed or a state."""
+    """Names of the functions that give a generator a seed or a state."""
 
     def seeding(self) -> Callable[[Collection[str]], str]:
-        """A function that tells which generator has a state that no replay gives it: it got another
-        seed since now, or drew on the host.  In words; empty if there is none.
+        """Returns a function that names a generator whose state no replay reproduces, because it
+        got another seed or drew on the host since now; "" if there is none.
 
-        It is given the attributes that the code names: other threads draw, too."""
+        It takes the attributes that the code names, since other threads draw too."""
         ...
 
     def same_random(self, state: Any) -> bool:
-        """Whether the generators are in that state now."""
+        """True if the generators are in that state now."""
         ...
 
 
 class Turns:
-    """The streams of the calls of one function, whose graphs share memory: they must run one after
-    the other, whatever the stream."""
+    """The order of the calls of one function: its graphs share memory, so they must run one after
+    the other, whatever their streams."""
 
     __slots__ = ("_library", "last")
 
     def __init__(self, library: Library) -> None:
         self._library = library
         self.last: Stream | None = None
-        """Of the last call."""
+        """The stream of the last call."""
 
     def take(self) -> Stream:
-        """The caller's stream, whose later work comes behind all that was done so far."""
+        """Returns the caller's stream, and makes its later work wait for the earlier calls."""
         stream = self._library.stream()
         if stream is not self.last:
             if self.last is not None:
@@ -251,7 +254,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class GraphedOptions:
-    """How a function is graphed; `graphed` of each library says what they mean."""
+    """The options of a graphed function; `graphed` of each library documents them."""
 
     static: tuple[str, ...] = ()
     padding: Padding | None = None
@@ -277,7 +280,8 @@ class GraphedOptions:
         padding: Mapping[str, float] | None,
         **others: Any,
     ) -> GraphedOptions:
-        """Of the arguments of `graphed`.  Raises InputError for those that do not fit together."""
+        """Makes options from arguments of `graphed`.  Raises InputError for those that do not fit
+        together."""
         for what, names in (("buckets", buckets), ("padding", padding)):
             if names is not None and dynamic is None:
                 raise InputError(f"{what} is for dynamic axes: give dynamic={{parameter: axis}}")
@@ -306,14 +310,13 @@ class Devices:
     """The devices that all graphed functions of a library share, one for each GPU."""
 
     def __init__(self, begin: Callable[[int], object]) -> None:
-        """`begin`: makes the library open its own context of a GPU, which it does first, as it is
-        used to."""
+        """`begin`: makes the library initialise its own context of a GPU, which must come first."""
         self._begin = begin
         self._lock = new_lock()
         self._open: dict[int | None, Device] = {}
 
     def of(self, index: int | None) -> Device:
-        """The device of a GPU; without one (None) the CPU's."""
+        """Returns the device of a GPU, or of the CPU if `index` is None."""
         with self._lock:
             device = self._open.get(index)
             if device is None or device.context.closed:
@@ -325,10 +328,10 @@ class Devices:
 
 
 def own_cache(device: Device, budget: int | str | None) -> GraphCache:
-    """The cache of one function that was given none.
+    """Makes the cache of a function that was given none.
 
-    `budget`: the bytes that its graphs may hold; None for a part of the device's memory, since keys
-    without end (a number that is another one at each call) would fill it otherwise.
+    `budget`: the bytes that its graphs may hold; None for a part of the device's memory, because
+    keys without end (a number that is another one at each call) would fill the memory otherwise.
     """
     if budget is None:
         budget = device.properties.total_memory // _SHARE or None
@@ -336,7 +339,7 @@ def own_cache(device: Device, budget: int | str | None) -> GraphCache:
 
 
 def cuda_index(device: Device) -> int:
-    """Which GPU a device is.  Raises InputError for one that is none."""
+    """Returns the index of a device's GPU.  Raises InputError for a device that is no GPU."""
     kind, _, number = device.name.partition(":")
     if kind != "cuda":
         raise InputError(f"device {device.name!r}: a CUDA device is needed")
@@ -344,6 +347,6 @@ def cuda_index(device: Device) -> int:
 
 
 def name_of(function: Callable[..., Any], number: int) -> str:
-    """What a graphed function is called that was given no name: the first of a library plainly."""
+    """Returns the default name of a graphed function; the first of a library has no number."""
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{name}~{number}" if number else name

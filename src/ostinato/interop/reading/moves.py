@@ -1,10 +1,10 @@
 """Copies of a call's arrays as nodes of its graph, instead of launches around it.
 
-A graph works on buffers of its own.  Its first node copies the caller's arrays into them, its last
-one copies the outputs into arrays that were made for the caller.  Where all of these lie is one
-argument of the first node, which is set before each replay.  So a call costs one change of a node
-and one launch, however many arrays it has.  Arrays that have gaps, or too many of them, are copied
-by the library, beside the graph.
+A graph works on buffers of its own.  Its first node copies the caller's arrays into these, and its
+last node copies the outputs into new arrays.  One argument of the first node holds the addresses of
+all these arrays, and is set before each replay.  So a call costs one change of a node and one
+launch, for any number of arrays.  The library copies arrays that have gaps, or that are too many,
+outside the graph.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ostinato.errors import OstinatoError, OutOfMemoryError
 from ostinato.lowlevel import FILL, fill_kernel
 
 MOST = 16
-"""Arrays that can be copied in, and out."""
+"""The most arrays that can be copied in, and the most that can be copied out."""
 _WORDS = struct.Struct(f"{2 * MOST}Q")
 _PLAN = struct.Struct(f"{2 * MOST + 1}Q2I")
 _THREADS = 256
 _MOST_BLOCKS = 1056
 _FIRST, _LAST = "ostinato_move_in", "ostinato_move_out"
 NAMES = (_FIRST, _LAST, FILL)
-"""Of the kernels that are not the function's own."""
+"""Names of the kernels that a graph has in addition to the function's own."""
 
 
 def dense(shape: Sequence[int], strides: Sequence[int], unit: int = 1) -> bool:
-    """Whether an array is one piece of memory, in whatever order of its axes.
+    """True if an array is one run of memory, in any order of its axes.
 
     `unit`: the stride of neighbours."""
     for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
@@ -74,7 +74,7 @@ def _copy(how: Any, to: int, source: int, nbytes: int) -> None:
 
 
 def source() -> Source:
-    """The kernels."""
+    """Returns the source of the two kernels."""
     return Source(
         Path(__file__).with_name("moves.cu").read_text(encoding="utf-8"),
         host=[_move_in, _move_out],
@@ -83,23 +83,24 @@ def source() -> Source:
 
 
 class Moves:
-    """How one graph copies.
+    """The copies that the nodes of one graph make.
 
-    `node` is its first node, by its index; `outputs` which outputs it copies: all that are copied,
-    or none."""
+    `node`: the index of its first node.  `outputs`: the indices of the outputs that it copies; all
+    that must be copied, or none."""
 
     def __init__(self, node: int, inputs: int, outputs: tuple[int, ...]) -> None:
         self.node, self.outputs = node, outputs
         words = inputs + len(outputs)
         self.packed = struct.Struct(f"{words}Q{_WORDS.size - 8 * words}x").pack
-        """What the first node is given: addresses of the call's arrays, and of new outputs."""
+        """A function that packs the first node's argument: addresses of arrays, then of new
+        outputs."""
         self.change: Callable[[bytes], Callable[[GraphExec], None]]
-        """For what `packed` gave: how an executable is changed, without a frame of Python."""
+        """A function of the bytes of `packed`; returns a C function that changes an executable."""
         self.change = partial(operator.methodcaller, "patch", node, 0)
 
 
 class Mover:
-    """The kernels on a device, and the table through which they pass addresses.
+    """The kernels on a device, and the table that passes addresses from the first to the last.
 
     The graphs that share it must run one after the other.
     """
@@ -115,22 +116,22 @@ class Mover:
 
     @classmethod
     def of(cls, device: Device) -> Mover | None:
-        """None where kernels cannot be compiled."""
+        """Returns the mover of a device; None if kernels cannot be compiled."""
         try:
             return cls(device)
         except OutOfMemoryError:
-            raise  # another time there may be some
+            raise  # a later try may find memory
         except OstinatoError:
             return None
 
     def begin(self, stream: Stream, inputs: Sequence[tuple[int, int]]) -> None:
-        """The first node, into a capture.  `inputs`: addresses and bytes of the graph's own."""
+        """Captures the first node.  `inputs`: addresses and bytes of the graph's own inputs."""
         plan = self._plan(inputs, len(inputs), MOST)
         config = _config([nbytes for _, nbytes in inputs])
         launch(stream, self._first, config, bytes(_WORDS.size), plan)
 
     def end(self, stream: Stream, outputs: Sequence[tuple[int, int]]) -> None:
-        """The last node."""
+        """Captures the last node.  `outputs`: addresses and bytes of the outputs."""
         plan = self._plan(outputs, 0, len(outputs))
         launch(stream, self._last, _config([nbytes for _, nbytes in outputs]), plan)
 
@@ -141,7 +142,8 @@ class Mover:
 
     @staticmethod
     def find(nodes: Sequence[Node], inputs: int, outputs: tuple[int, ...]) -> Moves | None:
-        """How a graph copies that `begin` put its node into; None if it holds nothing else."""
+        """Returns the copies of a graph that `begin` put its node into; None if it has no other
+        nodes."""
         names = [node.name for node in nodes]
         if {*names} <= {_FIRST, _LAST}:
             return None
@@ -149,7 +151,8 @@ class Mover:
 
 
 def _config(sizes: Sequence[int]) -> LaunchConfig:
-    """Each thread copies 64 bytes of the largest array, or more of a very large one."""
+    """Returns a launch whose threads copy 64 bytes of the largest array each, or more if it is very
+    large."""
     blocks = -(-max(sizes, default=0) // (64 * _THREADS))
     return LaunchConfig(
         grid=(min(max(1, blocks), _MOST_BLOCKS), max(1, len(sizes))), block=_THREADS

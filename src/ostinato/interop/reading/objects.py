@@ -1,4 +1,4 @@
-"""What objects hold: their attributes and slots, and the arrays in a static argument."""
+"""The content of objects: attributes and slots, and the arrays inside a static argument."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ _DEEPEST = 4
 
 
 class Watch(Protocol):
-    """Something with a state of its own (a module), read at each call."""
+    """A reader of an object with a state of its own (a module), used at each call."""
 
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
-        """Adds its plain values to `tokens` and its arrays to `arrays`."""
+        """Adds the object's plain values to `tokens` and its arrays to `arrays`."""
         ...
 
     def others(self) -> Iterable[tuple[str, Any]]:
-        """What else it holds, by names; asked for after `read`."""
+        """Returns the other objects that the object holds, by name; to be called after `read`."""
         ...
 
     def methods(self) -> Iterable[tuple[type, str]]:
-        """Classes and the names of their methods that run when it is called."""
+        """Returns classes, each with the name of a method that runs when the object is called."""
         ...
 
     def names(self) -> list[str]:
-        """Behind the name of the object, where the values are that `read` gave tokens of; empty if
-        that is not known."""
+        """Returns for each token of `read` the place of its value, behind the name of the object;
+        empty if the places are not known."""
         ...
 
     def holders(self) -> Iterable[Any]:
-        """The dicts, lists and the like that hold what it reads; asked for after `read`."""
+        """Returns the dicts, lists and the like of what `read` reads; to be called after it."""
         ...
 
 
 class WatchingLibrary(Arrays, Protocol):
-    """A library that knows objects with a state of their own."""
+    """A library with objects that have a state of their own."""
 
     held: tuple[type, ...]
-    """Types that no weak reference may point at: it would outlive the object."""
+    """Types that no weak reference may point at: the reference would outlive the object."""
 
     def watch(self, value: object, /) -> Watch | None:
-        """How to read such an object; None for all others."""
+        """Returns the watch of such an object; None for all others."""
         ...
 
 
 class Missing:
-    """Stands for a global that is not defined, and for a variable or a slot without a value."""
+    """The stand-in for a global that is not defined, and for a variable or a slot without value."""
 
 
 def of_standard_library(kind: type) -> bool:
-    """Whether a class is one of Python's own.  One that `exec` made may say that it is built in."""
+    """True if a class is Python's own.  A class that `exec` made may claim to be built in."""
     module = kind.__module__
     if module == "builtins":
         return not made_in_python(kind)
@@ -73,7 +73,7 @@ _OPEN = (
 
 
 def attributes_of(value: object) -> dict[str, Any] | None:
-    """The attributes of an object; not those of the standard library's: locks, loggers, threads."""
+    """Returns the attributes of an object; None for the standard library's: locks, threads."""
     kind: Any = type(value)
     if kind not in _OPEN and of_standard_library(kind):
         return None
@@ -87,7 +87,7 @@ def attributes_of(value: object) -> dict[str, Any] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _slots_of(kind: type) -> tuple[str, ...]:
-    """The names of the slots of a class."""
+    """Returns the names of the slots of a class."""
     found: list[str] = []
     for base in kind.__mro__:
         names = vars(base).get("__slots__", ())
@@ -99,12 +99,12 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 class ObjectWatch:
-    """The arrays of an object, read again at each call where they were found.
+    """The arrays of an object, read again at each call from where they were found.
 
-    They are looked for again if what holds them has more or fewer values, values of other types, or
-    another object in the place of one: caches are made of None at first.  Plain values are not
-    watched, but those of the library's modules: the object was declared static.
-    The object itself is not kept."""
+    The search is repeated if a container has more or fewer values, values of other types, or
+    another object in the place of one: caches are often None at first.  Plain values are not
+    compared, except those of the library's modules: the object was declared static.  The watch does
+    not keep the object alive."""
 
     def __init__(self, value: object, library: WatchingLibrary) -> None:
         self._library = library
@@ -112,13 +112,13 @@ class ObjectWatch:
 
     def _find(self, value: object) -> None:
         self.places: list[tuple[Any, Any]] = []
-        """What holds an array, and its name there."""
+        """The holder of each array, and the array's name or index there."""
         self.inner: list[tuple[Any, Any]] = []
-        """The same of each object that was looked into."""
+        """The holder and the name of each object that was looked into."""
         self.holders: list[Any] = []
-        """All that was looked into: dicts, lists, deques, tuples, and `Slots`."""
+        """All containers that were looked into: dicts, lists, deques, tuples, and `Slots`."""
         self.watches: list[Watch] = []
-        """Of the library's modules."""
+        """The watches of the library's modules."""
         self._search(value, 0, set())
         self._kinds, self._objects = self._kinds_now(), self._objects_now()
         number = {id(held): index for index, held in enumerate(self.holders)}
@@ -172,7 +172,7 @@ class ObjectWatch:
             watch.read(tokens, arrays)
 
     def _as_before(self) -> list[Any] | None:
-        """The arrays where they were found, unless something else is another one than before."""
+        """Returns the arrays from where they were found; None if the search must be repeated."""
         for watch in self.watches:
             watch.read([], [])
         try:
@@ -183,13 +183,13 @@ class ObjectWatch:
                 and same(self._objects_now(), self._objects)
             ):
                 return found
-        except (LookupError, AttributeError):  # something has another name
+        except (LookupError, AttributeError):  # a name or an index is gone
             pass
         return None
 
 
 class Slots:
-    """An object's slots as a dict."""
+    """The slots of an object as a dict."""
 
     def __init__(self, value: object, names: Iterable[str]) -> None:
         self._value, self._names = value, names
@@ -201,7 +201,7 @@ class Slots:
         return iter([value for _, value in self.items()])
 
     def fill(self, held: Mapping[str, Any]) -> None:
-        """Gives the slots these values, and no others one."""
+        """Gives the slots these values, and deletes the others."""
         for name in self._names:
             if name in held:
                 setattr(self._value, name, held[name])
@@ -217,12 +217,12 @@ _CALLED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type
 
 
 def same(some: list[Any], others: list[Any]) -> bool:
-    """Whether two lists hold the same objects."""
+    """True if two lists hold the same objects."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def items_in(value: Any) -> list[Any] | None:
-    """The items of a container, of whatever class; None for what is none."""
+    """Returns the items of a container, keys before values; None for other values."""
     if isinstance(value, dict):
         return [*dict.keys(value), *dict.values(value)]
     if isinstance(value, types.MappingProxyType):

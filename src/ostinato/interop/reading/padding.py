@@ -1,4 +1,5 @@
-"""Dynamic axes: which size is padded to which bucket, and what is cut from a result.  Pure."""
+"""Dynamic axes: pads sizes to their buckets, and finds the axes of results that are cut back.
+Pure."""
 
 from __future__ import annotations
 
@@ -15,18 +16,19 @@ class DynamicAxis:
 
     axis: int
     size: int
-    """Which of the dynamic sizes, by its place among the dynamic arrays."""
+    """The index of the size among the sizes of the call's dynamic arrays."""
 
 
 class Padding:
-    """Which arguments have a dynamic axis, and the buckets of their sizes."""
+    """The arguments with a dynamic axis, and the buckets of their sizes."""
 
     def __init__(self, axes: Mapping[str, int], buckets: Buckets) -> None:
         self.axes = dict(axes)
         self.buckets = buckets
 
     def padded(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """The shape with the bucket in the place of the size, and the axis, counted from the front.
+        """Returns the shape with the size replaced by its bucket, and the axis counted from the
+        front.
 
         Raises InputError for a shape without that axis, and a size over the limit of the buckets.
         """
@@ -48,10 +50,11 @@ def cuts(
     sizes: Sequence[int],
     capacities: Sequence[int],
 ) -> list[list[DynamicAxis]] | str:
-    """Which axes of each result are cut, from its shapes with real and with padded arguments.
+    """Finds the axes of each result to cut, from its shapes with real and with padded arguments.
 
-    `sizes` and `capacities` are those of the dynamic arrays, in order.  The reason, if the shapes
-    cannot be explained: an axis that differs must have a real size, and its bucket, of one of them.
+    `sizes` and `capacities` are those of the dynamic arrays, in order.  An axis whose lengths
+    differ must have the size of a dynamic array and that array's bucket; otherwise returns a
+    reason.
     """
     found: list[list[DynamicAxis]] = []
     for index, (small, large) in enumerate(zip(real, padded, strict=True)):

@@ -1,4 +1,4 @@
-"""Where a function reads what it uses besides its arguments, as its code says."""
+"""The places from which a function reads what it uses besides its arguments, found in its code."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ostinato.interop.reading.objects import Missing, of_standard_library
 
 @dataclass(frozen=True, slots=True)
 class ReadPlace:
-    """Where a value is read again at each call."""
+    """A place whose value is read again at each call."""
 
     name: str
     read: Callable[[], Any]
     source: tuple[str, Any, str] = ("constant", None, "")
-    """What `read` reads: an "attribute" or an "item" of an object, and its name, the arguments of a
-    "partial", or a "constant" (for `recheck.py`)."""
+    """The object that `read` reads, for `recheck.py`: an "attribute" or an "item" of an object,
+    with its name, the arguments of a "partial", or a "constant"."""
 
 
 class Current:
-    """A function that may be another one at each call.  What the first one reads is read of it."""
+    """A function that may be replaced between calls; its places are those of the first one."""
 
     def __init__(self, first: Callable[..., Any]) -> None:
         self.first = self.__wrapped__ = first
@@ -36,7 +36,7 @@ class Current:
         raise NotImplementedError
 
     def now(self) -> Any:
-        """What it is now."""
+        """Returns the present function."""
         raise NotImplementedError
 
 
@@ -46,8 +46,8 @@ _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 def places_of(
     function: Callable[..., Any], attributes: set[str], functions: list[types.FunctionType]
 ) -> Iterator[ReadPlace]:
-    """What is read of a function, of whatever kind; adds the attributes that it names, and the
-    user's functions that it consists of."""
+    """Yields the places of any callable; adds the attributes that its code names to `attributes`,
+    and the user's functions that it consists of to `functions`."""
     if isinstance(function, Current):
         yield ReadPlace("the function", function.now)
         function = function.first
@@ -61,14 +61,14 @@ def places_of(
         function = partial.func
     owner: Any = None
     plain: Any = function
-    if isinstance(function, _METHODS):  # others may have such attributes of what they stand for
+    if isinstance(function, _METHODS):  # proxies may have such attributes of another object
         owner, plain = function.__self__, getattr(function, "__func__", function)
     if owner is not None and not isinstance(owner, types.ModuleType | type):
         yield ReadPlace("self", lambda: owner)
     elif owner is None and not isinstance(plain, types.FunctionType):
         yield ReadPlace(type(function).__name__, lambda: function)
         call = inspect.getattr_static(type(function), "__call__", None)
-        wrapped = getattr(function, "__wrapped__", None)  # of functools.lru_cache, say
+        wrapped = getattr(function, "__wrapped__", None)  # functools.lru_cache has one, say
         owner, plain = (function, call) if isinstance(call, types.FunctionType) else (None, wrapped)
     met: set[int] = set()
     while isinstance(plain, types.FunctionType) and id(plain) not in met:
@@ -81,14 +81,14 @@ def places_of(
 
 
 def places_of_called(function: types.FunctionType, attributes: set[str]) -> tuple[ReadPlace, ...]:
-    """What is read of a function that the graphed one may call."""
+    """Returns the places of a function that the graphed function may call."""
     return tuple(_places_of_one(function, None, attributes))
 
 
 def _places_of_one(
     function: types.FunctionType, owner: object, named_attributes: set[str]
 ) -> Iterator[ReadPlace]:
-    """What one function reads besides its arguments; `owner`: the object that it is a method of."""
+    """Yields the places of one function; `owner`: the object that it is a method of."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         source = "attribute", cell, "cell_contents"
@@ -117,7 +117,8 @@ def _places_of_one(
 
 
 def lines_of(function: Callable[..., Any], names: Sequence[str]) -> list[int]:
-    """The lines of a function that read the last of some names, or the one before, and so on."""
+    """Returns the lines of a function that read the last of `names`; if there are none, those that
+    read the name before it, and so on."""
     code = code_of(function)
     for name in reversed(names):
         found = [] if code is None else _lines(code, name)
@@ -127,7 +128,7 @@ def lines_of(function: Callable[..., Any], names: Sequence[str]) -> list[int]:
 
 
 def code_of(function: Callable[..., Any]) -> types.CodeType | None:
-    """The code of a function, of whatever kind; None if it is not in Python."""
+    """Returns the code of any callable; None if it is not in Python."""
     plain: Any = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(plain, "__code__", None)
     if code is None:
@@ -136,7 +137,7 @@ def code_of(function: Callable[..., Any]) -> types.CodeType | None:
 
 
 def _lines(code: types.CodeType, name: str) -> list[int]:
-    """The lines on which a name is read."""
+    """Returns the lines on which a name is read."""
     found: set[int] = set()
     for step in dis.get_instructions(code):
         line = None if step.positions is None else step.positions.lineno
@@ -149,7 +150,7 @@ def _lines(code: types.CodeType, name: str) -> list[int]:
 
 
 def data_of(kind: type, names: Collection[str]) -> dict[str, Any]:
-    """Those attributes of a class of the user's that have some names, and are data."""
+    """Returns the attributes with these names of a class of the user's that are data."""
     found: dict[str, Any] = {}
     for base in own_bases(kind):
         held = vars(base)
@@ -161,8 +162,8 @@ def data_of(kind: type, names: Collection[str]) -> dict[str, Any]:
 
 
 def has_descriptors(kind: type, names: Collection[str]) -> bool:
-    """Whether attributes of these names are made by descriptors of the user's, which may keep what
-    they tell under any name."""
+    """True if descriptors of the user's make attributes of these names: they may read values that
+    are stored under any name."""
     found = [vars(base)[name] for base in own_bases(kind) for name in vars(base).keys() & names]
     kinds: set[Any] = {*map(type, found)}
     return any(
@@ -172,8 +173,8 @@ def has_descriptors(kind: type, names: Collection[str]) -> bool:
 
 
 def data_in(space: types.ModuleType | types.FunctionType | type, names: set[str]) -> dict[str, Any]:
-    """Those attributes of a function, or of a module or a class of the user's, that have some
-    names; of a class those that are data."""
+    """Returns the attributes with these names of a function, or of a module or a class of the
+    user's; of a class those that are data."""
     if isinstance(space, type):
         return dict(sorted(data_of(space, names).items()))
     held = vars(space)
@@ -181,11 +182,11 @@ def data_in(space: types.ModuleType | types.FunctionType | type, names: set[str]
 
 
 _BY_NAME = frozenset(["getattr", "hasattr", "vars", "attrgetter", "__dict__"])
-"""What is given names of attributes, or gives all of them."""
+"""Names of functions and attributes that take names of attributes as texts, or give all of them."""
 
 
 def _texts(constants: Iterable[object]) -> set[str]:
-    """The names among some constants, also in tuples of them."""
+    """Returns the identifiers among constants, tuples included."""
     found: set[str] = set()
     for each in constants:
         if isinstance(each, tuple):
@@ -196,8 +197,8 @@ def _texts(constants: Iterable[object]) -> set[str]:
 
 
 def _names(code: types.CodeType) -> tuple[dict[str, None], set[str], dict[str, None]]:
-    """The globals that code names, and those in it, in order; all names of attributes; and the
-    modules that it imports by their whole names."""
+    """Returns the globals that code and the code inside it name, in order; all names of attributes;
+    and the modules that it imports by their whole names."""
     named: dict[str, None] = {}
     attributes: set[str] = set()
     modules: dict[str, None] = {}
@@ -222,12 +223,12 @@ def _names(code: types.CodeType) -> tuple[dict[str, None], set[str], dict[str, N
 
 
 def names_in_method(kind: type, name: str) -> frozenset[str]:
-    """The attributes that a method of a class names, with those of methods that it calls."""
+    """Returns the attributes that a method names, with those of methods that it calls."""
     return _method(kind, name)[0]
 
 
 def functions_in_method(kind: type, name: str) -> tuple[types.FunctionType, ...]:
-    """That method and those that it calls, as far as they are the user's."""
+    """Returns the method and those that it calls, if they are the user's."""
     return _method(kind, name)[1]
 
 
@@ -252,8 +253,8 @@ def _method(kind: type, name: str) -> tuple[frozenset[str], tuple[types.Function
 
 
 def methods_of(kind: type, names: Collection[str]) -> dict[str, Any]:
-    """Those methods and properties of a class of the user's that have some names, as the class
-    gives them; not class methods, which are others each time."""
+    """Returns the methods and properties with these names of a class of the user's, as read from
+    the class; not class methods, which are new objects at each read."""
     found: dict[str, Any] = {}
     for base in own_bases(kind):
         for name in vars(base).keys() & names:
@@ -263,25 +264,25 @@ def methods_of(kind: type, names: Collection[str]) -> dict[str, Any]:
 
 
 def forget_methods() -> None:
-    """After a method of a class was replaced."""
+    """Clears what is cached of methods; for a class whose method was replaced."""
     _method.cache_clear()
 
 
 @functools.lru_cache(maxsize=4096)
 def own_bases(kind: type) -> tuple[type, ...]:
-    """A class and those that it inherits from, without those of installed packages."""
+    """Returns a class and its bases, without those of installed packages."""
     return tuple([base for base in kind.__mro__ if not _installed(base)])
 
 
 @functools.lru_cache(maxsize=4096)
 def is_own(space: types.ModuleType | type | types.FunctionType) -> bool:
-    """Whether a module, a class or a function is of no installed package."""
+    """True if a module, a class or a function belongs to no installed package."""
     return not _installed(space)
 
 
 def _installed(value: Any) -> bool:
-    """Whether a module, a class or a function is of an installed package, this one, or the standard
-    library."""
+    """True if a module, a class or a function belongs to an installed package, to this one, or to
+    the standard library."""
     if isinstance(value, type) and value.__module__ == "builtins":
         return of_standard_library(value)
     module = value if isinstance(value, types.ModuleType) else sys.modules.get(value.__module__)

@@ -1,9 +1,9 @@
-"""A short way for calls like the last: what their key reads is compared in C, and not read anew.
+"""A short way for calls like the last: C compares what their key is made of, and makes no key.
 
-After a replay through the key, `recheck` reads once more what the key is made of, and notes of each
-value where it was found.  `ShortWay.match` compares all of it with a later call (`_recheck.c`).  It
-is stricter than the key (another object of the same value does not match), never laxer: what has no
-match goes through the key.  What cannot be noted has no short way.
+After a replay by the key, `recheck` reads once more what the key is made of, and notes the place of
+each value.  `ShortWay.match` compares all of it with a later call (`_recheck.c`).  The comparison
+is stricter than the key (another object of the same value does not match), never laxer: a call that
+does not match goes by the key.  A key with a value that cannot be noted has no short way.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from ostinato.lowlevel import load_extension
 
 _extension, _ = load_extension("ostinato.interop.reading._recheck")
 MOST_HOT = 4
-"""Keys of a function that have a short way at one time."""
+"""The most keys of a function that have a short way at one time."""
 TIMED = 16
-"""One call in so many is timed."""
+"""The number of calls of which one is timed."""
 _IMMUTABLE = (
     *(tuple, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType),
     functools.partial,
@@ -49,30 +49,30 @@ _ATOMS = (int, bool, str, bytes, type(None))
 
 
 def compiled() -> bool:
-    """Whether the extension was loaded; without it every call goes through its key."""
+    """True if the extension was loaded; without it every call goes by its key."""
     return _extension is not None
 
 
 class Inexpressible(Exception):
-    """Something that a key reads and that these checks cannot."""
+    """An error: a part of a key that these checks cannot compare."""
 
 
 class Checks:
-    """Collects the checks of one call."""
+    """The checks of one call, as they are collected: each method adds checks for later calls."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
         self._array_reads = library.reads
         self._made: list[tuple[Any, ...]] = []
         self._items: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        """Dicts, and what is noted of each, by the dict's address."""
+        """Dicts with the items that are noted, by the dict's address."""
         self._sizes: dict[int, tuple[dict[Any, Any], int]] = {}
         self._slots = 0
         self.statics: list[Any] = []
         self.pointers: list[int] = []
-        """Of the static arguments."""
+        """Addresses of the static arguments."""
 
-    # --- of objects that are there whatever the call
+    # --- objects that do not depend on the call
     def _add(
         self,
         operation: str,
@@ -87,21 +87,21 @@ class Checks:
         self._made.append((code, slot, held, tuple(keys), tuple(values), count, following))
 
     def kind(self, held: object) -> None:
-        """An object has the type that it has now."""
+        """Checks that an object has the type that it has now."""
         self._add("TYPE", -1, held, values=(type(held),))
 
     def types(self, objects: Sequence[Any], kinds: Sequence[type]) -> None:
-        """Objects have these types."""
+        """Checks that objects have these types."""
         self._add("TYPES", -1, None, objects, kinds, len(objects))
 
     def attributes(self, held: object, found: Mapping[str, Any]) -> None:
-        """Attributes of an object are the very ones that were found."""
+        """Checks that attributes of an object are the same objects as in `found`."""
         if not found:
             return
         self._add("ATTRIBUTES", -1, held, [*found], [*found.values()], len(found))
 
     def inside(self, value: object, found: Mapping[str, Any]) -> None:
-        """An object has as many attributes as it has now, besides those in slots, and these."""
+        """Checks that an object has the same `__dict__`, of the same size, with these items."""
         held: Any = getattr(value, "__dict__", None)
         self._add("DICT", -1, value, values=(held,))
         self.size(held, len(held))
@@ -109,13 +109,13 @@ class Checks:
             self.some_items(held, found)
 
     def items(self, held: dict[Any, Any], values: Sequence[Any]) -> None:
-        """A dict has these values under the keys that it has now, and no others."""
+        """Checks that a dict has these values under its present keys, and no others."""
         if isinstance(held, OrderedDict) or dict.__len__(held) != len(values):
-            raise Inexpressible  # the order of an OrderedDict is in no dict
+            raise Inexpressible  # an OrderedDict keeps its order outside of the dict
         self._add("ITEMS", -1, held, [*dict.keys(held)], values, len(values))
 
     def some_items(self, held: dict[str, Any], found: Mapping[str, Any]) -> None:
-        """A dict has these values, among others."""
+        """Checks that a dict has these values, among others."""
         if type(held) is not dict or any(type(key) is not str for key in found):
             raise Inexpressible
         known = self._items.setdefault(id(held), (held, {}))[1]
@@ -123,7 +123,7 @@ class Checks:
             raise Inexpressible
 
     def kinds(self, held: dict[Any, Any]) -> None:
-        """A dict has the keys that it has now, and values of their types."""
+        """Checks that a dict has its present keys, and values of their types."""
         self._add("KINDS", -1, held, [*held], [*map(type, held.values())], len(held))
 
     def sequence(self, held: list[Any], values: Sequence[Any]) -> None:
@@ -134,19 +134,19 @@ class Checks:
             raise Inexpressible
 
     def calls(self, functions: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
-        """Functions give what they give now, which is returned."""
+        """Checks that functions return what they return now; returns that."""
         values = tuple([function() for function in functions])
         self._add("CALLS", -1, None, functions, values, len(values))
         return values
 
     def each(self, function: Callable[[Any], Any], arrays: Sequence[Any]) -> list[Any]:
-        """A function gives for each of some arrays what it gives now, which is returned."""
+        """Checks that a function returns for each array what it returns now; returns that."""
         values = [*map(function, arrays)]
         self._add_once("ADDRESSES", function, arrays, values)
         return values
 
     def addresses(self, arrays: Sequence[Any]) -> list[int]:
-        """Arrays lie where they lie now, which is returned."""
+        """Checks that arrays have their present addresses; returns these."""
         library = self.library
         if library.reader is None:
             return self.each(library.address, arrays)
@@ -157,20 +157,20 @@ class Checks:
     def _add_once(
         self, operation: str, held: object, arrays: Sequence[Any], values: Sequence[Any]
     ) -> None:
-        """A check that gives a value for each of some arrays, of which some may come twice: a
-        weight of a module and of its optimiser."""
+        """Adds a check of a value of each array; an array that comes twice (a weight of a module
+        and of its optimiser) is checked once."""
         found = {id(array): (array, value) for array, value in zip(arrays, values, strict=True)}
         keys, each = [array for array, _ in found.values()], [value for _, value in found.values()]
         self._add(operation, -1, held, keys, each, len(keys))
 
     def array(self, array: Any, slot: int = -1) -> None:
-        """An array has the type and the signature that it has now."""
+        """Checks that an array has the type and the signature that it has now."""
         reads, held = self._array_reads, array if slot < 0 else None
         values = [getattr(array, r) if isinstance(r, str) else r(array) for r in reads]
         self._add("TYPE", slot, held, values=(type(array),))
         self._add("READS", slot, held, reads, values, len(values))
 
-    # --- of the arguments
+    # --- the arguments
     def arguments(self, names: Sequence[str], args: Sequence[Any], options: GraphedOptions) -> None:
         self._slots = len(args)
         for slot, (name, value) in enumerate(zip(names, args, strict=True)):
@@ -208,9 +208,10 @@ class Checks:
             self._argument(first + place, child)
 
     def _static(self, slot: int, value: Any) -> None:
-        """An argument that is not copied: it is the same object, and its arrays are as they were.
+        """Checks an argument that is not copied: the same object, with arrays of the same
+        signatures.
 
-        Those of objects are where `ObjectWatch` finds them; that is not noted for containers."""
+        Arrays inside an object are those that `ObjectWatch` finds; containers cannot be checked."""
         library = self.library
         if is_plain(value, library.plain):
             self._argument(slot, value)
@@ -245,7 +246,7 @@ class Checks:
         self.pointers += self.addresses(arrays)
 
     def reads(self, held: object, function: Callable[[Any], Any]) -> None:
-        """A function gives for an object what it gives now."""
+        """Checks that a function returns for an object what it returns now."""
         self._add("READS", -1, held, (function,), (function(held),), 1)
 
     def made(self, positional: int, names: Sequence[str]) -> Any:
@@ -260,9 +261,9 @@ class Checks:
 
 
 class _Noting(Walker):
-    """A walk through what a function uses that notes where each value is.
+    """A walk through what a function uses that notes the place of each value.
 
-    `tokens` and `arrays` become what `Guards.read` gives."""
+    `tokens` and `arrays` become those of `Guards.read`."""
 
     def __init__(self, checks: Checks, guards: Guards) -> None:
         self._checks, self._guards = checks, guards
@@ -358,7 +359,7 @@ class _Noting(Walker):
 
 
 def _note(watch: Watch, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
-    """Notes where what a watch reads is; adds that to `tokens` and `arrays`."""
+    """Notes the places of what a watch reads; appends that to `tokens` and `arrays`."""
     # Looked up on the type: a watch may pass attributes that it lacks on to the module it watches.
     note = getattr(type(watch), "note", None)
     if note is None:
@@ -367,7 +368,7 @@ def _note(watch: Watch, checks: Checks, tokens: list[Hashable], arrays: list[Any
 
 
 class SameItems:
-    """Whether a container holds the very items that it holds now."""
+    """A function that is true while a container holds the same objects as now."""
 
     def __init__(self, value: Any) -> None:
         self._items = items_in(value) or []
@@ -377,7 +378,7 @@ class SameItems:
 
 
 class _Holds:
-    """Whether a context variable or a weak reference holds the very object that it holds now."""
+    """A function that is true while a context variable or a weak reference holds `content`."""
 
     def __init__(self, content: Any) -> None:
         self._content = content
@@ -387,30 +388,31 @@ class _Holds:
 
 
 MISSED = object()
-"""Stands for the result of a call that is not like the one before."""
+"""Returned instead of a result for a call that does not match."""
 EAGER = object()
-"""Stands for the result of a call that the caller is to run."""
+"""Returned instead of a result for a call that the caller must run."""
 Match: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None]
-"""The arrays of a call's arguments, if it is like the one that this was made of."""
+"""A function that returns the arrays of a call's arguments if the call matches, else None."""
 
 
 class Way(Protocol):
-    """A whole call by a short way: in C where the graph copies its arrays itself, else `_Way`."""
+    """A whole call by a short way: in C if the graph copies its arrays itself, else `_Way`."""
 
     count: int
     """Replays so far."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
-        """The result of a replay; MISSED for another call.  Raises what a replay raises."""
+        """Returns the result of a replay; MISSED if the call does not match.  Raises as a replay
+        does."""
         ...
 
     def end(self) -> None:
-        """Every call is missed from here on."""
+        """Ends the way: every later call is MISSED."""
         ...
 
 
 class _Way:
-    """The way of a graph around which arrays are copied."""
+    """The way of a graph whose arrays are copied outside the graph."""
 
     def __init__(
         self,
@@ -437,7 +439,7 @@ class _Way:
                 return MISSED
             try:
                 places = [*map(self._library.address, leaves)]
-            except Exception:  # an array without memory of its own: its key has the reason
+            except Exception:  # an array without memory of its own: the key gives the reason
                 return MISSED
             if any(r.holds(a) for a in places for r in self._written):
                 return MISSED
@@ -475,15 +477,15 @@ class ShortWay:
     """The short way of one key."""
 
     match: Match | None
-    """None: it matches any call."""
+    """The comparison of a call; None matches every call."""
     line: Line
     way: Way
     reason: str = ""
-    """Why its calls run eagerly; empty if they are replays."""
+    """The reason why its calls run eagerly; empty if they are replays."""
     _counted: int = 0
 
     def count(self) -> None:
-        """Adds what was replayed since it was last asked for to the counts of the key."""
+        """Adds the calls since the last `count` to the counts of the key."""
         new, self._counted = self.way.count - self._counted, self.way.count
         counts = self.line.counts
         assert counts is not None
@@ -495,13 +497,13 @@ class ShortWay:
         self.line.unmatched >>= min(new // TIMED, 64)
 
     def end(self) -> None:
-        """No call goes this way from here on."""
+        """Ends the short way: no later call takes it."""
         self.way.end()
         self.count()
 
 
 def eager(line: Line, match: Match | None, reason: str) -> ShortWay:
-    """The short way of a key that runs eagerly."""
+    """Makes the short way of a key that runs eagerly."""
     return ShortWay(match, line, _Eager(match), reason)
 
 
@@ -512,11 +514,11 @@ def checked(
     seen: tuple[list[Any], list[int], Hashable],
     note: Callable[[Checks], None],
 ) -> Any:
-    """Whether a call is like this one, which was just made by its key; None if that cannot be told
-    in C.  Its `match` tells.
+    """Returns an object whose `match` compares calls with this one, which its key has just served;
+    None if C cannot compare them.
 
-    `attached`: the gradients that its graph gives.  `seen`: the guarded arrays, their addresses,
-    and the modes, as they stand in the key.  `note` notes what is to be looked at besides the key.
+    `attached`: the gradients that the graph sets.  `seen`: the guarded arrays, their addresses, and
+    the modes, as in the key.  `note` notes what must be compared besides the key.
     """
     library, options, guards = subject.library, subject.options, subject.guards
     names = subject.arguments.names
@@ -548,14 +550,14 @@ def checked(
             live = library.live()
             if live is not None:
                 checks.each(live, noting.arrays)
-        for each in attached:  # what a replay leaves: then it has nothing to set
+        for each in attached:  # the gradients are as a replay leaves them: nothing to set
             if not each.fits:
                 return None
             checks.attributes(each.array, {each.name: each.after})
         made = checks.made(len(work.args), [*work.kwargs])
     except Inexpressible:
         return None
-    # None also if an array was given twice: which are the same is not noted.
+    # Also None if an array was given twice: the checks do not compare which arrays are the same.
     leaves = made.match(work.args, work.kwargs)
     return made if leaves is not None and same(leaves, work.leaves) else None
 
@@ -569,14 +571,14 @@ def recheck(
     seen: tuple[list[Any], list[int], Hashable],
     note: Callable[[Checks], None],
 ) -> ShortWay | None:
-    """The short way of a key that was just replayed; None if there is none.  See `checked`."""
+    """Makes the short way of a key that was just replayed, or returns None.  See `checked`."""
     library = subject.library
     if subject.options.verify != "off" or line.written or captured.tree.given:
         return None
     made = checked(subject, work, captured.attached, seen, note)
     if made is None or library.stream() is not stream:
         return None
-    # Memory that the function writes: copies of arrays in it would not see that.
+    # Memory that the function writes: a call with an argument in it goes by its key.
     ranges = [library.storage(work.state[i]) for i in line.state if i < len(work.state)]
     written = [*dict.fromkeys(ranges)]
     owned, way = weakref.ref(captured), None

@@ -1,4 +1,4 @@
-"""What `Graphed` knows of a key, of its graph, and of a call."""
+"""Records of `Graphed`: a key, the graph of a key, and a call."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ostinato.lowlevel import Call
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """The memory that a graph uses and that is not its own."""
+    """The memory that a graph uses and that the caller owns."""
 
     storages: list[tuple[MemoryRange, Any]]
-    """Each piece once, with an array that keeps it alive."""
+    """The pieces of memory, each once, with an array that keeps it alive."""
     pattern: list[int]
-    """Of each array, in which piece it is."""
+    """The index in `storages` of each array's memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttachedGradient:
-    """What a captured function did to an array's gradient, which a replay is to do."""
+    """An array's gradient before and after a captured call; a replay makes the same change."""
 
     array: Any
     name: str
@@ -36,90 +36,91 @@ class AttachedGradient:
 
     @property
     def fits(self) -> bool:
-        """Whether a replay does what the function would do now.  It writes where the capture did:
-        what is added to must be that, and if there was nothing, the function may have been about to
-        add to what is there now."""
+        """True if a replay does what the function would do now.  A replay writes into the gradient
+        of the capture, so a gradient that was added to must still be that array; and if there was
+        none, there must be none now, since the function would add to it."""
         if self.before is not None and self.before is not self.after:
-            return True  # it was replaced, whatever it was
+            return True  # the function replaced it, whatever it was
         return getattr(self.array, self.name) is self.before
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Captured:
-    """What belongs to one graph; the graph owns it."""
+    """The data of one graph besides its nodes; the graph owns it."""
 
     owner: object
-    """What the library needs while the graph can run: its own graph, its pool."""
+    """Objects of the library that must live while the graph can run: its own graph, its pool."""
     inputs: list[Any]
     stage: Callable[[Sequence[Any]], None]
     outputs: list[Any]
     tree: Tree
     clones: list[bool]
-    """Which outputs are copied; the others are views of memory that the caller declared static."""
+    """True for each output that is copied; the others are views of memory in `bound`."""
     written: tuple[int, ...]
-    """Inputs that the function writes, which are copied back."""
+    """Indices of the inputs that the function writes, which are copied back after a replay."""
     bound: Bound
     pointers: list[int]
-    """Of the static arguments."""
+    """Addresses of the static arguments."""
     epoch: int
-    """Of the guarded arrays."""
+    """`ReadCall.epoch` of the call that the graph was last bound to."""
     kept: list[object] = field(default_factory=list, repr=False)
-    """What keeps the other memory that the graph points at, which nobody else may keep: a table
-    that a helper made, and will forget."""
+    """Owners of other memory that the graph points at, which may have no other reference: a table
+    that a helper made and will drop from its cache."""
     moves: Moves | None = None
-    """How the graph itself copies the arrays of a call; None if that is done around it."""
+    """The copies that nodes of the graph make; None if the library copies all arrays outside the
+    graph."""
     recipes: tuple[tuple[Any, ...], ...] = ()
-    """Of new arrays for the outputs that it copies itself (`Library.recipe`)."""
+    """Arguments of `Library.new` for the outputs that the graph itself copies
+    (`Library.recipe`)."""
     give: Callable[..., Any] = lambda made: None
-    """The result of a call, from the outputs that were copied by the graph (none if it copies
-    none), the objects that it was given if it holds any, and for the call's dynamic sizes what its
-    outputs are cut to."""
+    """A function that builds a call's result from the outputs that the graph copied (none if it
+    copies none), the static objects in the result, and for dynamic sizes the cut outputs."""
     call: ReadCall | None = None
-    """The call that was captured, with the graph's own inputs as its arrays, and"""
+    """The captured call, with the graph's inputs as its arrays; None without a store."""
     result: Any = None
-    """its result; both for its file, and None if it is not to be saved."""
+    """The result of `call`; None without a store."""
     rebound: bool = False
-    """Whether it was bound to other memory than it was captured with."""
+    """True if the graph was bound to other memory than it was captured with."""
     attached: tuple[AttachedGradient, ...] = ()
-    """The gradients that the function gives, or adds to."""
+    """The gradients that the function sets or adds to."""
     compared: bool = False
-    """Whether its inputs were compared with the arguments after a replay."""
+    """True if the inputs were compared with the arguments after a replay."""
 
     def detach(self) -> None:
-        """Takes the gradients away that the capture or a replay gave, before an eager run."""
+        """Removes the gradients that the capture or a replay has set, before an eager run."""
         for each in self.attached:
             setattr(each.array, each.name, each.before)
 
 
 @dataclass(slots=True, eq=False)
 class Line(Call):
-    """One key."""
+    """The state of one key."""
 
     words: str = ""
     refused: str = ""
-    """Why its calls raise: they need gradients."""
+    """The reason why its calls raise InputError: they need gradients.  Empty if they do not."""
     warmed: bool = False
     captured: Callable[[], Captured | None] = lambda: None
     text: str = ""
-    """Of the key, for a file; what it is not the same in another process for, behind a "!"."""
+    """The key's text for a graph file; "!" and a reason if it differs in other processes."""
     names: list[str] = field(default_factory=list)
-    """Of the arrays that are not copied, for a file."""
+    """Names of the arrays that are not copied, for a graph file."""
     written: set[int] = field(default_factory=set)
-    """Arguments that the function writes, among those that are copied."""
+    """Indices of the copied arguments that the function writes."""
     state: set[int] = field(default_factory=set)
-    """What it writes of the static arguments and of the arrays that it uses besides them."""
+    """Indices in `ReadCall.state` of the arrays that the function writes."""
     shapes: tuple[list[tuple[int, ...]], list[int]] | None = None
-    """The result's shapes of the last eager run, and the dynamic sizes of that."""
+    """The shapes of the results of the last eager run, and the dynamic sizes of that run."""
     tokens: list[Hashable] = field(default_factory=list)
-    """What that result is besides its arrays."""
+    """Tokens of the result of the last eager run: everything but its arrays."""
     cuts: dict[tuple[int, int], DynamicAxis] = field(default_factory=dict)
-    """By the result's number and its axis."""
+    """The dynamic axes of the results, by the result's index and the axis."""
     learned: set[int] = field(default_factory=set)
-    """Dynamic sizes of which it is known where they show in the results."""
+    """Indices of the dynamic sizes whose axes in the results are known."""
     unbound: str = ""
-    """Why its last graph could not be bound to what a call uses."""
+    """The reason why the last graph could not be bound to the memory of a call."""
     unmatched: int = 0
-    """Replays that were found by the key: after each power of two a short way is looked for."""
+    """Replays that went by the key; a short way is tried when the count is a power of two."""
 
     @property
     def name(self) -> str:
@@ -127,13 +128,13 @@ class Line(Call):
 
     @property
     def reason(self) -> str:
-        """Why its calls run eagerly; empty if they do not."""
+        """The reason why its calls run eagerly; empty if they do not."""
         reason = None if self.entry is None else self.entry.reason
         return "" if reason is None else reason[1]
 
     @property
     def times(self) -> deque[float]:
-        """Microseconds of the whole calls that were timed."""
+        """Durations of the timed calls, from call to return, in microseconds."""
         assert self.counts is not None
         return self.counts.times
 
@@ -147,46 +148,47 @@ class Dynamic:
     capacity: int
     """The bucket of the size."""
     place: int
-    """Among the dynamic arrays of the call."""
+    """The index of the array among the dynamic arrays of the call."""
     fill: float | None
-    """What the padding holds; None if no answer may depend on it."""
+    """The value of the padding; None if no answer may depend on the padding."""
 
 
 @dataclass(slots=True, eq=False)
 class ReadCall:
-    """One call, taken apart."""
+    """A call, taken apart into arrays and tokens."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: list[Any] = field(default_factory=list)
-    """The arrays that are copied."""
+    """The arrays that are copied into the graph's inputs."""
     statics: list[Any] = field(default_factory=list)
-    """Those of static arguments."""
+    """The arrays of the static arguments."""
     dynamic: list[Dynamic | None] = field(default_factory=list)
-    """Of each leaf; empty where no argument can have a dynamic axis."""
+    """The dynamic axis of each leaf, or None; empty if no argument can have a dynamic axis."""
     sizes: list[int] = field(default_factory=list)
-    """Of the dynamic arrays, in order."""
+    """The sizes of the dynamic axes, in the order of the arrays."""
     tokens: list[Hashable] = field(default_factory=list)
-    """What stands for the arguments in its key."""
+    """The part of the key that comes from the arguments."""
     keyed: bool = False
-    """Whether it has a key of its own: all that decides what it does could be read."""
+    """True if the call has a key of its own: all that decides what it does could be read."""
     seen: Seen | None = None
-    """What the function uses besides its arguments."""
+    """The values that the function uses besides its arguments; None without guards."""
     epoch: int = 0
-    """Of the guarded arrays: it is another one after one of them has moved."""
+    """A number that changes when a guarded array is replaced or moves."""
 
     @property
     def axes(self) -> list[Dynamic | None]:
-        """Of each leaf its dynamic axis, or None."""
+        """The dynamic axis of each leaf, or None."""
         return self.dynamic or [None] * len(self.leaves)
 
     @property
     def padded(self) -> frozenset[int]:
-        """Which of its arrays are shorter than their bucket."""
+        """Indices of the leaves that are shorter than their bucket."""
         axes = enumerate(self.dynamic)
         return frozenset(i for i, d in axes if d is not None and d.size != d.capacity)
 
     @property
     def state(self) -> list[Any]:
-        """The arrays that it uses and that are not copied."""
+        """The arrays that the function uses and that are not copied: the static, then the
+        guarded."""
         return [*self.statics, *([] if self.seen is None else self.seen.arrays)]

@@ -1,4 +1,4 @@
-"""Keys of a function in its store: a graph that is kept is written, one is read for a new key."""
+"""The keys of a function in its store: writes the graphs that are kept, reads one for a new key."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Saving:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Why keys were not restored."""
+        """Reasons why keys were not restored, with counts."""
         return self._stored.all_reasons()
 
     def name(self, line: Line, work: ReadCall, key: Any) -> None:
         """Gives a line the text of its key, which is the same in every process, and the names of
         the arrays that are not copied."""
         description, guards = Description(self._stored.library), self._subject.guards
-        call = key[: -1 if guards is None else -4]  # without the guards' own
+        call = key[: -1 if guards is None else -4]  # without the parts from the guards
         why = ""
         try:
             description.add(*call, key[-1])
@@ -60,7 +60,8 @@ class Saving:
         line.text = "\n".join(description.parts)
 
     def _pieces(self, line: Line, bound: Bound) -> list[tuple[str, MemoryRange, bool]]:
-        """The memory that a call uses besides its inputs: names, ranges, and what is written."""
+        """Returns the memory that a call uses besides its inputs: name, range, whether it is
+        written."""
         written = {bound.pattern[i] for i in line.state if i < len(bound.pattern)}
         names: dict[int, str] = {}
         for name, piece in zip(line.names, bound.pattern, strict=True):
@@ -73,7 +74,7 @@ class Saving:
 
     # --- writing
     def save(self, lines: Iterable[Line], *, check: bool) -> dict[str, str]:
-        """Writes the graphs that were captured here; why some were not written, by key.
+        """Writes the graphs that were captured here; returns why some were not written, by key.
 
         Raises ContextPoisonedError."""
         refused: dict[str, str] = {}
@@ -115,7 +116,7 @@ class Saving:
             try:
                 other, twin = self._maker.make(line, call, kept)
             finally:
-                kept.put_back()  # nobody called the function
+                kept.put_back()  # the user has not called the function
             moved = self._memory(twin, pieces)
             if moved[2] != results:
                 raise InputError("a second capture gave results of another layout")
@@ -142,8 +143,8 @@ class Saving:
     def _memory(
         self, captured: Captured, pieces: Sequence[tuple[str, MemoryRange, bool]]
     ) -> tuple[dict[str, MemoryRange], dict[str, MemoryRange], list[tuple[str, Any]]]:
-        """A graph's own inputs and outputs by name, and for each result in which memory it lies,
-        and how."""
+        """Returns a graph's own inputs and outputs by name, and for each result the name of its
+        memory and its layout there."""
         library = self._stored.library
         storage = library.storage
         inputs = {f"input {i}": storage(one) for i, one in enumerate(captured.inputs)}
@@ -169,7 +170,8 @@ class Saving:
 
     # --- reading
     def restored(self, line: Line, work: ReadCall) -> tuple[GraphExec, Captured] | None:
-        """A key's graph from the store, and what belongs to it; None if there is none that fits."""
+        """Restores a key's graph from the store, with its record; None if there is none that
+        fits."""
         stored, subject = self._stored, self._subject
         if not line.text or line.text.startswith("!"):
             return None
@@ -193,7 +195,7 @@ class Saving:
             return None
 
     def note_refused(self, why: str) -> None:
-        """Counts a graph that could not be taken."""
+        """Counts a graph of the store that could not be used."""
         self._stored.reasons[why] += 1
 
     def _restored(
@@ -205,8 +207,8 @@ class Saving:
         loaded: LoadedGraph,
         facts: dict[str, Any],
     ) -> Captured:
-        """What belongs to a graph from a file.  Raises InputError, LookupError, TypeError and
-        ValueError for facts that are none of it."""
+        """Makes the record of a graph from a file.  Raises InputError, LookupError, TypeError and
+        ValueError for facts that do not describe the graph."""
         library = self._stored.library
         arrays = {f"input {i}": one for i, one in enumerate(inputs)}
         for (name, *_), (_, array) in zip(

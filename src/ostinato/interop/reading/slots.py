@@ -1,4 +1,4 @@
-"""Graphs of a function: captured for a key, and bound to memory that has moved."""
+"""Captures the graph of a key, and binds it to memory that has moved."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ostinato.lowlevel import every_node, replace_small_fills
 
 
 class Maker:
-    """Makes the graphs of one function.
+    """The maker of one function's graphs.
 
-    `keeps`: whether what a file of a graph needs is kept with it."""
+    `keeps`: whether to keep with each graph what its file needs."""
 
     def __init__(self, subject: Subject, *, keeps: bool) -> None:
         self._subject = subject
@@ -33,17 +33,17 @@ class Maker:
         self._movers: list[Mover | None] = []
 
     def mover(self) -> Mover | None:
-        """What puts copies into graphs, made for the first one; None if nothing can."""
+        """Returns the kernels that copy arrays inside graphs; None if they cannot be compiled."""
         if not self._movers:
             self._movers.append(Mover.of(self._subject.library.device))
         return self._movers[0]
 
     # --- the memory of a graph
     def inputs(self, work: ReadCall) -> list[Any]:
-        """The graph's own arrays for those of a call that are copied."""
+        """Allocates the graph's own arrays for the copied arrays of a call."""
         library = self._subject.library
         inputs = []
-        made: dict[tuple[Any, ...], Any] = {}  # an array that is given twice is one here, too
+        made: dict[tuple[Any, ...], Any] = {}  # an array that is given twice has one input
         for leaf, dynamic in zip(work.leaves, work.axes, strict=True):
             shape = how = None
             if dynamic is not None:
@@ -59,8 +59,8 @@ class Maker:
         return inputs
 
     def bound(self, work: ReadCall) -> Bound:
-        """The memory of the arrays of a call that are not copied, each piece once, in the order in
-        which it first comes."""
+        """Returns the memory of the arrays of a call that are not copied, each piece once, in order
+        of first use."""
         found: dict[int, tuple[MemoryRange, Any]] = {}
         places: dict[int, int] = {}
         pattern = []
@@ -71,14 +71,15 @@ class Maker:
         return Bound(list(found.values()), pattern)
 
     def clones(self, leaves: Sequence[Any], bound: Bound) -> list[bool]:
-        """Which outputs are copied: those that lie in memory of the graph's own."""
+        """Returns a flag for each output: true if it lies in the graph's own memory and is
+        copied."""
         address = self._subject.library.address
         static = [memory for memory, _ in bound.storages]
         return [not any(m.nbytes and m.holds(address(leaf)) for m in static) for leaf in leaves]
 
     # --- captures
     def make(self, line: Line, work: ReadCall, kept: HostSnapshot) -> tuple[Graph, Captured]:
-        """Captures a call.  What it writes is noted in its line.  Raises NotGraphable.
+        """Captures a call, and notes in its line which arrays it writes.  Raises NotGraphable.
 
         `kept`: notes what running the function changes on the host."""
         subject = self._subject
@@ -102,7 +103,7 @@ class Maker:
         before: list[tuple[Any, str, Any]] = []
 
         def call() -> Any:
-            kept.begin()  # it may be the second try
+            kept.begin()  # a second try begins where the first one did
             before[:] = library.attached(work.state)
             try:
                 return subject.function(*args, **kwargs)
@@ -135,7 +136,7 @@ class Maker:
             for index, (old, buffer) in enumerate(zip(versions, inputs, strict=True))
             if old is None or library.version(buffer) != old
         }
-        # A replay would not: the gradient that `loss.backward()` gives it, say.
+        # A replay would not set such an attribute: the gradient of `loss.backward()`, say.
         given = next(filter(None, [library.hidden(i, ("grad",), copied=True) for i in inputs]), "")
         if given:
             raise NotGraphable(subject.at(f"of an argument the function makes {given}"))
@@ -180,17 +181,17 @@ class Maker:
         return graph, captured
 
     def _memory_around(self) -> list[tuple[MemoryRange, object]]:
-        """The memory of all arrays that there are, and what keeps it.
+        """Returns the memory of all arrays in the process, each piece with its owner.
 
-        A capture may read any of it, and nothing tells what the graph does not say itself: kernels
-        of Triton and of extensions are seen by no mode of a library, which would also change what
-        other functions do.  It is kept while the capture lasts, so that what the graph points at
-        afterwards is this memory, and no other that took its place."""
+        A capture may read any of it, and only the words of the graph show what it reads: no mode of
+        a library sees kernels of Triton and of extensions, and a mode would change what other
+        functions do.  All of it is kept while the capture lasts, so that an address in the graph is
+        an address of this memory and not of later memory in its place."""
         library = self._subject.library
         return [piece for each in _living(library.array_type) for piece in library.memory(each)]
 
     def taken_apart(self, result: Any, work: ReadCall) -> Tree | str:
-        """The result of a call; why it can be none of a graph."""
+        """Takes the result of a call apart; returns a reason instead if no replay can give it."""
         try:
             tree = self._subject.arguments.tree(result, work)
         except Unknown as error:
@@ -199,7 +200,7 @@ class Maker:
         return f"of the result: {wrong}" if wrong else tree
 
     def lost(self, tree: Tree, work: ReadCall) -> str:
-        """What of the result of an eager call a replay's would not have; empty if it has all."""
+        """Describes what a replay's result would lack of an eager result; empty if nothing."""
         lost = [*map(self._subject.library.lost, tree.leaves)]
         if any(lost):
             themselves = {id(array) for _, array in self.bound(work).storages}
@@ -211,8 +212,8 @@ class Maker:
     def _extents(
         self, arrays: Sequence[Any], like: Sequence[Any] = ()
     ) -> list[tuple[int, int]] | None:
-        """Addresses and bytes of arrays that can be copied as they lie, also from arrays `like`
-        them; None if one cannot, or if there are too many."""
+        """Returns addresses and bytes of arrays that can be copied byte by byte, also from arrays
+        `like` them; None if one cannot, or if there are too many."""
         extent, address = self._subject.library.extent, self._subject.library.address
         sizes = [extent(array) for array in arrays]
         if len(arrays) > MOST or None in sizes or None in map(extent, like):
@@ -222,7 +223,7 @@ class Maker:
     def _moved(
         self, result: Any, work: ReadCall, bound: Bound
     ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Which outputs the graph copies, and where they lie."""
+        """Returns the indices of the outputs that the graph copies, with addresses and bytes."""
         tree = self.taken_apart(result, work)
         if self._subject.options.results != "clone" or isinstance(tree, str):
             return (), []
@@ -233,7 +234,7 @@ class Maker:
 
     # --- shapes
     def note_shapes(self, line: Line, tree: Tree, work: ReadCall) -> None:
-        """Notes the shapes of the result of an eager run, and what else it is."""
+        """Notes the shapes and the tokens of the result of an eager run."""
         line.tokens = tree.tokens
         line.shapes = self._shapes(tree), list(work.sizes)
 
@@ -257,8 +258,8 @@ class Maker:
             )
 
     def _compare_plain(self, line: Line, tree: Tree) -> None:
-        """Raises NotGraphable if a captured result is not what it was eagerly besides arrays: a
-        size that is padded, a function that is made in each call."""
+        """Raises NotGraphable if the tokens of a captured result are not those of the eager run: if
+        it has a padded size, say, or a function that is made in each call."""
         if tree.tokens != line.tokens:
             raise NotGraphable(
                 self._subject.at(
@@ -289,8 +290,8 @@ class Maker:
 
     # --- memory that has moved
     def rebind(self, line: Line, captured: Captured, work: ReadCall) -> str:
-        """Points a graph at static memory that has moved; why it must be captured again if that
-        cannot be."""
+        """Points a graph at static memory that has moved; returns why it must be captured again, or
+        ""."""
         now = self.bound(work)
         why = self._cannot_rebind(captured, now)
         moved = [
@@ -328,7 +329,7 @@ class Maker:
         return ""
 
     def _cannot_rebind(self, captured: Captured, now: Bound) -> str:
-        """Why a graph cannot be pointed at other memory; empty if it can."""
+        """Describes why a graph cannot be pointed at other memory; empty if it can."""
         old = captured.bound
         if now.pattern != old.pattern:
             return "memory that it uses has moved, and other arrays share memory than before"
@@ -346,23 +347,23 @@ class Maker:
 
 
 def _living(kind: type) -> Iterator[Any]:
-    """The objects of a class and of its subclasses that Python's garbage collector knows."""
+    """Yields the objects of a class and its subclasses that Python's garbage collector tracks."""
     kinds, left = {id(kind)}, [kind]
     while left:
         found: list[type] = type.__subclasses__(left.pop())
         found = [each for each in found if id(each) not in kinds]
         kinds.update(map(id, found))
         left += found
-    objects = gc.get_objects()  # some 100,000: no Python for each
+    objects = gc.get_objects()  # some 100,000: no Python code for each
     return compress(objects, map(kinds.__contains__, map(id, map(type, objects))))
 
 
 def _pointed_at(
     nodes: Iterable[Node], around: Iterable[tuple[MemoryRange, object]], bound: Bound
 ) -> list[object]:
-    """What keeps the memory that a graph points at, and that is none of `bound`, which may move.
+    """Returns the owners of memory that a graph points at, without `bound`, which may move.
 
-    A word that is no address and looks like one keeps memory too long; that is all."""
+    A number that equals an address keeps memory too long, and has no other effect."""
     words = _words(nodes)
     others = {memory.address for memory, _ in bound.storages}
     found = [(memory, keeper) for memory, keeper in around if memory.address not in others]
@@ -373,7 +374,7 @@ def _pointed_at(
 
 
 def _words(nodes: Iterable[Node]) -> npt.NDArray[np.uint64]:
-    """All that may be an address in the nodes of a graph, in order."""
+    """Returns all words in the nodes of a graph that may be addresses, sorted, each once."""
     packed, fields = [], []
     for node in every_node(nodes):
         if node.kind is NodeKind.KERNEL:

@@ -26,15 +26,15 @@ _CONTAINERS = (dict, list, tuple, deque)
 _MOST_VERSIONS = 4096
 _next_version = itertools.count()
 _versions: dict[Hashable, int] = {}
-"""Of how such objects are put together, in all graphed functions."""
+"""Numbers of the layouts of such objects, shared by all graphed functions."""
 _all = itertools.chain.from_iterable
 
 
 class StateWatch:
-    """All that an object holds, at any depth and whatever the names: plain values, each of which is
-    a token of its own, arrays, and how these are put together.
+    """All that an object holds, at any depth and under any name: plain values, each with a token of
+    its own, arrays, and the layout that connects them.
 
-    The object itself is not kept."""
+    The watch does not keep the object alive."""
 
     def __init__(self, value: object, library: WatchingLibrary) -> None:
         self._object, self._library = weakref.ref(value), library
@@ -46,21 +46,21 @@ class StateWatch:
 
     def _find(self) -> None:
         self._holders: list[Any] = []
-        """All that was looked into: dicts, lists, deques, tuples, and `Slots`."""
+        """All containers that were looked into: dicts, lists, deques, tuples, and `Slots`."""
         self._tokens: list[Hashable] = []
         self._names: list[str] = []
-        """Where the value of each token is."""
+        """The place of each token's value."""
         self._arrays: list[Any] = []
-        """Each once."""
+        """The arrays, each once."""
         self._contents: list[tuple[Any, Hashable]] = []
-        """Objects that are compared by what they hold."""
+        """Objects that are compared by content, each with the token of its content."""
         self._objects: list[Any] = []
-        """Those inside it that are no containers."""
+        """Objects inside the watched one that are no containers."""
         self._watches: list[tuple[str, Watch]] = []
         self._numbers: dict[int, int] = {}
         self._met: dict[int, int] = {}
         self._placed: list[dict[int, int]] = []
-        """Of each holder: which of its values have a token, and the number of that."""
+        """The places of tokens: for each holder, the index of a value and that of its token."""
         self._layout: list[Hashable] = []
         value = self.object
         self._kind: Any = type(value)
@@ -111,7 +111,7 @@ class StateWatch:
             self._contents.append((value, contents))
             return
         if depth > _DEEPEST or (not container and attributes_of(value) is None):
-            layout.append(Itself(value))  # nothing is known of it
+            layout.append(Itself(value))  # compared by identity alone
             self._objects.append(value)
             return
         if depth and not container:
@@ -142,8 +142,9 @@ class StateWatch:
         return plain_token(key) if is_plain(key, self._library.plain) else Itself(key)
 
     def _as_before(self) -> bool:
-        """Whether all is where it was.  Plain values that are others are noted."""
-        # In loops in C where that can be: it is called in each call that goes by its key.
+        """True if the layout and the arrays are unchanged.  Updates the tokens of changed plain
+        values."""
+        # Loops run in C where possible, since each call that goes by its key runs this.
         if not self._found or type(self.object) is not self._kind:
             return False
         values = [*_all(self._inside)]
@@ -192,10 +193,10 @@ class StateWatch:
         return [*self._holders, *[value for value, _ in self._contents], *_all(inside)]
 
     def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
-        """Reads, and notes where each value was found."""
+        """Reads the state, and notes the place of each value."""
         self.read(tokens, arrays)
         if self._watches:
-            raise Inexpressible  # which modules an optimiser holds is not looked into
+            raise Inexpressible  # the modules in an optimiser are not compared
         checks.types([self.object, *self._objects], [self._kind, *self._kinds])
         for held in self._holders:
             if isinstance(held, OrderedDict) and not held:

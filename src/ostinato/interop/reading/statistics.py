@@ -1,4 +1,4 @@
-"""What a graphed function counts besides a step, and the table that explains it."""
+"""The statistics of a graphed function, and the table that explains it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ostinato.step import CacheStatistics, StepKeyStatistics, StepStatistics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphedStatistics(StepStatistics):
-    """What a graphed function did so far."""
+    """Counts of a graphed function since it was made."""
 
     nested: int
-    """Calls inside of a capture that was under way, which ran the function plainly."""
+    """Calls inside a capture that was under way; they ran the function without a graph."""
     cache: CacheStatistics
     not_restored: Mapping[str, int]
-    """Why keys were not restored from the store."""
+    """Reasons why keys were not restored from the store, with counts."""
 
 
 def explained(keys: Sequence[StepKeyStatistics]) -> str:
-    """A table: each key, what is done with its calls, and why."""
+    """Returns a table: each key, what is done with its calls, and why."""
     rows = [["key", "decision", "captures", "replays", "eager", "µs", "bytes", "reason"]]
     for each in keys:
         us = f"{each.us.p50:.1f}" if each.us.count else "-"
@@ -32,7 +32,7 @@ def explained(keys: Sequence[StepKeyStatistics]) -> str:
 
 
 def _again(key: StepKeyStatistics) -> str:
-    """Why a key was captured more than once."""
+    """Describes why a key was captured more than once; empty if it was not."""
     again = [f"{why} ({count}x)" for why, count in [*key.capture_reasons.items()][1:]]
     if key.broken:
         again.append(f"a capture failed that the function did not break ({key.broken}x)")

@@ -1,13 +1,13 @@
 """Graphs of a graphed function in a folder: what is written of a key, and how it is found again.
 
-A file (`ostinato.GraphStore`) holds a graph, and names its memory: `input 0`, … for the buffers of
-a call's arrays, `output 0`, … for what its results lie in, and the arrays that the function uses
-by where they were found (`self.layers.0.weight`).  What else a replay must know, such as how the
-result is put together, is the content of one more input that no node touches, `the call`.
+A file (`ostinato.GraphStore`) holds a graph, and names its memory: `input 0`, … are the buffers of
+a call's arrays, `output 0`, … the memory of its results; the arrays that the function uses have the
+names of their places (`self.layers.0.weight`).  What else a replay needs, such as the form of the
+result, is the content of one more input that no node touches, `the call`.
 
-A key is found again by text that is the same in every process: the call's own key, and all that
-the function uses, without identities.  It is stricter than the key in memory: it reads code and
-settings that no guard looks at, since these may change from one process to the next.
+A key is found again by text that is the same in every process: the call's own key, and all that the
+function uses, without identities.  The text is stricter than the key in memory: it covers code and
+settings that no guard reads, since these may change from one process to the next.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from ostinato.interop.reading.trees import (
 )
 
 CALL = "the call"
-"""The input that holds what is not in the graph."""
+"""The name of the input that holds what a replay needs and the graph does not hold."""
 _VERSION = 1
 _DEEPEST = 6
 _MOST_CODE = 5000
-"""Functions and classes that are looked at."""
+"""The most functions and classes whose code is digested."""
 _ATOMS = (bool, int, float, str, bytes, complex, range, slice, type(None), type(Ellipsis))
 
 
 class Unstable(Exception):
-    """Why something has no text that is the same in every process."""
+    """An error: why a value has no text that is the same in every process."""
 
 
 class StoringLibrary(Library, Protocol):
-    """A library whose functions' graphs are saved."""
+    """A library whose functions' graphs can be saved."""
 
     @property
     def stable(self) -> tuple[type, ...]:
@@ -66,29 +66,29 @@ class StoringLibrary(Library, Protocol):
         ...
 
     def release(self) -> Hashable:
-        """The versions of what a graph's kernels come from."""
+        """Returns the versions of the packages that the kernels of graphs come from."""
         ...
 
     def over(self, buffer: Buffer) -> Any:
-        """An array over memory of this library, which it keeps."""
+        """Returns an array over a buffer of ostinato, which it keeps alive."""
         ...
 
     def span(self, array: Any) -> MemoryRange:
-        """The memory from an array's first element to its last one."""
+        """Returns the memory from an array's first element to its last one."""
         ...
 
     def layout(self, array: Any, base: int) -> Any:
-        """Type, shape, strides, and how far behind an address an array begins, as plain data; None
-        for an array whose memory holds another value."""
+        """Returns dtype, shape, strides, and offset from the address `base` of an array, as plain
+        data; None for an array whose memory holds another value."""
         ...
 
     def view(self, array: Any, layout: Any) -> Any:
-        """An array of a layout in the whole memory of another one.  Raises ValueError."""
+        """Returns an array of a layout in the whole memory of another one.  Raises ValueError."""
         ...
 
 
 class Stored:
-    """The folder of one function."""
+    """The folder of one function's graphs."""
 
     def __init__(
         self, library: StoringLibrary, folder: str | Path, tag: Sequence[Hashable]
@@ -99,7 +99,7 @@ class Stored:
         self._tag = text_of((_VERSION, *tag, library.release()), library)
         self.store = GraphStore(library.device, folder, tag=self._tag)
         self.reasons: Counter[str] = Counter()
-        """Why keys were not restored, besides what the store counts."""
+        """Reasons why keys were not restored, besides those that the store counts."""
 
     def save(
         self,
@@ -124,9 +124,9 @@ class Stored:
     def restore(
         self, key: str, memory: Mapping[str, MemoryRange], stream: Stream
     ) -> tuple[LoadedGraph, dict[str, Any]] | None:
-        """A graph over the memory that is named, and the facts that it was saved with.
+        """Restores a graph over the named memory, with the facts that it was saved with.
 
-        None if there is none that fits; why is counted."""
+        Returns None if none fits, and counts the reason."""
         loaded = self.store.restore(key, memory)
         if loaded is None:
             return None
@@ -142,7 +142,7 @@ class Stored:
         return loaded, facts
 
     def all_reasons(self) -> dict[str, int]:
-        """Why keys were not restored."""
+        """Returns the reasons why keys were not restored, with counts."""
         return dict(self.reasons + Counter(self.store.statistics().reasons))
 
 
@@ -150,7 +150,7 @@ class Stored:
 
 
 def text_of(value: Any, library: StoringLibrary) -> str:
-    """A key's parts as text.  Raises Unstable."""
+    """Returns the text of a part of a key.  Raises Unstable."""
     if isinstance(value, Itself):
         value = value.value
     kind: Any = type(value)
@@ -175,11 +175,12 @@ def text_of(value: Any, library: StoringLibrary) -> str:
 
 
 def code_text(function: Any, *, inner: bool = False) -> str:
-    """The name of a function or a class, and a digest of its code and of all that this names.
+    """Returns the name of a function or a class, and a digest of its code and of all that the code
+    names.
 
-    That is other functions, and the defaults and plain values that these use; those that the
-    function itself uses count if it is `inner`, and are else in the key of a call.  Code of
-    installed packages counts by their versions."""
+    The digest covers other functions, and the defaults and plain values that these use.  Those of
+    the function itself are covered only if it is `inner`; otherwise they are in the key of a call.
+    Code of installed packages is covered by the versions of the packages."""
     found: _Found = set()
     _collect(function, found, set(), inner=inner)
     text = "\n".join(f"{name} {digest}" for name, digest in sorted(found))
@@ -192,12 +193,12 @@ def _name(value: Any) -> str:
 
 
 _Found: TypeAlias = set[tuple[str, str]]
-"""Names with digests of code, with versions and values.  Functions may have one name: a decorator's
-has that of the function in it."""
+"""Names, each with a digest of code, a version or a value.  Several functions may have one name: a
+decorator's wrapper has that of the function inside."""
 
 
 def _collect(value: Any, found: _Found, seen: set[int], *, inner: bool = True) -> None:
-    """Adds digests of code, or of versions, by name; of an `inner` function also what it uses."""
+    """Adds digests of code, or versions, by name; for an `inner` function also what it uses."""
     while isinstance(value, functools.partial | types.MethodType):
         if isinstance(value, functools.partial):
             if inner:
@@ -209,7 +210,7 @@ def _collect(value: Any, found: _Found, seen: set[int], *, inner: bool = True) -
     if not isinstance(value, types.FunctionType | type):
         call = inspect.getattr_static(type(value), "__call__", None)
         if not isinstance(call, types.FunctionType):
-            found.add((_name(value), ""))  # written in C: only its library's version can tell
+            found.add((_name(value), ""))  # written in C: its library's version stands for it
             return
         value = type(value)
     if id(value) in seen:
@@ -282,7 +283,7 @@ def _collect_values(
 
 
 def _digest(code: types.CodeType, names: set[str]) -> str:
-    """The digest of code without its line numbers; adds what it names to `names`."""
+    """Returns the digest of code without its line numbers; adds what the code names to `names`."""
     names.update(code.co_names)
     parts = [code.co_code, repr(code.co_names).encode(), repr(code.co_varnames).encode()]
     for constant in code.co_consts:
@@ -297,7 +298,7 @@ def _digest(code: types.CodeType, names: set[str]) -> str:
 
 @functools.cache
 def _version(module: str) -> str:
-    """The version of the installed package that a module is of; empty for other code."""
+    """Returns the version of the installed package of a module; empty for other code."""
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names:
         return f"python {sys.version_info[:3]}"
@@ -312,7 +313,7 @@ def _version(module: str) -> str:
 
 
 class Description(Walker):
-    """What a function uses, as text and as arrays with names: both as in `Guards.read`."""
+    """The values that a function uses, as text, and its arrays with names, as in `Guards.read`."""
 
     def __init__(self, library: StoringLibrary) -> None:
         self.library = library
@@ -322,7 +323,7 @@ class Description(Walker):
         self._guards: list[Guards] = []
 
     def add(self, *values: Any) -> None:
-        """Raises Unstable."""
+        """Adds the texts of values.  Raises Unstable."""
         self.parts += [text_of(value, self.library) for value in values]
 
     def array(self, path: Trail | str, array: Any) -> None:
@@ -365,7 +366,7 @@ class Description(Walker):
         self.add(in_words(path), len(value))
 
     def settings(self, value: Any, depth: int = 0, seen: frozenset[int] = frozenset()) -> None:
-        """The plain values in an object and in what it holds, as deep as anyone puts them.
+        """Adds the plain values in an object and in what it holds, up to `_DEEPEST` levels deep.
 
         Numbers whose names begin with _ are left out: they are counts and hashes."""
         library = self.library
@@ -401,9 +402,9 @@ class Description(Walker):
 
 
 def described(value: Any, library: Library, leaves: list[Any]) -> Any:
-    """How a result is put together, as plain data; its arrays are added to `leaves`.
+    """Describes the form of a result as plain data; adds its arrays to `leaves`.
 
-    Raises Unstable for what cannot be made again from that."""
+    Raises Unstable for values that cannot be built again from such data."""
     if library.is_array(value):
         leaves.append(value)
         return {"leaf": len(leaves) - 1}
@@ -433,8 +434,8 @@ def described(value: Any, library: Library, leaves: list[Any]) -> Any:
 
 
 def rebuilt(data: Any, leaves: Sequence[Any]) -> Any:
-    """The value that `described` gave data of, with arrays.  Raises LookupError, TypeError, and
-    ValueError for what it never gives."""
+    """Builds the value that `described` has described, with other arrays.  Raises LookupError,
+    TypeError, and ValueError for data that `described` never returns."""
     if "leaf" in data:
         return leaves[data["leaf"]]
     if "value" in data:
@@ -455,8 +456,8 @@ def rebuilt(data: Any, leaves: Sequence[Any]) -> Any:
 
 
 def _class_of_results(module: str, name: str) -> Any:
-    """A class by its name.  Raises KeyError for one that was not imported here, and ValueError for
-    one whose objects hold no results."""
+    """Finds a class by its name.  Raises KeyError for a class that is not imported, and ValueError
+    for one whose objects are no results."""
     made: Any = sys.modules[module]
     for part in name.split("."):
         made = vars(made)[part]
@@ -470,7 +471,7 @@ def _is_of_results(kind: type) -> bool:
 
 
 def require_rebuildable(value: Any, data: Any, leaves: Sequence[Any], library: Library) -> None:
-    """Raises Unstable unless data gives a value like the one that it is of."""
+    """Raises Unstable unless the data builds a value like the one that it describes."""
     try:
         same = described(rebuilt(data, leaves), library, []) == data
     except (LookupError, TypeError, ValueError, InputError) as error:

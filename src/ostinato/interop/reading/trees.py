@@ -1,8 +1,8 @@
-"""Nested arguments and results: what stands for them in a key, and how they are built again.
+"""Nested arguments and results: their tokens in a key, and building them again.
 
-Pure.  A library says which types are arrays (`Arrays`) and how its registered containers come
-apart; tuples, lists, dicts, named tuples and dataclasses are known here.  Everything else is a
-plain value, which is compared, or unknown.
+Pure.  A library defines which types are arrays (`Arrays`) and how its registered containers come
+apart; this file defines tuples, lists, dicts, named tuples and dataclasses.  Every other value is
+either plain, and compared, or unknown.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 Join: TypeAlias = Callable[[Sequence[Any]], Any]
-"""Makes a container of children, like another one in all else."""
+"""A function that makes a container of other children, and is otherwise like a given container."""
 
 
 class Arrays(Protocol):
-    """What a library knows of its values."""
+    """The types of values of a library."""
 
     plain: tuple[type, ...]
     """Types of immutable values that are compared in keys: dtypes, devices."""
 
     def is_array(self, value: object, /) -> bool:
-        """Whether a value is one of the library's arrays, of whatever device or subclass."""
+        """True if a value is one of the library's arrays, on any device, subclasses included."""
         ...
 
     def parts(self, value: object, /) -> tuple[Hashable, list[Any]] | None:
-        """A registered container as what stands for its kind, and its children; else None."""
+        """Takes a registered container apart: a token of its kind, and its children; else None."""
         ...
 
     def joiner(self, like: Any, /) -> Join:
-        """Makes registered containers like this one.  Raises Unknown."""
+        """Returns a function that makes registered containers like this one.  Raises Unknown."""
         ...
 
 
 class Unknown(Exception):
-    """A value that is no array, no plain value and no known container."""
+    """An error: a value is no array, no plain value and no known container."""
 
     def __init__(self, path: str, value: object) -> None:
         super().__init__(path, value)
@@ -56,19 +56,19 @@ class Unknown(Exception):
 
 
 ATOMS = frozenset({type(None), bool, int, str, bytes, type(Ellipsis)})
-"""Types of values that are equal if they do the same."""
+"""Types whose equal values behave alike."""
 _IDENTITIES = (type, type(lambda: None))
 
 
 def bound_to(function: Any) -> Any:
-    """What a built-in method is bound to; None for a function of a module or a class."""
+    """Returns the object that a built-in method is bound to; None for other built-in functions."""
     owner = getattr(function, "__self__", None)
     functions = isinstance(owner, types.ModuleType | type) or type(owner).__name__ == "PyCapsule"
     return None if functions else owner
 
 
 def is_plain(value: object, more: tuple[type, ...] = ()) -> bool:
-    """Whether a value can be compared in a key."""
+    """True if a value can be compared in a key."""
     kind = type(value)
     if kind in ATOMS or kind in (float, complex, range):
         return True
@@ -84,9 +84,10 @@ def is_plain(value: object, more: tuple[type, ...] = ()) -> bool:
 
 
 def plain_token(value: Any) -> Hashable:
-    """What stands for a plain value: 1, True and 1.0 differ, so do 0.0 and -0.0; NaN is itself.
+    """Returns the token of a plain value: 1, True and 1.0 differ, so do 0.0 and -0.0; NaN equals
+    NaN.
 
-    Also inside of what is equal by what it holds."""
+    The same holds for values inside tuples, slices and frozensets."""
     kind: Any = type(value)
     if kind in ATOMS:
         return kind, value
@@ -112,11 +113,11 @@ def plain_token(value: Any) -> Hashable:
 
 
 _OF_ONE = (enum.Enum, type)
-"""Values of which there is one each."""
+"""Types of which each value is a single object: identity decides."""
 
 
 class Itself:
-    """Stands for a value that may be equal to another one that does not do the same."""
+    """A token that is equal only for the same object, since equal objects may act differently."""
 
     __slots__ = ("value",)
 
@@ -131,7 +132,7 @@ class Itself:
 
 
 def children_of(value: Any, arrays: Arrays) -> tuple[Hashable, list[Any]] | None:
-    """What stands for a container's kind, and its children; None for what is none."""
+    """Takes a container apart: a token of its kind, and its children; None for other values."""
     kind = type(value)
     if kind is tuple or kind is list:
         return (kind, len(value)), list(value)
@@ -163,19 +164,19 @@ _ABSENT = object()
 
 
 def made_in_python(kind: type) -> bool:
-    """Whether a class was made by Python code (Py_TPFLAGS_HEAPTYPE)."""
+    """True if a class was made by Python code (Py_TPFLAGS_HEAPTYPE)."""
     return bool(kind.__flags__ & 1 << 9)
 
 
 def other_attributes(record: Any) -> dict[str, Any]:
-    """The attributes of a dataclass's object that are no fields of it."""
+    """Returns the attributes of a dataclass's object that are not fields."""
     names = {field.name for field in dataclasses.fields(record)}
     return {n: v for n, v in getattr(record, "__dict__", {}).items() if n not in names}
 
 
 def new_record(kind: Any, attributes: Iterable[tuple[str, Any]]) -> Any:
-    """An object of a dataclass, without its constructor, which may do more than to keep what it is
-    given."""
+    """Makes a dataclass's object without its constructor, which may do more than store
+    arguments."""
     made = object.__new__(kind)
     for name, value in attributes:
         member = getattr(kind, name, None)
@@ -187,7 +188,7 @@ def new_record(kind: Any, attributes: Iterable[tuple[str, Any]]) -> Any:
 
 
 def joiner(like: Any, arrays: Arrays) -> Join:
-    """Makes containers like one that `children_of` knows."""
+    """Returns a function that makes containers like one that `children_of` takes apart."""
     kind: Any = type(like)
     if kind is list or kind is tuple:
         return list if kind is list else tuple
@@ -207,9 +208,9 @@ def joiner(like: Any, arrays: Arrays) -> Join:
 def flatten(
     value: Any, path: str, arrays: Arrays, tokens: list[Hashable], leaves: list[Any]
 ) -> None:
-    """Adds what stands for a value to `tokens`, and its arrays to `leaves`.
+    """Appends the tokens of a value to `tokens`, and its arrays to `leaves`.
 
-    An array leaves a mark in `tokens`; its shape is for the caller to add.  Raises Unknown.
+    An array adds only the mark `Leaf` to `tokens`; the caller adds its shape.  Raises Unknown.
     """
     if arrays.is_array(value):
         tokens.append(Leaf)
@@ -228,11 +229,11 @@ def flatten(
 
 
 class Leaf:
-    """Stands for an array in a key."""
+    """The token of an array."""
 
 
 class Tree:
-    """A value taken apart once: its arrays in order, and how it is built from others."""
+    """A value taken apart once: its arrays in order, and a function that builds it from others."""
 
     __slots__ = ("_build", "_names", "_source", "given", "leaves", "paths", "tokens")
 
@@ -248,15 +249,15 @@ class Tree:
         self._source, self._names = source, names
         self.leaves, self.paths = leaves, paths
         self.tokens = tokens
-        """What it is besides its arrays."""
+        """The tokens of the value: everything but its arrays."""
         self.given = given
-        """Whether it holds objects that are given anew when it is built."""
+        """True if the value holds objects that `build` must be given anew."""
         self._build: Callable[..., Any] | None = None
 
     @property
     def build(self) -> Callable[..., Any]:
-        """A function of other arrays, and of other given objects: the value with these in the
-        places of its own.  It is compiled, since each replay calls it."""
+        """The function that builds the value from other arrays, and from other given objects, in
+        the places of its own.  It is compiled, since each replay calls it."""
         if self._build is None:
             self._build = eval(f"lambda leaves, given=(): {self._source}", self._names)
         return self._build
@@ -268,7 +269,7 @@ def tree_of(
     arrays: Arrays,
     given: Sequence[object] = (),
 ) -> Tree:
-    """A value taken apart.  Objects among `given` are not.  Raises Unknown."""
+    """Takes a value apart, except for the objects in `given`.  Raises Unknown."""
     leaves: list[Any] = []
     paths: list[str] = []
     names: dict[str, Any] = {"__builtins__": {}}
@@ -282,7 +283,7 @@ def tree_of(
         return name
 
     def visit(value: Any, path: str, depth: int) -> str:
-        """The source of an expression that gives a value like this one."""
+        """Returns the source of an expression that builds a value like this one."""
         if id(value) in places:
             met.append(places[id(value)])
             tokens.append((Tree, met[-1]))
@@ -312,11 +313,11 @@ def tree_of(
 
 
 _DEEPEST = 32
-"""How deep results may be nested: Python's parser has limits."""
+"""The deepest nesting of results: Python's parser has limits."""
 
 
 def _names(value: Any, count: int) -> Iterable[str]:
-    """How the children of a container are written behind its own path."""
+    """Returns the text that each child of a container adds to the container's path."""
     if isinstance(value, dict):
         return [f"[{key!r}]" for key in value] if len(value) == count else map(str, range(count))
     if dataclasses.is_dataclass(value):

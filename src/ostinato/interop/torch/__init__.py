@@ -1,4 +1,4 @@
-"""PyTorch: functions that replay graphs of themselves; its graphs adopted; streams and tensors.
+"""PyTorch: graphed functions, adopted graphs, streams and tensors.
 
 from ostinato.interop.torch import graphed
 

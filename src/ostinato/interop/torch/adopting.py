@@ -1,11 +1,11 @@
-"""PyTorch's kept graphs adopted, our streams current in it, tensors over our buffers.
+"""PyTorch: its kept graphs adopted, ostinato's streams current in it, tensors over buffers.
 
 A graph that draws random numbers reads the seed and the offset of each generator from two words of
-device memory.  torch writes them before each of its own replays, and moves the generator on by what
-the whole graph draws (ATen's `CUDAGeneratorState::replay_prologue`).  An executable of ours does
-the same (`Graph.before_launch`).  How much a graph draws, and from which generator, torch keeps to
-itself: it is measured once, when the graph is adopted, by a replay of torch's in which every node
-is switched off.
+device memory.  torch writes them before each of its own replays, and advances the generator by what
+the whole graph draws (ATen's `CUDAGeneratorState::replay_prologue`).  An executable of ostinato
+does the same (`Graph.before_launch`).  torch does not expose how much a graph draws, and from which
+generator: both are measured once, when the graph is adopted, by a replay of torch's in which every
+node is switched off.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ def adopt_graph(
     *,
     generators: Sequence[torch.Generator] = (),
 ) -> Graph:
-    """The definition that torch captured, to read, compare, instantiate, patch and replay.
+    """Adopts the definition that torch captured, to read, compare, instantiate, patch and replay
+    it.
 
     `graph` must have been made with `torch.cuda.CUDAGraph(keep_graph=True)`: otherwise torch
     destroys the definition when the capture ends, and InputError says so.  The CUDAGraph is kept
     alive, and with it torch's memory pool of the capture.
 
     A graph that draws random numbers draws new ones at each launch, the same that torch's own
-    replay would draw, from the device's default generator and from those of `generators`: give the
-    ones that were registered with the graph.  Such a graph can be no part of another one.  If it
-    draws from a generator that was not given, or holds nodes that cannot be switched off, it can be
-    read and compared, but not instantiated (GraphError).
+    replay would draw, from the device's default generator and from those of `generators`: pass the
+    generators that were registered with the graph.  Such a graph cannot be part of another one.  If
+    it draws from a generator that was not given, or holds nodes that cannot be switched off, it can
+    be read and compared, but not instantiated (GraphError).
 
     Not guaranteed: that another thread which draws eagerly from the same generator at the same
-    moment draws other numbers; torch locks the generator against that, which Python cannot.
+    moment draws other numbers; torch locks the generator against that, and Python cannot.
     """
     try:
         handle = graph.raw_cuda_graph()
@@ -85,24 +86,24 @@ def adopt_graph(
 
 
 def external_stream(stream: Stream) -> Any:
-    """Our stream as a torch stream."""
+    """Returns a torch stream for an ostinato stream."""
     return torch.cuda.ExternalStream(stream.handle)
 
 
 @contextmanager
 def use_stream(stream: Stream) -> Iterator[Any]:
-    """Makes our stream torch's current one, so that torch and Triton launch on it.
+    """Makes an ostinato stream torch's current one, so that torch and Triton launch on it.
 
-    Inside our own captures torch's allocator does not know that it is captured: temporaries that
-    it gives out may be given to others while the graph still points at them.  Use operations with
-    `out=`, or capture with `torch.cuda.graph` and `adopt_graph`.
+    torch's allocator does not notice a capture by ostinato: it may give the memory of temporaries
+    to other tensors while the graph still points at it.  Use operations with `out=`, or capture
+    with `torch.cuda.graph` and `adopt_graph`.
     """
     with torch.cuda.stream(external_stream(stream)) as current:
         yield current
 
 
 def as_tensor(buffer: Buffer) -> torch.Tensor:
-    """A tensor over the buffer's memory, without a copy; it keeps the buffer alive.
+    """Returns a tensor over the buffer's memory, without a copy; it keeps the buffer alive.
 
     Raises InputError for memory of the host, which torch would copy to a GPU.
     """
@@ -110,24 +111,24 @@ def as_tensor(buffer: Buffer) -> torch.Tensor:
         raise InputError(
             f"{buffer!r} is memory of the host; torch.from_numpy(buffer.array) takes it"
         )
-    # Named whole: on torch's current GPU, if that is another one, it would be a copy.
+    # The device is named, since torch would copy to its current GPU if that is another one.
     return torch.as_tensor(buffer, device=buffer.context.driver.name)
 
 
 # torch passes the state of a generator to kernels by value (ATen's PhiloxCudaState).  In a capture
-# it holds two addresses, of the seed and of the offset, each an int64 tensor of one element, then
-# the offset inside the graph (a multiple of 4; 4 bytes up to torch 2.8, 8 since), then a flag that
-# is 1.
+# the state holds two addresses, of the seed and of the offset, each an int64 tensor of one element,
+# then the offset inside the graph (a multiple of 4; 4 bytes up to torch 2.8, 8 since), then a flag
+# that is 1.
 _WORD = 8
 _STATES = ((4, 20), (8, 24))
-"""Bytes of the offset inside the graph, and where the flag is."""
+"""The size in bytes of the offset inside the graph, and the position of the flag."""
 
 
 def drawing(
     nodes: Iterable[Node], find: Callable[[int], MemoryRange | None]
 ) -> Iterator[tuple[Node, tuple[int, int]]]:
-    """The nodes with a generator's state among their arguments, also inside other nodes, each with
-    the addresses of the seed and of the offset."""
+    """Yields the nodes with a generator's state among their arguments, also inside other nodes,
+    each with the addresses of the seed and of the offset."""
     scalars: dict[int, bool] = {}
 
     def is_scalar(address: int) -> bool:
@@ -147,9 +148,9 @@ def drawing(
 def _captured_states(
     raw: bytes, offset: int, find: Callable[[int], MemoryRange | None]
 ) -> Iterator[tuple[int, int]]:
-    """The two addresses of each thing in an argument that looks like a captured state.
+    """Yields the two addresses of each part of an argument that looks like a captured state.
 
-    `offset` is where the argument lies in the parameter buffer.
+    `offset`: the position of the argument in the parameter buffer, in bytes.
     """
     for at in range(-offset % _WORD, len(raw) - 2 * _WORD, _WORD):
         seed, counter = (int.from_bytes(raw[i : i + _WORD], "little") for i in (at, at + _WORD))
@@ -162,7 +163,7 @@ def _captured_states(
 
 
 def _is_scalar(address: int) -> bool:
-    """Whether torch's allocator has given out 8 bytes at an address; True where it cannot tell."""
+    """True if torch's allocator has given out 8 bytes at an address, or cannot be inspected."""
     try:
         segments = torch.cuda.memory_snapshot()
     except RuntimeError:  # another allocator than torch's own
@@ -192,24 +193,24 @@ _SOURCE = Source(
 )
 _ONE = LaunchConfig(grid=1, block=1)
 _FIRST_SEED = 0x5EED_0000_0000
-"""Seeds of a measurement count from here: numbers that are in no memory by chance."""
+"""The first seed of a measurement; such numbers are in no memory by chance."""
 _lock = new_lock()
 """Held from reading a generator's offset to setting it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """What a graph draws from one generator."""
+    """The numbers that a graph draws from one generator."""
 
     generator: torch.Generator
-    """Of the state that the graph was captured with, also if that is exchanged later."""
+    """A generator of the state at the capture, even if that state is exchanged later."""
     places: tuple[tuple[int, int], ...]
-    """Where the graph reads seed and offset."""
+    """Addresses at which the graph reads seed and offset."""
     increment: int
 
 
 class _Advance:
-    """Does before a launch what torch does before its replay."""
+    """A callable that advances the generators before a launch, as torch does before its replay."""
 
     def __init__(self, device: Device, drawn: Sequence[_Drawn]) -> None:
         self._drawn = tuple(drawn)
@@ -233,10 +234,10 @@ def _measure(
     places: Collection[tuple[int, int]],
     generators: Sequence[torch.Generator],
 ) -> _Advance:
-    """Finds out what a graph draws, and from which generators.
+    """Measures how much a graph draws, and from which generators.
 
-    torch replays it with every node switched off, from seeds that are known: nothing is computed,
-    the seeds tell which words belong to which generator, and the offsets how far each was moved.
+    torch replays it with every node switched off, from known seeds: nothing is computed, the seeds
+    show which words belong to which generator, and the offsets how far each generator was advanced.
     Raises GraphError.
     """
     switches = (NodeKind.KERNEL, NodeKind.MEMCPY, NodeKind.MEMSET)
@@ -289,7 +290,7 @@ def _measure(
 
 
 class _Words:
-    """One int64 of device memory, for torch to make a tensor of."""
+    """An int64 of device memory, from which torch makes a tensor."""
 
     def __init__(self, address: int) -> None:
         self.__cuda_array_interface__ = {

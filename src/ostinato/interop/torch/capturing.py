@@ -1,4 +1,4 @@
-"""Captures of what PyTorch does: by this library into torch's memory, or by torch itself."""
+"""Captures of PyTorch work: by ostinato into torch's memory, or by torch itself."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ from ostinato.interop.torch.adopting import adopt_graph, drawing
 from ostinato.lowlevel import causes, every_node
 
 _one_at_a_time = threading.RLock()
-"""One capture at a time in the process: torch cannot make two, and what is set around one (the
-collection of garbage, what transformers is told) counts for the whole process."""
+"""Held during a capture: torch cannot make two at a time, and what is switched for one (garbage
+collection, the answer to transformers) counts for the whole process."""
 
 _begin_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
 
 _NOT_REGISTERED = "generator not in capture mode"
-"""In torch's error for random numbers in a capture that is not its own."""
+"""Part of torch's error for random numbers in a capture that is not its own."""
 
 
 _NO_SEED = 0x6E6F_2073_6565_6421
-"""A number that nobody gives a generator."""
+"""A seed that no user gives a generator."""
 
 
 class _Kept:
-    """Something that a pool is kept for."""
+    """An object whose life keeps a pool."""
 
 
 @dataclass(slots=True)
 class _Made:
-    """What became of a capture: a graph and a result, or an error."""
+    """The outcome of a capture: a graph and a result, or an error."""
 
     graph: Graph | None = None
     result: Any = None
     error: str = ""
     kind: type[NotGraphable] = NotGraphable
-    """As what the error is raised."""
+    """The class of the exception that is raised with `error`."""
     asked: bool = False
-    """Whether the function asked if it is captured, and was told that it is not."""
+    """True if transformers asked if the stream captures, and got the answer that it does not."""
 
 
 class Captures:
-    """The captures of a graphed function, and its warm-ups: on a stream beside the caller's, and
-    into a pool of torch's allocator that its graphs share."""
+    """The captures and warm-ups of a graphed function: on a stream beside the caller's, and into a
+    pool of torch's allocator that its graphs share."""
 
     def __init__(self, device: Device, index: int, generators: Sequence[Any]) -> None:
         """`generators`: those that the function draws from, besides the default one."""
@@ -70,20 +70,20 @@ class Captures:
         self._side: tuple[Any, Stream] | None = None
         self._pool: Any = None
         self._keeper: Any = None
-        """Keeps the pool: torch ends one whose last graph is destroyed, and refuses it from then
-        on."""
+        """The owner that keeps the pool: torch ends a pool whose last graph is destroyed, for
+        ever."""
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
-        """What keeps the pool for each graph in it."""
+        """The objects that keep the pool for each graph in it."""
         self._by_torch = bool(generators) or _begin_pool is None
-        """Whether torch captures: where a capture of this library would not do (`_capture_here`),
-        and in a torch that lets nobody else use its pools."""
+        """True if torch captures: if a capture by ostinato does not suffice (`_capture_here`), or
+        if this torch lets no other code use its pools."""
 
     def _beside(self) -> tuple[Any, Stream]:
-        """torch's stream and ours, which are one: that of warm-ups and captures.
+        """Returns the stream of warm-ups and captures, as torch's object and as ostinato's.
 
-        One of our own, since torch gives out the same few streams again and again: cuBLAS has a
-        workspace for each stream, which a graph goes on using wherever it is replayed, and which
-        nobody else may use at that time.
+        It is a stream of ostinato, because torch hands out the same few streams again and again:
+        cuBLAS has a workspace for each stream; a graph goes on using its workspace wherever it is
+        replayed, and no other work may use that workspace at the time.
         """
         if self._side is None:
             stream = self._device.create_stream()
@@ -91,7 +91,7 @@ class Captures:
         return self._side
 
     def run_beside(self, work: Callable[[], Any]) -> Any:
-        """As `Library.run_beside`."""
+        """Implements `Library.run_beside`."""
         (side, _), current = self._beside(), torch.cuda.current_stream(self._index)
         side.wait_stream(current)
         try:
@@ -105,7 +105,7 @@ class Captures:
         return result
 
     def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
-        """As `Library.capture`."""
+        """Implements `Library.capture`."""
         with _one_at_a_time, torch.cuda.device(self._index):
             made = self._captured(work, hidden=True)
             if made.error and made.asked and made.kind is NotGraphable:
@@ -122,7 +122,7 @@ class Captures:
 
         def followed(stream: Stream) -> Any:
             nonlocal events
-            events = FollowedEvents()  # again where a second capture is made
+            events = FollowedEvents()  # a new one for each capture
             with events.following():
                 return work(stream)
 
@@ -148,20 +148,20 @@ class Captures:
                     pass
 
     def trim(self, *, short: bool) -> None:
-        """As `Library.trim`.
+        """Implements `Library.trim`.
 
-        A capture that failed leaves its memory in the pool, for the next one; torch gives a pool
-        back that nobody keeps."""
+        A capture that failed leaves its memory in the pool, for the next one; torch frees a pool
+        that nothing keeps."""
         with _one_at_a_time:
             if self._keeper is not None and not self._owners:
                 segments = torch.cuda.memory_snapshot()
                 left = any(s.get("segment_pool_id") == self._pool for s in segments)
-                short |= left or self._pool is None  # None: it was left to torch (`_mend`)
+                short |= left or self._pool is None  # None: `_mend` has left the pool to torch
                 self._pool = self._keeper = None
             if not short:
                 return
             driver = self._device.driver
-            # Another thread may capture, by torch: memory may be freed meanwhile.
+            # Another thread may be capturing by torch: this lets memory be freed meanwhile.
             before = driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
             try:
                 with suppress(RuntimeError):
@@ -171,7 +171,7 @@ class Captures:
 
     @contextmanager
     def _allocating(self, owner: object) -> Iterator[None]:
-        """This thread's tensors come out of the pool, which stays as long as the owner does."""
+        """Makes this thread's tensors come out of the pool, which lives as long as the owner."""
         _begin_pool(self._index, self._pool)
         release = weakref.finalize(owner, torch._C._cuda_releasePool, self._index, self._pool)
         release.atexit = False
@@ -181,12 +181,12 @@ class Captures:
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
 
     def _capture_here(self, work: Callable[[Stream], Any]) -> _Made | None:
-        """A capture by this library, into the pool of torch's allocator.
+        """Captures by ostinato, into the pool of torch's allocator.
 
         torch's own captures take the default generator, so that other threads which draw random
-        numbers meanwhile get an exception; this one leaves the generators alone.  None if torch
-        must capture: the work draws random numbers, or copies from memory of the host, which torch
-        keeps for a graph.
+        numbers meanwhile get an exception; this capture leaves the generators alone.  Returns None
+        if torch must capture: the work draws random numbers, or copies from memory of the host,
+        which torch keeps alive for a graph.
         """
         side, stream = self._beside()
         current, owner = torch.cuda.current_stream(self._index), _Kept()
@@ -202,7 +202,7 @@ class Captures:
         nodes = graph.nodes
         if any(drawing(nodes, self._device.driver.memory_range)) or _copies_elsewhere(nodes):
             return None
-        # Adopted: what torch's kernels point at is not known to this library.
+        # Adopted, since ostinato cannot read what torch's kernels point at.
         adopted = Graph.adopt(self._device, int(graph.handle), owner=(graph, owner))
         self._owners.add(owner)
         return _Made(adopted, result)
@@ -242,14 +242,14 @@ class Captures:
 
     @contextmanager
     def _unseeded(self, beside: Any) -> Iterator[None]:
-        """In a capture: the generators have a seed that nobody gives them.  torch takes no notice
-        there of `manual_seed` with the seed that a generator has, and refuses another one; no graph
-        holds a seed.  Other threads cannot draw meanwhile.
+        """Gives the generators, during a capture, a seed that no user gives them.  In a capture
+        torch ignores `manual_seed` with the seed that a generator has, and refuses any other one;
+        no graph holds a seed.  Other threads cannot draw meanwhile.
 
-        `beside`: a stream that does not capture, where torch lets a generator be set."""
+        `beside`: a stream that does not capture, on which torch lets a generator be set."""
         generators = [torch.cuda.default_generators[self._index], *self._generators]
         with torch.cuda.stream(beside):
-            # Others of the same states: cuDNN begins anew with a generator that is given a seed.
+            # Other generators of the same states: cuDNN starts over with one that gets a seed.
             states = [generator.graphsafe_get_state() for generator in generators]
             saved = [state.get_state() for state in states]
             for state in states:
@@ -259,11 +259,11 @@ class Captures:
         finally:
             with torch.cuda.stream(beside):
                 for state, before in zip(states, saved, strict=True):
-                    if state.initial_seed() == _NO_SEED:  # else another thread has given it one
+                    if state.initial_seed() == _NO_SEED:  # else another thread has set a seed
                         state.set_state(before)
 
     def _end(self, owner: Any) -> RuntimeError | None:
-        """Ends a capture; torch's error if it was broken, after mending what that leaves."""
+        """Ends a capture; returns torch's error if it was broken, after repairing torch's state."""
         try:
             owner.capture_end()
         except RuntimeError as error:
@@ -272,22 +272,23 @@ class Captures:
         return None
 
     def _mend(self) -> None:
-        """torch ends a broken capture half: its allocator goes on filling the pool, and its
-        generators take themselves for captured, so that the next eager draw raises.  A capture that
-        works puts the generators right; the pool is left to the graphs that have it."""
+        """Repairs torch's state after a broken capture, which torch only half ends: its allocator
+        goes on filling the pool, and its generators stay in capture mode, so that the next eager
+        draw raises.  A capture that succeeds resets the generators; the pool is left to the graphs
+        that have it."""
         pool, self._pool = self._pool, None
         for call in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
             try:
                 call(self._index, pool)
             except RuntimeError:
-                break  # this torch has done it
-        if torch.cuda.is_current_stream_capturing():  # it still captures: leave it
+                break  # this version of torch has done it
+        if torch.cuda.is_current_stream_capturing():  # it still captures: use another stream
             self._side = None
         self._trivial(torch.cuda.graph_pool_handle())
         self._beside()[0].synchronize()
 
     def _trivial(self, pool: Any) -> Any:
-        """A graph that does next to nothing, of a pool."""
+        """Captures a graph of one small operation into a pool."""
         with torch.cuda.stream(self._beside()[0]):
             nothing = torch.zeros(1, device=f"cuda:{self._index}")
             owner = torch.cuda.CUDAGraph(keep_graph=True)
@@ -300,14 +301,14 @@ class Captures:
 
 
 def _kind(error: BaseException) -> type[NotGraphable]:
-    """As what an error that broke a capture is raised."""
+    """Returns the class of the exception for an error that broke a capture."""
     if any(map(out_of_memory, causes(error))):
         return NoMemory
     return CaptureDisturbed if disturbed(error) else NotGraphable
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """As `Library.out_of_memory`."""
+    """Implements `Library.out_of_memory`."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return getattr(error, "error_code", None) == Status.OUT_OF_MEMORY  # torch.AcceleratorError
@@ -315,11 +316,12 @@ def out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def _hidden_capture(hidden: bool) -> Iterator[list[bool]]:
-    """Gives a list that is filled if transformers asks whether the stream captures.
+    """Hides the capture from transformers; adds to the list when transformers asks for it.
 
-    It asks before it looks at data (whether a mask masks anything), and runs other kernels than
-    eagerly if it must not look.  While this is `hidden`, it is told that nothing captures, so that
-    it does what it does eagerly: the capture has the same kernels, or fails where it does look.
+    transformers asks whether the stream captures before it looks at data (whether a mask masks
+    anything), and runs other kernels than eagerly if so.  While the capture is `hidden`, the answer
+    is no and the code runs as it does eagerly: the capture has the same kernels, or fails where the
+    code looks at data.
     """
     asked: list[bool] = []
     module: Any = sys.modules.get("transformers.utils.import_utils")
@@ -346,7 +348,7 @@ def _hidden_capture(hidden: bool) -> Iterator[list[bool]]:
 class _Record:
     """The last record of an event in a capture: the line, and torch's number of the stream.
 
-    `new`: the event was never recorded before, so the function makes another one at each call.
+    `new`: the event was never recorded before, so the function makes a new event at each call.
     """
 
     event: Any
@@ -358,24 +360,24 @@ class _Record:
 class FollowedEvents:
     """torch's events that a function records and waits for while it is captured.
 
-    A capture keeps the order that they give inside of it, and no more: no replay records them, or
-    lets a stream outside wait.  A wait for an event that was never recorded does nothing.
+    A capture keeps only the order that events give inside of it: no replay records them, or makes a
+    stream outside wait.  A wait for an event that was never recorded does nothing.
     """
 
     def __init__(self) -> None:
-        # Not weakly: torch 2.11 frees its events without clearing weak references to them.
+        # Not weak references: torch 2.11 frees its events without clearing them.
         self._records: dict[int, _Record] = {}
-        """By the `id` of the event."""
+        """Records by the `id` of the event."""
         self._forks: dict[int, str] = {}
-        """The streams that were made to wait for others, and that none has waited for since, with
+        """Streams that were made to wait for others, and that no stream has waited for since, with
         the lines."""
         self._waited_in_vain = ""
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follows the events of this thread for a `with` block.  Every way of recording a
-        `torch.cuda.Event`, and of waiting for it, in Python goes through the two methods that are
-        wrapped here."""
+        """Follows the events of this thread in the block.  Every way in Python of recording a
+        `torch.cuda.Event` and of waiting for one goes through the two methods that are replaced
+        here."""
         kind, thread = torch.cuda.Event, threading.get_ident()
         record, wait = kind.record, kind.wait
         captured = torch.cuda.current_stream().stream_id
@@ -408,8 +410,8 @@ class FollowedEvents:
             kind.record, kind.wait = record, wait
 
     def missing_in(self, graph: Graph) -> str:
-        """What replays of a graph would leave out; empty if there is nothing.  The graph keeps the
-        events that its nodes record.  To be called once the function has returned."""
+        """Describes what replays of a graph would leave out; empty if nothing.  Makes the graph
+        keep the events that its nodes record.  To be called once the function has returned."""
         if self._waited_in_vain:
             return (
                 f"it waits at {self._waited_in_vain} for an event that was never recorded, and a "
@@ -455,7 +457,7 @@ def _line_outside_torch() -> str:
 
 
 def _copies_elsewhere(nodes: Sequence[Node]) -> bool:
-    """Whether a graph copies from or to memory that is not of torch's allocator on a device."""
+    """True if a graph copies from or to memory outside of torch's allocator for devices."""
     copies = [n.memcpy for n in every_node(nodes) if n.kind is NodeKind.MEMCPY]
     found = [address for copy in copies for address in (copy.src, copy.dst)]
     if not found:
@@ -470,8 +472,8 @@ def _copies_elsewhere(nodes: Sequence[Node]) -> bool:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No garbage collection, which may destroy graphs, and no cache of autocast, whose tensors
-    would be gone at the replay."""
+    """Switches off garbage collection, which may destroy graphs, and autocast's cache, whose
+    tensors would be gone at the replay."""
     caching = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     if torch.is_autocast_enabled("cuda"):
@@ -484,7 +486,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def explained(error: Exception) -> str:
-    """What broke a capture, and the line of the caller's code where it did."""
+    """Describes what broke a capture, and the line of the caller's code where it happened."""
     return captures.explained(
         error,
         torch,

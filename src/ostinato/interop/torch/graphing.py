@@ -1,7 +1,6 @@
 """`graphed`: a function or a module of PyTorch that replays a graph of itself.
 
-What is keyed, captured and replayed is in `interop.reading`; what torch does for it is in
-`library.py`.
+`interop.reading` makes keys, captures and replays; `library.py` does torch's part.
 """
 
 from __future__ import annotations
@@ -50,40 +49,40 @@ def graphed(
     name: str | None = None,
     store: str | Path | None = None,
 ) -> Any:
-    """A function or a module that replays a graph of itself; called like the original.
+    """Wraps a function or a module so that it replays a graph of itself; called like the original.
 
         step = graphed(model)
         with torch.inference_mode():
             y = step(x)
 
-    The first call of a key runs eagerly.  The second one is captured, and it and all later ones are
-    replays.  The key: nesting, shapes, strides, types and devices of the tensors in the
+    The first call of a key runs eagerly.  The second one is captured and replayed, and all later
+    ones are replays.  The key: nesting, shapes, strides, dtypes and devices of the tensors in the
     arguments, plain Python values, torch's modes (gradients, inference, autocast, determinism,
-    default type, precision of products, kernels), and what the function uses besides its arguments
-    as far as it can be seen (`interop.reading.guards`).  What cannot be captured runs eagerly,
-    with a reason in `explain()`; so does everything where torch has no CUDA device.
+    default dtype, precision of products, kernels), and what the function uses besides its
+    arguments, as far as guards can read that (`interop.reading.guards`).  A function that cannot be
+    captured runs eagerly, with a reason in `explain()`; so does every function where torch has no
+    CUDA device.
 
     * `static`: names of parameters whose tensors are not copied (weights, key-value caches).  The
-      graph works on their memory, and is bound anew when it has moved.  May be any object: its
-      tensors are found once, its other attributes are not watched.
+      graph works on their memory, and is bound anew when it has moved.  The argument may be any
+      object: its tensors are watched, its plain values are not.
     * `dynamic`: for a parameter, the axis that is padded to a bucket of `buckets` (powers of two);
-      results are cut back.  `padding`: what the padding of a parameter holds, where that matters to
-      the answer.  Without it no answer may depend on it, which a check tests.
+      results are cut back.  `padding`: the value of a parameter's padding, if the answer depends on
+      it.  Without it no answer may depend on the padding, which a check tests.
     * `results`: "clone", or "static": tensors that the next call overwrites, without a copy.
     * `gradients`: "refuse" raises InputError for a call that needs them, "eager" runs it eagerly.
-    * `verify`: "off", "first" (each graph once), or each how many replays: the call runs
-      eagerly too, and the answers are compared bit by bit, or within `tolerance` (relative,
-      absolute).
-    * `strict`: an eager run that nobody asked for raises EagerRunError.
+    * `verify`: "off", "first" (each graph once), or N for each Nth replay: the call runs eagerly
+      too, and the answers are compared bit by bit, or within `tolerance` (relative, absolute).
+    * `strict`: an unexpected eager run raises EagerRunError.
     * `guard`: False if nothing that the function uses besides its arguments ever changes or moves:
-      then that is not looked at in each call.
+      then calls do not read it again.
     * `generators`: those that the function draws from, besides the default one.
     * `store`: a folder of graphs.  A key that was saved there (`step.save()`, in a process that
       collects machine code: `graphfile.collect_modules`) is restored when it is first called,
-      bound to the tensors of this process, without a warm-up and a capture.  What does not fit is
-      captured as usual; `statistics().not_restored` says why.
+      bound to the tensors of this process, without a warm-up and a capture.  Keys that do not fit
+      are captured as usual; `statistics().not_restored` has the reasons.
     * `cache`, or `budget` for the bytes of a cache of its own (a quarter of the device's memory if
-      neither is given); `device`, if not that which torch has as its current one.
+      neither is given); `device`: torch's current one by default.
 
     Raises InputError for options that do not fit the function.
     """
@@ -137,8 +136,8 @@ class GraphedModule(Graphed):
 
     Everything else is the module's: `state_dict`, `parameters`, attributes, `to`.  Hooks of the
     module itself, and a `__call__` of its class, run in Python at each call, around the replay.
-    Those of modules inside it are captured with it: what they do to tensors is replayed, their
-    Python does not run again.
+    Hooks of modules inside it are captured with it: their work on tensors is replayed, their Python
+    does not run again.
     """
 
     def __init__(
@@ -154,11 +153,11 @@ class GraphedModule(Graphed):
         """The module itself, whose calls run eagerly."""
         self._forward = _Forward(module, forward)
         super().__init__(self._forward, library, options, *args, **others)
-        self.__wrapped__, self._original = forward, module  # with its hooks
+        self.__wrapped__, self._original = forward, module  # a module's call runs its hooks
         self._made = True
 
     def _long(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.module  # whose hooks each short way compares, too
+        module = self.module  # short ways compare its hooks too
         if not (
             module._forward_hooks
             or module._forward_pre_hooks
@@ -204,7 +203,7 @@ class GraphedModule(Graphed):
             delattr(self.module, name)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # while it is made
+        if name == "module":  # read before it is set
             raise AttributeError(name)
         value = getattr(self.module, name)
         if name in _RETURNING_SELF and callable(value):
@@ -218,14 +217,14 @@ class GraphedModule(Graphed):
 
 
 class _Forward(Current):
-    """A module's `forward`, which may be another one at each call."""
+    """A module's `forward`, which may be replaced between calls."""
 
     def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__(forward)
         self._module = module
         self._own: Any = None
         self._replayed: Any = None
-        """What is in its place while hooks run."""
+        """The stand-in for `forward` that replays while module hooks run."""
 
     def now(self) -> Any:
         found = vars(self._module).get("forward")
@@ -246,7 +245,7 @@ class _Forward(Current):
 
     @contextmanager
     def replayed(self, replay: Callable[..., Any]) -> Iterator[None]:
-        """In the block the module's own calls replay, between its hooks."""
+        """Makes the module's own calls replay in the block, between its hooks."""
         held = vars(self._module)
         before = held.get("forward")
         if before is not None and before is self._replayed:  # a hook called the module again
@@ -289,5 +288,5 @@ def _global_hooks() -> bool:
 
 
 def _own_call(module: torch.nn.Module) -> bool:
-    """Whether its class does more in a call than torch does."""
+    """True if the module's class has a `__call__` of its own."""
     return type(module).__call__ is not torch.nn.Module.__call__

@@ -1,4 +1,4 @@
-"""What PyTorch does for `Graphed`: its values, modes, streams, memory and random numbers."""
+"""PyTorch's operations for `Graphed`: values, modes, streams, memory and random numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ostinato.interop.torch.watching import ModuleWatch, stateful
 
 
 def _kept(*names: tuple[str, str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Dicts of torch's modules and names in them, as far as this torch has them."""
+    """Yields dicts of torch's modules with names in them, for the names that this torch has."""
     for module, name in names:
         try:
             held = vars(importlib.import_module(module))
@@ -35,9 +35,9 @@ def _kept(*names: tuple[str, str]) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _getters(*names: str) -> tuple[Callable[[], Any], ...]:
-    """Functions that tell settings, of those that this torch has.
+    """Returns functions that read settings, for the settings that this torch has.
 
-    Without the functions in Python around them: they are asked in each call."""
+    They are the functions in C, without those in Python around them: each call reads them all."""
     found = [getattr(torch._C, f"_get_{name}", None) for name in names]
     return tuple([getter for getter in found if getter is not None])
 
@@ -58,14 +58,14 @@ _settings = _getters(
     "cudnn_depthwise_kernel",
     "cublaslt_prefer_grouped_gemm",
 )
-"""What else decides which kernels run."""
+"""Further settings that decide which kernels run."""
 _orders = _getters("sdp_priority_order")
-"""The same, as lists: which kernel of attention is tried first."""
+"""Further settings that are lists: which kernel of attention is tried first."""
 _deterministic = _getters(
     "deterministic_algorithms_warn_only", "deterministic_fill_uninitialized_memory"
 )
-"""What else is asked where algorithms are to be deterministic."""
-# As products ask it, which raise where old and new settings contradict each other.
+"""Further settings that are read if algorithms must be deterministic."""
+# The getters that products use; they raise if old and new settings contradict each other.
 _legacy = torch._C._get_cublas_allow_tf32, torch._C._get_cudnn_allow_tf32
 _getter: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 _each: tuple[Callable[[], Any], ...] = ()
@@ -81,19 +81,19 @@ _choices = tuple(
         ("torch.backends.mha", "_is_fastpath_enabled"),
     )
 )
-"""What Python keeps of such settings: other kernels of attention, the fast way of encoders."""
+"""Such settings that are kept in Python: other kernels of attention, the fast path of encoders."""
 _overriding = torch._C._len_torch_function_stack
 _dispatching = torch._C._len_torch_dispatch_stack
 _empty_here = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-"""`empty_strided` on the current device, as the code that torch.compile makes calls it: half the
+"""`empty_strided` on the current device, as torch.compile's code calls it, which takes half the
 time.  None in a torch without CUDA."""
 
 
 def _precision() -> tuple[Callable[[], Any], ...]:
-    """Functions that tell the precision of products.
+    """Returns functions that read the precision of products.
 
-    Those of old raise where the new settings of torch 2.9 (`fp32_precision`) were given and say
-    something that the old ones cannot, and the new ones take longer."""
+    The old ones raise if the new settings of torch 2.9 (`fp32_precision`) have values that the old
+    settings cannot express; the new ones take longer."""
     try:
         for function in _legacy:
             function()
@@ -109,12 +109,12 @@ _PARTS = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-"""Methods that give the tensors of which one of another layout consists."""
+"""Methods that return the tensors of which a tensor of another layout consists."""
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor, or the parts of a sparse one, which has no memory of its own; and those of its
-    gradient, of which Python may not know."""
+    """Returns a tensor, or the parts of a sparse one, which has no memory of its own, and the parts
+    of its gradient, which may have no other Python object."""
     names = _PARTS.get(tensor.layout)
     found = [tensor] if names is None else [getattr(tensor, name)() for name in names]
     gradient = tensor.grad if tensor.is_leaf else None
@@ -122,7 +122,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _repeated(tensor: torch.Tensor) -> list[int]:
-    """The axes along which all elements are one in memory: torch does not write such tensors."""
+    """Returns the axes along which all elements are one in memory: torch refuses to write there."""
     strides = tensor.stride()
     if 0 not in strides:
         return []
@@ -130,19 +130,19 @@ def _repeated(tensor: torch.Tensor) -> list[int]:
 
 
 def _once(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-    """The first elements along some axes."""
+    """Returns a view of the first elements along some axes."""
     for axis in axes:
         tensor = tensor.narrow(axis, 0, 1)
     return tensor
 
 
 def _determinism() -> tuple[Callable[[], Any], ...]:
-    """Functions that tell how deterministic algorithms are; none where they need not be so."""
+    """Returns functions that read how deterministic algorithms are; none if they need not be so."""
     return _deterministic if torch._C._get_deterministic_algorithms() else ()
 
 
 def _require_plain_calls() -> None:
-    """Raises NotGraphable where torch looks at each operation below Python."""
+    """Raises NotGraphable if torch intercepts each operation below Python."""
     if _tracing():
         raise NotGraphable("torch.jit traces, which a replay gives nothing to see")
     if _dual["_current_level"] >= 0 or _level() is not None:
@@ -158,9 +158,9 @@ def _require_plain_calls() -> None:
 
 
 def _default_device() -> Hashable:
-    """The device that torch makes tensors on, which is a mode of its own if it was ever set.
+    """Returns the device on which torch makes tensors, which is a mode of its own once it was set.
 
-    Raises NotGraphable if Python of another mode is to see each operation."""
+    Raises NotGraphable if another mode is active, whose Python must run for each operation."""
     stack = torch.overrides._get_current_function_mode_stack()
     others = [m for m in stack if type(m) is not torch.utils._device.DeviceContext]
     others += torch.utils._python_dispatch._get_current_dispatch_mode_stack()
@@ -175,12 +175,12 @@ def _default_device() -> Hashable:
 
 @cache
 def _reader() -> tuple[int, int] | None:
-    """The function of torch's stable C interface that gives a tensor's address, for
+    """Finds the function of torch's stable C interface that returns a tensor's address, for
     `Library.reader`.
 
-    It is given a pointer to an `at::Tensor`, which is a pointer to what `_cdata` tells.  Where in
-    Python's objects that lies is found out; None if it is not at the same place in all that are
-    tried."""
+    The function takes a pointer to an `at::Tensor`, whose one word is the number in `_cdata`.  The
+    offset of that word in Python's objects is searched for; returns None if it is not the same in
+    all tensors that are tried."""
     path = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(path)).aoti_torch_get_data_ptr
@@ -212,16 +212,16 @@ _DRAWING = frozenset(_SEEDS) | {
     *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_"),
     *("exponential_", "geometric_", "log_normal_", "cauchy_", "poisson", "binomial"),
 }
-"""What draws random numbers, on the CPU or a GPU, or begins to anew."""
+"""Names of functions that draw random numbers, on the CPU or a GPU, or that set a generator."""
 
 
 class Torch:
-    """What torch does for `Graphed` (`interop.reading.library.Library`)."""
+    """torch's operations for `Graphed` (`interop.reading.library.Library`)."""
 
     array_type = torch.Tensor
     held: tuple[type, ...] = (torch.cuda.Event, torch.cuda.Stream)
-    """torch 2.11 frees events without clearing their weak references (0 of 50), which then point at
-    freed memory.  Streams have the same kind of base, and were not tried."""
+    """Types whose weak references dangle: torch 2.11 frees events without clearing theirs (0 of 50
+    were cleared).  Streams have the same kind of base class, and were not tried."""
     plain = PLAIN
     alias = staticmethod(torch.Tensor.detach)
     seeds = _SEEDS
@@ -231,7 +231,7 @@ class Torch:
     def __init__(self, device: Device, index: int, generators: Sequence[Any] = ()) -> None:
         self.device, self.index, self.where = device, index, torch.device("cuda", index)
         self.generators = tuple(generators)
-        # The function in Python asks whether CUDA was built in, each time.
+        # The function in Python checks at each call whether CUDA was built in.
         capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
         self.capturing = capturing or torch.cuda.is_current_stream_capturing
         self.current = partial(torch._C._cuda_getCurrentRawStream, index)
@@ -280,9 +280,9 @@ class Torch:
             with torch._C.DisableTorchFunction():
                 for part in _parts(tensor):
                     storage = part.untyped_storage()
-                    if storage.device.type != "meta":  # as that of the tensors while torch compiles
+                    if storage.device.type != "meta":  # torch has such tensors while it compiles
                         found.append((MemoryRange(storage.data_ptr(), storage.nbytes()), storage))
-        except Exception:  # it is made of other tensors, and code of the user's says of which
+        except Exception:  # it consists of other tensors, which only code of the user's can name
             return []
         return [piece for piece in found if piece[0].address]
 
@@ -313,7 +313,7 @@ class Torch:
             given = [name for name in given if name in names]
         if "grad" in names and tensor.is_leaf and tensor.grad is not None:
             given.append("grad")
-        if copied and tensor._backward_hooks:  # which change the gradients that a function computes
+        if copied and tensor._backward_hooks:  # they change the gradients that a function computes
             given.append("_backward_hooks")
         if not given:
             return ""
@@ -352,12 +352,12 @@ class Torch:
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             torch.get_default_dtype(),
-            # Each without a frame of Python: this is a part of every call that is made by its key.
+            # Each without a Python frame: every call that goes by its key reads them.
             *map(operator.call, _settings),
             *map(tuple, map(operator.call, _orders)),
             *map(operator.call, _precision()),
             *map(operator.call, _determinism()),
-            # Without the handle that takes a setting back, which stands behind its name.
+            # The name of a setting without the handle behind it, which undoes the setting.
             *[c[0] if isinstance(c := held[name], tuple) else c for held, name in _choices],
             _default_device() if _overriding() or _dispatching() else None,
         )
@@ -394,7 +394,7 @@ class Torch:
         )
 
     def names(self) -> tuple[tuple[dict[str, Any], str], ...]:
-        # Transforms of torch.func give tensors without an address, which no replay takes.
+        # Transforms of torch.func make tensors without an address, which go by the key.
         return (_dual, "_current_level"), (_parametrize, "_cache_enabled"), *_choices
 
     # --- streams
@@ -425,13 +425,13 @@ class Torch:
     # --- memory
     def buffer(self, tensor: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
         like: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
-        # Tensors made in inference mode have no version, which tells whether they are written.
+        # Tensors made in inference mode have no version, which is what counts their writes.
         with torch.inference_mode(False), torch.no_grad():
             if shape is not None:
                 made = torch.zeros(tuple(shape), **like)
             else:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), **like)
-            # Functions ask whether they are given a weight, and whether it learns.
+            # Functions test whether an argument is a parameter, and whether it needs gradients.
             if type(tensor) is torch.nn.Parameter:
                 return torch.nn.Parameter(made, tensor.requires_grad)
             return made.requires_grad_(tensor.requires_grad)
@@ -473,7 +473,7 @@ class Torch:
             else:
                 torch._foreach_copy_(into, tensors)
 
-        # Whether gradients are recorded is part of the key.
+        # The stager is one key's, and whether gradients are recorded is part of the key.
         return torch.no_grad()(stage) if torch.is_grad_enabled() else stage
 
     def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -515,7 +515,7 @@ class Torch:
             one, other = one.resolve_conj().resolve_neg(), other.resolve_conj().resolve_neg()
             if tolerance is not None and (one.is_floating_point() or one.is_complex()):
                 relative, absolute = tolerance
-                if one.element_size() == 1:  # of these there is little arithmetic
+                if one.element_size() == 1:  # types of one byte have little arithmetic
                     one, other = one.float(), other.float()
                 same = torch.isclose(one, other, rtol=relative, atol=absolute, equal_nan=True)
             else:
@@ -609,13 +609,13 @@ class Torch:
 
 
 def _drawn(generator: torch.Generator) -> int:
-    """How far a generator of a GPU has counted."""
+    """Returns how far a generator of a GPU has counted; 0 for a generator of the CPU."""
     return int(generator.get_offset()) if generator.device.type == "cuda" else 0
 
 
 class TorchWithoutCuda(Torch):
-    """What is asked of torch where it has no CUDA device, and no call is captured: what a function
-    is, and never a stream or a mode."""
+    """The operations where torch has no CUDA device, and no call is captured: functions are read,
+    streams and modes never are."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.index, self.generators = device, -1, ()

@@ -1,4 +1,4 @@
-"""Values of PyTorch that stand for themselves, and the containers that its registry knows."""
+"""Plain values of PyTorch, and the containers that its pytree registry takes apart."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ PLAIN: tuple[type, ...] = (
 
 
 def parts(value: object) -> tuple[Hashable, list[Any]] | None:
-    """What there is of a container besides its children, and these; None for anything else."""
+    """Takes a registered container apart: a token of it, and its children; None for other
+    values."""
     node = torch.utils._pytree.SUPPORTED_NODES.get(type(value))
-    if node is None or type(value) is torch.Size:  # of which the registry makes a plain tuple
+    if node is None or type(value) is torch.Size:  # the registry makes a plain tuple of a Size
         return None
     children, context = node.flatten_fn(value)
     children = [*children]
@@ -40,13 +41,13 @@ def parts(value: object) -> tuple[Hashable, list[Any]] | None:
 
 
 def _others(held: dict[str, Any], children: list[Any]) -> list[tuple[str, Any]]:
-    """The attributes that are no children."""
+    """Returns the attributes that are not children."""
     known = {*map(id, children)}
     return [(name, value) for name, value in held.items() if id(value) not in known]
 
 
 def _token(context: Any) -> Hashable:
-    """What stands for that which a container consists of besides its children.  Raises Unknown."""
+    """Returns the token of a container's context: all but its children.  Raises Unknown."""
     kind = type(context)
     if is_plain(context, PLAIN):
         return plain_token(context)
@@ -71,9 +72,9 @@ def _token(context: Any) -> Hashable:
 
 
 def joiner(like: Any) -> Join:
-    """Makes a container like one, with others in the places of its children.
+    """Returns a function that makes containers like one, with other children in place.
 
-    Raises Unknown if torch's registry does not tell how."""
+    Raises Unknown if torch's registry cannot make one."""
     node = torch.utils._pytree.SUPPORTED_NODES[type(like)]
     children, context = node.flatten_fn(like)
     children = [*children]
@@ -92,7 +93,7 @@ def joiner(like: Any) -> Join:
         raise Unknown("a container whose attributes torch's registry does not know", like)
 
     def join(others: Sequence[Any]) -> Any:
-        made = node.unflatten_fn([*others], context)  # which may keep the list
+        made = node.unflatten_fn([*others], context)  # it may keep the list
         if lost:
             made.__dict__.update(lost)
         return made
@@ -101,7 +102,7 @@ def joiner(like: Any) -> Join:
 
 
 def _has(held: dict[str, Any], name: str, value: Any) -> bool:
-    """Whether an attribute is as it was, as far as that can be seen."""
+    """True if an attribute is unchanged, as far as its value can be compared."""
     if name not in held or not is_plain(value, PLAIN):
         return name in held
     found = held[name]
@@ -109,15 +110,16 @@ def _has(held: dict[str, Any], name: str, value: Any) -> bool:
 
 
 def _dict_copier(like: Any, children: list[Any]) -> Join | None:
-    """Makes dicts of a class in Python, such as transformers' results, whose constructors take 10
-    µs: the items and the attributes of `like`, with others in the places of its children.
+    """Returns a function that copies a dict of a class in Python, such as transformers' results,
+    whose constructors take 10 µs: the items and the attributes of `like`, with other children in
+    place.
 
-    None unless those are all that it is, and each is a child or a plain value."""
+    None unless the dict is only that, and each value is a child or a plain value."""
     kind: Any = type(like)
     bases = [base for base in kind.__mro__ if base not in (OrderedDict, dict, object)]
     if (
         not isinstance(like, OrderedDict)
-        or type(kind).__call__ is not type.__call__  # it may do more than to call the constructor
+        or type(kind).__call__ is not type.__call__  # it may do more than call the constructor
         or any(not made_in_python(base) or vars(base).get("__slots__") for base in bases)
     ):
         return None
@@ -131,7 +133,7 @@ def _dict_copier(like: Any, children: list[Any]) -> Join | None:
         elif not is_plain(value, PLAIN):
             return None
     rest = {name: None if name in places else value for name, value in held.items()}
-    # Without loops, which take a third of the time: each replay calls it.
+    # Without loops, which take a third of the time: each replay calls this function.
     lines = ["def copy(others):", "made = new(kind)", "held = made.__dict__", "held.update(rest)"]
     lines += [f"put(made, keys[{i}], others[{i}])" for i in range(len(keys))]
     lines += [f"held[keys[{i}]] = others[{i}]" for i in places.values()]
@@ -143,7 +145,7 @@ def _dict_copier(like: Any, children: list[Any]) -> Join | None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two dicts with attributes hold the same objects, in the same order."""
+    """True if two dicts with attributes hold the same objects, in the same order."""
     return type(one) is type(other) and all(
         [*a] == [*b] and same([*a.values()], [*b.values()])
         for a, b in ((one, other), (vars(one), vars(other)))

@@ -1,4 +1,4 @@
-"""What a module of PyTorch holds, read again at each call of a graphed function that uses it."""
+"""The content of a PyTorch module, read again at each call of a graphed function that uses it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STATEFUL = (
 _MOST_VERSIONS = 4096
 _next_version = itertools.count()
 _versions: dict[Hashable, int] = {}
-"""Of what modules hold besides tensors, in all graphed functions."""
+"""Numbers of modules' content without tensors, shared by all graphed functions."""
 
 _TABLES = "_forward_hooks", "_forward_pre_hooks"
 _all = itertools.chain.from_iterable
@@ -43,14 +43,14 @@ _values = dict.values
 
 @dataclass(frozen=True, slots=True)
 class _Attribute:
-    """Where an attribute of a module is, or one of its class."""
+    """The place of an attribute of a module, or of its class."""
 
     path: str
-    """From the module that is watched."""
+    """The path from the watched module."""
     held: dict[str, Any]
     name: str
     kind: type | None = None
-    """The class."""
+    """The class, for an attribute of a class; else None."""
 
 
 def _value(attribute: _Attribute) -> Any:
@@ -60,13 +60,13 @@ def _value(attribute: _Attribute) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is compared here; guards look into functions."""
+    """True if the value is compared here; guards look into functions."""
     return type(value) is not types.FunctionType and is_plain(value, PLAIN)
 
 
 def _shared(kinds: Iterable[type]) -> Iterator[_Attribute]:
-    """What `forward` reads of the classes of modules: data that is no module's own; and the methods
-    of the user's classes, which may be replaced."""
+    """Yields what `forward` reads of the classes of modules: data of the classes, and methods of
+    the user's classes, which may be replaced."""
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
         names = names_in_method(kind, "forward")
         for name in [*sorted(data_of(kind, names)), *methods_of(kind, names | {"forward"})]:
@@ -74,7 +74,7 @@ def _shared(kinds: Iterable[type]) -> Iterator[_Attribute]:
 
 
 def _of_guarded(method: types.MethodType) -> bool:
-    """Whether it is what `GraphedModule` puts in the place of a forward while hooks run."""
+    """True if a method is the one that `GraphedModule` sets as `forward` while hooks run."""
     return isinstance(method.__self__, Guarded)
 
 
@@ -82,16 +82,16 @@ _OF_EVERY = frozenset(vars(torch.nn.Module()))
 
 
 def _private_names(kind: type) -> frozenset[str]:
-    """The attributes whose names begin with _ that `forward` reads of modules of a class, which
-    hold whether an adapter is on, say.  Those of torch's own classes nobody sets."""
+    """Returns the attributes whose names begin with _ that `forward` reads of modules of a class:
+    these may tell whether an adapter is on, say.  Those of torch's own classes are never set."""
     if kind.__module__.partition(".")[0] == "torch":
         return frozenset()
     return names_in_method(kind, "forward") - _OF_EVERY
 
 
 def stateful(value: Any) -> Any:
-    """The optimiser, scheduler or scaler that a value is or stands for: a weak reference, and the
-    function that a scheduler puts in the place of an optimiser's `step`.  None for all others."""
+    """Returns the optimiser, scheduler or scaler that a value is or refers to: as a weak reference,
+    or as the function that a scheduler sets as an optimiser's `step`.  None for all others."""
     if isinstance(value, types.FunctionType):
         if not hasattr(value, "_wrapped_by_lr_sched"):
             return None
@@ -102,19 +102,19 @@ def stateful(value: Any) -> Any:
 
 
 class ModuleWatch:
-    """What a module and those inside it hold, read again at each call: weights, buffers, and
-    attributes, of those whose names begin with _ what `forward` names: plain ones, tensors, and
-    others (`others`)."""
+    """The content of a module and of those inside it, read again at each call: weights, buffers,
+    and attributes.  Attributes are plain values, tensors, and others (`others`); those whose names
+    begin with _ count only if `forward` names them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)  # the caller keeps the module alive
         self._of_kinds: list[tuple[_Attribute, Any]] = []
-        """What it reads of classes."""
+        """The attributes of classes that the watch reads, with their values."""
         self._find()
 
     def _find(self) -> None:
-        """Finds where to look, and gives a version to what is there, which is the same one whenever
-        that is so again, also in another module."""
+        """Finds the places to read, and gives the content a version; equal content has the same
+        version, also in another module."""
         if any(_value(each) is not value for each, value in self._of_kinds):
             forget_methods()
         named = dict(self._module().named_modules())  # type: ignore[union-attr]
@@ -174,7 +174,7 @@ class ModuleWatch:
         self._version = _versions.setdefault(state, next(_next_version))
 
     def _filled_now(self) -> list[list[Any]]:
-        """The names of modules and tensors, and which tensors are None."""
+        """Returns the names of modules and tensors, and which tensors are None."""
         tensors = _all(map(_values, self._tensors))
         return [
             [*_all(self._inside + self._tensors)],
@@ -182,9 +182,9 @@ class ModuleWatch:
         ]
 
     def _state(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """Plain attributes and tables of hooks, others, and hooks.
+        """Returns plain attributes and tables of hooks, other attributes, and hooks.
 
-        Raises KeyError for an attribute that is gone."""
+        Raises KeyError if an attribute is gone."""
         plain = [*_all([get(held) for get, held in self._gets])]
         if self._shared:
             plain += map(_value, self._shared)
@@ -192,9 +192,9 @@ class ModuleWatch:
         return plain, found, [*map(tuple, self._hooks)] if any(self._hooks) else []
 
     def _as_before(self) -> bool:
-        """Whether all is where it was, and attributes are the same objects: 1, 1.0 and True are
-        equal, and do not do the same."""
-        # In loops in C where that can be: it is called in each call that goes by its key.
+        """True if all places are unchanged and attributes are the same objects: 1, 1.0 and True are
+        equal, and behave differently."""
+        # Loops run in C where possible, since each call that goes by its key runs this.
         children = same([*_all(map(_values, self._inside))], self._children)
         if not children or [*map(len, self._sized)] != self._lengths:
             return False
@@ -218,7 +218,7 @@ class ModuleWatch:
         arrays += map(_value, self._loose)
 
     def others(self) -> Iterator[tuple[str, Any]]:
-        """Attributes that are no tensors and no plain values, each object once."""
+        """Yields attributes that are neither tensors nor plain values, each object once."""
         met: set[int] = set()
         for each, value in zip(self._others, self._found, strict=True):
             if id(value) not in met:
@@ -237,7 +237,7 @@ class ModuleWatch:
         return [*self._sized, *self._hooks]
 
     def describe(self, name: str, description: Description) -> None:
-        """All that it holds but for `others`, by names."""
+        """Adds the whole content by name, except `others`."""
         root: Any = self._module()
         for path, module in root.named_modules(prefix=name):
             forward = module.forward  # may be set on the module itself, not on its class
@@ -249,7 +249,7 @@ class ModuleWatch:
             inside = ("_modules", "_parameters", "_buffers")
             description.settings({k: v for k, v in vars(module).items() if k not in inside})
         for held, names in zip(self._held, self._names, strict=True):
-            for key in names:  # `settings` leaves out numbers of private names
+            for key in names:  # `settings` leaves out numbers with private names
                 if key.startswith("_") and type(held[key]) in (int, float):
                     description.add(key, held[key])
         for each in self._loose:
@@ -258,7 +258,7 @@ class ModuleWatch:
             description.add(each.path, _value(each))
 
     def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
-        """Reads, and notes where each value was found."""
+        """Reads the content, and notes the place of each value."""
         before = len(arrays)
         self.read(tokens, arrays)
         children = [[*held.values()] for held in self._inside]
@@ -271,7 +271,7 @@ class ModuleWatch:
             else:
                 checks.size(hooks, 0)
         for held, length in zip(self._sized, self._lengths, strict=True):
-            if not held or "_modules" in held:  # the others are compared above
+            if not held or "_modules" in held:  # `items` compares the others
                 checks.size(held, length)
         for held, names in zip(self._held, self._names, strict=True):
             checks.some_items(held, {name: held[name] for name in (*names, *_TABLES)})

@@ -1,4 +1,4 @@
-"""transformers: `model.generate` by replays of its steps, or a Llama's by our own decoder.
+"""transformers: `model.generate` with graphed steps, or, for a Llama, with ostinato's own decoder.
 
 from ostinato.interop.transformers import accelerate, graphed
 
@@ -6,7 +6,7 @@ with graphed(model) as steps:
     model.generate(**inputs, max_new_tokens=128)      # as before, each step a replay
     print(steps.explain())
 with accelerate(model) as accelerated:
-    model.generate(**inputs, max_new_tokens=128)      # by our kernels, on the model's own weights
+    model.generate(**inputs, max_new_tokens=128)      # by its kernels, on the model's weights
     print(accelerated.statistics())
 model.generate(**inputs)                              # transformers' own again
 """

@@ -1,4 +1,5 @@
-"""`accelerate`: transformers' `generate` of a Llama by our decoder, on the model's own weights."""
+"""`accelerate`: `generate` of a Llama in transformers by ostinato's decoder, on the model's
+weights."""
 
 from __future__ import annotations
 
@@ -29,23 +30,23 @@ from ostinato.interop.transformers.methods import Method, hooked
 from ostinato.lowlevel import Closeable, new_lock
 from ostinato.models import Decoder, DecoderStatistics, Weights
 
-# By how much our logits may differ from transformers', as a part of their norm.  In bfloat16
-# transformers rounds each layer's sums, our kernels do not.
+# The largest difference of the decoder's logits from transformers', as a part of their norm.  In
+# bfloat16 transformers rounds each layer's sums; the decoder's kernels do not.
 _TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
 _CHECKED_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class AcceleratedStatistics:
-    """What became of the calls of `generate`.
+    """Counts of the calls of `generate`, and sizes of memory.
 
-    `calls`: all; `accelerated`: those that our decoder did; `passed_on`: the others, by reason:
-    transformers did them as ever.  `tokens`: that our decoder chose.  `decoders`: how many were
-    made; another one for more sequences or positions.
-    `weight_bytes`: all that the decoder reads.  `shared_bytes`: of these, what parameters of the
-    model are views of since they were fused.  `copied_bytes`: what there is twice (norms, which our
-    kernels read as float32).  `peak_extra_bytes`: the most that was there twice while weights were
-    fused.  `plan_bytes`: KV cache and working memory.  `decoder`: None when closed.
+    `calls`: all; `accelerated`: those that the decoder ran; `passed_on`: the others, which
+    transformers ran, by reason.  `tokens`: chosen by the decoder.  `decoders`: the number of
+    decoders made; more sequences or positions need another one.  `weight_bytes`: all weights that
+    the decoder reads.  `shared_bytes`: of these, the fused ones, of which parameters of the model
+    are views.  `copied_bytes`: those that exist twice (norms, which the kernels read as float32).
+    `peak_extra_bytes`: the most that existed twice while weights were fused.  `plan_bytes`: KV
+    cache and working memory.  `decoder`: None when closed.
     """
 
     calls: int
@@ -80,34 +81,35 @@ def accelerate(
     max_context: int | None = None,
     tokens_per_launch: int = 1,
 ) -> Accelerated:
-    """From here on `model.generate` is done by our decoder, on the model's own weights.
+    """Makes ostinato's decoder run `model.generate`, on the model's own weights, until the result
+    is closed.
 
     `model`: a `LlamaForCausalLM` in bfloat16, whole on one CUDA device (or in float32 on the CPU,
-    where NumPy decodes it: to try things, not for speed).  Its parameters stay what they are; the
-    data of those that our kernels read fused (queries, keys and values; gate and up) is moved, one
-    layer after the other, and they become views of it.  Norms are copied at each call.
+    where NumPy decodes it: to try things, not for speed).  Its parameters stay the same objects;
+    the data of those that the kernels read fused (queries, keys and values; gate and up) is moved,
+    one layer after the other, and they become views of it.  Norms are copied at each call.
 
-    `device`: of ours; one is opened if None.  `sequences`, `max_context`: what room is made for at
-    first; a call that needs more gets a larger decoder, up to the positions that the model was made
-    for.  `tokens_per_launch`: as for `Decoder.run`.
+    `device`: an ostinato device; one is opened if None.  `sequences`, `max_context`: the room of
+    the first decoder; a call that needs more gets a larger decoder, up to the positions that the
+    model was made for.  `tokens_per_launch`: as for `Decoder.run`.
 
     Covered: greedy decoding and sampling with temperature, top_k, top_p, min_p and
     repetition_penalty, up to 16 end tokens, max_length and max_new_tokens, batches padded on the
     left, num_return_sequences, streamers.  Everything else goes to transformers, and the reason is
-    counted.  What is asked for is read from what `generate` itself prepared, so defaults of
-    `generation_config` count.  Greedy tokens are those of our logits, which are not rounded
-    to bfloat16 as transformers' are.  What is drawn is distributed as transformers' is, and other
-    tokens come from the same seed: each call takes one seed a sequence from torch's CPU generator,
+    counted.  The request is read from what `generate` itself has prepared, so defaults of
+    `generation_config` count.  Greedy tokens are those of the decoder's logits, which are not
+    rounded to bfloat16 as transformers' are.  Drawn tokens have transformers' distribution, but are
+    other tokens for the same seed: each call takes one seed a sequence from torch's CPU generator,
     so `torch.manual_seed` makes calls repeatable.
 
     Weights that are changed in place count from the next call on.  If parameters, buffers or
     modules are replaced, buffers, classes or numbers of modules changed, or hooks or biases added,
-    transformers takes the calls: close and accelerate again.
-    Calls wait for each other, and for what the caller's current stream has to do before.
+    transformers runs the calls: close and accelerate again.  Calls wait for each other, and for the
+    present work of the caller's current stream.
 
-    Raises UnsupportedModelError for another model, and if logits are not transformers' (within what
-    bfloat16 explains) after a prompt that is tried here; InputError if the model is accelerated
-    already; and what `Decoder` raises.
+    Raises UnsupportedModelError for another model, and if the logits after a prompt that is tried
+    here are not transformers' (within what bfloat16 explains); InputError if the model is
+    accelerated already; and the errors of `Decoder`.
     """
     return Accelerated(model, device, sequences, max_context, tokens_per_launch)
 
@@ -126,7 +128,7 @@ class Accelerated(Closeable):
     ) -> None:
         Method.require_free(model, "generate", "accelerated")
         self.config = config_of(model)
-        # The model itself is not kept: it has us, and ends with its last user.
+        # No reference to the model, which refers to this object: a cycle would keep its memory.
         self._plain: Callable[..., Any] = type(model).generate
         self._signature = inspect.signature(self._plain)
         self._modules = tuple(_parts_of(model))
@@ -165,7 +167,7 @@ class Accelerated(Closeable):
 
     @property
     def decoder(self) -> Decoder:
-        """What decodes now.  Its own calls must not overlap with those of `generate`.
+        """The present decoder.  Its own calls must not overlap with those of `generate`.
 
         Raises ClosedError without one.
         """
@@ -175,7 +177,7 @@ class Accelerated(Closeable):
 
     # --- the decoder
     def _make(self, sequences: int, context: int | None) -> Decoder:
-        """A decoder with room for that, in place of the one before."""
+        """Makes a decoder with this room, in place of the one before."""
         before, self._decoder = self._decoder, None
         if before is not None:
             before.close()
@@ -195,14 +197,14 @@ class Accelerated(Closeable):
         except OutOfMemoryError:
             if self._torch_device.type != "cuda":
                 raise
-            torch.cuda.empty_cache()  # what torch keeps for itself
+            torch.cuda.empty_cache()  # frees the memory that torch caches
             decoder = make()
         self._decoder = decoder
         self._decoders += 1
         return decoder
 
     def _with_room(self, sequences: int, positions: int) -> Decoder:
-        """Raises NotCovered if there is no room for that."""
+        """Returns a decoder with at least this room.  Raises NotCovered if that is impossible."""
         most = self.config.context_length
         if positions > most:
             raise NotCovered(f"more positions than the model was made for ({most})")
@@ -219,7 +221,7 @@ class Accelerated(Closeable):
             raise NotCovered(f"no decoder of {sequences} sequences: {error}") from error
 
     def _compare(self, model: Any) -> None:
-        """One prompt by both.  Raises UnsupportedModelError if the logits are not the same."""
+        """Runs one prompt by both.  Raises UnsupportedModelError if the logits differ."""
         decoder = self._decoder
         assert decoder is not None
         if drops_out(model):
@@ -244,7 +246,7 @@ class Accelerated(Closeable):
 
     # --- what may have changed since
     def _changed_modules(self, model: Any) -> str:
-        """Why the model's modules do not compute what the decoder does; empty if they do."""
+        """Describes why the modules do not compute what the decoder does; empty if they do."""
         found = tuple(_parts_of(model))
         if len(found) != len(self._modules) or any(
             now is not before for now, before in zip(found, self._modules, strict=True)
@@ -262,14 +264,14 @@ class Accelerated(Closeable):
         return ""
 
     def _refresh(self) -> None:
-        """Copies what there is twice, and waits for torch's work on the weights so far."""
+        """Copies the weights that exist twice, and waits for torch's work on the weights so far."""
         self._own_weights.refresh()
         if self._torch_device.type == "cuda":
             torch.cuda.current_stream(self._torch_device).synchronize()
 
     # --- generate
     def _generate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the model's class has it."""
+        """Replaces the method of the model's class."""
         bound = self._signature.bind(model, *args, **kwargs).arguments
         arguments = {**bound, **bound.get("kwargs", {})}
         for name in ("self", "kwargs"):
@@ -290,7 +292,7 @@ class Accelerated(Closeable):
             raise NotCovered(reason)
         streamer = arguments.pop("streamer", None)
 
-        # Named as the parameters of transformers' own decoding methods, which it looks for.
+        # The parameters have the names that transformers' own decoding methods have.
         def decode(
             _model: Any,
             input_ids: torch.Tensor,
@@ -324,7 +326,7 @@ class Accelerated(Closeable):
             new = torch.tensor(answer, dtype=torch.long, device=input_ids.device)
             return torch.cat([input_ids, new.T], dim=-1)
 
-        # transformers would give the streamer the prompt before it asks us.
+        # transformers would give the streamer the prompt before it calls `decode`.
         arguments = {**arguments, "streamer": None, "custom_generate": decode}
         return self._plain(model, **arguments)
 
@@ -336,7 +338,7 @@ class Accelerated(Closeable):
         padding: int,
         streamer: Any,
     ) -> list[list[int]]:
-        """The new tokens, step by step: one of each row, `padding` for those that have ended."""
+        """Returns the new tokens, step by step: one for each row, `padding` for ended rows."""
         new = asked.max_length - input_ids.shape[1]
         if new < 1:
             raise NotCovered("no new tokens")
@@ -351,7 +353,7 @@ class Accelerated(Closeable):
         if not asked.sampling.is_greedy:
             seeds = torch.randint(0, 2**63 - 1, (len(rows),), device="cpu").tolist()
             options = [asked.sampling.with_named(seed=seed) for seed in seeds]
-        # From here on the call is ours.
+        # From here on the call does not go to transformers.
         self._calls += 1
         self._accelerated += 1
         if streamer is not None:
@@ -373,7 +375,7 @@ class Accelerated(Closeable):
         return steps
 
     def _further(self, decoder: Decoder, rows: int, padding: int) -> Iterator[list[int]]:
-        """The tokens of each step after the first."""
+        """Yields the tokens of each step after the first."""
         live = [index for index in range(rows) if not decoder.stopped(index)]
         if not live:
             return
@@ -388,7 +390,7 @@ class Accelerated(Closeable):
 
     # --- numbers
     def statistics(self) -> AcceleratedStatistics:
-        """What became of the calls so far."""
+        """Returns counts of the calls so far."""
         with self._lock:
             own, decoder = self._own_weights, self._decoder
             numbers = None if decoder is None else decoder.statistics()
@@ -408,7 +410,7 @@ class Accelerated(Closeable):
 
     # --- lifetime
     def close(self) -> None:
-        """Gives `model.generate` and the decoder's memory back.  Idempotent."""
+        """Gives back `model.generate`, and the decoder's memory.  Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -425,7 +427,7 @@ class Accelerated(Closeable):
         if weights is not None:
             self._own_weights.give_back()
             weights.close()
-            weights.tensors.clear()  # which keep torch's memory
+            weights.tensors.clear()  # they keep torch's memory alive
         self._modules = ()
         self._settings = []
         if self._owns_device:
@@ -433,12 +435,12 @@ class Accelerated(Closeable):
 
 
 def _parts_of(model: Any) -> Iterable[Any]:
-    """Its modules without itself."""
+    """Returns the modules of a model without the model itself."""
     return (module for module in model.modules() if module is not model)
 
 
 def _settings_of(model: Any) -> list[Any]:
-    """Classes of modules, and what these compute with besides tensors."""
+    """Returns the classes of modules, and the settings that they compute with besides tensors."""
     modules = [*model.modules()]
     kinds = {type(module): None for module in modules}
     numbers = [
@@ -453,7 +455,7 @@ def _settings_of(model: Any) -> list[Any]:
     return [numbers, [type(module) for module in modules], [kind.forward for kind in kinds]]
 
 
-# The last counts only in training, which is asked for (`drops_out`).
+# The last has an effect only in training, which `drops_out` covers.
 _WITHOUT_EFFECT = ("training", "gradient_checkpointing", "attention_dropout")
 
 

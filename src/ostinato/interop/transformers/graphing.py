@@ -15,33 +15,33 @@ from ostinato.lowlevel import Closeable
 
 
 def graphed(model: Any, *, max_cache_len: int | None = None, **options: Any) -> GraphedModel:
-    """From here on the decode steps of `model.generate` are replays of graphs.
+    """Makes the decode steps of `model.generate` replays of graphs, until the result is closed.
 
     `model`: a causal model of transformers on a CUDA device.  Nothing else of `generate` changes:
     its loop, sampling, processors, criteria and streamers are transformers', and the tokens are
-    those of an eager run over the same static cache.  `generate` asks the model for its compiled
-    call (`get_compiled_call`), and gets ours: the first step of each shape runs eagerly, the second
-    is captured, all others are replays.  A step that cannot be captured runs eagerly, with
-    its reason in `explain()`.
+    those of an eager run over the same static cache.  `generate` gets its compiled call
+    (`get_compiled_call`) from the model, and this replaces that call: the first step of each shape
+    runs eagerly, the second is captured, all others are replays.  A step that cannot be captured
+    runs eagerly, with its reason in `explain()`.
 
     A compiled call needs a static cache, so `generation_config.cache_implementation` becomes
-    "static" unless it says something else.  A longer cache is another shape, with a graph of its
-    own: `max_cache_len` (as in `generation_config`) makes one that is long enough for all calls.
-    A call that is given a cache has that one, a prompt lookup a dynamic one.
+    "static" if it is None.  A longer cache is another shape, with a graph of its own:
+    `max_cache_len` (as in `generation_config`) makes one that is long enough for all calls.  A call
+    with a cache among its arguments uses that cache, a prompt lookup uses a dynamic one.
 
-    `options`: of `interop.torch.graphed` (verify, tolerance, budget, strict, store, …).  With
-    `store=folder`, `save()` of what this returns writes the steps' graphs, and the next process
-    with this folder restores them: the first step of a shape is a replay then.
+    `options`: those of `interop.torch.graphed` (verify, tolerance, budget, strict, store, …).  With
+    `store=folder`, `save()` of the result writes the steps' graphs, and the next process with this
+    folder restores them: the first step of a shape is a replay then.
 
-    Run by transformers as without us, with the reason in `passed_on`: caches that count positions
-    in Python (sliding windows), caches that are moved between devices, modules with
-    hooks (a replay runs no Python), and calls that were given a `compile_config`.
+    transformers runs some calls as without this, and `passed_on` counts them by reason: caches that
+    count positions in Python (sliding windows), caches that are moved between devices, modules with
+    hooks (a replay runs no Python), and calls with a `compile_config`.
 
     Where torch has no CUDA device, `generate` stays as it is, and `explain()` says so.
 
-    Raises InputError if the model is graphed already or a wrapper of one (PEFT's),
-    NotAvailableError with `strict` and without a CUDA device, and what `interop.torch.graphed`
-    does.
+    Raises InputError if the model is graphed already or is a wrapper of one (PEFT's),
+    NotAvailableError with `strict` and without a CUDA device, and the errors of
+    `interop.torch.graphed`.
     """
     return GraphedModel(model, max_cache_len, options)
 
@@ -49,7 +49,7 @@ def graphed(model: Any, *, max_cache_len: int | None = None, **options: Any) -> 
 class GraphedModel(Closeable):
     """A model whose decode steps are replayed, see `graphed`.  `close()` undoes that.
 
-    `step`: the graphed function below, for `statistics`, `inspect` and `invalidate`.
+    `step`: the graphed function of the steps, for `statistics`, `inspect` and `forget`.
     """
 
     def __init__(self, model: Any, max_cache_len: int | None, options: dict[str, Any]) -> None:
@@ -65,10 +65,10 @@ class GraphedModel(Closeable):
         self._closed = False
         self._passed_on: Counter[str] = Counter()
 
-        # `named`: what the model calls its cache.
+        # `named`: the name of the model's argument for its cache.
         def decode_step(cached: Any, named: str, **inputs: Any) -> Any:
             outputs = model(**{named: cached}, **inputs)
-            # Without the cache, which is another object in the next call of `generate`.
+            # Without the cache, which is a new object in the next call of `generate`.
             kept = {name: v for name, v in outputs.items() if v is not cached}
             return type(outputs), kept, len(kept) < len(outputs)
 
@@ -86,7 +86,7 @@ class GraphedModel(Closeable):
         if max_cache_len is not None:
             self._set("max_cache_len", max_cache_len)
         self._methods.append(Method(model, "get_compiled_call", self._compiled_call))
-        # Private to transformers: there may be none.  A model's own gives it other caches.
+        # Private to transformers, so it may be missing.  A model's own method makes other caches.
         known = hasattr(type(model), _PREPARE) and Method.free(model, _PREPARE)
         if known and "cache_implementation" in self._settings:
             self._methods.append(Method(model, _PREPARE, self._prepare_cache))
@@ -99,7 +99,8 @@ class GraphedModel(Closeable):
         setattr(self._config, name, value)
 
     def _compiled_call(self, model: Any, compile_config: Any) -> Callable[..., Any]:
-        """What `generate` runs its steps with; it asks once a call."""
+        """Returns the function that runs the steps of `generate`, which calls this once for each
+        call."""
         if self._closed or compile_config is not None:
             if not self._closed:
                 self._passed_on["a compile_config was given"] += 1
@@ -112,7 +113,7 @@ class GraphedModel(Closeable):
             return eager
         checked: Any = None
 
-        # Of this call alone: two threads may generate at once.
+        # A new function for each call: two threads may generate at once.
         def step(**inputs: Any) -> Any:
             nonlocal checked, reason
             named = CACHE_NAMES[0] if CACHE_NAMES[0] in inputs else CACHE_NAMES[1]
@@ -131,15 +132,15 @@ class GraphedModel(Closeable):
     def _prepare_cache(
         self, model: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """As the model's class has it, which `generate` calls with the call's own configuration:
-        without the setting of ours where that raises, or the call would."""
+        """Replaces the method of the model's class, which gets the call's own configuration:
+        removes the setting "static" from it if the method, or the call, would raise with it."""
         config, inputs = generation_config, model_kwargs
         given = [inputs[name] for name in CACHE_NAMES if inputs.get(name) is not None]
         reason = ""
         if given:
             reason = _not_static(given[0])
         elif config.prompt_lookup_num_tokens is not None:
-            # Its candidates may reach beyond the end, where a static cache has no room.
+            # Candidates of the lookup may reach beyond the end, where a static cache has no room.
             reason = "a prompt lookup"
         if config.cache_implementation == "static" and (given or reason):
             config.cache_implementation = None
@@ -149,25 +150,25 @@ class GraphedModel(Closeable):
 
     @property
     def passed_on(self) -> dict[str, int]:
-        """Steps, and whole calls, that were left to transformers, by reason."""
+        """The numbers of steps, and of whole calls, that were left to transformers, by reason."""
         return dict(self._passed_on)
 
     def explain(self) -> str:
-        """A table of the graphs and of what ran eagerly, and why."""
+        """Returns a table of the graphs and of what ran eagerly, and why."""
         lines = [f"{count} passed on: {reason}" for reason, count in self._passed_on.items()]
         return "\n".join([str(self.step.explain()), *lines])
 
     def save(self, *, check: bool = True) -> dict[str, str]:
-        """Writes the steps' graphs to the store; why some were not written, by key.
+        """Writes the steps' graphs to the store; returns why some were not written, by key.
 
-        As `save` of what `interop.torch.graphed` gives.  The process must collect machine code
-        (`graphfile.collect_modules`) since before torch loaded a kernel, and nobody may generate
-        meanwhile.  Raises InputError without a store."""
+        Like `save` of a function that `interop.torch.graphed` returns.  The process must collect
+        machine code (`graphfile.collect_modules`) since before torch loaded a kernel, and no
+        `generate` may run meanwhile.  Raises InputError without a store."""
         refused: dict[str, str] = self.step.save(check=check)
         return refused
 
     def close(self) -> None:
-        """Gives the graphs back; the model generates as before.  Idempotent."""
+        """Frees the graphs; the model generates as before.  Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -183,7 +184,7 @@ _PREPARE = "_prepare_cache_for_generation"
 
 
 def _not_static(cache: Any) -> str:
-    """Why a cache's steps cannot be replayed; empty if they can."""
+    """Describes why a cache's steps cannot be replayed; empty if they can."""
     if type(cache) is not cache_utils.StaticCache:
         return f"a {type(cache).__name__}, which is not static"
     if getattr(cache, "offloading", False):

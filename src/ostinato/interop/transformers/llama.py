@@ -1,4 +1,4 @@
-"""A Llama of transformers as our decoder takes it: its sizes, and its weights where they are."""
+"""A Llama of transformers for ostinato's decoder: its sizes, and its weights where they are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ostinato import Buffer, Device
 from ostinato.errors import UnsupportedModelError
 from ostinato.models import LlamaConfig, adopt_weights, rope_inverse_frequencies, weight_shapes
 
-# Weights that begin elsewhere are moved: a library's products are fastest with such.
+# Weights with another alignment are moved: products of matrices are fastest with this one.
 _ALIGNMENT = 256
 _SILU = ("SiLU", "SiLUActivation")
 
@@ -22,8 +22,8 @@ _SILU = ("SiLU", "SiLUActivation")
 class OwnWeights:
     """The model's weights as a decoder reads them.
 
-    `adopted`: over the model's memory.  What the parameters were when it was made is kept, to see
-    that one was replaced.
+    `adopted`: the weights over the model's memory.  The state of the parameters at the start is
+    kept, to notice that one was replaced.
     """
 
     def __init__(self, model: Any, config: LlamaConfig, device: Device) -> None:
@@ -32,7 +32,7 @@ class OwnWeights:
         self._norms: list[Any] = []
         self._moved: list[tuple[Any, int]] = []  # parameters, and where they were moved to
         self._known: list[tuple[dict[str, Any], str, Any, tuple[Any, ...]]] = []
-        """Parameters and buffers, and those that are None: a bias may be put there."""
+        """Parameters and buffers, with those that are None: a bias may be set there later."""
         try:
             self._adopt(model, config)
         except BaseException:
@@ -74,7 +74,7 @@ class OwnWeights:
         ]
 
     def changed(self) -> str:
-        """Why a parameter or a buffer is not what it was; empty if all are."""
+        """Describes how a parameter or a buffer has changed; empty if none has."""
         for held, name, before, state in self._known:
             now = held.get(name)
             if now is not before or state != _state_of(now, counted=len(state) > 2):
@@ -88,8 +88,8 @@ class OwnWeights:
                 copy.copy_(norm)
 
     def give_back(self) -> None:
-        """Lets go of the model.  Memory of a host device, which ends with it, is copied to
-        torch's own."""
+        """Drops the references to the model.  Copies memory of a host device, which is freed with
+        the device, to torch's own."""
         if self._device.capabilities.host_memory_is_device_memory:
             with torch.inference_mode(False):
                 for parameter, address in self._moved:
@@ -98,7 +98,8 @@ class OwnWeights:
         self._moved, self._known, self._norms = [], [], []
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-        """New memory as a tensor, and as something that `adopt_weights` takes rows of."""
+        """Allocates memory; returns a tensor of it, and an object whose rows `adopt_weights`
+        takes."""
         if self._device.capabilities.host_memory_is_device_memory:
             buffer = self._device.empty(shape, np.float32)
             return torch.from_numpy(np.asarray(_Held(buffer, self._device))), buffer
@@ -107,7 +108,7 @@ class OwnWeights:
         return tensor, tensor
 
     def _memory(self, modules: Sequence[Any]) -> object:
-        """One piece of memory with the modules' weights below each other."""
+        """Returns one piece of memory with the modules' weights below each other."""
         parts = [module.weight for module in modules]
         whole = None
         if not self._device.capabilities.host_memory_is_device_memory:
@@ -132,8 +133,8 @@ class OwnWeights:
 
 
 def _state_of(tensor: torch.Tensor | None, *, counted: bool) -> tuple[Any, ...]:
-    """Where a tensor is; `counted`: and whether it was written, since weights are read as they are,
-    and buffers were read once."""
+    """Returns address and dtype of a tensor, and, if `counted`, its count of writes: weights are
+    read as they are, but buffers were read once."""
     where = () if tensor is None else (tensor.data_ptr(), tensor.dtype)
     if tensor is None or not counted:
         return where
@@ -141,7 +142,7 @@ def _state_of(tensor: torch.Tensor | None, *, counted: bool) -> tuple[Any, ...]:
 
 
 class _Held:
-    """A buffer's memory for NumPy, with the device that it ends with."""
+    """A buffer's memory for NumPy, which keeps the device that owns the memory."""
 
     def __init__(self, buffer: Buffer, device: Device) -> None:
         self.__array_interface__ = buffer.array.__array_interface__
@@ -149,7 +150,7 @@ class _Held:
 
 
 def _together(parts: Sequence[Any]) -> torch.Tensor | None:
-    """The parts as one matrix, if they lie below each other and begin where kernels like it."""
+    """Returns the parts as one matrix if they lie below each other and are aligned; else None."""
     first = parts[0].data
     expected, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     if expected % _ALIGNMENT:
@@ -166,7 +167,7 @@ def _together(parts: Sequence[Any]) -> torch.Tensor | None:
 
 
 def config_of(model: Any) -> LlamaConfig:
-    """The sizes of a model that the decoder computes.
+    """Returns the sizes of a model that the decoder can compute.
 
     Raises UnsupportedModelError, ModelFormatError.
     """
@@ -235,7 +236,7 @@ def _check_parameters(model: Any, require: Callable[[object, str], None]) -> Non
 
 
 def drops_out(model: Any) -> bool:
-    """Whether a call of the model draws what it leaves out."""
+    """True if calls of the model use dropout."""
     return any(
         layer.self_attn.training and layer.self_attn.attention_dropout
         for layer in model.model.layers

@@ -1,4 +1,4 @@
-"""What both ways to generate ask of a model: a method to replace, and no hooks."""
+"""Replaces a method of a model, and finds hooks, for both ways to generate."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 
 from ostinato.errors import ClosedError, InputError
 
-# Hooks that transformers itself leaves behind, and that do nothing unless outputs are asked for.
+# Hooks of transformers itself, which do nothing unless outputs are requested.
 _HARMLESS_HOOKS = "transformers.utils.output_capturing"
 
 
 class Method:
-    """A method of ours in place of one of a model's, until `remove`; `ours` gets the model first.
+    """A method that replaces one of a model's until `remove`; `ours` gets the model first.
 
-    A copy of the model gets one that is the class's again.  The model is known by a weak reference:
+    A copy of the model gets the method of its class again.  The model is held by a weak reference:
     a cycle would keep its memory until the collector runs.
     """
 
@@ -42,7 +42,7 @@ class Method:
 
     @staticmethod
     def free(model: Any, name: str) -> bool:
-        """Whether the model has no such method of its own."""
+        """True if the model has no such method of its own."""
         found = vars(model).get(name)
         return found is None or (type(found) is Method and found._ours is None)
 
@@ -53,7 +53,7 @@ class Method:
             raise InputError(f"the model has a {name} of its own: is it {what} already?")
 
     def remove(self) -> None:
-        """The model has its own method again, unless another one was put in place of ours."""
+        """Gives the model its own method back, unless another method has replaced this one."""
         self._ours = None
         model = self._model()
         if model is not None and vars(model).get(self._name) is self:
@@ -61,7 +61,7 @@ class Method:
 
 
 def hooked(modules: Iterable[Any]) -> str:
-    """A hook of a user's on one of the modules, in words; empty if there is none."""
+    """Describes a hook of the user's on one of the modules; empty if there is none."""
     if torch.nn.modules.module._has_any_global_hook():
         return "hooks on all modules"
     for module in modules:
