@@ -80,7 +80,7 @@ def token_ids(tokens: Iterable[object], vocabulary: int, name: str) -> list[int]
     names the token and its index.
     """
     wrong = f"{name} is {quoted(tokens)}, must be a sequence of token ids"
-    if isinstance(tokens, str | bytes | bytearray):  # bytes would pass for tokens below 256
+    if isinstance(tokens, str | bytes | bytearray):  # bytes are iterables of ints below 256
         raise InputError(wrong)
     try:
         items = list(tokens)

@@ -217,7 +217,7 @@ class Decoder(Closeable):
         finally:
             if checkpoint is not model:
                 checkpoint.close()
-        with ExitStack() as made:  # closed, last first, by whatever is raised until it is emptied
+        with ExitStack() as made:  # any exception before `pop_all` closes these, last first
             made.callback(self._close_weights)
             with self._phases.measure("plan"):
                 formats = self.weights.formats
@@ -351,7 +351,7 @@ class Decoder(Closeable):
         """Sets device state; after an exception it restores the old values if the device allows."""
         try:
             settings.set(wanted, self.stream)
-        except BaseException:  # some of it may be on its way
+        except BaseException:  # the copy may be submitted already
             with suppress(OstinatoError):
                 settings.set(old, self.stream)
             raise

@@ -216,7 +216,7 @@ class Generation:
             yield piece
         if over:
             return
-        self._require_untouched()  # during the run, the run itself refuses other use
+        self._require_untouched()  # from here on the run itself raises ClosedError
         # The next tokens are computed while the caller works with this piece.
         with decoder.run(tokens_per_launch=self._per_launch) as tokens:
             for token in tokens:

@@ -96,13 +96,13 @@ class Run(Closeable, Generic[T]):
         device_state: bool,
     ) -> None:
         self._stepper = stepper
-        self._calls = calls  # of the decoder
+        self._calls = calls  # shared with the decoder
         self._live = sequences
         self._left = options.count
         self._per_launch = options.tokens_per_launch
         self._ahead = options.ahead or 0
         self._device_state = device_state
-        self._launched = self._taken = 0  # steps, since the device goes ahead
+        self._launched = self._taken = 0  # steps since `begin_ahead`
         self._over = False
         self._ended_by: str | None = None
         self._work = self._steps()

@@ -61,7 +61,7 @@ class Sequence:
         return kept
 
     def kept(self, count: int) -> int:
-        """Returns `count` as an int.  Raises InputError unless the sequence has so many tokens."""
+        """Returns `count` as an int.  Raises InputError unless the sequence has that many."""
         count = whole(count, "count")
         if not 0 <= count <= len(self.tokens):
             raise InputError(

@@ -225,7 +225,7 @@ class ShardedCheckpoint(StoredCheckpoint):
             )
         return replace(
             raw,
-            name=f"{raw.name} ({name})",  # the head and the embedding may be one in the file
+            name=f"{raw.name} ({name})",  # head and embedding may be one tensor of the file
             shape=shape,
             size=raw.size * math.prod(shape) // math.prod(raw.shape),
             heads=raw.heads and shape[0] // raw.together,

@@ -563,7 +563,7 @@ def _vector_shape(
     def each() -> float:  # warps of a multiprocessor
         return -(-product.pairs * lanes // 32) * split / multiprocessors
 
-    def wasteful(width: int) -> bool:  # of lanes and warps that share a pair, or too many warps
+    def wasteful(width: int) -> bool:  # too many of the `width` lanes idle, or too many warps
         return -(-chunks // width) * width > 1.4 * chunks or width > 16 * 32
 
     while each() <= 5 and -(-chunks // (lanes * split)) > 2 and not wasteful(2 * lanes * split):
@@ -998,7 +998,7 @@ def _tiled_attention(
     share the work of all rows.  The figures are in docs/log.md, "The attention of many rows".
     """
     queries = largest_divisor(config.heads // config.kv_heads, 8)
-    blocks = rows * config.heads // queries  # with one for each part of a row
+    blocks = rows * config.heads // queries  # if each part of a row has one block
     wide = config.head_size > 64
     if clusters and rows <= CLUSTER_ROWS and context <= _EVEN_CONTEXT:
         cluster = 4 if 8 * blocks <= multiprocessors else 2

@@ -150,8 +150,8 @@ class Child:
             ours, theirs = socket.socketpair()
             with theirs:
                 process = subprocess.Popen(
-                    # -I -S: nothing of the environment, of the current folder or of site-packages
-                    # runs before the limits are set.
+                    # -I -S: no code from the environment, the current folder or site-packages runs
+                    # before the limits are set.
                     [sys.executable, "-I", "-S", "-X", "utf8", "-c", _CODE, argument],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
