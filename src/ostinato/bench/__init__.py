@@ -1,13 +1,14 @@
 """The benchmarks of `ostinato bench`: our ways of decoding, and a profile of one step.
 
-    shapes          model shapes by name, with random weights (`random_weights`)
-    floor           bytes a token must read, over the bandwidth that this machine shows
-    ways            what decodes in a comparison: its interface, and our ways
+    shapes          model shapes by name, for random weights (`random_weights`)
+    floor           this machine's memory bandwidth, measured
+    ways            the interface of contestants in a comparison, and our ways of decoding
     options         the options of a comparison, and the points at which it measures
-    decode          measures all of them in turns, point by point, prompts too
+    decode          measures all contestants in turns, point by point, prompts too
     profile         measures the graph of one step, launch by launch
     report, plot    tables, result files, pictures
 
-Every number is the median of several rounds in which all contestants take turns.  A result names
-what could not be measured, and why.  Other libraries beside ours: `benchmarks/decode.py`.
+Every number is the median of several rounds in which all contestants take turns.  A result lists
+the contestants that could not be measured, with the reason.  `benchmarks/decode.py` compares other
+libraries with ours.
 """

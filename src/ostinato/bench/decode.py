@@ -1,17 +1,17 @@
-"""Measures ways of decoding in turns, point by point, and gives the results as rows: ours, and
-others beside them (`Others`).
+"""Measures ways of decoding in turns, point by point, and returns the results as rows: our ways,
+and other libraries (`Others`).
 
 A point is a number of sequences (batch) and of positions in their caches before the first token
 (context).  At each point every contestant is warmed up, then all take turns for some rounds; a
 row has the median of its rounds.  Batches are measured at the first context, and contexts at the
-first batch.  Prompts come after the points of the first series, with its decoders.
+first batch.  Prompts follow the points of the first series, with the same decoders.
 
-A prompt is random tokens, other ones in each round and the same ones for all; it goes into the
-empty cache of one sequence.  Its time is the wall time from the call, with the tokens on the host,
-until the first token after them is in the caller's hand.  Its floor is memory's alone: a contestant
-that takes a prompt in pieces needs every weight once for each piece, and one that takes it whole
-needs it once, so each has a floor of its own.  Arithmetic is not counted; for a long prompt taken
-whole it is what really bounds it.
+A prompt consists of random tokens, different in each round and equal for all contestants; it is
+read into the empty cache of one sequence.  Its time is the wall time from the call, with the tokens
+on the host, until the caller has the first token after them.  Its floor counts only memory: a
+contestant that reads a prompt in pieces needs every weight once for each piece, one that reads it
+whole needs it once, so the floors differ.  Arithmetic does not count, although it is the real bound
+of a long prompt that is read whole.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ostinato.bench.ways import (
 from ostinato.distributed import Group
 from ostinato.models import Checkpoint, LlamaConfig
 
-# One run of a slow contestant may take so long (seconds); then it decodes fewer tokens.
+# The most seconds of one run; a slow contestant decodes fewer tokens.
 _RUN_SECONDS = 3.0
 _WARMUP_TOKENS = 4
 _PROMPT_WARMUPS = 3  # launch by launch, then captured, then replayed
@@ -52,11 +52,11 @@ _PROMPT_SEED = 23
 class Row:
     """One contestant at one point.
 
-    `tokens_per_second` is of all sequences together.  Times are microseconds: `token_us` is the
+    `tokens_per_second` counts all sequences together.  Times are microseconds: `token_us` is the
     median of (a run's wall time / its tokens of one sequence), `between_us` the median time from a
-    token's arrival to the next.  `floor_us`: the step's bytes over the measured bandwidth, for the
-    run's middle; `of_floor` is it over `token_us`.  `ours_is`: how many times as fast the fastest
-    of our ways is.
+    token's arrival to the next.  `floor_us`: the step's bytes over the measured bandwidth, in the
+    middle of the run; `of_floor`: `floor_us` / `token_us`.  `ours_is`: the time over that of the
+    fastest of our ways, None without one.
     """
 
     way: str
@@ -77,7 +77,7 @@ class Row:
     details: dict[str, object] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
-        """Flat, for the results."""
+        """Returns the row with its details as one flat record of the results."""
         fields = asdict(self)
         return record("decode", fields | fields.pop("details"))
 
@@ -87,9 +87,9 @@ class PromptRow:
     """One contestant and one length of a prompt; in results its `kind` is "prompt".
 
     Times are microseconds.  `first_token_us` is the median of the rounds, and `tokens_per_second`
-    the prompt's tokens over it.  `piece`: tokens that went through the layers at once.  `floor_us`:
-    see this module; `of_floor` is it over `first_token_us`.  `ours_is`: how many times as fast the
-    fastest of our ways is.
+    the prompt's tokens over this time.  `piece`: tokens that were read at once.  `floor_us`: see
+    this module; `of_floor`: `floor_us` / `first_token_us`.  `ours_is`: the time over that of the
+    fastest of our ways, None without one.
     """
 
     way: str
@@ -106,14 +106,14 @@ class PromptRow:
     ours_is: float | None
 
     def to_dict(self) -> dict[str, object]:
-        """For the results."""
+        """Returns the row as a record of the results."""
         return record("prompt", asdict(self))
 
 
 @dataclass(slots=True)
 class DecodeResult:
-    """Everything that a run found.  `unequal`: points at which our ways chose different tokens,
-    in words: a defect; there should be none."""
+    """The results of a comparison.  `unequal`: a line for each point at which our ways chose
+    different tokens, which is a defect of the library."""
 
     rows: list[Row] = field(default_factory=list)
     prompts: list[PromptRow] = field(default_factory=list)
@@ -123,20 +123,20 @@ class DecodeResult:
     traffic: Traffic | None = None
     versions: dict[str, str] = field(default_factory=dict)
     library: str = ""
-    """Which library multiplied in steps of many rows, or why none did."""
+    """The library that computes products in steps of many rows, or the reason why none does."""
     weights: str = ""
-    """What the matrices of our decoders were."""
+    """The form of the matrices of our decoders (`Weights.description`)."""
     device_bytes: int = 0
-    """Of all their weights, or of this rank's share."""
+    """Bytes of all weights of a decoder, or of this rank's share."""
     ranks: int = 1
     collectives: str = ""
-    """What the ranks exchange by."""
+    """The ranks' means of exchange; empty without a group."""
 
 
 class Others(Protocol):
-    """Contestants that are not ours, opened together.
+    """Contestants of other libraries, opened together.
 
-    `skipped`: those that cannot run here, and why.  `versions`: of their libraries.
+    `skipped`: reasons by contestant that cannot run here.  `versions`: versions by library.
     """
 
     @property
@@ -147,12 +147,12 @@ class Others(Protocol):
     def versions(self) -> Mapping[str, str]: ...
 
     def close(self) -> None:
-        """Gives their memory back.  Idempotent."""
+        """Frees the contestants' memory.  Idempotent."""
 
 
 class OpenOthers(Protocol):
-    """Opens contestants for a model, with room for so many positions of a sequence.  `path`: the
-    model's file, if it is one.  `left()` gives the seconds that remain of the comparison."""
+    """A function that opens contestants for a model, with `positions` positions of a sequence.
+    `path`: the model's file, if there is one.  `left()`: seconds left of the comparison."""
 
     def __call__(
         self, config: LlamaConfig, path: Path | None, positions: int, left: Callable[[], float]
@@ -169,16 +169,16 @@ def measure(
     group: Group | None = None,
     bandwidth: Bandwidth | None = None,
 ) -> DecodeResult:
-    """Runs the whole comparison, of our ways alone or with others beside them.
+    """Runs the whole comparison, of our ways only, or with others.
 
-    `group`: our decoders are one rank of several; all ranks call this alike, without others.  Rank
-    0's clock decides for all, and its times are the result's.  `bandwidth`: the device's, measured
-    here if None.
+    `group`: our decoders are one rank of several; all ranks must call this alike, without others.
+    The clock of rank 0 decides for all, and its times are the result's.  `bandwidth`: the device's
+    bandwidth, measured here if None.
 
-    `opened` gives the checkpoint anew for every decoder; `log` gets lines about the progress.  One
-    of the others that fails is noted as skipped, and so is a way of ours that does not fit into
-    memory; all other exceptions of our ways are raised.  Raises InputError first, for options that
-    do not fit the model.
+    `opened` is called for every decoder and opens the checkpoint; `log` is called with lines of
+    progress.  A contestant of others that fails is noted in `skipped`, as is a way of ours that
+    does not fit in memory; all other exceptions of our ways are raised.  Raises InputError, before
+    anything is measured, for options that do not fit the model.
     """
     with opened() as checkpoint:
         config, path = checkpoint.config, checkpoint.path if checkpoint.has_file else None
@@ -222,7 +222,7 @@ class _Contest:
         self.stream = device.create_stream()
 
     def left(self) -> float:
-        """Seconds until the deadline."""
+        """Returns the seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     def run(self, series: Sequence[Point], prompts: Sequence[int] = ()) -> None:
@@ -264,7 +264,7 @@ class _Contest:
                 self._prompt(prompt, contestants)
                 self.points_left -= 1
         except BaseException as error:
-            if self.group is not None:  # before the decoders wait for their work
+            if self.group is not None:  # before the decoders' `close` waits for their work
                 self.group.fail(error)
             raise
         finally:
@@ -335,8 +335,8 @@ class _Contest:
         ready: Callable[[Contestant], None],
         turn: Callable[[Contestant, int], Timed],
     ) -> tuple[list[Contestant], dict[str, list[Timed]]]:
-        """Makes each ready and runs them in turns; returns those that did not fail, with their
-        runs."""
+        """Prepares all contestants and runs them in turns; returns those that did not fail, and
+        the runs by name."""
         share = time.monotonic() + self.left() / self.points_left
         takers: list[Contestant] = []
         for one in contestants:
@@ -358,8 +358,8 @@ class _Contest:
         return takers, runs
 
     def _tries(self, contestant: Contestant, where: str, act: Callable[[], None]) -> bool:
-        """Calls `act` and returns whether it succeeded.  An exception of one of ours is raised, of
-        another one noted."""
+        """Calls `act`; returns False if it raised.  Exceptions of our ways are raised, others are
+        noted in `skipped`, and the contestant is closed."""
         try:
             act()
         except Exception as error:
@@ -371,7 +371,7 @@ class _Contest:
         return True
 
     def _ready(self, contestant: Contestant, point: Point) -> int:
-        """Warms it up; returns how many tokens a run of it decodes."""
+        """Warms up a contestant; returns the number of tokens that its runs decode."""
         tokens, multiple = self.options.tokens, contestant.multiple
         contestant.reserve(point.batch, min(point.first + tokens + 1, self.config.context_length))
         few = _whole(min(tokens, max(_WARMUP_TOKENS, 2 * multiple)), multiple)
@@ -383,11 +383,11 @@ class _Contest:
         return max(few, _whole(min(tokens, most), multiple))
 
     def _decided(self, what: str, value: int) -> int:
-        """A value that depends on a clock: rank 0's, on all ranks."""
+        """Returns rank 0's `value` on all ranks, for values that depend on a clock."""
         return value if self.group is None else int(self.group.broadcast(what, b"%d" % value))
 
     def _compare(self, runs: dict[str, list[Timed]], ours: Sequence[str], where: str) -> None:
-        """Our ways choose the same tokens, in every run and on all ranks."""
+        """Notes in `unequal` if our ways chose different tokens, in any run or on any rank."""
         taken = [(name, run.tokens) for name in ours for run in runs[name]]
         if self.group is not None:
             digest = hashlib.blake2b(repr(taken).encode(), digest_size=16).digest()
@@ -438,7 +438,7 @@ class _Contest:
             )
 
     def _floor(self, point: Point, tokens: int) -> float:
-        """Microseconds a step, in the middle of a run."""
+        """Returns the floor of a step in microseconds, in the middle of a run."""
         positions = positions_of(point.batch, point.first, self.options.uneven)
         mean = sum(positions) / len(positions)
         return self._us(self._traffic().step(point.batch, mean + (tokens + 1) / 2))
@@ -447,7 +447,7 @@ class _Contest:
         return self.result.traffic or traffic(self.config, 2)
 
     def _us(self, nbytes: float) -> float:
-        """Microseconds for so many bytes at the measured bandwidth; ranks on a CPU share it."""
+        """Returns the microseconds for `nbytes` at the bandwidth, which ranks on a CPU share."""
         assert self.result.bandwidth is not None
         shared = self.result.ranks if self.device.capabilities.host_memory_is_device_memory else 1
         return nbytes * shared / self.result.bandwidth.best * 1e6
@@ -456,8 +456,8 @@ class _Contest:
 def _timed(
     takers: Sequence[Contestant], runs: Mapping[str, list[Timed]], counts: Mapping[str, int]
 ) -> Iterator[tuple[Contestant, Times, float | None]]:
-    """Each with the time of one of its `counts`, and how many times as fast the fastest of our ways
-    is; None without one."""
+    """Yields each contestant, the times of its runs divided by its `counts`, and its median over
+    that of the fastest of our ways (None without one)."""
     times = {t.name: Times.of(runs[t.name], counts[t.name]) for t in takers}
     best = min((times[t.name].median for t in takers if t.ours), default=None)
     for taker in takers:
@@ -466,16 +466,16 @@ def _timed(
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line."""
+    """Returns an error's type and the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def _whole(tokens: int, multiple: int) -> int:
-    """The multiple that is not above `tokens`."""
+    """Returns the largest multiple that is not above `tokens`."""
     return tokens // multiple * multiple
 
 
 def prompt_tokens(vocabulary: int, count: int, number: int) -> list[int]:
-    """A prompt of `count` tokens for round `number`."""
+    """Returns the prompt of `count` tokens for round `number`."""
     return random_tokens(vocabulary, count, (_PROMPT_SEED, count, number))

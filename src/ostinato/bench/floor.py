@@ -1,10 +1,10 @@
-"""The floor under a decode step: the bytes that it must read, at the speed this memory reads.
+"""The memory bandwidth, for the floor of a decode step: its bytes over the bandwidth.
 
-The bandwidth is measured in the same run as what is compared with it.  On a GPU by a kernel that
-reads 2 GiB and writes nothing, and by a copy of as much (bytes read and written); the faster one
-counts, so that no step can be below the floor.  On the host by NumPy's own matrix-vector products
-over matrices like a small model's, which is what a decode step there consists of; the fastest run
-counts, since other processes use the same cores.
+The bandwidth is measured in the same run as the numbers compared with it.  On a GPU a kernel reads
+2 GiB and writes nothing, and a copy moves as much (bytes read and written); the faster one counts,
+so that no step can be below the floor.  On the host NumPy computes matrix-vector products over
+matrices like a small model's, of which a decode step there consists; the fastest run counts, since
+other processes use the same cores.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ SOURCE = ost.Source(
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bytes a second.  `read`: by reading alone; `copy`: read and written by a copy, 0 where that
-    was not measured; `how`: in words."""
+    """A measured bandwidth in bytes a second.  `read`: of reads only; `copy`: bytes read and
+    written by a copy, 0 if not measured; `how`: the method in words."""
 
     read: float
     copy: float
@@ -63,11 +63,11 @@ class Bandwidth:
 
 
 def measure_bandwidth(device: ost.Device, nbytes: int = _BYTES) -> Bandwidth:
-    """Measures it now, by several runs.
+    """Measures the bandwidth of a device's memory, by several runs.
 
-    On a GPU it takes twice `nbytes` of memory for a moment (a quarter of what is free at most).
-    All work is launched as graphs: a few launches into a second stream, whatever they are, make
-    every kernel of later graphs start 0.1 to 0.2 us later, as long as the process lives (H100,
+    On a GPU this allocates twice `nbytes` of memory for a moment; `nbytes` is limited to a quarter
+    of the free memory.  All work is launched as graphs: a few launches into a second stream make
+    every kernel of later graphs start 0.1 to 0.2 us later, for the life of the process (H100,
     driver 580; docs/log.md, "A step's end, and what a second stream costs").
     """
     if device.capabilities.host_memory_is_device_memory:
@@ -108,8 +108,8 @@ def _replay_us(device: ost.Device, stream: ost.Stream, submit: Callable[[], None
 def device_us(
     device: ost.Device, stream: ost.Stream, work: Callable[[], object], rounds: int
 ) -> float:
-    """Median microseconds from the beginning to the end, on the device, of what `work` puts on a
-    stream.  It is called twice more, before, to warm up; what it returns is kept until the end."""
+    """Returns the median microseconds on the device of the work that `work` submits to the stream.
+    `work` is called twice more, before, to warm up; its result is kept until the work has ended."""
     found = []
     with device.create_event(timing=True) as begin, device.create_event(timing=True) as end:
         for _ in range(rounds + 2):
@@ -125,7 +125,7 @@ def device_us(
 def _host_bandwidth() -> Bandwidth:
     rng = np.random.default_rng(3)
     vector, one = rng.standard_normal(576, np.float32), rng.standard_normal((1536, 576), np.float32)
-    matrices, found = [one.copy() for _ in range(60)], []  # more than a cache holds
+    matrices, found = [one.copy() for _ in range(60)], []  # more bytes than a cache holds
     for _ in range(_HOST_ROUNDS):
         begin = time.perf_counter()
         for matrix in matrices:

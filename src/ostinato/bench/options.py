@@ -11,22 +11,22 @@ from ostinato.models import LlamaConfig
 from ostinato.models.backend import LibraryRows, WeightsKind
 
 MOST_ROWS = 64
-"""Sequences that a decoder steps at once, at most."""
+"""The most sequences that a decoder steps at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
     """The options of a comparison.
 
-    `batches`, `contexts`: see `ostinato.bench.decode`.  `tokens`: of each sequence in a run.
+    `batches`, `contexts`: see `ostinato.bench.decode`.  `tokens`: tokens of each sequence in a run.
     `tokens_per_launch`: each number above 1 is a way with a WHILE node, whose runs have the next
-    lower multiple.
-    `uneven`: whether the sequences of a batch stand at different positions (`positions_of`), which
-    our ways alone do.
+    lower multiple of `tokens`.
+    `uneven`: True to place the sequences of a batch at different positions (`positions_of`), which
+    only our ways support.
     `prompts`: lengths of prompts to measure as well; our decoders then have room for the longest.
-    `library_rows`, `weights`: as for `Decoder`.  `rounds`: at most; fewer when the time runs short,
-    but one at least.  `seconds`: a point is given its share of what is left; compiling is not begun
-    when too little is left for it.
+    `library_rows`, `weights`: see `Decoder`.  `rounds`: most rounds of a point; fewer if time runs
+    short, but one at least.  `seconds`: the time of the comparison; a point gets its share of the
+    time left, and no compilation begins if too little is left for it.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -52,7 +52,7 @@ class DecodeOptions:
         seconds: float | None = None,
         **given: Any,
     ) -> DecodeOptions:
-        """With the counts that suit a device where none is given: on the CPU a step is slow.
+        """Makes options with defaults that suit the device, since a step is slow on the CPU.
         `quick`: few tokens and one round."""
         slow = device.capabilities.host_memory_is_device_memory
         count = tokens or (8 if quick else 32 if slow else 100)
@@ -65,7 +65,7 @@ class DecodeOptions:
         )
 
     def require(self, config: LlamaConfig) -> None:
-        """Raises InputError for what a model of this shape cannot do."""
+        """Raises InputError for options that are invalid or do not fit a model of this shape."""
         for name, values in (("batch", self.batches), ("context", self.contexts)):
             if not values:
                 raise InputError(f"no {name} was given")
@@ -75,7 +75,7 @@ class DecodeOptions:
             "number of tokens a launch": self.tokens_per_launch,
             "prompt": self.prompts,
         }
-        for name, given in once.items():  # runs are told apart by these
+        for name, given in once.items():  # these identify runs
             if len(set(given)) != len(given):
                 raise InputError(f"a {name} was given twice: {', '.join(map(str, given))}")
         for batch in self.batches:
@@ -109,8 +109,8 @@ class DecodeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`first`: the position of the first token; `context`, or less where the model ends before the
-    last token would."""
+    """A point of a comparison.  `first`: the position of the first token, which is `context`, or
+    less so that the run's last token fits in the model's context."""
 
     batch: int
     context: int
@@ -118,15 +118,15 @@ class Point:
 
 
 def positions_of(batch: int, context: int, uneven: bool) -> tuple[int, ...]:
-    """Where each sequence of a batch stands: at `context`, or evenly from there down to a part of
-    1 / `batch` of it."""
+    """Returns the position of each sequence of a batch: `context`, or if `uneven` evenly spaced
+    positions from `context` down to `context` / `batch`."""
     if not uneven:
         return (context,) * batch
     return tuple(context * (batch - i) // batch for i in range(batch))
 
 
 def points_of(options: DecodeOptions, config: LlamaConfig) -> list[list[Point]]:
-    """The points in series.  One set of decoders serves a series; its contexts decrease."""
+    """Returns the points in series; one set of decoders serves a series.  Contexts decrease."""
 
     def point(batch: int, context: int) -> Point:
         return Point(batch, context, min(context, config.context_length - options.tokens))

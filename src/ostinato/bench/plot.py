@@ -1,5 +1,5 @@
-"""Charts of results in plain SVG, with no other program.  They follow the reader's light or dark
-scheme.  Equal numbers give equal text."""
+"""Charts of results in plain SVG, drawn without other programs, for light and dark colour schemes.
+Equal numbers give equal text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ostinato.bench.profile import Profile
 from ostinato.graph.show.drawing import Drawing
 
 _LEFT, _RIGHT = 28.0, 872.0
-_BAR, _WIDE = 208.0, 386.0  # where bars begin, and the longest
-_ENDS = (198.0, 660.0, 754.0, 826.0, 870.0)  # of the texts beside a bar
+_BAR, _WIDE = 208.0, 386.0  # the left end of bars, and the longest bar
+_ENDS = (198.0, 660.0, 754.0, 826.0, 870.0)  # right ends of the texts beside a bar
 
-# Ours in blues and greens, others in warm colours: told apart on white and on black.
+# Blues and greens for our ways, warm colours for others: distinct on white and on black.
 _OURS = ("#3b6fd6", "#17917a", "#7c5bd0", "#4c9a3a", "#2f8fb8")
 _THEIRS = ("#c98a12", "#cf4675", "#8a6d5a")
 _KERNELS = (*_OURS, *_THEIRS, "#7b8594", "#a0862c")
@@ -37,14 +37,15 @@ _STYLE = """
 
 
 def _heading(sheet: Drawing, name: str, below: str) -> None:
-    """Adds a heading at the lower end of the sheet, which gets higher; `_bar` does so too."""
+    """Adds a heading at the lower end of the sheet, and increases the sheet's height."""
     sheet.text(_LEFT, sheet.height + 10, name, "title")
     sheet.text(_LEFT, sheet.height + 28, below, "small")
     sheet.height += 48
 
 
 def _bar(sheet: Drawing, fill: str, part: float, mark: float | None, *texts: str) -> None:
-    """A bar of which a part is filled in this colour, with a mark, between its texts."""
+    """Adds a bar filled up to `part` of its width, with a mark and texts, and increases the
+    sheet's height."""
     y = sheet.height
     sheet.rect(_BAR, y, _WIDE, 18, class_="track", rx=3)
     sheet.rect(_BAR, y, _WIDE * part, 18, fill=fill, rx=3)
@@ -56,7 +57,7 @@ def _bar(sheet: Drawing, fill: str, part: float, mark: float | None, *texts: str
 
 
 def decode_svg(subject: str, machine: str, rows: Sequence[Row]) -> str:
-    """A comparison as one picture: bars for each batch and context that was measured."""
+    """Draws a comparison as one picture: bars for each batch and context that was measured."""
     sheet, name = Drawing(_LEFT + _RIGHT, _LEFT), f"decoding {subject} on {machine}"
     palettes = {True: cycle(_OURS), False: cycle(_THEIRS)}
     ways = {row.way: row.ours for row in rows}
@@ -78,8 +79,8 @@ def decode_svg(subject: str, machine: str, rows: Sequence[Row]) -> str:
 
 
 def profile_svg(subject: str, machine: str, profile: Profile) -> str:
-    """A step's profile: its launches along time, then what each kernel takes in all, with the part
-    that the memory needs."""
+    """Draws a step's profile: its launches along time, then each kernel's total time, with its
+    memory floor."""
     sheet, name = Drawing(_LEFT + _RIGHT, _LEFT), f"one decode step of {subject} on {machine}"
     place, step = f"batch {profile.batch}, position {profile.position}", _duration(profile.step_us)
     launches, share = len(profile.launch_names), profile.floor_us / profile.step_us
@@ -94,7 +95,7 @@ def profile_svg(subject: str, machine: str, profile: Profile) -> str:
     sheet.rect(_LEFT, y, x - _LEFT, 34, tip=tip, class_="track")
     for launched, us in zip(profile.launch_names, profile.launch_us, strict=True):
         wide = max(0.0, us) * scale
-        gap = 0.6 if wide > 2 else 0.0  # so that neighbouring launches can be told apart
+        gap = 0.6 if wide > 2 else 0.0  # separates neighbouring launches
         sheet.rect(x, y, wide - gap, 34, tip=f"{launched}: {us:.2f} us", fill=colours[launched])
         x += wide
     sheet.text(_LEFT, y + 50, "0", "small")

@@ -1,29 +1,28 @@
-"""Where the time of one decode step goes, from its graph.
+"""The profile of one decode step: the time of each launch of its graph.
 
 The step's graph is captured, and its launches are submitted again into shortened captures of the
-same stream, with the same kinds of edges.  Three things are timed, always as replays of graphs:
+same stream, with the same kinds of edges.  Three times are measured, always as replays of graphs:
 
-`us` of a launch: how much longer the graph takes that ends with it than the graph that ends with
-the launch before.  So it is the time from the end of one launch to the end of the next, in the
-running step: what it costs there, whatever overlaps.  All of them and `start_us`, which is what a
-replay of one empty kernel takes, add up to the step.  It is not how long
-the kernel was on the device: a kernel that was let start early (programmatic launch) has done part
-of its work in the time of the one before it.  The graph that ends with a launch leaves out what the
-next one would already have done beside it; that is counted to the next one.
+`us` of a launch: the time of the graph that ends with this launch, less that of the graph that ends
+with the preceding one.  So it is the time from the end of one launch to the end of the next in the
+running step, its cost there whatever overlaps.  The sum of all, and of `start_us`, the time of a
+replay of one empty kernel, is the step's time.  It is not the kernel's time on the device: a kernel
+that starts early (programmatic launch) does part of its work in the time of its predecessor.  The
+graph that ends with a launch lacks the work that the next one would already do beside it; this work
+is counted for the next one.
 
 On the CPU nothing overlaps, and a difference of two such times would be mostly noise: there `us` is
 `alone_us`.
 
-`alone_us`: from an event node before the launch to one after it, less what the same two event nodes
-measure with nothing between.  Nothing overlaps then, so it includes the launch, the whole kernel
-and its draining; the sum of these less the step's time is the overlap.
+`alone_us`: the time between an event node before the launch and one after it, less the time between
+two event nodes without a launch.  Nothing overlaps then, so it includes the launch, the whole
+kernel and its draining; the sum of these less the step's time is the overlap.
 
-`gap_us`: what a launch costs with nothing in it, from one to the next: the step's graph with an
-empty kernel in place of every kernel, in the same launch shape and with the same edges.
+`gap_us`: the cost of an empty launch, measured with the step's graph with an empty kernel in place
+of every kernel, of the same launch shape and with the same edges.
 
-`nbytes`: weights and keys and values that the launch's pointers lead to, each once (see
-`Attribution`); activations, which fit the cache, are not counted.  A launch with no such bytes has
-no floor.
+`nbytes`: weights, keys and values that the launch reads or writes, each once (see `Attribution`);
+activations, which fit the cache, do not count.  A launch without such bytes has no floor.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from ostinato.bench.ways import LaunchMode, decoder_traffic, open_ways
 from ostinato.errors import InputError, NotAvailableError
 from ostinato.models import Checkpoint, Decoder
 
-# A difference of two times that is not above this (microseconds) says nothing about speed.
+# Microseconds; a smaller difference of two times is only noise.
 _LEAST = 0.05
 _GATHERS = "embed"
 _ATTENDS = "attention"
@@ -49,8 +48,8 @@ _ATTENDS = "attention"
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """All launches of one kernel.  `us`, `alone_us` and `nbytes` are medians of a launch,
-    `total_us` the sum of all."""
+    """The launches of one kernel.  `us`, `alone_us` and `nbytes` are medians over its launches,
+    `total_us` is the sum of `us`."""
 
     name: str
     launches: int
@@ -66,7 +65,7 @@ class ProfileRow:
 
     @property
     def of_floor(self) -> float:
-        """1 is as fast as the memory can deliver the bytes."""
+        """The floor over the time: 1 is the speed at which the memory delivers the bytes."""
         return self.floor_us / self.us if self.us > _LEAST else 0.0
 
     def to_dict(self) -> dict[str, object]:
@@ -85,9 +84,9 @@ class ProfileRow:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One step's times, in microseconds.  `step_us`: of a replay, one right after the other.
-    `launch_us`, `launch_names`: of every launch, in order.  `event_us`: what two event nodes with
-    nothing between measure, which is taken off."""
+    """The times of one step, in microseconds.  `step_us`: a replay, in a row of replays.
+    `launch_us`, `launch_names`: time and kernel of every launch, in order.  `event_us`: time
+    between two adjacent event nodes, which is subtracted from `alone_us`."""
 
     batch: int
     position: int
@@ -104,12 +103,12 @@ class Profile:
 
     @property
     def overlap_us(self) -> float:
-        """How much longer the step would be with nothing overlapping."""
+        """The additional time of the step if nothing overlapped."""
         return self.alone_us - self.step_us
 
     @property
     def apart(self) -> bool:
-        """Whether `launch_us` are times of launches by themselves, as on the CPU."""
+        """True if `launch_us` are times of single launches, as on the CPU."""
         return sum(self.launch_us) == self.alone_us
 
     def summary(self) -> dict[str, object]:
@@ -128,7 +127,7 @@ class Profile:
         }
 
     def explanation(self) -> str:
-        """The numbers that belong to the whole step, in words."""
+        """Returns the numbers of the whole step in words."""
         count = len(self.launch_names)
         own = f"from event node to event node, whose own {self.event_us:.2f} us are taken off"
         launches = (
@@ -151,11 +150,11 @@ class Profile:
 
 
 class Attribution:
-    """Which bytes of the memory a launch has to move, by the ranges that it reads and writes.
+    """The bytes that each launch must move, from the ranges that it reads and writes.
 
-    A weight counts whole, except where rows are gathered from it (`embed`), and at the last launch
-    that names it: those before prefetch it.  The KV cache counts up to the position where a kernel
-    attends, else the one position that is written.
+    A weight counts as a whole, except where rows are gathered from it (`embed`), and only at the
+    last launch that has it as an operand: earlier launches prefetch it.  The KV cache counts up to
+    the step's position for attention kernels, else for the one position that is written.
     """
 
     def __init__(self, decoder: Decoder, batch: int, position: int) -> None:
@@ -170,11 +169,11 @@ class Attribution:
 
     @property
     def step(self) -> float:
-        """Bytes that the whole step reads."""
+        """The bytes that the whole step reads."""
         return self._whole.step(self._batch, self._position + 1)
 
     def of(self, operations: Sequence[ost.Operation]) -> list[int]:
-        """Bytes of each launch of a step, in order."""
+        """Returns the bytes of each launch of a step, in order."""
         counted: set[int] = set()  # weights, by address
         return [self._of(operation, counted) for operation in reversed(operations)][::-1]
 
@@ -207,12 +206,13 @@ def profile_step(
 ) -> Profile:
     """Profiles a decode step of `batch` sequences, each with `position` positions in its cache.
 
-    The decoder is to hold such sequences (`DecoderWay.place`); what they hold afterwards is not
-    defined.  Raises InputError if it cannot make the step's graph here.
+    The decoder must hold such sequences (`DecoderWay.place`); their tokens are undefined
+    afterwards.  Raises InputError for a position outside the context, or if a node of the step's
+    graph is no kernel launch of this library.
     """
     if position >= decoder.plan.sizes.context:
         raise InputError(f"position {position}: the decoder has {decoder.plan.sizes.context}")
-    # Rows that the host set say where a step is: every replay of them is the same step.
+    # With rows set by the host, every replay computes the same step.
     decoder.device_state = False
     decoder.decode_batch(range(batch))
     stream = decoder.stream
@@ -270,10 +270,10 @@ def profile_subject(
     *,
     log: Callable[[str], None] = lambda _: None,
 ) -> Profile:
-    """`profile_step` of a decoder of its own, at the first batch and context of `options`.
+    """Opens a decoder and profiles a step of it, at the first batch and context of `options`.
 
-    Raises InputError for options that do not fit the model, NotAvailableError if there is no memory
-    for it.
+    Raises InputError for options that do not fit the model, NotAvailableError if there is too
+    little memory.
     """
     with opened() as checkpoint:
         options.require(checkpoint.config)
@@ -308,8 +308,8 @@ def profile_subject(
 
 
 def _operations(graph: ost.Graph) -> list[ost.Operation]:
-    """What was submitted to capture the graph, in order.  Raises InputError for a graph with nodes
-    that were not."""
+    """Returns the operations that were submitted to capture the graph, in order.  Raises InputError
+    for a graph with other nodes."""
     found = []
     for node in graph.nodes:
         label = graph.labels.get(node.handle)

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are made, not read: as fast as memory can be written."""
+"""Checkpoints of random weights, which are made as fast as memory can be written."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ostinato.models.files.dequantise import BLOCK_TYPES
 
 _SEED = 11
 _WIDTH = np.float32(0.02)
-# Of odd length, so that no two rows of a matrix begin at the same place of it.
+# Values of the random block: an odd number, so that rows of a matrix begin at different offsets.
 _BLOCK = (1 << 20) + 7
 _PIECE = 1 << 22  # values that one thread writes at a time
-_PACKED_VALUES = 1 << 22  # the fewest values that are made
+_PACKED_VALUES = 1 << 22  # the least number of values in a random piece of packed blocks
 
 
 RECIPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_K", "Q6_K", "Q4_K_M")
-"""Of files: one type for all matrices, or the mixture that llama.cpp calls Q4_K_M."""
+"""Recipes of packed files: one type for all matrices, or llama.cpp's mixture Q4_K_M."""
 
 
 def recipe_type(recipe: str, config: LlamaConfig, name: str) -> str:
-    """The tensor type of a matrix by its canonical name in a file of one of RECIPES."""
+    """Returns the tensor type of a matrix, by its canonical name, in a file of a recipe."""
     if recipe != "Q4_K_M":
         return recipe
     layer, _, last = name.rpartition(".")
@@ -49,7 +49,8 @@ def recipe_type(recipe: str, config: LlamaConfig, name: str) -> str:
 def random_blocks(
     kind: str, shape: tuple[int, int], rng: np.random.Generator, width: float = 0.02
 ) -> npt.NDArray[np.uint8]:
-    """Rows as a file packs them, [rows, bytes in a row], of about normal values `width` wide."""
+    """Returns random packed rows, [rows, bytes in a row], whose values have a standard deviation of
+    about `width`."""
     block = BLOCK_TYPES[kind]
     rows, count = shape[0], shape[1] // block.values
     made = rng.integers(0, 256, (rows, count, block.size), np.uint8)
@@ -72,13 +73,13 @@ def random_blocks(
         scale = spread / np.float32(48 * 0.61) / middle
         made[..., :4] = halves(np.concatenate([scale, scale * middle], axis=2))
         made[..., 4:12] |= 0x20
-        made[..., 4:12] &= 0xBF  # of the last four groups, the upper two bits are 2
+        made[..., 4:12] &= 0xBF  # the upper two bits of the last four groups become 2
         made[..., 4:12] |= 0x80
     return made.reshape(rows, count * block.size)
 
 
 def _fill_around(out: npt.NDArray[Any], block: npt.NDArray[Any], place: int) -> None:
-    """Fills `out` from a place of the block on, which begins anew where it ends."""
+    """Fills `out` with values of the block from `place` on; the block repeats at its end."""
     at, done = place % len(block), 0
     while done < len(out):
         count = min(len(block) - at, len(out) - done)
@@ -87,12 +88,12 @@ def _fill_around(out: npt.NDArray[Any], block: npt.NDArray[Any], place: int) -> 
 
 
 class RandomCheckpoint(Checkpoint):
-    """Weights of a shape: matrices normal, 0.02 wide; norms between 0.5 and 1.5.  No file, no
-    tokenizer; `name` is shown in place of a path.
+    """Random weights of a shape: matrices normal with standard deviation 0.02, norms between 0.5
+    and 1.5.  There is no file and no tokenizer; `name` is shown in place of a path.
 
-    Every tensor is cut out of one random block, each from a place of its own, so that gigabytes
-    take a second and no thread waits for a generator.  A shape has the same weights each time; as
-    float32 and as bfloat16 they are the same but for rounding towards zero.
+    Every tensor is copied from one random block, from its own offset on, so that gigabytes take a
+    second and no thread waits for a generator.  A shape always has the same weights; float32 and
+    bfloat16 values differ only by rounding towards zero.
     """
 
     has_file = False
@@ -109,14 +110,14 @@ class RandomCheckpoint(Checkpoint):
         *,
         threads: int = 2,
     ) -> None:
-        """As `Checkpoint.load`; on every core, since it is memory's speed that counts here."""
+        """Implements `Checkpoint.load`, on all cores at least, since memory is the bottleneck."""
         threads = max(whole(threads, "threads", 1), os.cpu_count() or 1)
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(lambda piece: self._fill_piece(*piece), _pieces(into)):
                 pass
 
     def _fill_piece(self, name: str, start: int, out: npt.NDArray[Any], vector: bool) -> None:
-        """Values `start` and on of a tensor, into a flat array."""
+        """Fills a flat array with the values of a tensor from `start` on."""
         place = zlib.crc32(name.encode())
         if vector:
             rng = np.random.default_rng((_SEED, place))
@@ -139,9 +140,10 @@ def _pieces(
 
 
 class PackedCheckpoint(StoredCheckpoint):
-    """Weights of a shape, packed as in a file by one of RECIPES; matrices about normal, 0.02 wide.
+    """Random weights of a shape, packed by one of RECIPES; matrices have a standard deviation of
+    about 0.02.
 
-    Every tensor is cut out of one random piece of blocks of its type, each from a place of its own.
+    Every tensor is copied from one random piece of blocks of its type, from its own offset on.
     Raises InputError for an unknown recipe, and for a shape whose rows are no whole blocks.
     """
 
@@ -175,7 +177,7 @@ class PackedCheckpoint(StoredCheckpoint):
         piece = self._pieces.get(raw.type)
         if piece is None:
             rng = np.random.default_rng((_SEED, block.number))
-            # Each row of a matrix begins at another block, so no two are the same.
+            # Each row of a matrix begins at a different block, so no two rows are equal.
             alike = [one for one in self._tensors.values() if one.type == raw.type]
             count = max(_PACKED_VALUES // block.values, *(one.rows for one in alike))
             while any(math.gcd(count, one.columns // block.values) > 1 for one in alike):
@@ -190,9 +192,10 @@ class PackedCheckpoint(StoredCheckpoint):
 def random_checkpoint(
     config: LlamaConfig, name: str = "random", *, recipe: str | None = None
 ) -> Checkpoint:
-    """An open checkpoint of random weights; `name` is shown in place of a path.
+    """Opens a checkpoint of random weights; `name` is shown in place of a path.
 
-    `recipe`: packed so, one of RECIPES in any case.  Raises InputError.
+    `recipe`: one of RECIPES, in any case, for packed weights; None for weights that are not.
+    Raises InputError.
     """
     if recipe is not None:
         return PackedCheckpoint(config, recipe, name)

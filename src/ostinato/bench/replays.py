@@ -1,4 +1,4 @@
-"""Variants of a step's graph, replayed and timed: beginnings of it, launches apart, empty ones."""
+"""Times of replays of a step's graph and its variants: prefixes, single launches, empty kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import ostinato as ost
 from ostinato.driver.api import KernelNodeParams
 from ostinato.errors import InputError
 
-# Replays in one timing, which the host puts on the stream while longer work is still running.
+# Replays in one timing, which the host submits while longer work is still running.
 _BURST = 12
 _EVENT_PAIRS = 8
-_DEFAULT_SHARED = 48 << 10  # bytes a block, without asking for more
+_DEFAULT_SHARED = 48 << 10  # bytes a block may have without `allow_shared`
 
 _EMPTY_CUDA = r"""
 extern "C" __global__ void empty() {
@@ -35,10 +35,10 @@ EMPTY = ost.Source(cuda=_EMPTY_CUDA, host=[_empty], name="empty.cu")
 
 
 class Replays:
-    """Times variants of a chain of launches on a stream.
+    """Timings of variants of a chain of launches on a stream.
 
-    A variant is captured by submitting the launches again, so its edges are of the same kinds as
-    the chain's.  All times are microseconds, medians of `rounds` in which the variants take turns.
+    A variant is captured by submitting the launches again, so its edges have the same kinds as the
+    chain's.  All times are microseconds, medians of `rounds` in which the variants take turns.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Replays:
         self.rounds = min(rounds, 3) if slow else rounds
 
     def ends(self) -> list[float]:
-        """A replay of one empty kernel, then of the first launch, of the first two, …, of all."""
+        """Returns the times of a replay of one empty kernel, then of the first launch, of the first
+        two, …, of all."""
         count = len(self.operations)
         self.log(f"capturing {count} beginnings of the step")
         graphs = [self._captured(self._hollow(self.operations[:1]))]
         graphs += [self._captured(self.operations[: n + 1]) for n in range(count)]
-        # While this one runs, the host submits the timed ones. Not the whole step: it writes
-        # tokens.
+        # Runs while the host submits the timed graphs.  Not the whole step, which writes tokens.
         ahead = graphs[-2]
         try:
             return self._in_turns("beginnings", graphs, ahead)
@@ -72,7 +72,7 @@ class Replays:
                 graph.close()
 
     def whole(self) -> tuple[float, float]:
-        """A replay of the step, and one of an empty kernel."""
+        """Returns the times of a replay of the step, and of an empty kernel."""
         with (
             self._captured(self.operations) as step,
             self._captured(self._hollow(self.operations[:1])) as nothing,
@@ -81,7 +81,8 @@ class Replays:
         return spent, start
 
     def gap(self, start: float) -> float:
-        """What each launch adds with nothing in it; `start`: a replay of one such launch."""
+        """Returns the time that each launch of an empty kernel adds; `start`: the time of a replay
+        of one empty kernel."""
         count = len(self.operations)
         if count < 2:
             return 0.0
@@ -90,8 +91,8 @@ class Replays:
         return (spent - start) / (count - 1)
 
     def alone(self) -> tuple[float, list[float]]:
-        """What two neighbouring event nodes measure, and each launch between two of them less
-        that."""
+        """Returns the time between two adjacent event nodes, and the time of each launch between
+        two event nodes, less the former."""
         self.log("launches apart")
         graph = ost.Graph.create(self.device)
         events: list[ost.Event] = []
@@ -119,7 +120,7 @@ class Replays:
             for event in events:
                 event.close()
             graph.close()
-        # Events tick coarsely: a mean of the middle half tells more than the median.
+        # Events have a coarse resolution: a mean of the middle half is finer than the median.
         middle = [_middle(found) for found in zip(*times, strict=True)]
         own = statistics.median(middle[:_EVENT_PAIRS])
         return own, [spent - own for spent in middle[_EVENT_PAIRS:]]
@@ -131,7 +132,7 @@ class Replays:
         return under_way.graph.instantiate(upload=self.stream)
 
     def _hollow(self, operations: Sequence[ost.Operation]) -> list[ost.Operation]:
-        """An empty kernel for each, launched in the same way."""
+        """Returns an empty kernel for each launch, with the same launch configuration."""
         kernel = self.device.modules.get_or_compile(EMPTY, "empty")
         configs = [_params(operation).config for operation in operations]
         most = max(config.shared for config in configs)
@@ -143,7 +144,8 @@ class Replays:
     def _in_turns(
         self, what: str, graphs: Sequence[ost.GraphExec], ahead: ost.GraphExec | None = None
     ) -> list[float]:
-        """The time of a replay of each; `ahead` runs before each, or the same one if None."""
+        """Returns the time of a replay of each graph; `ahead` runs before each timing, or the same
+        graph if None."""
         times: list[list[float]] = [[] for _ in graphs]
         for number in range(self.rounds + 1):  # the first one warms up
             self.log(f"{what}: round {number} of {self.rounds}")
@@ -152,7 +154,7 @@ class Replays:
         return [statistics.median(found[1:]) for found in times]
 
     def _time(self, graph: ost.GraphExec, ahead: ost.GraphExec) -> float:
-        """The time of one replay in a burst that is submitted before the first one begins."""
+        """Returns the time of one replay in a burst that is submitted before its first begins."""
         begin, end = (self.device.create_event(timing=True) for _ in range(2))
         if self.burst > 1:
             for _ in range(2):
@@ -175,7 +177,7 @@ def _params(operation: ost.Operation) -> KernelNodeParams:
 
 
 def _plain(operation: ost.Operation) -> ost.Operation:
-    """The launch with full dependencies: between event nodes nothing could start early."""
+    """Returns the launch without programmatic start: between event nodes none could start early."""
     params = _params(operation)
     config = replace(params.config, programmatic=False)
     return replace(operation, params=replace(params, config=config))

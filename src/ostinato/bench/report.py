@@ -1,10 +1,10 @@
 """The results of a benchmark: a table on the terminal, a result file, one line of JSON.
 
-A result is plain data, `"schema": "ostinato.benchmark/1"`: `benchmark`, `ceiling` (the physics
-that bounds the numbers, with the numbers), `summary`, `machine`, `settings`, `rows` (one record a
-line of the table), `skipped` (what could not be measured here, and why).  The file is
+A result is JSON data, `"schema": "ostinato.benchmark/1"`: `benchmark`, `ceiling` (the physical
+bound of the numbers, with its inputs), `summary`, `machine`, `settings`, `rows` (one record for
+each line of the table), `skipped` (reasons by contestant that was not measured).  The file is
 `{folder}/{benchmark}-{device}.json`.  A comparison's rows have a `kind`: "decode" (the fields of
-`decode.Row`, and what a contestant tells of itself) or "prompt" (those of `decode.PromptRow`).
+`decode.Row`, and `Contestant.details`) or "prompt" (the fields of `decode.PromptRow`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LIBRARIES = (
 
 
 def commit() -> str:
-    """OSTINATO_COMMIT, else what git says of the checkout that this file is part of, else
+    """Returns OSTINATO_COMMIT, else the commit of the git checkout that contains this file, else
     "unknown"."""
     given = os.environ.get("OSTINATO_COMMIT")
     if given:
@@ -58,7 +58,7 @@ def commit() -> str:
 
 
 def machine(device: ost.Device) -> dict[str, object]:
-    """The machine and the versions, for a result."""
+    """Returns the `machine` of a result: the device, the processor, and versions."""
     properties = device.properties
     versions = {}
     for name in _LIBRARIES:
@@ -81,7 +81,7 @@ def machine(device: ost.Device) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One benchmark's outcome, as it is written."""
+    """The result of one benchmark, with the fields of its file."""
 
     benchmark: str
     ceiling: Mapping[str, object]
@@ -104,8 +104,8 @@ class Result:
         }
 
     def write(self, folder: Path) -> Path:
-        """Writes the file, whole or not at all, makes its folder, and returns its path.  Raises
-        OSError."""
+        """Writes the file, whole or not at all, makes the folder if needed, and returns the file's
+        path.  Raises OSError."""
         slug = re.sub(r"[^a-z0-9]+", "-", str(self.machine["device"]).lower()).strip("-")
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.benchmark}-{slug}.json"
@@ -114,15 +114,15 @@ class Result:
         return path
 
     def line(self) -> str:
-        """All of it on one line."""
+        """Returns the result as one line of JSON."""
         return json.dumps(self.to_dict())
 
 
 def decode_result(
     device: ost.Device, subject: str, options: DecodeOptions, found: DecodeResult
 ) -> Result:
-    """`subject`: the shape's or model's name; the benchmark is called after it, and after what was
-    varied."""
+    """Returns a comparison as a result.  `subject`: the shape's or model's name, which is part of
+    the benchmark's name, as are the options that vary."""
     assert found.bandwidth is not None
     ceiling: dict[str, object] = {
         "what": "every weight once, and keys and values of all positions, over the bandwidth",
@@ -189,7 +189,8 @@ def decode_result(
 
 
 def _name(kind: str, subject: str, options: DecodeOptions, ranks: int = 1) -> str:
-    """What was varied is in the name, so that one result does not replace another kind."""
+    """Returns a benchmark's name, with the options that are not the defaults, so that results of
+    different kinds have different files."""
     parts, plain = [kind, subject], DecodeOptions()
     if len(options.batches) > 1:
         parts.append("batches")
@@ -211,17 +212,18 @@ def _name(kind: str, subject: str, options: DecodeOptions, ranks: int = 1) -> st
 
 
 def _gigabytes(nbytes: float) -> float:
-    """To four digits, also where it is a part of one."""
+    """Returns gigabytes to four significant digits."""
     return float(f"{nbytes / 1e9:.4g}")
 
 
 def _first_point(row: Row) -> tuple[int, int, float]:
-    """The smallest batch, there the smallest context, there the fastest."""
+    """Returns a key whose maximum is the smallest batch, then the smallest context, then the
+    fastest."""
     return -row.batch, -row.context, row.tokens_per_second
 
 
 def profile_result(device: ost.Device, subject: str, profile: Profile) -> Result:
-    """A step's profile as a result."""
+    """Returns a step's profile as a result."""
     point = DecodeOptions(batches=(profile.batch,), contexts=(profile.position,))
     return Result(
         _name("profile", subject, point),
@@ -243,7 +245,7 @@ def profile_result(device: ost.Device, subject: str, profile: Profile) -> Result
 
 
 def _print(title: str, rows: Sequence[Mapping[str, str]], groups: Sequence[object]) -> None:
-    """A table of rows by column, the first column to the left, with a line between two groups."""
+    """Prints a table of rows by column, the first left-aligned, with a line between groups."""
     from rich.console import Console
     from rich.table import Table
 
@@ -252,7 +254,7 @@ def _print(title: str, rows: Sequence[Mapping[str, str]], groups: Sequence[objec
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for row, group, after in zip(rows, groups, [*groups[1:], None], strict=True):
         table.add_row(*row.values(), end_section=group != after)
-    # Wide enough for the tables where the output goes to a file.
+    # Output to a file gets a width that holds the tables.
     Console(width=None if sys.stdout.isatty() else 110, highlight=False).print(table)
 
 
@@ -261,7 +263,7 @@ def _times_ours(row: Row | PromptRow) -> str:
 
 
 def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
-    """The tables of a comparison."""
+    """Prints the tables of a comparison."""
     lines = []
     for row in found.rows:
         launches = row.details.get("launches_per_token")
@@ -310,7 +312,7 @@ def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
 
 
 def show_profile(subject: str, device: ost.Device, profile: Profile) -> None:
-    """The table of a step's profile."""
+    """Prints the table of a step's profile."""
     lines = [
         {
             "launch": row.name,

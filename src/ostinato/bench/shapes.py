@@ -1,4 +1,4 @@
-"""Model shapes by name: random weights of such a shape take as long as a real model's."""
+"""Model shapes by name: a step with random weights takes as long as with a real model's."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ SHAPES: dict[str, LlamaConfig] = {
         tied_embeddings=False,
     ),
 }
-"""SmolLM2-135M, SmolLM2-360M, Llama-3.2-1B and Llama-3.1-8B; "tiny" is for trying things out."""
+"""Shapes of SmolLM2-135M, SmolLM2-360M, Llama-3.2-1B and Llama-3.1-8B; "tiny" is for trials."""
 
 
 def shape_named(name: str) -> LlamaConfig:
-    """A shape by its name, in any case.  Raises InputError that lists the names."""
+    """Returns a shape by its name, in any case.  Raises InputError, which lists the names."""
     for known, config in SHAPES.items():
         if known.lower() == name.lower():
             return config
@@ -81,12 +81,12 @@ def shape_named(name: str) -> LlamaConfig:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one decode step has to move through memory, at the least.
+    """The least bytes that one decode step must move through memory.
 
-    `weights`: every weight that the step uses, once; of an embedding table that is not the output
-    head as well, only the rows of the batch's tokens (left out).  `head`: the output head, a part
-    of `weights`.  `position`: keys and values of one position of one sequence, in all layers.
-    Activations and logits are not counted: they fit the cache.
+    `weights`: every weight that the step uses, once, without an embedding table that is not also
+    the output head, of which a step reads only a few rows.  `head`: the output head, a part of
+    `weights`.  `position`: keys and values of one position of one sequence, in all layers.
+    Activations and logits do not count: they fit the cache.
     """
 
     weights: int
@@ -94,21 +94,22 @@ class Traffic:
     position: int
 
     def step(self, batch: int, positions: float) -> float:
-        """A step of `batch` sequences which each have so many positions in the cache, the
-        step's own one among them."""
+        """Returns the bytes of a step of `batch` sequences with `positions` positions each in the
+        cache, the step's own one included."""
         return self.weights + batch * positions * self.position
 
     def prompt(self, tokens: int, piece: int) -> int:
-        """A prompt of one sequence, taken `piece` tokens at a time into an empty cache: each piece
-        needs every layer's weights, and all keys and values up to its end; the output head is
-        needed once."""
+        """Returns the bytes of a prompt of one sequence, read `piece` tokens at a time into an
+        empty cache: each piece needs every layer's weights, and all keys and values up to its end;
+        the output head is needed once."""
         ends = [min(start + piece, tokens) for start in range(0, tokens, piece)]
         layers = self.weights - self.head
         return len(ends) * layers + self.head + sum(ends) * self.position
 
 
 def traffic(config: LlamaConfig, itemsize: int) -> Traffic:
-    """`itemsize`: bytes of a matrix element and of a key's or value's (2 for bfloat16)."""
+    """Returns the traffic of a model.  `itemsize`: bytes of an element of matrices, keys and values
+    (2 for bfloat16)."""
     c = config
     layer = c.hidden * (2 * c.query_size + 2 * c.kv_size + 3 * c.inner) * itemsize
     norms = (2 * c.layers + 1) * c.hidden * 4

@@ -1,5 +1,5 @@
-"""What decodes in a comparison (`Contestant`), and our own ways of it: launch by launch, graphs by
-capture and by record, many tokens a launch."""
+"""The contestants of a comparison (`Contestant`), and our own ways of decoding: launch by launch,
+with captured and recorded graphs, with many tokens a launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ostinato.models.decoder import backend_for, formats_for
 from ostinato.models.layout import device_shapes
 from ostinato.models.sharding import Sharding, shard_checkpoint
 
-# Room for what a decoder allocates beside weights and cache.
+# Bytes for a decoder's allocations besides weights and cache.
 _SPARE = 1 << 29
 _SEED = 5
 
@@ -32,9 +32,9 @@ _SEED = 5
 class Timed:
     """One run of a contestant.
 
-    `seconds`: from the call until it has returned the last token of every sequence.
-    `arrivals`: seconds from the call to each token of the first sequence, where they come one by
-    one.  `tokens`: what was chosen, by sequence, where the contestant reads all of it.
+    `seconds`: time from the call until the caller has the last token of every sequence.
+    `arrivals`: seconds from the call to each token of the first sequence, if they come one by one.
+    `tokens`: the chosen tokens by sequence, if the contestant reads all of them.
     """
 
     seconds: float
@@ -45,8 +45,8 @@ class Timed:
 class Contestant(Protocol):
     """A way of decoding, or a library that decodes.
 
-    `ours`: its tokens must be those of our other ways, bit for bit.  `multiple`: a run must decode
-    a multiple of so many tokens, because each launch gives so many.  `no_prompts`: why its prompts
+    `ours`: True if its tokens must equal those of our other ways.  `multiple`: the tokens of one
+    launch; a run must decode a multiple of this number.  `no_prompts`: the reason why its prompts
     are not measured; empty if they are.
     """
 
@@ -56,38 +56,38 @@ class Contestant(Protocol):
     no_prompts: str
 
     def reserve(self, batch: int, positions: int) -> None:
-        """Makes ready for `batch` sequences of so many positions.  May compile and capture."""
+        """Prepares for `batch` sequences of `positions` positions.  May compile and capture."""
 
     def place(self, batch: int, context: int) -> None:
-        """Sets each sequence to position `context`, with so many positions in its cache.  Not
-        timed."""
+        """Sets each of `batch` sequences to position `context`, with `context` positions in its
+        cache.  Not timed."""
 
     def decode(self, tokens: int) -> Timed:
-        """Decodes so many tokens of each sequence, from where it is."""
+        """Decodes `tokens` tokens of each sequence, from its position."""
 
     def piece(self, tokens: int) -> int:
-        """How many tokens of such a prompt it takes at once."""
+        """Returns the tokens that are read at once of a prompt of `tokens` tokens."""
 
     def prompt(self, tokens: Sequence[int]) -> Timed:
         """Reads a prompt into the empty cache of one sequence and returns once the next token is
-        chosen; `tokens` of the result is that token alone, of our ways."""
+        chosen; for our ways, `tokens` of the result holds only this token."""
 
     def details(self) -> dict[str, object]:
-        """Further facts for the results, beside its times."""
+        """Returns further facts for the results, besides times."""
 
     def close(self) -> None:
-        """Gives its memory back.  Idempotent."""
+        """Frees the contestant's memory.  Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """A token's time over several runs, in microseconds: the whole run divided by its tokens."""
+    """The time of a token over several runs, in microseconds: a whole run divided by its tokens."""
 
     median: float
     least: float
     most: float
     between: float | None
-    """Median time from one token's arrival to the next one's, where they come one by one."""
+    """The median time between the arrivals of two tokens, None if they do not come one by one."""
     rounds: int
 
     @classmethod
@@ -103,21 +103,21 @@ class Times:
 
 
 def random_tokens(vocabulary: int, count: int, seed: tuple[int, ...]) -> list[int]:
-    """So many tokens; the same seed gives the same ones."""
+    """Returns `count` random tokens; the same seed gives the same tokens."""
     drawn = np.random.default_rng(seed).integers(0, vocabulary, count)
     return [int(token) for token in drawn]
 
 
 def record(kind: str, fields: Mapping[str, object]) -> dict[str, object]:
-    """A row for the results: its kind, and its fields with numbers to four digits."""
+    """Returns a row of the results: its kind, and its fields with floats to four digits."""
     plain: dict[str, object] = {"kind": kind, **fields}
     return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in plain.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchMode:
-    """How tokens are launched: `graphs` off is launch by launch; `tokens_per_launch` more than 1
-    is a WHILE node around the step."""
+    """A mode of launching tokens: without `graphs` launch by launch; `tokens_per_launch` above 1
+    means a WHILE node around the step."""
 
     name: str
     graphs: bool = True
@@ -126,7 +126,7 @@ class LaunchMode:
 
 
 def ways_of(tokens_per_launch: Sequence[int]) -> tuple[LaunchMode, ...]:
-    """Eager, capture and record, and a WHILE for each number of tokens above 1."""
+    """Returns the modes eager, capture and record, and a WHILE for each number above 1."""
     return (
         LaunchMode("eager", graphs=False),
         LaunchMode("capture"),
@@ -136,8 +136,8 @@ def ways_of(tokens_per_launch: Sequence[int]) -> tuple[LaunchMode, ...]:
 
 
 class DecoderWay:
-    """A decoder that decodes in one way.  Ways that differ only in how many tokens a launch has
-    share a decoder; the one that made it closes it."""
+    """A decoder with one launch mode.  Ways that differ only in `tokens_per_launch` share a
+    decoder; the way that made it closes it (`owns`)."""
 
     ours = True
 
@@ -157,15 +157,14 @@ class DecoderWay:
         self._uneven = uneven
         self.multiple = way.tokens_per_launch
         self.no_prompts = "" if owns else "takes prompts as the way whose decoder it shares"
-        self._last: dict[str, object] = {}  # what was counted in the last run
+        self._last: dict[str, object] = {}  # the counts of the last run
 
     def reserve(self, batch: int, positions: int) -> None:
-        """The decoder was made with room for all points."""
+        """Does nothing: the decoder was made with room for all points."""
 
     def place(self, batch: int, context: int) -> None:
-        """Sets the sequences to their positions (`positions_of`) in the state on the device, or on
-        the host at context 0.  What the cache holds is kept, so a smaller context costs one
-        step."""
+        """Sets the sequences to their positions (`positions_of`), with the state on the device, or
+        on the host at context 0.  The cache is kept, so a smaller context costs only one step."""
         decoder = self.decoder
         self._sequences = tuple(range(batch))
         for sequence, position in enumerate(positions_of(batch, context, self._uneven)):
@@ -181,7 +180,7 @@ class DecoderWay:
         return random_tokens(self.decoder.config.vocabulary, count, (_SEED, sequence))
 
     def decode(self, tokens: int) -> Timed:
-        """Through a run, which launches ahead; eagerly that is one step after the other."""
+        """Decodes with a run, which launches ahead if there are graphs."""
         n, decoder = self.way.tokens_per_launch, self.decoder
         before = decoder.statistics()
         arrivals: list[float] = []
@@ -213,7 +212,7 @@ class DecoderWay:
         return min(tokens, self.decoder.plan.sizes.rows)
 
     def prompt(self, tokens: Sequence[int]) -> Timed:
-        """In sequence 0, which is empty afterwards."""
+        """Reads a prompt in sequence 0, which is empty afterwards."""
         self.decoder.reset(0)
         begin = time.perf_counter()
         first = self.decoder.prefill(tokens)
@@ -240,8 +239,8 @@ class DecoderWay:
 
 
 def decoder_traffic(decoder: Decoder, group: Group | None = None) -> Traffic:
-    """What a step of this decoder has to read: of packed weights, the bytes that there are; of one
-    rank of a group, its share."""
+    """Returns the traffic of this decoder: packed weights count with their packed bytes; a rank of
+    a group counts its share."""
     config = _part(decoder.config, group)
     found = traffic(config, decoder.backend.dtype.itemsize)
     if not decoder.backend.packed and not decoder.weights.formats:
@@ -269,12 +268,12 @@ def open_ways(
     group: Group | None = None,
     stream: ost.Stream | None = None,
 ) -> list[DecoderWay]:
-    """A decoder for each way that needs one of its own, all loaded at once, for taking turns.
+    """Makes a decoder for each way that needs its own, all loaded at once, so that they can take
+    turns.
 
-    `stream`: where all of them work, so that the driver replays as fast as with one decoder; each
-    has a stream of its own if None.
-    What does not fit in the memory that is free, of any rank of the group, is noted in `skipped`
-    and left out.
+    `stream`: the stream of all decoders, so that replays are as fast as with a single decoder; if
+    None each makes its own.
+    A way that does not fit in the free memory of every rank is noted in `skipped` and left out.
     """
     made: dict[tuple[bool, str], Decoder] = {}
     found: list[DecoderWay] = []
@@ -313,7 +312,7 @@ def open_ways(
 
 
 def _part(config: LlamaConfig, group: Group | None) -> LlamaConfig:
-    """What this rank's kernels have of the model."""
+    """Returns the model of this rank's kernels: its part, or the whole without a group."""
     return config if group is None else Sharding(config, group.rank, group.size).part
 
 
@@ -325,7 +324,7 @@ def _no_room(
     positions: int,
     group: Group | None,
 ) -> str:
-    """Why a decoder does not fit, or nothing."""
+    """Returns the reason why a decoder does not fit in the free memory; "" if it does."""
     if device.capabilities.host_memory_is_device_memory:
         return ""
     read = checkpoint

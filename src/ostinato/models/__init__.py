@@ -1,6 +1,6 @@
 """Llama-family models on captured graphs: files, tokenizers, the decoder, text generation.
 
-Names are loaded when they are first used, as at the top of the package.
+Names are imported on first use, as in `ostinato` itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values from callers and files: how messages quote them, and which are numbers and tokens."""
+"""Checks of values that come from callers and files, and their form in error messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _quote.maxlevel, _quote.maxlist, _quote.maxdict = 2, 4, 4
 
 
 def quoted(value: object) -> str:
-    """`repr(value)`, cut to 160 characters, however large the value is."""
+    """Returns `repr(value)` cut to 160 characters; a large value is not written out in full."""
     try:
         text = _quote.repr(value)
     except ValueError:  # Python does not write out whole numbers of more than 4,300 digits
@@ -26,19 +26,22 @@ def quoted(value: object) -> str:
 
 
 def counted(count: int, what: str, more: str = "s") -> str:
-    """A count with its noun, in the plural unless it is one: "1 token", "2 tokens"."""
+    """Returns a count with its noun, in the plural unless the count is 1: "1 token", "2 tokens"."""
     return f"{count} {what}{'' if count == 1 else more}"
 
 
 def shown(text: str, limit: int = 1000) -> str:
-    """Text from outside, cut to `limit`, with control characters written as escapes."""
+    """Returns untrusted text cut to `limit` characters, with control characters as escapes."""
     cut = text[:limit]
     return "".join(c if c.isprintable() or c == "\n" else f"\\u{ord(c):04x}" for c in cut)
 
 
 def whole(value: object, name: str, least: int | None = None, most: int | None = None) -> int:
-    """`value` as an int from `least` to `most`: an int, or anything else with `__index__`, such as
-    NumPy's integers.  A bool is not one, nor is 2.0.  Raises InputError that begins with `name`."""
+    """Returns `value` as an int from `least` to `most`.
+
+    An int or any other value with `__index__`, such as NumPy's integers, is accepted; a bool or
+    2.0 is not.  Raises InputError, whose message begins with `name`.
+    """
     found = _index(value)
     if found is None:
         raise InputError(f"{name} is {quoted(value)}, must be a whole number")
@@ -50,9 +53,9 @@ def whole(value: object, name: str, least: int | None = None, most: int | None =
 
 
 def number(value: object, name: str) -> float:
-    """`value` as a finite float: any real number, NumPy's too, but no bool.
+    """Returns `value`, any real number (NumPy's too) but no bool, as a finite float.
 
-    Raises InputError that begins with `name`.
+    Raises InputError, whose message begins with `name`.
     """
     if not isinstance(value, bool) and isinstance(value, numbers.Real):
         try:
@@ -65,19 +68,19 @@ def number(value: object, name: str) -> float:
 
 
 def require_function(value: object, name: str) -> None:
-    """Raises InputError that begins with `name` for what is neither a function nor None."""
+    """Raises InputError, whose message begins with `name`, unless `value` is callable or None."""
     if value is not None and not callable(value):
         raise InputError(f"{name} is {quoted(value)}, must be a function")
 
 
 def token_ids(tokens: Iterable[object], vocabulary: int, name: str) -> list[int]:
-    """The tokens as ints.
+    """Returns the tokens as ints.
 
-    Raises InputError that says which one is no whole number or is outside `vocabulary`, and where
-    it stands.
+    Raises InputError for a token that is no whole number or not below `vocabulary`; the message
+    names the token and its index.
     """
     wrong = f"{name} is {quoted(tokens)}, must be a sequence of token ids"
-    if isinstance(tokens, str | bytes | bytearray):  # bytes would pass for tokens below 256
+    if isinstance(tokens, str | bytes | bytearray):  # bytes are iterables of ints below 256
         raise InputError(wrong)
     try:
         items = list(tokens)
@@ -97,13 +100,13 @@ def token_ids(tokens: Iterable[object], vocabulary: int, name: str) -> list[int]
 
 
 def _index(value: object) -> int | None:
-    """The value as an int, or None if it is no whole number."""
+    """Returns the value as an int, or None if it is no whole number."""
     if type(value) is int:
         return value
     if isinstance(value, bool):
         return None
     try:
-        # operator.index gives a subclass of int, an IntEnum's member say, as it is.
+        # operator.index returns an instance of a subclass of int (an IntEnum member) unchanged.
         return int(operator.index(value))  # type: ignore[arg-type]
     except TypeError:
         return None

@@ -1,7 +1,7 @@
-"""What differs between devices for a decoder: the kernels, the type of the weights, launch shapes.
+"""The protocol of a decoder's backend: a device's kernels, weight types and launch shapes.
 
-`host.backend` and `cuda.backend` implement the protocol here.  Everything above it (program, plan,
-decoder) is the same for every device, and asks the backend.
+`host.backend` and `cuda.backend` implement it.  Everything above (program, plan, decoder) is the
+same for every device.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from ostinato.models.program import CallArgument, KernelCall
 from ostinato.models.weights import WeightTarget
 
 WeightsKind: TypeAlias = Literal["auto", "packed", "bf16"]
-"""What matrices are on a device: packed as in the file, or bfloat16; "auto" is what is faster."""
+"""The form of matrices on a device: packed as in the file, or bfloat16; "auto" is the faster."""
 UNPACKED: Formats = MappingProxyType({})
-"""No matrix is packed."""
+"""The formats of weights without a packed matrix."""
 
 LibraryRows: TypeAlias = int | Literal["auto"] | None
-"""The least number of rows of a step that multiplies with a library: a number, "auto" for that of
-`library_rows_for`, or None for never.  Pieces of a prompt of more than SAMPLED_ROWS rows always
-multiply with it, unless this is None."""
+"""The least number of rows for which a step's products use a library: a number, "auto" for the
+result of `library_rows_for`, or None for never.  Unless None, pieces of a prompt of more than
+SAMPLED_ROWS rows always use it."""
 Resolve = Callable[[CallArgument], object]
 Buffers = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class BoundCall(Protocol):
-    """What a call of the program became: launches whose kernels are on the device."""
+    """One or more program calls as launches whose kernels are loaded on the device."""
 
     @property
     def programmatic(self) -> bool:
-        """Whether its launch may start before the launch before it has ended."""
+        """True if the launch may start before the preceding launch has ended."""
         ...
 
     def with_programmatic(self, programmatic: bool) -> BoundCall:
-        """A copy with this `programmatic`; the same where the launch has no choice."""
+        """Returns a copy with this `programmatic`, or an equal one if the launch cannot change."""
         ...
 
     def operations(self, resolve: Resolve) -> tuple[Operation, ...]:
-        """Its launches, with what `resolve` gives for the arguments.  Raises NotAvailableError."""
+        """Returns the launches; `resolve` maps each argument.  Raises NotAvailableError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BoundLaunch:
-    """A call of the program for one number of rows: a loaded kernel, its launch shape, and its
-    arguments by parameter, in the kernel's own order."""
+    """A program call bound for one number of rows: a loaded kernel, its launch shape, and its
+    arguments by parameter name, in the kernel's order."""
 
     kernel: Kernel
     config: LaunchConfig
     arguments: tuple[tuple[str, CallArgument], ...]
 
     def operations(self, resolve: Resolve) -> tuple[Operation, ...]:
-        """The launch, with what `resolve` gives for its arguments."""
+        """Returns the launch; `resolve` maps each argument."""
         values = (resolve(value) for _, value in self.arguments)
         return (prepare(self.kernel, self.config, *values),)
 
@@ -69,22 +69,22 @@ class BoundLaunch:
         return self.config.programmatic
 
     def with_programmatic(self, programmatic: bool) -> BoundLaunch:
-        """The same, and whether it may start before the launch before it has ended."""
+        """Returns a copy with this `programmatic`."""
         return replace(self, config=replace(self.config, programmatic=programmatic))
 
 
 class Backend(Protocol):
-    """How one kind of device runs the program.  Its answers here are those of a device that needs
-    and has nothing more: every model, no further buffers, no library, no conversion.
+    """The kernels of one kind of device.  The default methods are for a device that supports every
+    model and needs no further buffers, no library and no conversion.
 
-    `dtype` is that of matrices and of the KV cache: float32, or uint16 for the bits of bfloat16.
+    `dtype`: type of matrices and of the KV cache, float32, or uint16 for the bits of bfloat16.
     `packed`: matrices stay as the file packs them (`PackedMatrix`), and `dtype` is the cache's.
     `formats`, an argument: the matrices that are packed in the device's own order.
-    `library`: the library that multiplies in steps of many rows, or why none does; empty for a
-    device that has no such libraries.
-    `spins`: the host may look for a token in a busy loop.  Off where kernels need the interpreter's
-    lock, which such a loop would keep from them.  A ring entry is written in one store in either
-    case, so the host never reads half of one.
+    `library`: the library that computes products in steps of many rows, or the reason why none
+    does; empty for a device that has no such library.
+    `spins`: the host may poll for a token in a busy loop.  False where kernels need the
+    interpreter's lock, which such a loop would hold.  A ring entry is written in one store in
+    either case, so the host never reads half of an entry.
     """
 
     name: str
@@ -94,17 +94,17 @@ class Backend(Protocol):
     library: str = ""
 
     def piece_rows(self, config: LlamaConfig) -> int:
-        """How many tokens of a prompt are best taken at once: the rows of the largest step."""
+        """Returns the rows of the largest step: the number of prompt tokens best read at once."""
 
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
-        """Raises UnsupportedModelError for a model, or steps of up to `rows` rows of which up to
-        `sampled` sample, that the kernels cannot compute."""
+        """Raises UnsupportedModelError if the kernels cannot compute this model, or its steps of up
+        to `rows` rows of which up to `sampled` sample."""
         return
 
     def formats(self, checkpoint: Checkpoint, wanted: WeightsKind) -> Formats:
-        """The matrices of a checkpoint that are to be packed in the device's own order.
+        """Returns the formats of the checkpoint's matrices to pack in the device's own order.
 
-        Raises InputError if the device or the checkpoint cannot give what is wanted.
+        Raises InputError if the device or the checkpoint cannot provide what is `wanted`.
         """
 
     def workspace_bytes(
@@ -115,18 +115,18 @@ class Backend(Protocol):
         *,
         formats: Formats = UNPACKED,
     ) -> int:
-        """Bytes of workspace for steps of any of these numbers of rows.  The caller must fill it
-        with zeros once."""
+        """Returns the bytes of workspace for steps of any of these numbers of rows.  The caller
+        must zero the workspace once."""
 
     def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:
-        """Further buffers that its kernels need for steps of up to `rows` rows, by name: shapes and
-        dtypes."""
+        """Returns shapes and dtypes, by name, of further buffers that the kernels need for steps of
+        up to `rows` rows."""
         return {}
 
     def exchanges_sums(
         self, config: LlamaConfig, rows: int, context: int, *, formats: Formats = UNPACKED
     ) -> bool:
-        """Whether `bind` takes the products of `sharding.exchanging_products` for such steps."""
+        """True if `bind` accepts the products of `sharding.exchanging_products` for such steps."""
         return False
 
     def bind(
@@ -138,23 +138,23 @@ class Backend(Protocol):
         *,
         formats: Formats = UNPACKED,
     ) -> tuple[BoundCall, ...]:
-        """The program's launches for steps of `rows` rows, with every kernel on the device.  What
-        is bound already stays in its place.
+        """Loads the program's kernels for steps of `rows` rows and returns the launches in order.
+        A call of the program that is bound already is kept in its place.
 
-        It may compile and load, so it belongs before a capture.  The end of a step, from `head` on,
-        is one launch a call.  Raises CompileError, NoCudaError, DriverError; NotAvailableError if
-        the library fails, see `give_up_library`.
+        The method may compile and load kernels, so the caller must call it before a capture.  From
+        `head` on, each call becomes one `BoundCall`.  Raises CompileError, NoCudaError,
+        DriverError; NotAvailableError if the library fails, see `give_up_library`.
         """
 
     def give_up_library(self, reason: str) -> bool:
-        """From here on no library multiplies, for this reason; False if none did."""
+        """Stops using the library, with `reason` for the statistics; False if none was in use."""
         return False
 
     def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, WeightTarget]]) -> bool:
-        """Converts the file's tensors on the device, into buffers by canonical name, or puts their
-        packed bytes in order.
+        """Converts the file's tensors on the device into their target buffers, by canonical name,
+        or reorders their packed bytes.
 
-        Waits until they are there.  False if the device does not convert or there is no file; then
-        nothing was done.
+        Waits until the values are in place.  Returns False, and does nothing, if the device cannot
+        convert or the checkpoint has no file.
         """
         return False

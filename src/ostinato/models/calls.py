@@ -1,4 +1,4 @@
-"""Calls of one decoder, which must not overlap: the later one of two is refused."""
+"""A guard against overlapping calls of one decoder: the later of two calls raises."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Calls:
-    """Which call of a decoder is under way.
+    """The lock of a decoder, and the name of the call that holds it.
 
-    A call first looks whether the `lock` is free, and raises `overlap` if not; then it holds it.
-    Of two threads that looked at the same moment one waits for the other.
+    A call first checks whether the `lock` is free, and raises `overlap` if not; then it takes the
+    lock.  If two threads check at the same moment, one of them waits for the other.
     """
 
     __slots__ = ("lock", "name")
@@ -24,10 +24,10 @@ class Calls:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.name = ""
-        """The call that holds the lock, or held it last."""
+        """The name of the call that holds the lock, or that held it last."""
 
     def overlap(self, name: str) -> InputError:
-        """What a call raises while another one is under way."""
+        """Returns the error that the call `name` raises while another call is under way."""
         return InputError(
             f"{name}() was called while {self.name}() of the same decoder was under way; such "
             "calls must not overlap: wait for it to return"
@@ -35,10 +35,10 @@ class Calls:
 
 
 def alone(method: F) -> F:
-    """A method of an object with `_calls`: it raises InputError, and does nothing, while another
-    such call is under way, in another thread or further out in the same.
+    """Wraps a method of an object with `_calls` so that it raises InputError, and does nothing,
+    while another such call is under way in another thread or further up this thread's stack.
 
-    The methods that a token goes through have these lines written out, which costs no frame.
+    The methods that run once a token repeat these lines inline to save a stack frame.
     """
     name = method.__qualname__
 

@@ -1,6 +1,6 @@
-"""What a Llama-family model is, as data: sizes, rope, token ids.  Pure: no file is touched here.
+"""The configuration of a Llama-family model: sizes, rope, token ids.  Pure: no file is read here.
 
-Built from a Hugging Face `config.json` (`LlamaConfig.from_hf`) or from GGUF metadata
+A config is built from a Hugging Face `config.json` (`LlamaConfig.from_hf`) or from GGUF metadata
 (`LlamaConfig.from_gguf`).  Neither is trusted: every size has an upper bound far above any
 published model, so a hostile file fails here, before anything is allocated.
 """
@@ -18,18 +18,18 @@ from ostinato.errors import ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted, whole
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-"""As config.json names them.  GGUF files of Mistral models name themselves "llama"."""
+"""Values of `model_type` in config.json.  GGUF files of Mistral models have "llama"."""
 _SUPPORTED = f"supported: {', '.join(SUPPORTED_ARCHITECTURES)} (Llama 2 and 3, SmolLM, …)"
-_BIASED, _NORMED = ("qwen2",), ("qwen3",)  # queries, keys and values; heads of queries and keys
+_BIASED, _NORMED = ("qwen2",), ("qwen3",)  # with `qkv_bias`; with `qk_norm`
 
 _GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# What transformers takes where config.json says nothing, as its configuration classes have it; for
-# architectures that are not here, all heads, and what of the hidden width is a head's.
+# The defaults of transformers' configuration classes for a missing key.  For architectures without
+# an entry: as many key/value heads as heads, and a head size of hidden / heads.
 _HF_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _HF_HEAD_SIZES = {"qwen3": 128}
-# Fields of config.json that would change what a model computes, with the values that do not (nor
-# does a field that is not there).  Some are of other architectures, and transformers does not heed
-# each of them for ours: a file that sets one to anything else means another model.
+# Fields of config.json that may change what a model computes, with the values that change nothing
+# (a missing field changes nothing either).  Some belong to other architectures, and transformers
+# ignores some of them for ours: a file that sets one to anything else describes another model.
 _HF_NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "is_causal": (True,),
@@ -40,9 +40,9 @@ _HF_NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier"), (None, 1)),
     **dict.fromkeys(("residual_multiplier", "attention_multiplier"), (None, 1)),
 }
-# The same of GGUF, after the architecture's name.  A key that is not here, not read by `from_gguf`
-# and not among those that never matter is refused unless it is 0 or false: llama.cpp has keys that
-# scale, cap or mask something for each of its architectures, and gets more of them.
+# The same for GGUF keys, without the architecture's prefix.  A key that is not here, not read by
+# `from_gguf` and not in `_GGUF_NEVER_MATTERS` is refused unless it is 0 or false: llama.cpp has
+# keys that scale, cap or mask something for each of its architectures, and adds more of them.
 _GGUF_NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "embedding_scale": (0, 1),
@@ -73,14 +73,14 @@ _GGUF_READ = (
     "vocab_size",
 )
 _GGUF_NEVER_MATTERS = (
-    "attention.layer_norm_epsilon",  # of norms with a mean, which these architectures have not
-    "pooling_type",  # of embeddings
+    "attention.layer_norm_epsilon",  # for norms that subtract a mean; these architectures have none
+    "pooling_type",  # for embedding models
     "rope.scaling.finetuned",
-    "rope.scaling.original_context_length",  # this and those below: of YaRN only
+    "rope.scaling.original_context_length",  # this key and the yarn_ keys: for YaRN only
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
     "rope.scaling.yarn_log_multiplier",
-    "tensor_data_layout",  # of queries and keys, always the one that is expected
+    "tensor_data_layout",  # the row order of queries and keys, always the expected one
 )
 
 # Upper bounds, inclusive, in the order of the config's fields.  Llama 3.1 405B has hidden 16384,
@@ -101,9 +101,9 @@ _LIMITS: dict[str, int] = {
 class RopeScaling:
     """Llama 3's rope scaling: long wavelengths are stretched, short ones kept, a ramp between.
 
-    `factor`: by how much the longest are stretched.  `low_freq_factor`, `high_freq_factor`: the
-    ramp's ends, as `original_context` divided by a wavelength.  `original_context`: tokens that the
-    model was first trained on.
+    `factor`: the stretch of the longest wavelengths.  `low_freq_factor`, `high_freq_factor`: the
+    ramp's ends, as `original_context` divided by a wavelength.  `original_context`: the context
+    length, in tokens, of the first training.
     """
 
     factor: float
@@ -144,22 +144,23 @@ class _ConfigFields:
 
 
 class LlamaConfig(_ConfigFields):
-    """The sizes and constants of one Llama-family decoder, and what its family adds to Llama's.
+    """The sizes and constants of one Llama-family decoder.
 
-    `hidden`: the residual's width.  `heads`, `kv_heads`: query and key/value heads (`heads` is a
-    multiple).  `head_size`: width of one head, even.  `inner`: the MLP's width.  `vocabulary`: rows
-    of the embedding.  `context_length`: positions that the model was trained for.
+    `hidden`: the residual's width.  `heads`, `kv_heads`: numbers of query and key/value heads
+    (`heads` is a multiple of `kv_heads`).  `head_size`: width of one head, even.  `inner`: the
+    MLP's width.  `vocabulary`: rows of the embedding.  `context_length`: positions that the model
+    was trained for.
     `tied_embeddings`: the output head is the embedding, and there is no `head` tensor.
-    `rope_scaling`: as config.json gives it; `rope_factors`: the same thing as GGUF gives it, one
-    divisor per rotated pair (head_size / 2); at most one of the two is set.
-    `eos_token_ids`: what the model file itself calls end of sequence; the tokenizer may know more.
+    `rope_scaling`: the scaling in config.json; `rope_factors`: its form in GGUF, one divisor per
+    rotated pair (head_size / 2); at most one of the two is set.
+    `eos_token_ids`: the end tokens named by the model file; the tokenizer may have more.
     `qkv_bias`: vectors are added to queries, keys and values (Qwen2).  `qk_norm`: each head of
-    queries and keys is RMS-normed before its rope (Qwen3).  `windows`: of each layer, how many
-    positions a token attends to, its own included, or 0 for all before it (Mistral); empty if every
-    layer attends to all.
+    queries and keys is RMS-normed before its rope (Qwen3).  `windows`: for each layer, the number
+    of positions that a token attends to, its own included, or 0 for all up to it (Mistral); empty
+    if every layer attends to all.
 
-    Raises InputError for what is no whole number, ModelFormatError for sizes that make no sense;
-    `where` begins the message.
+    Raises InputError for a value that is no whole number, ModelFormatError for sizes out of bounds
+    or in conflict; the message begins with `where`.
     """
 
     __slots__ = ()
@@ -264,21 +265,22 @@ class LlamaConfig(_ConfigFields):
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads together."""
+        """The width of all query heads together."""
         return self.heads * self.head_size
 
     @property
     def kv_size(self) -> int:
-        """Width of all key (or value) heads together."""
+        """The width of all key (or value) heads together."""
         return self.kv_heads * self.head_size
 
     def window(self, layer: int) -> int:
-        """How many positions a token of this layer attends to; 0 for all before it."""
+        """Returns the number of positions that a token of this layer attends to, its own included;
+        0 for all up to it."""
         return self.windows[layer] if self.windows else 0
 
     @classmethod
     def from_hf(cls, config: Mapping[str, object], *, where: str = "config.json") -> LlamaConfig:
-        """From the parsed `config.json` of a Hugging Face folder.
+        """Builds a config from the parsed `config.json` of a Hugging Face folder.
 
         Raises UnsupportedModelError for another architecture or a feature that this decoder lacks,
         ModelFormatError for values that are missing, of the wrong type or out of bounds.
@@ -307,7 +309,7 @@ class LlamaConfig(_ConfigFields):
             heads=heads,
             kv_heads=reader.integer(
                 "num_key_value_heads",
-                # null is all heads everywhere.
+                # null means all heads, for every architecture.
                 heads
                 if "num_key_value_heads" in reader.values
                 else _HF_KV_HEADS.get(architecture, heads),
@@ -345,10 +347,11 @@ class LlamaConfig(_ConfigFields):
         rope_factors: tuple[float, ...] | None = None,
         where: str = "GGUF",
     ) -> LlamaConfig:
-        """From GGUF metadata and what only its tensors say.
+        """Builds a config from GGUF metadata and the facts that only the file's tensors hold.
 
-        `vocabulary`: rows of `token_embd.weight`.  `tied_embeddings`: no `output.weight`.
-        `rope_factors`: `rope_freqs.weight`, where there is one.  Raises as `from_hf`.
+        `vocabulary`: rows of `token_embd.weight`.  `tied_embeddings`: there is no `output.weight`.
+        `rope_factors`: the values of `rope_freqs.weight`, if there is one.  Raises the errors of
+        `from_hf`.
         """
         architecture = metadata.get("general.architecture")
         if architecture not in _GGUF_ARCHITECTURES:
@@ -410,11 +413,11 @@ class LlamaConfig(_ConfigFields):
 
 
 def rope_inverse_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32]:
-    """Radians a position turns each rotated pair by: float32, shape (head_size / 2,).
+    """Returns the radians per position of each rotated pair: float32, shape (head_size / 2,).
 
-    Pair i is dimensions i and i + head_size / 2 (the half-split order of Hugging Face).  With
-    Llama 3's scaling as transformers computes it (`_compute_llama3_parameters`), or divided by the
-    factors of GGUF's `rope_freqs.weight`, which llama.cpp's converter made by the same rule.
+    Pair i is dimensions i and i + head_size / 2 (the half-split order of Hugging Face).  Llama 3's
+    scaling is applied as in transformers (`_compute_llama3_parameters`), or by the factors of
+    GGUF's `rope_freqs.weight`, which llama.cpp's converter computes by the same rule.
     """
     exponents = np.arange(0, config.head_size, 2, dtype=np.float64) / config.head_size
     inverse = 1.0 / config.rope_theta**exponents
@@ -431,11 +434,11 @@ def rope_inverse_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32]:
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model by its canonical name, with its shape; matrices are [out, in].
+    """Returns the shape of every tensor by canonical name, in the order of use; matrices [out, in].
 
-    `embed`, `layers.{i}.` + `attn_norm wq wk wv wo mlp_norm w_gate w_up w_down`, `final_norm`, and
-    `head` where the embeddings are not tied; of a layer also `bq bk bv` (`qkv_bias`) and `q_norm
-    k_norm` (`qk_norm`).  In the order of use.
+    The names are `embed`, `layers.{i}.` + `attn_norm wq wk wv wo mlp_norm w_gate w_up w_down`,
+    `final_norm`, and `head` where the embeddings are not tied; a layer also has `bq bk bv`
+    (`qkv_bias`) and `q_norm k_norm` (`qk_norm`).
     """
     hidden, inner = config.hidden, config.inner
     layer: dict[str, tuple[int, ...]] = {
@@ -477,7 +480,7 @@ class _Reader:
         return value
 
     def of_layers(self, key: str, layers: int, default: int | None = None) -> int:
-        """An integer, which GGUF may hold once for each layer."""
+        """Returns an integer that GGUF may store once for each layer; all must be equal."""
         value = self.values.get(key)
         if isinstance(value, list):
             if len(value) != layers:
@@ -501,7 +504,7 @@ class _Reader:
             raise ModelFormatError(f"{self.where}: {key} is too large") from None
 
     def boolean(self, key: str) -> bool:
-        """False if it is missing."""
+        """Returns a boolean, False if the key is missing."""
         value = self._get(key, False)
         if not isinstance(value, bool):
             raise ModelFormatError(f"{self.where}: {key} is {quoted(value)}, must be true or false")
@@ -523,8 +526,8 @@ class _Reader:
 
 
 def _hf_rope(reader: _Reader) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling.  transformers 5 moved `rope_scaling` and `rope_theta` into
-    `rope_parameters`; of a file with both, other readers take one or the other."""
+    """Returns theta and scaling.  transformers 5 moved `rope_scaling` and `rope_theta` into
+    `rope_parameters`; readers differ in which they use in a file with both."""
     given = {name: reader.mapping(name) for name in ("rope_parameters", "rope_scaling")}
     found = {}
     for name, rope in given.items():
@@ -562,7 +565,7 @@ def _hf_rope_scaling(
     )
     key = "original_max_position_embeddings"
     original = reader.integer(key)
-    if config.get(key, original) != original:  # where transformers takes it from before the other
+    if config.get(key, original) != original:  # transformers prefers the one outside the rope
         raise UnsupportedModelError(
             f"{where}: {key} is {quoted(config[key])}, and {original} in the rope's parameters; "
             "they must be the same"
@@ -574,12 +577,12 @@ def _hf_rope_scaling(
 
 
 def _hf_windows(architecture: str, reader: _Reader, layers: int) -> tuple[int, ...]:
-    """By transformers' rules: every layer of Mistral, the layers of Qwen that config.json names or
-    that follow `max_window_layers`, and none of Llama."""
+    """Returns the windows by transformers' rules: every layer of Mistral has one, of Qwen the
+    layers that config.json lists or those from `max_window_layers` on, of Llama none."""
     values, where = reader.values, reader.where
     if architecture == "llama" or not 0 < layers <= _LIMITS["layers"]:
         return ()
-    # Without the key it is transformers' default; null is none.
+    # A missing key means transformers' default; null means no window.
     sliding = "sliding_window" not in values or values["sliding_window"] is not None
     listed = values.get("layer_types")
     if architecture == "mistral":
@@ -616,8 +619,8 @@ def _hf_windows(architecture: str, reader: _Reader, layers: int) -> tuple[int, .
 
 
 def _require_unscaled_rope(reader: _Reader, architecture: str) -> None:
-    """By llama.cpp's rules: without a type it is linear, without a factor or with 0 that is 1, and
-    with the type "none" no factor matters.  Raises UnsupportedModelError, ModelFormatError."""
+    """Raises UnsupportedModelError or ModelFormatError for a scaled rope, by llama.cpp's rules: the
+    type defaults to linear; a missing factor or 0 is 1; the type "none" ignores the factor."""
     kind = reader.values.get(f"{architecture}.rope.scaling.type", "linear")
     if kind == "none":
         return
@@ -635,8 +638,8 @@ def _require_unscaled_rope(reader: _Reader, architecture: str) -> None:
 
 
 def _require_known(metadata: Mapping[str, object], architecture: str, where: str) -> None:
-    """Raises UnsupportedModelError for a key of the architecture that may change what is computed
-    and is not read here."""
+    """Raises UnsupportedModelError for a key of the architecture that may change what the model
+    computes and that `from_gguf` does not read."""
     for key, value in metadata.items():
         name = key.removeprefix(f"{architecture}.")
         if name == key or name in _GGUF_READ or name in _GGUF_NEVER_MATTERS:

@@ -1,4 +1,4 @@
-"""A conversation: its messages, and what of them is in the KV cache already.
+"""A conversation: its messages, and the part of them that the KV cache holds already.
 
     conversation = generator.chat(system="Be brief.")
     for piece in conversation.say("Why is the sky blue?"):
@@ -6,9 +6,9 @@
     conversation.save("sky.json")
 
 Each turn renders all messages with the chat template and compares the token ids with those in the
-cache: what both begin with stays there, and only the rest is read.  So it does not matter whether a
-template changes earlier messages, whether an answer was stopped in the middle, or what else the
-decoder did between two turns: that only costs reading.
+cache: the common prefix stays, and only the rest is prefilled.  So a template may change earlier
+messages, an answer may be stopped in the middle, and the decoder may do other work between two
+turns: the only cost is more to prefill.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ostinato.models.stop_strings import checked_stops
 from ostinato.models.text.chat import NO_ARGS
 
 MAX_ANSWER = 1024
-"""Tokens of one answer at most, if `max_tokens` is not given."""
+"""The most tokens of one answer if `max_tokens` is not given."""
 
 _FORMAT, _VERSION = "ostinato conversation", 1
 
 
 class _Speaker(Generator, Protocol):
-    """What a conversation needs of its `TextGenerator`."""
+    """The part of `TextGenerator` that a conversation uses."""
 
     def encode(
         self, prompt: Items[Mapping[str, str]], /, *, template_args: Mapping[str, object]
@@ -58,12 +58,12 @@ class _Speaker(Generator, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConversationStatistics:
-    """Numbers of a conversation.
+    """Counts of a conversation.
 
-    `turns`: questions with their answers.  `tokens`: of all messages as the model read and wrote
-    them at the latest turn; 0 before the first one.  `context`: how many there may be.  Since the
-    conversation was made: `prompt_tokens_read`, `prompt_tokens_cached` (those that the KV cache had
-    already) and `answer_tokens`.
+    `turns`: questions with their answers.  `tokens`: the prompt and the answer of the latest turn,
+    so all messages; 0 before the first turn and after `reset` or `load`.  `context`: the most
+    tokens that fit.  Totals since the conversation was made: `prompt_tokens_read`,
+    `prompt_tokens_cached` (those that the KV cache held already) and `answer_tokens`.
     """
 
     turns: int
@@ -83,13 +83,14 @@ class ConversationStatistics:
 
 
 class Conversation:
-    """Turns of a user and a model.  Made by `TextGenerator.chat`; options as for its `generate`.
+    """Turns of a user and a model, made by `TextGenerator.chat`; the options are those of
+    `TextGenerator.generate`.
 
-    A turn is in the history from the first piece of its answer on, or from the answer's end if it
-    has no text; one that fails or is interrupted before leaves the history as it was.  An answer
-    that is stopped later stays as far as it was given out.
+    A turn enters the history with the first piece of its answer, or at the answer's end if the
+    answer has no text; a turn that fails or is interrupted before leaves the history unchanged.  If
+    an answer is stopped later, the history keeps the pieces that were yielded.
 
-    Not to be used by two threads at once.  Several conversations may share a generator, in turns.
+    Not thread-safe.  Several conversations may share a generator, one turn at a time.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """All messages so far, oldest first: new mappings with `role` and `content`."""
+        """All messages so far, oldest first: copies, mappings with `role` and `content`."""
         return [dict(message) for message in self._history()]
 
     def _history(self) -> list[dict[str, str]]:
@@ -131,11 +132,11 @@ class Conversation:
         return [*self._messages, *turn]
 
     def say(self, text: str, *, progress: Callable[[int, int], None] | None = None) -> Generation:
-        """The answer to a message, as an iterator over its pieces; an earlier answer ends with it.
+        """Returns the answer to a message, an iterator over its pieces; ends an earlier answer.
 
-        `progress` as for `Decoder.prefill`.  Raises InputError for what is no text, for a
-        conversation that the context has no room for, and for options that make no sense; what
-        `ChatTemplate.render` raises.  The history is then as before.
+        `progress`: see `Decoder.prefill`.  Raises InputError for a message that is no text, for a
+        conversation that does not fit in the context, and for invalid options; and the errors of
+        `ChatTemplate.render`.  The history is then unchanged.
         """
         text = _text(text, "the message")
         history = self._history()
@@ -164,7 +165,7 @@ class Conversation:
         return answer
 
     def _settle(self, history: list[dict[str, str]]) -> None:
-        """No answer is under way any more; the messages are these."""
+        """Ends the answer under way, adds its counts, and sets the messages to `history`."""
         answer, self._answer = self._answer, None
         self._messages = history
         if answer is None:
@@ -177,7 +178,7 @@ class Conversation:
             self._generator.latest = None
 
     def reset(self) -> None:
-        """Forgets all messages but the system message.  An answer under way ends."""
+        """Drops all messages but the system message.  Ends an answer under way."""
         self._settle([message for message in self._messages if message["role"] == "system"])
 
     def save(self, path: str | Path) -> None:
@@ -186,16 +187,16 @@ class Conversation:
         write_file(Path(path), json.dumps(found, ensure_ascii=False, indent=1) + "\n")
 
     def load(self, path: str | Path) -> None:
-        """Takes the messages of a saved conversation in place of its own, the system message too.
-        An answer under way ends.
+        """Replaces all messages, the system message too, by those of a saved conversation.  Ends an
+        answer under way.
 
         Raises OSError, and ModelFormatError for a file that is no saved conversation; the messages
-        are then as before.
+        are then unchanged.
         """
         self._settle(_read_messages(Path(path)))
 
     def statistics(self) -> ConversationStatistics:
-        """The numbers so far, with those of an answer under way."""
+        """Returns the counts so far, including an answer under way."""
         answer, history = self._answer, self._history()
         begun = answer if answer is not None and answer.token_ids else None
         prompt, cached = (begun.prompt_tokens, begun.cached_tokens) if begun else (0, 0)
@@ -215,7 +216,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def _read_messages(path: Path) -> list[dict[str, str]]:
-    """The messages in a file: a system message if there is one, then turns of user and assistant.
+    """Reads messages from a file: an optional system message, then turns of user and assistant.
 
     Raises ModelFormatError, OSError.
     """
@@ -254,7 +255,8 @@ def _checked_message(item: object, where: str) -> dict[str, str]:
 
 
 def _text(value: object, what: str) -> str:
-    """Raises InputError, which begins with `what`, for what is no text that can be encoded."""
+    """Returns `value`.  Raises InputError, whose message begins with `what`, for a value that is no
+    str or that UTF-8 cannot encode."""
     if not isinstance(value, str):
         raise InputError(f"{what} is {quoted(value)}, must be text")
     try:

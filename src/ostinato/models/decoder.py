@@ -4,11 +4,11 @@
         token = decoder.prefill([4898, 314, 260])     # the first token after the prompt
         while not decoder.stopped():
             token = decoder.decode()                  # one graph launch, no host write
-        for token in decoder.run(count=100):          # the same, the device never waiting
+        for token in decoder.run(count=100):          # the same, but launched ahead of the reads
             ...
 
 Two graphed steps share one program and one buffer plan: "prefill" (pieces of a prompt, no output
-head) and "decode" (whatever samples: the last piece of a prompt, and every token after it).  Their
+head) and "decode" (steps that sample: the last piece of a prompt, and every token after it).  Their
 only size is the number of rows; everything else is read on the device.
 """
 
@@ -54,7 +54,7 @@ from ostinato.models.weights import Weights, load_weights
 from ostinato.settings import graphs_enabled
 from ostinato.step import Decision
 
-if TYPE_CHECKING:  # what only ranks need is imported where they are made
+if TYPE_CHECKING:  # the modules that only ranks need are imported where ranks are made
     from ostinato.distributed import Group
     from ostinato.models.ranks import Ranks
     from ostinato.models.sharding import Sharding
@@ -62,53 +62,54 @@ if TYPE_CHECKING:  # what only ranks need is imported where they are made
 AnyRun = TypeVar("AnyRun", bound=Run[Any])
 
 DEFAULT_CONTEXT = 2048
-"""Positions of a sequence if `max_context` is None; fewer if the model was trained for fewer."""
+"""The positions of a sequence if `max_context` is None; fewer if the model was trained for fewer.
+"""
 
 
 class Decoder(Closeable):
-    """A model in device memory with its KV cache, stepping through graphs.
+    """A model in device memory with its KV cache, whose steps are replayed from graphs.
 
-    `model`: a path for `open_checkpoint`, or an open checkpoint (then the caller closes it; it is
-    not needed after construction), or `Weights` in device memory (`adopt_weights`; the caller
-    closes them after the decoder).  `max_context`: positions of each sequence; 2,048 or the
-    model's own if that is less, if None.  `sequences`: how many at once.  `max_rows`: rows of the
-    largest step, so the size of a prompt's pieces; as many as `sequences` at least, and what suits
-    the device and the context if None (2,048 at most; fewer take less memory, `plan.nbytes`).
-    `library_rows`: steps of so many rows and more multiply with cuBLASLt where it is installed
-    (`statistics().library` says so, or why not); "auto" goes by the model's size (33 for 8B, 65 for
-    1B and 135M), None is never.  Without it `max_rows` goes to 64.
+    `model`: a path for `open_checkpoint`; an open checkpoint (the caller closes it; it is not
+    needed after construction); or `Weights` in device memory (`adopt_weights`; the caller closes
+    them after the decoder).  `max_context`: positions of each sequence; if None 2,048, or the
+    model's own maximum if that is less.  `sequences`: their number.  `max_rows`: rows of the
+    largest step, so the size of a prompt's pieces; at least `sequences`; if None a number that
+    suits the device and the context (2,048 at most; fewer take less memory, `plan.nbytes`).
+    `library_rows`: steps of at least this many rows multiply with cuBLASLt where it is installed
+    (`statistics().library` names it, or the reason why not); "auto" depends on the model's size (33
+    for 8B, 65 for 1B and 135M), None means never.  Without the library `max_rows` is 64 at most.
 
-    `weights`: "packed" leaves a file's quantised matrices as they are and unpacks them in the
-    kernels; "bf16" makes all of them bfloat16 in a GPU's memory; "auto" is what is faster
-    (`statistics().weights` says what it is).  On a CPU weights stay packed where the compiled
-    kernels are there, and are float32 else.
+    `weights`: "packed" keeps a file's quantised matrices packed and unpacks them in the kernels;
+    "bf16" converts all of them to bfloat16 in a GPU's memory; "auto" is the faster of the two
+    (`statistics().weights` says which).  On a CPU weights stay packed if the compiled kernels are
+    there, and are float32 otherwise.
 
-    `graphs` False runs everything eagerly; None goes by OSTINATO_NO_GRAPHS.  `build`: "capture", or
-    "record" to build graphs by hand from the first run's launches.  `warmups`: eager runs of each
-    bucket before its capture.
-    `verify` as for GraphedStep.  `device_state` off (it can be changed between steps): the host
-    sets token and position before each step, instead of the device advancing them.
+    `graphs`: False runs everything eagerly; None follows OSTINATO_NO_GRAPHS.  `build`: "capture",
+    or "record" to build graphs node by node from the first run's launches.  `warmups`: eager runs
+    of each bucket before its capture.
+    `verify`: see `GraphedStep`.  `device_state`: if False (it can be changed between steps), the
+    host sets token and position before each step, instead of the device advancing them.
     `stop_tokens`: tokens that end a sequence, 16 at most; the model's own if None.  `graph_budget`:
-    device bytes that all graphs together may take.  `threads`: on a CPU, how many work; if None
-    OSTINATO_THREADS, else one for each processor of this process, 16 at most.  They sleep between
-    steps, and are fewer for a while where other processes want the processors.  On a GPU, of the
-    weights' conversion where the host does it.
+    device bytes that all graphs together may take.  `threads`: on a CPU, the number of worker
+    threads; if None OSTINATO_THREADS, else one for each processor of this process, 16 at most.
+    They sleep between steps, and fewer work for a while if other processes load the processors.  On
+    a GPU, the threads that convert weights where the host does it.
 
     `group`: this decoder is one rank of several, each with a share of the model on a device of its
-    own; `model` is the whole model on all of them, as a path or a checkpoint.  All ranks make the
-    same calls in the same order and get the same tokens.  Calls wait for the other ranks and raise
-    GroupError where they fail.  The caller closes the group, after the decoder.  `collectives`:
-    what the ranks exchange by, "auto", "exchange" or "library" (`open_collectives`), else as
-    OSTINATO_COLLECTIVES says.
+    own; `model` is the whole model on all of them, a path or a checkpoint.  All ranks must make the
+    same calls in the same order, and get the same tokens.  Calls wait for the other ranks and raise
+    GroupError if one fails.  The caller closes the group, after the decoder.  `collectives`: the
+    ranks' means of exchange, "auto", "exchange" or "library" (`open_collectives`); if None
+    OSTINATO_COLLECTIVES decides.
 
-    `stream`: where all its work goes, which the caller closes after the decoder; one of its own if
-    None.  Calls of decoders that share a stream must not overlap.
+    `stream`: the stream of all work, which the caller closes after the decoder; if None the decoder
+    makes one.  Calls of decoders that share a stream must not overlap.
 
     Raises ModelError (UnsupportedModelError before anything is loaded), CompileError,
     OutOfMemoryError, NotAvailableError, InputError.  Calls of one decoder must not overlap: the
     later one raises InputError.
-    After an exception in a step its sequences can be reset and used again, unless it was a
-    ContextPoisonedError.
+    After an exception in a step the sequences can be reset and used again, unless the exception was
+    a ContextPoisonedError.
     """
 
     def __init__(
@@ -167,7 +168,8 @@ class Decoder(Closeable):
         )
         self._calls = Calls()
         self.changes = 0
-        """How many calls did a step, or changed a sequence or a setting; none of a run's own."""
+        """The number of calls that ran a step, or changed a sequence or a setting; the steps of a
+        run do not count."""
         self._phases = Phases()
         self._closed = False
         self._owns_weights = given is None
@@ -176,7 +178,7 @@ class Decoder(Closeable):
         try:
             self.config: LlamaConfig = checkpoint.config
             part = self.config
-            """The model of this decoder's own kernels."""
+            """The model that this decoder's kernels compute: a rank's part, or the whole."""
             if group is not None and group.size > 1:
                 from ostinato.models.sharding import Sharding
 
@@ -215,7 +217,7 @@ class Decoder(Closeable):
         finally:
             if checkpoint is not model:
                 checkpoint.close()
-        with ExitStack() as made:  # closed, last first, by whatever is raised until it is emptied
+        with ExitStack() as made:  # any exception before `pop_all` closes these, last first
             made.callback(self._close_weights)
             with self._phases.measure("plan"):
                 formats = self.weights.formats
@@ -233,7 +235,7 @@ class Decoder(Closeable):
             made.callback(self.plan.close)
             self._ranks: Ranks | None = None
             self._gather: tuple[Operation, ...] = ()
-            """What gives a rank all ranks' logits."""
+            """The operations that collect all ranks' logits on this rank."""
             if group is not None and sharding is not None:
                 from ostinato.models.ranks import Ranks
 
@@ -286,9 +288,9 @@ class Decoder(Closeable):
     # --- settings
     @property
     def spins(self) -> bool:
-        """Whether the host looks for a token in a loop for a while before it waits: some µs faster,
-        and no other thread gets the interpreter meanwhile.  By default as the backend wants it; a
-        program with other threads that have work to do sets it to False, between steps."""
+        """True if the host polls for a token for up to 2 ms before it waits: some µs faster, but
+        the loop holds the interpreter's lock.  The default is the backend's; a program with other
+        busy threads should set it to False, between steps."""
         return self._stepper.ring.spins
 
     @spins.setter
@@ -299,7 +301,8 @@ class Decoder(Closeable):
     def set_sampling(
         self, options: SamplingOptions, sequence: int = 0, *, limit: int | None = None
     ) -> None:
-        """How the sequence's next tokens are chosen; replays see it without a new capture.
+        """Sets how the sequence's next tokens are chosen; graphs read the options from device
+        memory, so no new capture is needed.
 
         `limit`: the sequence stops at the token that takes this position (counted from 0) or a
         later one; the end of the context if None.  Raises InputError.
@@ -323,7 +326,7 @@ class Decoder(Closeable):
         self._note(f"set_sampling of sequence {one.index}: {wanted[one.index]}")
         self._set(self.plan.options, wanted, self._options)
         self._options, one.limit = wanted, last
-        # Greedy rows need each rank's best logit alone.
+        # Greedy rows need only the best logit of each rank.
         self._steps.whole_logits = bool(
             np.any(wanted["temperature"] != 0) or np.any(wanted["repetition_penalty"] != 1)
         )
@@ -331,9 +334,9 @@ class Decoder(Closeable):
 
     @alone
     def set_stop_tokens(self, tokens: Iterable[int]) -> None:
-        """Which tokens end a sequence.
+        """Sets the tokens that end a sequence.
 
-        Raises InputError for more than 16, and for what is no token of the vocabulary.
+        Raises InputError for more than 16 tokens, or for a token outside the vocabulary.
         """
         self._require_open()
         wanted = _stop_tokens(tokens, self.config)
@@ -345,16 +348,16 @@ class Decoder(Closeable):
             self._look_whether_stopped(sequence)
 
     def _set(self, settings: DeviceArray, wanted: Any, old: Any) -> None:
-        """Sets device state; what it raises leaves the old values there, if the device allows."""
+        """Sets device state; after an exception it restores the old values if the device allows."""
         try:
             settings.set(wanted, self.stream)
-        except BaseException:  # some of it may be on its way
+        except BaseException:  # the copy may be submitted already
             with suppress(OstinatoError):
                 settings.set(old, self.stream)
             raise
 
     def _look_whether_stopped(self, sequence: Sequence) -> None:
-        """After other settings a sequence that has stopped goes on if nothing stops it now."""
+        """Clears `stopped` after a change of settings if neither token nor limit stops it now."""
         sequence.on_device = False
         if sequence.stopped:
             last, limit = sequence.tokens[-1], min(sequence.limit, self.plan.sizes.context)
@@ -362,17 +365,16 @@ class Decoder(Closeable):
 
     # --- sequences
     def tokens(self, sequence: int = 0) -> tuple[int, ...]:
-        """The sequence's tokens: what was prefilled, and what was chosen after it."""
+        """Returns the sequence's tokens: those prefilled, and those chosen after them."""
         return tuple(self._sequences[sequence].tokens)
 
     def stopped(self, sequence: int = 0) -> bool:
-        """Whether the sequence's last token was an end token, or its limit or context is
-        reached."""
+        """True if the last token is an end token, or the limit or the context's end is reached."""
         return self._sequences[sequence].stopped
 
     @alone
     def reset(self, sequence: int | None = None) -> None:
-        """Forgets a sequence's tokens, or all sequences'.  Nothing is written to the device."""
+        """Drops the tokens of a sequence, or of all if None.  Nothing is written to the device."""
         forgotten = [*self._sequences] if sequence is None else [self._sequences[sequence]]
         self._begin("reset")
         self._note(f"reset of {sequence}")
@@ -383,9 +385,9 @@ class Decoder(Closeable):
     def truncate(self, count: int, sequence: int = 0) -> None:
         """Keeps the first `count` tokens of a sequence; the last of them is decoded next.
 
-        A `prefill` drops that last one, as it drops a token that was chosen and not decoded: give
-        it again with what follows, or use `keep_common`, which keeps all that is in the cache.
-        Raises InputError if there are not so many.
+        A `prefill` drops this last token, as it drops a token that was chosen and not decoded: pass
+        the token again with those that follow, or use `keep_common`, which keeps every token that
+        the cache holds.  Raises InputError if the sequence has fewer tokens.
         """
         one = self._sequences[sequence]
         count = one.kept(count)
@@ -395,8 +397,8 @@ class Decoder(Closeable):
 
     @alone
     def keep_common(self, tokens: Iterable[int], sequence: int = 0) -> int:
-        """Keeps of a sequence's cache what `tokens` begin with, and returns how many tokens that
-        are; the rest of them, one at the least, is then for `prefill`.
+        """Keeps the common prefix of a sequence's cache and `tokens`, and returns its length.  The
+        caller passes the rest of `tokens`, always one or more, to `prefill`.
 
         Raises InputError for ids outside the vocabulary.
         """
@@ -408,11 +410,11 @@ class Decoder(Closeable):
 
     @alone
     def copy_prefix(self, count: int, source: int, target: int) -> None:
-        """Makes the first `count` tokens of a sequence's cache those of another one's too, in place
-        of all that one had; what follows them is then for `prefill`.
+        """Replaces the tokens and the cache of sequence `target` by the first `count` tokens of the
+        cache of sequence `source`; the caller passes the tokens that follow to `prefill`.
 
-        On the device, behind the work of both.  Raises InputError if the source's cache does not
-        hold so many, or is the target's.
+        The copy runs on the device in stream order.  Raises InputError if the source's cache holds
+        fewer tokens, or if source and target are the same.
         """
         self._require_open()
         one, other = self._sequences[source], self._sequences[target]
@@ -426,7 +428,7 @@ class Decoder(Closeable):
             )
         self._begin("copy_prefix")
         self._note(f"copy_prefix of {count} from {one.index} to {other.index}")
-        other.truncate(0)  # first: a copy that fails must not be taken for a whole one
+        other.truncate(0)  # first, so that a failed copy leaves the target empty
         self.plan.copy_sequence(self.stream, one.index, other.index)
         with uninterrupted:
             other.tokens[:] = one.tokens[:count]
@@ -441,11 +443,11 @@ class Decoder(Closeable):
         *,
         progress: Callable[[int, int], None] | None = None,
     ) -> int:
-        """Puts tokens behind what the sequence's cache holds; the first token chosen after them.
+        """Appends tokens to the sequence's cache and returns the first token chosen after them.
 
-        A token that was chosen before and never decoded is dropped: give it with `tokens` where it
-        belongs there.  `progress` is called after each piece of the prompt that was launched, and
-        at the end, with how many of the tokens are done and how many there are.
+        A token that was chosen before and never decoded is dropped: pass it at the start of
+        `tokens` to keep it.  `progress` is called after each piece of the prompt is launched, the
+        last one included, with the number of tokens done and their total.
 
         Raises InputError for ids outside the vocabulary, no tokens, or more than the context has
         room for; LogitsError.
@@ -456,12 +458,12 @@ class Decoder(Closeable):
 
     @alone
     def prefill_batch(self, prompts: Mapping[int, Iterable[int]]) -> dict[int, int]:
-        """`prefill` of several sequences: the first token chosen after each prompt, by sequence.
+        """Prefills several sequences; returns the first token chosen after each, by sequence.
 
-        Prompts that fit into one step of 64 rows together are read in one, in the order given.
-        Raises as `prefill`: InputError before anything is done; LogitsError after all of them were
-        read, with the tokens of those that have one; prompts of earlier steps were read if a later
-        step raises something else.
+        Consecutive prompts that together fit into one step of 64 rows are read in one step.
+        Raises the errors of `prefill`: InputError before anything is done; LogitsError after all
+        prompts were read, with the tokens of the sequences that have one.  If a later step raises
+        another error, the prompts of earlier steps were read.
         """
         if not isinstance(prompts, Mapping) or not prompts:
             raise InputError(
@@ -474,9 +476,9 @@ class Decoder(Closeable):
 
     @alone
     def extend(self, tokens: Iterable[int], sequence: int = 0) -> None:
-        """As `prefill`, but no token is chosen after these: more of the prompt is to come.
+        """Appends tokens to the sequence's cache and chooses none: more of the prompt follows.
 
-        Launches the steps and does not wait for them.  Raises InputError as `prefill`.
+        Launches the steps and does not wait for them.  Raises InputError as `prefill` does.
         """
         (one,), (found,) = self._checked("extend", [(sequence, tokens)])
         self._stepper.prompt(one, found, choose=False)
@@ -484,8 +486,8 @@ class Decoder(Closeable):
     def _checked(
         self, what: str, prompts: Iterable[tuple[int, Iterable[int]]]
     ) -> tuple[list[Sequence], list[list[int]]]:
-        """The sequences, ready for a step that reads, and what they are to read; all of it is
-        checked before anything is changed."""
+        """Returns the sequences, ready for a prefill, and their tokens; checks everything before it
+        changes anything."""
         self._require_open()
         ready, found = [], []
         for sequence, tokens in prompts:
@@ -500,17 +502,17 @@ class Decoder(Closeable):
         return ready, found
 
     def decode(self, sequence: int = 0) -> int:
-        """One more token of a sequence.
+        """Runs one step and returns the next token of a sequence.
 
-        Raises InputError if it is empty or has stopped, LogitsError.
+        Raises InputError if the sequence is empty or has stopped, LogitsError.
         """
         return self.decode_batch((sequence,))[0]
 
     def decode_batch(self, sequences: Iterable[int]) -> list[int]:
-        """One more token of each of several sequences, in one step.
+        """Runs one step and returns the next token of each of several sequences, in their order.
 
-        Raises as `decode`; a LogitsError of one sequence says the tokens of the others, which have
-        them and can go on.
+        Raises the errors of `decode`; a LogitsError for one sequence holds the tokens of the
+        others, whose state includes them.
         """
         calls, name = self._calls, "Decoder.decode_batch"  # `alone`, written out
         if calls.lock.locked():
@@ -533,20 +535,20 @@ class Decoder(Closeable):
         tokens_per_launch: int = 1,
         ahead: int | None = None,
     ) -> TokenRun:
-        """An iterator over a sequence's next tokens, with the device kept busy.
+        """Returns an iterator over a sequence's next tokens that keeps the device busy.
 
-        Ends where the sequence stops, or after `count` tokens.  `tokens_per_launch`: so many tokens
-        from one graph launch, by a loop on the device that ends where the sequence stops; if it
-        cannot be made, one each, with the reason in the statistics.  `ahead`: launches under way
-        besides the one whose token is waited for (`models.run`); tokens_per_launch * (ahead + 1) is
-        at most 256.  If None it is 2, or fewer where 2 are too many.  The tokens are those of
-        `decode`, bit by bit.
+        It ends where the sequence stops, or after `count` tokens.  `tokens_per_launch`: tokens from
+        one graph launch, by a loop on the device that ends where the sequence stops; if the loop
+        cannot be built, each launch gives one, with the reason in the statistics.  `ahead`:
+        launches under way besides the one whose token the host waits for (`models.run`);
+        tokens_per_launch * (ahead + 1) is at most 256.  If None it is 2, or fewer to keep within
+        this limit.  The tokens are those of `decode`, bit by bit.
 
-        One run at a time: any other call that changes the decoder or runs a step (prefill, decode,
-        run, reset, truncate, set_…, profile) ends it, as `close()` does, and takes up after the
-        last token that was handed out.  Steps wait for each other while `device_state` is off, and
-        where a step has no graph: then it is launched operation by operation, one a token.
-        Raises as `decode`, InputError for options that make no sense.
+        A decoder has one run at a time: any other call that changes the decoder or runs a step
+        (prefill, decode, run, reset, truncate, set_…, profile) ends it, as `close()` does, and
+        continues after the last token that the iterator returned.  While `device_state` is False,
+        or a step has no graph, the run waits for each step, which is then launched eagerly if it
+        has no graph.  Raises the errors of `decode`, and InputError for invalid options.
         """
         options = RunOptions(count, tokens_per_launch, ahead)
         return self._begun(TokenRun, "run", (sequence,), options)
@@ -560,8 +562,8 @@ class Decoder(Closeable):
         tokens_per_launch: int = 1,
         ahead: int | None = None,
     ) -> BatchRun:
-        """As `run` for several sequences in step: each item is {sequence: token} of those that had
-        not stopped before, so the last ones have fewer sequences.  Ends where all have stopped."""
+        """Returns an iterator like that of `run` for several sequences in step.  Each item is
+        {sequence: token} for the sequences that had not stopped before; ends where all have."""
         options = RunOptions(count, tokens_per_launch, ahead)
         return self._begun(BatchRun, "run_batch", sequences, options)
 
@@ -579,12 +581,12 @@ class Decoder(Closeable):
 
     @alone
     def logits(self, sequence: int = 0) -> npt.NDArray[np.float32]:
-        """A copy of the logits that the sequence's last token was chosen from: float32,
+        """Returns a copy of the logits that the sequence's last token was chosen from: float32,
         (vocabulary,).  Waits for the step.
 
-        Of a group's decoder all ranks must ask for them together.  Raises InputError if a run
-        computed further than the tokens it handed out: the logits there are of a later token; and
-        if no token was chosen after the sequence's (by `extend`, say, or since it was truncated).
+        All ranks of a group must call it together.  Raises InputError if a run computed further
+        than the tokens it returned, because the logits are then of a later token; and if the last
+        token was not chosen by a step (after `extend` or `truncate`, for example).
         """
         self._require_open()
         one = self._sequences[sequence]
@@ -595,7 +597,7 @@ class Decoder(Closeable):
                 "run with ahead=0"
             )
         if self._ranks is not None:
-            self._ranks.group.check()  # if it failed, that is why there are no logits
+            self._ranks.group.check()  # a failed group explains missing logits better
         if not one.has_logits:
             raise InputError(
                 f"sequence {sequence} has no logits: no token was chosen as the last of the "
@@ -611,17 +613,17 @@ class Decoder(Closeable):
             return logits.to_numpy(self.stream)
 
     def _begin(self, what: str) -> None:
-        """Before every step, and every change of a sequence or a setting: a run under way ends."""
+        """Ends a run under way; called before every step and every change of state."""
         self.changes += 1
         self._end_run(what)
 
     def _note(self, call: str) -> None:
-        """Notes a call that changed something, to be compared before the next step."""
+        """Notes a call that changes state, for the comparison of ranks before the next step."""
         if self._ranks is not None:
             self._ranks.note(call, again=True)
 
     def _agree(self, call: str, *, again: bool = True) -> None:
-        """Before a step: all ranks must have made the same calls."""
+        """Notes a call, and checks that all ranks have made the same calls."""
         if self._ranks is not None:
             self._ranks.note(call, again=again)
             self._ranks.agree_calls()
@@ -633,37 +635,37 @@ class Decoder(Closeable):
 
     # --- what a step runs
     def program(self, *, sampled: bool = True) -> tuple[KernelCall, ...]:
-        """The calls of a step, in order.  A backend may do several in one launch, or one in several
-        (where a library multiplies); `graph` has the launches."""
+        """Returns the calls of a step, in order.  A backend may merge several into one launch, or
+        split one (where a library multiplies); `graph` has the launches."""
         return self._steps.programs["decode" if sampled else "prefill"]
 
     @alone
     def graph(self, rows: int = 1, *, sampled: bool = True) -> Graph:
-        """The graph of a step of so many rows (or of their bucket), captured for reading."""
+        """Captures a step of `rows` rows, rounded up to their bucket, as a graph to inspect; the
+        caller closes it."""
         self._require_open()
         return self._steps.graph(whole(rows, "rows", 1), sampled=sampled)
 
     @property
     def ranks(self) -> int:
-        """How many devices share the model: this decoder's, and the other ranks' of its group."""
+        """The number of devices that share the model, this decoder's included."""
         return 1 if self._ranks is None else self._ranks.group.size
 
     @property
     def collectives(self) -> str:
-        """What this decoder and the other ranks' of its group exchange by; empty without a
-        group."""
+        """The name of the ranks' means of exchange; empty without a group."""
         return "" if self._ranks is None else self._ranks.collectives.name
 
     @property
     def last_decision(self) -> Decision | None:
-        """How the last step was run, and why; None before the first."""
+        """The action of the last step and its reason; None before the first step."""
         return self._steps.last_decision
 
     @contextmanager
     def profile(self) -> Iterator[OperationTimes]:
-        """`with decoder.profile() as times`: every operation is timed by itself.
+        """Times every operation by itself: `with decoder.profile() as times`.
 
-        Steps inside the block run eagerly for it, with that reason.
+        Steps inside the block run eagerly, with profiling as the reason.
         """
         self._end_run("profile")
         with self._steps.profile() as times:
@@ -674,7 +676,7 @@ class Decoder(Closeable):
 
     # --- numbers
     def statistics(self) -> DecoderStatistics:
-        """What was launched, how, why eagerly, and how long the phases took."""
+        """Returns the counts of launches, the reasons for eager steps, and the phases' times."""
         steps, phases = self._steps.statistics(), self._phases
         reasons: Counter[str] = Counter()
         quarantined: dict[str, str] = {}
@@ -718,14 +720,14 @@ class Decoder(Closeable):
 
     @alone
     def close(self) -> None:
-        """Waits for its work and gives everything back: graphs, buffers, weights.  Idempotent."""
+        """Waits for the decoder's work; frees graphs, buffers and its own weights.  Idempotent."""
         if self._closed:
             return
         self._end_run("close")
         self._closed = True
         if not self.device.context.closed:
             try:
-                # Of a stream that its owner has closed the work may still be under way.
+                # Work of a stream that its owner has closed may still be under way.
                 (self.device if self.stream.closed else self.stream).synchronize()
             except DriverError:
                 if self._ranks is None or self._ranks.group.failure is None:
@@ -752,12 +754,13 @@ def backend_for(
     packed: bool | None = None,
     stream: Stream | None = None,
 ) -> Backend:
-    """The backend for a device, by the kernels that it can run.
+    """Returns the backend for a device, chosen by the device's capabilities.
 
-    `library_rows`: see `LibraryRows`.  `threads`: of kernels that run on the CPU; see
-    `packed_kernels`.  `packed`: whether these are for packed weights; the faster ones if None.
-    `stream`: where a library's products are tried out; one of their own if None.
-    Raises NotAvailableError where there are no kernels for it, InputError, SettingsError.
+    `library_rows`: see `LibraryRows`.  `threads`: worker threads of the CPU's kernels, see
+    `packed_kernels`.  `packed`: True for the CPU's kernels for packed weights, False for those for
+    float32, None for the faster.  `stream`: the stream for trials of a library's products; a new
+    one if None.
+    Raises NotAvailableError if there are no kernels for the device, InputError, SettingsError.
     """
     can = device.capabilities
     if can.runs_host_functions:
@@ -775,7 +778,7 @@ def backend_for(
 
 
 def _require_usable(stream: Stream, device: Device) -> None:
-    """Raises InputError for a stream that a decoder cannot work on."""
+    """Raises InputError for a stream that a decoder cannot use."""
     require_stream(stream, "stream")
     if stream.context is not device.context or stream.closed:
         why = "is closed" if stream.closed else "is of another device"
@@ -788,7 +791,7 @@ def _require_usable(stream: Stream, device: Device) -> None:
 
 
 def _fitting(weights: Weights, device: Device, backend: Backend) -> Weights:
-    """The weights, if the backend's kernels read such.  Raises InputError, ClosedError."""
+    """Returns the weights.  Raises InputError if the backend cannot use them, ClosedError."""
     first = weights.buffer("embed")
     if first.context is not device.context:
         raise InputError(f"the weights are not on {device.name}, where the decoder is to be")
@@ -802,21 +805,21 @@ def _fitting(weights: Weights, device: Device, backend: Backend) -> Weights:
 
 
 _PACKED_ROWS = 32
-"""Most rows of a batch for which steps with packed weights are faster (H100); 64 of 1B are not."""
+"""The most rows of a batch for which packed weights are faster (H100); 64 rows of 1B are slower."""
 
 
 def formats_for(
     backend: Backend, checkpoint: Checkpoint, wanted: WeightsKind, sequences: int
 ) -> Formats:
-    """The matrices that are packed in the device's own order; with "auto" none of large batches.
-    Raises InputError."""
+    """Returns the formats of matrices to pack in the device's own order; none for "auto" with large
+    batches.  Raises InputError."""
     if wanted == "auto" and sequences > _PACKED_ROWS:
         return UNPACKED
     return backend.formats(checkpoint, wanted)
 
 
 def _digest(tokens: list[int]) -> str:
-    """How many tokens there are, and their digest."""
+    """Returns the number of tokens and their digest, as text."""
     digest = hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=8).hexdigest()
     return f"{len(tokens)} tokens ({digest})"
 
@@ -833,7 +836,7 @@ def _stop_tokens(tokens: Iterable[int], config: LlamaConfig) -> tuple[int, ...]:
 
 
 def _stops(tokens: tuple[int, ...]) -> npt.NDArray[np.int32]:
-    """As they are on the device."""
+    """Returns the stop tokens as the device stores them: int32, (STOP_TOKENS,), filled with -1."""
     stops = np.full(STOP_TOKENS, -1, np.int32)
     stops[: len(tokens)] = tokens
     return stops

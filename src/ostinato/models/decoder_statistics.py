@@ -1,4 +1,4 @@
-"""Numbers of a decoder: launches, reasons, phases, and single operations while they are timed."""
+"""Statistics of a decoder: launches, reasons, times of phases, and times of single operations."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from ostinato.step import CacheStatistics, StepStatistics
 
 @dataclass(slots=True)
 class Phases:
-    """Seconds and tokens by phase ("load", "plan", "prefill", "decode"), added up."""
+    """Totals of seconds and tokens by phase ("load", "plan", "prefill", "decode")."""
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     tokens: Counter[str] = field(default_factory=Counter)
     host_writes: int = 0
-    """How often the host set the rows of a step."""
+    """The number of staged copies of rows to the device."""
     tokens_eager: int = 0
     """Tokens chosen by steps that ran launch by launch."""
     tokens_replayed: int = 0
     """Tokens chosen by replays."""
     one_by_one: Counter[str] = field(default_factory=Counter)
-    """Runs that could not go ahead, or not many tokens a launch, by reason."""
+    """Runs that waited for each step, or launched one step for one token although more were wanted,
+    by reason."""
 
     def sampled(self, tokens: int, *, eagerly: bool) -> None:
-        """Counts tokens that were chosen, at the ends of prompts too."""
+        """Counts chosen tokens, including those at the ends of prompts."""
         if eagerly:
             self.tokens_eager += tokens
         else:
@@ -36,7 +37,7 @@ class Phases:
 
     @contextmanager
     def measure(self, phase: str, tokens: int = 0) -> Iterator[None]:
-        """Adds the block's time; its tokens count only if it ends well."""
+        """Adds the block's time to the phase; counts its tokens only if it does not raise."""
         start = time.perf_counter()
         try:
             yield
@@ -47,21 +48,21 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class OperationTime:
-    """One kernel's launches and milliseconds, added up."""
+    """Totals of one kernel: launches and milliseconds."""
 
     launches: int
     milliseconds: float
 
 
 class OperationTimes:
-    """Times operations one by one, with an event on each side."""
+    """Times of single operations, measured with an event before and after each."""
 
     def __init__(self) -> None:
         self._launches: Counter[str] = Counter()
         self._milliseconds: dict[str, float] = {}
 
     def run(self, stream: Stream, operations: Sequence[Operation]) -> None:
-        """Submits the operations and waits for them."""
+        """Submits the operations, waits for them and adds their times."""
         marks = [self._mark(stream)]
         for operation in operations:
             stream.submit(operation)
@@ -80,29 +81,29 @@ class OperationTimes:
         return stream.record(Event(stream.context, timing=True))
 
     def by_kernel(self) -> dict[str, OperationTime]:
-        """By kernel name, the slowest first."""
+        """Returns the totals by kernel name, the largest time first."""
         ordered = sorted(self._milliseconds.items(), key=lambda item: -item[1])
         return {name: OperationTime(self._launches[name], ms) for name, ms in ordered}
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderStatistics:
-    """What a decoder did so far.
+    """The counts and times of a decoder so far.
 
-    `launches_eager`: operations launched one by one.  `launches_replayed`: graph launches, each in
-    place of many.  `launches_per_token`: the operations of one decode step of one row, which one
-    graph launch stands for.  `launches_per_token_eager`, `launches_per_token_replayed`: what was
-    counted, launches of steps that choose tokens over the tokens they gave; 0 if there were none.
+    `launches_eager`: operations launched one by one.  `launches_replayed`: graph launches.
+    `launches_per_token`: the operations of one decode step of one row, which one graph launch
+    replaces.  `launches_per_token_eager`, `launches_per_token_replayed`: measured averages,
+    launches of the steps that choose tokens divided by these tokens; 0 if there were no tokens.
     `eager_reasons`: eager steps by reason.  `one_by_one`: runs (`Decoder.run`) that waited for each
-    step, or had one launch for each where more tokens a launch were wanted, by reason.
+    step, or launched one step for one token although more were wanted, by reason.
     `host_writes`: staged copies of rows.
-    Seconds are wall time (of a run, what it waited for tokens): `load_seconds` reads the weights,
-    `plan_seconds` allocates the buffers, `kernel_seconds` compiles or finds the kernels, loads them
-    and prepares their launches.
-    `weights`: what the matrices on the device are, in words; `weight_bytes` of device memory are
-    all weights, `unpacked_bytes` they would be without packing.
-    `library`: what multiplies in steps of many rows besides our own kernels, or why nothing does;
-    empty where that is no question.
+    Seconds are wall time (for a run, the time it waited for tokens): `load_seconds` to read the
+    weights, `plan_seconds` to allocate the buffers, `kernel_seconds` to compile or find the
+    kernels, load them and prepare their launches.
+    `weights`: description of the matrices on the device; `weight_bytes`: device memory of all
+    weights; `unpacked_bytes`: the same without packing.
+    `library`: the library that computes products in steps of many rows, or the reason why none
+    does; empty for a device that has no such library.
     """
 
     launches_eager: int

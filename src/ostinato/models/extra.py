@@ -1,4 +1,4 @@
-"""The `llm` extra: what the decoder needs besides the graph layer's own needs."""
+"""The `llm` extra: packages that the decoder needs and the graph layer does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _NEEDED = ("gguf", "tokenizers", "jinja2")
 
 @functools.cache
 def require_extra(what: str) -> None:
-    """Raises NotAvailableError with the line to install, unless all of the extra is here."""
+    """Raises NotAvailableError, with the pip command, unless every package of the extra is there;
+    the message begins with `what`."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise NotAvailableError(

@@ -1,4 +1,4 @@
-"""Text in, text out: a prompt becomes pieces of an answer as they come, and a summary.
+"""Text generation: a prompt in, an iterator over pieces of the answer out, and a summary.
 
 with TextGenerator(device, "smollm2-135m") as generator:
     answer = generator.generate("Why is the sky blue?", max_tokens=64)
@@ -40,9 +40,10 @@ from ostinato.models.text.tokenizer import Tokenizer, load_tokenizer, read_chat_
 class TextGenerator(Closeable):
     """A decoder with its tokenizer and chat template.
 
-    `model`: a GGUF file or a folder; as text also a known name ("smollm2-135m") or a Hugging Face
-    id, which are fetched on first use; or an open checkpoint.  Other options are the decoder's.
-    Raises what `Decoder` raises, InputError for a name of nothing, and DownloadError.
+    `model`: the path of a GGUF file or a folder; a known name ("smollm2-135m") or a Hugging Face
+    id as str, fetched on first use; or an open checkpoint, which the caller closes.  Other options
+    are those of `Decoder`.
+    Raises the errors of `Decoder`, InputError for an unknown name, and DownloadError.
     """
 
     def __init__(self, device: Device, model: str | Path | Checkpoint, **options: Any) -> None:
@@ -50,7 +51,7 @@ class TextGenerator(Closeable):
         self.device = device
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(_resolve(model))
         try:
-            # The tokenizer is built while the weights are read: both take longer than the rest.
+            # The tokenizer is built while the weights are read: these two take most of the time.
             loading: Future[Tokenizer] = Future()
             # Not a thread of a pool: Ctrl-C could not interrupt the wait for its end.
             threading.Thread(
@@ -72,23 +73,24 @@ class TextGenerator(Closeable):
                 checkpoint.close()
         self.load_seconds = time.perf_counter() - began
         self.latest: Generation | None = None
-        """The generation that the decoder is at; those before it are over."""
+        """The generation that owns the decoder's sequence; earlier ones have ended."""
 
     def __repr__(self) -> str:
         return f"<TextGenerator of {self.decoder!r} and {self.tokenizer!r}>"
 
     @property
     def chats(self) -> bool:
-        """Whether the model brings a chat template."""
+        """True if the model has a chat template."""
         return self.tokenizer.chat_template is not None
 
     @property
     def default_sampling(self) -> SamplingOptions:
-        """What `ostinato chat` and `ostinato serve` choose tokens by where nothing else is said.
+        """The default sampling options of `ostinato chat` and `ostinato serve`.
 
-        The model's own: `general.sampling.` in GGUF metadata, generation_config.json in a folder.
-        What these leave open is off, and the temperature 1.  Without any: temperature 0.7, min_p
-        0.05, repetition_penalty 1.1.  Raises ModelFormatError for values that make no sense.
+        They are the model's own: `general.sampling.` in GGUF metadata, generation_config.json in a
+        folder; an option missing there is off, and the temperature 1.  A model without any gets
+        temperature 0.7, min_p 0.05, repetition_penalty 1.1.  Raises ModelFormatError for invalid
+        values.
         """
         return self._advice.options()
 
@@ -101,14 +103,14 @@ class TextGenerator(Closeable):
         template_args: Mapping[str, object] = NO_ARGS,
         continue_last: bool = False,
     ) -> list[int]:
-        """The prompt's token ids: `chat` through the chat template, else as it is.
+        """Returns the prompt's token ids; a chat is rendered with the chat template first.
 
-        A list of messages (mappings with `role` and `content`) is always a chat; a text is one if
-        `chat` says so, or by default (None) if the model has a template.  `system`: a first
-        message.  `template_args`: variables of the template, such as `enable_thinking`; what JSON
-        can hold.  `continue_last`: the answer goes on with the last message, an assistant's.
-        Raises InputError for another prompt, and what `ChatTemplate.render` and `Tokenizer.encode`
-        raise.
+        A list of messages (mappings with `role` and `content`) is always a chat; a text is a chat
+        if `chat` is True, or if it is None and the model has a template.  `system`: a first
+        message.  `template_args`: variables of the template, such as `enable_thinking`, of types
+        that JSON can hold.  `continue_last`: the answer continues the last message, an assistant's.
+        Raises InputError for another prompt, and the errors of `ChatTemplate.render` and
+        `Tokenizer.encode`.
         """
         if system is not None and not isinstance(system, str):
             raise InputError(f"system is {quoted(system)}, must be text")
@@ -151,21 +153,21 @@ class TextGenerator(Closeable):
         reuse: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> Generation:
-        """The answer to a prompt (text, messages, or token ids), as an iterator over its pieces.
+        """Returns the answer to a prompt (text, messages, or token ids): an iterator over pieces.
 
-        `chat`, `system`, `template_args` and `continue_last` as for `encode`; of token ids, `chat`
-        says that the answer is a turn of a chat.  Otherwise it goes on with their text, and keeps
-        the space that SentencePiece writes before all text.  It ends at an end token, after
-        `max_tokens` tokens, where the context is full, or before the first of the texts in `stop`,
-        of which nothing is given out.
-        `tokens_per_launch` as for `Decoder.run`.  `reuse`: only what the prompt does not have in
-        common with the tokens in the KV cache is read; without, all of it is, so that the same
-        prompt gives the same bits whatever was before it.  `progress` as for `Decoder.prefill`.
+        `chat`, `system`, `template_args` and `continue_last`: see `encode`.  With token ids, `chat`
+        means that the answer is a turn of a chat; otherwise the answer continues their text, and
+        keeps the space that SentencePiece writes before all text.  The answer ends at an end token,
+        after `max_tokens` tokens, where the context is full, or before the first occurrence of a
+        text in `stop`; no part of that text is yielded.
+        `tokens_per_launch`: see `Decoder.run`.  `reuse`: the common prefix of the prompt and the
+        tokens in the KV cache is not read again; without, the whole prompt is read, so that the
+        same prompt gives the same bits whatever came before.  `progress`: see `Decoder.prefill`.
 
-        One generation at a time: a new one ends the one before, as any other use of the decoder
-        does, and its next step then raises ClosedError.  Raises InputError if the prompt
-        leaves no room in the context, holds anything that is neither a message nor a token of the
-        vocabulary, or for options that make no sense.
+        A generator has one generation at a time: a new one, or any other use of the decoder, ends
+        it, and its next step then raises ClosedError.  Raises InputError for a prompt that does not
+        fit in the context, an item that is neither a message nor a token of the vocabulary, or
+        invalid options.
         """
         max_tokens = whole(max_tokens, "max_tokens", 1)
         require_options(sampling, "sampling")
@@ -210,11 +212,11 @@ class TextGenerator(Closeable):
         stop: str | Iterable[str] = (),
         tokens_per_launch: int = 1,
     ) -> Conversation:
-        """A conversation that keeps its KV cache between turns; options as for `generate`.
+        """Returns a conversation that keeps its KV cache between turns; options as for `generate`.
 
         Greedy answers of a small model repeat themselves: `sampling=generator.default_sampling`
-        draws as `ostinato chat` does.  A model without a chat template is spoken to in ChatML.
-        Raises InputError for a `system` message that is no text.
+        samples as `ostinato chat` does.  A model without a chat template gets ChatML.  Raises
+        InputError for a `system` message that is no text.
         """
         return Conversation(
             self,
@@ -233,8 +235,8 @@ class TextGenerator(Closeable):
         system: str | None,
         templated: Mapping[str, Any],
     ) -> tuple[list[int], bool]:
-        """The prompt's tokens, and whether it is a chat, or else text that the answer goes on
-        with."""
+        """Returns the prompt's tokens, and True for a chat or False for text that the answer
+        continues."""
         if isinstance(prompt, str):
             chatted = self.chats if chat is None else bool(chat)
             tokens = self.encode(prompt, chat=chat, system=system, **templated)
@@ -258,7 +260,7 @@ class TextGenerator(Closeable):
         return tokens, chatted
 
     def close(self) -> None:
-        """Gives the decoder's memory back.  Idempotent."""
+        """Closes the decoder and frees its memory.  Idempotent."""
         self.decoder.close()
 
 

@@ -1,4 +1,4 @@
-"""One answer as it comes: an iterator over pieces of text, and its numbers."""
+"""One answer in the making: an iterator over pieces of text, and its statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ostinato.models.text.tokenizer import Tokenizer
 
 
 class Generator(Protocol):
-    """What an answer needs of the `TextGenerator` that it comes from."""
+    """The part of `TextGenerator` that its answers use."""
 
     device: Device
     decoder: Decoder
@@ -29,24 +29,23 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one generation was.
+    """The result and the statistics of one generation.
 
     `finish_reason`: "stop" (an end token, or a stop string), "length" (`max_tokens`), "context" (no
-    room left), "interrupted" (by the caller, or still under way).  `text`: what was given out.
-    `token_ids`: what was chosen, the end token and a stop string's tokens too.  `sampling`: with
-    the seed.
-    `cached_tokens`: those of the prompt that the KV cache had already.  `tokens_per_second`: of
-    decoding, so from the first token on; 0 if there was no second.  `prompt_tokens_per_second`: of
-    what was read of the prompt.  `time_to_first_token`: seconds from `generate` on.
+    room left), "interrupted" (by the caller, or still under way).  `text`: the pieces yielded so
+    far, joined.  `token_ids`: all chosen tokens, an end token and a stop string's tokens included.
+    `sampling`: the options, with the seed.
+    `cached_tokens`: tokens of the prompt that the KV cache held already.  `tokens_per_second`:
+    decoding speed, measured from the first token on; 0 if there was no second token.
+    `prompt_tokens_per_second`: prefill speed of the uncached tokens.  `time_to_first_token`:
+    seconds since `generate`.
 
-    `launches_eager`, `launches_replayed`, `graphs_captured`, `eager_reasons`: of this generation;
-    one graph launch stands for `launches_per_token` eager ones or, with `tokens_per_launch`, for
-    so many times more.  `one_by_one`: why tokens came in other ways than asked (see
-    `DecoderStatistics`).  `load_seconds`: of the model, once
-    for all generations.  `library`: what multiplies besides our kernels, or why nothing does.
-    `weights`: what the matrices on the device are; `weight_bytes`: of all weights there.
-    `ranks`: how many devices share the model, of which this is the first; `collectives`: what they
-    exchange by.
+    `launches_eager`, `launches_replayed`, `graphs_captured`, `eager_reasons`: counts of this
+    generation; one graph launch replaces `launches_per_token` eager launches, times
+    `tokens_per_launch`.  `one_by_one`: reasons why a run did not go as asked (see
+    `DecoderStatistics`).  `load_seconds`: load time of the model, the same for all generations.
+    `library`, `weights`, `weight_bytes`: see `DecoderStatistics`.
+    `ranks`: number of devices that share the model; `collectives`: their means of exchange.
     """
 
     text: str
@@ -74,7 +73,7 @@ class Summary:
     collectives: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
+        """Returns the fields as values that JSON can hold."""
         return {**asdict(self), "token_ids": list(self.token_ids)}
 
     def __str__(self) -> str:
@@ -102,10 +101,10 @@ class Summary:
 
 
 class AnswerText:
-    """The text of an answer as its tokens come; ends before the first of the texts in `stop`.
+    """Decoding of an answer token by token; it ends before the first text of `stop` in the answer.
 
-    No piece holds part of a character, and none the beginning of a text that may end the answer.
-    `continues`: the answer goes on with the prompt's text, and is no turn of a chat.
+    No piece has part of a character, or the beginning of a text that may still end the answer.
+    `continues`: the answer continues the prompt's text, and is no turn of a chat.
     """
 
     def __init__(
@@ -118,9 +117,9 @@ class AnswerText:
         return f"<AnswerText: {self._stops!r}>"
 
     def push(self, token: int, *, last: bool = False) -> tuple[str, bool]:
-        """Takes a token: what is certain of the text now, and whether a stop text ended it.
+        """Adds a token; returns the text that is final now, and True if a stop text ended it.
 
-        `last`: nothing follows, so nothing is held back.  Raises InputError for an unknown token.
+        `last`: no token follows, so no text is held back.  Raises InputError for an unknown token.
         """
         piece = self._out.push(token)
         if last:
@@ -134,8 +133,8 @@ class AnswerText:
 class Generation:
     """One answer: an iterator over pieces of text, and its summary so far.
 
-    No piece holds part of a character.  An exception in the middle (Ctrl-C too) goes to the caller;
-    `text`, `token_ids` and `summary()` then say how far it came, and the generator can be used
+    No piece has part of a character.  An exception in the middle (Ctrl-C too) goes to the caller;
+    `text`, `token_ids` and `summary()` then hold the part up to it, and the generator can be used
     again.
     """
 
@@ -194,17 +193,17 @@ class Generation:
 
     @property
     def finish_reason(self) -> str:
-        """As in `Summary`."""
+        """The reason why the answer ended, see `Summary`; "interrupted" while it is under way."""
         return self._reason
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens the whole prompt has."""
+        """The number of tokens of the whole prompt."""
         return len(self._prompt)
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that the KV cache had already."""
+        """The number of tokens of the prompt that the KV cache held already."""
         return self._cached
 
     def _run(self) -> Iterator[str]:
@@ -217,7 +216,7 @@ class Generation:
             yield piece
         if over:
             return
-        self._require_untouched()  # during the run, the run itself refuses other use
+        self._require_untouched()  # from here on the run itself raises ClosedError
         # The next tokens are computed while the caller works with this piece.
         with decoder.run(tokens_per_launch=self._per_launch) as tokens:
             for token in tokens:
@@ -228,7 +227,7 @@ class Generation:
                     return
 
     def _require_untouched(self) -> None:
-        """The tokens and settings of the sequence are as this generation left them."""
+        """Raises ClosedError if anything else has used the decoder since the last step."""
         if self._generator.decoder.changes != self._changes:
             raise ClosedError(
                 "the decoder was used otherwise since, which ended this generation: its tokens and "
@@ -236,7 +235,7 @@ class Generation:
             )
 
     def _next(self, token: int) -> tuple[str, bool]:
-        """Takes a token: its piece of text, and whether it is the last."""
+        """Adds a token; returns its piece of text, and True if the answer ends with it."""
         decoder = self._generator.decoder
         self._last = time.perf_counter()
         self._first = self._first or self._last
@@ -246,7 +245,7 @@ class Generation:
         if over:
             full = len(self._prompt) + len(self._tokens) > decoder.plan.sizes.context
             length = "context" if full else "length"
-            # Set before the last piece is given out: the caller may not ask for another.
+            # Set before the last piece is yielded: the caller may not resume after it.
             self._reason = "stop" if ended else length
         piece, stopped = self._out.push(token, last=over)
         if stopped:
@@ -256,7 +255,7 @@ class Generation:
         return piece, over
 
     def summary(self) -> Summary:
-        """The numbers so far; complete once the iteration has ended."""
+        """Returns the result and statistics so far; final once the iteration has ended."""
         now, before = self._generator.decoder.statistics(), self._before
         decoded, spent = len(self._tokens) - 1, self._last - self._first
         read = len(self._prompt) - self._cached
@@ -289,6 +288,6 @@ class Generation:
 
 
 def _since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """What was counted in between."""
+    """Returns the differences of the counts that changed."""
     counts = {reason: count - before.get(reason, 0) for reason, count in now.items()}
     return {reason: count for reason, count in counts.items() if count}

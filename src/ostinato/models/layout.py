@@ -1,4 +1,4 @@
-"""The weights' matrices on a device: which canonical tensors make up each, and their shapes.  Pure.
+"""The weights' matrices on a device: their shapes and the canonical tensors they consist of.  Pure.
 
 Queries, keys and values are one matrix, gate and up another, so that a layer is four products.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from ostinato.models.config import LlamaConfig, tensor_shapes
 
-# Which canonical tensors lie below each other in one matrix.
+# The canonical tensors whose rows are stacked in one matrix.
 _FUSED = {
     "wqkv": ("wq", "wk", "wv"),
     "bqkv": ("bq", "bk", "bv"),
@@ -19,19 +19,19 @@ _PART_OF = {part: (name, parts) for name, parts in _FUSED.items() for part in pa
 
 
 def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors in device memory with their shapes, in the order of use; matrices [out, in].
+    """Returns the shapes of the tensors in device memory, in the order of use; matrices [out, in].
 
-    `embed`, `layers.{i}.` + `attn_norm wqkv wo mlp_norm w_gate_up w_down`, `final_norm`, and `head`
-    where the embeddings are not tied; of a layer also `bqkv` (`LlamaConfig.qkv_bias`) and `q_norm
-    k_norm` (`qk_norm`).  `wqkv` is the rows of queries, keys and values below each other, `bqkv`
-    what is added to their outputs, `w_gate_up` the rows of gate and up.
+    The names are `embed`, `layers.{i}.` + `attn_norm wqkv wo mlp_norm w_gate_up w_down`,
+    `final_norm`, and `head` where the embeddings are not tied; a layer also has `bqkv`
+    (`LlamaConfig.qkv_bias`) and `q_norm k_norm` (`qk_norm`).  `wqkv` has the rows of queries, keys
+    and values in this order, `bqkv` their biases, `w_gate_up` the rows of gate and up.
     """
     return device_shapes(tensor_shapes(config))
 
 
 def device_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The same from the shapes of canonical tensors: a rank's embedding has rows for the whole
-    vocabulary, whatever its config says."""
+    """Returns what `weight_shapes` does, from the shapes of canonical tensors: a rank's embedding
+    has rows for the whole vocabulary, unlike its config."""
     found = {}
     for name, shape in shapes.items():
         layer, _, last = name.rpartition(".")
@@ -43,8 +43,8 @@ def device_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
 
 
 def part_rows(config: LlamaConfig, name: str, rows: int) -> Iterator[tuple[str, int]]:
-    """The canonical tensors that make up one in device memory, each with its rows; `rows`: those
-    of the whole."""
+    """Yields the canonical tensors that a tensor in device memory consists of, each with its number
+    of rows; `rows` is the number of the whole."""
     layer, _, last = name.rpartition(".")
     sizes = {
         **dict.fromkeys(("wq", "bq"), config.query_size),

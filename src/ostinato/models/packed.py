@@ -1,8 +1,8 @@
-"""Matrices as a file packs them, in one piece of memory each: what the compiled host kernels read.
+"""Matrices packed as in the file, each in one piece of memory, for the compiled host kernels.
 
     head                   "ostinato", rows, columns, number of parts, 0; for each part its tensor
                            type (GGUF's number), its rows and the offset of its first row
-    part, part, …          rows below each other as the file has them; queries, keys and values, or
+    part, part, …          each part's rows, packed as in the file; queries, keys and values, or
                            gate and up, may be of different types
 
 Numbers are the machine's own (32 bits, offsets 64).  Each part begins at a multiple of 64 bytes.
@@ -28,7 +28,7 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """Rows of one tensor type, a key of `BLOCK_TYPES`."""
+    """Rows of one tensor type; `type` is a key of `BLOCK_TYPES`."""
 
     type: str
     rows: int
@@ -36,10 +36,10 @@ class PackedPart:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """The layout of a matrix of parts below each other, [rows, columns] in all.
+    """The layout of a matrix [rows, columns] whose rows are divided into parts.
 
-    Raises InputError for a type that is not known, for rows that are no whole number of its blocks,
-    and for sizes that fit no kernel.
+    Raises InputError for an unknown type, for rows that are no whole number of its blocks, and for
+    sizes above 2^31 - 1.
     """
 
     columns: int
@@ -86,7 +86,7 @@ class PackedMatrix:
         return offsets
 
     def begin(self, memory: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], ...]:
-        """Writes the head; each part's rows, uint8 [rows, bytes in a row], are to be filled.
+        """Writes the head; returns a view of each part, uint8 [rows, bytes in a row], to fill.
 
         `memory`: flat, contiguous, `nbytes` of uint8.
         """

@@ -1,8 +1,8 @@
-"""Every buffer of a decoder, allocated once: addresses that never change, whatever the batch.
+"""All buffers of a decoder, allocated once, so that their addresses are the same for every batch.
 
 One plan serves steps of 1 to `max_rows` rows: each works on the first rows of the same buffers.
 Logits, states, options and rings belong to *sequences* and not to rows, so that a sequence's logits
-are at the same place whether a batched step or a single one made them.
+are at the same place whether a batched step or a single one computed them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ostinato.models.weights import Weights
 from ostinato.state.scalar import LARGEST
 
 _WHOLE_ROWS = 512
-"""Smaller steps are not worth cutting: 64 to 256 rows take about the same time (H100, 1B shape)."""
+"""The least bucket worth splitting: 64 to 256 rows take about the same time (H100, 1B shape)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class _Sizes:
 
 
 class PlanSizes(_Sizes):
-    """How much the decoder can hold.
+    """The capacity of a decoder.
 
-    `rows`: most rows of one step.  `sequences`: how many.  `context`: positions of each.  `ring`:
-    tokens of each that the host may be behind.  Raises InputError, also for more rows (4,096) or
-    sequences (1,365) than device state has room for.
+    `rows`: most rows of one step.  `sequences`: number of sequences.  `context`: positions of each.
+    `ring`: tokens of each sequence that the device may be ahead of the host.  Raises InputError,
+    also for more rows (4,096) or sequences (1,365) than device state has room for.
     """
 
     __slots__ = ()
@@ -72,20 +72,20 @@ class PlanSizes(_Sizes):
 
     @property
     def buckets(self) -> PowersOfTwo:
-        """The numbers of rows that steps are made for: powers of two, and `rows` itself."""
+        """The numbers of rows that launches are prepared for: powers of two, and `rows` itself."""
         return PowersOfTwo(self.rows)
 
     @property
     def sampled_rows(self) -> int:
-        """Most rows of a step in which every row may sample: those of a batch.  In larger ones, a
-        prompt's pieces, only the last row may, so there padding comes before the piece."""
+        """The most rows of a step in which every row may sample, as in a batch.  In a larger step,
+        a piece of a prompt, only the last row may sample, so its padding precedes the piece."""
         return max(SAMPLED_ROWS, self.buckets.bucket(self.sequences))
 
     def piece(self, count: int, most: int) -> int:
-        """How many tokens the next step of a prompt takes, of `count` that are left, up to `most`.
+        """Returns the tokens that the next step of a prompt takes, of `count` left, at most `most`.
 
-        All of them, unless a quarter of a large step would be padding: then as many as the bucket
-        below has, which costs less together with a step for what is left.
+        All of them, unless a quarter of a large step would be padding: then as many as the next
+        smaller bucket holds, since this step and one for the rest cost less together.
         """
         count = min(count, most)
         bucket = self.buckets.bucket(count)
@@ -93,21 +93,22 @@ class PlanSizes(_Sizes):
         return below if below >= _WHOLE_ROWS and 4 * count <= 3 * bucket else count
 
     def piece_end(self, count: int) -> int:
-        """Where a piece of `count` tokens ends in its step's rows, and how many these are."""
+        """Returns the number of rows of the step for a piece of `count` tokens; the piece takes the
+        last ones."""
         bucket = self.buckets.bucket(count)
         return bucket if bucket > self.sampled_rows else count
 
 
 @dataclass(slots=True, eq=False)
 class BufferPlan:
-    """The buffers by the names that the program uses.
+    """The buffers, by the names that the program uses.
 
-    `rows`, `options` and `stops` are set by the host, each in one staged copy.  `ring` is pinned
-    memory that the device writes and the host reads.  `cache` is [layers, 2 (keys, values),
-    sequences, kv_heads, context, head_size].  `history` is the token at each of its positions,
-    [sequences, context], for the repetition penalty.  The rest is written and read on the device
-    only.
-    `prepared`: the working memory is there.
+    The host sets `rows`, `options` and `stops`, each in one staged copy.  `ring` is pinned memory
+    that the device writes and the host reads.  `cache` is [layers, 2 (keys, values), sequences,
+    kv_heads, context, head_size].  `history` holds the token at each position, [sequences,
+    context], for the repetition penalty.  Only the device writes and reads the rest, except that
+    the host reads logits.
+    `prepared`: the buffers are allocated; False after `close`.
     """
 
     config: LlamaConfig
@@ -135,13 +136,13 @@ class BufferPlan:
         workspace: int,
         more: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]] | None = None,
     ) -> BufferPlan:
-        """Allocates everything for the largest step.  Raises OutOfMemoryError, InputError.
+        """Allocates all buffers for the largest step.  Raises OutOfMemoryError, InputError.
 
-        `workspace`: bytes that the kernels need beside the named buffers, `more`: shapes and dtypes
-        of buffers that only some kernels know (both from `Backend`), or of named ones that are to
-        be of another shape.  All but the KV cache is filled with zeros: counters in the workspace
-        start from zero, and kernels read whole buffers.  Of the KV cache only positions that were
-        written are read.
+        `workspace`: bytes that the kernels need besides the named buffers; `more`: shapes and
+        dtypes of buffers that only some kernels use (both from `Backend`), or that replace those of
+        a named buffer.  All but the KV cache is filled with zeros: counters in the workspace start
+        from zero, and kernels read whole buffers.  Kernels read the KV cache only at positions that
+        were written.
         """
         c, context = weights.config, device.context
         f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -180,12 +181,12 @@ class BufferPlan:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of the plan, without the weights."""
+        """Bytes of device memory of the plan, without the weights."""
         state = (self.rows.buffer, self.options.buffer, self.stops.buffer)
         return sum(b.nbytes for b in (*self.buffers.values(), *state))
 
     def resolve(self, argument: CallArgument, rows: int) -> object:
-        """What stands for an argument in a step of `rows` rows."""
+        """Returns the value of an argument in a step of `rows` rows: a buffer or a number."""
         if isinstance(argument, BufferArgument):
             buffer = self.buffer(argument)
             return buffer[rows - 1 : rows] if argument.last else buffer
@@ -194,7 +195,7 @@ class BufferPlan:
         return argument
 
     def buffer(self, bound: BufferArgument) -> Buffer:
-        """The buffer, or the layer's part of it, by the program's name."""
+        """Returns a buffer, or its part for a layer, by its name in the program."""
         name, layer = bound.name, bound.layer
         if name == "options":  # structs of several types, which kernels take as words
             return self.options.buffer.view(dtype="bytes")
@@ -207,10 +208,10 @@ class BufferPlan:
         return self.weights.buffer(name, layer)
 
     def copy_sequence(self, stream: Stream, source: int, target: int) -> None:
-        """Copies what the KV cache and the history hold of a sequence to another one's place.
+        """Copies the KV cache and the history of sequence `source` to sequence `target`.
 
-        All positions, also those that were never written: a layer's keys of a sequence are one
-        piece of memory, and those of some positions only are one for each head.
+        Copies all positions, even those never written: all keys of a sequence in a layer are one
+        contiguous piece, while those of some positions would be one piece for each head.
         """
         for layer in self.buffers["cache"]:
             for part in layer:
@@ -219,7 +220,7 @@ class BufferPlan:
         copy(stream, history[target], history[source])
 
     def close(self) -> None:
-        """Gives the memory back, not the weights'.  Idempotent."""
+        """Frees all buffers, but not the weights.  Idempotent."""
         self.prepared = False
         for array in (self.rows, self.options, self.stops):
             array.close()
@@ -228,9 +229,9 @@ class BufferPlan:
 
 
 def rope_table(config: LlamaConfig, context: int) -> npt.NDArray[np.float32]:
-    """Cosines and sines of every position: float32, [context, 2, head_size / 2].
+    """Returns the cosines and sines of every position: float32, [context, 2, head_size / 2].
 
-    Angles are float32 products, as transformers computes them.
+    Angles are float32 products, as in transformers.
     """
     positions = np.arange(context, dtype=np.float32)
     angles = positions[:, None] * rope_inverse_frequencies(config)[None, :]

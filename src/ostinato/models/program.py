@@ -4,26 +4,26 @@ A step works on *rows*.  A row is one token of one sequence:
 
     {token, position, sequence, flags}        four int32: `ROW`
 
-`sequence` says whose sequence it is (its place in the KV cache), `position` where in it.  Rows of
-one sequence at rising positions are a piece of a prompt; rows of different sequences are a batch.
-Rows without `ACTIVE` pad a bucket: nothing that they write is read.  Only the number of rows is
-frozen in a captured step: tokens, positions and lengths are read on the device, and `sample`
-advances them there.
+`sequence` is the index of the sequence in the KV cache, `position` the token's place in the
+sequence.  Rows of one sequence at rising positions are a piece of a prompt; rows of different
+sequences are a batch.  Rows without `ACTIVE` pad a bucket: nothing that they write is read.  Only
+the number of rows is frozen in a captured step: tokens, positions and lengths are read on the
+device, and `sample` advances them there.
 
     embed                                                 rows and states -> live rows, residual
     layer 0..n: norm_qkv_rope  attention  output_residual  norm_gate_up  down_residual
     head  sample                                          only in a step that samples
 
-Where heads are normed before their rope (`LlamaConfig.qk_norm`), a norm needs a whole head's sums,
-and `norm_qkv  norm_rope` stand in the place of `norm_qkv_rope`.
+Where heads are normed before their rope (`LlamaConfig.qk_norm`), a norm needs the sums of a whole
+head, so `norm_qkv  norm_rope` replace `norm_qkv_rope`.
 
-Several steps can be one launch: a graph with a WHILE node whose body is a step and one kernel more,
-which counts down and checks whether any row of the step has not stopped.
+Several steps can be one launch: a graph with a WHILE node whose body is a step and one more kernel,
+which counts down and ends the loop once every row of the step has stopped.
 
     continue_loop (starts the count)   while: embed … sample  continue_loop (counts down)
 
-`decode_program(config)` gives that as a tuple of `KernelCall`; it is pure, and printing it is the
-documentation of a step.  The buffers that the calls name are made by `models.plan`.
+`decode_program(config)` returns a step as a tuple of `KernelCall`; it is pure, and `describe`
+prints it.  `models.plan` allocates the buffers that the calls name.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ import numpy as np
 from ostinato.models.config import LlamaConfig
 
 ACTIVE = 1
-"""The row is computed; without it the row is padding, whatever else it holds."""
+"""The flag of a row that is computed; a row without it is padding, whatever else it holds."""
 SAMPLE = 2
-"""The row gets logits and a next token, and its sequence's state is advanced."""
+"""The flag of a row that gets logits and a next token, and whose sequence's state is advanced."""
 FROM_STATE = 4
-"""Token and position are the sequence's state, not the row's; and the row pads once that
-stopped."""
+"""The flag of a row whose token and position are read from the sequence's state.  Once the sequence
+has stopped, the row is padding."""
 
 ROW = np.dtype(
     [("token", np.int32), ("position", np.int32), ("sequence", np.int32), ("flags", np.int32)]
@@ -53,8 +53,8 @@ ROW = np.dtype(
 STATE = np.dtype(
     [("token", np.int32), ("position", np.int32), ("length", np.int32), ("stopped", np.int32)]
 )
-"""Of one sequence, written by `sample`: the sampled token, the position it will take, the KV
-length once it is there (position + 1), and whether the sequence is at its end."""
+"""The state of one sequence, written by `sample`: the sampled token, the position it will take, the
+KV length with it (position + 1), and whether the sequence has stopped."""
 OPTIONS = np.dtype(
     [
         ("temperature", np.float64),
@@ -66,24 +66,24 @@ OPTIONS = np.dtype(
         ("repetition_penalty", np.float64),
     ]
 )
-"""How a sequence samples (see `sampling.SamplingOptions`).  `limit`: a token that would take this
-position or a later one stops the sequence."""
+"""The sampling options of a sequence (see `sampling.SamplingOptions`).  `limit`: a token that would
+take this position or a later one stops the sequence."""
 RING = np.dtype([("token", np.int32), ("tag", np.int32)])
-"""Where the host finds tokens: entry `position % size` of the sequence's ring; `tag` is
-2 * position + stopped, so that one 8-byte word says which token it is.  A negative tag is none yet;
-a negative token says that the logits held NaN."""
+"""A token that the device gives to the host, in entry `position % size` of the sequence's ring.
+`tag` is 2 * position + stopped, so one 8-byte word identifies the token.  A negative tag: no token
+yet.  A negative token: the logits held NaN."""
 
 SAMPLED_ROWS = 64
-"""A step of more rows is a piece of one sequence's prompt: its active rows come last, at positions
-that rise by one, and only the last one may be SAMPLE.  See `PlanSizes` for where batches are
-larger."""
+"""Most rows of a step in which any row may be SAMPLE (larger batches: see `PlanSizes`).  A step of
+more rows is a piece of one sequence's prompt: its active rows come last, at positions that rise by
+one, and only the last row may be SAMPLE."""
 STOP_TOKENS = 16
-"""How many end tokens the device holds; unused ones are -1."""
+"""The number of end tokens that the device holds; unused ones are -1."""
 ABSENT = 0
-"""The null pointer: in the place of a weight that this model does not have."""
+"""The null pointer, passed for a weight that the model does not have."""
 OF_RANKS = {"output_residual": "output_of_ranks", "down_residual": "down_of_ranks"}
-"""Products whose sums belong together with other ranks', and what they are called where they add
-these themselves."""
+"""Products whose results are summed over all ranks, each with the name of the kernel that computes
+the product and this sum."""
 
 _LIVE = "live: *const i32, "
 _HEADS = "heads: u32, kv_heads: u32, head_size: u32, "
@@ -128,13 +128,13 @@ SIGNATURES: dict[str, str] = {
     "continue_loop": "condition: cond, counter: *i32, rows: *const i32, state: *const i32, "
     "row_count: u32, sequences: u32, start: u32",
 }
-"""The kernels of a step, of one device and of a rank, with their parameters on the host."""
+"""The kernels of a step, for one device and for a rank, with their parameters on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferArgument:
-    """An argument that is a buffer of the plan.  `layer` picks that layer's part, `last` the part
-    of the step's last row."""
+    """An argument that is a buffer of the plan.  `layer` selects a layer's part, `last` the part of
+    the step's last row."""
 
     name: str
     layer: int | None = None
@@ -146,13 +146,13 @@ class BufferArgument:
 
 
 CallArgument: TypeAlias = BufferArgument | str | int | float
-"""A buffer, the name of a size that the step decides ("rows", "sequences", "context", "ring") or of
-the loop's "condition", or a constant."""
+"""An argument of a call: a buffer; the name of a size of the step ("rows", "sequences", "context",
+"ring") or of the loop's "condition"; or a constant."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One launch: the kernel's name, and its arguments by parameter."""
+    """One launch: the kernel's name, and its arguments by parameter name."""
 
     kernel: str
     arguments: tuple[tuple[str, CallArgument], ...]
@@ -164,11 +164,11 @@ class KernelCall:
 def decode_program(
     config: LlamaConfig, *, sampled: bool = True, last_row: bool = False
 ) -> tuple[KernelCall, ...]:
-    """The launches of one step, in order.
+    """Returns the launches of one step, in order.
 
-    `sampled`: with the output head, the choice of the next token and the advance of the state;
-    without, what all pieces of a prompt but the last need.  `last_row`: these are done for the
-    step's last row alone, so that a long piece does not pay for a head of all its rows.
+    `sampled`: with the output head, the choice of the next token and the advance of the state; all
+    pieces of a prompt but the last need none of these.  `last_row`: these are computed for the
+    step's last row only, so that a long piece does not compute the head for all its rows.
     """
     calls = [_Calls(config)("embed", table=BufferArgument("embed"))]
     for layer in range(config.layers):
@@ -182,16 +182,16 @@ def decode_program(
 
 @functools.cache
 def parameter_names(signature: str) -> tuple[str, ...]:
-    """The names of a kernel's parameters, in order."""
+    """Returns the names of a kernel's parameters, in order."""
     return tuple(part.split(":")[0].strip() for part in signature.split(","))
 
 
 def loop_call(start: int = 0) -> KernelCall:
-    """The kernel that decides whether a loop goes on with another step.
+    """Returns the call of the kernel that decides whether a loop runs another step.
 
-    With `start` it is launched before the loop, which then does `start` steps at most; without, it
-    is the last kernel of the loop's body.  The loop goes on only as long as a row that is
-    FROM_STATE has not stopped, so no step runs after all have.
+    With `start` the call belongs before the loop, which then runs at most `start` steps; without,
+    it is the last of the loop's body.  The loop continues only while some FROM_STATE row has not
+    stopped, so no step runs after all have.
     """
     return kernel_call(
         "continue_loop",
@@ -206,7 +206,7 @@ def loop_call(start: int = 0) -> KernelCall:
 
 
 def describe(program: Sequence[KernelCall]) -> str:
-    """The program as text, one call a line."""
+    """Returns the program as text, one call a line."""
     width = max((len(call.kernel) for call in program), default=0)
     lines = []
     for index, call in enumerate(program):
@@ -219,13 +219,13 @@ def describe(program: Sequence[KernelCall]) -> str:
 
 
 def kernel_call(kernel: str, **arguments: CallArgument) -> KernelCall:
-    """A call with arguments by parameter."""
+    """Returns a call of the kernel with these arguments, in the order given."""
     return KernelCall(kernel, tuple(arguments.items()))
 
 
 class _Calls:
-    """Makes calls of one config, and of a layer.  A parameter that a call does not give is the
-    buffer, the size or the constant of its name; `last`: of the step's last row."""
+    """A factory of calls for one config, and for one layer.  A parameter without a given argument
+    gets the buffer, size or constant of its name; `last`: for the step's last row."""
 
     def __init__(
         self, config: LlamaConfig, layer: int | None = None, *, last: bool = False

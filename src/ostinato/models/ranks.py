@@ -1,8 +1,8 @@
-"""What a decoder that is one rank of several does besides: it agrees, and does not wait for ever.
+"""Checks that the ranks of a decoder agree, so that none computes nonsense or waits for ever.
 
-Ranks run the same program on the same calls and get the same tokens, bit by bit, as long as they
-are given the same.  Three things are compared, so that a difference is an error on all ranks and no
-hang, and no token that means nothing:
+Ranks run the same program on the same calls and get the same tokens, bit by bit, if their inputs
+are equal.  Three things are compared, so that a difference raises an error on all ranks instead of
+a hang or wrong tokens:
 
     the model, settings, the library's code  when a decoder is made
     each graph, before its first replay      nodes, shapes, order of collectives, machine code
@@ -35,11 +35,11 @@ from ostinato.models.sharding import (
     shard_program,
 )
 
-_TOLD = 8  # calls that a message of a disagreement can go back
+_TOLD = 8  # the latest calls, for the message of a disagreement
 
 
 class Ranks:
-    """One decoder's part in its group.  `sharding`: what this rank has of the model."""
+    """The membership of a decoder in a group.  `sharding`: this rank's share of the model."""
 
     def __init__(
         self, group: Group, sharding: Sharding, device: Device, way: str | None = None
@@ -54,7 +54,7 @@ class Ranks:
         self._compared = True
 
     def close(self) -> None:
-        """Gives the collectives back, once no graph has them any more.  Idempotent."""
+        """Closes the collectives, after the graphs that use them are collected.  Idempotent."""
         self._device.context.collect()
         self.collectives.close()
 
@@ -62,15 +62,15 @@ class Ranks:
     def program(
         self, *, sampled: bool = True, whole_logits: bool = False, last_row: bool = False
     ) -> tuple[KernelCall, ...]:
-        """This rank's layer program; arguments as for `decode_program` and `shard_program`."""
+        """Returns this rank's program; arguments: see `decode_program` and `shard_program`."""
         one = decode_program(self.sharding.part, sampled=sampled, last_row=last_row)
         return shard_program(one, self.sharding, whole_logits=whole_logits, last_row=last_row)
 
     def with_collectives(
         self, program: Sequence[KernelCall], rows: int, *, by_products: bool
     ) -> tuple[KernelCall | BoundCall, ...]:
-        """The program with its collectives bound to the group.  `by_products`: products add their
-        sums over all ranks themselves."""
+        """Returns the program with its collectives bound to the group.  `by_products`: the kernels
+        of products compute the sums over all ranks themselves."""
         if by_products:
             program = exchanging_products(program, self.sharding)
         return tuple(
@@ -81,7 +81,7 @@ class Ranks:
         )
 
     def _programmatic(self, call: KernelCall, rows: int) -> bool:
-        """Whether the collective can be one launch in the chain of the program's launches."""
+        """True if the collective is one kernel that supports programmatic launch."""
         source = dict(call.arguments).get("source")
         if call.kernel == "accumulate":
             nbytes = 4 * rows * self.sharding.whole.hidden
@@ -92,16 +92,16 @@ class Ranks:
         return self.collectives.programmatic(nbytes)
 
     def gather_logits(self, plan: BufferPlan) -> tuple[Operation, ...]:
-        """What gives this rank all ranks' logits."""
+        """Returns the operations that collect all ranks' logits on this rank."""
         return self.collectives.all_gather(plan.buffers["logits_part"], plan.buffers["logits"])
 
     # --- agreement
     def agree_model(
         self, config: LlamaConfig, backend: Backend, plan: BufferPlan, steps: str
     ) -> None:
-        """Compares the model, the decoder's sizes, and how its steps come to be graphs (`steps`):
-        ranks of which one captures and one does not wait for each other.  Of the weights, the last
-        norm's, which every rank has.  Raises DisagreementError on all ranks, GroupError."""
+        """Compares the model, the decoder's sizes and the graph settings in `steps` (a rank that
+        captures and one that does not would wait for each other).  The last norm, which every rank
+        has whole, stands for the weights.  Raises DisagreementError on all ranks, GroupError."""
         with self._device.create_stream() as stream:
             norm = plan.weights.buffer("final_norm").to_numpy(stream).tobytes()
         lines = [
@@ -118,11 +118,11 @@ class Ranks:
     def agree_graph(
         self, key: str, code: Sequence[str], make: Callable[[], GraphExec]
     ) -> GraphExec:
-        """The executable that `make` gives, once all ranks are known to have the same for `key`.
+        """Returns the executable made by `make`, after all ranks have compared theirs for `key`.
 
-        `code`: what its kernels are, in lines.  A rank that cannot make one tells the others.
-        A graph that is made again is compared with what was agreed on, and nothing travels.
-        Raises what `make` raises, DisagreementError on all ranks, GroupError.
+        `code`: lines that identify the kernels.  A rank whose `make` fails reports it to the
+        others.  A graph made again is compared with the agreed digest, without communication.
+        Raises the errors of `make`, DisagreementError on all ranks, GroupError.
         """
         lines = [f"ostinato {__version__}", *code]
         try:
@@ -144,8 +144,8 @@ class Ranks:
         return executable
 
     def code_of(self, bound: Iterable[BoundCall]) -> list[str]:
-        """A line for each kernel of ours: its name, and the digest of its machine code if it is
-        known."""
+        """Returns a line for each kernel of ours: its name, and the digest of its machine code, or
+        "none" if the driver cannot read the code."""
         lines: dict[str, None] = {}
         for call in bound:
             if isinstance(call, BoundLaunch):
@@ -155,20 +155,20 @@ class Ranks:
     def _code(self, kernel: Kernel) -> str:
         try:
             code = self._device.driver.function_code(kernel.function)
-        except DriverError:  # the host's kernels have none; they are of this version
+        except DriverError:  # the host's kernels have none; the library's version covers them
             return "none"
         return hashlib.blake2b(code.data, digest_size=8).hexdigest()
 
     def note(self, call: str, *, again: bool = False) -> None:
-        """A call of the decoder's caller, which all ranks must make alike.  `again`: it counts
-        also right after the same call."""
+        """Notes a call of the decoder's caller, which all ranks must make alike.  `again`: note the
+        call even right after an equal one."""
         if again or not self._calls or self._calls[-1] != call:
             self._calls.append(call)
             self._chain.update(call.encode() + b"\n")
             self._compared = False
 
     def agree_calls(self) -> None:
-        """Compares what the callers of all ranks did since the last time, if they did anything.
+        """Compares the calls of all ranks if any were noted since the last comparison.
         Raises DisagreementError on all ranks, GroupError."""
         if not self._compared:
             lines = [*self._calls, f"all calls so far: {self._chain.hexdigest()}"]
@@ -178,7 +178,7 @@ class Ranks:
 
 @functools.cache
 def _sources() -> str:
-    """The digest of what makes steps: two builds of one version may differ."""
+    """Returns the digest of the sources that make steps: two builds of one version may differ."""
     digest = hashlib.blake2b(digest_size=8)
     package = Path(__file__).parents[1]
     for folder in (package / "distributed", package / "models"):
@@ -189,7 +189,7 @@ def _sources() -> str:
 
 
 def _described(graph: Graph) -> list[str]:
-    """A line for each node, and the graph's digest, which covers edges and bodies too."""
+    """Returns a line for each node, and the graph's digest, which covers edges and bodies too."""
     lines = []
     for index, node in enumerate(graph.nodes):
         shape = ""

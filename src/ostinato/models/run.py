@@ -1,14 +1,14 @@
 """Running ahead: the next steps are launched before the last tokens are read.
 
-    launched   ■ ■ ■ ■ ■ ■ . .      the device's work, `ahead` launches more than is waited for
-    taken      ■ ■ ■ . . . . .      what the caller has
+    launched   ■ ■ ■ ■ ■ ■ . .      steps launched: the one waited for, and `ahead` launches more
+    taken      ■ ■ ■ . . . . .      tokens that the caller has
 
-A step advances the state on the device, so a launch needs nothing from the host; and a step finds
-only padding once all its rows have stopped, so one too many changes nothing.  Tokens come through
-the ring: no more than it holds are ever launched and not taken, so none is overwritten unread.
+A step advances the state on the device, so a launch needs nothing from the host; and once all rows
+of a step have stopped they are padding, so an extra step changes nothing.  Tokens come through the
+ring: at most as many as the ring holds are launched and not taken, so none is overwritten unread.
 
-What was launched and not taken is dropped when a run ends.  The next step then gets token and
-position from the host (`Sequence.on_device` is off), and overwrites what lies behind them.
+When a run ends, tokens that were launched and not taken are dropped.  The next step then gets token
+and position from the host (`Sequence.on_device` is False), and overwrites the cache behind them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _HOST_STATE = "the host sets the state before each step (device_state is off)"
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a run goes.
+    """The options of a run.
 
-    `count`: tokens of each sequence at most; None for no such end.  `tokens_per_launch`: more than
-    1 by a graph with a loop on the device, which stops by itself where all rows have stopped.
-    `ahead`: launches under way besides the one whose tokens are waited for; None for 2, or fewer if
-    the ring cannot hold so many tokens.
+    `count`: most tokens of each sequence; None for no limit.  `tokens_per_launch`: more than 1 uses
+    a graph with a loop on the device, which ends when all rows have stopped.
+    `ahead`: launches under way besides the one whose tokens the host waits for; None for 2, or
+    fewer if the ring cannot hold so many tokens.
     """
 
     count: int | None = None
@@ -50,8 +50,8 @@ class RunOptions:
     ahead: int | None = None
 
     def checked(self, ring: int) -> RunOptions:
-        """The same with every number filled in.  Raises InputError for numbers that make no sense
-        or need more entries than the ring has."""
+        """Returns the options with `ahead` filled in.  Raises InputError for invalid numbers, or
+        for numbers that need more entries than the `ring` has."""
         count = None if self.count is None else whole(self.count, "count", 1)
         tokens = whole(self.tokens_per_launch, "tokens_per_launch")
         if not 1 <= tokens <= ring:
@@ -70,7 +70,8 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Launches:
-    """`call` does `tokens` steps.  It may be called `most` times; None for no limit."""
+    """A function `call` that launches `tokens` steps, and how often it may be called (`most`; None
+    for no limit)."""
 
     call: Callable[[], object]
     tokens: int
@@ -78,11 +79,11 @@ class _Launches:
 
 
 class Run(Closeable, Generic[T]):
-    """Tokens of one or more sequences as they come; an iterator.  Made by `Decoder`.
+    """An iterator over the next tokens of one or more sequences, made by `Decoder`.
 
     It ends where all its sequences have stopped, or after `count` tokens of each; or by `close()`
-    or the end of a `with` block, which drop what was computed and not taken.  Whatever else is done
-    with the decoder ends it too, and then its next step raises ClosedError.  An exception ends it.
+    or the end of a `with` block, which drop tokens that were computed and not taken.  Any other use
+    of the decoder ends it too; its next step then raises ClosedError.  An exception ends it.
     """
 
     def __init__(
@@ -95,13 +96,13 @@ class Run(Closeable, Generic[T]):
         device_state: bool,
     ) -> None:
         self._stepper = stepper
-        self._calls = calls  # of the decoder
+        self._calls = calls  # shared with the decoder
         self._live = sequences
         self._left = options.count
         self._per_launch = options.tokens_per_launch
         self._ahead = options.ahead or 0
         self._device_state = device_state
-        self._launched = self._taken = 0  # steps, since the device goes ahead
+        self._launched = self._taken = 0  # steps since `begin_ahead`
         self._over = False
         self._ended_by: str | None = None
         self._work = self._steps()
@@ -114,11 +115,11 @@ class Run(Closeable, Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """The next tokens.  Raises StopIteration, ClosedError, InputError while another call of the
-        decoder is under way, and what a step raises.
+        """Returns the next tokens.  Raises StopIteration, ClosedError, InputError while another
+        call of the decoder is under way, and the errors of a step.
 
-        A LogitsError ends the run, and says the tokens of the sequences that have one: another run
-        goes on with these.
+        A LogitsError ends the run, and holds the tokens of the sequences that have one; a new run
+        can continue these sequences.
         """
         if self._ended_by is not None:
             raise ClosedError(
@@ -138,13 +139,13 @@ class Run(Closeable, Generic[T]):
 
     @abstractmethod
     def _item(self, sequences: list[Sequence], chosen: list[int]) -> T:
-        """What the caller gets for one step."""
+        """Returns the item of one step, from its sequences and the tokens chosen for them."""
 
     # --- the end
     def close(self) -> None:
-        """Ends the run; what was computed and not taken is dropped.  Idempotent, does not wait.
+        """Ends the run; drops tokens that were computed and not taken.  Idempotent, does not wait.
 
-        Raises InputError while its next tokens are waited for in another thread.
+        Raises InputError while another thread waits for the run's next tokens.
         """
         if inspect.getgeneratorstate(self._work) == inspect.GEN_RUNNING:
             raise InputError(f"close() was called while the next tokens of {self!r} are waited for")
@@ -152,18 +153,19 @@ class Run(Closeable, Generic[T]):
         self._work.close()
 
     def finish(self) -> None:
-        """Launches no more: the run ends once what is under way is taken, and nothing is dropped.
-        So whatever comes next goes on from the device's own state."""
+        """Stops launching: the run ends once all launched tokens are taken, and drops none, so the
+        next step continues from the state on the device."""
         self._left = self._launched - self._taken
 
     def end(self, by: str) -> None:
-        """Ends the run on behalf of something else that is done with the decoder."""
+        """Ends the run because of the call `by`, which a later step's ClosedError names."""
         if not self._over and self._live and self._left != 0:
             self._ended_by = by
         self.close()
 
     def is_ahead(self, sequence: Sequence) -> bool:
-        """Whether the device is, or will be, further in a sequence than the tokens taken."""
+        """True if launches of this run have computed, or will compute, tokens of the sequence that
+        were not taken."""
         return self._launched > self._taken and sequence in self._live
 
     # --- the steps
@@ -180,8 +182,8 @@ class Run(Closeable, Generic[T]):
             yield self._hand(self._stepper.together(live, device_state=self._device_state))
 
     def _find(self, stack: ExitStack) -> _Launches | None:
-        """What to launch ahead; None for one step that is waited for: the host has to say where a
-        sequence is, or there is no graph (yet)."""
+        """Returns the launches to run ahead, whose graph `stack` holds; None for one step with a
+        wait: the host must set a sequence's position first, or there is no graph (yet)."""
         steps, rows = self._stepper.steps, len(self._live)
         if not (self._device_state and all(sequence.on_device for sequence in self._live)):
             return None
@@ -200,7 +202,7 @@ class Run(Closeable, Generic[T]):
         return None
 
     def _note(self, reason: str) -> None:
-        """Counts why the run does not go as it was asked to."""
+        """Counts a reason why the run does not go as asked."""
         self._stepper.phases.one_by_one[reason] += 1
 
     def _go_ahead(self, launches: _Launches) -> Generator[T, None, None]:
@@ -225,8 +227,8 @@ class Run(Closeable, Generic[T]):
             stepper.end_ahead(sequences, further=further)
 
     def _launch(self, launches: _Launches, room: int) -> None:
-        """Launches until `ahead` launches are under way besides the one that is waited for, the
-        longest sequence is at its end, or all wanted tokens are launched."""
+        """Launches until `ahead` launches are under way besides the one that the host waits for,
+        all sequences have stopped for certain, or all wanted tokens are launched."""
         tokens, most, left = launches.tokens, launches.most, self._left
         while (behind := self._launched - self._taken) <= self._ahead * tokens:
             if self._launched >= room or (left is not None and behind + tokens > left):
@@ -246,14 +248,14 @@ class Run(Closeable, Generic[T]):
 
 
 class TokenRun(Run[int]):
-    """The tokens of one sequence."""
+    """A run of one sequence: its items are tokens."""
 
     def _item(self, sequences: list[Sequence], chosen: list[int]) -> int:
         return chosen[0]
 
 
 class BatchRun(Run[dict[int, int]]):
-    """One token of each sequence that has not stopped, by sequence, for each step."""
+    """A run of several sequences: its items are {sequence: token} for those not stopped before."""
 
     def _item(self, sequences: list[Sequence], chosen: list[int]) -> dict[int, int]:
         return {s.index: token for s, token in zip(sequences, chosen, strict=True)}

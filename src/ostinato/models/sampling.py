@@ -1,9 +1,9 @@
-"""Choosing the next token: the NumPy reference that a device kernel must agree with.
+"""Choice of the next token: the NumPy reference that the device kernels must agree with.
 
-Randomness is a pure function of (seed, position), so an eager run, a replay and a device loop draw
-the same numbers without any state: Philox4x32-10 (Salmon et al., SC'11, the Random123 library) with
-the 64-bit seed as key and (position, 0, 0, 0) as counter.  The first word's upper 24 bits make a
-float32 in [0, 1).
+Random numbers are a pure function of (seed, position), so an eager run, a replay and a device loop
+draw the same numbers without any state: Philox4x32-10 (Salmon et al., SC'11, the Random123 library)
+with the 64-bit seed as key and (position, 0, 0, 0) as counter.  The upper 24 bits of the first word
+give a float32 in [0, 1).
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class _Sampling:
 
 
 class SamplingOptions(_Sampling):
-    """How the next token is chosen.
+    """Options for the choice of the next token.
 
-    `temperature`: 0 is greedy, the likeliest token always; 3.4e38 at most.  `top_k`: only the k
-    likeliest; 0 is off.  `top_p`: only the smallest set of likeliest tokens that has this
-    probability together; 1.0 is off.  `seed`: 0 to 2^64 - 1.  `min_p`: only tokens at least so
-    probable, as a part of the likeliest one's probability at this temperature; 0 is off.
-    `repetition_penalty`: what divides the positive logits and multiplies the negative ones of all
-    tokens that the sequence holds, the prompt's too, as in transformers; 1.0 is off, 0.01 to 100 is
-    allowed.  Raises InputError.
+    `temperature`: 0 is greedy, always the likeliest token; 3.4e38 at most.  `top_k`: only the k
+    likeliest; 0 is off.  `top_p`: only the smallest set of likeliest tokens that together has this
+    probability; 1.0 is off.  `seed`: 0 to 2^64 - 1.  `min_p`: only tokens with at least this
+    fraction of the likeliest token's probability at this temperature; 0 is off.
+    `repetition_penalty`: divides the positive and multiplies the negative logits of all tokens that
+    the sequence holds, the prompt's too, as in transformers; 1.0 is off, 0.01 to 100 is allowed.
+    Raises InputError.
     """
 
     __slots__ = ()
@@ -62,7 +62,7 @@ class SamplingOptions(_Sampling):
         repetition_penalty: float = 1.0,
     ) -> None:
         temperature = number(temperature, "temperature")
-        # In float32 more is infinite, and minus infinity divided by it no number.
+        # A larger one is infinite in float32, and minus infinity divided by infinity is NaN.
         if not 0 <= temperature <= _MOST_TEMPERATURE:
             raise InputError(
                 f"temperature is {temperature}, must be 0 (greedy) to {_MOST_TEMPERATURE:g}"
@@ -91,14 +91,14 @@ class SamplingOptions(_Sampling):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken; nothing random is drawn then."""
+        """True if the likeliest token is always chosen; no random number is drawn then."""
         return self.temperature == 0
 
     def with_named(self, **named: Any) -> SamplingOptions:
-        """These options with the named ones in place of their own.
+        """Returns a copy with the named options replaced.
 
-        Who names the temperature 0 wants the likeliest token: what is not named then is off, and
-        only the seed stays.  Raises InputError.
+        Temperature 0 means greedy choice: every option not named is then off, except the seed,
+        which stays.  Raises InputError.
         """
         greedy = named.get("temperature") == 0
         return replace(SamplingOptions(seed=self.seed) if greedy else self, **named)
@@ -106,12 +106,12 @@ class SamplingOptions(_Sampling):
 
 GREEDY = SamplingOptions()
 READABLE = SamplingOptions(temperature=0.7, min_p=0.05, repetition_penalty=1.1)
-"""For models whose files advise nothing: neither one line again and again, as greedy choices of
-small models become, nor words at random."""
+"""Options for models whose files have no advice.  They avoid the endless repetition of greedy
+choices of small models without making the text incoherent."""
 
 
 def require_options(value: object, name: str) -> None:
-    """Raises InputError that begins with `name` for what is no `SamplingOptions`."""
+    """Raises InputError, whose message begins with `name`, unless `value` is `SamplingOptions`."""
     if not isinstance(value, SamplingOptions):
         raise InputError(f"{name} is {quoted(value)}, must be SamplingOptions")
 
@@ -119,7 +119,10 @@ def require_options(value: object, name: str) -> None:
 def philox4x32(
     counter: tuple[int, int, int, int], key: tuple[int, int]
 ) -> tuple[int, int, int, int]:
-    """Philox4x32-10: four 32-bit words from four words of counter and two of key."""
+    """Computes Philox4x32-10: four 32-bit words from four words of counter and two of key.
+
+    Raises InputError for a word outside 32 bits.
+    """
     c0, c1, c2, c3 = (whole(word, "counter", 0, _MASK) for word in counter)
     k0, k1 = (whole(word, "key", 0, _MASK) for word in key)
     for _ in range(_ROUNDS):
@@ -132,10 +135,10 @@ def philox4x32(
 
 
 def uniform(seed: int, position: int) -> np.float32:
-    """The float32 in [0, 1) that belongs to a seed and a position: (first word >> 8) * 2^-24.
+    """Returns the float32 in [0, 1) for a seed and a position: (first word >> 8) * 2^-24.
 
     `seed` is taken modulo 2^64 (low word first in the key), `position` modulo 2^32.
-    Raises InputError if one is no whole number.
+    Raises InputError for a value that is no whole number.
     """
     seed, position = whole(seed, "seed"), whole(position, "position")
     key = (seed & _MASK, (seed >> 32) & _MASK)
@@ -146,11 +149,10 @@ def uniform(seed: int, position: int) -> np.float32:
 def penalised(
     logits: npt.NDArray[np.float32], tokens: npt.ArrayLike, penalty: float
 ) -> npt.NDArray[np.float32]:
-    """A copy of the logits in which those of `tokens` are divided by the penalty if they are
-    positive and multiplied by it if they are negative, in float32; each once, however often the
-    token is there.
+    """Returns a copy of the logits in which those of `tokens` are divided by the penalty if
+    positive and multiplied by it if negative, in float32; once each, also for repeated tokens.
 
-    `logits`: float32, (vocabulary,).  `tokens`: indices into it.
+    `logits`: float32, (vocabulary,).  `tokens`: indices into `logits`.
     """
     out = logits.copy()
     seen = np.unique(np.asarray(tokens, np.intp))
@@ -172,18 +174,18 @@ def sample(
     repetition_penalty: float = 1.0,
     history: npt.ArrayLike = (),
 ) -> int:
-    """The next token's index, from float32 logits of shape (vocabulary,).
+    """Returns the next token's index, chosen from float32 logits of shape (vocabulary,).
 
-    In this order: `penalised` for the tokens in `history`; (logit - largest) / temperature in
-    float32; the `top_k` largest (on ties the
-    lower index stays); softmax in float32; of the likeliest tokens, in order, the smallest number
-    whose float64 sum is at least `top_p` of the whole, one at the least; of these the ones whose
-    scaled logit is at least log(min_p), rounded to float32; then the first of them, likeliest first
-    and lower index first on ties, whose running sum exceeds `uniform(seed, position)` of theirs.
+    The steps, in order: `penalised` for the tokens in `history`; (logit - largest) / temperature in
+    float32; the `top_k` largest (on ties the lower index stays); softmax in float32; the fewest of
+    the likeliest tokens, one or more, whose float64 sum is at least `top_p` of the whole; of these
+    the tokens whose scaled logit is at least log(min_p), rounded to float32; of these, likeliest
+    first and lower index first on ties, the first token whose running sum exceeds
+    `uniform(seed, position)` times their total.
 
-    A NaN logit counts as minus infinity, so that an index is always returned: the caller must look
-    for NaN in the logits to find a broken model.  If all are minus infinity it is 0; if one
-    is plus infinity it is the first such.  Raises InputError for other shapes and bad options.
+    A NaN logit counts as minus infinity, so that an index is always returned: the caller must check
+    the logits for NaN to find a broken model.  If all logits are minus infinity, the result is 0;
+    if any is plus infinity, the first such.  Raises InputError for other shapes and bad options.
     """
     options = SamplingOptions(temperature, top_k, top_p, seed, min_p, repetition_penalty)
     if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
@@ -200,7 +202,7 @@ def sample(
     # Underflow is meant (to probability 0); a temperature near 0 overflows to -inf, which is right.
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         scaled = (logits - largest) / np.float32(options.temperature)
-        # A temperature that is 0 in float32 makes 0 / 0 of the largest.
+        # With a temperature that rounds to 0 in float32, the largest logit became 0 / 0.
         scaled[logits == largest] = 0.0
         order = _largest_first(scaled, options.top_k)
         weights = np.exp(scaled[order], dtype=np.float32)
@@ -218,10 +220,11 @@ def sample(
 
 
 def _largest_first(values: npt.NDArray[np.float32], top_k: int) -> npt.NDArray[np.intp]:
-    """Indices in descending order of value, the lower index first on ties; the first `top_k`."""
+    """Returns the indices of the `top_k` largest values (all if 0), descending, the lower index
+    first on ties."""
     if not 0 < top_k < values.size:
         return np.argsort(-values, kind="stable")
-    # Only what can be among the first k is sorted: everything not below the k-th largest value.
+    # Only values that can be among the first k are sorted: those not below the k-th largest.
     threshold = np.partition(values, values.size - top_k)[values.size - top_k]
     candidates = np.flatnonzero(values >= threshold)
     order = np.argsort(-values[candidates], kind="stable")[:top_k]

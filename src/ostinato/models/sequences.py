@@ -1,4 +1,4 @@
-"""What the host knows of each sequence, and the rows that stand for it in a step.  Pure."""
+"""The host's state of each sequence, and the rows of sequences in a step.  Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ostinato.models.program import ACTIVE, FROM_STATE, ROW, SAMPLE
 
 @dataclass(slots=True)
 class Sequence:
-    """One sequence's tokens.  `index`: its place in the KV cache, counted from 0.
+    """The tokens and the state of one sequence.  `index`: its place in the KV cache, from 0.
 
-    The first `length` of `tokens` have their keys and values in the cache; one more, if there is
-    one, is the next to be decoded.  `on_device`: the sequence's state on the device says the same.
-    `ahead`: the device went on from there, so its logits are of a later token.
-    `has_logits`: otherwise these are the ones that the last token was chosen from.
-    `stopped`: at an end token, at its limit or at the end of the context.
+    The cache holds keys and values of the first `length` of `tokens`; if there is one token more,
+    it is the next to decode.  `on_device`: the sequence's state on the device agrees with this one.
+    `ahead`: the device has computed further, so the logits there are of a later token.
+    `has_logits`: unless `ahead`, the logits there are those that the last token was chosen from.
+    `stopped`: the last token is an end token, or takes the limit or the end of the context.
     `limit`: the position that stops the sequence once a token takes it.
     """
 
@@ -39,19 +39,19 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """Tokens until it has stopped for certain; one at least."""
+        """The most tokens until the sequence stops, one or more."""
         return max(1, self.limit - self.length)
 
     @property
     def next_token(self) -> int:
-        """The token to decode.  Raises InputError if there is none yet."""
+        """The token to decode next.  Raises InputError if there is none yet."""
         if self.length >= len(self.tokens):
             raise InputError(f"sequence {self.index} has no token to decode: prefill it first")
         return self.tokens[self.length]
 
     def keep_common(self, tokens: Items[int]) -> int:
-        """Keeps the tokens in the cache that are the first ones of `tokens` too, but never all of
-        these, so that one is left to prefill; how many were kept."""
+        """Keeps the common prefix of the cache and `tokens`, but never all of `tokens`, so that one
+        is left to prefill; returns the number of tokens kept."""
         most = min(self.length, len(tokens) - 1)
         kept = next((i for i in range(most) if self.tokens[i] != tokens[i]), max(0, most))
         with uninterrupted:
@@ -61,7 +61,7 @@ class Sequence:
         return kept
 
     def kept(self, count: int) -> int:
-        """`count`, if so many tokens can be kept.  Raises InputError."""
+        """Returns `count` as an int.  Raises InputError unless the sequence has that many."""
         count = whole(count, "count")
         if not 0 <= count <= len(self.tokens):
             raise InputError(
@@ -71,7 +71,7 @@ class Sequence:
 
     @uninterrupted
     def truncate(self, count: int) -> None:
-        """Keeps the first `count` tokens (see `kept`); the last of them is decoded next."""
+        """Keeps the first `count` tokens (checked by `kept`); the last of them is decoded next."""
         self.on_device = False
         if count < len(self.tokens):
             self.has_logits = self.stopped = False
@@ -80,9 +80,9 @@ class Sequence:
 
 
 class Sequences:
-    """The sequences of a decoder, and what each of them can take next.
+    """The sequences of a decoder, with the checks of their arguments.
 
-    `context`: positions of each; `vocabulary`: how many tokens there are.
+    `context`: positions of each sequence; `vocabulary`: number of token ids.
     """
 
     def __init__(self, count: int, *, context: int, vocabulary: int) -> None:
@@ -94,7 +94,7 @@ class Sequences:
         return iter(self._sequences)
 
     def __getitem__(self, sequence: int) -> Sequence:
-        """Raises InputError if there is no such sequence."""
+        """Returns a sequence by its number.  Raises InputError if there is no such sequence."""
         if type(sequence) is not int:
             sequence = whole(sequence, "sequence")
         if not 0 <= sequence < len(self._sequences):
@@ -105,7 +105,7 @@ class Sequences:
         return self._sequences[sequence]
 
     def ready(self, sequences: Iterable[int]) -> list[Sequence]:
-        """The sequences, if they can step together.  Raises InputError."""
+        """Returns the sequences.  Raises InputError unless one step can decode all of them."""
         try:
             found = [self[sequence] for sequence in sequences]
         except TypeError:
@@ -124,7 +124,8 @@ class Sequences:
         return found
 
     def prompt(self, tokens: Iterable[int], sequence: Sequence) -> list[int]:
-        """Tokens that fit behind what the cache holds of a sequence.  Raises InputError."""
+        """Returns the tokens as ints.  Raises InputError if there are none, if one is outside the
+        vocabulary, or if they do not fit behind the tokens in the sequence's cache."""
         found = token_ids(tokens, self._vocabulary, "tokens")
         if not found:
             raise InputError("no tokens: a prompt has one at least")
@@ -146,9 +147,8 @@ def prompt_rows(
     sample: bool,
     end: int | None = None,
 ) -> npt.NDArray[Any]:
-    """Rows for a piece of a prompt; the last one samples if asked.  The rest of `out` pads.
-
-    `end`: how many rows there are up to the piece's last one; as many as it has tokens if None.
+    """Fills `out` with the rows of a piece of a prompt, the last of which samples if asked, and
+    with padding.  `end`: the row after the piece's last one; the number of tokens if None.
     """
     out[...] = np.zeros((), ROW)
     end = len(tokens) if end is None else end
@@ -159,8 +159,8 @@ def prompt_rows(
 def prompts_rows(
     out: npt.NDArray[Any], sequences: Items[Sequence], prompts: Items[Items[int]]
 ) -> npt.NDArray[Any]:
-    """Rows for what is left of several prompts, each behind its sequence; the last row of each
-    samples.  The rest of `out` pads."""
+    """Fills `out` with the rows of several prompts, each at the end of its sequence's cache, then
+    padding; the last row of each prompt samples."""
     out[...] = np.zeros((), ROW)
     start = 0
     for one, tokens in zip(sequences, prompts, strict=True):
@@ -183,7 +183,8 @@ def _read(
 def decode_rows(
     out: npt.NDArray[Any], sequences: Items[Sequence], *, device_state: bool
 ) -> npt.NDArray[Any]:
-    """One row a sequence, from the device's own state where that may be and is up to date."""
+    """Fills `out` with one row for each sequence, then padding.  With `device_state`, a row reads
+    token and position from the device's state if that is up to date."""
     out[...] = np.zeros((), ROW)
     for index, sequence in enumerate(sequences):
         if device_state and sequence.on_device:

@@ -1,24 +1,24 @@
-"""A model over several ranks, as data: what each rank holds, and what its layer program says.
+"""A model split over several ranks, as data: each rank's tensors and program.
 
 Every rank has a share of the heads, of the MLP's inner width and of the output head's rows, and the
-residual as a whole:
+whole residual:
 
     wq wk wv, bq bk bv, w_gate w_up, head     rows           wo, w_down     columns
     embed, norms                              whole on every rank
 
 So a rank's kernels are those of one device, for a smaller model (`Sharding.part`).  Two products of
-a layer give a partial sum on each rank, and the program says so: they add into `partial`, which
-`accumulate` adds up over the ranks, adds to the residual and clears.  Every rank then has the same
-residual, bit by bit, and everything that follows from it.
+a layer give a partial sum on each rank: in the program they add into `partial`, which `accumulate`
+sums over the ranks, adds to the residual and clears.  Every rank then has the same residual, bit by
+bit, and the same results of it.
 
     output_residual(x=partial)  accumulate(target=x, partial)      down_residual likewise
 
 Key and value heads are repeated where there are fewer than ranks.  The embedding is whole on every
-rank: a row of it is read for a token, and a share of it would cost a collective for each token.
+rank: each token reads only one row, and a split one would cost a collective for each token.
 
-Sampling.  Greedy: each rank's best logit with its index is one key of 8 bytes, all ranks get all
-keys, and the largest wins: the best logit, and of equal ones the lowest index.  For everything else
-all ranks get all logits, and each draws the same token from them by itself, as one device would.
+Greedy sampling: each rank's best logit with its index is one key of 8 bytes, all ranks get all
+keys, and the largest wins: the best logit, and of equal ones the lowest index.  Otherwise all ranks
+get all logits, and each draws the same token from them, as one device would.
 
     head(logits=logits_part)  best_of_part  all_gather(keys)  [all_gather(logits)]  sample
 """
@@ -45,29 +45,29 @@ if TYPE_CHECKING:
     from ostinato.distributed import Collectives
 
 COLLECTIVES = ("accumulate", "all_gather")
-"""Calls of a program that are no kernel of a backend's but the group's."""
+"""Calls of a program that the group's collectives implement, not the backend's kernels."""
 
 _SAMPLED_SIZES = ("row_count", "vocabulary", "stop_count", "context", "ring_size")
-"""Of `sample`, behind its pointers."""
+"""The parameters of `sample` that follow its pointers."""
 _WHOLE = ("embed", "attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm")
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a rank has of a tensor: `first` to `stop` of its rows (`axis` 0) or columns (1); all of
-    it if `axis` is None."""
+    """A rank's part of a tensor: rows (`axis` 0) or columns (1) from `first` up to `stop`, which is
+    excluded; the whole tensor if `axis` is None."""
 
     axis: int | None = None
     first: int = 0
     stop: int = 0
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the part of a tensor of this shape."""
+        """Returns the shape of the part, from the shape of the whole tensor."""
         count = self.stop - self.first
         return tuple(count if axis == self.axis else n for axis, n in enumerate(shape))
 
     def of(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """A view of the part."""
+        """Returns a view of the part, from the whole tensor."""
         if self.axis is None:
             return values
         rows = slice(self.first, self.stop)
@@ -75,11 +75,11 @@ class Shard:
 
 
 class Sharding:
-    """How a model is split over `size` ranks, and the part of rank `rank`.
+    """The split of a model over `size` ranks, and the part of rank `rank`.
 
     `whole`: the model.  `part`: the model of this rank's kernels, with its share of heads, inner
-    width and vocabulary, and no end tokens.  Raises UnsupportedModelError for a model that so many
-    ranks cannot share, InputError for a rank that is none.
+    width and vocabulary, and no end tokens.  Raises UnsupportedModelError for a model that cannot
+    be split over this many ranks, InputError for a rank outside 0 to size - 1.
     """
 
     def __init__(self, whole: LlamaConfig, rank: int, size: int) -> None:
@@ -125,8 +125,8 @@ class Sharding:
         return self.rank * self.vocabulary
 
     def cut(self, name: str) -> Shard:
-        """What this rank has of a tensor, by canonical name.  Raises UnsupportedModelError for a
-        tensor that is not known here."""
+        """Returns this rank's part of a tensor, by canonical name.  Raises UnsupportedModelError
+        for an unknown tensor."""
         last = name.rpartition(".")[2]
         if last in _WHOLE:
             return Shard()
@@ -148,21 +148,21 @@ class Sharding:
         return Shard(axis, rank * width, (rank + 1) * width)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of this rank by canonical name, in the order of use; the output head is one
-        of its own, also where the whole model's is the embedding."""
+        """Returns the shapes of this rank's tensors by canonical name, in the order of use; there
+        is always a `head`, even where the whole model's head is the embedding."""
         shapes = tensor_shapes(replace(self.whole, tied_embeddings=False))
         return {name: self.cut(name).shape(shape) for name, shape in shapes.items()}
 
     def source(self, name: str) -> str:
-        """The tensor of the whole model that a tensor of this rank is cut from."""
+        """Returns the name of the whole model's tensor that this rank's tensor is cut from."""
         return "embed" if name == "head" and self.whole.tied_embeddings else name
 
 
 def shard_checkpoint(whole: Checkpoint, sharding: Sharding) -> Checkpoint:
-    """The part of a rank, read from an open checkpoint, which the caller closes.
+    """Returns a checkpoint of a rank's part, read from an open one, which the caller closes.
 
-    A checkpoint like others, of `Sharding.part`, except that the embedding has all its rows
-    (`shapes`).  Raises UnsupportedModelError as `ShardedCheckpoint`.
+    Its config is `Sharding.part`, but its embedding has the rows of the whole vocabulary
+    (`shapes`).  Raises UnsupportedModelError as `ShardedCheckpoint` does.
     """
     if isinstance(whole, StoredCheckpoint):
         return ShardedCheckpoint(whole, sharding)
@@ -170,7 +170,7 @@ def shard_checkpoint(whole: Checkpoint, sharding: Sharding) -> Checkpoint:
 
 
 class _ShardedValues(Checkpoint):
-    """Of weights that are made and not read: made whole, one tensor after the other, and cut."""
+    """A rank's part of a checkpoint without stored bytes: each tensor is made whole, then cut."""
 
     def __init__(self, whole: Checkpoint, sharding: Sharding) -> None:
         super().__init__(whole.path, sharding.part, whole.tokenizer)
@@ -179,11 +179,11 @@ class _ShardedValues(Checkpoint):
         self._sharding = sharding
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `Checkpoint`."""
+        """Implements `Checkpoint.shapes`."""
         return self._sharding.shapes()
 
     def load(self, into: Mapping[str, npt.NDArray[Any]], *, threads: int = 2) -> None:
-        """See `Checkpoint`."""
+        """Implements `Checkpoint.load`."""
         sharding = self._sharding
         shapes = tensor_shapes(sharding.whole)
         for name, out in into.items():
@@ -197,8 +197,8 @@ class _ShardedValues(Checkpoint):
 
 
 class ShardedCheckpoint(StoredCheckpoint):
-    """Of a tensor that is split only the part is read; packed rows are split between blocks.
-    Raises UnsupportedModelError where a part would begin or end inside of one."""
+    """A rank's part of a stored checkpoint: only the part of each tensor is read, and packed rows
+    are split between blocks.  Raises UnsupportedModelError if a part would split a block."""
 
     def __init__(self, whole: StoredCheckpoint, sharding: Sharding) -> None:
         self._whole = whole
@@ -209,7 +209,7 @@ class ShardedCheckpoint(StoredCheckpoint):
         self.has_file = whole.has_file
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `Checkpoint`."""
+        """Implements `Checkpoint.shapes`."""
         return self._sharding.shapes()
 
     def _part(self, name: str) -> RawTensor:
@@ -225,18 +225,19 @@ class ShardedCheckpoint(StoredCheckpoint):
             )
         return replace(
             raw,
-            name=f"{raw.name} ({name})",  # the head and the embedding may be one in the file
+            name=f"{raw.name} ({name})",  # head and embedding may be one tensor of the file
             shape=shape,
             size=raw.size * math.prod(shape) // math.prod(raw.shape),
             heads=raw.heads and shape[0] // raw.together,
         )
 
     def stored(self, name: str) -> npt.NDArray[np.uint8]:
-        """See `Checkpoint`; a copy where columns are split."""
+        """Implements `StoredCheckpoint.stored`; returns a copy where columns are split."""
         return np.ascontiguousarray(super().stored(name)).reshape(-1)
 
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
-        """Flat, or [rows, bytes] as a view of the file's rows where columns are split."""
+        """Returns the part's bytes: flat, or [rows, bytes], a view of the file's rows, where
+        columns are split."""
         name = self._of[raw]
         whole = self._whole.raw(self._sharding.source(name))
         rows = self._whole._bytes(whole).reshape(whole.rows, -1)
@@ -259,10 +260,10 @@ class ShardedCheckpoint(StoredCheckpoint):
 def shard_program(
     program: Sequence[KernelCall], sharding: Sharding, *, whole_logits: bool, last_row: bool = False
 ) -> tuple[KernelCall, ...]:
-    """A rank's program, from that of one device for `Sharding.part`.
+    """Returns a rank's program, made from the program of one device for `Sharding.part`.
 
-    `whole_logits`: all ranks get all logits, so that rows can be sampled in any way; without, rows
-    are greedy, and one that is not gets no token.  `last_row`: as for `decode_program`.
+    `whole_logits`: all ranks get all logits, so that rows can be sampled in any way; if False, all
+    rows must be greedy, and one that is not gets no token.  `last_row`: see `decode_program`.
     """
     calls: list[KernelCall] = []
     vocabulary, partial = sharding.whole.vocabulary, BufferArgument("partial")
@@ -311,8 +312,8 @@ def shard_program(
 def exchanging_products(
     program: Sequence[KernelCall], sharding: Sharding
 ) -> tuple[KernelCall, ...]:
-    """A rank's program whose products add their sums over all ranks themselves, in the place of an
-    `accumulate` behind each."""
+    """Returns a rank's program in which each product followed by an `accumulate` is replaced by one
+    kernel that computes the product and its sum over all ranks."""
     calls: list[KernelCall] = []
     for call in program:
         if call.kernel != "accumulate":
@@ -329,8 +330,8 @@ def exchanging_products(
 def shard_buffers(
     sharding: Sharding, rows: int, sequences: int
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Shapes and dtypes of what a rank's program needs beside, or in place of, the buffers that
-    its part of the model would need on one device."""
+    """Returns shapes and dtypes of the buffers that a rank's program needs besides, or instead of,
+    those that `Sharding.part` would need on one device."""
     f32, u64 = np.dtype(np.float32), np.dtype(np.uint64)
     whole = sharding.whole
     return {
@@ -354,15 +355,15 @@ class BoundCollective:
 
     @property
     def kernel(self) -> str | None:
-        """What the next launch may start beside; None if it must not."""
+        """The kernel's name if the next launch may be programmatic after it, else None."""
         return self.call.kernel if self.programmatic else None
 
     def with_programmatic(self, programmatic: bool) -> BoundCollective:
-        """A copy with this `programmatic`; the same where it is none."""
+        """Returns a copy with this `programmatic`; never True if this one's is False."""
         return replace(self, programmatic=programmatic and self.programmatic)
 
     def operations(self, resolve: Resolve) -> tuple[Operation, ...]:
-        """The collective on its rows of the buffers.  Raises GroupError."""
+        """Returns the collective's operations on its rows of the buffers.  Raises GroupError."""
         given = dict(self.call.arguments)
         rows = resolve(given.pop("rows"))
         assert isinstance(rows, int)
@@ -379,7 +380,7 @@ class BoundCollective:
 
 
 def _with(call: KernelCall, **changed: CallArgument) -> KernelCall:
-    """The call with other arguments; every one of them is there."""
+    """Returns the call with some arguments replaced; each must exist."""
     given = dict(call.arguments)
     assert set(changed) <= set(given), (call, changed)
     return kernel_call(call.kernel, **{**given, **changed})

@@ -1,12 +1,12 @@
 """The decoder's graphed steps over one program: "prefill"; "decode", which samples; and loops of
-"decode", which give several tokens a launch.
+"decode" steps, which give several tokens a launch.
 
 The graph of a loop is built node by node around the launches of the step:
 
     continue_loop (starts the count)  ->  WHILE: the step's launches  ->  continue_loop (counts)
 
-Its body is captured, or with `build="record"` built from the same launches with edges from what
-each reads and writes.
+The body is captured, or with `build="record"` built from the same launches, with edges derived from
+the operands that each launch reads and writes.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
 
 _PREFILL, _DECODE = "prefill", "decode"
 _WHOLE_LOGITS = "decode, whole logits"
-"""Of several ranks: every one has all logits, so that rows can be sampled in any way."""
-# Garbage for padding rows while a step is checked: without ACTIVE, outside of everything.
+"""The name of a step of ranks that gives each rank all logits, so that rows need not be greedy."""
+# Poison for padding rows in checks: without ACTIVE, with numbers that are out of every range.
 _POISON_ROWS = (-2, 1 << 30)
 
 
 class StepGraphs:
-    """Runs a step of so many rows, or several of them: eagerly, or by their graph.
+    """The graphed steps of a decoder, by name; a step runs eagerly or as a replay of its graph.
 
-    Launches are prepared once for each bucket: for single rows when this is made, for others before
-    their first step.  That loads their kernels, so that no capture meets one that is not.
-    Arguments are those of `Decoder`; `ranks` is its part in its group, if it has one.  Then each
-    graph is compared with those of the other ranks before its first launch, and after a failure of
-    the group nothing is launched any more.
+    Launches are prepared once for each bucket: for one row on construction, for other buckets
+    before their first step.  This loads the kernels, so that no capture has to load one.
+    The arguments are those of `Decoder`; `ranks` is its membership in a group, if any.  Then each
+    graph is compared with those of the other ranks before its first launch, and nothing is launched
+    after a failure of the group.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class StepGraphs:
         self._build = build
         self._ranks = ranks
         self.whole_logits = False
-        """Of several ranks: rows are sampled otherwise than greedily; can be changed between
-        steps."""
+        """True if ranks must have all logits, because some row is not greedy; it can be changed
+        between steps."""
         names = (_PREFILL, _DECODE) if ranks is None else (_PREFILL, _DECODE, _WHOLE_LOGITS)
         self.programs = {name: self._program(name) for name in names}
         self._largest = plan.sizes.rows
         self.kernel_seconds = 0.0
-        """Spent on kernels: compiling or finding them, loading, preparing their launches."""
+        """Seconds spent to compile or find kernels, load them and prepare their launches."""
         self._prepared: dict[int, dict[str, tuple[Operation, ...]]] = {}
         self._bounds: dict[int, dict[str, tuple[BoundCall, ...]]] = {}
         self._buckets = plan.sizes.buckets
@@ -99,12 +99,12 @@ class StepGraphs:
         """Numbers of rows whose bucket is prepared."""
         self._prepare(1)
         self.launches: int = len(self._prepared[1][_DECODE])
-        """How many launches a step has that samples one row."""
+        """The number of launches of a step that samples one row."""
         self.graph_cache = GraphCache(device, buckets=self._buckets, budget=graph_budget)
         self.stream = stream
         self._times: OperationTimes | None = None
         self.last_decision: Decision | None = None
-        """How the last step was run, and why."""
+        """The action of the last step and its reason; None before the first step."""
         self._new_step = partial(
             GraphedStep,
             stream=self.stream,
@@ -112,7 +112,7 @@ class StepGraphs:
             slots=_slots_to_verify(plan) if verify != "off" else (),
             enabled=graphs,
             verify=verify,
-            # Only `sample`, the last launch, changes what a step begins from: the rows' state.
+            # Only `sample`, the last launch, changes the input of a step: the rows' state.
             repeatable=ranks is None,
             preconditions={
                 "weights loaded": lambda: plan.weights.loaded,
@@ -123,7 +123,7 @@ class StepGraphs:
             name: self._new_step(
                 partial(self._submit, name),
                 name=name,
-                # The graph of a rank is built apart, so that it is compared before it is launched.
+                # A rank's graph has its own builder, which compares it before its first launch.
                 build=build if ranks is None else "capture",
                 builder=None if ranks is None else partial(self._build_of_rank, name),
                 warmups=warmups if ranks is None or build == "capture" else 0,
@@ -135,20 +135,21 @@ class StepGraphs:
     def __call__(self, rows: int, *, sampled: bool = True, tokens: int = 1) -> Decision:
         """Runs the step on the first `rows` of the plan's rows, `tokens` times.  Does not wait.
 
-        More than once only if it samples and all active rows are FROM_STATE.
+        `tokens` may exceed 1 only if the step samples and all active rows are FROM_STATE.
         """
         self.last_decision = self._step(rows, sampled, tokens)(rows=rows)
         return self.last_decision
 
     def hold(self, rows: int, *, tokens: int = 1) -> HeldReplay | Decision:
-        """The graph of that for many launches in a row, or why there is none; see `GraphedStep`."""
+        """Returns the graph of a step that samples, held for many launches, or the decision if
+        there is none; see `GraphedStep.hold`."""
         held = self._step(rows, True, tokens).hold(rows=rows)
         if isinstance(held, HeldReplay):
             self.last_decision = Decision(Action.REPLAY, Reason.REPLAYED)
         return held
 
     def _step(self, rows: int, sampled: bool, tokens: int) -> GraphedStep:
-        """The step that does this, whose launches are made."""
+        """Returns the graphed step for these arguments, after preparing its launches."""
         self._check()
         if rows not in self._ready:
             self._prepare(self._buckets.bucket(rows))
@@ -157,13 +158,13 @@ class StepGraphs:
         return self._steps[name] if tokens == 1 else self._loop(tokens, name)
 
     def ran_eagerly(self, decision: Decision) -> bool:
-        """Whether a step with this decision was launched operation by operation."""
+        """True if a step with this decision was launched operation by operation."""
         recorded = decision.action is Action.BUILD and self._build == "record"
         recorded = recorded and self._ranks is None
         return decision.action is Action.EAGER or recorded
 
     def _name(self, sampled: bool) -> str:
-        """The step's name, which says its program."""
+        """Returns the name of the step, which is the key of its program."""
         if not sampled:
             return _PREFILL
         return _WHOLE_LOGITS if self.whole_logits and self._ranks is not None else _DECODE
@@ -175,7 +176,7 @@ class StepGraphs:
 
     def _submit(self, name: str, stream: Stream, sizes: Sizes) -> None:
         self._check()
-        # Launches are made for buckets: rows that are not active are padding to every kernel.
+        # Launches are made for buckets: every kernel treats inactive rows as padding.
         operations = self._prepared[self._buckets.bucket(sizes.rows)][name]
         if self._times is not None:
             self._times.run(stream, operations)
@@ -184,15 +185,15 @@ class StepGraphs:
             stream.submit(operation)
 
     def _prepare(self, rows: int) -> None:
-        """Makes the launches of a bucket, unless they are there: never inside a capture, since it
-        may compile and load."""
+        """Makes the launches of a bucket, unless they are there.  The method may compile and load
+        kernels, so it must not be called inside a capture."""
         if rows in self._prepared:
             return
         begin = time.perf_counter()
         try:
             self._prepared[rows] = self._make(rows)
         except NotAvailableError as error:
-            # Our own kernels do what a library cannot, if they take so many rows.
+            # Our own kernels replace the library if they support this many rows.
             if not self._backend.give_up_library(str(error)):
                 raise
             self._largest = min(self._largest, self._plan.sizes.sampled_rows)
@@ -203,10 +204,10 @@ class StepGraphs:
             self.kernel_seconds += time.perf_counter() - begin
 
     def _make(self, rows: int) -> dict[str, tuple[Operation, ...]]:
-        """The operations of steps of so many rows, by name.
+        """Returns the operations of steps of `rows` rows, by the steps' names.
 
-        A step that does not sample is one without its ending, from `head` on, which is bound to one
-        `BoundCall` for each call of the program.
+        A step that does not sample is the same step without its ending, from `head` on.  In the
+        ending each call of the program is one `BoundCall`, so the cut is by count.
         """
         bounds: dict[str, tuple[BoundCall, ...]] = {}
         made: dict[str, tuple[Operation, ...]] = {}
@@ -223,10 +224,10 @@ class StepGraphs:
         return made
 
     def piece(self, tokens: int) -> int:
-        """How many tokens the next step of a prompt takes, of which `tokens` are left.
+        """Returns the tokens that the next step of a prompt takes, of `tokens` left, and prepares
+        its launches.
 
-        Its launches are made; fewer than the plan has rows after the library failed that large
-        steps need.
+        The steps are smaller after a failure of the library that large steps need.
         """
         sizes, largest = self._plan.sizes, self._largest
         count = sizes.piece(tokens, largest)
@@ -240,7 +241,7 @@ class StepGraphs:
         return count
 
     def _program(self, name: str, *, last_row: bool = False) -> tuple[KernelCall, ...]:
-        """The calls of a step, by its name."""
+        """Returns the calls of a step, by its name."""
         sampled = name != _PREFILL
         if self._ranks is None:
             return decode_program(self._plan.config, sampled=sampled, last_row=last_row)
@@ -248,7 +249,7 @@ class StepGraphs:
         return self._ranks.program(sampled=sampled, whole_logits=whole, last_row=last_row)
 
     def _bound(self, name: str, rows: int) -> tuple[BoundCall, ...]:
-        """The launches of a step that samples."""
+        """Binds the launches of a step that samples, by its name."""
         sizes = self._plan.sizes
         program = self._program(name, last_row=rows > sizes.sampled_rows)
         if self._ranks is None:
@@ -294,7 +295,7 @@ class StepGraphs:
     def _agreed(
         self, name: str, rows: int, bound: tuple[BoundCall, ...], make: Callable[[], GraphExec]
     ) -> GraphExec:
-        """What `make` gives, compared with the other ranks' if there are any."""
+        """Returns the graph made by `make`, compared with the other ranks' if there are any."""
         if self._ranks is None:
             return make()
         code = self._ranks.code_of(bound)
@@ -302,8 +303,8 @@ class StepGraphs:
 
     # --- loops
     def _loop(self, tokens: int, name: str) -> GraphedStep:
-        """The step that does `tokens` steps of that name.  An eager run does all of them, also when
-        every row has stopped before: then the rows are padding."""
+        """Returns the graphed step that loops over `tokens` steps of this name.  An eager run does
+        all of them, even after every row has stopped: the rows are then padding."""
         step = self._loops.get((tokens, name))
         if step is None:
 
@@ -311,7 +312,7 @@ class StepGraphs:
                 for _ in range(tokens):
                     self._submit(name, stream, sizes)
 
-            # Nothing to warm up: a sequence has a token to go on from only after a first step.
+            # No warm-up: a sequence has a token to decode only after a first step.
             step = self._new_step(
                 submit,
                 name=f"{name} x {tokens}",
@@ -337,7 +338,7 @@ class StepGraphs:
             except ContextPoisonedError:
                 raise
             except (CaptureError, DriverError, GraphError):
-                # A driver may refuse programmatic launches in the body of a loop.
+                # Some drivers refuse programmatic launches in the body of a loop.
                 plain = tuple(one.with_programmatic(False) for one in bound)
                 if plain == bound:
                     raise
@@ -374,7 +375,7 @@ class StepGraphs:
             raise
 
     def graph(self, rows: int, *, sampled: bool) -> Graph:
-        """The graph of a step of so many rows (or of their bucket), captured for reading."""
+        """Captures a step of `rows` rows, rounded up to their bucket, as a graph to inspect."""
         bucket = self._buckets.bucket(rows)
         self._prepare(bucket)
         with capture(self.stream) as under_way:
@@ -384,9 +385,9 @@ class StepGraphs:
 
     @contextmanager
     def profile(self) -> Iterator[OperationTimes]:
-        """Times every operation by itself; steps inside the block run eagerly for it.
+        """Times every operation by itself; steps inside the block run eagerly.
 
-        Raises InputError inside of another one."""
+        Raises InputError inside another `profile` block."""
         if self._times is not None:
             raise InputError("a profile is under way; end it before another one begins")
         times = self._times = OperationTimes()
@@ -402,12 +403,12 @@ class StepGraphs:
             step.profiling = on
 
     def statistics(self) -> dict[str, StepStatistics]:
-        """What each step did so far, by name."""
+        """Returns the statistics of each step, by name."""
         steps = (*self._steps.values(), *self._loops.values())
         return {step.name: step.statistics() for step in steps}
 
     def close(self) -> None:
-        """Gives graphs back once their work is done.  Idempotent."""
+        """Closes all graphs, after their work is done, and drops the launches.  Idempotent."""
         for step in (*self._steps.values(), *self._loops.values()):
             step.close()
         self.graph_cache.close()

@@ -1,13 +1,13 @@
-"""Runs steps for sequences: rows to the device, tokens back, and the host's view kept right.
+"""Runs steps for sequences: copies rows to the device, takes tokens back, updates the host's state.
 
-What the host knows of a sequence (`Sequence`) changes only once it has a token of it.  So after an
-exception, or with a device that is further, the next step sends token and position again, and
-rewrites what lies behind them in the KV cache.
+The host's state of a sequence (`Sequence`) changes only when the host takes a token.  So after an
+exception, or if the device is ahead, the next step sends token and position again, and overwrites
+the KV cache behind them.
 
-Tokens come back through a pinned ring (`program.RING`).  An entry is one word of 8 bytes: the tag,
-which says whose token it is, above the token.  So a word is either of the position that the host
-waits for, or not there yet.  What an entry held before must not be of that position: `forget`
-clears it.
+Tokens come back through a pinned ring (`program.RING`).  An entry is one word of 8 bytes: the tag
+in the upper half, which names the token's position, and the token in the lower.  A word whose tag
+does not name the position that the host waits for is not written yet.  An entry must not hold that
+position from an earlier step: `forget` clears the entry.
 """
 
 from __future__ import annotations
@@ -32,38 +32,39 @@ from ostinato.models.step_graphs import StepGraphs
 if TYPE_CHECKING:
     from ostinato.models.ranks import Ranks
 
-# How long the host looks for a token before it waits in a way that leaves the processor to others.
+# The time that the host polls for a token before it waits without using the processor.
 _SPIN_SECONDS = 0.002
-_PAUSE_SECONDS = (5e-5, 1e-3)  # between two looks: at first, and at most
+_PAUSE_SECONDS = (5e-5, 1e-3)  # between two checks after that time: the first, and the longest
 
 
 class TokenRing:
-    """Looks for the tokens of sequences.  `spins`: as in `Backend`; it can be changed between
+    """The host's side of the ring of tokens.  `spins`: see `Backend`; it can be changed between
     steps.
 
-    A token is named by its sequence and how far it is from there: `step` 1 is the one that takes
-    the position after the last in the cache.
+    A token is identified by its sequence and a number `step`: its position is the number of tokens
+    in the sequence's cache plus `step`.
     """
 
     def __init__(self, ring: Buffer, stream: Stream, *, spins: bool) -> None:
         self._array = ring.array
         self._words = [memoryview(row.view(np.int64)) for row in ring.array]
         self.size: int = ring.shape[1]
-        """Tokens of a sequence that may be there and not yet taken."""
+        """The most tokens of a sequence that may be written and not yet taken."""
         self._stream = stream
         self.spins = spins
 
     def forget(self, sequence: Sequence, step: int) -> None:
-        """Clears the entry that a token will take; no step that writes it may be under way."""
+        """Clears the entry of a token that is still to come; no step that writes to the entry may
+        be under way."""
         self._words[sequence.index][(sequence.length + step) % self.size] = -1
 
     def forget_all(self, sequence: Sequence) -> None:
-        """Clears all entries of a sequence; no step of it may be under way."""
+        """Clears all entries of a sequence; no step of the sequence may be under way."""
         self._array[sequence.index]["tag"] = -1
 
     def word(self, sequence: Sequence, step: int) -> tuple[int, bool]:
-        """(token, whether the sequence stopped there); the token is negative if the logits held
-        NaN.  Only once it is there."""
+        """Returns the token and True if the sequence stopped there; the token is negative if the
+        logits held NaN.  The caller must have waited for the token."""
         word = self._words[sequence.index][(sequence.length + step) % self.size]
         token = word & 0xFFFFFFFF
         return token if token < 1 << 31 else -1, bool(word >> 32 & 1)
@@ -77,11 +78,12 @@ class TokenRing:
         return False
 
     def wait(self, sequences: Items[Sequence], steps: Items[int], *, last: bool) -> None:
-        """Returns once the token of each is there, so many steps on.
+        """Waits until the token of each sequence, at its `step`, is in the ring.
 
-        A look at pinned memory is some microseconds faster than any wait.  After `_SPIN_SECONDS`
-        without an answer the stream is waited for if this is its `last` work, else asked now and
-        then.  Raises what that raises if the work failed.
+        Polling pinned memory is some microseconds faster than any wait.  After `_SPIN_SECONDS`
+        without a token the host synchronises the stream if this is the stream's `last` work;
+        otherwise it checks ring and stream at intervals.  Raises the stream's error if the work
+        failed.
         """
         missing = self._missing
         if self.spins:
@@ -102,8 +104,8 @@ class TokenRing:
 
 
 class Stepper:
-    """Steps of one decoder.  Calls must not overlap.  `ranks`: its part in its group, if it has
-    one; waits then raise GroupError where the group fails."""
+    """The steps of one decoder.  Calls must not overlap.  `ranks`: the decoder's membership in a
+    group, if any; waits then raise GroupError if the group fails."""
 
     def __init__(
         self,
@@ -132,8 +134,8 @@ class Stepper:
         *,
         choose: bool = True,
     ) -> int:
-        """Puts tokens behind what the KV cache holds of a sequence, in pieces; returns the token
-        that is chosen after them.  Unless it is to `choose` one: then -1, without a wait.
+        """Appends tokens to a sequence's KV cache, in pieces; returns the token chosen after them,
+        or -1 without a wait if `choose` is False.
 
         Raises LogitsError.
         """
@@ -160,9 +162,9 @@ class Stepper:
         return chosen
 
     def prompts(self, sequences: list[Sequence], prompts: Items[Items[int]]) -> list[int]:
-        """As `prompt` for each, in this order; those that fit into one step that samples, together.
-        Returns the tokens that are chosen.  If it raises, the steps before were done; all of them
-        if it is a LogitsError."""
+        """Appends a prompt to each sequence and returns the chosen tokens, in order.  Consecutive
+        prompts that fit into one step that samples run together.  After an exception the earlier
+        steps are done; after a LogitsError all are."""
         chosen: dict[int, int] = {}
         failed: dict[int, int] = {}
         most = min(self._plan.sizes.sampled_rows, self._plan.sizes.rows)
@@ -188,9 +190,9 @@ class Stepper:
         return _all(chosen, failed)
 
     def together(self, sequences: list[Sequence], *, device_state: bool) -> list[int]:
-        """Returns one more token of each, by one step; waits for it.
+        """Runs one step, waits for it and returns the next token of each sequence.
 
-        Raises InputError if one has no token to go on from, LogitsError.
+        Raises InputError if a sequence has no token to decode, LogitsError.
         """
         phases, begin = self.phases, time.perf_counter()
         try:
@@ -204,9 +206,9 @@ class Stepper:
     def _sampled(
         self, sequences: list[Sequence], pieces: Items[Items[int]], rows: int
     ) -> tuple[dict[int, int], dict[int, int]]:
-        """Runs a step of so many rows that samples once for each sequence; returns as `_take`.
+        """Runs a step of `rows` rows that samples once for each sequence; returns as `_take` does.
 
-        `pieces`: what each sequence's prompt ends with; none for one token of each.
+        `pieces`: the tokens of each sequence in this step; empty for a decode step.
         """
         steps = [len(piece) for piece in pieces] or [1] * len(sequences)
         self._settle()
@@ -219,7 +221,7 @@ class Stepper:
         self._wait(sequences, steps, last=True)
         self._settled = True
         chosen, failed = self._take(sequences, steps, pieces)
-        # Now, so that an interruption before leaves no token with another one's logits.
+        # Not earlier: after an interruption no token may have the logits of another one.
         for sequence in sequences:
             sequence.has_logits = True  # also those that hold NaN
             if sequence.index not in failed:
@@ -231,9 +233,9 @@ class Stepper:
     def _take(
         self, sequences: list[Sequence], steps: Items[int], pieces: Items[Items[int]] = ()
     ) -> tuple[dict[int, int], dict[int, int]]:
-        """Takes the tokens from the ring into the sequences.  Returns those that were chosen, by
-        sequence; and the sequences of which none could be, with the position: they stay as they
-        were."""
+        """Moves the tokens from the ring into the sequences.  Returns the chosen tokens by
+        sequence, and the positions by sequence where the logits held NaN; these sequences do not
+        change."""
         chosen: dict[int, int] = {}
         failed: dict[int, int] = {}
         for index, (sequence, step) in enumerate(zip(sequences, steps, strict=True)):
@@ -243,7 +245,7 @@ class Stepper:
                 continue
             chosen[sequence.index] = token
             piece = pieces[index] if pieces else ()
-            # By place: an interruption between these lines must not leave the token there twice.
+            # Assigned by index: an interruption between these lines must not store a token twice.
             sequence.tokens[sequence.length + (not piece) :] = (*piece, token)
             sequence.length += step
             sequence.stopped = stopped
@@ -251,9 +253,9 @@ class Stepper:
 
     # --- many steps, the host behind
     def begin_ahead(self, sequences: list[Sequence]) -> None:
-        """From here on steps of these sequences may be launched before their tokens are taken.
+        """Prepares steps of these sequences that are launched before their tokens are taken.
 
-        All must be on the device.  Nothing is written by the host until `end_ahead`.
+        All sequences must be `on_device`.  The host writes no rows until `end_ahead`.
         """
         self._settle()
         self._set_rows(decode_rows(self._rows, sequences, device_state=True))
@@ -262,7 +264,7 @@ class Stepper:
             self.ring.forget_all(sequence)
 
     def take_next(self, sequences: list[Sequence]) -> list[int]:
-        """The next token of each, once it is there.  Raises LogitsError."""
+        """Waits for the next token of each sequence and takes it.  Raises LogitsError."""
         begin = time.perf_counter()
         steps = [1] * len(sequences)
         self._wait(sequences, steps, last=False)
@@ -275,7 +277,7 @@ class Stepper:
         return _all(chosen, failed)
 
     def end_ahead(self, sequences: list[Sequence], *, further: bool) -> None:
-        """No more steps are launched.  `further`: the device may have computed tokens that were not
+        """Ends launching ahead.  `further`: the device may have computed tokens that were not
         taken."""
         for sequence in sequences:
             if not sequence.stopped:
@@ -283,7 +285,7 @@ class Stepper:
                 self._settled = self._settled and not further
 
     def _wait(self, sequences: Items[Sequence], steps: Items[int], *, last: bool) -> None:
-        """Returns once the token of each is there; see `TokenRing.wait`."""
+        """Waits for the token of each sequence, see `TokenRing.wait`; watches the group."""
         if self._ranks is None:
             self.ring.wait(sequences, steps, last=last)
             return
@@ -293,7 +295,8 @@ class Stepper:
             self.ring.wait(sequences, steps, last=last)
 
     def _settle(self) -> None:
-        """An interrupted step must not write to the ring where another one is waited for."""
+        """Waits for an interrupted step, which could still write to ring entries that the next
+        step uses."""
         if not self._settled:
             ranks, what = self._ranks, "an earlier step"
             with nullcontext() if ranks is None else ranks.group.watching(what):
@@ -301,7 +304,7 @@ class Stepper:
             self._settled = True
 
     def _set_rows(self, rows: npt.NDArray[Any]) -> None:
-        """Sets all rows in one staged copy, unless they are there already."""
+        """Sets all rows in one staged copy, unless the device has them already."""
         data = rows.tobytes()
         if data != self._rows_on_device:
             self._rows_on_device = b""
@@ -311,7 +314,7 @@ class Stepper:
 
 
 def _all(chosen: dict[int, int], failed: dict[int, int]) -> list[int]:
-    """The tokens, in order.  Raises LogitsError if a sequence has none."""
+    """Returns the tokens in order.  Raises LogitsError if a sequence has none."""
     if failed:
         raise LogitsError(failed, chosen)
     return [*chosen.values()]

@@ -1,4 +1,4 @@
-"""Texts that end an answer, found as it comes, also across the borders of its pieces.  Pure."""
+"""Search for the texts that end an answer, also across the borders of its pieces.  Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ostinato.models.arguments import quoted
 
 
 def checked_stops(stop: object) -> tuple[str, ...]:
-    """One text or several, as a tuple.  Raises InputError for what is no text, or an empty one."""
+    """Returns one text or several as a tuple without duplicates.  Raises InputError for an empty
+    text, or for a value that is neither text nor several texts."""
     if isinstance(stop, bytes | bytearray) or not isinstance(stop, Iterable):
         raise InputError(f"stop is {quoted(stop)}, must be text or several texts")
     found: list[str] = []
@@ -21,9 +22,9 @@ def checked_stops(stop: object) -> tuple[str, ...]:
 
 
 class StopMatcher:
-    """Passes pieces of text on, and ends before the first stop string that is complete.
+    """A filter of text pieces that ends the text before the first complete stop string.
 
-    What may be the beginning of one is held back until the next pieces decide.
+    Text that may be the beginning of a stop string is held back until later pieces decide.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -35,14 +36,14 @@ class StopMatcher:
         return f"<StopMatcher of {len(self._stops)} texts, {len(self._held)} characters held back>"
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """(the text that is certain now, whether a stop string ended it)."""
+        """Adds a piece; returns the text that is final now, and True if a stop string ended it."""
         if not self._stops:
             return piece, False
         before, text = len(self._held), self._held + piece
         self._held = ""
-        # The first that is complete, and of those that end there the longest: as if the characters
-        # came one by one.  So a token of many characters ends where several of fewer would.
-        # What was held back has none that is complete: one ends in the new piece.
+        # The stop string that ends first, and of those that end there the longest, as if the
+        # characters came one by one: the result does not depend on how the text is cut into pieces.
+        # The held text has no complete stop string, so any match ends in the new piece.
         found = [
             (at + len(stop), at)
             for stop in self._stops
@@ -50,8 +51,8 @@ class StopMatcher:
         ]
         if found:
             return text[: min(found)[1]], True
-        # From the front: what is passed over is passed on, so that all pieces together take time
-        # by their length alone, whatever the stop strings are.
+        # The search begins at the front: text that it skips is final and never searched again, so
+        # the total time depends on the text's length only, whatever the stop strings are.
         kept = next(
             at for at in range(max(0, len(text) + 1 - self._longest), len(text) + 1)
             if self._begins_one(text[at:])
@@ -60,10 +61,10 @@ class StopMatcher:
         return text[:kept], False
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """Returns the held text, after the last piece."""
         held, self._held = self._held, ""
         return held
 
     def _begins_one(self, end: str) -> bool:
-        """Whether a stop string begins so; all of them begin with nothing."""
+        """True if a stop string begins with `end`; always for the empty string."""
         return any(stop.startswith(end) for stop in self._stops)

@@ -1,8 +1,8 @@
-"""A model's weights in device memory, in the shapes that the kernels want.
+"""A model's weights in device memory, in the shapes that the kernels need.
 
 Queries, keys and values are one matrix, gate and up another, so that a layer is four products.
-Where device memory is the process's own, a checkpoint is converted straight into place, or its
-bytes are copied as they are for kernels that read them so; a CUDA device converts a file's bytes
+Where device memory is host memory, a checkpoint is converted straight into place, or its bytes are
+copied unchanged for kernels that read packed weights; a CUDA device converts the file's bytes
 itself.  Weights that are in device memory already, in these shapes, are adopted without a copy.
 """
 
@@ -29,33 +29,33 @@ from ostinato.models.layout import device_shapes, part_rows, weight_shapes
 if TYPE_CHECKING:
     from ostinato.models.packed import PackedMatrix
 
-# Converted together on the way to a device with memory of its own: enough bytes that every thread
-# has work, in memory that is used again.
+# The size of the reused staging memory for a device with its own memory: tensors are converted
+# together in it, enough bytes that every thread has work.
 _STAGED_BYTES = 64 << 20
 _ALIGNMENT = 64
 # The widest load of a kernel.
 _LEAST_ALIGNMENT = 16
-# More of them wait for each other at the interpreter's lock: 4 take 0.21 s for SmolLM2-135M on 16
-# cores, 16 take 0.38.
+# More threads contend for the interpreter's lock: 4 take 0.21 s for SmolLM2-135M on 16 cores, 16
+# take 0.38.
 _THREADS = 4
 
 _Matrix = TypeVar("_Matrix", npt.NDArray[Any], Buffer)
 
 WeightTarget: TypeAlias = Buffer | Placed
-"""Where a tensor's values go, or its bytes if they stay packed."""
+"""The destination of a tensor's values, or of its bytes if they stay packed."""
 Convert: TypeAlias = Callable[[Checkpoint, Iterable[tuple[str, WeightTarget]]], bool]
-"""`Backend.convert`."""
+"""The type of `Backend.convert`."""
 
 
 @dataclass(slots=True, eq=False)
 class Weights:
     """The weights of one model.
 
-    `shapes`: of the tensors by canonical name, the fused ones in place of their parts.  `tensors`:
-    their memory.  Matrices are `dtype`, norms float32 always; of packed weights matrices are the
-    bytes of a `PackedMatrix` (uint8, flat), and `dtype` is the cache's.  `formats`: the matrices
-    that are bytes in a CUDA device's own order (`cuda.bricks`).  `loaded`: every tensor is there,
-    with its values.
+    `shapes`: shapes by the names of `weight_shapes`, with fused tensors in place of their parts.
+    `tensors`: their memory by the same names.  Matrices are `dtype`, vectors always float32; if
+    `packed`, matrices are the bytes of a `PackedMatrix` (uint8, flat), and `dtype` is the cache's.
+    `formats`: the matrices whose bytes are in a CUDA device's own order (`cuda.bricks`).  `loaded`:
+    every tensor is there, with its values.
     """
 
     config: LlamaConfig
@@ -66,7 +66,7 @@ class Weights:
     packed: bool = False
     formats: Formats = field(default_factory=dict, repr=False)
     memory: Buffer | None = field(default=None, repr=False)
-    """What the tensors are views of, if they are."""
+    """The allocation that all tensors are views of, if there is one."""
 
     @property
     def nbytes(self) -> int:
@@ -74,12 +74,12 @@ class Weights:
 
     @property
     def unpacked_bytes(self) -> int:
-        """What `nbytes` would be with every matrix in `dtype`."""
+        """The value of `nbytes` if every matrix were in `dtype`."""
         shapes = self.shapes.values()
         return sum(math.prod(s) * _kind(s, self.dtype).itemsize for s in shapes)
 
     def description(self) -> str:
-        """What the matrices are, in words."""
+        """Returns the form of the matrices in words, such as "bfloat16" or "packed"."""
         if self.packed:
             return "packed"
         if not self.formats:
@@ -89,7 +89,8 @@ class Weights:
         return f"packed ({', '.join(kinds)}){f', and {rest} in bfloat16' if rest else ''}"
 
     def buffer(self, name: str, layer: int | None = None) -> Buffer:
-        """A tensor by its name in the program.  Raises ClosedError once it is gone."""
+        """Returns a tensor by its name in the program.  Raises ClosedError if it is not loaded, or
+        closed."""
         key = name if layer is None else f"layers.{layer}.{name}"
         buffer = self.tensors.get(key)
         if buffer is None or buffer.closed:
@@ -97,7 +98,7 @@ class Weights:
         return buffer
 
     def close(self) -> None:
-        """Gives the memory back; of adopted memory, the right to it.  Idempotent."""
+        """Frees the memory; adopted memory is only released to its owner.  Idempotent."""
         self.loaded = False
         for buffer in self.tensors.values():
             buffer.close()
@@ -115,14 +116,15 @@ def load_weights(
     threads: int | None = None,
     convert: Convert | None = None,
 ) -> Weights:
-    """Reads every tensor of a checkpoint into device memory; it is there when this returns.
+    """Reads every tensor of a checkpoint into device memory, and waits until all are there.
 
-    `dtype`: of matrices, float32 or uint16 (the bits of bfloat16).  `packed`: matrices stay as the
-    file has them, see `Weights`; only where device memory is the process's own.  `formats`: see
-    `Backend.formats`; `convert` must be able to do these.  `threads`: of the
-    conversion where the host does it; 4 if None, or as many as there are cores.  `convert`: see
-    `Backend.convert`; without it, or if it returns False, the host converts.
-    Raises ModelFormatError, OutOfMemoryError; nothing is left allocated then.
+    `dtype`: type of matrices, float32 or uint16 (the bits of bfloat16).  `packed`: matrices stay
+    packed as in the file, see `Weights`; only where device memory is host memory.  `formats`: see
+    `Backend.formats`; `convert` must support them.  `threads`: threads of the host's conversion; if
+    None 4, or the number of cores if that is less.  `convert`: see `Backend.convert`; without it,
+    or if it returns False, the host converts.
+    Raises ModelFormatError, OutOfMemoryError, InputError if `formats` cannot be converted; nothing
+    is left allocated then.
     """
     config = checkpoint.config
     shapes = device_shapes(checkpoint.shapes())
@@ -137,7 +139,7 @@ def load_weights(
             how = weights.formats.get(name)
             if how is None:
                 weights.tensors[name] = device.empty(shape, _kind(shape, weights.dtype))
-            else:  # of rows that fill no brick, what is beyond them is read and must be numbers
+            else:  # zeros: kernels also read the rows that pad the last brick; they must be finite
                 weights.tensors[name] = device.zeros((matrix_bytes(how, shape[1]),), np.uint8)
         if device.capabilities.host_memory_is_device_memory and not weights.formats:
             values = {name: buffer.array for name, buffer in _all_parts(weights)}
@@ -161,16 +163,16 @@ def adopt_weights(
     tensors: Mapping[str, object],
     dtype: npt.DTypeLike = np.uint16,
 ) -> Weights:
-    """Weights that are in device memory already, for `Decoder`; nothing is copied or read.
+    """Makes `Weights` for `Decoder` of tensors that are in device memory already, without a copy.
 
     `tensors`: one for each name of `weight_shapes(config)`, in its shape and C-contiguous: buffers,
     or another library's device arrays (`Device.adopt_array`), which are kept alive until the
-    weights are closed.  Matrices are `dtype`, uint16 for bfloat16 (a CUDA device's kernels read
-    these) or float32 (the host's do); vectors float32.  They begin at multiples of 16 bytes.
+    weights are closed.  Matrices are `dtype`, uint16 for bfloat16 (for a CUDA device's kernels) or
+    float32 (for the host's); vectors are float32.  Each begins at a multiple of 16 bytes.
 
-    What writes to them must be done before a decoder reads them, or be on the decoder's stream.
-    Decoders see later changes, and their KV caches hold what was computed before.
-    Raises InputError for names, shapes, types and addresses that do not fit.
+    Work that writes to the tensors must end before a decoder reads them, or be on the decoder's
+    stream.  Decoders use later changes, but their KV caches keep the results from before.
+    Raises InputError for wrong or missing names, and for wrong shapes, types or addresses.
     """
     shapes = weight_shapes(config)
     weights = Weights(config, np.dtype(dtype), shapes)
@@ -202,15 +204,15 @@ def adopt_weights(
 
 
 def _kind(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The type on the device of a tensor that is not packed."""
+    """Returns the type on the device of a tensor that is not packed."""
     return dtype if len(shape) == 2 else np.dtype(np.float32)
 
 
 def _load_packed(device: Device, checkpoint: Checkpoint, weights: Weights, threads: int) -> None:
-    """Rows as the file has them; as float32 where there is no file.
+    """Loads matrices packed as in the file, or as float32 if the checkpoint has no file.
 
-    All of it is one allocation, for which the operating system uses large pages.  With small pages
-    a step, which reads all weights, takes a tenth longer.
+    All weights are one allocation, so that the operating system uses large pages.  With small pages
+    a step, which reads all weights, takes 10 % longer.
     """
     config, end = checkpoint.config, 0
     matrices: dict[str, PackedMatrix] = {}
@@ -251,7 +253,7 @@ def _packed_matrix(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) ->
 
 
 def _upload(device: Device, checkpoint: Checkpoint, weights: Weights, threads: int) -> None:
-    """Through ordinary memory, many tensors at a time."""
+    """Converts on the host and copies to the device, many tensors at a time."""
     largest = max((_aligned(buffer.nbytes) for buffer in weights.tensors.values()), default=0)
     staging = np.empty(max(_STAGED_BYTES, largest), np.uint8)
     stream = device.create_stream()
@@ -273,7 +275,7 @@ def _upload(device: Device, checkpoint: Checkpoint, weights: Weights, threads: i
 
 
 def _groups(tensors: dict[str, Buffer], nbytes: int) -> Iterator[dict[str, Buffer]]:
-    """The tensors in order, as many together as fit."""
+    """Yields the tensors in order, in groups of at most `nbytes`; a larger tensor is a group."""
     group: dict[str, Buffer] = {}
     size = 0
     for name, buffer in tensors.items():
@@ -291,13 +293,13 @@ def _aligned(nbytes: int) -> int:
 
 
 def _all_parts(weights: Weights) -> Iterator[tuple[str, Buffer]]:
-    """Every canonical tensor with its place on the device."""
+    """Yields every canonical tensor with its part of a buffer."""
     for name, buffer in weights.tensors.items():
         yield from _parts(weights.config, name, buffer)
 
 
 def _targets(weights: Weights) -> Iterator[tuple[str, WeightTarget]]:
-    """Every canonical tensor with its place on the device, also of packed matrices."""
+    """Yields every canonical tensor with its target on the device, also for packed matrices."""
     c = weights.config
     for name, buffer in weights.tensors.items():
         how = weights.formats.get(name)
@@ -311,7 +313,7 @@ def _targets(weights: Weights) -> Iterator[tuple[str, WeightTarget]]:
 
 
 def _parts(config: LlamaConfig, name: str, array: _Matrix) -> Iterator[tuple[str, _Matrix]]:
-    """The canonical tensors that make up one in device memory, with their places in it."""
+    """Yields the canonical tensors that `array` consists of, each with its rows of `array`."""
     start = 0
     for part, rows in part_rows(config, name, array.shape[0]):
         yield part, array[start : start + rows]

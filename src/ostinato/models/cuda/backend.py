@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BoundProduct:
-    """A library's product in a step; what it launches is known once its buffers are."""
+    """A library's product in a step; `operations` captures its launches for given buffers."""
 
     product: LibraryProduct
     call: ProductCall
@@ -64,11 +64,11 @@ class BoundProduct:
     """A library's kernels do not support programmatic launch."""
 
     def with_programmatic(self, programmatic: bool) -> BoundProduct:
-        """The same: it cannot be changed."""
+        """Returns this object: the launch cannot be programmatic."""
         return self
 
     def operations(self, resolve: Resolve) -> tuple[Operation, ...]:
-        """The library's launches, as ours.  Raises NotAvailableError."""
+        """Returns the library's launches as operations.  Raises NotAvailableError."""
         call = self.call
         found = [resolve(one) for one in (call.weight, call.inputs, call.out, call.workspace)]
         weight, inputs, out, workspace = (one for one in found if isinstance(one, Buffer))
@@ -83,9 +83,9 @@ class BoundProduct:
 
 
 def load_kernel(modules: ModuleCache, launch: CudaLaunch) -> Kernel:
-    """The launch's kernel, ready to be launched so; not inside a capture.
+    """Compiles or finds a launch's kernel and allows its shared memory.
 
-    Raises CompileError, NoCudaError, DriverError.
+    Must not be called inside a capture.  Raises CompileError, NoCudaError, DriverError.
     """
     kernel = modules.get_or_compile(launch.source, launch.kernel, options=launch.options)
     if launch.config.shared:  # an attribute of the function: not to be set in a capture
@@ -94,17 +94,17 @@ def load_kernel(modules: ModuleCache, launch: CudaLaunch) -> Kernel:
 
 
 class CudaBackend:
-    """CUDA kernels, in bfloat16 with float32 sums; compiled for one model and number of rows.
-    In steps of `library_rows` and more rows a library multiplies, where there is one
-    (`cuda.library`); with packed weights in pieces of prompts, if `library_rows` is "auto".
+    """CUDA kernels in bfloat16 with float32 sums, compiled for one model and number of rows.
+    In steps of `library_rows` and more rows a library computes the products, if there is one
+    (`cuda.library`); with packed weights and "auto", only in pieces of prompts.
 
-    Their launches are programmatic: each may start while the one before it still runs, and waits on
-    the device for that one alone.  That one has waited for its own predecessor, so the wait covers
-    all earlier kernels, as long as the launches form a chain.  In a stream and in its captures they
-    do.  A recorded graph has its edges from what kernels read and write; it is the same chain if
-    every kernel touches what the one just before it wrote (tests/models/test_decoder_backend.py
-    checks the signatures for that), and only then does `graph.recording` make the edge
-    programmatic.  A kernel outside of the chain must be launched without.
+    Launches are programmatic: each may start while its predecessor still runs, and waits on the
+    device only for this one.  The predecessor has waited for its own predecessor, so the wait
+    covers all earlier kernels if the launches form a chain.  In a stream and its captures they do.
+    A recorded graph derives its edges from the operands that kernels read and write; it is the same
+    chain if every kernel uses an operand that its predecessor wrote
+    (tests/models/test_decoder_backend.py checks the signatures), and only then does
+    `graph.recording` make the edge programmatic.  Launches outside the chain must be ordinary.
     """
 
     name = "cuda"
@@ -145,7 +145,8 @@ class CudaBackend:
         self._products, self.library = open_products(device, library_rows, stream)
 
     def piece_rows(self, config: LlamaConfig) -> int:
-        """By rule where a library multiplies, else as many as our own products take."""
+        """Returns the result of `library.piece_rows` with a library, else the most rows of our own
+        products."""
         return SAMPLED_ROWS if self._products is None else piece_rows(config)
 
     def give_up_library(self, reason: str) -> bool:
@@ -155,17 +156,17 @@ class CudaBackend:
         return True
 
     def _multiplies(self, config: LlamaConfig, rows: int, formats: Formats) -> bool:
-        """Whether the library multiplies in a step of so many rows."""
+        """True if the library computes the products of a step of `rows` rows."""
         least = self._library_rows
-        if least == "auto":  # for a library packed weights are unpacked into memory each time
+        if least == "auto":  # packed weights are unpacked into memory for each library product
             least = SAMPLED_ROWS + 1 if formats else library_rows_for(config)
         if self._products is None or least is None:
             return False
-        return rows >= min(least, SAMPLED_ROWS + 1)  # ours do not go further
+        return rows >= min(least, SAMPLED_ROWS + 1)  # our own products do not support more rows
 
     def _tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
-        """Looked up once and kept: the workspace is sized for the first answer, and what is stored
-        may change."""
+        """Returns a tuning, looked up once and kept: the workspace is sized for the first result,
+        and the stored tuning may change."""
         key = (config, rows, context)
         if key not in self._tunings:
             self._tunings[key] = self._find_tuning(config, rows, context)
@@ -190,7 +191,8 @@ class CudaBackend:
         shapes.require_supported(config, rows, most=PIECE_ROWS)
 
     def formats(self, checkpoint: Checkpoint, wanted: WeightsKind) -> Formats:
-        """Of quantised matrices; "auto" packs where it `pays`."""
+        """Returns the formats of the checkpoint's quantised matrices; none for "bf16", or for
+        "auto" if packing does not pay (`pays`).  Raises InputError."""
         config = checkpoint.config
         if wanted == "bf16" or (wanted == "auto" and not pays(config)):
             return UNPACKED
@@ -216,7 +218,7 @@ class CudaBackend:
         found, processors = [], self._properties.multiprocessors
         for count in rows:
             tuning = self._tuning(config, count, context)
-            if count <= SAMPLED_ROWS:  # also if a library is meant to multiply: it may fail
+            if count <= SAMPLED_ROWS:  # even with a library, since it may fail
                 lowering = Lowering(config, count, tuning, formats, processors)
                 found.append(lowering.workspace_bytes)
             if self._multiplies(config, count, formats):
@@ -228,12 +230,12 @@ class CudaBackend:
         if self._products is not None and self._multiplies(config, rows, formats):
             more = library_buffers(config, rows, self._products.workspace_bytes, formats)
             return rounded_buffers(config, rows) | more
-        # Ours do not go further, and those of one row mostly read float32.
+        # Our own products have at most SAMPLED_ROWS rows; without tiles they mostly read float32.
         tiles = shapes.in_tiles(config, rows, self._known["shared"])
         return rounded_buffers(config, min(rows, SAMPLED_ROWS)) if tiles else {}
 
     def convert(self, checkpoint: Checkpoint, tensors: Iterable[tuple[str, WeightTarget]]) -> bool:
-        """The file's bytes go to the device as they are (`cuda.dequantise`)."""
+        """Copies the file's bytes to the device and converts them there (`cuda.dequantise`)."""
         return convert_on_device(self._device, checkpoint, tensors)
 
     def exchanges_sums(
@@ -269,16 +271,16 @@ class CudaBackend:
         *,
         formats: Formats = UNPACKED,
     ) -> tuple[BoundCall, ...]:
-        """Sources and macros differ by rows; what is not compiled yet is compiled side by side."""
+        """Implements `Backend.bind`; kernels, which differ by rows, are compiled concurrently."""
         lowered = self._lower(program, config, rows, context, formats)
         launches = [one for one in lowered if isinstance(one, CudaLaunch)]
-        # By what is compiled: matrices of one kind may be packed differently from layer to layer.
+        # Keyed by `compiled`: matrices of one kind may be packed differently from layer to layer.
         first_uses = {one.compiled: one for one in launches}
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             loaded = pool.map(partial(load_kernel, self._modules), first_uses.values())
             kernels = dict(zip(first_uses, loaded, strict=True))
-        self._modules.preload(kernels.values())  # on the device now, not at the first launch
+        self._modules.preload(kernels.values())  # loads them now, not at the first launch
         bound: list[BoundCall] = []
         for one in lowered:
             if isinstance(one, CudaLaunch):

@@ -1,13 +1,13 @@
-"""Packed matrices on CUDA devices: which there are, and how large.  Pure.
+"""Packed matrices on CUDA devices: their formats and sizes.  Pure.
 
-A GGUF file's quantised matrix keeps its bits and gets another order (kernels/bricks.cuh has it):
+A GGUF file's quantised matrix keeps its bits and gets another order (see kernels/bricks.cuh):
 16 rows of 256 inputs are a *brick*, which the tensor cores' lanes read 16 bytes at a time.
-Queries, keys and values, below each other in one matrix, are rows of bricks of their own, so they
-may be of three types; gate and up share bricks, so they must be of one.  A matrix of which that
-cannot be said is bfloat16, as all are without `packed`.
+Queries, keys and values, stacked in one matrix, have separate rows of bricks, so they may be of
+three types; gate and up share bricks, so they must be of one.  A matrix that does not fit these
+rules is bfloat16.
 
-Where a row's inputs are not whole bricks, the last one's scales stand for all of it, and a matrix
-is a few percent larger than in the file.
+Where a row's inputs are not whole bricks, the last brick still has the scales of a whole one, and
+the matrix is a few percent larger than in the file.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.layout import part_rows, weight_shapes
 
 BRICK = 256
-"""Inputs of a brick; it has 16 rows."""
+"""The inputs of a brick; a brick has 16 rows."""
 _UNIT = 64
 _MOST_INPUTS = 1 << 15
-"""A block has all of them in shared memory, as digits."""
+"""The most inputs of a packed matrix: a block holds all of them in shared memory, as digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A packed type's bricks, in bytes: `unit`, codes of 64 inputs; `rest`, all else."""
+    """The sizes of a packed type's bricks, in bytes: `unit` for the codes of 64 inputs, `rest` for
+    a brick's scales, minima and high bits."""
 
     unit: int
     rest: int
 
     def row_bytes(self, columns: int) -> int:
-        """Of a row of bricks, which is 16 rows of a matrix."""
+        """Returns the bytes of a row of bricks, which is 16 rows of a matrix."""
         bricks, left = divmod(columns, BRICK)
         last = -(-left // _UNIT) * self.unit + self.rest if left else 0
         return bricks * (BRICK // _UNIT * self.unit + self.rest) + last
@@ -49,12 +50,12 @@ FORMATS: Mapping[str, Format] = {
     "Q5_K": Format(512, 768),
     "Q6_K": Format(512, 1312),
 }
-"""By the tensor type's name."""
+"""Formats by the tensor type's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of bricks below each other: their tensor type, and pairs of outputs."""
+    """Consecutive rows of bricks of one tensor type, `kind`, with their number of output pairs."""
 
     kind: str
     pairs: int
@@ -64,17 +65,18 @@ class Part:
 
 
 Packing = tuple[Part, ...]
-"""Of a packed matrix."""
+"""The parts of a packed matrix, in order."""
 Formats = Mapping[str, Packing]
-"""The matrices that are packed, by their names in `weight_shapes`; others are bfloat16."""
+"""The packed matrices, by their names in `weight_shapes`; others are bfloat16."""
 _PAYS_FROM = 32 << 20
 _PAYS_TO = 14336
 
 
 def packing(name: str, kinds: Sequence[str], rows: Sequence[int], columns: int) -> Packing | None:
-    """How a matrix is packed that these tensors make up; None for bfloat16.
+    """Returns the packing of a matrix that consists of these tensors; None for bfloat16.
 
-    `name`: in `weight_shapes`.  `kinds`, `rows`: types and rows of the tensors.  `columns`: inputs.
+    `name`: its name in `weight_shapes`.  `kinds`, `rows`: types and rows of the tensors.
+    `columns`: number of inputs.
     """
     if columns > _MOST_INPUTS or any(kind not in FORMATS for kind in kinds):
         return None
@@ -95,8 +97,8 @@ def formats_of(
     kind_of: Callable[[str], str],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Formats:
-    """How the matrices of a file can be packed.  `kind_of`: a canonical tensor's type in it.
-    `shapes`: of the tensors in device memory, those of the config if None."""
+    """Returns the packed formats of a file's matrices.  `kind_of`: returns a canonical tensor's
+    type in the file.  `shapes`: shapes of the tensors in device memory; the config's if None."""
     found = {}
     for name, shape in (shapes or weight_shapes(config)).items():
         if len(shape) == 2:
@@ -108,11 +110,11 @@ def formats_of(
 
 
 def pays(config: LlamaConfig) -> bool:
-    """Whether steps of few rows are faster with packed weights.
+    """True if steps of few rows are faster with packed weights.
 
-    By the bytes of a layer in bfloat16: the steps of small models are launches more than bytes, and
-    with bfloat16 they have fewer (attention_block.cu).  And by the inputs of its products, whose
-    digits fill a multiprocessor's shared memory: more of them than measured are left unpacked.
+    The rule uses the bytes of a layer in bfloat16: launches dominate the steps of small models, and
+    bfloat16 needs fewer (attention_block.cu).  It also limits the inputs of products, whose digits
+    fill a multiprocessor's shared memory: more than were measured are left unpacked.
     """
     c = config
     nbytes = 2 * c.hidden * (2 * c.query_size + 2 * c.kv_size + 3 * c.inner)
@@ -120,7 +122,7 @@ def pays(config: LlamaConfig) -> bool:
 
 
 def device_bytes(shapes: Mapping[str, tuple[int, ...]], formats: Formats) -> int:
-    """Of all weights on the device.  `shapes`: of their tensors there."""
+    """Returns the bytes of all weights on the device.  `shapes`: shapes of their tensors there."""
     total = 0
     for name, shape in shapes.items():
         how = formats.get(name)
@@ -132,14 +134,14 @@ def device_bytes(shapes: Mapping[str, tuple[int, ...]], formats: Formats) -> int
 
 
 def matrix_bytes(packed: Packing, columns: int) -> int:
-    """Of a packed matrix with so many inputs."""
+    """Returns the bytes of a packed matrix with `columns` inputs."""
     return sum(part.nbytes(columns) for part in packed)
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Where rows of a tensor go in a packed matrix: their part begins at byte `offset`, and the
-    first of them is row `first` of it.  Of each `size` rows, those `size / 2` apart are a pair."""
+    """The place of a tensor's rows in a packed matrix: row `first` of the part at byte `offset` is
+    the tensor's first.  In each group of `size` rows, rows `size / 2` apart are a pair."""
 
     offset: int
     first: int
@@ -148,14 +150,14 @@ class RowPlace:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a tensor of a packed matrix goes: the matrix's bytes, and its rows' place in them."""
+    """The target of a tensor in a packed matrix: the matrix's bytes, and the rows' place there."""
 
     matrix: Buffer
     place: RowPlace
 
 
 def pair_size(config: LlamaConfig, name: str) -> int:
-    """Of so many rows of a matrix, those half of it apart are a pair of outputs (linear.cuh)."""
+    """Returns the size of groups of rows; rows half a group apart are a pair (linear.cuh)."""
     last = name.rpartition(".")[2]
     if last == "w_gate_up":
         return 2 * config.inner
@@ -165,7 +167,7 @@ def pair_size(config: LlamaConfig, name: str) -> int:
 def places(
     config: LlamaConfig, name: str, packed: Packing, rows: Sequence[int], columns: int
 ) -> tuple[RowPlace, ...]:
-    """Of each tensor that makes up a packed matrix, with so many rows."""
+    """Returns the place of each tensor that a packed matrix consists of; `rows`: rows of each."""
     size = pair_size(config, name)
     made = []
     offset, first, parts = 0, 0, list(packed)

@@ -1,9 +1,9 @@
-"""A file's tensors on a CUDA device: to float32 or bfloat16 (`kernels/dequantise.cu`), or packed as
-they are in another order (`kernels/repack.cu`).
+"""Conversion of a file's tensors on a CUDA device: to float32 or bfloat16
+(`kernels/dequantise.cu`), or to packed bytes in another order (`kernels/repack.cu`).
 
-What travels are the file's own bytes, straight from the map, and the host computes nothing: its
-threads take turns at the interpreter's lock for that (SmolLM2-135M on 16 cores: 0.3 s with four of
-them, 0.45 s with sixteen).
+The file's bytes are copied to the device straight from the map.  Conversion on the host would be
+slower, since its threads contend for the interpreter's lock (SmolLM2-135M on 16 cores: 0.3 s with
+four threads, 0.45 s with sixteen).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OUT = {np.dtype(np.float32): "f32", np.dtype(np.uint16): "bf16"}
 
 @functools.cache
 def dequantise_source() -> Source:
-    """The kernels: `<type>_to_f32` and `<type>_to_bf16`."""
+    """Returns the source of the kernels `<type>_to_f32` and `<type>_to_bf16`."""
     return source_of(
         "dequantise",
         {
@@ -46,7 +46,7 @@ def dequantise_source() -> Source:
 
 @functools.cache
 def repack_source() -> Source:
-    """The kernels: `<type>_to_bricks`."""
+    """Returns the source of the kernels `<type>_to_bricks`."""
     to_bricks = (
         "stored: *const u8, bricks: *u8, row_bytes: u32, columns: u32, first: u32, head: u32, "
         "size: u32"
@@ -57,11 +57,11 @@ def repack_source() -> Source:
 def convert_on_device(
     device: Device, checkpoint: Checkpoint, tensors: Iterable[tuple[str, WeightTarget]]
 ) -> bool:
-    """Converts tensors of a checkpoint's file into buffers by canonical name, or packs them into
-    matrices; waits for them.
+    """Converts tensors of a checkpoint's file into buffers, by canonical name, or packs them into
+    matrices; waits for the results.
 
-    False, and nothing is done, if no file holds them.  Raises CompileError, DriverError,
-    OutOfMemoryError.
+    Returns False, and does nothing, if the checkpoint has no stored bytes.  Raises CompileError,
+    DriverError, OutOfMemoryError.
     """
     if not isinstance(checkpoint, StoredCheckpoint):
         return False
@@ -78,7 +78,7 @@ def convert_on_device(
 
 
 def staged_bytes(tensors: Iterable[RawTensor]) -> int:
-    """Device bytes that `dequantise_on_device` needs to work through these tensors."""
+    """Returns the bytes of staging memory that `dequantise_on_device` needs for these tensors."""
     return max(max(_least_bytes(raw), min(raw.size, _MOST_STAGED)) for raw in tensors)
 
 
@@ -90,11 +90,12 @@ def dequantise_on_device(
     staging: Buffer,
     stream: Stream,
 ) -> None:
-    """Puts a tensor's values into `out` (float32, or uint16 for bfloat16), in stream order.
+    """Writes a tensor's values to `out` (float32, or uint16 for bfloat16), in stream order.
 
-    `stored`: its bytes as the file has them; they are taken before this returns.  `staging`: see
-    `staged_bytes`; free to be used again for what follows on the stream.  The values are those of
-    `Checkpoint.load`, bit by bit, except for which NaN a NaN is.  Raises CompileError, DriverError.
+    `stored`: the tensor's bytes in the file; they are copied before this returns.  `staging`: see
+    `staged_bytes`; later work on the stream may use it again.  The values are those of
+    `Checkpoint.load`, bit by bit, except for the payloads of NaN.  Raises CompileError,
+    DriverError.
     """
     kernel = modules.get_or_compile(dequantise_source(), f"{raw.type}_to_{_OUT[out.dtype]}")
     row_values = raw.columns * out.dtype.itemsize
@@ -114,8 +115,8 @@ def repack_on_device(
     staging: Buffer,
     stream: Stream,
 ) -> None:
-    """Puts a tensor's bytes into a packed matrix, in stream order; otherwise as
-    `dequantise_on_device`."""
+    """Writes a tensor's bytes to its place in a packed matrix, in stream order; arguments and
+    errors: see `dequantise_on_device`."""
     kernel = modules.get_or_compile(repack_source(), f"{raw.type}_to_bricks")
     place, row_bytes = out.place, raw.size // raw.rows
     bricks = out.matrix.view(place.offset, out.matrix.nbytes - place.offset, np.uint8)
@@ -129,7 +130,7 @@ def repack_on_device(
 def _staged(
     raw: RawTensor, stored: npt.NDArray[np.uint8], staging: Buffer, stream: Stream
 ) -> Iterator[tuple[int, int, Buffer]]:
-    """The tensor's rows in pieces: the first, how many, and their bytes on the device."""
+    """Yields the tensor's rows in pieces: first row, number of rows, their bytes on the device."""
     row_bytes = raw.size // raw.rows
     step = staging.nbytes // _least_bytes(raw) * raw.together
     for start in range(0, raw.rows, step):
@@ -140,5 +141,5 @@ def _staged(
 
 
 def _least_bytes(raw: RawTensor) -> int:
-    """Of the rows that must not be parted."""
+    """Returns the bytes of the rows that must be converted together."""
     return raw.size // raw.rows * raw.together

@@ -1,4 +1,4 @@
-"""Which launch shapes the CUDA kernels can be compiled for and launched with.  Pure.
+"""The check of launch shapes: whether the CUDA kernels can be compiled and launched so.  Pure.
 
 The sweep tries only shapes that `problems_of` accepts, and a tuning from a file must pass it.
 """
@@ -33,8 +33,8 @@ from ostinato.models.cuda.shapes import (
 
 _OF_LAYERS = {*PRODUCTS.values()} - {"head"}
 VECTOR_LOADS = (4, 30)
-"""16-byte loads that a thread of matvec.cu has under way: fewer do not fill the memory's latency,
-more do not fit its registers."""
+"""The least and the most 16-byte loads in flight of a thread of matvec.cu: fewer do not cover the
+memory's latency, more do not fit the registers."""
 
 
 def problems_of(
@@ -46,11 +46,11 @@ def problems_of(
     warpgroups: bool = True,
     shared: int = MAX_SHARED,
 ) -> tuple[str, ...]:
-    """Why the kernels cannot be compiled or launched so, in words; empty if they can.
+    """Returns the reasons why the kernels cannot be compiled or launched so; empty if they can.
 
-    Values may be of any type, as a file may hold them; a wrong type is a reason too.  `clusters`,
-    `warpgroups`: whether the device has them.  `shared`: bytes that a block may have
-    (`dynamic_shared`).
+    The tuning's values may be of any type, since they may come from a file; a wrong type is a
+    reason too.  `clusters`, `warpgroups`: True if the device has them.  `shared`: bytes of shared
+    memory that a block may have (`dynamic_shared`).
     """
     found, tiles = [], in_tiles(config, rows, shared)
     for name, product in products_of(config).items():
@@ -105,7 +105,7 @@ def vector_problem(shape: VectorShape, product: Product, shared: int = MAX_SHARE
     if s.turns > MAX_TURNS or s.ahead >= s.turns:
         return f"{s.ahead} turns ahead of {s.turns}"
     loads = vector_steps(s, product) * s.pairs * 2
-    fixed = 48 if s.turns == 1 else 72  # with turns, some of two turns' weights are there
+    fixed = 48 if s.turns == 1 else 72  # with turns, the registers hold weights of two turns
     if loads > VECTOR_LOADS[1] or (fixed + 4 * loads) * 32 * s.warps > REGISTERS:
         return f"{loads} loads a thread in {s.warps} warps do not fit the registers"
     if s.shared_bytes(product.inputs) + s.static_bytes > shared + STATIC_SHARED:
@@ -180,7 +180,7 @@ def attention_problem(
 
 
 def _attention_registers(shape: AttentionShape, config: LlamaConfig, tiled: bool) -> int:
-    """Of a thread, at most: what is held of keys, values, queries and sums, and all else."""
+    """Returns an upper bound on a thread's registers: keys, values, queries, sums and the rest."""
     queries, steps = shape.queries, shape.steps
     if not tiled:
         held = 22 * queries + 7 * steps + 2 * queries * steps

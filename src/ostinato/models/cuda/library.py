@@ -1,22 +1,22 @@
-"""Steps whose layers' products a library computes: what a call of the program becomes.
+"""The lowering of steps whose layers' products a library computes.  The calls of the program become
 
     norm_qkv_rope     norm_rows   [qkv]      norm_rope
-    norm_qkv          norm_rows   [qkv]                    and norm_rope as it is
+    norm_qkv          norm_rows   [qkv]                    norm_rope does not change
     attention         attention
     output_residual   [output]                             added to the residual
     norm_gate_up      norm_rows   [gate_up]  silu_rows
     down_residual     [down]                               added to the residual
 
-`[…]` is a product of the library, all else kernels of ours (`kernels/pieces.cu`, `attention.cu`).
-Products read bfloat16 and give float32 (`product_out`), so what is rounded is what our own kernels
-round; the residual stays float32.  The ends (`embed`, `head`, `sample`) are those of `lowering`;
-where a step samples only in its last row, `head` and what follows are launched for that row as in a
-step of one.
+`[…]` is a product of the library, all others are our kernels (`kernels/pieces.cu`, `attention.cu`).
+Products read bfloat16 and write float32 (`product_out`), so the same values are rounded as in our
+own kernels; the residual stays float32.  `embed`, `head` and `sample` are those of `lowering`; if
+only the last row of a step samples, `head` and the calls after it are those of a step of one row.
 
-A packed matrix (`bricks`) is unpacked into `unpacked` before its product, so that is read by the
-launch right after: neither of the two is programmatic.
+A packed matrix (`bricks`) is unpacked into `unpacked`, which its product, the next launch, reads:
+neither of the two launches is programmatic.
 
-`lower_with_library` is pure and needs no GPU.  Not guaranteed: the bits of steps without one.
+`lower_with_library` is pure and needs no GPU.  Results may differ in bits from those of steps
+without a library.
 
 In steps of more than MAX_ROWS rows, which are pieces of a prompt, `piece_attention` takes the place
 of `attention`: neighbouring rows share the keys and values that all of them read.
@@ -79,7 +79,7 @@ _GATED_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class ProductCall:
-    """A product of the library in a step; buffers by the plan's names."""
+    """A product of the library in a step, with its buffers by their names in the plan."""
 
     name: str
     product: MatrixProduct
@@ -90,7 +90,7 @@ class ProductCall:
 
     @property
     def unpacked(self) -> bool:
-        """Whether the weights are there only while the step runs."""
+        """True if the weights exist in bfloat16 only while the step runs."""
         return self.weight == _UNPACKED
 
 
@@ -100,8 +100,8 @@ Lowered = kc.CudaLaunch | ProductCall
 def library_buffers(
     config: LlamaConfig, rows: int, workspace: int, formats: Formats | None = None
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Shapes and dtypes of what such steps of up to `rows` rows need beside a plan's buffers and
-    `lowering.rounded_buffers`."""
+    """Returns shapes and dtypes of the buffers that steps with a library, of up to `rows` rows,
+    need besides a plan's buffers and `lowering.rounded_buffers`."""
     c = config
     width = max(c.query_size + 2 * c.kv_size, 2 * c.inner)
     found: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
@@ -116,7 +116,7 @@ def library_buffers(
 
 
 def library_rows_for(config: LlamaConfig) -> int:
-    """From how many rows on a library's products pay, by the bytes of a layer's weights.
+    """Returns the least rows for which a library is faster, by the bytes of a layer's weights.
 
     Measured on an H100, us a step of 64 rows with ours and with cuBLASLt: 135M 791 and 950, 360M
     988 and 1,223, 1B 1,268 and 1,773, 8B 7,578 and 6,770; of 32 rows 8B 5,992 and 6,427.  8B on an
@@ -128,9 +128,9 @@ def library_rows_for(config: LlamaConfig) -> int:
 
 
 def piece_rows(config: LlamaConfig) -> int:
-    """Rows of the largest step, unless more are asked for: PIECE_ROWS, or as many as attention.cu
-    has counters for where it takes pieces too.  Of large models fewer, down to 512: their products
-    are fast with these (docs/log.md), and the buffer of gate and up has 128 MiB at most."""
+    """Returns the default rows of the largest step: PIECE_ROWS, or as many as attention.cu has
+    counters for if it computes pieces too.  Large models get fewer, down to 512, which are enough
+    for fast products (docs/log.md), so that the buffer of gate and up has at most 128 MiB."""
     rows = PIECE_ROWS
     while rows > MAX_ROWS and counted_rows(config, rows) * config.heads > COUNTER_BYTES // 4:
         rows //= 2
@@ -149,12 +149,12 @@ def lower_with_library(
     multiprocessors: int = 132,
     formats: Formats | None = None,
 ) -> tuple[Lowered | BoundCall, ...]:
-    """The launches and products of a step of `rows` rows, in order; what is bound already stays in
-    its place.
+    """Returns the launches and products of a step of `rows` rows, in order; bound calls stay in
+    their places.
 
-    `tuning`: for so many rows; `single`: for one, used where only the last row samples.
-    `formats`: of the matrices that are packed.
-    Raises UnsupportedModelError: more than MAX_ROWS rows may sample in their last one only.
+    `tuning`: for `rows` rows; `single`: for one row, used where only the last row samples.
+    `formats`: the packed matrices.
+    Raises UnsupportedModelError: of more than MAX_ROWS rows, only the last one may sample.
     """
     require_supported(config, rows, most=PIECE_ROWS)
     lowering = LibraryLowering(config, rows, tuning, single, formats or {}, multiprocessors)
@@ -164,8 +164,8 @@ def lower_with_library(
             made.append(call)
             continue
         for one in lowering.lower(call):
-            # Programmatic only between two kernels of ours: the library's do not support it, and
-            # what unpacks does not wait.
+            # Programmatic only between two of our kernels: the library's do not support it, and the
+            # kernels that unpack do not wait for their predecessor.
             early = tuning.programmatic and bool(made) and not _unpacks(one)
             early = early and isinstance(made[-1], kc.CudaLaunch) and not _unpacks(made[-1])
             if isinstance(one, kc.CudaLaunch):
@@ -189,7 +189,7 @@ def _piece_attention() -> Source:
 
 
 class LibraryLowering:
-    """A config, a number of rows and tunings, made into launches and products."""
+    """The lowering of calls for one config, number of rows and pair of tunings."""
 
     def __init__(
         self,
@@ -201,13 +201,13 @@ class LibraryLowering:
         multiprocessors: int,
     ) -> None:
         self.config, self.rows, self.formats = config, rows, formats
-        # Without the tuning's `start_next`: it was measured with other kernels as neighbours.
+        # The tuning's `start_next` is dropped: it was measured with other neighbouring kernels.
         tuning = replace(tuning, start_next={}, block=None)
         self.own = kc.Lowering(config, rows, tuning, formats, multiprocessors, library=True)
         self.single = kc.Lowering(config, 1, single, formats, multiprocessors)
 
     def lower(self, call: KernelCall) -> Iterable[Lowered]:
-        """The launches of one call; none of them programmatic yet."""
+        """Returns the launches of one call, whose `programmatic` the caller sets."""
         make = getattr(self, f"_{call.kernel}", None)
         if make is not None:
             return make(call, dict(call.arguments))  # type: ignore[no-any-return]
@@ -221,8 +221,8 @@ class LibraryLowering:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of our own kernels: of the attention, and of the head where all rows may sample; without
-        a last row's, which is that of a step of one row."""
+        """Bytes of workspace of our own kernels: the attention's, and the head's if all rows may
+        sample; not those for a single last row, which a step of one row needs too."""
         c, most = self.config, 0
         if (splits := self.own.tuning.attention.splits) > 1:
             most = self.rows * c.heads * splits * (c.head_size + 2) * 4
@@ -269,8 +269,8 @@ class LibraryLowering:
         return self._product("down", product, given["weight"], kc.ROUNDED_INNER, given["x"])
 
     def _piece_attention(self, given: _Arguments) -> kc.CudaLaunch:
-        """Blocks of 3 or 4 warps, which have 32 rows of a query head where there are blocks enough
-        for the chip and registers for it, else 16 (docs/log.md has others that were measured)."""
+        """Returns a launch with blocks of 3 or 4 warps.  A warp has 32 rows of a query head if the
+        blocks still fill the device and the registers suffice, else 16 (docs/log.md has others)."""
         c, group = self.config, self.config.heads // self.config.kv_heads
         queries = max(n for n in range(1, _MAX_PIECE_QUERIES + 1) if group % n == 0)
         warps, heads = max(1, 4 // queries), c.heads // queries
@@ -304,7 +304,7 @@ class LibraryLowering:
         inputs: BufferArgument,
         out: CallArgument,
     ) -> list[Lowered]:
-        """The product, after what unpacks a packed matrix."""
+        """Returns the product, after the launches that unpack a packed matrix."""
         assert isinstance(weight, BufferArgument) and isinstance(out, BufferArgument)
         name = f"{name}_product"
         packing = self.formats.get(f"layers.{weight.layer}.{weight.name}")

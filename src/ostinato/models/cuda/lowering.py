@@ -1,30 +1,30 @@
-"""The decoder's CUDA kernels: which source, macros and launch shape a call of the program gets.
+"""The lowering of the program's calls to CUDA kernels: source, macros and launch shape of each.
 
     launches = lower(program, config, rows=1, context=2048, tuning=…)
 
-gives one `CudaLaunch` for each launch of a step; it is pure and needs no GPU.  The kernels
-(`kernels/*.cu`) have the names of `host.kernels` and their parameters, a few of them more
+returns one `CudaLaunch` for each launch of a step; `lower` is pure and needs no GPU.  The kernels
+(`kernels/*.cu`) have the names and parameters of `host.kernels`, some of them with more parameters
 (`SIGNATURES`), and are compiled for one shape:
 
     rows == 1      matvec.cu    float32 activations, weights straight into registers; rounded.cu
-                                where shared memory does not hold them (`in_tiles`)
+                                where shared memory cannot hold them (`in_tiles`)
                    attention_block.cu  a layer's first three calls in one launch, by the tuning
-    rows 2 to 64   rounded.cu   tensor cores, inputs rounded to bfloat16 by the kernel before, or in
-                                pieces.cu
-    more, and from some rows on, where a library multiplies: see cuda.library
-                   all of them also with packed matrices (`bricks`)
+    rows 2 to 64   rounded.cu   tensor cores, inputs rounded to bfloat16 by the preceding kernel, or
+                                in pieces.cu
+    more, or fewer with a library: see cuda.library
+                   all of these also with packed matrices (`bricks`)
     any            attention.cu (split over the KV length), step.cu (embed), sample.cu,
                    loop.cu (continue_loop), norm_rope.cu (norms of heads)
 
-What a family adds to Llama's layers (biases, norms of heads, sliding windows) is compiled into the
-kernels of those models alone: `family_macros`.
+The additions of a family to Llama's layers (biases, norms of heads, sliding windows) are compiled
+only into the kernels of its models: `family_macros`.
 
 Types: matrices, embedding and KV cache bfloat16; norms, rope, residual, q, attended, inner, logits
 float32; sums float32.  Layouts are those of `weights` and `plan`.  The workspace is larger than the
 host's: `workspace_bytes`, zeroed once when it is allocated (its counters reset themselves).
 
-Not guaranteed: the same bits for other numbers of rows, other tunings or other GPUs.  The same
-launches give the same bits, always: sums go in a fixed order.
+Other numbers of rows, other tunings or other GPUs may give other bits.  The same launches always
+give the same bits: sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -77,21 +77,21 @@ from ostinato.models.program import SIGNATURES as HOST_SIGNATURES
 from ostinato.modules import CompileOptions
 
 ENDING = ("head", "sample", "best_of_part", "best_of_ranks", "sample_of_ranks")
-"""Calls for the rows that sample."""
+"""The calls that work only on rows that sample."""
 _FOLDER = Path(__file__).parent / "kernels"
 _EMBED_THREADS = 128
 _MATRICES = ("weight", "table")
-"""Parameters that may be packed."""
+"""The parameters whose matrices may be packed."""
 _ATTENDED = ("attended: *out f32", "attended: *out bf16")
 _PACKED = re.compile(rf"\b({'|'.join(_MATRICES)}): \*const bf16")
 _Packing: TypeAlias = Packing | None
-"""None for bfloat16."""
-_RESIDENT_THREADS = 1024  # which leave 64 registers each
-_RESIDENT_BLOCKS = 16  # of a multiprocessor of compute capability 8.6, which has the fewest
+"""The packing of a matrix; None for bfloat16."""
+_RESIDENT_THREADS = 1024  # leaves 64 registers for each thread
+_RESIDENT_BLOCKS = 16  # of a multiprocessor of compute capability 8.6, the fewest of all
 _OF_ONE = {call: product for product, call in OF_RANKS.items()}
 _OF_ROUNDED = {ROUNDED_CALLS[call]: name for call, name in PRODUCT_CALLS.items()}
 PRODUCTS_OF = PRODUCT_CALLS | _OF_ROUNDED
-"""The products that kernels make."""
+"""The product that each kernel computes, by kernel."""
 _SAMPLE_THREADS = 1024
 _PREFETCH_PIECE = 2048
 _WARPGROUP_PANELS, _BRICK_PANELS = 1, 2  # PANELS in common.cuh
@@ -122,9 +122,9 @@ SIGNATURES: dict[str, str] = {
     "output_of_ranks": f"{_LIVE}attended: *const f32, {_OF_RANKS}",
     "down_of_ranks": f"{_LIVE}inner: *const f32, {_OF_RANKS}",
 }
-"""Parameters of the CUDA kernels.  Those of the host's, with matrices and cache in bfloat16;
-`later` for the products of layers, the weights that they prefetch; and `workspace` for `sample`,
-which reads there what `head` found.  `attention_block` has those of the calls that it stands for.
+"""Parameters of the CUDA kernels: those of the host's kernels, with matrices and cache in bfloat16.
+Products of layers also have `later`, the weights that they prefetch; `sample` also has `workspace`,
+with the results of `head`.  `attention_block` has the parameters of the calls that it replaces.
 """
 
 
@@ -151,12 +151,12 @@ ROUNDED_SIGNATURES = {
 }
 """Parameters of the kernels in rounded.cu."""
 ROUNDED_IN, ROUNDED_INNER = BufferArgument("product_in"), BufferArgument("product_inner")
-"""Inputs of products in bfloat16: what was attended to, or all of a library's; the way down's."""
+"""Inputs of products in bfloat16: the attention's result ("output"), the MLP's inner ("down")."""
 CARRIED, SQUARES = BufferArgument("product_next"), BufferArgument("product_squares")
-"""The residual by the next norm's weights, and its squares (linear.cuh)."""
+"""The residual times the next norm's weights, and its sums of squares (linear.cuh)."""
 _CARRYING = ("rounded_output", "rounded_down")
 ROW_THREADS = 128
-"""Of the blocks in pieces.cu that do a part of a row."""
+"""Threads of the blocks in pieces.cu that compute a part of a row."""
 _MAX_NORM_THREADS = 512
 
 Kept = TypeVar("Kept", bound=BoundCall)
@@ -166,7 +166,7 @@ Kept = TypeVar("Kept", bound=BoundCall)
 
 @dataclass(frozen=True, slots=True)
 class CudaLaunch:
-    """One launch of a step: what to compile, how to launch it, and with what."""
+    """One launch of a step: the source and options to compile, the launch shape, the arguments."""
 
     kernel: str
     source: Source
@@ -174,7 +174,7 @@ class CudaLaunch:
     config: LaunchConfig
     arguments: tuple[tuple[str, CallArgument], ...]
     calls: int = 1
-    """How many calls of the program it does, one after the other."""
+    """The number of consecutive calls of the program that the launch computes."""
 
     @property
     def signature(self) -> Signature:
@@ -182,7 +182,7 @@ class CudaLaunch:
 
     @property
     def compiled(self) -> tuple[str, Source, CompileOptions]:
-        """What tells kernels apart."""
+        """The key of the compiled kernel."""
         return self.kernel, self.source, self.options
 
 
@@ -196,10 +196,10 @@ def lower(
     multiprocessors: int = 132,
     formats: Formats | None = None,
 ) -> tuple[CudaLaunch | Kept, ...]:
-    """The launches of a step of `rows` rows, in order; what is bound already stays in its place.
+    """Returns the launches of a step of `rows` rows, in order; bound calls stay in their places.
 
     `context`: positions of a sequence, which bounds the grid of the attention.  `tuning`: the
-    default's if None.  `formats`: of the matrices that are packed.  Raises UnsupportedModelError.
+    default tuning if None.  `formats`: the packed matrices.  Raises UnsupportedModelError.
     """
     require_supported(config, rows)
     chosen = tuning or default_tuning(
@@ -208,7 +208,7 @@ def lower(
     if formats or not all(
         isinstance(call, KernelCall) and call.kernel not in _OF_ONE for call in program
     ):
-        # It reads bfloat16, and leaves the residual in parts.
+        # attention_block reads only bfloat16, and leaves the residual in parts.
         chosen = without_block(chosen, config, multiprocessors=multiprocessors)
     lowering = Lowering(config, rows, chosen, formats or {}, multiprocessors)
     launches: list[CudaLaunch | Kept] = []
@@ -231,8 +231,8 @@ def lower(
 def rounded_buffers(
     config: LlamaConfig, rows: int
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Shapes and dtypes of what steps of up to `rows` rows with rounded inputs need beside a plan's
-    buffers; and of the float32 ones in whose place these stand, as only steps of one row have."""
+    """Returns shapes and dtypes of the buffers that steps of up to `rows` rows with rounded inputs
+    need besides a plan's, and those of the float32 buffers that they replace except for one row."""
     c, bfloat16, f32 = config, np.dtype(np.uint16), np.dtype(np.float32)
     return {
         "attended": ((1, c.heads, c.head_size), f32),
@@ -253,8 +253,8 @@ def workspace_bytes(
     multiprocessors: int = 132,
     formats: Formats | None = None,
 ) -> int:
-    """Bytes that a step of exactly `rows` rows needs as its workspace; a plan for several sizes of
-    steps needs the largest.  To be zero before the first step."""
+    """Returns the bytes of workspace for a step of exactly `rows` rows; a plan for several sizes of
+    steps needs the largest.  The caller must zero the workspace before the first step."""
     chosen = tuning or default_tuning(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
@@ -262,12 +262,12 @@ def workspace_bytes(
 
 
 def shape_macro(name: str) -> str:
-    """What a product's shape is called in the kernels."""
+    """Returns the macro of a product's shape in the kernels."""
     return f"{name.upper()}_SHAPE"
 
 
 def prefetch_macro(name: str) -> str:
-    """What the bytes that a product prefetches are called in the kernels."""
+    """Returns the macro of the number of bytes that a product prefetches."""
     return f"{name.upper()}_PREFETCH"
 
 
@@ -278,12 +278,12 @@ def _shape_type(template: str, shape: Shape | PackedShape, packing: Packing = ()
 
 
 def _product_of(kernel: str) -> str | None:
-    """The product that a kernel makes, if it makes one."""
+    """Returns the product that a kernel computes, None if it computes none."""
     return PRODUCTS_OF.get(_OF_ONE.get(kernel, kernel))
 
 
 def family_macros(config: LlamaConfig) -> dict[str, int]:
-    """What a family adds to Llama's layers, as the kernels' macros; none for Llama's."""
+    """Returns the macros for a family's additions to Llama's layers; none for Llama itself."""
     c = config
     wanted = {"QKV_BIAS": c.qkv_bias, "QK_NORM": c.qk_norm, "WINDOWED": any(c.windows)}
     return {name: 1 for name, there in wanted.items() if there}
@@ -313,7 +313,7 @@ def _source(
 def source_of(
     name: str, signatures: Mapping[str, str], more: Mapping[str, str] | None = None
 ) -> Source:
-    """A .cu file with the headers beside it, and `more`, by name."""
+    """Returns the source of a .cu file with the headers beside it, and those in `more` by name."""
     headers = {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.cuh"))}
     headers.update(more or {})
     return Source(
@@ -326,7 +326,7 @@ def source_of(
 
 @dataclass(frozen=True)
 class Lowering:
-    """A config, a number of rows and a tuning, made into macros and grids."""
+    """The macros and grids for a config, a number of rows and a tuning."""
 
     config: LlamaConfig
     rows: int
@@ -334,11 +334,11 @@ class Lowering:
     formats: Formats = field(default_factory=dict)
     multiprocessors: int = 132
     library: bool = False
-    """Whether a library makes the products of layers."""
+    """True if a library computes the products of layers."""
 
     @property
     def rounds(self) -> bool:
-        """Whether products of layers read bfloat16, which the attention writes then."""
+        """True if products of layers read bfloat16, which the attention then writes."""
         return self.library or self.tuning.tiles
 
     @functools.cached_property
@@ -347,14 +347,13 @@ class Lowering:
 
     @property
     def blocked(self) -> tuple[str, ...]:
-        """The calls of the program that attention_block.cu does in one launch."""
+        """The calls of the program that attention_block.cu computes in one launch."""
         return blocked_calls(self.config)
 
     @functools.cached_property
     def panels(self) -> int:
-        """How kernels leave rounded inputs: 0 in rows; where all products read them so, in panels
-        for warpgroups or for packed matrices.  The device copies panels by itself, which those with
-        clusters can."""
+        """The layout of rounded inputs: 0 for rows; else panels for warpgroups or packed matrices,
+        if all products read them.  Panels need bulk copies, which devices with clusters have."""
         found = {packing for packings in self._packings.values() for packing in packings}
         if self.library or not self.tuning.tiles:
             return 0
@@ -368,7 +367,7 @@ class Lowering:
         return -(-self.rows // 8) * 8
 
     def packing(self, call: KernelCall) -> _Packing:
-        """Of the matrix that the call reads, if it reads one."""
+        """Returns the packing of the matrix that the call reads, if any."""
         for name, value in call.arguments:
             if name in _MATRICES and isinstance(value, BufferArgument):
                 at = "" if value.layer is None else f"layers.{value.layer}."
@@ -380,7 +379,7 @@ class Lowering:
         return self.formats.get("embed" if self.config.tied_embeddings else "head")
 
     def shape(self, name: str, packing: _Packing = None) -> Shape | PackedShape:
-        """How a product is cut."""
+        """Returns the shape of a product."""
         if packing is None:
             shape: Shape = getattr(self.tuning, name)
             if (
@@ -406,7 +405,7 @@ class Lowering:
         )
 
     def blocks(self, name: str, packing: _Packing = None) -> int:
-        """Blocks that share the outputs of a product."""
+        """Returns the number of blocks that divide the outputs of a product."""
         each = self.shape(name, packing).block_pairs
         if packing is None:
             return -(-self.products[name].pairs // each)
@@ -430,10 +429,11 @@ class Lowering:
     def macros(
         self, kernel: str, given: Mapping[str, CallArgument], packing: _Packing = None
     ) -> dict[str, str]:
-        """What a kernel's source is compiled with; no more, so that equal code is compiled once.
+        """Returns the macros that a kernel's source needs, and no others, so that equal code is
+        compiled once.
 
-        `given`: its call's arguments.  A rank of several embeds and samples with the whole
-        vocabulary, and multiplies with its part.
+        `given`: the call's arguments.  A rank of several embeds and samples with the whole
+        vocabulary, while its products have its part.
         """
         shape, c, block = self.shape_macros, self.config, self.tuning.block
         vocabulary = given.get("vocabulary", c.vocabulary)
@@ -507,19 +507,19 @@ class Lowering:
     def _product_macros(
         self, template: str, name: str, packing: _Packing = None
     ) -> dict[str, object]:
-        """How a product is cut, and how many bytes it prefetches."""
+        """Returns the macros for a product's shape and for the bytes that it prefetches."""
         cut = _shape_type(template, self.shape(name, packing), packing or ())
         return {shape_macro(name): cut, prefetch_macro(name): self.prefetched(name)}
 
     def arch(self, kernel: str, packing: _Packing) -> str | None:
-        """What a kernel is compiled for; None for the device's own architecture."""
+        """Returns the architecture to compile a kernel for; None for the device's own."""
         if kernel in _OF_ROUNDED and packing is None:
             return "sm_90a" if self.panels == _WARPGROUP_PANELS else None
         return None
 
     def prefetched(self, name: str) -> int:
-        """Bytes of a later product's weights that a product prefetches into L2: the tuning's, or
-        what each layer's matrix has, in whole pieces (`Later` in common.cuh)."""
+        """Returns the bytes of a later product's weights that a product prefetches into L2: the
+        tuning's, or the smallest layer's matrix, in whole pieces (`Later` in common.cuh)."""
         if name not in self.tuning.prefetch:
             return 0
         target, wanted = self.tuning.prefetch[name]
@@ -528,7 +528,7 @@ class Lowering:
 
     @functools.cached_property
     def _packings(self) -> dict[str, set[_Packing]]:
-        """Of each product's matrices, in all layers."""
+        """The packings of each product's matrices in all layers, by product."""
         found: dict[str, set[_Packing]] = {}
         for call in decode_program(self.config):
             if (name := PRODUCT_CALLS.get(call.kernel)) is not None:
@@ -540,8 +540,8 @@ class Lowering:
         return product.nbytes if packing is None else matrix_bytes(packing, product.inputs)
 
     def prefetching(self, launches: Sequence[CudaLaunch | Kept]) -> list[CudaLaunch | Kept]:
-        """The launches of a step, each with the weights that it prefetches: those of the next such
-        product, if it prefetches any and there is one."""
+        """Returns the launches of a step, with `later` set to the weights that each prefetches:
+        those of the next launch of the product that the tuning names, if there is one."""
         made: list[CudaLaunch | Kept] = []
         later: dict[str, CallArgument] = {}  # the weights of the next product of each name
         for one in reversed(launches):
@@ -560,7 +560,7 @@ class Lowering:
         return self.tuning.start_next.get(_OF_ONE.get(kernel, kernel), "AFTER_WAIT")
 
     def resident(self, kernel: str, packing: _Packing = None) -> int:
-        """How many blocks a multiprocessor must hold for all of a product's to run at once."""
+        """Returns the blocks of a multiprocessor if all of a product's blocks run at once."""
         blocks = self.blocks(PRODUCT_CALLS[_OF_ONE[kernel]], packing)
         return -(-blocks // self.multiprocessors)
 
@@ -581,10 +581,10 @@ class Lowering:
     def launches(
         self, calls: Sequence[KernelCall], after: str | None = None, before: object = None
     ) -> list[CudaLaunch]:
-        """The launches that do these calls, more than one where inputs are rounded for a product.
+        """Returns the launches for these calls; more than one if inputs must be rounded first.
 
-        `after`: the kernel before them, None if it is not known.  `before`: the call behind them,
-        whose norm is that of the residual that they leave, if it has one."""
+        `after`: the preceding kernel, None if unknown.  `before`: the following call, whose norm,
+        if any, is applied to the residual that these calls leave."""
         if not self.rounds:
             return [self.launch(calls, after=after)]
         [call] = calls
@@ -613,17 +613,17 @@ class Lowering:
         return [*made, self.launch([product], after=made[0].kernel if made else after)]
 
     def _normed(self, call: KernelCall) -> bool:
-        """Whether it is a product of the normed residual."""
+        """True if the call is a product of the normed residual."""
         kernel = ROUNDED_CALLS.get(call.kernel)
         return kernel is not None and self.products[_OF_ROUNDED[kernel]].normed
 
     def norm(self, given: Mapping[str, CallArgument]) -> CudaLaunch:
-        """Norms and rounds all rows of the residual, to `out`; with `squares`, the scale is left to
-        the product that reads it."""
+        """Returns the launch that norms and rounds all rows of the residual to `out`; with
+        `squares`, the product that reads `out` applies the scale."""
         return self.piece("norm_rows", (self.rows, 1, 1), self._norm_threads, given)
 
     def row_grid(self, items: int) -> tuple[int, int, int]:
-        """Of a kernel that has so many threads a row."""
+        """Returns the grid of a kernel with `items` threads for each row."""
         return (-(-items // ROW_THREADS), self.rows, 1)
 
     def piece(
@@ -633,9 +633,9 @@ class Lowering:
         threads: int,
         given: Mapping[str, CallArgument],
     ) -> CudaLaunch:
-        """A launch of pieces.cu."""
+        """Returns a launch of a kernel in pieces.cu."""
         names = parameter_names(PIECE_SIGNATURES[kernel])
-        # Those of linear.cuh, and no number of rows: all steps share the kernels.
+        # The macros of linear.cuh without the number of rows: all steps share the kernels.
         macros: dict[str, object] = {k: v for k, v in self.shape_macros.items() if k != "ROWS"}
         macros |= {"NORM_THREADS": self._norm_threads, "ROW_THREADS": ROW_THREADS}
         return CudaLaunch(
@@ -648,11 +648,11 @@ class Lowering:
 
     @property
     def _norm_threads(self) -> int:
-        """A thread for each 16 bytes of the result, if a block may have so many."""
+        """The threads of `norm_rows`: one for each 16 bytes of the result, up to a block's most."""
         return min(_MAX_NORM_THREADS, -(-self.config.hidden // 256) * 32)
 
     def launch(self, calls: Sequence[KernelCall], *, after: str | None) -> CudaLaunch:
-        """The launch that does these calls; `after`: the kernel before it, None for the first."""
+        """Returns the launch for these calls.  `after`: the preceding kernel, None if unknown."""
         kernel = calls[0].kernel if len(calls) == 1 else "attention_block"
         arguments = {name: value for call in calls for name, value in call.arguments}
         arguments.setdefault("later", ABSENT)
@@ -663,7 +663,7 @@ class Lowering:
             arguments["output_weight"] = dict(calls[-1].arguments)["weight"]
             for name in ("q_norm", "k_norm"):
                 arguments.setdefault(name, ABSENT)
-        # attention_block reads what `embed` writes before it waits.
+        # attention_block reads `embed`'s results before its wait, so it must not start early there.
         apart = after is None or (kernel == "attention_block" and after == "embed")
         names = parameter_names(SIGNATURES.get(kernel) or ROUNDED_SIGNATURES[kernel])
         packing = self.packing(calls[0])
@@ -731,7 +731,7 @@ class Lowering:
                 programmatic=programmatic,
             )
         if kernel == "norm_rope":
-            # A thread has four pairs of a head, and a head's threads lie within a warp.
+            # A thread has four pairs of a head, and all threads of a head are in one warp.
             lanes = power_of_two_from(c.head_size // 8) * (c.heads + 2 * c.kv_heads)
             grid = (-(-lanes // _ROPE_THREADS), self.rows, 1)
             return LaunchConfig(grid, _ROPE_THREADS, programmatic=programmatic)
@@ -744,7 +744,7 @@ class Lowering:
         return LaunchConfig(1, MAX_ROWS, programmatic=programmatic)  # continue_loop
 
     def _all_shapes(self) -> Iterator[tuple[Product, Shape | PackedShape]]:
-        """Of all products of a step, in each of the ways that it is cut."""
+        """Yields all products of a step, with each shape that they have in it."""
         for name, product in self.products.items():
             yield product, self.shape(name)
         for name, packings in self._packings.items():
@@ -752,8 +752,8 @@ class Lowering:
                 yield self.products[name], self.shape(name, packing)
 
     def exchanges_sums(self) -> bool:
-        """Whether products of one row can add their sums over ranks themselves: every one of their
-        blocks must be resident at once, since it waits for the same block of other ranks."""
+        """True if kernels of products of one row can compute the sums over ranks: all blocks must
+        be resident at once, since each waits for the same block of other ranks."""
         if self.tuning.tiles:
             return False
         most = self.tuning.shared

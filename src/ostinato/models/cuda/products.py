@@ -1,15 +1,15 @@
-"""Matrix products by a library, where steps have many rows: cuBLASLt, as operations of our own.
+"""Matrix products by cuBLASLt for steps of many rows, as operations of our own.
 
 Our kernels are made for few rows: every weight passes through a multiprocessor's registers once for
 all rows.  With many rows, a library's pipelines through shared memory are faster (docs/design.md).
 
-    products, why = open_products(device)         why: what is used, or why not, in words
-    product = products.product(MatrixProduct(…))  the algorithm, once for each shape
+    products, why = open_products(device)         why: the library's name, or why there is none
+    product = products.product(MatrixProduct(…))  plans the algorithm, once for each shape
     product.operations(weight=…, inputs=…, out=…, workspace=…)
 
-The library is called once for each product of a step: the call is captured, and what it launched is
-lifted out of the graph (`ostinato.lift`).  So a step consists of our own operations, with what each
-reads and writes, and is the same in eager runs, captures, recordings and loops.
+The library is called once for each product of a step: the call is captured, and its launches are
+lifted out of the graph (`ostinato.lift`).  So a step consists of our own operations, with the
+operands that each reads and writes, and is the same in eager runs, captures, recordings and loops.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from ostinato.errors import (
 )
 
 PIECE_ROWS = 2048
-"""Most rows of one step where a library multiplies."""
+"""The most rows of one step whose products a library computes."""
 
 _MADE = (1 << 20) + 7
-_WORKSPACE = 32 << 20  # what NVIDIA advises for Hopper; a plan has it once
+_WORKSPACE = 32 << 20  # NVIDIA's advice for Hopper; allocated once for each plan
 
 
 def open_products(
     device: Device, rows: int | Literal["auto"] | None, stream: Stream | None = None
 ) -> tuple[LibraryProducts | None, str]:
-    """The library for a device; None with the reason where there is none.
+    """Returns the library for a device and its description, or None and the reason.
 
-    `rows`: from how many rows on it will be used, "auto" for a number by the model; None for never.
-    `stream`: where products are tried out; one of their own if None.
+    `rows`: the least rows for which it will be used, for the description; "auto" for a number by
+    the model; None for never.  `stream`: the stream for trials of products; a new one if None.
     """
     if rows is None:
         return None, "not used: switched off (library_rows=None)"
@@ -64,10 +64,10 @@ def open_products(
 
 
 class LibraryProducts:
-    """cuBLASLt on a device.  Nothing of the device is touched before the first product."""
+    """cuBLASLt on a device, which is not used before the first product."""
 
     workspace_bytes = _WORKSPACE
-    """Device memory that its products share: two of them must never run side by side."""
+    """Bytes of device memory that all products share: two products must never run concurrently."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class LibraryProducts:
         self._stream = stream
 
     def product(self, product: MatrixProduct) -> LibraryProduct:
-        """Chooses an algorithm, once.  Not inside a capture.  Raises NotAvailableError if the
-        library has none."""
+        """Plans a product once for each shape.  Must not be called inside a capture.  Raises
+        NotAvailableError if the library has no algorithm."""
         known = self._known.get(product)
         if known is None:
             self._stream = self._stream or self._device.create_stream()
@@ -94,7 +94,7 @@ class LibraryProducts:
 
 
 class LibraryProduct:
-    """One product of cuBLASLt.  Operations made of it keep it."""
+    """One product of cuBLASLt.  Its operations keep it alive."""
 
     def __init__(self, device: Device, stream: Stream, planned: Planned) -> None:
         self.product = planned.product
@@ -113,12 +113,12 @@ class LibraryProduct:
         workspace: Buffer,
         weight_is_scratch: bool = False,
     ) -> tuple[Operation, ...]:
-        """The library's call on these buffers, captured and lifted; it does not run.  Not inside a
-        capture.  `weight_is_scratch`: the weight gets its values in a step only.
+        """Captures and lifts the library's call on these buffers, without running it.  Must not be
+        called inside a capture.  `weight_is_scratch`: the weight has its values only during a step.
 
-        The first time, the call is tried out on other buffers, which loads the library's kernels.
-        Raises NotAvailableError if what the library launches cannot be launched by us with the same
-        bits.
+        The first call also runs the product on other buffers, which loads the library's kernels.
+        Raises NotAvailableError if the library's launches cannot be repeated as operations with the
+        same bits.
         """
         try:
             if not self._tried:
@@ -153,7 +153,7 @@ class LibraryProduct:
             )
 
     def _call(self, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer) -> None:
-        """Calls the library."""
+        """Calls the library on `self._stream`."""
         self._planned(
             self._stream.handle,
             weight=weight.address,
@@ -164,7 +164,7 @@ class LibraryProduct:
         )
 
     def _try_out(self, name: str, weight: Buffer) -> None:
-        """Runs the call, and what was lifted of it, and compares."""
+        """Runs the call and the lifted operations, and compares their results."""
         product, device, stream = self.product, self._device, self._stream
         bits = _bfloat16(product.inputs, 7)
         with (
@@ -185,11 +185,11 @@ class LibraryProduct:
 
     @property
     def workspace_bytes(self) -> int:
-        """What this product alone needs."""
+        """Bytes of workspace that this product alone needs."""
         return max(256, self._planned.workspace_bytes)
 
 
 def _bfloat16(count: int, seed: int) -> npt.NDArray[np.uint16]:
-    """The bits of normal values, which repeat after a while."""
+    """Returns the bits of `count` normal values as bfloat16, which repeat after _MADE values."""
     values = np.random.default_rng(seed).standard_normal(min(count, _MADE), np.float32)
     return np.resize((values.view(np.uint32) >> 16).astype(np.uint16), count)

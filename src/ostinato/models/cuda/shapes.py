@@ -1,4 +1,4 @@
-"""How the decoder's CUDA kernels are cut into blocks: shapes and rules.  Pure."""
+"""Launch shapes of the decoder's CUDA kernels, and the rules that choose them.  Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import BRICK
 
 MAX_ROWS = 64
-"""Most rows of one step whose products are ours."""
+"""The most rows of one step whose products our kernels compute."""
 COUNTER_BYTES = 1 << 16
-"""The counters at the start of the workspace (common.cuh)."""
+"""Bytes of the counters at the start of the workspace (common.cuh)."""
 PIECE_HEAD_SIZE = 128
-"""The largest head of piece_attention.cu."""
+"""The largest head size of piece_attention.cu."""
 START_NEXT = ("AT_START", "AFTER_WAIT", "AFTER_INPUT", "BEFORE_OUTPUT", "NEVER")
-"""Where a kernel lets the next one start (common.cuh)."""
+"""The points at which a kernel may let the next one start (common.cuh)."""
 
 PRODUCTS = {
     "norm_qkv_rope": "qkv",
@@ -28,9 +28,9 @@ PRODUCTS = {
     "down_residual": "down",
     "head": "head",
 }
-"""The kernels that multiply with weights, and what their shape is called in a tuning."""
+"""The kernels that multiply with weights, each with the name of its shape in a tuning."""
 PRODUCT_CALLS = {**PRODUCTS, "norm_qkv": "qkv"}
-"""The same, with the one that a model has in the place of `norm_qkv_rope` if it norms heads."""
+"""PRODUCTS, and the kernel that replaces `norm_qkv_rope` in a model that norms heads."""
 ROUNDED_CALLS = {
     "norm_qkv_rope": "rounded_qkv_rope",
     "norm_qkv": "rounded_qkv",
@@ -39,56 +39,58 @@ ROUNDED_CALLS = {
     "down_residual": "rounded_down",
     "head": "rounded_head",
 }
-"""The kernels that do the same for several rows, over inputs that are rounded (rounded.cu)."""
+"""The kernels for several rows, with rounded inputs, that replace each call (rounded.cu)."""
 
 _MAX_HEAD_SIZE = 256
 REGISTERS = 1 << 16
-"""Of a multiprocessor, 32 bits each."""
+"""The 32-bit registers of a multiprocessor."""
 MAX_SHARED = 160 * 1024
-"""Most bytes of dynamic shared memory of a block."""
+"""The most bytes of dynamic shared memory of a block."""
 STATIC_SHARED = 3 * 1024
-"""Most bytes of static shared memory of a kernel that has dynamic shared memory too."""
+"""The most bytes of static shared memory of a kernel that has dynamic shared memory too."""
 LEAST_SHARED = 99 * 1024
-"""Bytes that a block may have of both on compute capability 8.6, 8.9 and 12.0.  No other from 8.0
-on has less; an A100 has 163 KiB, an H100 227."""
+"""Bytes of static and dynamic shared memory that a block may have on compute capability 8.6, 8.9
+and 12.0.  No other from 8.0 on has less; an A100 has 163 KiB, an H100 227."""
 MAX_TURNS = 1 << 14
-"""Of a block of matvec.cu."""
+"""The most turns of a block of matvec.cu."""
 MAX_WARPGROUP_SHARED = 216 * 1024
-"""The same where warpgroups multiply."""
+"""The most bytes of dynamic shared memory of a block with warpgroups."""
 _MORE_THAN_HALF = 116 * 1024
-"""Bytes of shared memory that a multiprocessor does not have twice, if it has them at all."""
+"""Bytes of shared memory that no multiprocessor has for two blocks at once."""
 _HALF = 108 * 1024
-"""What it has twice, of kernels that have some KiB besides."""
+"""Bytes of dynamic shared memory that a multiprocessor with warpgroups has for two blocks at once.
+"""
 _MORE_THAN_QUARTER = 57 * 1024
-"""Nor these four times."""
+"""Bytes of shared memory that no multiprocessor has for four blocks at once."""
 _SOON_OVER = (8 << 20, 64 << 20)
-"""Bytes of matrices whose products for few rows have as many warps as there are registers for."""
+"""Bytes of matrices, least and most, whose short products for few rows use as many warps as the
+registers allow."""
 _FEW_ROWS = 16
-"""Most rows of a step that prefetches weights, starts kernels early and has blocks of 16 warps."""
+"""The most rows of a step that prefetches weights, starts kernels early, has blocks of 16 warps."""
 _PREFETCH_FROM = 32 << 20
 """Bytes of gate and up from which on products prefetch the weights of later ones."""
 _BLOCK_WEIGHTS = 128 * 1024
-"""Bytes of weights that a block of attention_block.cu holds in registers.  More leave no room for
-the kernels beside it, and a multiprocessor takes longer to read them than the launches that are
-saved."""
+"""The most bytes of weights that a block of attention_block.cu holds in registers.  More leave no
+room for other kernels beside it, and reading them takes longer than the saved launches."""
 _DIGIT_BYTES = 4 * BRICK + 64 + 80
-"""Of the digits of 256 inputs (packed.cuh)."""
+"""Bytes of the digits of 256 inputs (packed.cuh)."""
 CLUSTER_ROWS = 16
-"""Most rows of a step whose attention has clusters."""
+"""The most rows of a step whose attention uses clusters."""
 _EVEN_CONTEXT = 8192
-"""Positions of a sequence up to which a few rows have clusters, though their lengths may differ."""
+"""The most positions of a sequence for which few rows use clusters: longer rows may be too uneven.
+"""
 _MOST_SHARES = 64
-"""Parts of a row of a step whose blocks share all rows."""
+"""The most parts of a row if blocks share the work of all rows."""
 CLUSTER_PASSES = 4
-"""What a block of a cluster takes before its row gets another cluster, which costs more."""
+"""Passes of a block of a cluster before its row gets another cluster, which costs more."""
 TILE_POSITIONS = 16
-"""Of a step of tile_softmax.cuh."""
+"""Positions of a step of tile_softmax.cuh."""
 HELD_STEPS = 128
-"""Steps whose weights, 1 KB each, all warps of a multiprocessor can hold in registers."""
+"""Steps, of 1 KB of weights each, that the registers of a multiprocessor's warps can hold."""
 _BLOCK_LANES = (4, 8, 16, 32)
 _OTHERS = ("norm_rope", "embed", "attention", "attention_block", "sample")
 STARTING = (*PRODUCT_CALLS, *ROUNDED_CALLS.values(), "norm_rows", *_OTHERS)
-"""The kernels of a step, each of which lets the next one start somewhere."""
+"""The kernels of a step, for each of which a tuning may set `start_next`."""
 
 
 # ------------------------------------------------------------------------------------------ shapes
@@ -96,9 +98,9 @@ STARTING = (*PRODUCT_CALLS, *ROUNDED_CALLS.values(), "norm_rows", *_OTHERS)
 
 @dataclass(frozen=True, slots=True)
 class VectorShape:
-    """How matvec.cu cuts a product: `lanes` of `split` warps share `pairs` pairs of outputs; a
-    block has `warps` warps, and makes as many pairs again in each of its `turns`.  `ahead` turns
-    after the first are asked into L2 before the wait for the previous kernel."""
+    """The shape of a product in matvec.cu: `lanes` lanes in each of `split` warps share `pairs`
+    pairs of outputs; a block of `warps` warps takes `turns` turns, each with other pairs.  Weights
+    of `ahead` turns after the first are prefetched into L2 before the wait for the last kernel."""
 
     lanes: int
     split: int
@@ -113,12 +115,12 @@ class VectorShape:
 
     @property
     def static_bytes(self) -> int:
-        """Static shared memory of a block: sums of one turn or two, squares, keys."""
+        """Bytes of static shared memory of a block: sums of one turn or two, squares, keys."""
         sums = self.warps if self.split > 1 else 1
         return 8 * min(2, self.turns) * sums * (32 // self.lanes) * self.pairs + 12 * self.warps
 
     def shared_bytes(self, inputs: int) -> int:
-        """Dynamic shared memory of a block: the inputs."""
+        """Returns the bytes of dynamic shared memory of a block: the inputs."""
         return 2 * (-(-(inputs // 8) // 8) * 8 + 4) * 16
 
     @property
@@ -128,16 +130,16 @@ class VectorShape:
 
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
-    """How matmul.cuh cuts a product: a block makes `tiles` times 8 pairs of outputs, `split` warps
-    sharing the inputs of each; `blocks_k` blocks share the inputs of the product, of which `ring`
-    slabs of `slab` stand in shared memory, all but one of them on their way.  A warp asks for
-    weights `depth` steps of 32 inputs before it needs them; 0 for all steps of a slab.  Blocks that
-    share inputs add their sums in a cluster of so many (`cluster`; compute capability 9.0 and up),
-    or through the workspace.  `alone`: 1 where a multiprocessor is to have no second block of the
-    kernel, 0 otherwise.  `warpgroup`: 1 where four warps multiply together (compute capability 9.0
-    alone), with the weights of the slabs in shared memory too; `depth` is 1 then, and the inputs
-    are whole slabs.  All products of a step do that or none, since they leave each other's inputs
-    as warpgroups read them; with packed matrices none does."""
+    """The shape of a product in matmul.cuh: a block computes `tiles` tiles of 8 pairs of outputs,
+    and `split` warps share the inputs of each; `blocks_k` blocks share the inputs of the product.
+    Of these, `ring` slabs of `slab` inputs are in shared memory, all but one still being copied.  A
+    warp loads weights `depth` steps of 32 inputs before it needs them; 0 for all steps of a slab.
+    Blocks that share inputs add their sums in a cluster of `cluster` blocks (compute capability 9.0
+    and up), or through the workspace if it is 1.  `alone`: 1 to keep a multiprocessor from having a
+    second block of the kernel.  `warpgroup`: 1 if four warps multiply together (compute capability
+    9.0 only), with the weights of the slabs in shared memory too; `depth` is then 1, and the inputs
+    are whole slabs.  All products of a step use warpgroups or none, since each writes the next
+    one's inputs in the layout that it reads; with packed matrices none does."""
 
     tiles: int
     split: int
@@ -155,17 +157,17 @@ class MatrixShape:
 
     @property
     def whole_sums(self) -> bool:
-        """Whether a warp has whole sums, so that they need no shared memory."""
+        """True if each warp has complete sums, which then need no shared memory."""
         return self.split == 1 and self.blocks_k == 1
 
     def shared_bytes(self, rows: int, shared: int = MAX_SHARED) -> int:
-        """Dynamic shared memory of a block, which may have `shared` bytes: inputs, and sums in
-        their place, later."""
+        """Returns the bytes of dynamic shared memory of a block, which may have `shared`: inputs,
+        and later sums in their place."""
         padded = -(-rows // 8) * 8
         later, threads = 0, 32 * self.tiles * self.split
         if not self.whole_sums and (self.split > 1 or self.cluster == 1):
             later += self.split * padded * (self.block_pairs + 2) * 8
-        if self.cluster > 1:  # what its blocks send
+        if self.cluster > 1:  # the sums that the cluster's blocks send
             items = self.block_pairs * rows
             later += self.cluster * min(items, -(-items // (self.cluster * threads)) * threads) * 8
         counted = 8 if self.cluster > 1 else 0
@@ -178,10 +180,10 @@ class MatrixShape:
 
 @dataclass(frozen=True, slots=True)
 class PackedShape:
-    """How packed.cuh cuts a product of one row with a packed matrix: `split` warps share the inputs
-    of 8 pairs of outputs, `teams` of these work side by side in a block, and make as many pairs
-    again in each of its `turns`; a warp holds `depth` bricks at once.  `resident`: how many blocks
-    a multiprocessor must have registers for; 0 for what the compiler likes."""
+    """The shape of a product of one row with a packed matrix in packed.cuh: a team of `split` warps
+    shares the inputs of 8 pairs of outputs; a block of `teams` teams takes `turns` turns, each with
+    other pairs; a warp holds `depth` bricks at once.  `resident`: blocks that a multiprocessor must
+    have registers for; 0 for the compiler's choice."""
 
     split: int
     teams: int
@@ -198,7 +200,7 @@ class PackedShape:
         return 8 * self.teams * self.turns
 
     def shared_bytes(self, inputs: int) -> int:
-        """Dynamic shared memory of a block: sums, and the digits of the inputs."""
+        """Returns the bytes of dynamic shared memory of a block: sums, and the inputs' digits."""
         bricks = -(-inputs // BRICK)
         span = -(-bricks // self.split)
         return self.teams * self.turns * self.split * 64 + self.warps * span * _DIGIT_BYTES
@@ -206,15 +208,14 @@ class PackedShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """How attention.cu cuts a head: `queries` query heads of a KV head in a block of `warps` warps.
-    A warp asks for `steps` groups of positions at once: of 16 each where it multiplies on the
-    tensor cores (`attends_in_tiles`), else of as many as its lanes hold.
+    """The shape of attention.cu: a block of `warps` warps computes `queries` query heads of one KV
+    head.  A warp loads `steps` groups of positions at once: of 16 positions each on the tensor
+    cores (`attends_in_tiles`), else of as many as its lanes hold.
 
-    `splits`: blocks for the positions of a row, at most.  `cluster` of these merge through shared
-    memory (compute capability 9.0 and up).  `passes`: what each block of a cluster takes, in what
-    its warps ask for at once, before the row gets another cluster.  `resident`: blocks of a
-    multiprocessor, which share the work of all rows (`shares_rows`); 0 where each part of a row has
-    a block of its own.
+    `splits`: the most blocks for the positions of a row.  `cluster` of these merge through shared
+    memory (compute capability 9.0 and up).  `passes`: loads, of all warps at once, that each block
+    of a cluster does before the row gets another cluster.  `resident`: blocks of a multiprocessor
+    if they share the work of all rows (`shares_rows`); 0 if each part of a row has its own block.
     """
 
     queries: int
@@ -227,20 +228,21 @@ class AttentionShape:
 
     @property
     def shares_rows(self) -> bool:
-        """Whether blocks take parts of any row; there is nothing to share where no row is cut."""
+        """True if blocks take parts of any row; never if no row is split."""
         return self.resident > 0 and self.splits > 1
 
     def shared_bytes(self, config: LlamaConfig) -> int:
-        """Dynamic shared memory of a block: what its warps found, and the blocks of the cluster."""
+        """Returns the bytes of dynamic shared memory of a block: the partial results of its warps
+        and of the cluster's blocks."""
         partial = self.queries * (config.head_size + 2) * 4
         return (self.warps + self.cluster) * partial + 8
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """A cluster of `cluster` blocks does `queries` query heads of a KV head.  `warps` of a block;
-    `lanes` share a pair of rows of the first product, `output_lanes` a row of the second; `steps`
-    positions a lane asks for at once."""
+    """The shape of attention_block.cu: a cluster of `cluster` blocks, of `warps` warps each,
+    computes `queries` query heads of a KV head.  `lanes` lanes share a pair of rows of the first
+    product, `output_lanes` a row of the second; a lane loads `steps` positions at once."""
 
     queries: int
     warps: int
@@ -250,11 +252,11 @@ class BlockShape:
     cluster: int = 8
 
     def units(self, config: LlamaConfig) -> int:
-        """Clusters, each of which leaves a part of the residual."""
+        """Returns the number of clusters, each of which leaves a part of the residual."""
         return config.heads // self.queries
 
     def shared_bytes(self, config: LlamaConfig) -> int:
-        """Dynamic shared memory of a block: `Shared` in attention_block.cu."""
+        """Returns the bytes of dynamic shared memory of a block: `Shared` in attention_block.cu."""
         c, width = config, self.queries * config.head_size
         halves = sum(-(-(size // 8) // 8) * 8 + 4 for size in (c.hidden, width))
         fresh = (self.queries + 2) * c.head_size
@@ -262,7 +264,7 @@ class BlockShape:
         return 32 * halves + -(-(4 * (fresh + partials + self.warps) + 16) // 16) * 16
 
     def loads(self, config: LlamaConfig) -> tuple[int, int]:
-        """16-byte loads of weights of a thread, of the first product and of the second."""
+        """Returns a thread's 16-byte loads of weights, for the first product and for the second."""
         c = config
         pairs = -(-(self.queries + 2) * (c.head_size // 2) // self.cluster)
         rows, width = -(-c.hidden // self.cluster), self.queries * c.head_size
@@ -278,7 +280,7 @@ Shape = VectorShape | MatrixShape
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """All that can be chosen freely for one config, number of rows and GPU."""
+    """All choices for one config, number of rows and GPU that do not change what is computed."""
 
     qkv: Shape
     output: Shape
@@ -287,42 +289,42 @@ class Tuning:
     head: Shape
     attention: AttentionShape
     start_next: Mapping[str, str] = field(default_factory=dict)
-    """By kernel where it is not "AFTER_WAIT"; one of START_NEXT."""
+    """One of START_NEXT by kernel; "AFTER_WAIT" for kernels without an entry."""
     programmatic: bool = True
-    """Whether kernels may start before the previous one has ended."""
+    """True if kernels may start before the previous one has ended."""
     packed: Mapping[str, PackedShape | MatrixShape] = field(default_factory=dict)
-    """Of products with packed matrices, by "qkv", "output", …, in place of the rule's: a
-    MatrixShape for more than one row, whose slab is bricks enough for its `split`."""
+    """Shapes of products with packed matrices, by "qkv", "output", …, that replace the rule's: a
+    MatrixShape for more than one row, whose slab has bricks enough for its `split`."""
     block: BlockShape | None = None
-    """One kernel for the first three of a layer; `qkv`, `output` and `attention` are not used then.
-    One row, and a device with clusters."""
+    """The shape of one kernel for the `blocked_calls` of a layer, which replaces `qkv`, `output`
+    and `attention`.  Only for one row and a device with clusters."""
     clusters: bool = False
-    """Whether the device has clusters, which the rule's shapes of packed products use then."""
+    """True if the device has clusters, which the rule's shapes of packed products then use."""
     shared: int = MAX_SHARED
-    """Bytes of dynamic shared memory that a block may have, also of packed products."""
+    """Bytes of dynamic shared memory that a block may have, also for packed products."""
     prefetch: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """By "qkv", "output", "gate_up", "down": the product, one of these, of whose next matrix in the
-    step it prefetches weights into L2, and how many bytes.  Compute capability 9.0 and up."""
+    """Prefetches into L2 by product ("qkv", "output", "gate_up", "down"): a target, also one of
+    these, and the bytes to prefetch of its next matrix.  Compute capability 9.0 and up."""
 
     @property
     def tiles(self) -> bool:
-        """Whether the products are those of rounded.cu (`in_tiles`)."""
+        """True if the products are those of rounded.cu (`in_tiles`)."""
         return isinstance(self.down, MatrixShape)
 
     @property
     def warpgroups(self) -> bool:
-        """Whether warpgroups make all products."""
+        """True if warpgroups compute all products."""
         shapes = (self.qkv, self.output, self.gate_up, self.down, self.head)
         return all(isinstance(one, MatrixShape) and bool(one.warpgroup) for one in shapes)
 
     def with_start(self, where: str) -> Tuning:
-        """The same, with one place for all kernels."""
+        """Returns a copy with the same `start_next` for all kernels."""
         return replace(self, start_next=dict.fromkeys(STARTING, where))
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product's inputs and pairs of outputs, and whether it normalises its inputs first."""
+    """A product: its inputs, its pairs of outputs, and True if its inputs are normed first."""
 
     inputs: int
     pairs: int
@@ -330,23 +332,24 @@ class Product:
 
     @property
     def nbytes(self) -> int:
-        """Of its matrix in bfloat16; of an odd vocabulary one row more."""
+        """Bytes of the matrix in bfloat16; with one row more for an odd vocabulary."""
         return 4 * self.pairs * self.inputs
 
     @property
     def tile_count(self) -> int:
-        """Of its outputs, 8 pairs each."""
+        """The number of tiles of 8 pairs of outputs."""
         return -(-self.pairs // 8)
 
     def fits_registers(self, multiprocessors: int) -> bool:
-        """Whether warps can hold its whole matrix, with room for the next kernel's."""
+        """True if the device's registers can hold the whole matrix and leave room for the next
+        kernel's weights."""
         steps = self.tile_count * -(-self.inputs // 32)
         return steps <= 0.75 * multiprocessors * HELD_STEPS
 
     @property
     def fits_warpgroups(self) -> bool:
-        """Whether warpgroups can make it: its inputs are whole panels, and places in its matrix
-        have 32 bits."""
+        """True if warpgroups support the product: its inputs are whole panels, and offsets in its
+        matrix fit 32 bits."""
         return self.inputs % 64 == 0 and self.nbytes < 1 << 33
 
 
@@ -362,7 +365,7 @@ def products_of(config: LlamaConfig) -> dict[str, Product]:
 
 
 def require_supported(config: LlamaConfig, rows: int = 1, *, most: int = MAX_ROWS) -> None:
-    """Raises UnsupportedModelError for what the kernels cannot do, or for over `most` rows."""
+    """Raises UnsupportedModelError for a model or rows that the kernels cannot compute."""
     c = config
     wanted = {
         "hidden": c.hidden,
@@ -389,8 +392,8 @@ def require_supported(config: LlamaConfig, rows: int = 1, *, most: int = MAX_ROW
 
 
 def counted_rows(config: LlamaConfig, rows: int) -> int:
-    """Rows whose heads have counters in attention.cu: those of a piece only where
-    piece_attention.cu, which has none, does not take it."""
+    """Returns the most rows of attention.cu, whose heads have counters: pieces of prompts count
+    only if piece_attention.cu, which has no counters, does not support the head size."""
     return rows if config.head_size > PIECE_HEAD_SIZE else min(rows, MAX_ROWS)
 
 
@@ -398,7 +401,7 @@ def counted_rows(config: LlamaConfig, rows: int) -> int:
 
 
 def shape_key(config: LlamaConfig) -> str:
-    """What the kernels are compiled for, as text: the sizes, and what the family adds."""
+    """Returns the model's sizes and family additions, for which kernels are compiled, as text."""
     c = config
     sizes = f"{c.hidden}-{c.inner}-{c.heads}-{c.kv_heads}-{c.head_size}-{c.vocabulary}"
     added = {"bias": c.qkv_bias, "norm": c.qk_norm, "window": any(c.windows)}
@@ -406,7 +409,7 @@ def shape_key(config: LlamaConfig) -> str:
 
 
 def blocked_calls(config: LlamaConfig) -> tuple[str, ...]:
-    """The calls of the program that attention_block.cu does in one launch."""
+    """Returns the calls of the program that attention_block.cu computes in one launch."""
     qkv = ("norm_qkv", "norm_rope") if config.qk_norm else ("norm_qkv_rope",)
     return (*qkv, "attention", "output_residual")
 
@@ -423,12 +426,12 @@ def default_tuning(
     fast_memory: bool = False,
     most: int = MAX_ROWS,
 ) -> Tuning:
-    """Shapes by rule, for a GPU without a stored tuning.  The rule was found on an H100 and an H200
-    (docs/performance.md).
+    """Chooses shapes by rule, for a GPU without a stored tuning.  The rule was found on an H100 and
+    an H200 (docs/performance.md).
 
-    `context`: positions of a sequence.  `clusters`, `warpgroups`: whether the device has them.
-    `shared`: bytes that a block may have (`dynamic_shared`).  `fast_memory`: `has_fast_memory`.
-    Raises UnsupportedModelError, also for over `most` rows.
+    `context`: positions of a sequence.  `clusters`, `warpgroups`: True if the device has them.
+    `shared`: bytes of shared memory that a block may have (`dynamic_shared`).  `fast_memory`: the
+    result of `has_fast_memory`.  Raises UnsupportedModelError, also for more than `most` rows.
     """
     require_supported(config, rows, most=most)
     products, tiles = products_of(config), in_tiles(config, rows, shared)
@@ -437,7 +440,7 @@ def default_tuning(
         product = products[name]
         if not tiles:
             return _vector_shape(name, product, multiprocessors, fast_memory)
-        # Of more than MAX_ROWS, a library makes all but the head of the last.
+        # With more than MAX_ROWS rows, our kernels compute only the head, for the last row.
         few = min(rows, MAX_ROWS)
         if warpgroups and shared == MAX_SHARED and _warpgroups_pay(config, products, few):
             return warpgroup_shape(name, product, few, multiprocessors)
@@ -460,9 +463,9 @@ def default_tuning(
         block = block_rule(config, multiprocessors, shared)
     else:
         attention = _attention_shape(config, rows, context, multiprocessors)
-    # As early as can be, so that weights come while two kernels before still run; but the attention
-    # reads the cache before its wait, and `sample` its row, which they may only if the kernel
-    # before them began late.
+    # As early as possible, so that weights load while the two preceding kernels still run; but the
+    # attention reads the cache before its wait, and `sample` its row, which is safe only if the
+    # preceding kernel starts them late.
     late = ("norm_qkv_rope", "norm_rope", "attention_block", "head")
     kernels = (*PRODUCT_CALLS, *_OTHERS)
     starts = dict.fromkeys(kernels, "AT_START") | dict.fromkeys(late, "AFTER_WAIT")
@@ -473,10 +476,10 @@ def default_tuning(
 
 
 def _early_starts(products: Mapping[str, Product], rows: int) -> dict[str, str]:
-    """Of steps of several rows.  Gate and up ask for their weights before the attention has ended,
-    and in small models the output projection too (us a step of 8 rows at position 300: 1B on an
-    H200 846 -> 828, 360M on an H100 669 -> 617), but in the smallest for few rows alone (32 rows,
-    H100: 360M 664 -> 647, 135M at position 500 618 -> 624)."""
+    """Returns `start_next` for steps of several rows.  Gate and up load weights before the
+    attention has ended, in small models the output projection too (us a step of 8 rows at position
+    300: 1B on an H200 846 -> 828, 360M on an H100 669 -> 617), but in the smallest models only for
+    few rows (32 rows, H100: 360M 664 -> 647, 135M at position 500 618 -> 624)."""
     gate_up = products["gate_up"].nbytes
     small = gate_up < _PREFETCH_FROM
     most = 2 * _FEW_ROWS if small and gate_up >= _SOON_OVER[0] else _FEW_ROWS
@@ -488,9 +491,9 @@ def _early_starts(products: Mapping[str, Product], rows: int) -> dict[str, str]:
 
 
 def _prefetch(products: Mapping[str, Product], rows: int) -> dict[str, tuple[str, int]]:
-    """Large models, few rows: while kernels end and begin, the memory reads what comes next (us a
+    """Returns `prefetch` for few rows of large models, so that memory is busy between kernels (us a
     step of one row, H100: 1B 870 -> 850, in Q4_K_M 448 -> 418, 8B 5,113 -> 5,027).  Small models
-    are up to 10 % slower with it."""
+    are up to 10 % slower with it, so they have none."""
     if rows > _FEW_ROWS or products["gate_up"].nbytes < _PREFETCH_FROM:
         return {}
     return {
@@ -504,7 +507,7 @@ def _prefetch(products: Mapping[str, Product], rows: int) -> dict[str, tuple[str
 def for_context(
     tuning: Tuning, config: LlamaConfig, *, rows: int, context: int, multiprocessors: int
 ) -> Tuning:
-    """A tuning that was made for shorter contexts, with blocks enough for this one."""
+    """Returns a tuning, perhaps made for shorter contexts, with enough blocks for this one."""
     shape = tuning.attention
     tiled = attends_in_tiles(config, rows, tuning.shared)
     if tiled and shape.cluster > 1 and context > _EVEN_CONTEXT:
@@ -520,7 +523,7 @@ def for_context(
 
 
 def _in_list(shape: AttentionShape, context: int) -> AttentionShape:
-    """With as many blocks for the longest row as it has shares."""
+    """Returns the shape with as many `splits` as the longest row has shares."""
     share = shape.passes * shape.warps * shape.steps * TILE_POSITIONS
     return replace(shape, splits=min(_MOST_SHARES, -(-context // share)))
 
@@ -528,9 +531,9 @@ def _in_list(shape: AttentionShape, context: int) -> AttentionShape:
 def _with_clusters(
     shape: AttentionShape, config: LlamaConfig, rows: int, context: int, multiprocessors: int
 ) -> AttentionShape:
-    """A cluster for each 4,096 positions, while a multiprocessor has no more than 12 warps.
+    """Returns the shape with a cluster for each 4,096 positions, up to 12 warps a multiprocessor.
 
-    Any number is right for any length.  A block without positions costs 3 ns: with 9 clusters of a
+    Any number is correct for any length.  A block without positions costs 3 ns: with 9 clusters a
     head a step of the 1B shape took 691 us at position 20 and 1,054 at 16,000, with 3 of them 660
     and 918, with one 645 and 1,112 (H200)."""
     warps = rows * config.heads // shape.queries * shape.cluster * shape.warps
@@ -541,14 +544,15 @@ def _with_clusters(
 def _vector_shape(
     name: str, product: Product, multiprocessors: int, fast_memory: bool = False
 ) -> VectorShape:
-    """A thread holds up to 9 steps of 2 rows (72 registers); blocks of one size fill the chip.
+    """Chooses a VectorShape.  A thread holds up to 9 steps of 2 rows (72 registers), and blocks of
+    equal size fill the device.
 
-    A small product is over before the memory is busy: there more lanes and warps share a pair, so
-    that each has less to do one after the other.  Where blocks would more than fill the chip twice
-    they take turns instead, and twice as many warps share a pair, or two (8B, us a step: H100 4,938
-    -> 4,827, H200 3,665 -> 3,455 with shapes close to these).  Where a warp could have a long row
-    of the head for itself, two share two, and a multiprocessor has one block; eight warps share two
-    rows of a long way down, or 16 half warps one of a longer (H200).
+    A small product ends before the memory is busy, so more lanes and warps share a pair, to shorten
+    each thread's chain of loads.  If the blocks would fill the device more than twice, they take
+    turns instead, and twice as many warps share a pair, or two (8B, us a step: H100 4,938 -> 4,827,
+    H200 3,665 -> 3,455 with shapes close to these).  For long rows of the head, two warps share two
+    pairs, and a multiprocessor has one block; for a "down" with long rows, eight warps share two
+    pairs, or for longer ones 16 half warps share one (H200).
     """
     chunks = product.inputs // 8
     lanes = 32 if chunks >= 128 else 16 if chunks >= 64 else 8
@@ -559,14 +563,14 @@ def _vector_shape(
     def each() -> float:  # warps of a multiprocessor
         return -(-product.pairs * lanes // 32) * split / multiprocessors
 
-    def wasteful(width: int) -> bool:  # of lanes and warps that share a pair, or too many warps
+    def wasteful(width: int) -> bool:  # too many of the `width` lanes idle, or too many warps
         return -(-chunks // width) * width > 1.4 * chunks or width > 16 * 32
 
     while each() <= 5 and -(-chunks // (lanes * split)) > 2 and not wasteful(2 * lanes * split):
         lanes, split = (2 * lanes, split) if lanes < 32 else (lanes, 2 * split)
     if not product.normed and (lanes, split) == (32, 1) and each() <= 8:
-        # A third of the multiprocessors is free for the next kernel (1B, us at positions 20 and
-        # 500: H200 639, 647 -> 632, 640, but H100 835, 841 -> 838, 850).
+        # Leaves a third of the multiprocessors to the next kernel (1B, us at positions 20 and 500:
+        # H200 639, 647 -> 632, 640, but H100 835, 841 -> 838, 850).
         if fast_memory:
             return VectorShape(lanes, split, 1, -(-3 * product.pairs // (2 * multiprocessors)))
         lanes, split = 16, 2  # H100 840 -> 837
@@ -585,7 +589,7 @@ def _vector_shape(
     if shape.turns == 1 or name == "head" or (lanes, warps) != (32, 8):
         return shape
     if split <= 2:
-        # A thread reads its inputs from shared memory for one pair after the other, or for two.
+        # With two pairs, a thread reads its inputs from shared memory once for both.
         pairs = 2 if product.nbytes <= _SOON_OVER[1] else 1
         return replace(shape, split=2 * split, pairs=pairs)
     if not product.normed and split == 4 and product.inputs >= 8192:
@@ -596,8 +600,8 @@ def _vector_shape(
 
 
 def without_block(tuning: Tuning, config: LlamaConfig, *, multiprocessors: int = 132) -> Tuning:
-    """A tuning for steps that cannot use its `block`: the MLP, which was cut to run beside it, is
-    as the rule has it beside launches apart."""
+    """Returns the tuning for steps that cannot use `block`; the MLP, whose shapes fit a `block`,
+    gets the rule's shapes for separate launches."""
     if tuning.block is None:
         return tuning
     products = products_of(config)
@@ -611,9 +615,9 @@ def without_block(tuning: Tuning, config: LlamaConfig, *, multiprocessors: int =
 def _few_blocks(
     products: Mapping[str, Product], gate_up: Shape, down: Shape, multiprocessors: int
 ) -> tuple[Shape, Shape]:
-    """The MLP of a small model, whose attention is one launch: three quarters of the
-    multiprocessors at most have a block, each of which reads all parts of the residual, and the
-    next kernel has room beside it.  As given where a thread would have too much to load (H200)."""
+    """Returns shapes of the MLP of a small model, whose attention is one launch: at most three
+    quarters of the multiprocessors have a block, since each block reads all parts of the residual
+    and the next kernel needs room.  Shapes stay if a thread would have too many loads (H200)."""
     most = multiprocessors * 3 // 4 + 1
     product = products["gate_up"]
     for warps in (4, 8):
@@ -638,21 +642,21 @@ def packed_shape(
     clusters: bool = False,
     shared: int = MAX_SHARED,
 ) -> PackedShape | MatrixShape:
-    """How a product with a packed matrix is cut, by rule (found on an H200 and an H100).  `bits`:
-    of a code, 4 or 8 (4 for types that keep further bits apart); `k_types`: whether a part of it
-    has a K type; `clusters`: whether the device has them; `shared`: bytes that a block may have.
+    """Returns the shape of a product with a packed matrix, by a rule found on an H200 and an H100.
+    `bits`: bits of a code, 4 or 8 (4 for types that store further bits separately); `k_types`: True
+    if a part has a K type; `clusters`: True if the device has them; `shared`: bytes of shared
+    memory that a block may have.
 
-    One row: a warp for each 256 inputs, up to 16, which asks for all that it reads before the wait
-    for the previous kernel, and blocks that take turns where there would be more than a
-    multiprocessor has room for at once: two, or one of more than 8 warps.  The head, which is long,
-    asks for two turns at once; that fits the registers where all blocks take as many turns and rows
-    are whole bricks.
+    One row: a warp for each 256 inputs, up to 16, which loads all its weights before the wait for
+    the previous kernel; blocks take turns if there would be more than fit a multiprocessor at once
+    (two, or one of more than 8 warps).  The head, which is long, loads two turns at once; that fits
+    the registers if all blocks take equally many turns and rows are whole bricks.
 
-    In 4 bits, rows of 17 to 32 bricks have 8 warps that hold all, which leaves the next kernel
-    registers; where blocks take turns, or with K types, 16 that hold one and ask for the second as
-    they use it up.  16 that hold two are slower (us a step: 1B in Q4_0 H100 367 -> 356, H200 335 ->
-    327, in Q4_K_M 422 -> 413 and 376 -> 369).  Two turns of more than 8 warps are both asked for
-    before the wait (8 layers of 8B in Q4_K_M, H100 458 -> 453, H200 373 -> 370).
+    In 4 bits, rows of 17 to 32 bricks have 8 warps that hold all, which leaves registers to the
+    next kernel; if blocks take turns, or with K types, 16 warps that hold one brick and load the
+    second while they use it.  16 that hold two are slower (us a step: 1B in Q4_0 H100 367 -> 356,
+    H200 335 -> 327, in Q4_K_M 422 -> 413 and 376 -> 369).  Two turns of more than 8 warps are both
+    loaded before the wait (8 layers of 8B in Q4_K_M, H100 458 -> 453, H200 373 -> 370).
     """
     if rows > 1:
         if rows <= 32 and clusters and shared == MAX_SHARED:
@@ -685,8 +689,8 @@ def packed_shape(
 def _packed_in_clusters(
     name: str, product: Product, rows: int, multiprocessors: int
 ) -> MatrixShape | None:
-    """Of 2 to 32 rows, products of large models that are faster so than by the rule for others: up
-    to 8 or 16 rows 4 to 10 % of a step, above it 3 to 7 % (docs/log.md, "Packed inputs in
+    """Returns shapes for products of large models with 2 to 32 rows, None for the general rule.
+    They save 4 to 10 % of a step up to 8 or 16 rows, 3 to 7 % above (docs/log.md, "Packed inputs in
     panels")."""
     tiles = product.tile_count
     if rows <= 16:
@@ -706,15 +710,15 @@ def _packed_in_clusters(
 
 
 def _packed_split(inputs: int) -> tuple[int, int]:
-    """How many bricks a warp has, and how many warps a row."""
+    """Returns the bricks of a warp, and the warps of a row."""
     bricks = -(-inputs // BRICK)
     span = -(-bricks // 16)
     return span, -(-bricks // span)
 
 
 def in_tiles(config: LlamaConfig, rows: int, shared: int) -> bool:
-    """Whether the products of a step have a MatrixShape: those of several rows, and of one whose
-    inputs, in digits (packed.cuh), are more than the `shared` bytes of a small device's block."""
+    """True if the products of a step have a MatrixShape: with several rows, or with one row if its
+    inputs as digits (packed.cuh) exceed the `shared` bytes of a block on a small device."""
     if rows > 1 or shared >= MAX_SHARED:
         return rows > 1
     inputs = {product.inputs for product in products_of(config).values()}
@@ -722,13 +726,13 @@ def in_tiles(config: LlamaConfig, rows: int, shared: int) -> bool:
 
 
 def attends_in_tiles(config: LlamaConfig, rows: int, shared: int) -> bool:
-    """Whether the attention of a step multiplies on the tensor cores (tile_softmax.cuh): where its
-    result is rounded to bfloat16 anyway, and a head fits the registers."""
+    """True if the attention of a step uses the tensor cores (tile_softmax.cuh): if its result is
+    rounded to bfloat16 anyway, and a head fits the registers."""
     return in_tiles(config, rows, shared) and config.head_size <= PIECE_HEAD_SIZE
 
 
 def dynamic_shared(most: int) -> int:
-    """Bytes of dynamic shared memory for blocks of our kernels that may have `most` in all."""
+    """Returns the bytes of dynamic shared memory of a block that may have `most` bytes in all."""
     return min(MAX_SHARED, most - STATIC_SHARED)
 
 
@@ -743,22 +747,23 @@ def _matrix_shape(
     fast_memory: bool = False,
     packed: bool = False,
 ) -> MatrixShape:
-    """By rule (found on an H100 with the 1B and 8B shapes).
+    """Chooses a MatrixShape by a rule found on an H100 with the 1B and 8B shapes.
 
-    Blocks of 8 warps, two of which a multiprocessor has room for, so that the next kernel's weights
-    come while these still work.  A warp has a tile of its own; where that is too few blocks, warps
-    share the inputs of fewer tiles, and at last blocks do, in clusters: each step of sharing adds
-    sums up through shared memory, those of a cluster's blocks the slowest.  Unpacking takes a warp
-    longer than waiting, so there are twice as many blocks with packed weights.
+    A block has 8 warps, and a multiprocessor has room for two blocks, so that the next kernel's
+    weights load while these still run.  Each warp has its own tile; if that makes too few blocks,
+    warps share the inputs of fewer tiles, and then blocks share inputs in clusters: sharing adds
+    sums through shared memory, slowest between a cluster's blocks.  Unpacking takes a warp longer
+    than its waits, so there are twice as many blocks with packed weights.
 
-    A product for few rows that is soon over has 16 warps a block if each has 8 steps then: most of
-    its weights are asked for before the wait (us a step of 8 rows, 1B: H100 1,022 -> 957, H200 813
-    -> 750).  Blocks of 16 warps mostly fill a multiprocessor's registers, so there are either no
-    more of them than multiprocessors, or whole waves; those of 8 may share one.
+    A short product for few rows has 16 warps a block if each still has 8 steps: most of the weights
+    are loaded before the wait (us a step of 8 rows, 1B: H100 1,022 -> 957, H200 813 -> 750).
+    Blocks of 16 warps mostly fill a multiprocessor's registers, so there are either at most as many
+    as multiprocessors, or whole waves; two blocks of 8 warps may share a multiprocessor.
 
-    Where there are no more blocks than multiprocessors, none may share one: the others wait for it
-    (1B shape, 24 rows: 1,440 us without, 1,200 with).  A multiprocessor that the kernel before has
-    left free gets two, so up to 40 rows a warp has a tile of its own only in more blocks than that.
+    If there are at most as many blocks as multiprocessors, no two may share one, since the others
+    would wait for these two (1B shape, 24 rows: 1,440 us without, 1,200 with).  A multiprocessor
+    that the preceding kernel left free gets two blocks, so up to 40 rows a warp has its own tile
+    only with more blocks than multiprocessors.
     """
     if name == "head" and not packed:
         head = _head_of_few_rows(product, rows)
@@ -781,7 +786,7 @@ def _matrix_shape(
         if tile_count / tiles >= (enough_of_one if tiles == 8 and name != "head" else enough):
             break
         tiles //= 2
-    most_k = 8 if clusters or not (packed and product.normed) else 1  # parts of it are apart
+    most_k = 8 if clusters or not (packed and product.normed) else 1  # sums of parts need clusters
     split = 8 // tiles
     short = _SOON_OVER[0] <= product.nbytes <= _SOON_OVER[1] and padded <= _FEW_ROWS
     short = short and not packed and name != "head"
@@ -796,8 +801,8 @@ def _matrix_shape(
         blocks_k *= 2
     inputs = -(-product.inputs // blocks_k)
     granule = BRICK * split if packed else slab_granule(split)
-    # Some 8 steps of each warp, or 4 where two warps have a tile, or many rows many inputs: of such
-    # slabs those that are the least over.  The weights of as many steps in registers, or of half.
+    # A slab has about 8 steps of each warp, or 4 if two warps share a tile or many rows have many
+    # inputs; the slab with the least padding wins.  Registers hold weights of all steps or of half.
     deep = split >= 4 and not many and (padded <= 16 or inputs <= 512 * split)
     wanted = 256 * split if deep or split == 1 else 128 * split
     most = 8 if deep or (split == 1 and many and name != "head") else 4
@@ -824,8 +829,9 @@ def _matrix_shape(
 
 
 def _head_of_few_rows(product: Product, rows: int) -> MatrixShape | None:
-    """Two warps for four tiles, whose inputs all come at once (us a step of 8 rows, H100: 360M 436
-    -> 432); of longer inputs four, in two slabs (2 and 8 rows, H200: 1B 721, 736 -> 708, 729)."""
+    """Returns a shape of the head for few rows: two warps a tile, with all inputs at once (us a
+    step of 8 rows, H100: 360M 436 -> 432); for longer inputs four, in two slabs (2 and 8 rows,
+    H200: 1B 721, 736 -> 708, 729).  None for the general rule."""
     if rows <= _FEW_ROWS and product.inputs <= 1024:
         each = -(-product.inputs // 64)  # steps of a warp, up to 8 of which it holds
         parts = -(-each // 8)
@@ -840,19 +846,18 @@ def _head_of_few_rows(product: Product, rows: int) -> MatrixShape | None:
 def _in_clusters(
     product: Product, rows: int, multiprocessors: int, fast_memory: bool
 ) -> MatrixShape | None:
-    """Of 2 to 64 rows on a device with clusters, products that are faster so than by the rule for
-    others, which is for None (us a step, H100: 360M 8 rows 483 -> 448, 32 rows 702 -> 649; 8B 8
-    rows 5,528 -> 5,325).
+    """Returns shapes for products of 2 to 64 rows on a device with clusters, None for the general
+    rule (us a step, H100: 360M 8 rows 483 -> 448, 32 rows 702 -> 649; 8B 8 rows 5,528 -> 5,325).
 
-    Small ones, whose weights fit the registers of three quarters of the multiprocessors, eight
-    steps of a warp: all weights are on their way before the wait, so the memory is not what takes
-    long.  Blocks that copy the inputs of all rows do, and the next kernel where it finds no
-    multiprocessor free.  So there are as few blocks as hold the weights, but a third of the
-    multiprocessors, or half of them with many rows; and of few outputs four blocks share the
-    inputs, or, of a few rows with short inputs, each has a tile (135M, H100: 8 rows 335 -> 328, at
-    position 500 398 -> 391).  Up to 8 rows blocks of 16 warps wait less (H200: 135M 317 -> 309,
-    Qwen3 0.6B's widths 509 -> 494), of normed products where memory is fast (135M, 4 rows: H200
-    307 -> 300, H100 318 -> 323).  Large ones with many inputs: blocks share these too.
+    Small products, whose weights fit the registers of three quarters of the multiprocessors, eight
+    steps of a warp: all weights are loading before the wait, so memory is not the bottleneck.  The
+    copies of all rows' inputs by each block are, and a next kernel without a free multiprocessor.
+    So there are as few blocks as hold the weights, but at least a third of the multiprocessors, or
+    half of them with many rows; with few outputs four blocks share the inputs, or, for a few rows
+    with short inputs, each block has one tile (135M, H100: 8 rows 335 -> 328, at position 500 398
+    -> 391).  Up to 8 rows blocks of 16 warps wait less (H200: 135M 317 -> 309, Qwen3 0.6B's widths
+    509 -> 494), for normed products only with fast memory (135M, 4 rows: H200 307 -> 300, H100 318
+    -> 323).  Large products with many inputs: blocks share these too.
     """
     tile_count, steps = product.tile_count, -(-product.inputs // 32)
     many = rows > 32
@@ -866,7 +871,7 @@ def _in_clusters(
             continue
         split = max(warps // tiles, power_of_two_from(-(-each // 8)))
         depth = -(-each // split)
-        # Pairs of 16 warps leave the attention room: QKV of 135M alone 319 us a step, so 312.
+        # Pairs of blocks of 16 warps leave the attention room: 135M 319 -> 312 us a step.
         alone = int(blocks <= multiprocessors and (blocks_k, warps) != (2, 16))
         shape = MatrixShape(tiles, split, blocks_k, 32 * split * depth, depth, blocks_k, 2, alone)
         if tiles * split <= 16 and shape.shared_bytes(rows) <= MAX_SHARED:
@@ -877,8 +882,8 @@ def _in_clusters(
 def _cuts(
     product: Product, rows: int, multiprocessors: int, fast_memory: bool
 ) -> tuple[tuple[int, int, int], ...]:
-    """How `_in_clusters` may cut a small product: tiles of a block, blocks that share inputs, and
-    the least warps of a block.  Each cut has no fewer blocks than the one before."""
+    """Returns the cuts that `_in_clusters` tries for a small product, in order: tiles of a block,
+    blocks that share inputs, least warps of a block.  The number of blocks never falls."""
     tile_count, steps = product.tile_count, -(-product.inputs // 32)
     if rows > 32:
         return (4, 1, 8), (4, 2, 8), (4, 4, 8), (2, 4, 8) if steps <= 48 else (4, 8, 8)
@@ -895,9 +900,9 @@ def _cuts(
 def _long_in_clusters(
     product: Product, multiprocessors: int, fast_memory: bool
 ) -> MatrixShape | None:
-    """Of a few rows, products with many inputs (`_in_clusters`).  Large ones in four tiles a block
-    where memory is fast, else in two (8 layers of 8B, 8 rows: H200 1,255 -> 1,213 us in four, H100
-    1,613 -> 1,624)."""
+    """Returns shapes for products of few rows with many inputs (`_in_clusters`), None for the
+    general rule.  Large ones have four tiles a block with fast memory, else two (8 layers of 8B, 8
+    rows: H200 1,255 -> 1,213 us in four, H100 1,613 -> 1,624)."""
     tile_count = product.tile_count
     if product.normed and product.inputs >= 4096:
         if fast_memory or tile_count < 8 * multiprocessors:
@@ -911,22 +916,22 @@ def _long_in_clusters(
 
 
 def has_fast_memory(bandwidth: float, multiprocessors: int) -> bool:
-    """Whether a multiprocessor gets over 30 GB/s of the memory's bandwidth: an H200 37, an H100 25
-    (A100 and L40S less), so that waiting for weights is a smaller part of a product's time."""
+    """True if a multiprocessor gets over 30 GB/s of the memory's bandwidth, so that waits for
+    weights are a smaller part of a product's time: an H200 has 37, an H100 25 (A100, L40S less)."""
     return bandwidth > 30e9 * multiprocessors
 
 
 def has_warpgroups(capability: tuple[int, int]) -> bool:
-    """Whether four warps can multiply together (wgmma): later devices have other instructions."""
+    """True if four warps can multiply together (wgmma); later devices have other instructions."""
     return capability == (9, 0)
 
 
 def _warpgroups_pay(config: LlamaConfig, products: Mapping[str, Product], rows: int) -> bool:
-    """Measured, us a step without and with, H200 and H100: 1B 17 rows 1,107 and 1,055 (H100), 32
-    rows 983 and 892, 1,192 and 1,098, 64 rows 1,337 and 1,086, 1,444 and 1,268, nothing at 16;
-    360M 48 rows 969 and 932 (H100), 64 rows 1,070 and 987, 1,114 and 988, 32 rows 671 and 807;
-    8B 32 rows 5,122 and 5,061, 6,159 and 5,992, 24 rows nothing, 48 rows 6,805 and 7,420 (H100);
-    135M 64 rows 643 and 736."""
+    """True if warpgroups are faster.  Measured, us a step without and with, H200 and H100: 1B 17
+    rows 1,107 and 1,055 (H100), 32 rows 983 and 892, 1,192 and 1,098, 64 rows 1,337 and 1,086,
+    1,444 and 1,268, no gain at 16; 360M 48 rows 969 and 932 (H100), 64 rows 1,070 and 987, 1,114
+    and 988, 32 rows 671 and 807; 8B 32 rows 5,122 and 5,061, 6,159 and 5,992, 24 rows no gain, 48
+    rows 6,805 and 7,420 (H100); 135M 64 rows 643 and 736."""
     if not all(product.fits_warpgroups for product in products.values()):
         return False
     if config.hidden >= 3072:
@@ -935,12 +940,12 @@ def _warpgroups_pay(config: LlamaConfig, products: Mapping[str, Product], rows: 
 
 
 def warpgroup_shape(name: str, product: Product, rows: int, multiprocessors: int) -> MatrixShape:
-    """By rule (found on an H200 with the 1B shape).
+    """Returns the shape of a product with warpgroups, by a rule found on an H200 with the 1B shape.
 
-    64 rows of the matrix in a block, so that a multiprocessor has room for two of them, or for one
-    and one of the next kernel, which asks for its weights meanwhile.  Where there are too few
-    blocks, clusters of them share inputs, down to 256 in each.  With many rows two warps share the
-    inputs, since they finish twice as many sums; or a block has 128 rows, if there is one for each
+    A block has 64 rows of the matrix, so that a multiprocessor has room for two blocks, or for one
+    and one of the next kernel, which loads its weights meanwhile.  If there are too few blocks,
+    clusters of them share inputs, down to 256 in each.  With many rows two warps share the inputs,
+    since they finish twice as many sums; or a block has 128 rows, if there is one for each
     multiprocessor.
     """
     head, few = name == "head", rows <= 32
@@ -953,7 +958,7 @@ def warpgroup_shape(name: str, product: Product, rows: int, multiprocessors: int
             break
         blocks_k *= 2
     each = -(-product.inputs // blocks_k)
-    # As large a ring as two blocks have room for, or the one; a smaller one where there are more.
+    # The largest ring that fits two blocks, or the only one; a smaller ring with more blocks.
     wide = not head and (blocks_k == 1 or 256 < each <= 512)
     slab = 128 if wide and few and product.inputs % 128 == 0 else 64
     cut = MatrixShape(tiles, split, blocks_k, slab, 1, blocks_k, 4, warpgroup=1)
@@ -970,7 +975,7 @@ def warpgroup_shape(name: str, product: Product, rows: int, multiprocessors: int
 def _attention_shape(
     config: LlamaConfig, rows: int, context: int, multiprocessors: int
 ) -> AttentionShape:
-    """Without tensor cores and clusters: as many query heads in a block as fit its registers."""
+    """Returns the shape without tensor cores and clusters: the most heads that fit registers."""
     group = config.heads // config.kv_heads
     divisors = [n for n in range(1, 9) if group % n == 0]
     small = [n for n in divisors if n <= 5]
@@ -985,15 +990,15 @@ def _attention_shape(
 def _tiled_attention(
     config: LlamaConfig, rows: int, context: int, multiprocessors: int, clusters: bool
 ) -> AttentionShape:
-    """On the tensor cores: all query heads of a KV head in a block, up to 8, since another one
-    costs nothing; and as many warps as still leave all blocks room at once.
+    """Returns the shape on the tensor cores: a block has all query heads of a KV head, up to 8,
+    since a further head costs nothing, and as many warps as let all blocks run at once.
 
-    A few rows of short contexts: two blocks of a cluster for a row's part, or four.  More rows, or
-    long contexts, whose lengths may be far apart: as many blocks as the device holds, which share
-    what all rows have to do.  The figures are in docs/log.md, "The attention of many rows".
+    For a few rows of short contexts, a cluster of two or four blocks computes these heads of a row.
+    For more rows, or long contexts, whose lengths may be uneven, as many blocks as the device holds
+    share the work of all rows.  The figures are in docs/log.md, "The attention of many rows".
     """
     queries = largest_divisor(config.heads // config.kv_heads, 8)
-    blocks = rows * config.heads // queries  # with one for each part of a row
+    blocks = rows * config.heads // queries  # if each part of a row has one block
     wide = config.head_size > 64
     if clusters and rows <= CLUSTER_ROWS and context <= _EVEN_CONTEXT:
         cluster = 4 if 8 * blocks <= multiprocessors else 2
@@ -1009,22 +1014,22 @@ def _tiled_attention(
         warps = 4
         if not wide and blocks * 4 <= 12 * multiprocessors:
             held, steps = 12, 2
-    # Shares are shorter where those of 1,024 positions leave multiprocessors without any.
+    # Shares are shorter if those of 1,024 positions would leave some multiprocessors without work.
     few = rows <= CLUSTER_ROWS or blocks < 0.9 * multiprocessors
     share, tile = 512 if few else 1024, warps * steps * TILE_POSITIONS
     shape = AttentionShape(queries, warps, steps, 1, 1, share // tile, held // warps)
-    if rows > MAX_ROWS or blocks >= COUNTER_BYTES // 4:  # a counter is the list's
+    if rows > MAX_ROWS or blocks >= COUNTER_BYTES // 4:  # the list of shares needs a counter, too
         return shape
     return _in_list(shape, context)
 
 
 def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> AttentionShape:
-    """One row: small blocks, 64 positions each at once, that fit beside the kernel before.
+    """Returns the shape for one row: small blocks of 64 positions that fit beside another kernel.
 
-    A head's 8 blocks merge by themselves, so the reading of keys for each query head by itself
-    costs less than more queries in fewer, larger blocks; up to so many as the chip holds.  Two
-    share keys where that leaves a block for nearly every multiprocessor (1B, H200: 650 -> 645 us a
-    step).
+    A head's 8 blocks merge in their cluster, so separate reads of keys for each query head cost
+    less than more queries in fewer, larger blocks, as long as the device holds all blocks.  Two
+    query heads share keys if nearly every multiprocessor still has a block (1B, H200: 650 -> 645 us
+    a step).
     """
     group = config.heads // config.kv_heads
     divisors = [n for n in range(1, 8) if group % n == 0]
@@ -1042,34 +1047,33 @@ def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> A
 def without_warpgroups(
     name: str, tuning: Tuning, product: Product, rows: int, multiprocessors: int
 ) -> MatrixShape:
-    """How a product is cut in a step of several rows that does not multiply with warpgroups, by
-    rule."""
+    """Returns the rule's shape of a product in a step of several rows without warpgroups."""
     shared, clusters = tuning.shared, tuning.clusters
     return _matrix_shape(name, product, rows, multiprocessors, shared, clusters=clusters)
 
 
 def _least_tiles(name: str) -> int:
-    """Of a block of a product: a warp's keys, of the head, are of one row."""
+    """Returns the least tiles of a block of a product; in the head a warp's keys are of one row."""
     return 4 if name == "head" else 1
 
 
 def slab_granule(split: int) -> int:
-    """What a slab is a multiple of: whole steps of `split` warps, rows without bank conflicts."""
+    """Returns the granule of slabs: whole steps of `split` warps, and no bank conflicts."""
     return math.lcm(64, 32 * split)
 
 
 def largest_divisor(n: int, most: int) -> int:
-    """Of n, up to `most`."""
+    """Returns the largest divisor of n that is at most `most`."""
     return max(d for d in range(1, most + 1) if n % d == 0)
 
 
 def power_of_two_from(n: int) -> int:
-    """The smallest power of two that is not below n."""
+    """Returns the smallest power of two that is not below n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def not_whole(shape: object, **least: int) -> str | None:
-    """Which field of a shape is no whole number, or below 1 or its own `least`, in words."""
+    """Describes the first field that is no int or below its `least` (1 if not given), or None."""
     for name in type(shape).__dataclass_fields__:  # type: ignore[attr-defined]
         value: object = getattr(shape, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 1):
@@ -1081,10 +1085,10 @@ def not_whole(shape: object, **least: int) -> str | None:
 
 
 def block_problem(shape: BlockShape, config: LlamaConfig, shared: int = MAX_SHARED) -> str | None:
-    """Why the kernel cannot be compiled or launched so, in words; None if it can.
+    """Returns the reason why the kernel cannot be compiled or launched so; None if it can.
 
-    `shared`: bytes that a block may have.  Values may be of any type, as a file may hold them; a
-    wrong type is a reason too.
+    `shared`: bytes of shared memory that a block may have.  The shape's values may be of any type,
+    since they may come from a file; a wrong type is a reason too.
     """
     s, c = shape, config
     wrong = not_whole(s)
@@ -1109,9 +1113,9 @@ def block_problem(shape: BlockShape, config: LlamaConfig, shared: int = MAX_SHAR
 def block_shapes(
     config: LlamaConfig, multiprocessors: int, shared: int = MAX_SHARED
 ) -> tuple[BlockShape, ...]:
-    """Shapes worth a try, by a rough cost, the least first; none for a model that is too large."""
+    """Returns promising shapes, ordered by a rough cost; none for a model that is too large."""
     c = config
-    lanes = 32 // power_of_two_from(c.head_size // 8)  # positions of a warp at once
+    lanes = 32 // power_of_two_from(c.head_size // 8)  # positions that a warp reads at once
     made: list[tuple[float, BlockShape]] = []
     for queries, cluster in itertools.product(range(1, c.heads // c.kv_heads + 1), (8, 4)):
         rows = (queries + 2) * c.head_size * c.hidden + c.hidden * queries * c.head_size
@@ -1126,8 +1130,8 @@ def block_shapes(
         ):
             shape = BlockShape(queries, warps, pair_lanes, output_lanes, steps, cluster)
             if block_problem(shape, c, shared) is None:
-                # What a thread does one after the other, warps that wait for each other, parts that
-                # the next kernel adds up; idle positions, or a second tile soon.
+                # A thread's loads, warps that wait for each other, parts of the residual that the
+                # next kernel adds; then idle positions, or an early second tile.
                 cost = sum(shape.loads(c)) + 2 * warps + 1.25 * shape.units(c)
                 cost += 8 * abs(warps * lanes * steps * cluster / 640 - 1)
                 cost += (cluster < 8) * 2 + 0.3 * abs(output_lanes - 4)
@@ -1138,7 +1142,6 @@ def block_shapes(
 def block_rule(
     config: LlamaConfig, multiprocessors: int, shared: int = MAX_SHARED
 ) -> BlockShape | None:
-    """The shape by rule, for a GPU without a stored tuning; None where three launches are
-    better."""
+    """Returns the rule's shape of attention_block.cu; None if separate launches are better."""
     shapes = block_shapes(config, multiprocessors, shared)
     return shapes[0] if shapes else None

@@ -1,5 +1,5 @@
-"""Which tuning a decoder's CUDA kernels get: one that `ostinato tune` stored on this machine, for
-this GPU and this code of the kernels, or the default rule's (`cuda.shapes.default_tuning`).
+"""The choice of a tuning for a decoder's CUDA kernels: one that `ostinato tune` stored on this
+machine for this GPU and these kernels, or the default rule's (`cuda.shapes.default_tuning`).
 
 A stored tuning is one small JSON file:
 
@@ -8,9 +8,9 @@ A stored tuning is one small JSON file:
     {"schema": "ostinato.tuning/1", "gpu": …, "shape": …, "rows": …, "kernels": …,
      "tuning": {…}, "before_us": {"20": …}, "after_us": {…}}
 
-`kernels` is the digest of the kernels' sources.  Nothing in a file is trusted: a file that is
-damaged, of another schema, made for other sources, or with shapes that the kernels cannot be
-launched with is not used, and the reason is logged.
+`kernels` is the digest of the kernels' sources.  Files are not trusted: a file that is damaged, has
+another schema, was made for other sources, or has shapes that the kernels do not support is not
+used, and the reason is logged.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def choose_tuning(
     fast_memory: bool = False,
     store: TuningStore | None = None,
 ) -> Tuning:
-    """The tuning for steps of `rows` rows on a GPU by name.
+    """Returns the tuning for steps of `rows` rows on a GPU of this name.
 
-    `context`: positions of a sequence.  `clusters`, `warpgroups`: whether the device has them;
-    `shared`: bytes that a block may have; `fast_memory`: for the rule (`has_fast_memory`).  A
-    stored tuning that is damaged or does not fit is not used, and a warning says why.  Raises
-    UnsupportedModelError.
+    `context`: positions of a sequence.  `clusters`, `warpgroups`: True if the device has them;
+    `shared`: bytes of shared memory that a block may have; `fast_memory`: an input of the rule
+    (`has_fast_memory`).  A stored tuning that is damaged or does not fit is not used; a warning
+    with the reason is logged.  Raises UnsupportedModelError.
     """
     has: dict[str, Any] = {"clusters": clusters, "warpgroups": warpgroups, "shared": shared}
     default = default_tuning(
@@ -103,7 +103,7 @@ def choose_tuning(
 
 
 def known_of(device: Device) -> dict[str, Any]:
-    """What the rule for launch shapes and its search know of a CUDA device, by parameter."""
+    """Returns a CUDA device's properties as arguments of `default_tuning`, by parameter name."""
     properties = device.properties
     return {
         "multiprocessors": properties.multiprocessors,
@@ -116,7 +116,7 @@ def known_of(device: Device) -> dict[str, Any]:
 
 @functools.cache
 def sources_digest() -> str:
-    """The digest of the kernels' sources, all of them: a shape was measured beside the others."""
+    """Returns the digest of all kernels' sources, since a shape is measured in a whole step."""
     state = hashlib.sha256()
     for path in sorted(_KERNELS.glob("*.cu*")):
         state.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -125,8 +125,8 @@ def sources_digest() -> str:
 
 @dataclass(frozen=True, slots=True)
 class TuningKey:
-    """What a tuning was made for: the GPU's name, the model's sizes, the rows of a step, and the
-    kernels' sources."""
+    """The key of a tuning: the GPU's name, the model's sizes, the rows of a step, and the digest of
+    the kernels' sources."""
 
     gpu: str
     shape: str
@@ -139,15 +139,16 @@ class TuningKey:
 
     @property
     def name(self) -> str:
-        """The name of the file."""
+        """The name of the tuning's file."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32] + ".json"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTuning:
-    """One file.  `problem` says why it is not used; None for one that can be, of which the rest is
-    known.  `tuning`: not yet decoded.  Microseconds of a step by context, before and after."""
+    """A tuning's file.  `problem`: the reason why it is not used, or None; the other fields are set
+    only for a file that was parsed.  `tuning`: not yet decoded.  `before`, `after`: microseconds of
+    a step by context."""
 
     path: Path
     problem: str | None = None
@@ -158,7 +159,7 @@ class StoredTuning:
 
 
 def encode_tuning(tuning: Tuning) -> dict[str, Any]:
-    """A tuning as plain data, without the shapes of packed products, which go by rule."""
+    """Returns a tuning as JSON data, without the shapes of packed products, which the rule sets."""
     made: dict[str, Any] = {}
     for name in PRODUCTS.values():
         shape = getattr(tuning, name)
@@ -172,10 +173,10 @@ def encode_tuning(tuning: Tuning) -> dict[str, Any]:
 
 
 def decode_tuning(data: object, base: Tuning) -> Tuning:
-    """The tuning from plain data; what the data leaves out is taken from `base`.
+    """Builds a tuning from the result of `encode_tuning`; the fields that it leaves out are taken
+    from `base`.
 
-    Raises ValueError that says what is wrong.  `problems_of` checks whether the
-    kernels can be launched so.
+    Raises ValueError for data of another form.  The caller checks the shapes with `problems_of`.
     """
     wanted = {*PRODUCTS.values(), "attention", "block", "start_next", "programmatic"}
     if not isinstance(data, dict) or set(data) != wanted:
@@ -208,12 +209,12 @@ def _shape(cls: type, fields: object, name: str) -> Any:
 class TuningStore:
     """The folder of tunings; `folder` is "tunings" in the cache folder of the settings if None.
 
-    Reading never raises for what is on disk.
+    Reading never raises for damaged or unreadable files.
     """
 
     def __init__(self, folder: Path | str | None = None) -> None:
         self.folder = settings.cache_dir() / "tunings" if folder is None else Path(folder)
-        """Where the files are; it may not exist."""
+        """The folder of the files; it may not exist."""
 
     def save(
         self,
@@ -223,8 +224,8 @@ class TuningStore:
         before: Mapping[int, float],
         after: Mapping[int, float],
     ) -> Path:
-        """Writes a tuning in one piece, in place of an older one.  Raises NotAvailableError if the
-        folder cannot be written."""
+        """Writes a tuning atomically, replacing an older one, and returns its path.  Raises
+        NotAvailableError if the folder cannot be written."""
         record = {
             "schema": _SCHEMA,
             **asdict(key),
@@ -244,12 +245,12 @@ class TuningStore:
         return path
 
     def entries(self) -> tuple[StoredTuning, ...]:
-        """Every file of the folder, those that cannot be used with the reason."""
+        """Returns every file of the folder, unusable ones with the reason."""
         paths = sorted(self.folder.glob("*.json"))
         return tuple(stored for path in paths if (stored := _read(path)) is not None)
 
     def clear(self) -> int:
-        """Removes every file; returns how many."""
+        """Removes every file; returns their number."""
         removed = 0
         for stored in self.entries():
             with contextlib.suppress(OSError):
@@ -259,7 +260,7 @@ class TuningStore:
 
 
 def _read(path: Path) -> StoredTuning | None:
-    """What a file says; None if there is no such file."""
+    """Reads a file; None if there is no such file."""
     try:
         with open_regular(path, private=False) as file:
             data = file.read(_MAX_BYTES + 1)

@@ -1,1 +1,1 @@
-"""Model files: GGUF and safetensors, which are not trusted; where known models are kept."""
+"""Readers of untrusted model files (GGUF, safetensors), and the store of known models."""

@@ -1,6 +1,6 @@
-"""How a model's makers advise to choose tokens: what its files say of it.
+"""Sampling options that a model's files recommend.
 
-GGUF metadata have it under `general.sampling.`, a Hugging Face folder in generation_config.json.
+GGUF metadata hold them under `general.sampling.`, Hugging Face folders in generation_config.json.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _FOLDER = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class SamplingAdvice:
-    """What the files of a model name of `SamplingOptions`, unchecked, and in which file."""
+    """The `SamplingOptions` that a model's file names, by name and unchecked, and the file."""
 
     named: dict[str, Any] = field(default_factory=dict)
     where: Path = Path()
 
     def options(self) -> SamplingOptions:
-        """The options to choose tokens by.
+        """Returns complete options.
 
-        Where nothing is named, `READABLE`.  Where the files say how to draw, what they leave open
-        is off, and the temperature 1.  Where they name only a repetition penalty, it takes the
-        place of that in `READABLE`.  Raises ModelFormatError for values that make no sense.
+        If nothing is named, they are `READABLE`; if only a repetition penalty is named, `READABLE`
+        with this penalty.  If any other option is named, those not named are off and the
+        temperature is 1.  Raises ModelFormatError for invalid values.
         """
         draws = self.named.keys() - {"repetition_penalty"}
         base = SamplingOptions(temperature=1.0) if draws else READABLE
@@ -47,11 +47,11 @@ class SamplingAdvice:
 
 
 def read_advice(source: TokenizerSource) -> SamplingAdvice:
-    """The advice that a model brings beside its tokenizer.  Raises ModelFormatError, OSError."""
+    """Reads the advice in the files of a model's tokenizer.  Raises ModelFormatError, OSError."""
     if isinstance(source, GgufTokenizerSource):
         metadata = source.metadata
         named = {name: metadata[key] for name, key in _GGUF.items() if key in metadata}
-        # In llama.cpp less than 0 is greedy, or all tokens.
+        # In llama.cpp a negative temperature means greedy, a negative top_k all tokens.
         for name in ("temperature", "top_k"):
             value = named.get(name)
             if isinstance(value, int | float) and value < 0:
@@ -62,7 +62,7 @@ def read_advice(source: TokenizerSource) -> SamplingAdvice:
         return SamplingAdvice(where=file)
     given = read_json(file)
     named = {name: given[name] for name in _FOLDER if given.get(name) is not None}
-    if given.get("do_sample") is False:  # then transformers heeds the penalty alone
+    if given.get("do_sample") is False:  # then transformers uses only the penalty
         named = {name: named[name] for name in named.keys() & {"repetition_penalty"}}
         named["temperature"] = 0.0
     return SamplingAdvice(named, file)

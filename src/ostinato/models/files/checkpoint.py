@@ -1,17 +1,17 @@
 """A model's weights on disk, whatever the format: one interface, canonical names, float32.
 
-`open.open_checkpoint` takes a `.gguf` file or a folder with `config.json`, `*.safetensors`
-and `tokenizer.json`.  The checkpoint maps the file, and reads a tensor when asked for it.
+`open.open_checkpoint` opens a `.gguf` file or a folder with `config.json`, `*.safetensors`
+and `tokenizer.json`.  The checkpoint maps the files, and reads a tensor only on request.
 
 Canonical names: `embed`, `layers.{i}.attn_norm`, `.wq .wk .wv .wo`, `.mlp_norm`,
 `.w_gate .w_up .w_down`, `final_norm`, and `head` unless the embeddings are tied; in some families
 also `.bq .bk .bv`, or `.q_norm .k_norm` (`config.tensor_shapes`).  Matrices are [out, in], and
 queries and keys are in Hugging Face's order for rope (a head's first half, then its second half),
-whatever the file does.
+whatever the file's order is.
 
-Files are not trusted.  Everything is checked when the file is opened: sizes, offsets,
-overlaps, names, shapes against the config.  Not guarded against: a file that another process
-shortens while it is mapped (the operating system answers that with SIGBUS).
+Files are not trusted.  Opening a file checks sizes, offsets, overlaps, names, and shapes against
+the config.  There is no protection against another process that shortens a mapped file (the
+operating system then sends SIGBUS).
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from ostinato.models.arguments import quoted, whole
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.files.dequantise import dequantise_rows
 
-# Float32 values converted at a time: half a MiB, so that a block's passes stay in L2 cache.
+# Float32 values converted at a time: half a MiB, so that all passes over a block hit the L2 cache.
 _BLOCK_VALUES = 1 << 17
-# Values that `load` gives to a thread at a time.
+# Values in one work item of a thread in `load`.
 _PIECE_VALUES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor as the file holds it.
+    """A tensor as stored in a file.
 
-    `name`: in the file.  `type`: "F32", "BF16", "Q4_1", ….  `shape`: [out, in], as `tensor` gives
-    it.  `file`, `offset`, `size`: where its bytes are, offset and size in bytes.  `heads`: not 0 if
-    its rows are in GGUF's interleaved order for rope, for so many heads.  `made`: its bytes are
-    made out of other tensors, all at once, when they are asked for; they have no place in the file.
+    `name`: its name in the file.  `type`: "F32", "BF16", "Q4_1", ….  `shape`: [out, in], as
+    returned by `tensor`.  `file`, `offset`, `size`: the place of its bytes, in bytes.  `heads`: the
+    number of heads if its rows are in GGUF's interleaved order for rope, else 0.  `made`: its bytes
+    are computed from other tensors, all at once, on each read; they have no place in the file.
     """
 
     name: str
@@ -67,18 +67,18 @@ class RawTensor:
 
     @property
     def rows(self) -> int:
-        """How many rows; a vector is one row."""
+        """The number of rows; a vector has one."""
         return self.shape[0] if len(self.shape) > 1 else 1
 
     @property
     def columns(self) -> int:
-        """Values in a row."""
+        """The number of values in a row."""
         return self.shape[-1]
 
     @property
     def together(self) -> int:
-        """Rows that must not be parted: a head's, which change places among themselves, or one; all
-        of a tensor that is made."""
+        """The number of rows that must be converted together: those of a head, which are reordered,
+        all rows of a tensor that is `made`, else one."""
         if self.made:
             return self.rows
         return self.rows // self.heads if self.heads else 1
@@ -86,7 +86,7 @@ class RawTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizerSource:
-    """A tokenizer that lives in GGUF metadata."""
+    """A tokenizer stored in GGUF metadata."""
 
     path: Path
     metadata: Mapping[str, object]
@@ -94,7 +94,7 @@ class GgufTokenizerSource:
 
 @dataclass(frozen=True, slots=True)
 class JsonTokenizerSource:
-    """A tokenizer that lives in a folder: `tokenizer.json`, `tokenizer_config.json`."""
+    """A tokenizer stored in a folder: `tokenizer.json`, `tokenizer_config.json`."""
 
     path: Path
 
@@ -103,9 +103,10 @@ TokenizerSource = GgufTokenizerSource | JsonTokenizerSource
 
 
 class Checkpoint(Closeable):
-    """Weights of one model, wherever they come from.
+    """The weights of one model, from any source.
 
-    `has_file`: `path` is there.  `shapes` says what there is, and `load` fills arrays with it.
+    `has_file`: True if the file or folder `path` exists.  `shapes` lists the tensors, and `load`
+    fills arrays with their values.
     """
 
     has_file: bool = True
@@ -117,7 +118,7 @@ class Checkpoint(Closeable):
         self._closed = False
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What `load` gives, by canonical name, in the order of use."""
+        """Returns the shapes of all tensors by canonical name, in the order of use."""
         return tensor_shapes(self.config)
 
     @abc.abstractmethod
@@ -127,15 +128,15 @@ class Checkpoint(Closeable):
         *,
         threads: int = 2,
     ) -> None:
-        """Fill many arrays at once, on `threads` threads: name to destination.
+        """Fills the arrays in `into`, by canonical name, on `threads` threads.
 
-        A float32 destination gets the values, a uint16 one their bits as bfloat16, rounded to
-        nearest even.  Raises InputError, before anything is written, for an unknown name or a
-        destination that does not fit.
+        A float32 array gets the values, a uint16 array their bits as bfloat16, rounded to nearest
+        even.  Raises InputError, before anything is written, for an unknown name or an array that
+        does not fit.
         """
 
     def close(self) -> None:
-        """Gives back what the weights take.  Calling it again does nothing."""
+        """Frees the resources of the weights.  Idempotent."""
         self._closed = True
 
     def __repr__(self) -> str:
@@ -144,10 +145,10 @@ class Checkpoint(Closeable):
 
 
 class StoredCheckpoint(Checkpoint):
-    """Weights as tensors of bytes, which `raw` describes; mostly those of a mapped file, which it
-    owns: use `with`, or call `close`.
+    """Weights stored as bytes, which `raw` describes; mostly those of mapped files, which the
+    checkpoint owns: use `with`, or call `close`.
 
-    Reading is safe from many threads.  Arrays that it gave live on after `close`.
+    Reading is thread-safe.  Arrays that the checkpoint returned stay valid after `close`.
     """
 
     def __init__(
@@ -162,11 +163,11 @@ class StoredCheckpoint(Checkpoint):
         self._scratch = _Scratch()
 
     def tensor_names(self) -> tuple[str, ...]:
-        """Canonical names, in the order of use."""
+        """Returns the canonical names, in the order of use."""
         return tuple(self._tensors)
 
     def raw(self, name: str) -> RawTensor:
-        """How the file holds the tensor.  Raises InputError for a name that is not there."""
+        """Returns the description of a stored tensor.  Raises InputError for an unknown name."""
         try:
             return self._tensors[name]
         except KeyError:
@@ -174,8 +175,8 @@ class StoredCheckpoint(Checkpoint):
             raise InputError(f"{self.path}: no tensor {name!r}; there are {known}, …") from None
 
     def stored(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes as the file holds them: flat, a view of the map, not to be written;
-        of a tensor that is made, its bytes as `raw` describes them.
+        """Returns the tensor's bytes in the file: flat, a read-only view of the map; for a tensor
+        that is `made`, the bytes that `raw` describes.
 
         Raises InputError for an unknown name, ClosedError.
         """
@@ -184,9 +185,9 @@ class StoredCheckpoint(Checkpoint):
         return self._bytes(raw)
 
     def packed(self, name: str, out: npt.NDArray[np.uint8]) -> None:
-        """Fills `out`, uint8 [rows, bytes in a row], with the tensor's rows as the file packs them,
-        in the order of `tensor`.  Afterwards the file's pages leave this process's memory,
-        which would otherwise hold the model twice.
+        """Fills `out`, uint8 [rows, bytes in a row], with the tensor's rows, packed as in the file,
+        in the order of `tensor`.  Then releases the file's pages from this process's memory, which
+        would otherwise hold the model twice.
 
         Raises InputError for an unknown name or an `out` that does not fit, ClosedError.
         """
@@ -204,7 +205,7 @@ class StoredCheckpoint(Checkpoint):
     def tensor(
         self, name: str, out: npt.NDArray[np.float32] | None = None
     ) -> npt.NDArray[np.float32]:
-        """The tensor's values: float32, C-contiguous, [out, in] or [size].
+        """Returns the tensor's values: float32, C-contiguous, [out, in] or [size].
 
         `out`: a C-contiguous float32 array of the same shape to write into; it is returned.
         Raises InputError for an unknown name or an `out` that does not fit, ClosedError.
@@ -217,9 +218,9 @@ class StoredCheckpoint(Checkpoint):
     def bfloat16(
         self, name: str, out: npt.NDArray[np.uint16] | None = None
     ) -> npt.NDArray[np.uint16]:
-        """The tensor's values as bfloat16 bit patterns (uint16), rounded to nearest even.
+        """Returns the tensor's values as bfloat16 bit patterns (uint16), rounded to nearest even.
 
-        Otherwise as `tensor`.
+        `out` and errors: see `tensor`.
         """
         raw = self.raw(name)
         array = _destination(name, raw, out, np.dtype(np.uint16))
@@ -232,8 +233,8 @@ class StoredCheckpoint(Checkpoint):
         *,
         threads: int = 2,
     ) -> None:
-        """As `Checkpoint.load`: a float32 destination gets what `tensor` gives, a uint16 one what
-        `bfloat16` gives."""
+        """Implements `Checkpoint.load`: a float32 array gets the result of `tensor`, a uint16 array
+        that of `bfloat16`."""
         threads = whole(threads, "threads", 1)
         pieces = []
         for name, array in into.items():
@@ -242,22 +243,23 @@ class StoredCheckpoint(Checkpoint):
             out = _destination(name, raw, array, wanted)
             step = _rows_at_a_time(raw, _PIECE_VALUES)
             pieces += [(raw, out, start, start + step) for start in range(0, raw.rows, step)]
-        # Large ones first: a large one at the end would keep one thread busy alone.
+        # Large pieces first: a large one at the end would keep a single thread busy.
         pieces.sort(key=lambda piece: -piece[0].columns * min(piece[0].rows, piece[3] - piece[2]))
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(lambda piece: self._convert(*piece), pieces):
                 pass
 
     def close(self) -> None:
-        """Unmap the files.  Calling it again does nothing."""
+        """Unmaps the files.  Idempotent."""
         super().close()
         self._unmap()
 
     def _convert(
         self, raw: RawTensor, out: npt.NDArray[Any], first: int = 0, stop: int | None = None
     ) -> None:
-        """Rows `first` to `stop` of a tensor into the same rows of `out` (float32, or uint16 for
-        bfloat16), block of rows by block of rows.  Whole heads, where the file interleaves them."""
+        """Converts rows `first` to `stop` of a tensor into the same rows of `out` (float32, or
+        uint16 for bfloat16), in blocks of rows; in whole heads if the file interleaves their rows.
+        """
         self._require_open()
         source = self._bytes(raw).reshape(raw.rows, -1)
         target = out.reshape(raw.rows, raw.columns)
@@ -285,22 +287,22 @@ class StoredCheckpoint(Checkpoint):
 
     @abc.abstractmethod
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes, flat, as a view of the mapped file."""
+        """Returns the tensor's bytes, flat, as a view of the mapped file."""
 
     def _forget(self, raw: RawTensor) -> None:
-        """The tensor's pages of a mapped file are not needed in memory for now."""
+        """Releases the tensor's pages of a mapped file from this process's memory."""
 
     def _unmap(self) -> None:
-        """Give the files back, if there are any."""
+        """Unmaps the files, if there are any."""
 
 
 def check_tensors(
     config: LlamaConfig, found: Mapping[str, RawTensor], where: str
 ) -> dict[str, RawTensor]:
-    """`found` in the order of use, after every shape was compared with the config.
+    """Returns `found` in the order of use, after comparing every shape with the config.
 
-    Raises ModelFormatError for a missing tensor or a wrong shape, UnsupportedModelError for one
-    that the decoder would not use (leaving it out would give wrong answers).
+    Raises ModelFormatError for a missing tensor or a wrong shape, UnsupportedModelError for a
+    tensor that the decoder would not use (to ignore it would give wrong answers).
     """
     shapes = tensor_shapes(config)
     for name, raw in found.items():
@@ -327,9 +329,9 @@ def to_bfloat16(
     out: npt.NDArray[np.uint16] | None = None,
     words: npt.NDArray[np.uint32] | None = None,
 ) -> npt.NDArray[np.uint16]:
-    """Bit patterns of the nearest bfloat16, ties to even; NaN stays NaN, overflow is infinity.
+    """Rounds to bit patterns of bfloat16, ties to even; NaN stays NaN, overflow becomes infinity.
 
-    `out`: where to write them; `words`: memory to work in.  Both of the shape of `values`.
+    `out`: the array to write to; `words`: working memory.  Both have the shape of `values`.
     """
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = np.right_shift(bits, np.uint32(16), out=words)
@@ -339,7 +341,7 @@ def to_bfloat16(
     if out is None:
         out = np.empty(values.shape, np.uint16)
     np.right_shift(rounded, np.uint32(16), out=out, casting="unsafe")
-    # A NaN's payload could carry into the sign or round down to infinity: cut it, and set quiet.
+    # A NaN's payload could carry into the sign or round to infinity: cut it, set the quiet bit.
     if values.size and np.isnan(values.max()):
         nan = np.isnan(values)
         out[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x40)
@@ -354,13 +356,14 @@ def _make_quiet(halves: npt.NDArray[np.uint16]) -> None:
 
 
 class _Scratch(threading.local):
-    """Working memory of one thread, kept: fresh pages for each block cost more than the work."""
+    """Working memory of one thread, kept because fresh pages for each block cost more than the
+    conversion."""
 
     def __init__(self) -> None:
         self._floats, self._words = np.empty(0, np.float32), np.empty(0, np.uint32)
 
     def take(self, shape: tuple[int, ...]) -> tuple[npt.NDArray[np.float32], npt.NDArray[Any]]:
-        """Floats and words of a shape."""
+        """Returns float32 and uint32 arrays of this shape, with undefined values."""
         size = math.prod(shape)
         if self._floats.size < size:
             self._floats, self._words = np.empty(size, np.float32), np.empty(size, np.uint32)
@@ -368,15 +371,15 @@ class _Scratch(threading.local):
 
 
 def _rows_at_a_time(raw: RawTensor, values: int) -> int:
-    """How many rows hold about so many values: one at least, or one head, whose rows are
-    re-ordered among themselves."""
+    """Returns the number of rows with about `values` values: a multiple of `raw.together`, and at
+    least that many."""
     return max(1, values // (raw.together * raw.columns)) * raw.together
 
 
 def _half_split(block: npt.NDArray[np.uint8], head: int) -> npt.NDArray[np.uint8]:
-    """Rows of whole heads from llama.cpp's interleaved rope order to the half-split order.
+    """Reorders rows of whole heads from llama.cpp's interleaved rope order to the half-split order.
 
-    llama.cpp's converter turned row `half * head/2 + pair` of a head into row `pair * 2 + half`.
+    llama.cpp's converter moved row `half * head/2 + pair` of a head to row `pair * 2 + half`.
     """
     pairs = block.reshape(-1, head // 2, 2, block.shape[1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(block.shape)
@@ -399,10 +402,10 @@ def _destination(
 def name_in_layer(
     name: str, pattern: re.Pattern[str], in_layer: Mapping[str, str], path: Path
 ) -> str:
-    """Our name of a tensor of a layer.
+    """Returns the canonical name of a layer's tensor.
 
-    `pattern` finds the layer's number and the rest of a file's name, `in_layer` has our word for
-    the rest.  Raises UnsupportedModelError for any other name.
+    `pattern` splits a file's name into the layer's number and the rest, `in_layer` maps the rest to
+    the canonical one.  Raises UnsupportedModelError for any other name.
     """
     match = pattern.fullmatch(name)
     if match is None or match[2] not in in_layer:

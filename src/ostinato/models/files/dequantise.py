@@ -1,9 +1,9 @@
-"""GGUF's block types to float32, fast: whole arrays at a time, written straight into place.
+"""Fast conversion of GGUF's block types to float32: whole arrays, written straight into place.
 
-`gguf.quants` gives the layouts and is the reference that the tests compare with, bit for bit.  Its
-way of working (groups of 16 rows, then one concatenation) takes 1.35 s for SmolLM2-135M on two
-cores; the three types that models of that size come in take 0.2 s here.  The others go to `gguf`,
-which is imported for them alone: it takes longer to import than a small model to convert.
+`gguf.quants` defines the layouts; the tests compare with it bit for bit.  Its method (groups of 16
+rows, then one concatenation) takes 1.35 s for SmolLM2-135M on two cores; the three quantised types
+that are common for such models take 0.2 s here.  Other types are left to `gguf`, imported only for
+them: the import takes longer than the conversion of a small model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class BlockType:
-    """A tensor type: its number in GGUF, and how many values a block holds in how many bytes."""
+    """A tensor type: its number in GGUF, and a block's number of values and its size in bytes."""
 
     number: int
     values: int
@@ -39,7 +39,7 @@ BLOCK_TYPES = {
     "Q5_K": BlockType(13, 256, 176),
     "Q6_K": BlockType(14, 256, 210),
 }
-"""By name, as `gguf.GGMLQuantizationType` and `gguf.GGML_QUANT_SIZES` have them."""
+"""Types by name, equal to `gguf.GGMLQuantizationType` and `gguf.GGML_QUANT_SIZES`."""
 SUPPORTED_TYPES = tuple(BLOCK_TYPES)
 
 _LOW_NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -47,7 +47,7 @@ _FOUR = np.uint64(4)
 
 
 def dequantise_rows(kind: str, block: Bytes, out: Floats) -> None:
-    """Turn `block` (rows, bytes in a row; C-contiguous) into `out` (rows, columns; C-contiguous).
+    """Converts `block` [rows, bytes in a row] into `out` [rows, columns]; both C-contiguous.
 
     `kind` is one of SUPPORTED_TYPES.  Scales that are not finite give values that are not finite.
     """
@@ -101,9 +101,9 @@ def _q4_1(block: Bytes, out: Floats) -> None:
 
 
 def _nibbles(packed: npt.NDArray[Any], values: Floats) -> None:
-    """Blocks of 16 bytes to 32 values each: first all low nibbles, then all high ones.  The words
-    of all blocks in one row, since NumPy is slow at many short rows."""
-    words = np.array(packed, order="C").view(np.uint64).reshape(-1)  # a copy, which is shifted
+    """Unpacks blocks of 16 bytes to 32 values each: all low nibbles, then all high ones.  The words
+    of all blocks form one row, since NumPy is slow with many short rows."""
+    words = np.array(packed, order="C").view(np.uint64).reshape(-1)  # a copy: shifted in place
     low = words & _LOW_NIBBLES
     words >>= _FOUR
     words &= _LOW_NIBBLES
@@ -112,7 +112,8 @@ def _nibbles(packed: npt.NDArray[Any], values: Floats) -> None:
 
 
 def _halves(packed: npt.NDArray[Any]) -> Floats:
-    """Float16 numbers, as many as lie in a word of `packed` [blocks, 1]."""
+    """Returns the float16 numbers in the words `packed` [blocks, 1] as float32 [blocks, n]; n is 1
+    for 16-bit words, 2 for 32-bit words."""
     return np.array(packed, order="C").view("<f2").astype(np.float32)
 
 

@@ -1,10 +1,10 @@
 """GGUF files as checkpoints.
 
-The head of a file is parsed here (`read_header`), and not by `gguf.GGUFReader`, which trusts what a
-file says: a false count makes it loop or allocate for minutes.  It also takes 2.5 s for the 98,000
-strings of SmolLM2's tokenizer, where this takes 0.1 s.  The format:
+The head of a file is parsed here (`read_header`), and not by `gguf.GGUFReader`, which trusts the
+file: with a false count it loops or allocates for minutes.  It also takes 2.5 s for the 98,000
+strings of SmolLM2's tokenizer, this parser 0.1 s.  The format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
-Then llama.cpp's tensor names and row order are turned into ours.
+llama.cpp's tensor names and row order are converted to ours.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _IN_LAYER = {
     "ffn_down.weight": "w_down",
 }
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.]+)")
-# Architectures whose queries and keys llama.cpp's converter puts in the interleaved order for rope.
+# Architectures whose queries and keys llama.cpp's converter reorders to interleaved rope pairs.
 _INTERLEAVED = ("llama",)
 
-# Bounds that no published model comes near; they keep a hostile head under a second and 1 GiB.
-# Llama 3's has 30 entries, 290 tensors, 408,000 strings in 8 MB.
+# Bounds far above any published model; they keep the parsing of a hostile head under a second and
+# 1 GiB.  Llama 3's head has 30 entries, 290 tensors, 408,000 strings in 8 MB.
 _MAX_HEAD = 64 << 20
 _MAX_ENTRIES = 1 << 12
 _MAX_TENSORS = 1 << 14
@@ -70,7 +70,7 @@ _MAX_NAME = 256
 _MAX_DIMENSIONS = 4
 _MAX_VALUES = 1 << 40
 
-# Metadata types by number, as `gguf.GGUFValueType` has them.
+# Metadata types by number, equal to `gguf.GGUFValueType`.
 _SCALARS: dict[int, struct.Struct] = {
     number: struct.Struct("<" + code)
     for number, code in {
@@ -89,13 +89,13 @@ _SCALARS: dict[int, struct.Struct] = {
 }
 _STRING, _ARRAY = 8, 9
 _TYPE_NAMES = {found.number: name for name, found in BLOCK_TYPES.items()}
-# Bytes of a long array of strings that are read at a time.
+# Bytes read at a time of a long array of strings.
 _WINDOW = 1 << 20
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
 class GgufCheckpoint(StoredCheckpoint):
-    """A mapped GGUF file.  Made by `open_gguf`."""
+    """A mapped GGUF file, made by `open_gguf`."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class GgufCheckpoint(StoredCheckpoint):
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
-    """Open a GGUF file of one of the architectures that `LlamaConfig.from_gguf` takes.
+    """Opens a GGUF file of an architecture that `LlamaConfig.from_gguf` supports.
 
     Raises ModelFormatError, UnsupportedModelError (see `read_header` and `check_tensors`), OSError.
     """
@@ -165,8 +165,8 @@ def _config(header: GgufHeader, data: memoryview, path: Path) -> LlamaConfig:
     factors = by_name.get(_ROPE_FACTORS)
     return LlamaConfig.from_gguf(
         header.metadata,
-        # Without the embedding the architecture is refused by name, or `check_tensors` raises an
-        # error that names what is missing: both are better than an error here.
+        # Without an embedding, `from_gguf` refuses the architecture by name, or `check_tensors`
+        # names the missing tensor: both are better than an error here.
         vocabulary=1 if embed is None else embed.shape[0],
         tied_embeddings="output.weight" not in by_name,
         rope_factors=None if factors is None else _factors(factors, data, path),
@@ -188,9 +188,9 @@ def _factors(entry: RawTensor, data: memoryview, path: Path) -> tuple[float, ...
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What the file has before the tensors' data.
+    """The head of a file, which precedes the tensors' data.
 
-    Metadata values: int, float, bool, str, or a list of one of them.
+    Metadata values are int, float, bool, str, or a list of one of these types.
     """
 
     metadata: dict[str, object]
@@ -198,11 +198,11 @@ class GgufHeader:
 
 
 def read_header(data: memoryview, path: Path) -> GgufHeader:
-    """Parse the head of a whole GGUF file.
+    """Parses the head of a GGUF file; `data` is the whole file.
 
-    Raises ModelFormatError (with the byte where reading stopped) if it is damaged or if tensors
-    overlap or leave the file, UnsupportedModelError for another version, a big-endian file, or a
-    tensor type that is not one of SUPPORTED_TYPES.
+    Raises ModelFormatError (with the byte where parsing stopped) if the head is damaged, or if
+    tensors overlap or exceed the file; UnsupportedModelError for another version, a big-endian
+    file, or a tensor type that is not one of SUPPORTED_TYPES.
     """
     cursor = _Cursor(data[:_MAX_HEAD], path)
     if bytes(data[:4]) != b"GGUF":
@@ -261,7 +261,7 @@ def _check_extents(
 
 
 class _Cursor:
-    """Reads forward through the head and never past its end."""
+    """A forward reader of the head that never reads past its end."""
 
     def __init__(self, data: memoryview, path: Path) -> None:
         self.data = data
@@ -277,7 +277,7 @@ class _Cursor:
         )
 
     def take(self, size: int, what: str) -> int:
-        """Where the next `size` bytes begin; moves past them."""
+        """Moves past the next `size` bytes; returns the position where they begin."""
         begin = self.position
         if size > self._end - begin:
             raise self.damaged(
@@ -296,7 +296,8 @@ class _Cursor:
         return value
 
     def count(self, what: str, limit: int, smallest: int) -> int:
-        """A count of things of `smallest` bytes or more, checked before it bounds a loop."""
+        """Reads a count of items of at least `smallest` bytes; checks it against `limit` and the
+        bytes left."""
         value = self.u64(what)
         if value > min(limit, (self._end - self.position) // smallest):
             raise self.damaged(f"{what} is {value}, more than this file can hold or than {limit}")
@@ -343,19 +344,19 @@ class _Cursor:
         return list(struct.unpack_from(f"<{count}{code}", self.data, begin))
 
     def _texts(self, count: int, key: str) -> list[object]:
-        """`count` strings.  The hot loop of opening a model: 100,000 of them and more, so it works
-        on copies of the file in windows: bytes are three times as fast as a memoryview."""
+        """Reads `count` strings.  With 100,000 strings and more this is the hot loop of opening a
+        model, so it reads windows as `bytes`, which are three times as fast as a memoryview."""
         texts: list[object] = []
         while len(texts) < count:
             window = bytes(self.data[self.position : self.position + _WINDOW])
             used = self._texts_of(window, count - len(texts), texts, key)
-            if not used:  # longer than a window, or cut off by the end of the head
+            if not used:  # the string is longer than a window, or the head ends in it
                 texts.append(self.text(f"string {len(texts)} of {quoted(key)}"))
             self.position += used
         return texts
 
     def _texts_of(self, window: bytes, count: int, texts: list[object], key: str) -> int:
-        """Appends up to `count` strings that lie wholly in the window; how many bytes they took."""
+        """Appends up to `count` strings that lie wholly in the window; returns their bytes."""
         position, end = 0, len(window)
         length_at: Callable[[bytes, int], tuple[int]] = _U64.unpack_from
         add = texts.append
@@ -376,7 +377,7 @@ class _Cursor:
         return position
 
     def tensor(self) -> RawTensor:
-        """One tensor's entry, its offset still from the start of the data."""
+        """Reads one tensor's entry; its offset is relative to the start of the tensors' data."""
         name = self.text("tensor name", _MAX_NAME)
         shown = quoted(name)
         dimensions = self.u32(f"dimensions of {shown}")
@@ -404,7 +405,7 @@ class _Cursor:
 
 
 def _type_name(number: int) -> str:
-    """What `gguf` calls a tensor type, or its number."""
+    """Returns the name of a tensor type in `gguf`, or its number."""
     from gguf.constants import GGMLQuantizationType
 
     try:

@@ -1,11 +1,11 @@
-"""Models of the Hugging Face hub by their ids, through `huggingface_hub` and its cache.
+"""Models of the Hugging Face hub by id, through `huggingface_hub` and its cache.
 
-    org/name                a folder of safetensors; or the GGUF file, if there is one alone
-    org/name:Q4_K_M         the GGUF file of that kind
-    org/name:file.gguf      that file
+    org/name                a folder of safetensors; or the GGUF file, if there is only one
+    org/name:Q4_K_M         the GGUF file of this quantisation
+    org/name:file.gguf      this file
 
-What the hub says is not trusted: names of files are checked before they are asked for, and what
-comes is opened like any other file.
+The hub is not trusted: names of files are checked before they are requested, and downloaded files
+are opened like any other file.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _OTHERS = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-"""Of a folder of safetensors, besides the shards."""
+"""Files of a folder of safetensors that may be needed, besides the shards."""
 _SHOWN = 20  # names of files in a message
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository, and which of its files: a name, a kind of GGUF such as "Q4_K_M", or empty."""
+    """A repository, and the choice of its file: a name, a quantisation such as "Q4_K_M", or ""."""
 
     repo: str
     choice: str = ""
@@ -54,9 +54,9 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """What a text names on the hub; None for what is no id.
+    """Parses an id of the hub; None if the text is none.
 
-    "./x/y" and "x/y.gguf" are meant as paths; ids of the hub never end so.
+    "./x/y" and "x/y.gguf" are paths; no id of the hub begins or ends like that.
     """
     match = _NAME.fullmatch(text)
     if match is None or match["repo"].endswith((".gguf", ".safetensors")):
@@ -65,10 +65,10 @@ def hub_name(text: str) -> HubName | None:
 
 
 def from_hub(name: HubName, *, download: bool) -> Path:
-    """The folder or file, for `open_checkpoint`; what is not in the hub's cache is fetched if
-    `download`.
+    """Returns the folder or file, for `open_checkpoint`; with `download`, fetches files that are
+    not in the hub's cache.
 
-    Raises ModelError where the repository has no such file, or several; DownloadError;
+    Raises ModelError if the repository has no matching file, or several; DownloadError;
     NotAvailableError without the `hub` extra.
     """
     try:
@@ -79,8 +79,8 @@ def from_hub(name: HubName, *, download: bool) -> Path:
             'pip install "ostinato[hub]"'
         ) from None
     if not download:
-        # As much of the repository as there is.  Newer versions of the hub's package raise where
-        # files of these patterns are missing.
+        # Only the folder is needed.  Newer versions of huggingface_hub raise if files that match
+        # these patterns are missing.
         patterns = ["-"] if name.choice else [*_OTHERS]
         folder = Path(
             _asked(
@@ -98,7 +98,7 @@ def from_hub(name: HubName, *, download: bool) -> Path:
     try:
         files = _asked(name, lambda: hub.HfApi().list_repo_files(name.repo))
     except DownloadError:
-        with suppress(ModelError):  # without a network what is here will do
+        with suppress(ModelError):  # without a network the cached files are used
             return from_hub(name, download=False)
         raise
     chosen = _choose(name, files)
@@ -113,22 +113,22 @@ def from_hub(name: HubName, *, download: bool) -> Path:
         here.add(_SINGLE)
     else:
         here |= {file for file in files if "/" not in file and file.endswith(".safetensors")}
-    # Names and no patterns: "*.safetensors" would fetch those of other folders, too.
+    # Exact names: the pattern "*.safetensors" would match files in subfolders, too.
     names = sorted(here)
     return Path(_asked(name, lambda: hub.snapshot_download(name.repo, allow_patterns=names)))
 
 
 def _shards(index: Path) -> set[str]:
-    """The files that an index names."""
+    """Returns the files that an index names."""
     shards = read_json(index).get("weight_map") if index.is_file() else {}
     return {str(shard) for shard in shards.values()} if isinstance(shards, dict) else set()
 
 
 def _asked(name: HubName, ask: Callable[[], T]) -> T:
-    """An answer of the hub, or of its cache.  Raises DownloadError."""
+    """Calls the hub or its cache; raises DownloadError for any error."""
     try:
         return ask()
-    except Exception as error:  # the hub's errors and those of its HTTP library have no one root
+    except Exception as error:  # the errors of the hub and of its HTTP library have no common base
         text = str(error).strip().splitlines()
         raise DownloadError(
             f"{str(name)!r} cannot be fetched from the hub: {type(error).__name__}: "
@@ -138,12 +138,12 @@ def _asked(name: HubName, ask: Callable[[], T]) -> T:
 
 
 def _listed(files: Sequence[Any]) -> list[str]:
-    """Those of the hub's names of files that are sound."""
+    """Returns the valid ones of the hub's file names, sorted."""
     return sorted(file for file in files if isinstance(file, str) and _FILE.fullmatch(file))
 
 
 def _choose(name: HubName, files: Sequence[Any]) -> str:
-    """Which GGUF file is meant; empty for the folder of safetensors.  Raises ModelError."""
+    """Returns the GGUF file to use; "" for the folder of safetensors.  Raises ModelError."""
     listed = _listed(files)
     if name.choice.lower().endswith(".gguf"):
         if name.choice not in listed:
@@ -169,7 +169,7 @@ def _choose(name: HubName, files: Sequence[Any]) -> str:
 
 
 def _single(file: str, name: HubName) -> str:
-    """The file, unless it is one of several parts of a model."""
+    """Returns the file.  Raises ModelError if it is one of several parts of a model."""
     part = _PART.search(file)
     if part is not None and int(part["count"][:9]) > 1:
         raise ModelError(
@@ -185,7 +185,8 @@ def _none(name: HubName, what: str, files: Sequence[str]) -> ModelError:
 
 
 def _require_whole(name: HubName, folder: Path) -> None:
-    """Raises DownloadError if a download was left off: shards that the index names are missing."""
+    """Raises DownloadError if a download is incomplete: tokenizer.json or a shard in the index is
+    missing."""
     missing = [
         one for one in sorted(_shards(folder / _INDEX)) if not (folder / Path(one).name).is_file()
     ]

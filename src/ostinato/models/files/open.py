@@ -1,4 +1,4 @@
-"""A model's weights on disk, opened by what they are."""
+"""The function that opens a model's weights on disk, whatever their format."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ostinato.models.files.checkpoint import StoredCheckpoint
 
 
 def open_checkpoint(path: str | Path) -> StoredCheckpoint:
-    """Open a `.gguf` file, or a folder with config.json, *.safetensors and tokenizer.json.
+    """Opens a `.gguf` file, or a folder with config.json, *.safetensors and tokenizer.json.
 
-    Raises ModelError if there is no such file, ModelFormatError if it is damaged or disagrees with
-    itself, UnsupportedModelError for an architecture or tensor type that is not supported.
+    Raises ModelError if there is no such file or it cannot be read, ModelFormatError if it is
+    damaged or inconsistent, UnsupportedModelError for an unsupported architecture or tensor type.
     """
     where = Path(path)
     try:

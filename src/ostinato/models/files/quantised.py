@@ -1,17 +1,16 @@
-"""Quantised safetensors, as people download them, turned into types of GGUF when they are read.
+"""Conversion of quantised safetensors to types of GGUF on reading.
 
     fp8   `weight` in FP8 (E4M3) with `weight_scale_inv`, a factor for each block of 128 x 128
           (DeepSeek, Qwen), or one factor: becomes bfloat16
     awq   `qweight`, `qzeros` and `scales`: 4 bits a value, 8 values in a word in AWQ's order, with
           a zero point and a scale for each group of inputs: becomes Q4_1, or bfloat16 where groups
-          are no whole blocks of 32 or scales no halves
+          are no multiples of 32 inputs or scales are not float16
 
-Q4_1 has AWQ's codes and scales as they are, and a minimum in place of the zero point: -scale x zero
-rounded to a half, which is at most 2^-7 of a step off.  bfloat16 would be up to 2^-5 off.
+Q4_1 keeps AWQ's codes and scales, and has a minimum in place of the zero point: -scale x zero
+rounded to float16, an error of at most 2^-7 of a step.  That of bfloat16 would be up to 2^-5.
 
-Activations stay as they are: a model that was meant to round them too gives what its weights give
-without that.  Layouts: transformers' `integrations/finegrained_fp8.py`, and AutoAWQ's
-`WQLinear_GEMM`.
+Activations are not quantised, even for a model that was meant to round them too.  Layouts:
+transformers' `integrations/finegrained_fp8.py`, and AutoAWQ's `WQLinear_GEMM`.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from ostinato.models.files.dequantise import BLOCK_TYPES, dequantise_rows
 Read = Callable[[RawTensor], npt.NDArray[np.uint8]]
 _PLAIN = ("F32", "F16", "BF16")
 _MAX_BLOCK = 1 << 20
-# The value at bits 4 i of a word is that of column 8 n + _AWQ_ORDER[i].
+# Bits 4 i to 4 i + 3 of word n hold the value of column 8 n + _AWQ_ORDER[i].
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How a folder's matrices are packed.
+    """The quantisation of a folder's matrices.
 
     `method`: "fp8" or "awq".  `block`: rows and columns that share a factor (fp8); both 0 for one
     factor.  `group`: inputs that share a scale (awq), 0 for all.
@@ -50,9 +49,9 @@ class Quantisation:
 
     @classmethod
     def from_hf(cls, value: object, where: str) -> Quantisation | None:
-        """From `quantization_config` of a config.json; None where there is none.
+        """Parses `quantization_config` of a config.json; None if there is none.
 
-        Raises UnsupportedModelError for another method, ModelFormatError for a damaged one.
+        Raises UnsupportedModelError for another method, ModelFormatError for a damaged entry.
         """
         if value is None:
             return None
@@ -71,7 +70,7 @@ class Quantisation:
                 where,
                 {"bits": (4,), "version": layout, "format": layout, "zero_point": (True,)},
             )
-            if value.get("backend") == "llm-awq":  # which has a layout of its own, whatever version
+            if value.get("backend") == "llm-awq":  # has another layout, whatever `version` is
                 raise UnsupportedModelError(
                     f"{where}: backend 'llm-awq' of quantization_config is not supported"
                 )
@@ -86,14 +85,15 @@ class Quantisation:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What the names of a matrix's tensors end in."""
+        """The suffixes of the names of a matrix's tensors."""
         if self.method == "fp8":
             return (".weight", ".weight_scale_inv")
         return (".qweight", ".qzeros", ".scales")
 
     def shape(self, tensors: Mapping[str, RawTensor]) -> tuple[int, int]:
-        """[out, in] of the matrix in these tensors by part.  Raises ModelFormatError where types
-        and shapes do not fit each other, or a part is missing."""
+        """Returns [out, in] of a matrix from its tensors by part.  Raises ModelFormatError for
+        shapes that do not match or a missing part, UnsupportedModelError for an unsupported type.
+        """
         first = next(iter(tensors.values()))
         place = f"{first.file}: {quoted(first.name.rpartition('.')[0])}"
         for part in self.parts:
@@ -138,7 +138,7 @@ class Quantisation:
         return outputs, inputs
 
     def made(self, tensors: Mapping[str, RawTensor]) -> RawTensor:
-        """What becomes of the matrix in these tensors by part.  Raises as `shape`."""
+        """Describes the converted matrix, from its tensors by part.  Raises what `shape` raises."""
         rows, columns = self.shape(tensors)
         one, kind = next(iter(tensors.values())), "BF16"
         if self.method == "awq" and tensors[".scales"].type == "F16":
@@ -150,10 +150,11 @@ class Quantisation:
     def bytes_of(
         self, made: RawTensor, tensors: Mapping[str, RawTensor], read: Read
     ) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor that `made` gave, flat; of bfloat16, rounded to nearest even.
+        """Converts a matrix that `made` described; returns its bytes, flat; bfloat16 is rounded to
+        nearest even.
 
-        `read`: gives a tensor's bytes.  Raises ModelFormatError for scales that a minimum in half
-        precision cannot go with.
+        `read`: returns a tensor's bytes.  Raises ModelFormatError if a minimum is not finite in
+        float16.
         """
         if made.type == "Q4_1":
             return self._blocks(made, tensors, read)
@@ -171,7 +172,7 @@ class Quantisation:
         height, width = self.block if self.block[0] else (rows, columns)
         scale = scale.reshape(-(-rows // height), -(-columns // width))
         values = e4m3_values()
-        # As many rows as one factor goes for; not all at once, which would be much memory.
+        # Rows that share factors, some of them at a time to save memory.
         step = min(height, max(1, (1 << 20) // columns))
         for block, factors in enumerate(scale):
             wide = np.repeat(factors, width)[:columns]
@@ -227,7 +228,7 @@ class Quantisation:
 
 
 def e4m3_values() -> npt.NDArray[np.float32]:
-    """The value of each byte as FP8 E4M3 in its "fn" form: no infinities, 0x7F and 0xFF are NaN."""
+    """Returns the 256 values of FP8 E4M3 "fn" by byte: no infinities, 0x7F and 0xFF are NaN."""
     codes = np.arange(256)
     exponents, mantissas = codes >> 3 & 15, codes & 7
     values = np.where(
@@ -241,7 +242,7 @@ def e4m3_values() -> npt.NDArray[np.float32]:
 
 
 def _nibbles(words: npt.NDArray[np.uint32], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
-    """Rows of words to rows of eight values a word, in the order of columns."""
+    """Unpacks rows of words to rows of eight values a word, in the order of columns."""
     found = np.empty((*words.shape, 8), dtype)
     for place, column in enumerate(_AWQ_ORDER):
         found[..., column] = words >> np.uint32(4 * place) & np.uint32(15)
@@ -267,7 +268,8 @@ def _block(value: object, where: str) -> tuple[int, int]:
 
 
 def _expect(value: Mapping[str, object], where: str, wanted: dict[str, tuple[object, ...]]) -> None:
-    """Raises UnsupportedModelError for a setting that is there with another value."""
+    """Raises UnsupportedModelError for a setting with a value that is not listed in `wanted`; a
+    missing setting is accepted."""
     for key, known in wanted.items():
         given = value.get(key, known[0])
         if not any(type(given) is type(one) and given == one for one in known):

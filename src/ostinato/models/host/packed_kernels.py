@@ -1,13 +1,13 @@
-"""The layer program's kernels in C, on packed weights: a decoder on the CPU runs them if the
-extension `_native` was built.  Its sources are in `native/`.
+"""The program's kernels in C, on packed weights, for a decoder on the CPU if the extension
+`_native` was built.  Its sources are in `native/`.
 
-They replace the host kernels of `host.kernels` one by one: names and parameters are the same,
-except that matrices are `PackedMatrix` bytes.  The kernels that choose and advance tokens are
-NumPy's in both.  Weights are dequantised in registers, to the same bits as `dequantise_rows`; sums
-are float32.  The instruction set is chosen when the program runs.
+They replace the kernels of `host.kernels` one by one: names and parameters are the same, except
+that matrices are `PackedMatrix` bytes.  The kernels that choose and advance tokens are NumPy's in
+both.  Weights are dequantised in registers, to the same bits as `dequantise_rows`; sums are
+float32.  The instruction set is chosen at run time.
 
-The same rows give the same bits, whatever the numbers of rows, threads and pieces are; NumPy's
-kernels do not guarantee that.
+The same rows give the same bits for any numbers of rows, threads and pieces, unlike NumPy's
+kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ostinato.models.arguments import whole
 from ostinato.models.host.kernels import HOST_KERNELS
 
 MOST_THREADS = 1024
-# More threads than this wait longer for each other than they work; `threads` may ask for them.
+# The default's limit: with more threads the waits for each other cost more than the work saves.
 _DEFAULT_MOST = 16
 _PACKED = ("table", "weight")  # the parameters that are matrices
 
@@ -37,12 +37,12 @@ _extension, _missing = load_extension("ostinato.models._native")
 
 
 def compiled() -> bool:
-    """Whether the extension was loaded."""
+    """True if the extension was loaded."""
     return _extension is not None
 
 
 def description() -> str:
-    """What decodes on the CPU, in words; if it is not the compiled kernels, the reason too."""
+    """Returns the kind of the CPU's kernels in words, with the reason if they are not compiled."""
     if _extension is None:
         return f"NumPy; of the compiled kernels: {_missing or 'left out'}"
     return f"compiled, {_extension.INSTRUCTIONS[0]}, {default_threads()} threads"
@@ -50,8 +50,8 @@ def description() -> str:
 
 @contextmanager
 def without_extension() -> Iterator[None]:
-    """Decoders that are made inside run as if the extension was not built: for tests, and to
-    measure what it gains.  One thread at a time may enter."""
+    """Makes decoders constructed in the block run without the extension, for tests and comparisons.
+    Only one thread at a time may enter."""
     global _extension
     kept, _extension = _extension, None
     try:
@@ -61,8 +61,8 @@ def without_extension() -> Iterator[None]:
 
 
 def default_threads() -> int:
-    """The number of threads: OSTINATO_THREADS, else the processors that this process may use, 16 at
-    most.  Raises SettingsError if the variable cannot be read."""
+    """Returns the number of threads: OSTINATO_THREADS, else the number of processors that this
+    process may use, 16 at most.  Raises SettingsError for an invalid value of the variable."""
     wanted = settings.THREADS.read()
     if wanted is not None:
         return min(wanted, MOST_THREADS)
@@ -74,7 +74,7 @@ def default_threads() -> int:
 
 
 def _quota(path: Path) -> int:
-    """The number of processors that a container's share of CPU time amounts to."""
+    """Returns the number of whole processors in a container's quota of CPU time."""
     with suppress(OSError, ValueError):
         share, period = path.read_text(encoding="ascii").split()
         if share != "max" and int(period) > 0:
@@ -83,11 +83,11 @@ def _quota(path: Path) -> int:
 
 
 def packed_kernels(threads: int | None = None) -> Mapping[str, HostKernel]:
-    """The kernels by name, on `threads` threads; `default_threads` if None.
+    """Returns the kernels by name, on `threads` threads; `default_threads` if None.
 
     Decoders with the same number share the threads; a kernel that is launched while they are busy
-    runs on the calling thread alone.  Raises InputError for a number that is not from 1 to
-    `MOST_THREADS`, SettingsError as `default_threads`.
+    runs on the calling thread only.  Raises InputError for a number outside 1 to `MOST_THREADS`,
+    SettingsError as `default_threads` does.
     """
     count = default_threads() if threads is None else whole(threads, "threads", 1, MOST_THREADS)
     return _shared(count)
@@ -99,7 +99,7 @@ def _shared(threads: int) -> Mapping[str, HostKernel]:
 
 
 def kernels_of(threads: int, instructions: str | None = None) -> dict[str, HostKernel]:
-    """Kernels with threads of their own, which end when the kernels are collected.
+    """Returns kernels with threads of their own, which end when the kernels are collected.
 
     `instructions`: one of the extension's INSTRUCTIONS; the best one if None.
     """

@@ -1,8 +1,9 @@
 """The kernels that only a program of several ranks has (`sharding`), in NumPy.
 
-A *key* is a logit with its token, such that the largest key is the largest logit and, of equal
-ones, the lowest token: above, the logit's bits as a number of the same order; below, 2^32 - 1 -
-token.  NaN is above all.  `cuda/kernels/common.cuh` has the same (`logit_key`).
+A *key* encodes a logit and its token such that the largest key has the largest logit and, of equal
+ones, the lowest token: the upper half is the logit's bits, mapped to an unsigned number of the same
+order, the lower half 2^32 - 1 - token.  NaN is the largest key.  `logit_key` in
+`cuda/kernels/common.cuh` computes the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ostinato.models.host.kernels import Given, advance, kernel, sample, sampled
 from ostinato.models.program import OPTIONS
 
 SHARD_KERNELS: dict[str, HostKernel] = {}
-"""By name."""
+"""The kernels by name."""
 _NAN_KEY = (1 << 64) - 1
 _LOW = 0xFFFFFFFF
 
@@ -28,14 +29,14 @@ def _key(logit: np.float32, token: int) -> int:
 
 
 def _is_finite(key: int) -> bool:
-    """Whether the logit of a key is neither NaN nor infinite."""
+    """True if the logit of a key is neither NaN nor infinite."""
     return 0x007FFFFF < key >> 32 < 0xFF800000
 
 
 @kernel(SHARD_KERNELS)
 def best_of_part(a: Given) -> None:
-    """The key of each sampling row's best logit among those of this rank, whose tokens begin at
-    `first`.  `logits`: [sequences, vocabulary] of this rank."""
+    """Computes the key of each sampling row's best logit among this rank's, whose tokens begin at
+    `first`.  `logits`: this rank's, [sequences, vocabulary]."""
     for row, _, sequence in sampled_rows(a.live, a.row_count):
         values = a.logits[sequence * a.vocabulary : (sequence + 1) * a.vocabulary]
         best = int(values.argmax())  # the first NaN if there is one
@@ -44,10 +45,10 @@ def best_of_part(a: Given) -> None:
 
 @kernel(SHARD_KERNELS)
 def best_of_ranks(a: Given) -> None:
-    """As `sample`: the token of the largest key of each row that samples.  `keys`: [rows, ranks].
+    """Replaces `sample`: chooses the token of each row's largest key.  `keys`: [rows, ranks].
 
-    -1 if a logit is NaN or the largest is infinite, and for a row that is not greedy, since it
-    needs more than the best.
+    The token is -1 if a logit is NaN or the largest is infinite, and for a row that is not greedy,
+    which needs all logits.
     """
     settings = a.options.view(OPTIONS)
     for row, position, sequence in sampled_rows(a.live, a.row_count):
@@ -60,5 +61,5 @@ def best_of_ranks(a: Given) -> None:
 
 @kernel(SHARD_KERNELS)
 def sample_of_ranks(a: Given) -> None:
-    """As `sample`, from all ranks' logits, [sequences, vocabulary]; the keys are not needed."""
+    """Runs `sample` on all ranks' logits, [sequences, vocabulary]; the keys are not used."""
     sample(a)

@@ -1,1 +1,1 @@
-"""Text: tokenizers and chat templates, which run in processes with limits."""
+"""Tokenizers and chat templates; untrusted ones run in processes with limits."""

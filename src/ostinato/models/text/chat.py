@@ -1,7 +1,7 @@
-"""Chat templates: jinja2 programs that come inside model files, and are run as untrusted code.
+"""Chat templates: jinja2 programs that come with model files, run as untrusted code.
 
-A template is compiled and rendered in a process of its own (`child`), by transformers' rules
-(`chat_child`).  One such process serves all templates of this one.
+A template is compiled and rendered in a child process (`child`), by transformers' rules
+(`chat_child`).  One child renders all templates of this process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ostinato.errors import InputError, ModelError
 from ostinato.models.arguments import quoted
 from ostinato.models.text.child import Child
 
-# ChatML: what is used for a model that names no template but has its tokens.
+# ChatML, for a model without a template.
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -25,25 +25,25 @@ DEFAULT_TEMPLATE = (
 )
 # A long conversation renders in some 10 ms; compiling a long template takes 100.
 NO_ARGS: Mapping[str, object] = MappingProxyType({})
-"""Variables of a chat template: none."""
+"""An empty set of variables for a chat template."""
 _SECONDS = 10.0
 _MEMORY = 512 << 20
-_MAX_TEXT = 1 << 20  # characters, beside what the messages hold
-# Ends the message that is to be gone on with, as in transformers; a template may trim its blank.
+_MAX_TEXT = 1 << 20  # characters, besides those of the messages
+# Ends the message that the answer continues, as in transformers; a template may trim the blank.
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _RENDERS = ("messages", "add_generation_prompt")
 _renderer = Child(f"{__package__}.chat_child", seconds=_SECONDS, memory=_MEMORY)
 
 
 def prepare() -> None:
-    """Starts the process that renders, so that the first prompt does not wait for it."""
+    """Starts the rendering process, so that the first prompt does not wait for the start."""
     _renderer.start()
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A chat template.  `where` is what error messages call it.  `tokens`: text of special tokens
-    by the names that the template may use (`bos_token`)."""
+    """A chat template.  `where`: its name in error messages.  `tokens`: text of special tokens by
+    the names that the template may use (`bos_token`)."""
 
     source: str = DEFAULT_TEMPLATE
     where: str = "the chat template"
@@ -57,17 +57,18 @@ class ChatTemplate:
         continue_last: bool = False,
         variables: Mapping[str, object] = NO_ARGS,
     ) -> str:
-        """The prompt for `messages`: mappings with the strings `role` and `content`; one that has
-        `tool_calls` needs no content.
+        """Renders the prompt for `messages`: mappings with the strings `role` and `content`; a
+        message with `tool_calls` needs no content.
 
-        `add_generation_prompt`: end with the head of the assistant's turn.  `continue_last`: end
-        in the last message instead, an assistant's, which the answer goes on with.  `variables`:
-        what else a template may use: `tools`, `enable_thinking`, ….  They go before `tokens`.
+        `add_generation_prompt`: end with the head of the assistant's turn.  `continue_last`: end in
+        the last message instead, an assistant's, which the answer continues.  `variables`: further
+        variables of the template: `tools`, `enable_thinking`, ….  They take precedence over
+        `tokens`.
 
-        Raises InputError for messages of another form, and for what JSON cannot hold;
-        ModelFormatError if this is no template, ModelError if it refuses the messages
-        (`raise_exception`), fails, or needs too much time, memory or text; NotAvailableError where
-        no process can be started for it.
+        Raises InputError for messages of another form, and for values that JSON cannot hold;
+        ModelFormatError if the source is no template, ModelError if the template refuses the
+        messages (`raise_exception`), fails, or needs too much time, memory or text;
+        NotAvailableError if no process can be started.
         """
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
             raise InputError(f"messages is {quoted(messages)}, must be a list of mappings")
@@ -110,7 +111,7 @@ class ChatTemplate:
         return self._cut(text, last) if continue_last else text
 
     def _cut(self, text: str, last: str) -> str:
-        """Up to the mark; without the blanks before it, if the template trims messages."""
+        """Cuts the text at the mark; drops the blanks before it if the template trims messages."""
         found = text.rfind(_MARK.strip())
         if found < 0 or last.strip() not in text:
             raise ModelError(
@@ -122,7 +123,7 @@ class ChatTemplate:
 
 
 def _last(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text of the last message."""
+    """Returns the text of the last message.  Raises InputError unless it is an assistant's."""
     message = messages[-1] if messages else {}
     text = message.get("content")
     if message.get("role") != "assistant" or not isinstance(text, str):
@@ -134,7 +135,7 @@ def _last(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _plain(value: object) -> object:
-    """What JSON can hold instead of a mapping or a sequence of another type."""
+    """Returns a dict or a list for a mapping or a sequence of another type, for JSON."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):

@@ -1,7 +1,7 @@
-"""Where chat templates are rendered: the child's side of `chat`, with jinja2's own sandbox.
+"""The child's side of `chat`: renders chat templates in jinja2's sandbox.
 
-The environment is the one that transformers gives templates, so that a template renders here what
-it renders there (`_compile_jinja_template` in transformers/utils/chat_template_utils.py).
+The environment is that of transformers, so that a template gives the same text here and there
+(`_compile_jinja_template` in transformers/utils/chat_template_utils.py).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import datetime
 import functools
 import json
 
-# No file can be opened once a template runs, so what jinja2 and Python import when they first need
-# it is imported now.
+# No file can be opened once a template runs, so modules that jinja2 and Python import lazily are
+# imported now.
 import pprint  # noqa: F401
 import unicodedata  # noqa: F401
 from typing import Any
@@ -28,7 +28,8 @@ from ostinato.errors import ModelError, ModelFormatError
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant said, for training; here it is just its body."""
+    """The tag `{% generation %}`, which marks an assistant's text for training; here it renders its
+    body only."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads this attribute
 
@@ -53,7 +54,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own escapes what HTML would need escaped."""
+    """Replaces jinja2's filter, which would escape characters for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -75,18 +76,18 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def answer(request: bytes) -> str:
-    """The text that a template makes.
+    """Renders a template and returns the text.
 
-    `request`: JSON with the template's `source`, its `variables`, and `longest`, how many
-    characters the text may have.  Raises ModelFormatError for what is no template, ModelError for
-    one that refuses its input, fails or makes too much text.
+    `request`: JSON with the template's `source`, its `variables`, and `longest`, the most
+    characters of the text.  Raises ModelFormatError for a source that is no template, ModelError
+    for a template that refuses its input, fails or makes too much text.
     """
     wanted: dict[str, Any] = json.loads(request)
     try:
         template = _compiled(wanted["source"])
     except MemoryError:
         raise
-    except Exception as error:  # jinja2's, and what Python's compiler says of the code it made
+    except Exception as error:  # jinja2's errors, or those of Python's compiler for jinja2's code
         raise ModelFormatError(f"cannot be compiled: {error}") from None
     pieces: list[str] = []
     left: int = wanted["longest"]
@@ -97,7 +98,7 @@ def answer(request: bytes) -> str:
                 raise ModelError(f"was stopped: it makes more than {wanted['longest']} characters")
             pieces.append(piece)
         text = "".join(pieces)
-        text.encode()  # what is no Unicode cannot be encoded to tokens either
+        text.encode()  # text with lone surrogates cannot be tokenized either
         return text
     except (MemoryError, ModelError):
         raise
@@ -107,7 +108,7 @@ def answer(request: bytes) -> str:
         raise ModelError(f"failed: {type(error).__name__}: {error}") from None
 
 
-# This imports more (codecs, above all) and builds the lexer, which each template then finds made.
+# This imports more modules (codecs, above all) and builds the lexer that all templates share.
 _compiled("{% for m in messages %}{{ '\\n' + m.x | tojson }}{% endfor %}").render(
     messages=[{"x": 1}]
 )

@@ -1,13 +1,13 @@
-"""A process of its own for untrusted programs: chat templates and tokenizers.
+"""A child process for untrusted programs: chat templates and tokenizers.
 
-Such a program may run for ever, take all memory or abort its process.  Hard limits hold for this
-process, and its parent kills it at a deadline.  It is started from nothing (no fork of the
-parent's threads or GPU context), has one socket to its parent, and can open no file and no other
-socket, nor start a process unless it is root's.  It ends when that socket does, so it does not
-outlive its parent.
+Such a program may run for ever, take all memory or abort its process.  The child has hard limits,
+and its parent kills it at a deadline.  It is a new process (no fork of the parent's threads or GPU
+context), has one socket to its parent, and can open no file and no other socket, nor start a
+process unless it runs as root.  It ends when that socket is closed, so it does not outlive its
+parent.
 
-A message is its length in 8 bytes and so many bytes.  A request is for `answer` of the module that
-`Child` names; what comes back is one byte, an index into `_KINDS`, and text.
+A message is its length in 8 bytes, then this many bytes.  A request is passed to `answer` of the
+module that `Child` names; the reply is one byte, an index into `_KINDS`, then text.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ostinato.errors import (
 )
 from ostinato.models.arguments import shown
 
-if TYPE_CHECKING:  # imported where a process is started: most models need none
+if TYPE_CHECKING:  # imported where a process is started; programs without one save the import
     import socket
     import subprocess
 
-# How an answer ended: well, or with one of these errors.
+# The outcome of a request by its byte: 0 is success, the others are the error raised.
 _KINDS: tuple[type[OstinatoError], ...] = (
     OstinatoError,
     InputError,
@@ -55,16 +55,16 @@ _CODE = (
     "import json, sys; path, *rest = json.loads(sys.argv[1]); sys.path[:] = path; "
     f"from {__name__} import serve; serve(*rest)"
 )
-# What a Python may need to find its libraries, and the time zone.
+# Variables that Python may need to find its libraries, and the time zone.
 _ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
 
 
 class Child:
-    """`answer` of a module, in a process with limits.  Safe to use from many threads, in turns.
+    """A process with limits that runs `answer` of a module.  Thread-safe: one request at a time.
 
-    `seconds`: for one request.  `memory`: bytes of address space, where the platform has such a
-    limit (Linux).  `opening`: a request that every new process gets first.  The process starts with
-    the first request and is kept; after it had to be ended, the next request starts another.
+    `seconds`: time limit of one request.  `memory`: bytes of address space, where the platform has
+    this limit (Linux).  `opening`: the first request of every new process.  The process starts with
+    the first request and is kept; if it was ended, the next request starts another.
     """
 
     def __init__(
@@ -77,17 +77,18 @@ class Child:
         self._opened: str | None = None
 
     def start(self) -> None:
-        """Starts the process unless it runs, and does not wait until it can answer.  If it cannot
-        be started, the first request raises the error."""
+        """Starts the process unless it runs, without waiting until it is ready.  If it cannot be
+        started, the first request raises the error."""
         with self._turn(), contextlib.suppress(NotAvailableError):
             self._start()
 
     def ask(self, request: bytes | None, what: str, *, longest: int = 1 << 28) -> str:
-        """The answer to a request, or the one to `opening` if None.
+        """Returns the answer to a request, or the answer to `opening` if None.
 
-        Raises the error that `answer` raised; ModelError if it took too long, too much memory or
-        more than `longest` bytes for its answer, or if its process ended; NotAvailableError if it
-        can have none.  `what` begins these messages.  An interruption ends the process.
+        Raises the error that `answer` raised; ModelError if it took too much time or memory, if the
+        answer has more than `longest` bytes, or if the process ended; NotAvailableError if the
+        process cannot be started.  These messages begin with `what`.  An interruption ends the
+        process.
         """
         with self._turn():
             try:
@@ -149,8 +150,8 @@ class Child:
             ours, theirs = socket.socketpair()
             with theirs:
                 process = subprocess.Popen(
-                    # -I -S: nothing of the environment, of the current folder or of site-packages
-                    # runs before the limits are set.
+                    # -I -S: no code from the environment, the current folder or site-packages runs
+                    # before the limits are set.
                     [sys.executable, "-I", "-S", "-X", "utf8", "-c", _CODE, argument],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
@@ -167,7 +168,7 @@ class Child:
         self._process = process
 
     def _open(self, what: str) -> str:
-        """Waits until the process can answer; the answer to `opening`."""
+        """Waits until the process is ready; returns the answer to `opening`, or ""."""
         try:
             _receive(self._socket, 1, time.monotonic() + _START_SECONDS)
         except (OSError, EOFError) as error:
@@ -191,13 +192,13 @@ class Child:
         return answer[0], str(memoryview(answer)[1:], "utf-8", "replace")
 
     def _last_words(self, error: Exception) -> str:
-        """Why there is no answer."""
+        """Returns the reason why there is no answer: the process's exit status and last output."""
         import signal
         import subprocess
 
         assert self._process is not None
         try:
-            # Its socket ends before it does.
+            # The socket closes before the process ends.
             status = self._process.wait(0.0 if isinstance(error, ValueError) else 1.0)
         except subprocess.TimeoutExpired:
             return str(error)
@@ -220,7 +221,7 @@ def _finish(process: subprocess.Popen[bytes], sock: socket.socket, pid: int) -> 
     if os.getpid() == pid:
         process.kill()
         process.wait()
-    else:  # in a fork, the process is not its child
+    else:  # after a fork of the parent: the process is not a child of this one
         process.returncode = 0
     assert process.stderr is not None
     process.stderr.close()
@@ -228,12 +229,12 @@ def _finish(process: subprocess.Popen[bytes], sock: socket.socket, pid: int) -> 
 
 # --- the child's side
 def serve(module: str, memory: int, seconds: float) -> None:
-    """The child's life: limits, then answers until the parent closes the socket."""
+    """Runs the child: sets limits, then answers requests until the parent closes the socket."""
     import resource
     import socket
 
     def limit(name: str, soft: int, hard: int | None = None) -> None:
-        """As far as this platform has it, and not above what is set already."""
+        """Sets a limit if the platform has it and allows it."""
         number = getattr(resource, name, None)
         with contextlib.suppress(OSError, ValueError):
             if number is not None:
@@ -249,7 +250,7 @@ def serve(module: str, memory: int, seconds: float) -> None:
     try:
         while True:
             request = bytes(_receive(parent, 1 << 40))
-            # Should the parent die, this ends the request; otherwise its deadline is earlier.
+            # Ends a request after the parent's death; otherwise the parent's deadline is earlier.
             limit("RLIMIT_CPU", int(time.process_time() + seconds) + 2, resource.RLIM_INFINITY)
             try:
                 kind, text = 0, answer(request)

@@ -1,9 +1,9 @@
-"""SentencePiece BPE by scores, as llama.cpp encodes with it.
+"""SentencePiece BPE by scores, with the results of llama.cpp.
 
 The rule is that of `llm_tokenizer_spm_session` in its src/llama-vocab.cpp: text begins as single
-characters; of all neighbours that are a token together the pair of the best score is joined, of
-equal ones the first in the text, until there is none; characters that are no token become bytes.
-Scores of pairs, unlike a list of merges, can be equal, so the `tokenizers` package cannot do it.
+characters; of all adjacent pairs that form a token the one with the best score is joined, of equal
+ones the first in the text, until there is none; characters that are no token become bytes.
+Scores of pairs, unlike ranks of merges, can be equal, so the `tokenizers` package cannot do this.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from collections.abc import Mapping, Sequence
 from ostinato.errors import ModelFormatError
 
 _SPACE = "\u2581"
-# Words whose ids are kept, and how long they may be; some MB.
+# The most words in the cache of ids, and the most characters of each; some MB.
 _MAX_WORDS, _LONG_WORD = 1 << 15, 64
 
 
 class SentencePieceEncoder:
-    """Text to ids.  Safe to use from many threads.
+    """An encoder of text to ids.  Thread-safe.
 
-    `vocabulary`: id by text.  `scores`: by id.  `special`: ids that are tokens wherever their text
-    is.  `unknown`: for bytes without a token, or None.  `prefix_space`: a space goes before all
-    text, and before text that follows a special token.  `where`: what error messages call it.
+    `vocabulary`: id by text.  `scores`: score by id.  `special`: ids that are matched wherever
+    their text occurs.  `unknown`: the id for bytes without a token, or None.  `prefix_space`: a
+    space is put before all text, and before text that follows a special token.  `where`: the
+    tokenizer's name in error messages.
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class SentencePieceEncoder:
             for byte in range(256)
         ]
         self._unknown = unknown
-        # Characters that stand side by side in a token; between any others text can be cut.
+        # Pairs of adjacent characters in tokens; between any other pair the text can be cut.
         self._joined = {pair for text in vocabulary for pair in itertools.pairwise(text)}
         self._words: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without begin and end of sequence.
+        """Returns the ids of `text`, without begin and end of sequence.
 
         Raises ModelFormatError if the vocabulary has no token for it.
         """
@@ -81,8 +82,8 @@ class SentencePieceEncoder:
         return found
 
     def _parts(self, text: str) -> list[str | int]:
-        """Special tokens' ids, and the texts between them: of tokens that overlap the longest is
-        taken first.  The time it takes does not grow with the number of tokens."""
+        """Returns the ids of special tokens and the texts between them, in order; of overlapping
+        tokens the longest wins.  The time does not grow with the number of special tokens."""
         special, lengths = self._special, self._lengths
         found: list[tuple[int, int, int, int]] = []
         for match in self._first.finditer(text):
@@ -96,7 +97,7 @@ class SentencePieceEncoder:
         taken = bytearray(len(text))
         chosen: list[tuple[int, int, int]] = []
         for _, token, start, end in found:
-            # What is taken is no shorter, so it would cover one of the ends.
+            # Earlier matches are not shorter, so one that overlaps covers one of the ends.
             if not (taken[start] or taken[end - 1]):
                 taken[start:end] = b"\1" * (end - start)
                 chosen.append((start, end, token))
@@ -108,7 +109,7 @@ class SentencePieceEncoder:
         return [*parts, text[begin:]] if begin < len(text) else parts
 
     def _cut(self, text: str) -> list[str]:
-        """Words of which no token spans two."""
+        """Cuts text into words such that no token spans two."""
         joined, words, begin = self._joined, [], 0
         for end, pair in enumerate(itertools.pairwise(text), 1):
             if pair not in joined:
@@ -122,7 +123,7 @@ class SentencePieceEncoder:
         pieces = list(word)
         last = len(pieces)
         before, after = list(range(-1, last - 1)), list(range(1, last + 1))
-        # The best score first, then the leftmost; `size` tells a pair that has grown since.
+        # The best score first, then the leftmost; `size` detects entries of pairs that have grown.
         queue: list[tuple[float, int, int, int]] = []
 
         def add(left: int, right: int) -> None:
@@ -155,7 +156,7 @@ class SentencePieceEncoder:
         return found
 
     def _spelled(self, piece: str) -> list[int]:
-        """Tokens of single bytes."""
+        """Returns the tokens of a piece's bytes, or the unknown token if a byte has none."""
         found = [self._bytes[byte] for byte in piece.encode()]
         if None not in found:
             return [token for token in found if token is not None]

@@ -1,10 +1,10 @@
-"""Text to token ids and back, for every source that a checkpoint has.
+"""Conversion of text to token ids and back, for every source of a tokenizer.
 
-Encoding is done by the `tokenizers` package: here for a tokenizer out of GGUF lists, in a process
-of its own (`child`) for a `tokenizer.json`, which is not trusted: its patterns and normalizers can
-take any time and memory.  Decoding is done here, on bytes: a token is a run of
-bytes and not of characters, so a stream must hold back the first half of a character until the
-other half comes.  One path serves both: `decode` is the stream, pushed and finished.
+Encoding is done in this process for a tokenizer built from GGUF lists, and in a child process
+(`child`) for a `tokenizer.json`, which is not trusted: its patterns and normalizers can take any
+time and memory.  Decoding is done here, on bytes: a token is a sequence of bytes, not of
+characters, so a stream must hold back the first bytes of a character until the others come.
+`decode` uses the same path as a stream.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ostinato.models.files.reading import read_file
 from ostinato.models.text.tokenizer_folder import json_of, parts_from_folder
 from ostinato.models.text.tokenizer_parts import END_TOKENS, MAX_IDS, TokenizerParts
 
-# Bytes of text, more than a million tokens.  Each can take 150 bytes and 1 us.
+# Bytes of text, more than a million tokens.  Each token can take 150 bytes of memory and 1 us.
 _MAX_TEXT = 8 << 20
 _MAX_TEMPLATE = 1 << 20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_table() -> dict[str, int]:
-    """GPT-2's one-character names of the 256 bytes (`bytes_to_unicode` of openai/gpt-2)."""
+    """Returns the bytes of GPT-2's alphabet by character (`bytes_to_unicode` of openai/gpt-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)
@@ -40,14 +40,14 @@ _BYTE_LEVEL = _byte_level_table()
 
 
 class Tokenizer:
-    """Text to ids and ids to text.  Made by `load_tokenizer`; safe to use from many threads.
+    """A tokenizer, made by `load_tokenizer`.  Thread-safe.
 
-    `vocabulary`: how many ids there are, special ones included.  `bos_id`: begin of sequence, or
-    None.  `eos_ids`: every id that ends an answer, the file's own first.  `special_ids`: control
-    tokens.  `special_tokens`: text by name (`pad_token`), as chat templates get them.
-    `chat_template`: jinja source (see `models.text.chat`), or None.  `where`: its file.
-    `rows`: of the model's embedding, if there are more: the ids from `vocabulary` on, which a model
-    can choose too, have no text.
+    `vocabulary`: number of ids, special ones included.  `bos_id`: begin of sequence, or None.
+    `eos_ids`: every id that ends an answer, those named by the file first.  `special_ids`: control
+    tokens.  `special_tokens`: text by name (`pad_token`), for chat templates.  `chat_template`:
+    jinja source (see `models.text.chat`), or None.  `where`: the path of the tokenizer's file.
+    `rows`, an argument: rows of the model's embedding if there are more than ids; a model can
+    choose ids from `vocabulary` on, which have no text.
     """
 
     def __init__(
@@ -71,11 +71,12 @@ class Tokenizer:
         return f"<Tokenizer of {self.vocabulary} tokens with {template}, from {self.where}>"
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of `text`.  `add_special`: with begin/end of sequence where the model wants it.
+        """Returns the token ids of `text`.  `add_special`: with begin and end of sequence if the
+        tokenizer defines them.
 
-        Special tokens written out in `text` (as a chat template does) become their ids; so does
-        what a user typed, as everywhere.  Raises InputError if `text` is no valid Unicode or has
-        more than 8 MiB in UTF-8, ModelError if the model's tokenizer fails on it.
+        The text of a special token becomes its id, whether a chat template or a user wrote it.
+        Raises InputError if `text` is no valid Unicode or has more than 8 MiB in UTF-8, ModelError
+        if the model's tokenizer fails on it.
         """
         if not isinstance(text, str):
             raise InputError(f"{quoted(text)} cannot be encoded: it must be text")
@@ -90,7 +91,7 @@ class Tokenizer:
         return self._parts.encode(text, add_special)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
+        """Returns the text of `ids`; bytes that are no UTF-8 become U+FFFD.
 
         Raises InputError for an id outside the vocabulary.
         """
@@ -100,12 +101,12 @@ class Tokenizer:
     def stream_decoder(
         self, *, skip_special: bool = True, continues: bool = False
     ) -> IncrementalDecoder:
-        """A decoder for ids that come one by one.  `continues`: they go on with a text, so a space
-        before the first of them is a part of it."""
+        """Returns a decoder for ids that come one by one.  `continues`: the ids continue a text, so
+        a leading space is kept."""
         return IncrementalDecoder(self, skip_special=skip_special, continues=continues)
 
     def token_text(self, token: int) -> str | None:
-        """The token as the vocabulary spells it (`"Ġsky"`), or None if there is no such id.
+        """Returns the token's spelling in the vocabulary (`"Ġsky"`), or None for an unknown id.
 
         Raises InputError if `token` is no whole number.
         """
@@ -113,7 +114,7 @@ class Tokenizer:
         return self._parts.texts[token] if 0 <= token < self.vocabulary else None
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of text that the token stands for; none for an id that only the embedding has.
+        """Returns the token's bytes of text; none for an id that only the embedding has.
 
         Raises InputError for an unknown id.
         """
@@ -130,7 +131,7 @@ class Tokenizer:
 
     @property
     def strip_space(self) -> bool:
-        """Whether one space before all text is the tokenizer's own and is left out."""
+        """True if the tokenizer adds a space before all text, which decoding drops."""
         return self._parts.strip_space
 
     def _spell(self, token: int, text: str) -> bytes:
@@ -148,11 +149,11 @@ class Tokenizer:
 
 
 class IncrementalDecoder:
-    """Ids in, text out, as early as it is certain.
+    """A decoder that takes ids one by one and returns text as early as it is final.
 
-    What all `push` calls and `finish` gave is, put together, `Tokenizer.decode` of the same ids; of
-    one that `continues` a text, with the space that `decode` leaves out.
-    No piece holds part of a character.
+    The results of all `push` calls and `finish`, joined, are `Tokenizer.decode` of the same ids;
+    with `continues`, they keep the leading space that `decode` drops.
+    No piece has part of a character.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class IncrementalDecoder:
         self._strip = tokenizer.strip_space and not continues
 
     def push(self, token: int) -> str:
-        """The text that became certain with this token; often all of its own, sometimes "".
+        """Adds a token and returns the text that is final with it, often the token's, or "".
 
         Raises InputError for an id outside the vocabulary.
         """
@@ -172,7 +173,7 @@ class IncrementalDecoder:
         return "" if token in self._skipped else self._emit(self._utf8.decode(piece))
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows: U+FFFD for half a character, or ""."""
+        """Returns the text held back, after the last token: U+FFFD for half a character, or ""."""
         return self._emit(self._utf8.decode(b"", final=True))
 
     def _emit(self, text: str) -> str:
@@ -183,12 +184,12 @@ class IncrementalDecoder:
 
 
 def load_tokenizer(source: TokenizerSource, *, vocabulary: int | None = None) -> Tokenizer:
-    """The tokenizer of a checkpoint (`checkpoint.tokenizer`).
+    """Loads the tokenizer of a checkpoint (`checkpoint.tokenizer`).
 
-    `vocabulary`: rows of the embedding; a tokenizer with larger ids is refused, before it is built.
-    Raises ModelFormatError if it is damaged, UnsupportedModelError for a kind that cannot be done
-    right, ModelError if there is none or if it takes too much time or memory, InputError for a
-    path.
+    `vocabulary`: rows of the embedding; a tokenizer with larger ids is refused.
+    Raises ModelFormatError if the tokenizer is damaged, UnsupportedModelError for a kind that is
+    not supported exactly, ModelError if there is none or if it takes too much time or memory,
+    InputError if `source` is a path.
     """
     if isinstance(source, str | os.PathLike):
         raise InputError(f"load_tokenizer({source!r}): open_checkpoint(path).tokenizer is needed")
@@ -207,9 +208,9 @@ def load_tokenizer(source: TokenizerSource, *, vocabulary: int | None = None) ->
 
 
 def read_chat_template(source: TokenizerSource) -> str | None:
-    """The chat template's source, or None if the model brings none.
+    """Returns the chat template's source, or None if the model has none.
 
-    Raises ModelFormatError if it is damaged, OSError.
+    Raises ModelFormatError if a file is damaged, OSError.
     """
     if isinstance(source, GgufTokenizerSource):
         template = source.metadata.get("tokenizer.chat_template")

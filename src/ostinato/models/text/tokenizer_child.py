@@ -1,4 +1,4 @@
-"""Where a tokenizer.json is built and run: the child's side of `tokenizer`."""
+"""The child's side of `tokenizer_folder`: builds a tokenizer.json and encodes with it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tokenizers import models
 from ostinato.errors import InputError, ModelFormatError, UnsupportedModelError
 from ostinato.models.text.tokenizer_parts import ADDED_FLAGS, SPECIAL_FLAGS, guarded
 
-# The one tokenizer, and how many rows the embedding has.
+# The process's one tokenizer, with the number of rows of the embedding; empty before the opening.
 _encoders: list[tuple[tokenizers.Tokenizer, int]] = []
 
 
 def answer(request: bytes) -> str:
-    """First the file: a line of JSON with what `_opened` takes, then the tokenizer.json; answered
-    by what `_opened` gives.  Then texts: [text, whether with special tokens]; answered by a list
-    of ids.
+    """Answers a request.  The first holds a line of JSON with the arguments of `_opened`, then the
+    tokenizer.json; the answer is the result of `_opened`.  Each later one is the JSON [text, True
+    to add special tokens]; the answer is a JSON list of ids.
 
     Raises ModelFormatError if the file is damaged or the tokenizer fails, UnsupportedModelError for
-    a decoder that is not known, InputError for a text with a token that the model cannot read.
+    an unsupported decoder, InputError for a text with a token for which the embedding has no row.
     """
     if not _encoders:
         head, _, content = request.partition(b"\n")
@@ -49,14 +49,14 @@ def _opened(
     metaspace: str | None,
     listed: bool,
 ) -> str:
-    """Every token's text by its id, added tokens with whether they are special, how tokens are
-    spelled, and the token for padding.
+    """Builds the tokenizer.  Returns JSON: "texts" by id, "added" as pairs of an id and True for a
+    special token, the spelling ("byte_level", "strip_space"), and the padding token "pad".
 
-    `rows`: of the embedding.  `added`: tokens of other files: id, text, flags; `listed`: they are
-    all that there are.  `special`: text and flags of tokens that are special, whether the
-    tokenizer.json says so or not.  `pad`: the token for padding, if another file names one; with
-    `pads` it is the one that the tokenizer.json pads with.  `metaspace`: the scheme by which a
-    SentencePiece tokenizer puts spaces, in place of its own steps.
+    `rows`: rows of the embedding.  `added`: id, text and flags of tokens in other files; `listed`:
+    they replace the file's own added tokens.  `special`: text and flags of tokens to make special
+    even if the tokenizer.json does not.  `pad`: the padding token named by another file; with
+    `pads` the tokenizer.json's padding token replaces it.  `metaspace`: the scheme of spaces of a
+    SentencePiece tokenizer, which replaces the file's own steps.
     """
     encoder = guarded(lambda: tokenizers.Tokenizer.from_buffer(content), "is damaged")
     if pads and encoder.padding:
@@ -70,17 +70,17 @@ def _opened(
     known = encoder.get_added_tokens_decoder()
     largest = encoder.get_vocab_size(with_added_tokens=True) - 1
     texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
-    if None in texts:  # so not every id up to the number of tokens is one
+    if None in texts:  # ids have gaps, so the largest one is not the number of tokens - 1
         ids = encoder.get_vocab(with_added_tokens=False).values()
         if len(set(ids)) < len(ids):
             raise ModelFormatError("has two tokens with the same id")
         largest = max((*ids, *known))
         texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
-    # Training often adds a token for padding, which a model is never given.
+    # Training often adds a padding token, which is never an input of the model.
     only_padding = largest == rows and pad is not None and encoder.id_to_token(rows) == pad
     if largest >= rows and not only_padding:
         raise ModelFormatError(f"has ids up to {largest}, the embedding only {rows} rows")
-    encoder.no_truncation()  # what was set for training would cut prompts silently
+    encoder.no_truncation()  # settings for training would cut prompts silently
     encoder.no_padding()
     byte_level, strip_space = _decoder_kind(encoder)
     _encoders.append((encoder, rows))
@@ -97,8 +97,8 @@ def _opened(
 
 
 def _as_llama(made: dict[str, Any], scheme: str, listed: bool) -> str:
-    """A tokenizer.json as transformers' `LlamaTokenizer` builds it anew: vocabulary, merges and
-    postprocessor are the file's, the rest is its own."""
+    """Returns the tokenizer.json that transformers' `LlamaTokenizer` builds: it takes vocabulary,
+    merges and postprocessor from the file, and sets the rest itself."""
     space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
     decoders = [
         {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
@@ -124,8 +124,9 @@ def _as_llama(made: dict[str, Any], scheme: str, listed: bool) -> str:
 
 
 def _add(encoder: tokenizers.Tokenizer, entries: list[list[Any]], named: set[str]) -> None:
-    """Adds tokens that the tokenizer.json does not have, or has with other flags; in the order of
-    their ids, which must come out.  `named`: special tokens, if an entry has no flags."""
+    """Adds tokens that the tokenizer.json lacks, or has with other flags, in the order of their
+    ids.  `named`: texts of special tokens, for entries without flags.  Raises ModelFormatError if
+    the encoder gives a token another id."""
     known = {
         token: [token, one.content, *_flags(one)]
         for token, one in encoder.get_added_tokens_decoder().items()
@@ -144,8 +145,8 @@ def _add(encoder: tokenizers.Tokenizer, entries: list[list[Any]], named: set[str
 
 
 def _add_special(encoder: tokenizers.Tokenizer, entries: list[list[Any]], rows: int) -> None:
-    """Adds special tokens that are none yet; those of the vocabulary keep their ids.  One for which
-    the embedding has no row is left out: the model could not read it."""
+    """Adds special tokens that are not there yet; those in the vocabulary keep their ids.  A token
+    for which the embedding has no row is left out: the model could not read it."""
     known = encoder.get_added_tokens_decoder()
     texts = {one.content for one in known.values()}
     following = max((encoder.get_vocab_size(with_added_tokens=False), *(i + 1 for i in known)))
@@ -170,7 +171,7 @@ def _flags(one: tokenizers.AddedToken) -> list[bool]:
     return [getattr(one, name) for name in ADDED_FLAGS]
 
 
-# How a decoder of SentencePiece's pieces may go; settings that are not here change nothing.
+# The supported steps of a decoder of SentencePiece's pieces; settings not listed do not matter.
 _PIECES: tuple[dict[str, Any], ...] = (
     {"type": "Metaspace", "replacement": "\u2581"},
     {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
@@ -181,8 +182,9 @@ _PIECES: tuple[dict[str, Any], ...] = (
 
 
 def _decoder_kind(encoder: tokenizers.Tokenizer) -> tuple[bool, bool]:
-    """Whether tokens are spelled in the byte alphabet, and whether a first space goes."""
-    # The pickled state of a decoder is its JSON; there is no other way to ask.
+    """Returns True if tokens are spelled in the byte alphabet, and True if decoding drops a first
+    space.  Raises UnsupportedModelError for another decoder."""
+    # The pickled state of a decoder is its JSON; there is no other way to read it.
     state: dict[str, Any] = json.loads(encoder.decoder.__getstate__()) if encoder.decoder else {}
     steps = state.get("decoders", [state]) if state.get("type") == "Sequence" else [state]
     kinds = [str(step.get("type")) for step in steps]

@@ -1,8 +1,8 @@
-"""Tokenizers out of Hugging Face folders: `tokenizer.json` and the files beside it.
+"""Tokenizers of Hugging Face folders: `tokenizer.json` and the files beside it.
 
-Which of these files says what is transformers' rule (5.17, `_from_pretrained` in
-tokenization_utils_base.py and `TokenizersBackend` in tokenization_utils_tokenizers.py): it is
-followed here as far as it decides ids of text and variables of chat templates.
+The precedence of these files is that of transformers 5.17 (`_from_pretrained` in
+tokenization_utils_base.py and `TokenizersBackend` in tokenization_utils_tokenizers.py), as far as
+it affects ids of text and variables of chat templates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ostinato.models.files.reading import read_file, read_json
 from ostinato.models.text.child import Child
 from ostinato.models.text.tokenizer_parts import ADDED_FLAGS, SPECIAL_FLAGS, TokenizerParts
 
-# The largest tokenizer.json in use has 33 MB; it takes 0.9 s and 350 MB to build.
+# The largest tokenizer.json in use has 33 MB; building it takes 0.9 s and 350 MB.
 _MAX_TOKENIZER_JSON = 64 << 20
 _SECONDS = 60.0
 _MEMORY = 2 << 30
@@ -31,20 +31,20 @@ _NAMED = (
     "cls_token",
     "mask_token",
 )
-"""Special tokens that every tokenizer can have, in transformers' order."""
+"""Names of the special tokens that every tokenizer can have, in transformers' order."""
 _DEFAULTS: dict[str, dict[str, object]] = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
 }
-"""Special tokens of a tokenizer class where no file names others."""
+"""Special tokens by tokenizer class, for names that no file sets."""
 
 
 def parts_from_folder(path: Path, rows: int) -> TokenizerParts:
-    """The tokenizer in a folder, for an embedding of so many rows.
+    """Loads the tokenizer in a folder, for an embedding of `rows` rows.
 
-    Raises ModelError if there is none, ModelFormatError if it is damaged, UnsupportedModelError for
-    a decoder that is not known, OSError.
+    Raises ModelError if there is none, ModelFormatError if a file is damaged, UnsupportedModelError
+    for an unsupported decoder, OSError.
     """
     file = path / "tokenizer.json"
     if not file.exists():
@@ -100,12 +100,13 @@ def parts_from_folder(path: Path, rows: int) -> TokenizerParts:
 
 
 def json_of(file: Path) -> Mapping[str, object]:
-    """A JSON object in a file, empty if there is none.  Raises ModelFormatError, OSError."""
+    """Reads a JSON object; {} if there is no such file.  Raises ModelFormatError, OSError."""
     return read_json(file) if file.exists() else {}
 
 
 def _class_of(config: Mapping[str, object], model: Mapping[str, object]) -> str:
-    """transformers' class of the tokenizer (`AutoTokenizer.from_pretrained`), without "Fast"."""
+    """Returns the name of the class that transformers' `AutoTokenizer.from_pretrained` selects,
+    without "Fast"."""
     given = config.get("tokenizer_class") or model.get("tokenizer_class")
     kind = model.get("model_type")
     if kind == "mistral":
@@ -116,7 +117,7 @@ def _class_of(config: Mapping[str, object], model: Mapping[str, object]) -> str:
 
 
 def _prepend_scheme(config: Mapping[str, object]) -> str:
-    """Where `LlamaTokenizer` puts a space of its own, whatever tokenizer.json says."""
+    """Returns the prepend scheme that `LlamaTokenizer` uses, whatever tokenizer.json has."""
     prefix = config.get("add_prefix_space")
     if prefix is not None and not prefix:
         return "never"
@@ -133,23 +134,24 @@ class _Token:
 
 @dataclass(frozen=True, slots=True)
 class _SpecialTokens:
-    """`named`: those that chat templates can name.  `extra`: others.  `given`: the names in the
-    files, also those that are null."""
+    """The special tokens of a folder.  `named`: by name, for chat templates.  `extra`: those
+    without a name.  `given`: the names that the files or the defaults set, also those set to null.
+    """
 
     named: Mapping[str, _Token]
     extra: Sequence[_Token]
     given: frozenset[str]
 
     def all(self) -> Iterable[_Token]:
-        """In the order in which transformers adds them."""
+        """Returns all tokens in the order in which transformers adds them."""
         return (*self.named.values(), *self.extra)
 
 
 def _special_tokens(
     path: Path, config: Mapping[str, object], defaults: Mapping[str, object]
 ) -> _SpecialTokens:
-    """Special tokens of tokenizer_config.json; where it lists no `added_tokens_decoder`, those of
-    special_tokens_map.json go before them.
+    """Returns the special tokens of tokenizer_config.json; if it has no `added_tokens_decoder`,
+    those of special_tokens_map.json take precedence.
 
     Raises ModelFormatError, OSError.
     """
@@ -158,7 +160,7 @@ def _special_tokens(
         name: value
         for name, value in config.items()
         if _names_token(name, value)
-        # Other objects under names that are not among the seven are not taken for tokens.
+        # Under a name that is not in _NAMED, an object without "__type" is no token.
         and (name in _NAMED or not isinstance(value, Mapping) or "__type" in value)
     }
     extra = config.get("extra_special_tokens", config.get("additional_special_tokens"))
@@ -168,7 +170,7 @@ def _special_tokens(
     found = {name: (value, newer) for name, value in own.items()}
     listed = [(token, newer) for token in _listed(extra, newer)]
     table = json_of(older) if "added_tokens_decoder" not in config else {}
-    # The seven names are the older file's; other names are tokenizer_config.json's.
+    # The older file takes precedence for the names in _NAMED, tokenizer_config.json for others.
     for name, value in table.items():
         if _names_token(name, value) and (name in _NAMED or name not in found):
             found[name] = (value, older)
@@ -190,7 +192,7 @@ def _special_tokens(
 
 
 def _names_token(name: str, value: object) -> bool:
-    """Whether an entry of a file is a special token by its name, such as `image_token`."""
+    """True if the name of a file's entry makes it a special token, such as `image_token`."""
     return name in _NAMED or (name.endswith("_token") and isinstance(value, str | Mapping))
 
 
@@ -203,7 +205,8 @@ def _listed(value: object, file: Path) -> list[object]:
 
 
 def _token(value: object, what: str) -> _Token:
-    """A token that a file gives as text or as an object with `content`."""
+    """Reads a token that is text or an object with `content`.  Raises ModelFormatError, whose
+    message begins with `what`."""
     text = value.get("content") if isinstance(value, Mapping) else value
     if not isinstance(text, str):
         raise ModelFormatError(f"{what} is {quoted(value)}, must be text")
@@ -217,9 +220,9 @@ def _token(value: object, what: str) -> _Token:
 
 
 def _added_tokens(path: Path, config: Mapping[str, object]) -> list[list[object]]:
-    """Tokens that tokenizer_config.json adds, or else added_tokens.json: id, text, and their
-    `ADDED_FLAGS`, which only the former has; in the order of ids.  Mostly tokenizer.json has them
-    too; where it does not, transformers takes them from here.
+    """Returns the tokens that tokenizer_config.json adds, or else added_tokens.json: id, text, and
+    `ADDED_FLAGS`, which only the former has; in the order of ids.  tokenizer.json mostly has them
+    too; if it lacks one, transformers takes it from these files.
 
     Raises ModelFormatError, OSError.
     """

@@ -1,7 +1,7 @@
-"""Tokenizers out of GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
+"""Tokenizers built from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
 
-GGUF holds tokens, merges or scores, and the *name* of a pre-tokenizer.  What that name stands for
-is written down only in llama.cpp (`src/llama-vocab.cpp`), from where the regexes below are.
+GGUF holds tokens, merges or scores, and the *name* of a pre-tokenizer.  Only llama.cpp's source
+defines these names (`src/llama-vocab.cpp`); the regexes below are copied from there.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Mistral's, since Nemo; openai/o200k without contractions, and with digits one by one.
+# The regex of Mistral's models since Nemo: openai/o200k without contractions, with single digits.
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Each regex splits what the one before left; a match is a part of its own.
+# Each regex splits the parts that the previous one left; each match is a part of its own.
 _REGEXES: dict[str, tuple[str, ...]] = {
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
@@ -54,37 +54,38 @@ _ALIASES = {
     "deepseek-r1-qwen": "qwen2",
     "megrez": "qwen2",
 }
-# Those that take a word which is a token as it is, whatever the merges say, and begin with the BOS
-# token if the file does not say otherwise.
+# Pre-tokenizers whose words become one token if the vocabulary has it, whatever the merges are, and
+# whose texts begin with the BOS token unless the file has add_bos_token.
 _WHOLE_WORDS = ("llama-bpe", "tekken")
-# Those of models whose own tokenizers compose characters first (llama.cpp does not, and so gives
-# other ids for a letter that is followed by its accent).
+# Pre-tokenizers of models whose original tokenizers first apply NFC (llama.cpp does not, so its ids
+# differ for a letter that is followed by its accent).
 _COMPOSED = ("qwen2",)
 SUPPORTED_PRE_TOKENIZERS = (*_REGEXES, *_ALIASES)
 
 # Token types of GGUF (`llama_token_type`).
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-# Well above any vocabulary in use: of Gemma's 262,000 tokens, 2 million characters together, 6,400
-# are special; byte-level vocabularies have up to 580,000 merges.  Together they keep building under
-# 10 s and 1 GiB.
+# Limits well above any vocabulary in use: Gemma's has 262,000 tokens of 2 million characters, 6,400
+# of them special; byte-level vocabularies have up to 580,000 merges.  Together they keep the build
+# under 10 s and 1 GiB.
 _MAX_CHARACTERS = 8 << 20
 _MAX_MERGES = 1 << 20
 _MAX_ADDED = 1 << 16
-# Joining pieces of text takes time with a token's length.
+# The time to join pieces of text grows with a token's length.
 _MAX_PIECE = 256
 
 
 def parts_from_gguf(source: GgufTokenizerSource, rows: int) -> TokenizerParts:
-    """The tokenizer in `source.metadata`, for an embedding of so many rows.
+    """Builds the tokenizer in `source.metadata`, for an embedding of `rows` rows.
 
-    Raises ModelError if there is none, ModelFormatError if it is damaged, UnsupportedModelError for
-    a model or pre-tokenizer that is not known here (a wrong guess gives wrong ids, silently).
+    Raises ModelError if there is none, ModelFormatError if the metadata is damaged,
+    UnsupportedModelError for an unknown model or pre-tokenizer (a guess could give wrong ids
+    silently).
     """
     return _Builder(source, rows).parts()
 
 
 class _Builder:
-    """Checks all counts against each other before it builds anything."""
+    """A builder of tokenizers that checks all counts before it builds anything."""
 
     def __init__(self, source: GgufTokenizerSource, rows: int) -> None:
         self.where = str(source.path)
@@ -97,7 +98,7 @@ class _Builder:
             )
         if sum(map(len, texts)) > _MAX_CHARACTERS:
             raise ModelFormatError(f"{self.where}: the tokens are longer than {_MAX_CHARACTERS}")
-        # llama.cpp gives tokens without text these names, and ends where two are the same.
+        # llama.cpp gives tokens without text these names, and aborts if two texts are equal.
         self.tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(texts)]
         self.vocabulary = {token: index for index, token in enumerate(self.tokens)}
         if len(self.vocabulary) < len(self.tokens):
@@ -106,7 +107,7 @@ class _Builder:
                 f"{self.where}: token {again} is there twice: {quoted(self.tokens[again])}"
             )
         given = self._numbers("token_type", int, [1] * len(self.tokens))
-        # Some files call these tokens plain text; llama.cpp goes by their names, too.
+        # Some files mark these tokens as plain text; llama.cpp recognises them by text, too.
         self.kinds = [
             _CONTROL if text in END_TOKENS else kind
             for text, kind in zip(self.tokens, given, strict=True)
@@ -153,7 +154,7 @@ class _Builder:
             special_ids=frozenset(self.control),
             bos_id=bos,
             eos_ids=tuple(token for token in eos if token is not None),
-            # llama.cpp gives templates these two, empty where there is none.
+            # llama.cpp passes these two to templates, empty if there is none.
             named={
                 name: "" if token is None else self.tokens[token]
                 for name, token in (("bos_token", bos), ("eos_token", eos[0]))
@@ -161,7 +162,7 @@ class _Builder:
         )
 
     def _byte_level(self) -> tuple[Callable[[str], list[int]], bool, bool]:
-        # llama.cpp takes a file that names none for "default", too.
+        # llama.cpp uses "default", too, if a file names none.
         name = self.metadata.get("tokenizer.ggml.pre", "default")
         kind = _ALIASES.get(name, name) if isinstance(name, str) else ""
         regexes = _REGEXES.get(kind)
@@ -200,7 +201,7 @@ class _Builder:
         return encode, whole_words, False
 
     def _sentencepiece(self) -> tuple[Callable[[str], list[int]], bool, bool]:
-        """Llama 2's."""
+        """Builds the tokenizer of Llama 2's kind."""
         scores = self._numbers("scores", float, None)
         if any(map(math.isnan, scores)):
             raise ModelFormatError(f"{self.where}: tokenizer.ggml.scores holds NaN")
@@ -239,7 +240,7 @@ class _Builder:
         return value
 
     def _numbers(self, name: str, kind: type[T], default: list[T] | None) -> list[T]:
-        """A list with one number of a type for each token."""
+        """Reads a list with one number of type `kind` for each token."""
         value = self.metadata.get(f"tokenizer.ggml.{name}", default)
         if (
             not isinstance(value, list)

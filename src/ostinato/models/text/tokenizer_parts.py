@@ -1,4 +1,4 @@
-"""What every kind of tokenizer is made into before it is a `Tokenizer`."""
+"""The common form of all kinds of tokenizers, from which a `Tokenizer` is made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ostinato.models.arguments import shown
 T = TypeVar("T")
 
 MAX_IDS = 1 << 21
-"""Tokens of a vocabulary, at most; as `config` has it."""
+"""The most tokens of a vocabulary, equal to the limit in `config`."""
 END_TOKENS = frozenset(
     {
         "<|im_end|>",
@@ -25,26 +25,26 @@ END_TOKENS = frozenset(
         "</s>",
     }
 )
-"""What models call the end of an answer, besides the one id that their file names."""
+"""Texts of tokens that end an answer, besides the ids that a model's file names."""
 
 
 ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""Of an added token, in the order in which they are passed on."""
+"""Names of the flags of an added token, in the order of lists of flags."""
 SPECIAL_FLAGS = (False, False, False, False, True)
-"""Those of a special token that is named by its text alone."""
+"""The flags of a special token for which a file has only its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """What a source gives: the encoder, and what decoding and generation need to know.
+    """An encoder, and the data for decoding and generation.
 
-    `where`: what error messages call it.  `encode`: ids of a text, with begin and end of sequence
-    or without.  `texts`: each token as the vocabulary spells it, by id; None where there is none.
-    `byte_level`: tokens are spelled in GPT-2's byte alphabet; otherwise in SentencePiece's, with
-    U+2581 for a space and `<0xE2>` for a byte.  `strip_space`: one space before all text is the
-    tokenizer's own and goes.  `literal_ids`: tokens to be taken as they are written.
-    `special_ids`: control tokens, left out of text.  `named`: what chat templates can name of them,
-    by the name (`bos_token`): text.
+    `where`: the tokenizer's name in error messages.  `encode`: function of a text, and of True to
+    add begin and end of sequence, that returns ids.  `texts`: each token's spelling in the
+    vocabulary, by id; None for an unused id.  `byte_level`: tokens are spelled in GPT-2's byte
+    alphabet; otherwise in SentencePiece's, with U+2581 for a space and `<0xE2>` for a byte.
+    `strip_space`: encoding adds a space before all text, which decoding drops.  `literal_ids`:
+    tokens whose spelling is their text.  `special_ids`: control tokens, left out of text.
+    `named`: text of special tokens by their names in chat templates (`bos_token`).
     """
 
     where: str
@@ -60,7 +60,8 @@ class TokenizerParts:
 
 
 def guarded(make: Callable[[], T], what: str) -> T:
-    """Call into `tokenizers`, whose errors are bare Exceptions and, from Rust, PanicExceptions."""
+    """Calls into `tokenizers`, and raises ModelFormatError for its errors, which are bare
+    Exceptions and, from Rust, PanicExceptions.  The message begins with `what`."""
     try:
         return make()
     except (KeyboardInterrupt, SystemExit, MemoryError):

@@ -1,6 +1,6 @@
-"""What a sweep may try: shapes that are legal for a model, the promising ones first.  Pure.
+"""Candidates of a sweep: launch shapes that are legal for a model, the promising ones first.  Pure.
 
-`cuda.legal` says what the kernels can be compiled for and launched with; `tune.search` measures.
+`cuda.legal` checks what the kernels support; `tune.search` measures the candidates.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def product_shapes(
     warpgroups: bool = False,
     shared: int = MAX_SHARED,
 ) -> tuple[Shape, ...]:
-    """Shapes of a product ("qkv", "output", …) worth a try, by a rough cost, the least first; but
-    one of each cut before the second of any, since shapes of a cut are mostly as fast.
+    """Returns promising shapes of a product ("qkv", "output", …), ordered by a rough cost; but one
+    of each cut comes before the second of any, since shapes of one cut are about equally fast.
 
-    `clusters`: whether the device has them; `warpgroups`: whether they multiply; `shared`: bytes
-    that a block may have.
+    `clusters`: True if the device has them; `warpgroups`: True if warpgroups compute the products;
+    `shared`: bytes of shared memory that a block may have.
     """
     product = products_of(config)[name]
     made: list[tuple[float, Shape]] = []
@@ -75,7 +75,7 @@ def product_shapes(
     seen: Counter[tuple[int, ...]] = Counter()
     ranked: list[tuple[int, Shape]] = []
     for _, one in sorted(made, key=lambda pair: pair[0]):
-        # The first fields say how the product is shared out, the others what is asked for at once.
+        # The first fields are the cut, how the product is divided; the others order the loads.
         cut = astuple(one)[: 4 if isinstance(one, VectorShape) else 3]
         ranked.append((seen[cut], one))
         seen[cut] += 1
@@ -100,7 +100,7 @@ def _vectors(product: Product, multiprocessors: int) -> Iterator[VectorShape]:
         yield one
         if small or warps < 4:
             continue
-        # As many turns as leave one, two or three blocks resident on each multiprocessor.
+        # Numbers of turns that leave one, two or three blocks resident on each multiprocessor.
         for resident in (1, 2, 3):
             turns = -(-blocks // (resident * multiprocessors))
             if turns > 1 and lanes > 8:
@@ -109,12 +109,12 @@ def _vectors(product: Product, multiprocessors: int) -> Iterator[VectorShape]:
 
 
 def _vector_cost(shape: VectorShape, product: Product, multiprocessors: int) -> float:
-    """Of no unit: idle lanes, idle multiprocessors, how often the input is read, how many bytes
-    are under way."""
+    """Returns a cost without a unit, from idle lanes, idle multiprocessors, repeated reads of the
+    inputs, and bytes in flight."""
     chunks = product.inputs // 8
     waste = vector_steps(shape, product) * shape.lanes * shape.split / chunks
     blocks = -(-product.pairs // shape.block_pairs)
-    # How many warps fit on a multiprocessor, by registers.
+    # Warps that fit on a multiprocessor, by registers.
     warps = min(48.0, REGISTERS / 32 / (48 + 8 * vector_steps(shape, product) * shape.pairs))
     resident = max(1.0, warps // shape.warps)
     waves = blocks / (multiprocessors * resident)
@@ -135,8 +135,8 @@ def _matrices(product: Product, multiprocessors: int, clusters: bool) -> Iterato
         slabs = -(-product.inputs // slab)
         if not 4 <= tiles * split <= 16 or blocks < multiprocessors // 4:
             continue
-        # Limits the padding past the inputs; more is allowed where a block has one slab, which no
-        # other slab waits for.
+        # Limits the padding past the inputs; more is allowed where a block has only one slab, since
+        # no other slab waits for it.
         each = -(-slabs // blocks_k)
         if each * blocks_k * slab > (1.35 if each > 1 else 1.8) * product.inputs:
             continue
@@ -151,7 +151,7 @@ def _matrices(product: Product, multiprocessors: int, clusters: bool) -> Iterato
 
 
 def _warpgroups(product: Product, multiprocessors: int) -> Iterator[MatrixShape]:
-    """Shapes for compute capability 9.0, which has clusters too."""
+    """Yields shapes for compute capability 9.0, which has clusters too."""
     for tiles, split, blocks_k, (slab, ring) in itertools.product(
         (4, 8), (1, 2), (1, 2, 4, 8), ((64, 4), (64, 5), (64, 6), (64, 8), (128, 3), (128, 4))
     ):
@@ -165,11 +165,11 @@ def _warpgroups(product: Product, multiprocessors: int) -> Iterator[MatrixShape]
 
 
 def _matrix_cost(shape: MatrixShape, product: Product, rows: int, multiprocessors: int) -> float:
-    """Of no unit: idle multiprocessors, inputs read again by every block, waits for inputs, and how
-    many bytes are under way.  Of products that fit the registers, microseconds: warps that copy
-    inputs or are in the next kernel's way, slabs and weights that are waited for, what a warp
-    multiplies and a thread adds up (from 950 shapes on an H100; docs/log.md, "What searches
-    found")."""
+    """Returns a cost without a unit, from idle multiprocessors, inputs read by every block, waits
+    for inputs, and bytes in flight.  For products that fit the registers it is in microseconds,
+    from warps that copy inputs or delay the next kernel, waits for slabs and weights, and the
+    products of a warp and sums of a thread (a fit to 950 shapes on an H100; docs/log.md, "What
+    searches found")."""
     groups = -(-product.pairs // shape.block_pairs)
     blocks = groups * shape.blocks_k
     slabs = -(-product.inputs // (shape.blocks_k * shape.slab))
@@ -194,12 +194,13 @@ def _matrix_cost(shape: MatrixShape, product: Product, rows: int, multiprocessor
 def attention_shapes(
     config: LlamaConfig, rows: int, *, clusters: bool = False, shared: int = MAX_SHARED
 ) -> tuple[AttentionShape, ...]:
-    """Shapes of the attention worth a try, those that read some 64 or 128 positions at once first.
+    """Returns promising shapes of the attention, first those that read some 64 or 128 positions at
+    a time.
 
-    `clusters`: whether the device has them; `shared`: bytes that a block may have.  Where blocks
-    can share the work of all rows they do, or a row has a cluster: a sweep times rows of one
-    length, and is not to choose what is slow for lengths that are far apart.  How many blocks a
-    row then has `for_context` says.
+    `clusters`: True if the device has them; `shared`: bytes of shared memory that a block may have.
+    Where possible, blocks share the work of all rows, or a row has a cluster: a sweep times rows of
+    one length, and must not choose a shape that is slow for rows of very different lengths.
+    `for_context` then sets the number of blocks a row.
     """
     group, blocks = config.heads // config.kv_heads, rows * config.heads
     tiled = attends_in_tiles(config, rows, shared)
@@ -238,7 +239,7 @@ def attention_shapes(
 
 
 def block_variants(tuning: Tuning, config: LlamaConfig, multiprocessors: int) -> tuple[Tuning, ...]:
-    """The same tuning with a layer's attention as one launch, and as three."""
+    """Returns variants of the tuning with a layer's attention as one launch, and as three."""
     if tuning.tiles:
         return ()
     made = block_shapes(config, multiprocessors, tuning.shared)
@@ -248,8 +249,8 @@ def block_variants(tuning: Tuning, config: LlamaConfig, multiprocessors: int) ->
 def warpgroup_variants(
     tuning: Tuning, config: LlamaConfig, rows: int, multiprocessors: int
 ) -> tuple[Tuning, ...]:
-    """The same with warpgroups for all products in place of none, or the other way round; for a
-    device that has them."""
+    """Returns the variant of the tuning with warpgroups for all products if it has none, or without
+    them if it has; for a device with warpgroups."""
     products = products_of(config)
     if rows <= 8 or not all(product.fits_warpgroups for product in products.values()):
         return ()
@@ -263,10 +264,10 @@ def warpgroup_variants(
 
 
 def start_variants(tuning: Tuning) -> tuple[Tuning, ...]:
-    """The same shapes, with other places where the next kernel may start, and without programmatic
-    launch."""
+    """Returns variants with the same shapes but other points at which the next kernel may start,
+    and one without programmatic launch."""
     made = [replace(tuning.with_start(where), programmatic=True) for where in START_NEXT]
-    # The attention may read the cache before its wait then, and `sample` its row.
+    # Then the attention may read the cache before its wait, and `sample` its row.
     late = dict.fromkeys(("norm_qkv_rope", "norm_rope", "head", "rounded_head"), "AFTER_WAIT")
     early = replace(made[0], start_next={**made[0].start_next, **late})
     return (*made, early, replace(tuning, programmatic=False))

@@ -1,9 +1,9 @@
 """The search for better launch shapes: `StepMeter` times a step with a tuning on a device, `Sweep`
-changes one thing at a time and keeps what is faster.
+changes one shape at a time and keeps the faster tuning.
 
-With public names only, and on the decoder's own program, plan and kernels: what is measured is what
-will run.  What is expected to gain most comes first.  The time of the whole step decides, since a
-kernel that is faster alone may leave its neighbours less room.
+It uses public names only, and the decoder's own program, plan and kernels, so it measures what will
+run.  The stages with the largest expected gain come first.  The time of the whole step decides,
+since a kernel that is faster alone may leave its neighbours fewer resources.
 """
 
 from __future__ import annotations
@@ -57,24 +57,26 @@ _WARM = 3
 _REPEATS = 12
 _ROUNDS, _CAREFUL_ROUNDS = 3, 11
 TOLERANCE = 1e-2
-"""Relative, over all logits: sums of bfloat16 products in two orders, a KV cache in bfloat16."""
+"""The largest relative difference of all logits between two tunings, whose sums of bfloat16
+products have different orders; the KV cache is in bfloat16, too."""
 _ROUNDED_LAYERS = 7
-"""Several rows, whose inputs are rounded to bfloat16, may be TOLERANCE apart after so many layers,
-and after more as the root of their number: two orders of the same sums were 1.0e-2 apart after 16
-layers (1B shape) and 1.6e-2 after 32 (8B; 8 rows, H200)."""
+"""The layers after which several rows, whose inputs are rounded to bfloat16, may differ by
+TOLERANCE; for more layers the limit grows with the square root: two orders of the same sums
+differed by 1.0e-2 after 16 layers (1B shape) and 1.6e-2 after 32 (8B; 8 rows, H200)."""
 _STAGES = ("gate_up", "attention", "down", "qkv", "output", "head")
-"""By what a better shape mostly gains, the most first."""
+"""Stages in the order of their usual gain, the largest first."""
 _CHUNK = 48
 """Candidates that are compiled together."""
 _FINALISTS = 3
 _HOPELESS = 0.01
-"""Relative; what takes so much longer than the best of its stage is not timed again."""
+"""The relative excess over the best of its stage from which a candidate is not timed again."""
 _NOISE = 0.002
-"""Relative; a change that gains less is not worth a table entry."""
+"""The least relative gain for which a change is kept."""
 
 
 def _narrowed(launch: CudaLaunch) -> CompileOptions:
-    """Without the shapes of other products, whose kernels are then left out of the code."""
+    """Returns the options without the shapes of other products, whose kernels are then not
+    compiled."""
     own = PRODUCTS_OF.get(launch.kernel)
     if own is None:
         return launch.options
@@ -86,11 +88,11 @@ def _narrowed(launch: CudaLaunch) -> CompileOptions:
 
 
 class StepMeter(Closeable):
-    """One shape's buffers on a device, for timing steps of `rows` rows.
+    """The buffers of a model on a device, to time steps of `rows` rows.
 
-    `weights`: on the device, bfloat16; the caller closes them.  `trusted`: the tuning with whose
-    results those of others are compared.  `positions`: the largest context that will be asked for.
-    The KV cache holds noise.  Raises OutOfMemoryError.
+    `weights`: on the device, bfloat16; the caller closes them.  `trusted`: the tuning whose results
+    others are compared with.  `positions`: the largest context to be timed.  The KV cache holds
+    noise.  Raises InputError if the model's context is too short, OutOfMemoryError.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class StepMeter(Closeable):
             raise
 
     def _fill(self, context: int) -> None:
-        """Fills the cache with noise, and sets what the rows of every step share."""
+        """Fills the cache with noise, and sets rows, options and stop tokens for all steps."""
         self._fill_cache()
         rows = self.rows
         stops = np.full(self.plan.stops.buffer.shape, -1, np.int32)
@@ -151,14 +153,13 @@ class StepMeter(Closeable):
         source.close()
 
     def prepare(self, tunings: Sequence[Tuning]) -> None:
-        """Compiles the kernels of all of them, on all cores.  What cannot be compiled says so when
-        it is measured."""
+        """Compiles the kernels of all tunings, on all cores; errors show when one is measured."""
         if self._compilers is not None:
             every = (one for tuning in tunings for one in self._launches(tuning))
             self._compilers.compile([*dict.fromkeys((one.source, one.options) for one in every)])
 
     def _launches(self, tuning: Tuning) -> tuple[CudaLaunch, ...]:
-        """Each product compiled by itself: a candidate changes one, and the others are there."""
+        """Returns launches whose products are compiled one by one: a candidate changes only one."""
         made = lower(
             self._program, self.config, rows=self.rows, context=self.plan.sizes.context,
             tuning=tuning, multiprocessors=self.device.properties.multiprocessors,
@@ -170,8 +171,8 @@ class StepMeter(Closeable):
         return load_kernel(self.device.modules, launch)
 
     def operations(self, tuning: Tuning) -> tuple[Operation, ...]:
-        """The launches of a step.  Raises InputError where the workspace is too small for it,
-        CompileError, DriverError."""
+        """Returns the launches of a step.  Raises InputError if the workspace is too small for
+        them, CompileError, DriverError."""
         context = self.plan.sizes.context
         need = workspace_bytes(self.config, rows=self.rows, context=context, tuning=tuning)
         if need > _WORKSPACE:
@@ -183,7 +184,7 @@ class StepMeter(Closeable):
         return prepare(self._kernel(launch), launch.config, *arguments)
 
     def _reset(self, context: int) -> None:
-        """Every row decodes the next token of its sequence, from this position."""
+        """Sets every sequence's state to position `context`, from which a step decodes."""
         state = np.zeros(self.rows, STATE)
         state["token"], state["position"], state["length"] = 1, context, context + 1
         buffer = self.plan.buffers["state"]
@@ -192,9 +193,9 @@ class StepMeter(Closeable):
     def microseconds(
         self, tuning: Tuning, context: int, *, careful: bool = False, enough: float = math.inf
     ) -> float:
-        """The median over some rounds of one replay's time, back to back; infinite for a tuning
-        that the compiler or the driver refuses.  One round alone where it shows more than `enough`.
-        Raises ContextPoisonedError."""
+        """Returns the time of one of several replays in a row, the median over some rounds;
+        infinite for a tuning that the compiler or the driver refuses.  If the first round takes
+        more than `enough`, it is the only one.  Raises ContextPoisonedError."""
         try:
             executable = self._graph(tuning)
         except ContextPoisonedError:
@@ -228,8 +229,8 @@ class StepMeter(Closeable):
         return capture_function(self.stream, submit).instantiate(upload=self.stream)
 
     def problem(self, tuning: Tuning) -> str | None:
-        """Why a tuning's logits are not those of the trusted one, or not the same bits each time;
-        None if they are."""
+        """Returns the reason to refuse a tuning: its logits differ from the trusted one's by more
+        than the tolerance, or from run to run; None if there is none."""
         context = self.plan.sizes.context // 2
         wanted = self.logits(self._trusted, context)
         seen = [self.logits(tuning, context) for _ in range(3)]
@@ -244,14 +245,14 @@ class StepMeter(Closeable):
         return None
 
     def logits(self, tuning: Tuning, context: int) -> npt.NDArray[np.float32]:
-        """The logits of one step at a position: float32, [rows, vocabulary]."""
+        """Returns the logits of one step at a position: float32, [rows, vocabulary]."""
         self._reset(context)
         with self._graph(tuning) as executable:
             executable.launch(self.stream)
             return self.plan.buffers["logits"].to_numpy(self.stream)
 
     def close(self) -> None:
-        """Gives buffers and stream back, not the weights.  Idempotent."""
+        """Frees buffers and stream, but not the weights.  Idempotent."""
         if self._compilers is not None:
             self._compilers.close()
         if not self.device.context.closed and not self.stream.closed:
@@ -264,8 +265,7 @@ class StepMeter(Closeable):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One candidate that was measured: the stage, its microseconds added up over the contexts of
-    the stage."""
+    """A measured candidate of a stage: `microseconds` is the sum over the contexts of the stage."""
 
     stage: str
     tuning: Tuning
@@ -274,8 +274,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """`before` and `after`: microseconds by context.  `refused`: what was faster and not taken,
-    with the reason."""
+    """The result of a sweep.  `before`, `after`: microseconds by context.  `refused`: a line for
+    each faster tuning that was refused, with the reason."""
 
     tuning: Tuning
     before: dict[int, float]
@@ -299,15 +299,15 @@ def search(
     seconds: float,
     tell: Callable[[str], None] = lambda line: None,
 ) -> SweepResult:
-    """The best tuning for steps of `rows` rows that is found from `start` on, in about so many
-    seconds (`Sweep`), whose results agree with the default's.
+    """Searches from `start` on, for about `seconds`, and returns the best tuning for steps of
+    `rows` rows whose results agree with the default's (`Sweep`).
 
-    `weights`: on the device, bfloat16; the caller closes them.  `context`, `contexts`, `tell`: as
-    `Sweep` has them.  Raises what StepMeter and `Sweep.run` raise.
+    `weights`: on the device, bfloat16; the caller closes them.  `context`, `contexts`, `tell`: see
+    `Sweep`.  Raises the errors of StepMeter and `Sweep.run`.
     """
     config, known = weights.config, known_of(device)
     default = default_tuning(config, rows=rows, context=context, **known)
-    del known["fast_memory"]  # a search tries what the rule has for either
+    del known["fast_memory"]  # a search tries the shapes for fast and for slow memory
     with StepMeter(device, weights, default, rows=rows, positions=max(contexts)) as meter:
         sweep = Sweep(
             config, start, meter, rows=rows, **known, context=context, contexts=contexts, tell=tell
@@ -317,12 +317,12 @@ def search(
 
 @dataclass
 class Sweep:
-    """A search from `best` on, which its `run` makes better.
+    """A search that starts from the tuning `best` and improves it.
 
-    `clusters`, `warpgroups`: whether the device has them; `shared`: bytes that a block may have.
-    `context`: positions of a sequence, of the decoders that it is for.  `contexts`: positions at
-    which the step is timed; the first one decides about products.  `tell` gets a line after each
-    stage.
+    `clusters`, `warpgroups`: True if the device has them; `shared`: bytes of shared memory that a
+    block may have.  `context`: positions of a sequence in the decoders that will use the tuning.
+    `contexts`: positions at which the step is timed; only the first is used for products.  `tell`
+    is called with a line after each stage.
     """
 
     config: LlamaConfig
@@ -342,8 +342,7 @@ class Sweep:
     refused: list[str] = field(default_factory=list)
 
     def run(self, seconds: float) -> SweepResult:
-        """Tries all stages in about so many seconds.  Raises InputError for no contexts or no time,
-        and what the meter raises."""
+        """Runs all stages in about `seconds`.  Raises InputError, and the meter's errors."""
         if not self.contexts or not seconds > 0:
             raise InputError(
                 f"contexts {list(self.contexts)} and {seconds} seconds: both are needed"
@@ -366,12 +365,12 @@ class Sweep:
         return sum(self.meter.microseconds(tuning, context, **how) for context in contexts)
 
     def stage(self, name: str, until: float) -> None:
-        """Tries a stage's candidates until then."""
-        # The context's length changes the time of the attention and of the kernel after it.
+        """Times a stage's candidates until the clock reaches `until`, and keeps the best."""
+        # The context's length affects the time of the attention and of the kernel after it only.
         contexts = self.contexts[:1] if name in PRODUCTS.values() else self.contexts
         found: list[Trial] = []
         fastest = math.inf
-        # By its text: a tuning's `start_next` is a mapping, which has no hash.
+        # Keyed by text: a tuning's `start_next` is a mapping, which is not hashable.
         wanted = [*{repr(one): one for one in self.candidates(name) if one != self.best}.values()]
         for index, tuning in enumerate(wanted):
             if self.clock() >= until:
@@ -385,7 +384,7 @@ class Sweep:
         self._choose(sorted(found, key=lambda t: t.microseconds)[:_FINALISTS], contexts)
 
     def _choose(self, finalists: list[Trial], contexts: Sequence[int]) -> None:
-        """The fastest finalist becomes the best if it is that when both are measured with care."""
+        """Makes the fastest finalist the best if careful measurements and its results allow it."""
         if not finalists:
             return
         held = self.cost(self.best, contexts, careful=True)
@@ -400,7 +399,8 @@ class Sweep:
             self.refused.append(f"{trial.stage}: {why}")
 
     def candidates(self, name: str) -> Sequence[Tuning]:
-        """What a stage tries, given the best so far; nothing for what that does not launch."""
+        """Returns the tunings that a stage tries, from the best so far; none for a kernel that the
+        best does not launch."""
         best, config, count = self.best, self.config, self.multiprocessors
         if best.block is not None and name in ("qkv", "attention", "output"):
             return ()
