@@ -38,6 +38,8 @@ from tests.graphfile.file_kernels import (
     spread,
 )
 
+pytestmark = pytest.mark.usefixtures("checks_here")
+
 
 @pytest.fixture
 def stream(host_device: Device) -> ost.Stream:
@@ -113,6 +115,7 @@ def test_a_loaded_graph_does_the_same_elsewhere(
     assert loaded.manifest.proofs() == {"signature": 4, "field": 2}
 
 
+@pytest.mark.fresh_check
 def test_a_process_that_has_nothing_of_the_first_runs_it(work: Work, path: Path) -> None:
     work.save(path)
     program = (
@@ -462,6 +465,7 @@ def test_addresses_that_are_left_in_gaps_are_gaps(
         pytest.param(
             *(b"\0\0\0\0\0\0\0\0\x99", b"\0\0\0\0\0\0\0\0\x98", 24),
             id="another value ends the process",
+            marks=pytest.mark.fresh_check,
         ),
     ],
 )
@@ -533,6 +537,7 @@ def test_memory_that_is_read_and_has_no_name_is_refused(
     assert list(path.parent.iterdir()) == []
 
 
+@pytest.mark.fresh_check
 def test_memory_that_results_depend_on_is_named_by_the_check(
     host_device: Device, stream: ost.Stream, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

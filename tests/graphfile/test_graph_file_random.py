@@ -19,6 +19,8 @@ from ostinato.driver.api import ConditionalKind, MemcpyNodeParams
 from tests.graphfile import file_runner
 from tests.graphfile.file_kernels import ONE, add, affine, choose, kernel, packed
 
+pytestmark = pytest.mark.usefixtures("checks_here")
+
 N = 6
 Values = npt.NDArray[np.int32]
 

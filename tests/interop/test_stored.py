@@ -25,6 +25,8 @@ from ostinato.interop.reading.padding import Padding
 from ostinato.interop.reading.stored import Stored, Unstable, code_text, text_of
 from tests.interop.library import Array, Lib
 
+pytestmark = pytest.mark.usefixtures("checks_here")
+
 Make = Callable[..., Graphed]
 
 

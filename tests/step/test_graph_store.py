@@ -26,6 +26,8 @@ from ostinato.graphfile.show import file_text
 from tests.graphfile.file_kernels import ONE, add, affine, count_down, kernel
 from tests.processes import child_environment
 
+pytestmark = pytest.mark.usefixtures("checks_here")
+
 
 class Model:
     """y = factor * x + w, with a graph for each factor."""

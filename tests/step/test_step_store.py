@@ -26,6 +26,8 @@ from ostinato.testing import FaultyDriver
 from tests.graphfile.file_kernels import ONE, kernel
 from tests.processes import child_environment
 
+pytestmark = pytest.mark.usefixtures("checks_here")
+
 ROWS = 8
 
 
