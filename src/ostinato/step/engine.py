@@ -86,7 +86,7 @@ _SWEEP = 1024
 
 
 Change: TypeAlias = "Callable[[GraphExec], object] | None"
-"""Changes an executable before its launch; None if the executable is launched unchanged."""
+"""A change of an executable before its launch; None if the executable is launched unchanged."""
 
 
 class Options(Protocol):

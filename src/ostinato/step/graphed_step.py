@@ -63,7 +63,7 @@ _REMEMBERED = 4096
 StepFunction: TypeAlias = Callable[[Stream, Sizes], object]
 """The function of a step: submits work of the given sizes to the stream."""
 Builder: TypeAlias = Callable[[Stream, Sizes], GraphExec]
-"""Makes the executable for the given (bucketed) sizes; may upload it on the stream."""
+"""A function that makes the executable for (bucketed) sizes; it may upload it on the stream."""
 
 
 @dataclass(slots=True, eq=False)
