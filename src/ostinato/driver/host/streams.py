@@ -57,7 +57,7 @@ class HostStream:
     destroyed: bool = False
 
     def refuse_capturing(self, call: str) -> None:
-        """Raises 900 and breaks the capture, which may be broken already, if the stream captures."""
+        """Raises 900 and breaks the capture if the stream captures (broken already or not)."""
         capture = self.capture
         if capture is not None:
             capture.broken = True
