@@ -145,7 +145,7 @@ class _Found:
 
     node: NodeHandle
     params: NodeParams | None
-    """None if the driver cannot read them."""
+    """The parameters; None if the driver cannot read them."""
     way: str
 
 

@@ -245,7 +245,7 @@ class Graph(Closeable):
         return self.reader.one(place, handles[place])
 
     def __len__(self) -> int:
-        """The number of nodes, without those inside child graphs and bodies."""
+        """Returns the number of nodes, without those inside child graphs and bodies."""
         return len(self.context.driver.graph_nodes(self.handle))
 
     def count(self, kind: NodeKind | None = None) -> int:
@@ -355,7 +355,7 @@ class Graph(Closeable):
         return len(nodes) - 1 if in_order else nodes.index(node)
 
     def recount(self) -> None:
-        """Must be called after nodes were added or removed in another way than by `add`."""
+        """Drops the count of nodes.  Call it after nodes were added or removed without `add`."""
         self._count = None
 
     def _label_copies(

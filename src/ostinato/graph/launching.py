@@ -203,7 +203,7 @@ class Inside:
         return getattr(self.storage, "closed", False) is True
 
     def watch(self, watcher: Watcher) -> None:
-        """See `Buffer.watch`."""
+        """Does the same as `Buffer.watch`."""
         watch = getattr(self.storage, "watch", None)
         if callable(watch):
             watch(watcher)

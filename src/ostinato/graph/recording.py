@@ -76,7 +76,7 @@ class Recording(Tap):
         self._events: weakref.WeakKeyDictionary[object, _Record] = weakref.WeakKeyDictionary()
         """The events whose last record was inside, by the owner of the driver's event."""
         self._waited: weakref.WeakSet[object] = weakref.WeakSet()
-        """Those of these events for which work inside has waited."""
+        """The events among these for which work inside has waited."""
         self._forks: dict[int, str] = {}
         """The streams that wait for recorded work, by handle, and for which nothing inside has
         waited since, with the lines."""

@@ -174,7 +174,7 @@ class Shadow:
         return bool(self._dirty or self._now.settings) or self._now.updated is not None
 
     def __len__(self) -> int:
-        """The number of nodes, without those inside others."""
+        """Returns the number of nodes, without those inside others."""
         return len(self._handles)
 
     @property
@@ -358,7 +358,7 @@ class Shadow:
         return _PlainSetter(partial(self._set_one, node), params)
 
     def touch(self, live: Live) -> None:
-        """Must be called before a `Live` node is changed."""
+        """Marks a `Live` node as changed.  Call it before the change."""
         if not live.dirty:
             self._dirty.append(live)
             live.dirty = True

@@ -161,7 +161,7 @@ class Touch:
     """
 
     node_index: int
-    """That of the graph's own node; for nodes inside another node, that of the outermost one."""
+    """The index of the graph's own node; for nodes inside another node, of the outermost one."""
     node_name: str
     place: str
     range: MemoryRange

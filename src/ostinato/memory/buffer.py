@@ -298,8 +298,8 @@ class Buffer(Closeable):
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
         """Returns DLPack's capsule over the memory, without a copy, which keeps the buffer alive.
 
-        Waits for all work of the device first, since a buffer does not know the streams that wrote
-        it; `stream=-1` does not wait.  The consumer must be done before the buffer is closed.
+        Waits for all work of the device first, since a buffer has no record of the streams that
+        wrote it; `stream=-1` does not wait.  The consumer must end before the buffer is closed.
         Raises BufferError for a dtype that DLPack does not have.
         """
         exported = self._exported()

@@ -49,10 +49,11 @@ def adopt_array(context: Context, array: object) -> Buffer:
     """Returns a buffer over a C-contiguous array of another library, which is kept alive.
 
     Through `__cuda_array_interface__`, else `__dlpack__`: device arrays, and on the host device
-    arrays of the CPU (NumPy's, torch's).  Not ordered with the library's streams: the caller must
-    wait for work that fills the array before work of ours reads it, and for ours before the library
-    reads it.  bfloat16 comes as its uint16 bits.  Raises InputError for arrays on another device,
-    read-only, strided and masked ones, those that torch tracks gradients of, and unknown types.
+    arrays of the CPU (NumPy's, torch's).  Not ordered with the other library's streams: the caller
+    must wait for its work on the array before using the buffer, and for work on the buffer before
+    the other library reads the array.  bfloat16 comes as its uint16 bits.  Raises InputError for
+    arrays on another device, read-only, strided and masked arrays, tensors with tracked gradients,
+    and unknown types.
     """
     if isinstance(array, Buffer):
         return array

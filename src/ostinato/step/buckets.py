@@ -92,7 +92,7 @@ class _Sizes:
     """The fields of `ExplicitBuckets`."""
 
     sizes: tuple[int, ...]
-    """In ascending order."""
+    """The buckets in ascending order."""
 
 
 class ExplicitBuckets(_Sizes):

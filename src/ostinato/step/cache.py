@@ -347,7 +347,7 @@ class GraphCache(Closeable):
         self._buckets = buckets
         self.epoch += 1
 
-    # --- looking
+    # --- look-up
     def __len__(self) -> int:
         return len(self.table.entries)
 

@@ -235,7 +235,7 @@ class Work(ABC):
         return None
 
     def not_restored(self, why: str) -> None:  # noqa: B027  # for doors with a store alone
-        """Called if the graph that `restored` returned could not be kept."""
+        """Handles a graph that `restored` returned and that could not be kept."""
 
     # --- checks, for doors whose `verify` may differ from "off"
     def check(self, executable: GraphExec, launch: Callable[[Change], object]) -> CheckReport:

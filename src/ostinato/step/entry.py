@@ -49,8 +49,8 @@ class CachedGraph(Seat):
         self.checked: weakref.WeakKeyDictionary[object, frozenset[Hashable]] = (
             weakref.WeakKeyDictionary()
         )
-        """By the work that the graph was compared with: the sizes that had padding in its checks.
-        Works that share a key may differ."""
+        """The sizes that had padding in checks, by the owner of the work that was compared: works
+        that share a key may differ."""
         self.repeats: set[Repeat] = set()
         """Launchers that skip the lookup of the entry; cooled when the graph leaves."""
 

@@ -46,9 +46,9 @@ class Evictions:
     """The number of graphs that left the cache, by reason (a replaced graph is not evicted)."""
 
     asked: int = 0
-    """By `evict` and `evict_all`."""
+    """Graphs evicted by `evict` and `evict_all`."""
     touching: int = 0
-    """By `evict_touching`."""
+    """Graphs evicted by `evict_touching`."""
     budget: int = 0
     """Least recently used, because the bytes were over the budget."""
     count: int = 0

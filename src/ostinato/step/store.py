@@ -292,7 +292,10 @@ class GraphStore:
             return None
 
     def maker(self, key: Hashable, make: Callable[[], GraphExec]) -> Callable[[], GraphExec]:
-        """For `GraphCache.get_or_capture`: restores the key, or calls `make` if that fails."""
+        """Returns a function that restores the key, or calls `make` if that fails.
+
+        The function is for `GraphCache.get_or_capture`.
+        """
         return lambda: self.executable(key) or make()
 
     def prune(self) -> int:

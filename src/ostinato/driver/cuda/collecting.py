@@ -39,7 +39,7 @@ class ModuleCollector:
         self._subscriber = ctypes.c_void_p()
         self._cubins: dict[str, bytes] = {}
         self._has: dict[str, dict[str, bool]] = {}
-        """Whether a cubin has a kernel, by the kernel's name and the cubin's digest."""
+        """True if a cubin has a kernel, by the kernel's name and the cubin's digest."""
         self._lock = new_lock()
         module, missing = load_extension("ostinato.driver._launch")
         if module is None:

@@ -11,7 +11,7 @@ those below it, and keeps its own data of a handle:
     collecting       the machine code of other libraries' kernels
     variables        the variables in a cubin
     core             checked calls in the right context, memory
-    nodes, launch    our records to cuda.h's structures and back
+    nodes, launch    records to cuda.h's structures and back
     host_functions   Python functions that CUDA calls
     libcuda          prototypes, structures, the loader
 

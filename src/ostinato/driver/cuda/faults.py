@@ -464,7 +464,7 @@ def _ptx_is_ascii(driver: CudaDriver) -> ProbeResult:
     dumps=True,
 )
 def _core_dump_hides_the_fault(driver: CudaDriver) -> ProbeResult:
-    """Core dumps were switched on before the driver was opened: `_ask_for_core_dump`."""
+    """Probes a wait after a fault.  `_ask_for_core_dump` ran before the driver was opened."""
     bench = _Bench(driver)
     kernel = bench.kernel("stray")
     driver.launch_kernel(bench.stream, kernel.function, kernel.config, kernel.arguments)

@@ -248,7 +248,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
             params = error
         try:
             return Other(NodeKind.KERNEL if kind is None else NodeKind(kind), params)
-        except ValueError:  # a kind that this release does not know
+        except ValueError:  # a kind that this release does not have
             return Other(None, params)
 
     def layout_of(self, function: int, seam: str = "node_params") -> tuple[ParameterSlot, ...]:

@@ -28,7 +28,7 @@ class ModuleVariable:
     content: bytes
 
 
-@lru_cache(maxsize=64)  # a module has many kernels, and each asks
+@lru_cache(maxsize=64)  # a module has many kernels, and each one's check calls this
 def variables_of(cubin: bytes) -> tuple[ModuleVariable, ...]:
     """Returns the variables in a cubin.  Raises ValueError, IndexError or struct.error for a
     damaged cubin; empty for data that is no 64-bit ELF file (PTX is compiled anew)."""
