@@ -49,8 +49,8 @@ class CachedGraph(Seat):
         self.checked: weakref.WeakKeyDictionary[object, frozenset[Hashable]] = (
             weakref.WeakKeyDictionary()
         )
-        """The sizes that had padding in checks, by the owner of the work that was compared: works
-        that share a key may differ."""
+        """The sizes that had padding in checks, by the engine whose work was compared: engines
+        that share a key may have different works."""
         self.repeats: set[Repeat] = set()
         """Launchers that skip the lookup of the entry; cooled when the graph leaves."""
 
@@ -60,8 +60,8 @@ class CachedGraph(Seat):
             self.repeats.pop().cool()
 
     def is_checked(self, by: object, padded: frozenset[Hashable]) -> bool:
-        """True if the graph was compared with the work `by`, with padding in each size of
-        `padded`."""
+        """True if the graph was compared with work of the engine `by`, with padding in each size
+        of `padded`."""
         known = self.checked.get(by)
         return known is not None and padded <= known
 
