@@ -532,7 +532,7 @@ class LogitsError(ModelError):
     """The logits of one or more sequences hold NaN or infinity, so no token can be chosen.
 
     `failed`: these sequences, each with the position of the missing token; they are as before the
-    step.  `chosen`: the tokens of the call's other sequences, which were appended to them.
+    step.  `chosen`: the tokens of the call's other sequences, which have them already.
     """
 
     def __init__(self, failed: Mapping[int, int], chosen: Mapping[int, int]) -> None:

@@ -239,8 +239,7 @@ class Context:
         self._lock = new_lock()
         self._idle = threading.Condition(self._lock)
         # True while a thread goes through the waiting objects: a garbage collection meanwhile may
-        # run a finaliser that closes objects, and its call of `collect` must not go through them
-        # too.
+        # run a finaliser that closes objects, whose call of `collect` must not do the same.
         self._looking = False
         self._destroying: set[object] = set()
         self.captures: dict[object, _UnderWay] = {}

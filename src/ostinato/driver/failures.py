@@ -99,7 +99,7 @@ def _end_with_failure() -> None:
     try:
         libc = ctypes.CDLL(None)
         register, leave, flush = libc.__cxa_atexit, libc._exit, libc.fflush
-    except (AttributeError, OSError, TypeError):  # no such C library: the words must do
+    except (AttributeError, OSError, TypeError):  # no such C library: the text must suffice
         return
     flush(None)
     register.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]

@@ -3,7 +3,7 @@ the memory that the runs leave.
 
     before ──┬─ eagerly,  turn 0 ──▶ a
              ├─ replayed, turn 1 ──▶ b
-             └─ replayed, turn 2 ──▶ c    if the memory asks for it
+             └─ replayed, turn 2 ──▶ c    if `Memory.turns` has it
 
 A `Memory` of the door saves, poisons, compares and restores: `step.declared` for declared slots,
 `interop.reading.checking` for the arrays of a function.

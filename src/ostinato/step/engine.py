@@ -397,7 +397,7 @@ class Engine:
             (not kept.executable.suspect or kept.executable.usable)
             and (call.decided_at is self.cache.epoch or work.fits())
         ):
-            entry.looked = True  # a store has no other
+            entry.looked = True  # the store has no other graph of this key
             self.cache.evict(entry.key)
             kept = None
         epoch = self.cache.epoch
@@ -497,7 +497,7 @@ class Engine:
             return decision
         way = call.repeat
         if (
-            call is self._last  # or it is not armed
+            call is self._last  # its repeat did not launch; below: it has none that is armed
             or way is None
             or not way.left
             or call.armed_at is not self.cache.epoch
@@ -534,7 +534,7 @@ class Engine:
             counts.times.append((time.perf_counter_ns() - begin) / 1e3)
 
     def _arm(self, work: Work, counts: Counts, kept: CachedGraph) -> None:
-        """Arms the repeat of a call, after two like it in a row: later ones skip the engine."""
+        """Arms the repeat of a call, so that the next call like it skips the engine."""
         call = work.call
         if not self._plain or self.cache.context.taps:
             return

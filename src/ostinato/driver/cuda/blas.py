@@ -110,7 +110,7 @@ def explain_blas_status(status: int) -> str:
     return f"status {status} (CUBLAS_STATUS_{name}): {meaning}"
 
 
-_loaded: list[Cublaslt] = []  # the one of this process, once it is there
+_loaded: list[Cublaslt] = []  # the library of this process, once it is loaded
 _loading = new_lock()
 
 

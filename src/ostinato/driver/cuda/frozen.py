@@ -284,7 +284,7 @@ class CudaFrozenGraph:
                 held = [entry for entry in held if not isinstance(entry, Other)]
             if self._by_function:
                 kinds = {(entry[1], entry[0]) for entry in held}
-            else:  # a comprehension of one thing: most updates wait for this
+            else:  # a comprehension over one value: most updates spend their time here
                 kinds = {(shape, 0) for shape in {entry[1] for entry in held}}
             made = {self._attributes_of(*kind) for kind in kinds}
             others = map(self.attributes, self._others)

@@ -534,7 +534,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
             self._set_kernel(seam, node, params)
             return
         # No call gives a node's graph (before 13.2), so no user object can hold a host function:
-        # it is kept as long as the process, as are those it replaced.
+        # it is kept as long as the process, like the function that it replaced.
         self._set(seam, node, params, None)
 
     def conditional_create(

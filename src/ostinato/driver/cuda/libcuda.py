@@ -294,7 +294,7 @@ class LaunchAttributeValue(Union):
         ("preferredClusterDim", Dimensions),
         ("deviceUpdatable", c_int),
         ("sharedMemCarveout", c_uint),
-        ("words", c_uint64 * 8),  # ours: aligns the union as the header's does, by its pointers
+        ("words", c_uint64 * 8),  # not in the header: aligns the union as its pointers do
     )
 
 

@@ -291,7 +291,7 @@ class ModuleCalls(CudaCalls):
         return Image(code.kind, code.data)
 
     def function_restore(self, function: FunctionHandle, code: FunctionCode) -> None:
-        # Never less than what another graph of this function needs.
+        # Never below the value that another graph of this function needs.
         values = {_MAX_DYNAMIC_SHARED: code.shared, _WIDE_CLUSTERS: int(code.wide_clusters)}
         wanted = {
             attribute: value

@@ -209,7 +209,7 @@ class GraphDefinition:
         self.nodes: dict[NodeHandle, DefinitionNode] = {}
         self.owner = owner
         self.body = body
-        # By order of creation; only a root graph has some.
+        # In order of creation; empty except in a root graph.
         self.conditions: dict[ConditionalHandle, Condition] = {}
 
     @property

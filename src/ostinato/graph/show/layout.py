@@ -21,7 +21,7 @@ _WIDEST = 8  # boxes side by side
 _TALLEST = 1000.0  # lower pictures are not cut into columns
 _ASPECT = 1.5  # width to height of a picture with columns
 _PASSING = 3  # links that may run from one column into the next
-_WORTH = 150.0  # pixels that a column may be off its height for each such link less
+_WORTH = 150.0  # pixels of error in a column's height that one such link less is worth
 _SWEEPS, _LAST = 25, 16  # over the rows: for few crossings, then for straight links
 
 
