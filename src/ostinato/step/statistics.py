@@ -50,11 +50,11 @@ class Evictions:
     touching: int = 0
     """Graphs evicted by `evict_touching`."""
     budget: int = 0
-    """Least recently used, because the bytes were over the budget."""
+    """Least recently used graphs, evicted because the bytes were over the budget."""
     count: int = 0
-    """Least recently used, because there were more than `max_graphs`."""
+    """Least recently used graphs, evicted because there were more than `max_graphs`."""
     memory: int = 0
-    """Because the device had no memory for another graph."""
+    """Graphs evicted because the device had no memory for another one."""
 
     @property
     def total(self) -> int:

@@ -125,8 +125,9 @@ class GraphDiff:
     nodes: tuple[NodeDifference, ...]
     edges: tuple[EdgeDifference, ...]
     before: str = ""
-    """The first graph in a few words; `after` the second."""
+    """The first graph in a few words."""
     after: str = ""
+    """The second graph in a few words."""
 
     @property
     def added(self) -> tuple[NodeDifference, ...]:
