@@ -10,7 +10,7 @@
     run.launch(stream)
 
 Names are loaded when they are first used: importing this package touches no driver, no file and
-no other library.  `ostinato.lowlevel` has more names, for packages that are built on this one.
+no other library.  `ostinato.lowlevel` has more names, for packages built on this one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`ostinato`, and `python -m ostinato`: the command."""
+"""The commands `ostinato` and `python -m ostinato`."""
 
 import signal
 
 
 def main() -> None:
-    """The entry point."""
-    # Imports take a moment, in which there is nothing to close and nobody to catch an exception:
+    """Runs the command."""
+    # Imports take a moment, in which there is nothing to close and no handler for an exception:
     # Ctrl-C just ends the process.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

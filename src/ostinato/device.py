@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     sync="synchronize() waits for its work",
 )
 class Device(Closeable):
-    """One opened device, made by `open_device`.  `close()` or the end of `with` gives it back.
+    """One opened device, made by `open_device`.  `close()` or the end of `with` closes it.
 
         with ost.open_device("host") as device:
             x = device.array([1.0, 2.0], "f4")
@@ -51,7 +51,7 @@ class Device(Closeable):
         """Kernels compiled once and loaded once on this device."""
         self._copies: Stream | None = None
         self._lock = new_lock()
-        # For a device that is dropped without `close()`: gives its threads and memory back.
+        # For a device that is dropped without `close()`: ends its threads and frees its memory.
         self._finalizer = weakref.finalize(self, self.context.drop)
         self._finalizer.atexit = False
 
@@ -86,12 +86,12 @@ class Device(Closeable):
         options: CompileOptions | Sequence[str] = (),
         signature: Signature | str | None = None,
     ) -> Kernel:
-        """The loaded kernel `name` of a source, compiled and loaded if it is not yet.
+        """Returns the loaded kernel `name` of a source; compiles and loads it at the first call.
 
             scale = device.kernel(SOURCE, "scale")
 
-        `name` may be left out where a source has one host kernel or one signature.  The rest is as
-        in `modules.get_or_compile`, which this calls; so are the errors.
+        `name` may be omitted for a source with one host kernel or one signature.  Other arguments
+        and errors are those of `modules.get_or_compile`, which this calls.
         """
         if name is None:
             name = only_kernel_of(as_source(source))
@@ -99,17 +99,17 @@ class Device(Closeable):
 
     # --- streams
     def create_stream(self, *, priority: int = 0, blocking: bool | None = None) -> Stream:
-        """A new stream.
+        """Makes a stream.
 
         `priority`: work of streams with lower numbers goes first; 0 is the lowest priority, and the
         driver takes the nearest one that it has.
 
-        `blocking`: its work waits for what was submitted to the legacy default stream before, and
-        what is submitted there later waits for it.  None: OSTINATO_BLOCKING_CAPTURES, off by
-        default.  It is for finding work that a captured function puts on the default stream: while
-        a stream captures that is not blocking, such work runs at once, is missing from the graph,
-        and nothing says so.  While a blocking one captures, the driver refuses it with status 906
-        and breaks the capture, whichever thread submits it.
+        `blocking`: its work waits for earlier work of the legacy default stream, and later work
+        there waits for its work.  None: OSTINATO_BLOCKING_CAPTURES, off by default.  It is for
+        finding work that a captured function puts on the default stream: while a non-blocking
+        stream captures, such work runs at once and is missing from the graph, without an error.
+        While a blocking one captures, the driver refuses such work of any thread with status 906
+        and breaks the capture.
         """
         self.context.require_open()
         if blocking is None:
@@ -119,10 +119,10 @@ class Device(Closeable):
             return Stream(self.context, handle, owned=True)
 
     def adopt_stream(self, stream: object) -> Stream:
-        """Another library's stream, through its `__cuda_stream__`; the library still owns it.
+        """Returns another library's stream, by its `__cuda_stream__`; the library still owns it.
 
-        Raises InputError if the object has no such method (give it as an object of its library,
-        not as a bare number) or returns something else than (version, handle).
+        Raises InputError if the object has no such method (pass an object of its library, not a
+        bare number) or if the method does not return (version, handle).
         """
         if isinstance(stream, Stream):
             return stream
@@ -142,20 +142,20 @@ class Device(Closeable):
         )
 
     def create_event(self, *, timing: bool = False, blocking: bool = False) -> Event:
-        """A new event; with `timing`, `Event.elapsed_since` gives the time between two.
+        """Makes an event; with `timing`, `Event.elapsed_since` gives the time between two.
 
-        `blocking`: a thread that waits for it sleeps, where it would keep a core busy (CUDA's
+        `blocking`: a thread that waits for it sleeps instead of keeping a core busy (CUDA's
         BLOCKING_SYNC): it wakes some microseconds later.
         """
         return Event(self.context, timing=timing, blocking=blocking)
 
     # --- memory
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str = "") -> Buffer:
-        """Device memory; its content is undefined.  Raises OutOfMemoryError, and InputError for a
-        shape or dtype that device memory cannot have, as the methods below do.
+        """Allocates device memory with undefined content.  Raises OutOfMemoryError, and InputError
+        for a shape or dtype that device memory cannot have, as the methods below do.
 
         `dtype`: a word of signatures ("f32", "bf16"), NumPy's name or type ("u4", np.float32), or
-        "bytes" for memory that pointers of any type may point at; views give it other types.
+        "bytes" for memory at which pointers of any type may point; views give it other types.
 
         `name`: shown in tables and pictures of graphs, as in the methods below.
         """
@@ -164,9 +164,9 @@ class Device(Closeable):
     def array(
         self, values: npt.ArrayLike, dtype: npt.DTypeLike | None = None, *, name: str = ""
     ) -> Buffer:
-        """Device memory with these values; they are there when this returns.
+        """Allocates device memory with these values, which are there when this returns.
 
-        Values with a dtype of their own (a NumPy array) need no other; it is taken in the byte
+        Values with a dtype of their own (a NumPy array) need no `dtype`; theirs is used in the byte
         order of this machine.  Raises InputError for Python's numbers without a dtype, for values
         that the dtype cannot hold, as `Buffer.copy_from` does, and OutOfMemoryError.
         """
@@ -189,7 +189,7 @@ class Device(Closeable):
         return buffer
 
     def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str = "") -> Buffer:
-        """Device memory filled with zero bytes when this returns; `dtype` as for `empty`."""
+        """Allocates memory that is zero when this returns; `dtype` as for `empty`."""
         buffer = allocate(self.context, shape, dtype, name=name)
         if buffer.nbytes:
             stream = self._copy_stream()
@@ -200,30 +200,30 @@ class Device(Closeable):
         return buffer
 
     def adopt_array(self, array: object) -> Buffer:
-        """A buffer over another library's array, without a copy; it is kept alive.
+        """Returns a buffer over another library's array, without a copy; the array is kept alive.
 
         Through `__cuda_array_interface__` or DLPack; C-contiguous only.  On a GPU the array must be
-        on it; on the host device arrays of the CPU are adopted, such as NumPy's and torch's, so
-        that code over tensors can be tested there.  Not ordered with the library's own work: see
+        on that GPU; the host device adopts arrays of the CPU, such as NumPy's and torch's, so that
+        code over tensors can be tested there.  Not ordered with the library's own work: see
         `memory.adopt_array`.  Raises InputError.
         """
         return adopt_array(self.context, array)
 
     def pinned(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Buffer:
-        """Page-locked host memory, for copies that do not wait; `.array` is the NumPy view."""
+        """Allocates page-locked host memory, for copies that do not wait; `.array` views it."""
         return allocate(self.context, shape, dtype, pinned=True)
 
     def pool(self, *, reserve: int = 0, slab: int = 1 << 20, name: str = "pool") -> CapturePool:
-        """A pool that captures allocate from; sizes in bytes.  See `CapturePool`."""
+        """Makes a pool from which captures allocate; sizes in bytes.  See `CapturePool`."""
         return CapturePool(self.context, reserve=reserve, slab=slab, name=name)
 
     def to_numpy(self, buffer: Buffer) -> npt.NDArray[Any]:
-        """A copy of a buffer's content after all work of the device; waits as `synchronize`."""
+        """Returns a copy of a buffer's content after all work of the device; waits for it."""
         self.synchronize()
         return buffer.to_numpy(self._copy_stream())
 
     def memory_info(self) -> tuple[int, int]:
-        """(free, total) bytes of device memory."""
+        """Returns (free, total) bytes of device memory."""
         return self.driver.memory_info()
 
     def _copy_stream(self) -> Stream:
@@ -236,13 +236,13 @@ class Device(Closeable):
     def synchronize(self) -> None:
         """Waits for all work of the device.
 
-        Raises CaptureError while another thread captures, since CUDA forbids this to all threads
-        then; DriverError (900) while this thread does.
+        Raises CaptureError while another thread captures, since CUDA then forbids this to all
+        threads; DriverError (900) while this thread captures.
         """
         self.context.synchronize()
 
     def close(self) -> None:
-        """Waits for the device's work, destroys what was made on it, and gives it back."""
+        """Waits for the device's work, destroys its objects, and releases the device."""
         self.context.say_unsaid()
         self.modules.close()
         self.context.close()
@@ -288,7 +288,7 @@ def _driver(name: str | int) -> Driver:
 
 
 def _names() -> list[str]:
-    """The names of the devices that can be opened here."""
+    """Returns the names of the devices that can be opened here."""
     from ostinato.driver.cuda.driver import gpu_count
 
     return ['"host" (or "cpu")', *(f'"cuda:{i}"' for i in range(gpu_count()))]

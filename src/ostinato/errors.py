@@ -36,7 +36,7 @@
         └── LogitsError             a sequence's logits hold NaN or infinity
 
 An error says what failed, which node or key or file, the driver's status where there is one, and
-what to do next.  Nothing here imports anything of the library.
+what to do next.  This file imports nothing of the library.
 """
 
 from __future__ import annotations
@@ -298,14 +298,14 @@ _STICKY = frozenset(
 
 
 def explain(status: int) -> StatusMeaning:
-    """What a driver status means and what to do; a general answer for a status not listed."""
+    """Returns the meaning of a driver status and advice; a general text for an unlisted status."""
     return _MEANINGS.get(
         status, StatusMeaning("the driver refused the call", "See CUresult in cuda.h.")
     )
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that it came from."""
+    """Yields an error and its causes, nearest first."""
     known = set()
     following: BaseException | None = error
     while following is not None and id(following) not in known:
@@ -316,7 +316,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 class OstinatoError(Exception):
-    """Base of every error that this library raises on purpose.
+    """The base of every error that this library raises on purpose.
 
     except ost.OstinatoError as error:
         print(error)
@@ -336,7 +336,7 @@ class ClosedError(OstinatoError, RuntimeError):
 
 
 class NotAvailableError(OstinatoError):
-    """This machine, driver or installation lacks what was asked for; says how to get it."""
+    """This machine, driver or installation lacks a requested feature; says how to get it."""
 
 
 class NoCudaError(NotAvailableError):
@@ -346,8 +346,8 @@ class NoCudaError(NotAvailableError):
 class DriverError(OstinatoError):
     """A driver call failed.
 
-    `status` is the driver's number, `call` the seam's name of the call (`driver.api.Driver`),
-    `node` the node handle that the driver blamed, if it named one.
+    `status` is the driver's number, `call` the name of the call in the protocol
+    (`driver.api.Driver`), `node` the node handle that the driver named as the cause, or None.
     """
 
     def __init__(
@@ -392,7 +392,7 @@ class StreamCaptureError(DriverError):
 def driver_error(
     status: int, call: str, detail: str = "", *, node: int | None = None
 ) -> DriverError:
-    """An error of the class for this status: DriverError or one of its subclasses."""
+    """Returns an error of the class for this status: DriverError or one of its subclasses."""
     kind: type[DriverError] = DriverError
     if status == Status.OUT_OF_MEMORY:
         kind = OutOfMemoryError
@@ -414,9 +414,9 @@ class NotCapturingError(CaptureError):
 
 
 class CaptureBrokenError(CaptureError):
-    """Something in the captured code cannot be captured.
+    """The captured code contains a call that cannot be captured.
 
-    `location` is "file:line: source line" of the Python that broke it, where known.
+    `location` is "file:line: source line" of the Python call that broke the capture, if known.
     """
 
     def __init__(self, message: str, *, location: str | None = None) -> None:
@@ -425,11 +425,11 @@ class CaptureBrokenError(CaptureError):
 
 
 class PoolSealedError(CaptureError):
-    """A capture would need memory from a sealed pool; says what needs it."""
+    """A capture would need memory from a sealed pool; says for what."""
 
 
 class CaptureLimitError(CaptureError):
-    """The limits of a cache refuse a capture (`cache.CaptureLimits`); nothing was captured."""
+    """The limits of a cache refuse a capture (`step.CaptureLimits`); nothing was captured."""
 
 
 class GraphError(OstinatoError):
@@ -437,13 +437,13 @@ class GraphError(OstinatoError):
 
 
 class NodeKindError(GraphError):
-    """This kind of node does not have the attribute that was asked for."""
+    """This kind of node does not have the requested attribute."""
 
 
 class UpdateRefusedError(GraphError):
     """The driver or this library refused a change; the executable is as it was before.
 
-    `node_index` is the node's index in the driver's order, where one is to blame.
+    `node_index` is the index, in the driver's order, of the node that caused it, or None.
     """
 
     def __init__(self, message: str, *, node_index: int | None = None) -> None:
@@ -452,14 +452,14 @@ class UpdateRefusedError(GraphError):
 
 
 class GraphFileError(GraphError):
-    """A graph cannot be written to a file, or a file of one cannot be loaded; nothing was changed.
+    """A graph cannot be saved to a file, or a file cannot be loaded; nothing was changed.
 
     The text names the node, the memory or the place in the file, and what to do.
     """
 
 
 class VerificationError(OstinatoError):
-    """A replay gave another answer than the eager run; says key, slot and where they differ."""
+    """A replay gave another answer than the eager run; says key, slot and place."""
 
 
 class StateLostError(OstinatoError):
@@ -473,9 +473,9 @@ class EagerRunError(OstinatoError):
 class HostFunctionError(OstinatoError):
     """A host function of a stream or graph raised; its exception is the cause (`__cause__`).
 
-    The function's caller is the driver, long after it was submitted.  So the next call on a stream
-    of the device, or the wait under way, raises this once.  What it did not do is not done; the
-    work after it ran, and the device is sound.
+    The driver calls the function long after its submission.  So the next call on a stream of the
+    device, or the wait under way, raises this once.  Work that the function did not do is missing;
+    the work after it ran, and the device is sound.
     """
 
 
@@ -490,8 +490,8 @@ class CompileError(OstinatoError):
 class GroupError(OstinatoError):
     """Ranks that work together cannot go on: the group has failed, and every rank raises this.
 
-    `rank`: the rank that found it, or that it happened to.  The group cannot be used again: close
-    it and what works in it, and end the process with a status that is not 0, or form another one.
+    `rank`: the rank that found the failure, or that had it.  The group cannot be used again: close
+    the group and its objects, and end the process with a status that is not 0, or form another.
     """
 
     def __init__(self, message: str, *, rank: int = -1) -> None:
@@ -500,12 +500,12 @@ class GroupError(OstinatoError):
 
 
 class RankLostError(GroupError):
-    """A rank died, left the group, raised an exception, or has not been heard of for the
+    """A rank died, left the group, raised an exception, or has sent no sign of life for the
     deadline."""
 
 
 class DeadlineError(GroupError):
-    """A rank waited for the others for longer than the group's deadline; says for what."""
+    """A rank waited for the others for longer than the group's deadline; names the operation."""
 
 
 class DisagreementError(GroupError):
@@ -517,7 +517,7 @@ class ModelError(OstinatoError):
 
 
 class ModelFormatError(ModelError):
-    """A model file is damaged or not what it says it is; says file and place."""
+    """A model file is damaged or of another format than it claims; says file and place."""
 
 
 class UnsupportedModelError(ModelError):
@@ -531,8 +531,8 @@ class DownloadError(ModelError):
 class LogitsError(ModelError):
     """The logits of one or more sequences hold NaN or infinity, so no token can be chosen.
 
-    `failed`: these sequences, each with the position that its token would have taken; they are as
-    before the step.  `chosen`: the tokens of the call's other sequences, which have them.
+    `failed`: these sequences, each with the position of the missing token; they are as before the
+    step.  `chosen`: the tokens of the call's other sequences, which have them already.
     """
 
     def __init__(self, failed: Mapping[int, int], chosen: Mapping[int, int]) -> None:

@@ -1,6 +1,6 @@
 """Files in folders that other programs and users may write to.
 
-Reading opens regular files alone and never blocks; writing puts a whole file in place or none.
+Reading opens only regular files and never blocks; writing puts a whole file in place or none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9]+-[0-9a-f]{16}\Z")
-"""The names of files that are not finished: `temporary_beside`."""
+"""The names of unfinished files (`temporary_beside`)."""
 
 # O_NONBLOCK: if a FIFO takes the file's place after the check, the open must not block.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -21,20 +21,20 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
 class UntrustedError(Exception):
-    """A file is there, but its content must not be believed; the message says why."""
+    """A file exists, but its content must not be trusted; the message says why."""
 
 
 def open_regular(path: str | Path, *, private: bool) -> BinaryIO:
     """Opens a regular file for reading.
 
-    `private`: the file must belong to this user, nobody else may be able to write to it, and it
-    must not be a link.  Raises FileNotFoundError, OSError, UntrustedError.
+    `private`: the file must belong to this user, must be writable by no other user, and must not
+    be a link.  Raises FileNotFoundError, OSError, UntrustedError.
     """
-    # Checked before it is opened: opening some devices has effects.
+    # Checked before the open: opening some devices has effects.
     _check(os.stat(path, follow_symlinks=not private), private)  # noqa: PTH116
     file = os.fdopen(os.open(path, _FLAGS | _NO_LINK if private else _FLAGS), "rb")
     try:
-        # Checked again: the file that was opened may be another one.
+        # Checked again: the opened file may be another one.
         _check(os.fstat(file.fileno()), private)
     except BaseException:
         file.close()
@@ -45,9 +45,9 @@ def open_regular(path: str | Path, *, private: bool) -> BinaryIO:
 def replace_file(path: Path, data: bytes | memoryview, *, private: bool) -> None:
     """Writes a file and puts it in place of an older one.
 
-    `private`: only this user may read it; else those who may read the old one, or whom the process'
-    umask lets if there is none.  Readers see the old file or the new one, never a part.  Not
-    fsynced: a power cut may leave a torn file.  Raises OSError; then the old file is as it was.
+    `private`: only this user may read it; else the mode is that of the old file, or of the process'
+    umask if there is none.  Readers get the old file or the new one, never a part.  Not fsynced: a
+    power cut may leave a torn file.  Raises OSError; then the old file is as it was.
     """
     temporary = temporary_beside(path)
     mode = None
@@ -69,12 +69,12 @@ def replace_file(path: Path, data: bytes | memoryview, *, private: bool) -> None
 
 
 def temporary_beside(path: Path) -> Path:
-    """A new name in the folder of a file, for what will be put in its place."""
+    """Returns a new name in the folder of a file, for the data that will replace the file."""
     return path.with_name(f".tmp-{os.getpid()}-{os.urandom(8).hex()}")
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether the name is one that `temporary_beside` gives."""
+    """True if the name is one of `temporary_beside`."""
     return bool(_TEMPORARY.match(path.name))
 
 

@@ -1,4 +1,4 @@
-"""Names for packages that are built on the library, beside those of `ostinato` for its users.
+"""Names for packages built on the library, beside those of `ostinato` for its users.
 
 A program that captures and replays graphs needs none of them.  `distributed`, `relational`,
 `interop` and `serve` are such packages: they import `ostinato`, this module and a few others

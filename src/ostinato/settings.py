@@ -1,6 +1,6 @@
 """Every `OSTINATO_*` variable, read when its value is needed and never at import.
 
-Each use of a variable has a typed argument too, which takes precedence.
+Each use of a variable also has a typed argument, which overrides the variable.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Variable(Generic[T_co]):
-    """One environment variable: its name, what it means, how it is read."""
+    """One environment variable: its name, its meaning, and its parser."""
 
     name: str
     doc: str
     parse: Callable[[str | None], T_co]
 
     def read(self, environ: Mapping[str, str] | None = None) -> T_co:
-        """The value now.  Raises SettingsError if the text cannot be read."""
+        """Returns the present value.  Raises SettingsError if the text cannot be read."""
         text = (os.environ if environ is None else environ).get(self.name)
         try:
             return self.parse(text)
@@ -163,7 +163,7 @@ ALL: tuple[Variable[object], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """What happens around each replay of a graph.
+    """Settings of the replays of a graph.
 
         step = ost.GraphedStep(…, settings=ost.settings.ReplaySettings(profile=True))
 
@@ -187,7 +187,7 @@ class ReplaySettings:
 @dataclass(frozen=True, slots=True)
 class ResolvedReplaySettings:
     """`ReplaySettings` with every field decided.  `printed`: profiles go to standard error, because
-    the environment asked for them; else to the log."""
+    the environment requested them; else to the log."""
 
     upload: bool
     synchronize: bool
@@ -197,14 +197,14 @@ class ResolvedReplaySettings:
 
     @property
     def plain(self) -> bool:
-        """Whether a replay is a launch and nothing else."""
+        """True if a replay is a launch and nothing else."""
         return not (self.upload or self.synchronize or self.profile)
 
 
 def replay_settings(
     given: ReplaySettings | None = None, environ: Mapping[str, str] | None = None
 ) -> ResolvedReplaySettings:
-    """The fields that were given; the environment, or the default, for those that are None.
+    """Returns the given fields; the environment, or the default, decides those that are None.
 
     Raises SettingsError for a variable that cannot be read, InputError for `print_every` below 1.
     """
@@ -228,37 +228,37 @@ def replay_settings(
 
 
 def graphs_enabled(given: bool | None = None, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether steps may use graphs: `given`, else True unless OSTINATO_NO_GRAPHS is "1"."""
+    """Returns whether steps may use graphs: `given`, else True unless OSTINATO_NO_GRAPHS is "1"."""
     return not NO_GRAPHS.read(environ) if given is None else given
 
 
 def blocking_captures() -> bool:
-    """Whether a new stream waits for the legacy default stream, if it is not told."""
+    """Returns the default for whether a new stream waits for the legacy default stream."""
     return BLOCKING_CAPTURES.read()
 
 
 def group_deadline() -> float:
-    """Seconds that a rank of a group waits for the others, if it is not told."""
+    """Returns the default seconds that a rank of a group waits for the others."""
     return GROUP_DEADLINE.read()
 
 
 def collectives_way() -> str:
-    """What ranks exchange by, if it is not told: one of `COLLECTIVE_WAYS`."""
+    """Returns the default way in which ranks exchange data: one of `COLLECTIVE_WAYS`."""
     return COLLECTIVES.read()
 
 
 def group_of_process(environ: Mapping[str, str] | None = None) -> str | None:
-    """The group that the environment names for this process, as rank/size/id, or None."""
+    """Returns the group that the environment names for this process, as rank/size/id, or None."""
     return GROUP.read(environ)
 
 
 def device_name() -> str | None:
-    """The device that the environment names, or None."""
+    """Returns the device that the environment names, or None."""
     return DEVICE.read()
 
 
 def cache_dir() -> Path:
-    """The folder for models and compiled kernels; it may not exist yet.  Raises SettingsError."""
+    """Returns the folder for models and kernels, which may not exist.  Raises SettingsError."""
     named = CACHE_DIR.read()
     if named is not None:
         return named.absolute()
@@ -268,6 +268,6 @@ def cache_dir() -> Path:
         path = platformdirs.user_cache_path("ostinato")
     except RuntimeError:
         path = Path()
-    if not path.is_absolute():  # what older ones of platformdirs give: "~/.cache/ostinato"
+    if not path.is_absolute():  # older releases of platformdirs return "~/.cache/ostinato"
         raise SettingsError(f"this user has no home folder; set {CACHE_DIR.name}")
     return path

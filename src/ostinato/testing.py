@@ -1,4 +1,4 @@
-"""Tools for testing code that uses this library: faults on demand, and streams that are held.
+"""Tools for testing code that uses this library: faults on demand, and held streams.
 
 faults = FaultyDriver(HostDriver())
 device = Device(faults)
@@ -33,8 +33,8 @@ from ostinato.driver.stream import Stream
 from ostinato.errors import DriverError, InputError, Status, driver_error
 
 if TYPE_CHECKING:
-    # To a type checker a wrapped driver has every call of the seam, as this one has; at run time
-    # the calls are looked up in the inner driver.
+    # To a type checker a wrapped driver has every call of the protocol, as this class has; at run
+    # time the calls are looked up in the inner driver.
     from ostinato.driver.host.driver import HostDriver as _WrappedDriver
 else:
     _WrappedDriver = object
@@ -46,8 +46,8 @@ __all__ = ["Fault", "FaultyDriver", "HeldStream"]
 class Fault:
     """Calls that will fail: from the `at`-th matching one on, `times` of them.
 
-    `call` is the seam's name of the call, None for any call.  `seen` counts the matching calls
-    since the fault was set, `fired` those of them that failed.
+    `call` is the name of the call in the protocol, None for any call.  `seen` counts the matching
+    calls since the fault was set, `fired` the failed ones among them.
     """
 
     call: str | None
@@ -58,7 +58,7 @@ class Fault:
     fired: int = 0
 
     def strikes(self, call: str) -> bool:
-        """Counts one call; returns whether it must fail."""
+        """Counts one call; returns whether the call must fail."""
         if self.call is not None and self.call != call:
             return False
         self.seen += 1
@@ -69,16 +69,16 @@ class Fault:
 
     @property
     def spent(self) -> bool:
-        """Whether all its `times` calls have failed."""
+        """True once all its `times` calls have failed."""
         return self.fired >= self.times
 
 
 class FaultyDriver(_WrappedDriver):
-    """Any driver, with calls that fail when told to and a list of all calls made.
+    """A wrapper of any driver that makes chosen calls fail, and lists all calls made.
 
-    A call that is made to fail does not reach the inner driver: it raises the error that the
-    driver would raise for the status, and nothing happens.  `name`, `capabilities`, `properties`
-    and `close` are neither counted nor made to fail.
+    A failed call does not reach the inner driver: it raises the error that the driver would raise
+    for the status, and has no effect.  `name`, `capabilities`, `properties` and `close` are neither
+    counted nor made to fail.
     A prepared launch (`exec_prepare_launch`) counts as `exec_launch` each time that it is called.
     """
 
@@ -106,7 +106,7 @@ class FaultyDriver(_WrappedDriver):
         return self._set(Fault(call, int(status), at, times))
 
     def fail_any(self, status: int = Status.INVALID_VALUE, *, at: int = 1, times: int = 1) -> Fault:
-        """Makes the `at`-th call from now on fail, whatever its name."""
+        """Makes the `at`-th call of any name from now on fail, and the `times` - 1 after it."""
         return self._set(Fault(None, int(status), at, times))
 
     def _set(self, fault: Fault) -> Fault:
@@ -117,13 +117,13 @@ class FaultyDriver(_WrappedDriver):
         return fault
 
     def clear(self) -> None:
-        """Forgets the faults that have not fired yet, and the calls made."""
+        """Removes the faults that have not fired yet, and the list of calls."""
         with self._guard:
             self.faults.clear()
             self.calls.clear()
 
     def count(self, call: str) -> int:
-        """How often a call was made so far."""
+        """Returns how often a call was made so far."""
         with self._guard:
             return self.calls.count(call)
 
@@ -177,7 +177,7 @@ class FaultyDriver(_WrappedDriver):
                 self._note(name)
                 return wrapped(*arguments, **options)
 
-            self.__dict__[name] = call  # later look-ups do not come here
+            self.__dict__[name] = call  # later accesses find this and skip `__getattr__`
             return call
 
     def _prepared(
@@ -196,7 +196,7 @@ class FaultyDriver(_WrappedDriver):
 
 
 def _no_shortcut(*_: object) -> None:
-    """Returns None: so every launch is a `launch_kernel`, and every change of a node an
+    """Returns None, so that every launch is a `launch_kernel`, and every change of a node an
     `exec_set_params`, which can be made to fail."""
 
 
@@ -206,11 +206,11 @@ _NEVER_FAIL = frozenset(
 
 
 class HeldStream:
-    """A stream that does nothing more until it is released: for tests of work under way.
+    """A stream that runs nothing more until it is released: for tests of work under way.
 
     Takes a `Stream`, or a driver and a stream handle.  Entering submits a host function that
-    blocks; leaving, or `release()`, ends it.  `at_most` seconds are its limit, so that a test
-    that fails cannot hold the machine.  Other streams go on.
+    blocks; leaving, or `release()`, ends it.  It blocks for `at_most` seconds, so that a failed
+    test cannot block the machine.  Other streams go on.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class HeldStream:
         self.release()
 
     def wait_until_held(self, timeout: float = 10.0) -> bool:
-        """Waits until the work submitted before is done; False if `timeout` seconds pass first."""
+        """Waits until earlier work of the stream is done; False after `timeout` seconds."""
         return self._reached.wait(timeout)
 
     def release(self) -> None:

@@ -1,1 +1,1 @@
-"""The driver seam: `api` says what a driver is, `host` and `cuda` are the two there are."""
+"""The driver seam: `api` defines what a driver is; `host` and `cuda` are the two drivers."""

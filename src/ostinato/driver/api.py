@@ -3,8 +3,8 @@
 A `Driver` is one device context behind flat calls in the driver API's own terms: integer handles
 in, integer handles and frozen records out, and an error of `errors.driver_error` with the driver's
 status when a call is refused.  Two drivers implement it: `driver.cuda` (libcuda, called through
-ctypes) and `driver.host` (the CPU, with CUDA's rules).  Everything above asks a driver for its
-`capabilities`, and never which driver it is.
+ctypes) and `driver.host` (the CPU, with CUDA's rules).  Code above reads a driver's `capabilities`,
+and never tests which driver it has.
 
 Conventions that hold for both drivers:
 
@@ -107,7 +107,7 @@ Dim3: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a driver can do.  Code above the drivers asks this, never which driver it is."""
+    """The features of a driver.  Code above the drivers tests these, never which driver it has."""
 
     conditional_nodes: bool
     """IF with one body, and WHILE."""
@@ -117,34 +117,34 @@ class Capabilities:
     memory_nodes: bool
     """Alloc and free nodes."""
     programmatic_launch: bool
-    """Programmatic dependent launch: a kernel may start before the one it depends on ends."""
+    """Programmatic dependent launch: a kernel may start before its predecessor ends."""
     clusters: bool
     cooperative_launch: bool
     host_memory_is_device_memory: bool
-    """The process itself can read and write device memory at its addresses."""
+    """True if the process itself can read and write device memory at its addresses."""
     image_kinds: frozenset[str]
-    """What `module_load` takes: "cubin", "ptx", "fatbin", "host"."""
+    """The kinds of images that `module_load` takes: "cubin", "ptx", "fatbin", "host"."""
     source_language: str
-    """What kernels are written in here: "cuda" (CUDA C++) or "host" (registered functions)."""
+    """The language of kernels: "cuda" (CUDA C++) or "host" (registered functions)."""
     shares_memory: bool = False
-    """Other devices, also of other processes, can open its memory (`memory_share`)."""
+    """True if other devices, also of other processes, can open its memory (`memory_share`)."""
     lacks: tuple[str, ...] = ()
-    """What a newer driver for the same device can do, in words, with the version that it takes."""
+    """Features that a newer driver for the same device has, in words, with the version needed."""
 
     @property
     def compiles_cuda(self) -> bool:
-        """Whether kernels in CUDA C++ are compiled for this device."""
+        """True if kernels in CUDA C++ are compiled for this device."""
         return self.source_language == "cuda"
 
     @property
     def runs_host_functions(self) -> bool:
-        """Whether kernels are Python functions (`driver.host.kernel.HostKernel`)."""
+        """True if kernels are Python functions (`driver.host.kernel.HostKernel`)."""
         return self.source_language == "host"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """What the device is.  Sizes in bytes; zero where a driver cannot know."""
+    """The properties of a device.  Sizes in bytes; zero where a driver cannot tell."""
 
     name: str
     compute_capability: tuple[int, int]
@@ -154,13 +154,13 @@ class DeviceProperties:
     max_threads_per_block: int
     max_shared_per_block: int
     memory_bandwidth: int
-    """Bytes a second by the memory's clock and width, more than any kernel reads."""
+    """Bytes a second, computed from the memory's clock and width; no kernel reaches it."""
     driver_version: str
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRange:
-    """Memory by its address and its size in bytes: an allocation, or a part of one."""
+    """A range of memory in bytes: an allocation, or a part of one."""
 
     address: int
     nbytes: int
@@ -170,11 +170,11 @@ class MemoryRange:
         return self.address + self.nbytes
 
     def holds(self, address: int, nbytes: int = 1) -> bool:
-        """Whether `nbytes` bytes from `address` lie wholly inside."""
+        """True if `nbytes` bytes from `address` lie wholly inside."""
         return self.address <= address and address + nbytes <= self.end
 
     def overlaps(self, other: MemoryRange) -> bool:
-        """Whether they have a byte in common, or one without bytes lies inside the other."""
+        """True if both have a byte in common, or if one without bytes lies inside the other."""
         return self.address < other.end and other.address < self.end
 
 
@@ -196,20 +196,20 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
-    """Where one kernel parameter lies in the packed parameter buffer (bytes)."""
+    """The place of one kernel parameter in the packed parameter buffer, in bytes."""
 
     offset: int
     size: int
 
     @property
     def words(self) -> range:
-        """The offsets in the buffer of the aligned words of 8 bytes that lie wholly in it."""
+        """The buffer offsets of the aligned 8-byte words that lie wholly in the parameter."""
         return range(-(-self.offset // 8) * 8, self.offset + self.size - 7, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionInfo:
-    """What the driver knows of a loaded function.  Bytes; zero where it cannot know."""
+    """The driver's data on a loaded function.  Bytes; zero where the driver cannot tell."""
 
     name: str
     parameters: tuple[ParameterSlot, ...]
@@ -221,10 +221,10 @@ class FunctionInfo:
 
 @dataclass(frozen=True, slots=True)
 class FunctionCode:
-    """The code of a loaded function, and what was set on it, for another process to load.
+    """The code of a loaded function and the attributes set on it, for another process to load.
 
-    `kind` is that of an `Image`.  A compiled one has its `data`; a kernel of the host has `target`,
-    "module:name", where the process that loads it finds the same Python object.
+    `kind` is that of an `Image`.  Compiled code is in `data`; for a kernel of the host, `target` is
+    "module:name", under which the loading process finds the same Python object.
     """
 
     name: str
@@ -233,16 +233,15 @@ class FunctionCode:
     data: bytes = field(default=b"", repr=False)
     target: str = ""
     shared: int = 0
-    """Bytes of dynamic shared memory that its launches may ask for; 0 for what every function may
-    have."""
+    """Bytes of dynamic shared memory that its launches may use; 0: the default limit."""
     carveout: int = -1
-    """How much of the memory beside the L1 cache it prefers to be shared, in percent; -1: unset."""
+    """The preferred percentage of the L1 cache's memory to use as shared memory; -1: unset."""
     wide_clusters: bool = False
-    """Whether clusters of more than 8 blocks are allowed."""
+    """True if clusters of more than 8 blocks are allowed."""
 
 
 def _dim3(value: int | Sequence[int], what: str) -> Dim3:
-    if type(value) is int and value > 0:  # as most are, in code that launches
+    if type(value) is int and value > 0:  # the common case in code that launches
         return (value, 1, 1)
     parts = value if isinstance(value, Iterable) else (value,)
     sizes = [whole_number(part) or 0 for part in parts]
@@ -264,8 +263,7 @@ def _shared_bytes(value: int) -> int:
 
 
 def not_null(handle: H, what: str) -> H:
-    """A handle as a driver gave it.  Raises GraphError for 0: the driver made nothing, and did not
-    say so."""
+    """Returns a driver's handle.  Raises GraphError for 0, returned without an error."""
     if not handle:
         raise GraphError(
             f"the driver gave a null {what} (handle 0) and no error, so nothing was made; close "
@@ -282,7 +280,7 @@ def _priority(value: int) -> int:
 
 
 def whole_number(value: object) -> int | None:
-    """A whole number of Python or NumPy as an int; None for anything else, also for a bool."""
+    """Returns a whole number of Python or NumPy as an int; None for other values and for a bool."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -291,7 +289,7 @@ def whole_number(value: object) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _LaunchFields:
-    """`LaunchConfig` as it is kept, every size with three dimensions."""
+    """The fields of `LaunchConfig`; every size has three dimensions."""
 
     grid: Dim3
     block: Dim3
@@ -303,14 +301,14 @@ class _LaunchFields:
 
 
 class LaunchConfig(_LaunchFields):
-    """How a kernel is launched.
+    """The launch configuration of a kernel.
 
     `grid`, `block` and `cluster` take a number or up to three of them (x, y, z); `shared` is
     dynamic shared memory in bytes a block.  `cooperative`: all blocks are on the device at once, so
     that they can wait for each other (grid-wide barriers).  `programmatic` lets the kernel start
     before the previous one on the stream ends (programmatic stream serialization); `priority` is
     the stream priority kept by a graph's kernel node, None for the stream's own.  Raises InputError
-    for sizes below 1.  Upper limits are the driver's, checked at launch.
+    for sizes below 1.  The driver checks upper limits at launch.
     """
 
     __slots__ = ()
@@ -326,7 +324,7 @@ class LaunchConfig(_LaunchFields):
         programmatic: bool = False,
         priority: int | None = None,
     ) -> None:
-        _LaunchFields.__init__(  # and not super(): 0.1 us of every launch with a config of its own
+        _LaunchFields.__init__(  # not super(): that takes 0.1 us of each launch with its own config
             self,
             _dim3(grid, "grid"),
             _dim3(block, "block"),
@@ -339,7 +337,7 @@ class LaunchConfig(_LaunchFields):
 
     @property
     def plain(self) -> bool:
-        """Neither cluster, cooperative, programmatic nor a priority."""
+        """True without cluster, cooperative, programmatic and priority."""
         if self.cooperative or self.programmatic:
             return False
         return self.cluster is None and self.priority is None
@@ -350,23 +348,23 @@ class LaunchConfig(_LaunchFields):
 
 
 HostFailureListener: TypeAlias = Callable[[Callable[[], object], BaseException], object]
-"""A host function, and what it raised: see `Driver.on_host_failure`."""
+"""A listener for a host function and the exception that it raised (`Driver.on_host_failure`)."""
 
 Pack: TypeAlias = Callable[[tuple[object, ...]], bytes | None]
 """Packs a kernel's values into its parameter buffer; returns None if a value does not have exactly
 the type of its parameter."""
 
 PlainLaunch: TypeAlias = Callable[[int, Dim3, Dim3, int, tuple[object, ...] | bytes], int | None]
-"""Stream, grid, block, shared bytes, values: see `Driver.function_prepare_launch`."""
+"""A launch by stream, grid, block, shared bytes and values (`Driver.function_prepare_launch`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelArguments:
-    """The arguments of one launch: the packed parameter buffer and where each one lies in it.
+    """The arguments of one launch: the packed parameter buffer and its layout.
 
-    The bytes are ours (copied), never the driver's.  `packed` says that the launch gave one
-    buffer through `extra` (as cuBLAS does) instead of a pointer each; the layout may then be the
-    function's, or empty when the driver cannot tell.
+    The bytes are a copy, never the driver's memory.  `packed`: the launch gave one buffer through
+    `extra` (as cuBLAS does) instead of a pointer for each argument; the layout is then that of the
+    function, or empty where the driver cannot tell.
     """
 
     data: bytes
@@ -377,29 +375,29 @@ class KernelArguments:
         return len(self.layout)
 
     def raw(self, index: int) -> bytes:
-        """The bytes of argument `index`.  Raises InputError if there is no such argument."""
+        """Returns the bytes of argument `index`.  Raises InputError if there is none."""
         slot = self.slot(index)
         return self.data[slot.offset : slot.offset + slot.size]
 
     def slot(self, index: int) -> ParameterSlot:
-        """Where argument `index` lies.  Raises InputError if there is no such argument."""
+        """Returns the place of argument `index`.  Raises InputError if there is none."""
         if not 0 <= index < len(self.layout):
             raise InputError(f"argument {index} of {len(self.layout)}: there is no such argument")
         return self.layout[index]
 
     def with_raw(self, index: int, value: bytes) -> KernelArguments:
-        """A copy with other bytes for one argument.  Raises InputError if the size differs."""
+        """Returns a copy with another argument.  Raises InputError if the size differs."""
         self.require_size(index, value)
         return self.with_bytes(self.slot(index).offset, value)
 
     def require_size(self, index: int, value: bytes) -> None:
-        """Raises InputError unless argument `index` takes as many bytes."""
+        """Raises InputError unless argument `index` has the size of `value`."""
         size = self.slot(index).size
         if len(value) != size:
             raise InputError(f"argument {index} takes {size} bytes, and {len(value)} were given")
 
     def with_bytes(self, offset: int, value: bytes) -> KernelArguments:
-        """A copy with other bytes at an offset of the packed buffer."""
+        """Returns a copy with other bytes at an offset of the packed buffer."""
         if not 0 <= offset <= len(self.data) - len(value):
             raise InputError(f"{len(value)} bytes at offset {offset} are outside {len(self.data)}")
         data = self.data[:offset] + value + self.data[offset + len(value) :]
@@ -410,13 +408,13 @@ class KernelArguments:
 
 
 class CaptureMode(enum.IntEnum):
-    """What other calls a capture forbids while it is under way (CUstreamCaptureMode)."""
+    """The calls that a capture forbids while it is under way (CUstreamCaptureMode)."""
 
     GLOBAL = 0
-    """A call that captures forbid breaks this capture, whichever thread makes it."""
+    """A forbidden call of any thread breaks this capture."""
     THREAD_LOCAL = 1
-    """Only the capturing thread's own forbidden calls break it, and a wait for the whole device by
-    any thread.  The default of this library."""
+    """A forbidden call of the capturing thread breaks it, and a wait for the whole device by any
+    thread.  The default of this library."""
     RELAXED = 2
     """Only calls that would have to wait break it; the caller must ensure that others are safe."""
 
@@ -433,7 +431,7 @@ class CaptureStatus(enum.IntEnum):
 class CaptureInfo:
     """The answer of `stream_capture_info`.
 
-    While ACTIVE: `capture_id` tells captures apart, `graph` is the graph being built (owned by
+    While ACTIVE: `capture_id` identifies the capture, `graph` is the graph being built (owned by
     the capture), and `dependencies` the nodes that the stream's next node will depend on.
     """
 
@@ -467,8 +465,8 @@ class NodeKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KernelNodeParams:
-    """A kernel launch.  `extra_attributes`: attributes in words that LaunchConfig has no field for
-    (shown, and kept by the driver; not settable here)."""
+    """A kernel launch.  `extra_attributes`: in words, attributes for which LaunchConfig has no
+    field (shown, and kept by the driver; not settable here)."""
 
     function: FunctionHandle
     config: LaunchConfig
@@ -476,33 +474,33 @@ class KernelNodeParams:
     extra_attributes: tuple[str, ...] = ()
 
     def with_data(self, data: bytes) -> KernelNodeParams:
-        """A copy with other bytes for all arguments, which lie where they lay."""
+        """Returns a copy with other argument bytes in the same layout."""
         arguments = KernelArguments(data, self.arguments.layout, self.arguments.packed)
         return KernelNodeParams(self.function, self.config, arguments, self.extra_attributes)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchAttributes:
-    """What a kernel node of an executable keeps, whatever it is given later.
+    """The launch attributes of an executable's kernel node, which no later call changes.
 
     CUDA changes none of these in a whole update or with a node's parameters, and does not refuse
     most of them (libcuda 580.159: another cluster size gives SUCCESS, and once the executable was
-    launched the kernel runs with the old one).  `others`: attributes that `LaunchConfig` has no
-    field for, in words.  `function`: the kernel, where the node may have attributes that the driver
-    does not tell, else None.
+    launched the kernel runs with the old one).  `others`: in words, attributes for which
+    `LaunchConfig` has no field.  `function`: the kernel, if the node may have attributes that the
+    driver does not report, else None.
     """
 
     cluster: Dim3 | None
-    """None also for a cluster of one block."""
+    """The cluster's dimensions; None also for a cluster of one block."""
     cooperative: bool
     priority: int
-    """0 also for none."""
+    """The priority; 0 also for none."""
     others: tuple[str, ...] = ()
     function: FunctionHandle | None = None
 
     @classmethod
     def of(cls, config: LaunchConfig) -> LaunchAttributes:
-        """Those of a config.  Whether it is programmatic is not one: a node's edges say that."""
+        """Returns the attributes of a config, without `programmatic`, which a node's edges hold."""
         cluster = config.cluster
         if cluster is not None and max(cluster) <= 1:
             cluster = None
@@ -511,17 +509,17 @@ class LaunchAttributes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelTable:
-    """Kernel launches as columns, for `Driver.graph_add_kernels`: to make the records of a launch
-    takes longer than to add its node."""
+    """Kernel launches as columns, for `Driver.graph_add_kernels`: making a record for each launch
+    would take longer than adding its node."""
 
     functions: Sequence[FunctionHandle]
     configs: Sequence[LaunchConfig]
     layouts: Sequence[tuple[ParameterSlot, ...]]
     packed: Sequence[bool]
     data: bytearray
-    """The arguments of all rows."""
+    """The argument bytes of all rows."""
     starts: Sequence[int]
-    """Where a row's arguments begin in `data`."""
+    """The offset in `data` of each row's arguments."""
     sizes: Sequence[int]
 
     def params(self, row: int) -> KernelNodeParams:
@@ -536,7 +534,7 @@ class MemcpyNodeParams:
     """A copy of `width` bytes by `height` rows by `depth` slices between linear memory.
 
     Pitches are bytes a row, slice heights rows a slice; zero means dense.  Addresses may be device
-    or pinned host memory.  `opaque` says that one side is a CUDA array: shown, not settable.
+    or pinned host memory.  `opaque`: one side is a CUDA array; the node is shown, not settable.
     """
 
     dst: int
@@ -581,33 +579,33 @@ class HostNodeParams:
 
 @dataclass(frozen=True, slots=True)
 class ChildGraphNodeParams:
-    """A graph inside a graph.  Added: the child is cloned.  Read: the clone, owned by the node."""
+    """A graph inside a graph.  Adding clones the child; reading returns the node's own clone."""
 
     graph: GraphHandle
 
 
 @dataclass(frozen=True, slots=True)
 class EmptyNodeParams:
-    """Does nothing; joins dependencies."""
+    """A node without work, which joins dependencies."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventRecordNodeParams:
-    """Records an event when it runs."""
+    """Records the event when the node runs."""
 
     event: EventHandle
 
 
 @dataclass(frozen=True, slots=True)
 class EventWaitNodeParams:
-    """Waits for an event's last record when it runs."""
+    """Waits, when the node runs, for the event's last record."""
 
     event: EventHandle
 
 
 @dataclass(frozen=True, slots=True)
 class AllocNodeParams:
-    """Allocates `nbytes` when it runs.  `address` is fixed when the node is added (0 to add)."""
+    """Allocates `nbytes` when the node runs.  `address` is fixed at adding (pass 0 to add)."""
 
     nbytes: int
     address: int = 0
@@ -651,7 +649,7 @@ class BatchMemOpNodeParams:
 
 
 class ConditionalKind(enum.IntEnum):
-    """What a conditional node does with its bodies (CUgraphConditionalNodeType)."""
+    """The use that a conditional node makes of its bodies (CUgraphConditionalNodeType)."""
 
     IF = 0
     """Runs body 0 if the condition is not zero, else body 1 if there is one."""
@@ -665,8 +663,8 @@ class ConditionalKind(enum.IntEnum):
 class ConditionalNodeParams:
     """A conditional node over `size` bodies.
 
-    Added with no bodies; read back with the bodies' graphs, which the node owns and which are
-    filled by `graph_add_node` or `stream_begin_capture_to_graph`.
+    Added without bodies; read back with the bodies' graphs, which the node owns and which
+    `graph_add_node` or `stream_begin_capture_to_graph` fill.
     """
 
     handle: ConditionalHandle
@@ -677,7 +675,7 @@ class ConditionalNodeParams:
 
 @dataclass(frozen=True, slots=True)
 class ConditionDefaults:
-    """How a condition was made: its first value, and whether each launch begins with it."""
+    """The first value of a condition, and whether each launch resets the condition to it."""
 
     default: int
     reset_at_launch: bool
@@ -685,7 +683,7 @@ class ConditionDefaults:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueNodeParams:
-    """A node that this library shows but neither makes nor changes; `why` has the reason."""
+    """A node that this library shows but neither makes nor changes; `why` is the reason."""
 
     why: str
 
@@ -728,7 +726,7 @@ class EdgeType(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class EdgeData:
-    """What an edge says besides the order: ports by the driver's numbers, and its type.
+    """The properties of an edge: its ports, by the driver's numbers, and its type.
 
     `from_port` 0: when the node is done; 1: programmatic launch completion (every block of the
     upstream kernel triggered or ended); 2: launch order.
@@ -741,7 +739,7 @@ class EdgeData:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Two nodes, of which `target` waits for `source`."""
+    """An edge: `target` waits for `source`."""
 
     source: NodeHandle
     target: NodeHandle
@@ -752,11 +750,11 @@ class Edge:
 
 
 class InstantiateFlags(enum.IntFlag):
-    """How a graph is instantiated (CUgraphInstantiate_flags); combine them with `|`."""
+    """Options of instantiation (CUgraphInstantiate_flags); combine them with `|`."""
 
     NONE = 0
     AUTO_FREE_ON_LAUNCH = 1
-    """A launch frees what the launch before allocated and left; without this it is refused."""
+    """A launch frees memory that the launch before allocated and did not free; else refused."""
     UPLOAD = 2
     """Uploads as part of instantiation (on the instantiating call's stream)."""
     DEVICE_LAUNCH = 4
@@ -764,7 +762,7 @@ class InstantiateFlags(enum.IntFlag):
 
 
 class UpdateVerdict(enum.IntEnum):
-    """Why a whole-graph update was refused (CUgraphExecUpdateResult)."""
+    """The reason why a whole-graph update was refused (CUgraphExecUpdateResult)."""
 
     SUCCESS = 0
     ERROR = 1
@@ -781,8 +779,8 @@ class UpdateVerdict(enum.IntEnum):
 class UpdateOutcome:
     """The answer of `exec_update`.
 
-    After anything but SUCCESS the executable is unchanged.  `node` is the node of the *new* graph
-    that caused it, if the driver named it.
+    After any verdict but SUCCESS the executable is unchanged.  `node` is the node of the *new*
+    graph that caused the refusal, if the driver named it.
     """
 
     verdict: UpdateVerdict
@@ -797,15 +795,15 @@ Link: TypeAlias = tuple[int, int, tuple[int, ...]]
 
 
 class FrozenGraph(Protocol):
-    """What a definition held when `Driver.graph_freeze` was called.  Later changes do not show.
+    """The content of a definition at the call of `Driver.graph_freeze`, without later changes.
 
-    `kind` and `params` are of a node by its index in `nodes`; they raise what `node_kind` and
-    `node_params` would have raised then.  `holders`: the nodes with graphs inside; `memory_nodes`:
-    alloc and free nodes.  `links`: the edges, as the places of two nodes and their data (from
-    port, to port, type), which is empty for a plain edge; `plain`: all edges are.
-    `attributes`: of a kernel node, None for another node;
-    raises what `params` of a kernel node would raise.  `kinds_of_attributes`: those of all nodes,
-    each once.
+    `kind` and `params` take the index of a node in `nodes`; they raise the errors that `node_kind`
+    and `node_params` would have raised then.  `holders`: the indices of nodes with graphs inside;
+    `memory_nodes`: those of alloc and free nodes.  `links`: the edges, each as the indices of two
+    nodes and the edge data (from port, to port, type), which is empty for a plain edge; `plain`:
+    true if all edges are plain.  `attributes`: those of a kernel node, None for another node;
+    raises the errors of `params` for a kernel node.  `kinds_of_attributes`: the different
+    attributes of all nodes.
     """
 
     @property
@@ -833,25 +831,25 @@ class FrozenGraph(Protocol):
 
 
 class KernelSetter(Protocol):
-    """The argument bytes of one kernel node of an executable.  Not for several threads at once."""
+    """The argument bytes of one kernel node of an executable.  Not thread-safe."""
 
     @property
     def data(self) -> bytes:
-        """As they were set last."""
+        """The bytes that were set last."""
         ...
 
     def holds(self, offset: int, raw: bytes, /) -> bool:
-        """Whether the executable is known to have these bytes: then `set` would change nothing."""
+        """True if the executable is known to hold these bytes already."""
         ...
 
     def set(self, offset: int, raw: bytes, /) -> int | None:
-        """Sets bytes.  Anything but 0 means that nothing was changed; `exec_set_params` then says
-        why, or succeeds."""
+        """Sets bytes.  After any result but 0 nothing was changed; call `exec_set_params`, which
+        raises the error or succeeds."""
         ...
 
 
 class CudaContext(Protocol):
-    """A CUDA context, for libraries that work in whichever is current on the calling thread."""
+    """A CUDA context, for libraries that use the context current on the calling thread."""
 
     @property
     def context(self) -> int:
@@ -879,11 +877,11 @@ class Driver(Protocol):
 
     @property
     def cuda_context(self) -> CudaContext | None:
-        """The CUDA context that other libraries of the process can work in; None without one."""
+        """The CUDA context, in which other libraries of the process can work; None without one."""
         ...
 
     def close(self) -> None:
-        """Gives the context back.  Idempotent; never raises."""
+        """Releases the context.  Idempotent; never raises."""
         ...
 
     def synchronize(self) -> None:
@@ -891,14 +889,14 @@ class Driver(Protocol):
         ...
 
     def memory_info(self) -> tuple[int, int]:
-        """(free, total) device memory."""
+        """Returns (free, total) bytes of device memory."""
         ...
 
     # --- memory
     def mem_alloc(self, nbytes: int) -> int:
-        """Device memory, aligned to 256.  Its content is undefined.
+        """Allocates device memory, aligned to 256 bytes, with undefined content.
 
-        Forbidden (900, and invalidates) on a thread with a capture that is not relaxed.
+        Forbidden (900, and breaks the capture) on a thread with a capture that is not relaxed.
         """
         ...
 
@@ -907,40 +905,40 @@ class Driver(Protocol):
         ...
 
     def mem_alloc_pinned(self, nbytes: int) -> int:
-        """Page-locked host memory, readable by host and device.  Forbidden like `mem_alloc`."""
+        """Allocates page-locked memory, for host and device.  Forbidden like `mem_alloc`."""
         ...
 
     def mem_free_pinned(self, address: int) -> None: ...
 
     def memory_range(self, address: int) -> MemoryRange | None:
-        """The live allocation that holds `address`, also another library's; None without one."""
+        """Returns the live allocation, also another library's, that holds `address`; or None."""
         ...
 
     def memory_view(
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
     ) -> Any:
-        """Device memory as an object with DLPack's two methods, in C order, without a copy.
+        """Returns device memory as an object with DLPack's two methods, in C order, without a copy.
 
-        It keeps `owner` alive.  Not ordered with any stream.  What it exports raises BufferError
+        The object keeps `owner` alive.  Not ordered with any stream.  Its export raises BufferError
         for a dtype that DLPack does not have.
 
         With `host_memory_is_device_memory` it is a NumPy array, which keeps the memory itself too,
-        also after the memory was freed.  Host functions may call this then.
+        also after the memory was freed; host functions may then call this.
         """
         ...
 
     def memory_share(self, address: int) -> bytes:
-        """What another device needs to open device memory: `address` is one of `mem_alloc`.
+        """Returns a handle by which other devices open memory of `mem_alloc`.
 
-        The memory is to be freed only after all that opened it have ended that.
+        Free the memory only after every device that opened it has called `memory_end_shared`.
         """
         ...
 
     def memory_open_shared(self, handle: bytes) -> int:
-        """The address here of another device's memory, for kernels and copies to read and write.
+        """Returns the address here of another device's memory, for kernels and copies.
 
-        `handle`: what `memory_share` gave there; on CUDA in another process of this machine, on the
-        host device in this process.
+        `handle`: the result of `memory_share` there; on CUDA in another process of this machine, on
+        the host device in this process.
         """
         ...
 
@@ -949,11 +947,11 @@ class Driver(Protocol):
         ...
 
     def memory_adopt(self, address: int, nbytes: int, owner: object) -> bool:
-        """Makes memory of this process the device's too, at its address, for kernels and copies.
+        """Lets kernels and copies use memory of this process at its address.
 
-        `owner` is kept until `memory_end_adopted`.  Several calls may give parts of one memory.
-        False if the memory is the device's own: then there is nothing to end.  Only with
-        `host_memory_is_device_memory`, else NOT_SUPPORTED.
+        `owner` is kept until `memory_end_adopted`.  Several calls may adopt parts of one memory.
+        Returns False if the memory already is the device's: then there is nothing to end.  Only
+        with `host_memory_is_device_memory`, else NOT_SUPPORTED.
         """
         ...
 
@@ -975,7 +973,7 @@ class Driver(Protocol):
     def memcpy_to_host(self, dst: memoryview, src: int, stream: StreamHandle) -> None:
         """Copies device bytes into a writable host buffer; returns once they are there.
 
-        During a capture: 900, and invalidates.
+        During a capture: status 900, and the capture is broken.
         """
         ...
 
@@ -987,10 +985,10 @@ class Driver(Protocol):
 
     # --- streams and events
     def stream_create(self, *, priority: int = 0, blocking: bool = False) -> StreamHandle:
-        """A stream.  `blocking`: its work and that of the legacy default stream wait for each
+        """Makes a stream.  `blocking`: its work and that of the legacy default stream wait for each
         other, in the order of their submission.  While it captures, every use of the legacy stream
-        by any thread gets 906 and breaks the capture.  While only others capture, the legacy stream
-        works as always, and no graph holds that work.
+        by any thread fails with 906 and breaks the capture.  While only other streams capture, the
+        legacy stream works as always, and no graph holds its work.
         """
         ...
 
@@ -999,11 +997,11 @@ class Driver(Protocol):
         ...
 
     def stream_synchronize(self, stream: StreamHandle) -> None:
-        """Waits for the stream.  While it captures: 900, and invalidates."""
+        """Waits for the stream.  While it captures: status 900, and the capture is broken."""
         ...
 
     def stream_query(self, stream: StreamHandle) -> bool:
-        """Whether all its work is done.  While it captures: 900, and invalidates."""
+        """True if all its work is done.  While it captures: status 900, and breaks the capture."""
         ...
 
     def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
@@ -1014,13 +1012,13 @@ class Driver(Protocol):
         ...
 
     def event_create(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
-        """An event; a thread that waits for a `blocking` one sleeps, where others may poll."""
+        """Makes an event; a thread that waits for a `blocking` event sleeps instead of polling."""
         ...
 
     def event_destroy(self, event: EventHandle) -> None: ...
 
     def event_record(self, event: EventHandle, stream: StreamHandle) -> None:
-        """Records an event behind the work that was submitted to the stream.
+        """Records an event after the work submitted to the stream so far.
 
         While the stream captures, the event marks a place in that capture, and has no state (907)
         until it is recorded again: eagerly, or by a launch of a graph with a node for it.
@@ -1028,34 +1026,34 @@ class Driver(Protocol):
         ...
 
     def event_query(self, event: EventHandle) -> bool:
-        """Whether the work before its last record is done.  Status 907 if that was in a capture."""
+        """True if the work before its last record is done.  Status 907 if that was in a capture."""
         ...
 
     def event_synchronize(self, event: EventHandle) -> None: ...
 
     def event_elapsed(self, start: EventHandle, end: EventHandle) -> float:
-        """Milliseconds between two recorded events made with `timing`."""
+        """Returns milliseconds between two recorded events made with `timing`."""
         ...
 
     def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
         """Calls `function` in stream order, on a driver's thread.  It must not call the driver.
 
-        An exception that it raises is logged, and told to the listeners of `on_host_failure`: no
-        caller can catch it.
+        No caller can catch an exception of `function`: it is logged and passed to the listeners of
+        `on_host_failure`.
         """
         ...
 
     def on_host_failure(self, listener: HostFailureListener) -> None:
-        """From here on `listener` is called with each host function that raised, of a stream or a
-        graph, and with what it raised: on the driver's thread, before the work after it runs."""
+        """Calls `listener`, from here on, with each host function of a stream or graph that raises,
+        and its exception: on the driver's thread, before the work after it runs."""
         ...
 
     def unraised(self, patience: float) -> DriverError | None:
-        """The failure that has poisoned the context, if no call has raised it yet.
+        """Returns the failure that has poisoned the context, if no call has raised it yet.
 
-        Waits for work under way, for `patience` seconds at most; a driver that cannot wait for a
-        limited time waits only if they are infinite.  With 0 no call is made that a capture could
-        forbid.  Raises no failure of work.
+        Waits up to `patience` seconds for work under way; a driver without a wait of limited time
+        waits only if `patience` is infinite.  With 0, makes no call that a capture could forbid.
+        Raises no failure of work.
         """
         ...
 
@@ -1065,40 +1063,40 @@ class Driver(Protocol):
     def module_unload(self, module: ModuleHandle) -> None: ...
 
     def module_functions(self, module: ModuleHandle) -> tuple[str, ...]:
-        """The entry names in the module, in the module's order."""
+        """Returns the entry names in the module, in the module's order."""
         ...
 
     def module_function(self, module: ModuleHandle, name: str) -> FunctionHandle:
-        """A function by its entry name.  Status NOT_FOUND (500) for an unknown one."""
+        """Returns a function by its entry name.  Status NOT_FOUND (500) for an unknown name."""
         ...
 
     def function_info(self, function: FunctionHandle) -> FunctionInfo: ...
 
     def function_load(self, function: FunctionHandle) -> None:
-        """Loads a function onto the device now: loading it lazily would break a capture."""
+        """Loads a function onto the device now: a lazy load would break a capture."""
         ...
 
     def function_allow_shared(self, function: FunctionHandle, nbytes: int) -> None:
-        """Lets launches ask for up to `nbytes` of dynamic shared memory (over 48 KiB)."""
+        """Lets launches use up to `nbytes` of dynamic shared memory (over 48 KiB)."""
         ...
 
     def function_code(self, function: FunctionHandle) -> FunctionCode:
-        """The code of a function, for another process.  Status NOT_FOUND, with the reason, where
-        this process does not have it, or another one could not find it."""
+        """Returns the code of a function, for another process.  Status NOT_FOUND, with the reason,
+        if this process does not have the code, or another process could not find it."""
         ...
 
     def code_image(self, code: FunctionCode) -> Image:
-        """What `module_load` takes for such code.  Status INVALID_IMAGE, with the reason, if this
-        process cannot have it."""
+        """Returns the image for such code, as `module_load` takes it.  Status INVALID_IMAGE, with
+        the reason, if this process cannot make it."""
         ...
 
     def function_restore(self, function: FunctionHandle, code: FunctionCode) -> None:
-        """Sets on a function that was loaded again what had been set on it before, if that is more
-        than what it has."""
+        """Sets on a reloaded function the attributes that were set on it before, where they exceed
+        its present ones."""
         ...
 
     def function_occupancy(self, function: FunctionHandle, threads: int, shared: int) -> int:
-        """Blocks of that size that one multiprocessor holds at once."""
+        """Returns how many blocks of that size one multiprocessor holds at once."""
         ...
 
     def launch_kernel(
@@ -1112,17 +1110,17 @@ class Driver(Protocol):
         ...
 
     def function_prepare_launch(self, function: FunctionHandle, pack: Pack) -> PlainLaunch | None:
-        """`launch_kernel` for plain configs as one callable, or None if the driver has none.
+        """Returns `launch_kernel` for plain configs as one callable, or None.
 
         `pack` packs the function's arguments (`driver.launcher.packer`).  Invalid once the function
-        is gone.  The call returns 0 for a launch.  After anything else nothing was launched, and
-        the caller must use `launch_kernel`, which raises the error or succeeds.
+        is unloaded.  The callable returns 0 after a launch.  After any other result nothing was
+        launched, and the caller must use `launch_kernel`, which raises the error or succeeds.
         """
         ...
 
     # --- capture
     def stream_begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
-        """Begins a capture.  Status ILLEGAL_STATE (401) if the stream captures already, 906 for the
+        """Begins a capture.  Status ILLEGAL_STATE (401) if the stream already captures, 906 for the
         legacy stream."""
         ...
 
@@ -1139,11 +1137,10 @@ class Driver(Protocol):
     def stream_end_capture(self, stream: StreamHandle) -> GraphHandle:
         """Ends the capture and returns its graph; after `…_to_graph` that same graph.
 
-        Raises statuses 901 to 908 if it was broken.
-
-        ILLEGAL_STATE (401) if the stream does not capture.  The streams work again afterwards, also
-        when this raises; but a fork asked to end (903) only breaks the capture, which its own
-        stream must still end.  From another thread (908) the capture ends and is dropped.
+        Raises statuses 901 to 908 if the capture was broken, ILLEGAL_STATE (401) if the stream does
+        not capture.  The streams work again afterwards, also after an error; but ending a fork
+        (903) only breaks the capture, which its own stream must still end.  A call from another
+        thread (908) ends and drops the capture.
         """
         ...
 
@@ -1152,9 +1149,9 @@ class Driver(Protocol):
     def stream_set_capture_dependencies(
         self, stream: StreamHandle, nodes: Sequence[NodeHandle]
     ) -> None:
-        """From here on, what is captured next on the stream depends on these nodes of the graph
-        that is being captured, and not on those of before.  ILLEGAL_STATE (401) if the stream does
-        not capture, INVALID_VALUE for a node of another graph."""
+        """Makes the stream's next captured work depend on these nodes of the graph being captured,
+        instead of on earlier ones.  ILLEGAL_STATE (401) if the stream does not capture,
+        INVALID_VALUE for a node of another graph."""
         ...
 
     def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
@@ -1170,16 +1167,16 @@ class Driver(Protocol):
     def graph_destroy(self, graph: GraphHandle) -> None: ...
 
     def graph_clone(self, graph: GraphHandle) -> GraphHandle:
-        """A copy.  NOT_SUPPORTED for a graph with alloc, free or conditional nodes, and for the
-        body of a conditional node; neither can be a child graph."""
+        """Returns a copy.  NOT_SUPPORTED for a graph with alloc, free or conditional nodes, and for
+        the body of a conditional node; neither can be a child graph."""
         ...
 
     def node_in_clone(self, node: NodeHandle, clone: GraphHandle) -> NodeHandle:
-        """The clone's node for a node of the original."""
+        """Returns the clone's node for a node of the original."""
         ...
 
     def graph_nodes(self, graph: GraphHandle) -> tuple[NodeHandle, ...]:
-        """The nodes in the driver's order: usually, but not always, the order of creation."""
+        """Returns the nodes in the driver's order: usually, but not always, that of creation."""
         ...
 
     def graph_edges(self, graph: GraphHandle) -> tuple[Edge, ...]: ...
@@ -1187,12 +1184,12 @@ class Driver(Protocol):
     def graph_freeze(
         self, graph: GraphHandle, *, ours: Container[NodeHandle] | None = None
     ) -> FrozenGraph:
-        """All of a definition, read at once, to be decoded node by node later.
+        """Reads all of a definition at once; the result decodes it later, node by node.
 
         Child graphs and bodies are frozen by calls of their own.  `ours`: nodes that this library
-        made, whose kernels have no attributes but those of `LaunchConfig`.  If they are all of the
-        nodes, `KernelNodeParams.extra_attributes` are read from the definition when a node is
-        decoded: reading them takes most of the time.
+        made, whose kernels have no attributes but those of `LaunchConfig`.  If these are all nodes,
+        `KernelNodeParams.extra_attributes` are read from the definition when a node is decoded:
+        reading them takes most of the time.
         """
         ...
 
@@ -1213,10 +1210,10 @@ class Driver(Protocol):
         kernels: KernelTable,
         rows: Sequence[tuple[int, Sequence[int]]],
     ) -> None:
-        """As `graph_add_node` for each of these rows, with plain edges from what is at the places
-        in `nodes` that a row comes with.  Each new node is appended to `nodes`.
+        """Adds a kernel node for each of these rows, as `graph_add_node` does.
 
-        An error leaves the nodes before it in the graph.
+        A row is an index into `kernels`, and the indices in `nodes` of the nodes it depends on, by
+        plain edges.  New nodes are appended to `nodes`; an error leaves them in the graph.
         """
         ...
 
@@ -1231,23 +1228,23 @@ class Driver(Protocol):
     def node_kind(self, node: NodeHandle) -> NodeKind: ...
 
     def node_params(self, node: NodeHandle) -> NodeParams:
-        """The parameters of a node: a copy, never the driver's memory."""
+        """Returns the parameters of a node: a copy, never the driver's memory."""
         ...
 
     def node_set_params(self, node: NodeHandle, params: NodeParams) -> None:
-        """Changes a node of the definition; executables made from it before stay as they are."""
+        """Changes a node of the definition; executables that exist already stay unchanged."""
         ...
 
     def conditional_create(
         self, graph: GraphHandle, *, default: int = 0, reset_at_launch: bool = True
     ) -> ConditionalHandle:
-        """A condition for one conditional node of `graph` (or of a body inside it)."""
+        """Makes a condition for one conditional node of `graph` (or of a body inside it)."""
         ...
 
     def condition_defaults(self, node: NodeHandle) -> ConditionDefaults | None:
-        """How a conditional node's condition was made; None if another library made it.
+        """Returns the defaults of a conditional node's condition; None if another library made it.
 
-        It is asked by the node: conditions of two graphs may have the same handle.
+        The node identifies it: conditions of two graphs may have the same handle.
         """
         ...
 
@@ -1275,11 +1272,11 @@ class Driver(Protocol):
     def exec_prepare_launch(
         self, executable: ExecHandle, stream: StreamHandle
     ) -> Callable[[], int]:
-        """`exec_launch` as a callable without arguments.  Invalid once either handle is destroyed.
+        """Returns `exec_launch` as a callable.  Invalid once either handle is destroyed.
 
-        The call returns 0 for a launch.  After another status nothing was launched, and the caller
-        must use `exec_launch`, which raises the error, or succeeds if only the thread lacked the
-        context.  The call may also raise the error itself.
+        The callable returns 0 after a launch.  After another status nothing was launched, and the
+        caller must use `exec_launch`, which raises the error, or succeeds if only the thread lacked
+        the context.  The callable may also raise the error itself.
         """
         ...
 
@@ -1294,20 +1291,20 @@ class Driver(Protocol):
     def exec_prepare_kernel(
         self, executable: ExecHandle, node: NodeHandle, params: KernelNodeParams
     ) -> KernelSetter | None:
-        """A kernel node whose arguments are to be set often; `params` are what it holds now.
+        """Returns a setter for a kernel node's arguments; `params` are the node's present ones.
 
-        It is out of date once the node was changed in another way.  None if the driver has nothing
-        shorter than `exec_set_params`.
+        Invalid once the node was changed in another way.  None if the driver has no shorter way
+        than `exec_set_params`.
         """
         ...
 
     def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
-        """Enables or disables a kernel, memcpy or memset node; a disabled one does nothing.
+        """Enables or disables a kernel, memcpy or memset node; a disabled node does nothing.
 
         A disabled memset node may lose its edges.  With libcuda 580.159 and a memset of a few
-        elements, the nodes after it do not wait for those before it, and a launch that ends with it
-        counts as done before these are.  Launches with a disabled cooperative kernel may end with
-        LAUNCH_FAILED (719), and the context is lost.
+        elements, the nodes after it do not wait for the nodes before it, and a launch that ends
+        with it counts as done before these are.  Launches with a disabled cooperative kernel may
+        end with LAUNCH_FAILED (719), and the context is lost.
         """
         ...
 
@@ -1315,5 +1312,5 @@ class Driver(Protocol):
 
     def exec_update(self, executable: ExecHandle, graph: GraphHandle) -> UpdateOutcome:
         """Gives the executable the parameters of `graph`, if nothing else differs.  Does not raise
-        if the driver refuses: the outcome names the node and the reason."""
+        if the driver refuses: the outcome has the node and the reason."""
         ...

@@ -1,8 +1,8 @@
-"""Host functions: Python code that a driver calls, and that must not call the driver back.
+"""Host functions: Python code that a driver calls and that must not call the driver.
 
-CUDA leaves it undefined what a driver call inside a host function does, and as a rule it hangs.  So
-both drivers run host functions through `run_host_function`, and whatever would call the driver by
-itself (`Context.collect`) asks `in_host_function` first.
+CUDA does not define the effect of a driver call inside a host function; usually the call hangs.  So
+both drivers run host functions through `run_host_function`, and code that would call the driver on
+its own (`Context.collect`) checks `in_host_function` first.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _thread = _Thread()
 
 
 def in_host_function() -> bool:
-    """Whether this thread runs a host function, which a driver called."""
+    """True while this thread runs a host function for a driver."""
     return _thread.inside
 
 
 def mark_thread() -> None:
-    """Notes that a driver calls everything that this thread runs from now on."""
+    """Marks this thread as one that a driver owns: all that it runs is called by a driver."""
     _thread.inside = True
 
 
 def run_host_function(function: Callable[[], object]) -> None:
-    """Calls a host function.  Raises what it raises."""
+    """Calls a host function.  Raises its exceptions."""
     before, _thread.inside = _thread.inside, True
     try:
         function()

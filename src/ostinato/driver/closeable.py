@@ -1,4 +1,4 @@
-"""`with` for everything that has `close()`, and words for names of other libraries."""
+"""`with` for every class that has `close()`, and hints for names of other libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _Elsewhere:
-    """A name that a class does not have: reading it says what to write instead."""
+    """A name that a class does not have: reading it raises an AttributeError with a hint."""
 
     def __init__(self, name: str, hint: str) -> None:
         self.name, self.hint = name, hint
@@ -25,10 +25,10 @@ class _Elsewhere:
 
 
 def elsewhere(**hints: str) -> Callable[[type[T]], type[T]]:
-    """A decorator for classes: names that users of other libraries look for, and what to write.
+    """Decorates a class with names from other libraries, each with a hint of what to write instead.
 
-    Not `__getattr__`, with which CPython reads every attribute of an object several times as
-    slowly.  Type checkers do not see these names, and `dir` does not list them.
+    Not by `__getattr__`, with which CPython reads every attribute of an object several times more
+    slowly.  Type checkers do not have these names, and `dir` does not list them.
     """
 
     def decorate(kind: type[T]) -> type[T]:
@@ -41,19 +41,19 @@ def elsewhere(**hints: str) -> Callable[[type[T]], type[T]]:
 
 
 class Closeable(ABC):
-    """Base of everything that has `close()`.
+    """The base of every class that has `close()`.
 
         with ost.open_device() as device:
             ...
 
-    The end of the `with` block calls it.
+    The end of the `with` block calls `close`.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back what is owned.  Idempotent."""
+        """Releases everything that the object owns.  Idempotent."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""`Context`: the driver of one opened device, the objects to be destroyed, and the taps.
+"""`Context`: the driver of one opened device, its objects that wait for destruction, and the taps.
 
 Every owner object (stream, buffer, module, graph) holds its `Context`.  The context destroys an
 object only while no capture is under way and no replay uses the object:
@@ -9,8 +9,8 @@ object only while no capture is under way and no replay uses the object:
                                         destroys objects whose marks are reached
 
 Finalisers run on any thread, between any two lines, also inside a capture.  So they only append to
-a deque.  `collect` calls the driver; owners call it where the driver may be called.  Inside a host
-function the driver may not be called, and `collect` does nothing.
+a deque.  `collect` calls the driver; owners call it where a driver call is allowed.  Inside a host
+function no driver call is allowed, and `collect` does nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 _LOCK_PATIENCE = 1.0
 """Seconds that a thread of the driver waits for the lock of a context."""
 _BACKLOG = 64
-"""If more objects than this are retired, `collect` does not wait for a pause between captures."""
+"""The number of retired objects above which `collect` does not wait for captures to end."""
 
 
 class CallKind(enum.Enum):
@@ -64,20 +64,20 @@ class CallKind(enum.Enum):
 
 
 class Tap:
-    """Receives the work that is submitted to streams, as captures and recordings do.
+    """A listener for the work that is submitted to streams: a capture or a recording.
 
-    It overrides the calls that it needs; these do nothing.
+    Subclasses override the calls that they need; the base class does nothing.
     """
 
     needs_access = False
-    """Whether operations must have the memory that they read and write."""
+    """True if operations must list the memory that they read and write."""
 
     def entering(
         self, stream: Stream, what: str, kind: CallKind, operation: Operation | None
     ) -> None:
         """Called before the call named `what` on a stream reaches the driver; raises to refuse it.
 
-        `operation` is the operation to be submitted, if it is known: if the tap needs access, it is
+        `operation` is the operation to be submitted, if known: for a tap that needs access it is
         known for all work but launches of graphs.
         """
 
@@ -88,30 +88,30 @@ class Tap:
         """Called after an event was recorded on the stream."""
 
     def waited(self, stream: Stream, event: Event) -> None:
-        """Called after the stream was made to wait for an event: a fork or a join, in a capture."""
+        """Called after the stream was made to wait for an event: in a capture, a fork or a join."""
 
     def awaited(self, event: Event | None) -> None:
-        """Called before the host waits for an event (or asks for its state), or for the device."""
+        """Called before the host waits for an event (or queries its state), or for the device."""
 
     def fills(self, graph: GraphHandle, what: str) -> Stream | None:
-        """The stream whose capture puts its work into the graph, if this tap follows such a one.
+        """Returns the stream whose capture puts its work into the graph, if this tap follows one.
 
         Called before the graph is changed by hand; raises to refuse that.  `what` names the change.
         """
         return None
 
     def added(self, graph: object, node: NodeHandle, label: object) -> None:
-        """Called after a node was added by hand to the graph that a capture fills; the `Graph` that
-        it was added through keeps what the node points at."""
+        """Called after a node was added by hand to the graph that a capture fills; the `Graph` of
+        the addition keeps the objects that the node points at alive."""
 
     def failed(self, stream: Stream | None, error: DriverError) -> None:
-        """Called when the driver refused a call on this stream, or one that is no stream's."""
+        """Called when the driver refused a call on this stream, or (None) one without a stream."""
 
 
 def members(objects: weakref.WeakSet[T]) -> tuple[T, ...]:
-    """What is in a set to which other threads add, and whose members may be dropped, meanwhile.
+    """Returns the members of a set that other threads and finalisers may change meanwhile.
 
-    Before CPython 3.14 a WeakSet that changes so ends its iteration with RuntimeError.
+    Before CPython 3.14 the iteration of a WeakSet that changes ends with RuntimeError.
     """
     while True:
         try:
@@ -121,7 +121,7 @@ def members(objects: weakref.WeakSet[T]) -> tuple[T, ...]:
 
 
 class Hot(Protocol):
-    """Something with a shortcut that is valid while there is no tap and its stream is open."""
+    """An object with a shortcut that is valid while there is no tap and its stream is open."""
 
     def cool(self) -> None:
         """Drops the shortcut; `Context.keep_hot` allows it again."""
@@ -129,15 +129,15 @@ class Hot(Protocol):
 
 
 class Watcher(Protocol):
-    """Something that points at memory of other owners, such as an executable graph."""
+    """An object that points at memory of other owners, such as an executable graph."""
 
     def memory_closed(self, memory: MemoryRange) -> None:
-        """Called when memory that it watches is given back.  May be called on any thread."""
+        """Called, perhaps on any thread, when memory that it watches is freed."""
         ...
 
 
 class _Raising(Tap):
-    """Makes the next call on a stream raise that a host function has raised."""
+    """Makes the next call on a stream raise the error of a host function."""
 
     def __init__(self, context: Context) -> None:
         self._context = weakref.ref(context)
@@ -160,14 +160,14 @@ def _call(
 
 
 class HasContext(Protocol):
-    """A device, or anything made on one."""
+    """A device, or an object made on one."""
 
     @property
     def context(self) -> Context: ...
 
 
 def context_of(value: Context | HasContext) -> Context:
-    """The context of a device or of what was made on it.  Raises InputError for anything else."""
+    """Returns the context of a device or of an object made on one.  Raises InputError."""
     context = value if isinstance(value, Context) else getattr(value, "context", None)
     if not isinstance(context, Context):
         raise InputError(f"a device is needed, or its context, not {type(value).__name__}")
@@ -177,8 +177,8 @@ def context_of(value: Context | HasContext) -> Context:
 class Turn:
     """The lock of one stream, which a step holds for a call, so that threads take turns.
 
-    `submitting`: the threads that are putting work on the stream, from before they ask whether
-    something captures it until the driver has the work.  A capture begins when there is no other.
+    `submitting`: the threads that are submitting work, from before their check for a capture on the
+    stream until the driver has the work.  A capture begins when no other thread is submitting.
 
     A context has one for each stream handle, also if several `Stream` objects have that handle.
     """
@@ -192,7 +192,7 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class _Retired:
-    """Something closed that is not destroyed yet.
+    """A closed object that is not destroyed yet.
 
     States: streams not yet marked -> waiting for `marks` -> destroyed.
     `past`: the whole device was waited for since, so its streams need no marks.
@@ -209,7 +209,7 @@ class _Retired:
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A capture under way: the thread that began it, and whether no thread may destroy anything."""
+    """A capture under way: the thread that began it, and whether no thread may destroy objects."""
 
     thread: int
     exclusive: bool
@@ -221,51 +221,51 @@ class Context:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.space: Space = space_of(driver)
-        """Its memory, and what may be used together: two devices on one GPU have the same."""
+        """Its memory, which decides what may be used together; shared by two devices on one GPU."""
         self.taps: tuple[Tap, ...] = ()
         self.memory_epoch: object = object()
-        """Another object after each time that memory of the context was closed."""
+        """An object that is replaced each time that memory of the context is closed."""
         self.owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
         """The live owners of allocations made here, by address."""
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-        """Watchers of all memory that is given back, and not of single owners."""
+        """Watchers of all memory that is freed, not only of single owners."""
         self.given_back = 0
-        """Bytes by which free memory rose while retired objects were destroyed, as far as that
-        happened while someone was `measuring`."""
+        """Bytes by which free memory rose while retired objects were destroyed; counted only while
+        `measuring` is on."""
         self._measuring = 0
         self._hot: weakref.WeakSet[Hot] = weakref.WeakSet()
         self._incoming: deque[_Retired] = deque()
         self._waiting: list[_Retired] = []
         self._lock = new_lock()
         self._idle = threading.Condition(self._lock)
-        # Whether a thread goes through the waiting objects: garbage collection may run meanwhile,
-        # and a finaliser may close objects; that call of `collect` must not go through them too.
+        # True while a thread goes through the waiting objects: a garbage collection meanwhile may
+        # run a finaliser that closes objects, whose call of `collect` must not do the same.
         self._looking = False
         self._destroying: set[object] = set()
         self.captures: dict[object, _UnderWay] = {}
-        """The captures of this library that are under way, by token.  Only read it."""
+        """The captures of this library that are under way, by token.  Read-only elsewhere."""
         self._abandoned: deque[Callable[[], None]] = deque()
         self._turns: weakref.WeakValueDictionary[int, Turn] = weakref.WeakValueDictionary()
         self.closed = False
-        """Whether the device was closed, or this is a forked child."""
+        """True if the device was closed, or if this is a forked child."""
         self._forked = False
         self._advice = "open it again"
         self.failures = HostFailures()
-        """Host functions that raised and that no call has told of yet."""
+        """Host functions that raised and that no call has reported yet."""
         noted = weakref.WeakMethod(self._host_function_raised)  # the driver must not keep this
         driver.on_host_failure(lambda function, error: _call(noted(), function, error))
         switch_off_in_children(self)
         said_at_exit(self)
 
     def after_fork(self) -> None:
-        """In a forked child: no call reaches the driver from here on."""
+        """Makes every later call in a forked child raise before it reaches the driver."""
         self._forked = self.closed = True
         self.cool()
 
     def require_same(self, other: Context, what: str, of: str) -> None:
         """Raises InputError unless both are of one device (or of two that were opened on one GPU).
 
-        `what` is of the other one, and `of` ("the stream is of") of this one.
+        `what` names the object of `other`, and `of` ("the stream is of") the one of this context.
         """
         if other.space is not self.space:
             raise InputError(
@@ -274,7 +274,7 @@ class Context:
             )
 
     def turn(self, handle: int) -> Turn:
-        """The turn of the stream with this handle; one object as long as a `Stream` holds it."""
+        """Returns the turn of the stream with this handle, one as long as a `Stream` holds it."""
         with self._lock:
             turn = self._turns.get(handle)
             if turn is None:
@@ -282,21 +282,21 @@ class Context:
             return turn
 
     def owner_of(self, address: int) -> object | None:
-        """The owner of the allocation that holds an address, if it was made here."""
+        """Returns the owner of the allocation that holds an address, if it was made here."""
         memory = self.driver.memory_range(address)
         return None if memory is None else self.owners.get(memory.address)
 
     # --- captures
     @property
     def captures_under_way(self) -> int:
-        """How many captures this library has begun and not ended on this context."""
+        """The number of captures that this library has begun and not ended on this context."""
         return len(self.captures)
 
     def capture_begun(self, token: object, *, exclusive: bool = False) -> None:
-        """From here on this thread destroys nothing; with `exclusive`, no thread does.
+        """Keeps this thread, or with `exclusive` all threads, from destroying objects from here on.
 
-        `exclusive` is for captures in global mode, which calls of any thread can break.  It waits
-        until no other thread is destroying anything.  `capture_ended` needs the same `token`.
+        `exclusive` is for captures in global mode, which calls of any thread can break; the call
+        waits until no other thread is destroying objects.  `capture_ended` needs the `token`.
         """
         with self._idle:
             self.captures[token] = _UnderWay(threading.get_ident(), exclusive)
@@ -312,14 +312,14 @@ class Context:
     def abandon(self, end: Callable[[], None]) -> None:
         """Notes that `end` must be called, to end a capture that was dropped.
 
-        Safe in finalisers: touches nothing but a deque.
+        Safe in finalisers: only appends to a deque.
         """
         self._abandoned.append(end)
 
     def end_abandoned(self) -> None:
-        """Ends the captures that were dropped while they were under way, each tried once."""
+        """Ends the captures that were dropped while they were under way; tries each once."""
         for _ in range(len(self._abandoned)):
-            with suppress(IndexError):  # another thread took the last
+            with suppress(IndexError):  # another thread took the last one
                 self._abandoned.popleft()()
 
     def report(self, error: DriverError) -> None:
@@ -329,16 +329,16 @@ class Context:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """For calls that are not on a stream: calls `failed` of the taps if one is refused."""
+        """Calls `failed` of the taps if a call in the block, not on a stream, is refused."""
         try:
             yield
         except DriverError as error:
             self.report(error)
             raise
 
-    # --- failures of work that nobody waits for
+    # --- failures of work that no call waits for
     def _host_function_raised(self, function: Callable[[], object], error: BaseException) -> None:
-        """Called on a driver's thread, which must not wait for what waits for the driver."""
+        """Notes a failure.  Called on a driver's thread, which must not wait for other threads."""
         self.failures.note(function, error)
         # Without the lock the next wait still raises it.
         if self._lock.acquire(timeout=_LOCK_PATIENCE):
@@ -357,12 +357,12 @@ class Context:
             raise error
 
     def captures_here(self) -> bool:
-        """Whether the calling thread captures."""
+        """True if the calling thread captures."""
         me = threading.get_ident()
         return any(one.thread == me for one in tuple(self.captures.values()))
 
     def unsaid(self, patience: float) -> OstinatoError | None:
-        """A failure that no call has raised yet; waits for work for `patience` seconds at most."""
+        """Returns a failure that no call has raised; waits up to `patience` seconds for work."""
         failed = None if self.closed else self.driver.unraised(patience)
         return self.failures.take() or failed
 
@@ -375,7 +375,7 @@ class Context:
 
     # --- taps
     def add_tap(self, tap: Tap) -> None:
-        """From here on the tap gets all stream work of this context."""
+        """Passes all stream work of this context to the tap from here on."""
         with uninterrupted, self._lock:
             self.taps = (*self.taps, tap)
             self.cool()
@@ -387,17 +387,17 @@ class Context:
 
     @contextmanager
     def tapped(self, tap: Tap) -> Iterator[None]:
-        """The tap gets all stream work of a `with` block."""
+        """Passes all stream work of a `with` block to the tap."""
         try:
             self.add_tap(tap)
             yield
             self.remove_tap(tap)
-        except BaseException:  # also Ctrl-C before the call above did anything
+        except BaseException:  # also Ctrl-C before `add_tap` did anything
             self.remove_tap(tap)
             raise
 
     def keep_hot(self, hot: Hot) -> bool:
-        """Whether a shortcut may be taken now.  If so, its `cool` is called when that changes."""
+        """True if a shortcut may be taken now.  Its `cool` is then called when that changes."""
         with self._lock:
             if not self.taps:
                 self._hot.add(hot)
@@ -408,13 +408,13 @@ class Context:
         with uninterrupted, self._lock:
             for one in members(self._hot):
                 one.cool()
-            # Only now: a child that is forked in between finds the others here.
+            # Only now: a child that is forked in between finds the remaining ones here.
             self._hot = weakref.WeakSet()
 
     # --- destruction
     @property
     def retired(self) -> int:
-        """How many closed objects are not destroyed yet."""
+        """The number of closed objects that are not destroyed yet."""
         return len(self._incoming) + len(self._waiting)
 
     def retire(
@@ -424,24 +424,24 @@ class Context:
         *,
         quiet: bool = False,
     ) -> None:
-        """Notes that `destroy` is to run once all work now on `streams` is done.
+        """Notes that `destroy` must run once all present work on `streams` is done.
 
-        `quiet`: and only while no thread captures, since `destroy` waits for the device.
-        Safe in finalisers: touches nothing but a deque.  Streams are marked at the next `collect`,
-        so work submitted in between is waited for as well.  Nothing is noted once the device is
-        closed: the driver has destroyed it, and what `destroy` holds must be free to go.
+        `quiet`: only while no thread captures, since `destroy` waits for the device.  Safe in
+        finalisers: only appends to a deque.  Streams are marked at the next `collect`, so work
+        submitted in between is waited for as well.  Nothing is noted once the device is closed: the
+        driver has destroyed the object, and references of `destroy` must not be kept.
         """
         if not self.closed:
             self._incoming.append(_Retired(destroy, tuple(streams), quiet))
 
     def collect(self) -> int:
-        """Destroys what can be destroyed now, and returns how many objects still wait.
+        """Destroys the objects that can be destroyed now; returns how many still wait.
 
         Does nothing while a capture is under way, nor inside a host function.  With more than
-        `_BACKLOG` retired objects (threads that capture in turns may never leave a pause) it does
-        not wait for captures of other threads, except for those in global mode, which it would
-        break.  Objects are destroyed outside of the lock: that may take long (freeing memory waits
-        for the device) and may retire more.  Errors of the driver are logged, not raised.
+        `_BACKLOG` retired objects (threads that capture in turns may never leave a pause) captures
+        of other threads do not delay it, except those in global mode, which it would break.
+        Objects are destroyed outside of the lock: that may take long (freeing memory waits for the
+        device) and may retire more.  Errors of the driver are logged, not raised.
         """
         if self._abandoned and not self.closed:
             self.end_abandoned()
@@ -469,22 +469,22 @@ class Context:
                 with self._lock:
                     self.given_back += max(0, after - before)
         finally:
-            self._incoming.extend(ready)  # left over by Ctrl-C: destroying may wait for the device
+            self._incoming.extend(ready)  # left by Ctrl-C: destroying may wait for the device
             with self._idle:
                 self._destroying.discard(mine)
                 self._idle.notify_all()
-        # Destroying an object retires what it alone kept alive.
+        # Destroying an object retires the objects that only it kept alive.
         return self.collect() if self._incoming else self.retired
 
     def free_memory(self) -> int | None:
-        """Free bytes of the device; None if the driver cannot say."""
+        """Returns the free bytes of the device; None if the driver cannot tell."""
         try:
             return self.driver.memory_info()[0]
         except DriverError:
             return None  # a size is not essential: a later call raises the error
 
     def measuring(self, on: bool) -> None:
-        """From here on `given_back` is counted; with False, no more for the one who began."""
+        """Counts `given_back` from here on; False ends one call of this with True."""
         with self._lock:
             self._measuring += 1 if on else -1
 
@@ -511,16 +511,16 @@ class Context:
         return self.retired <= _BACKLOG
 
     def _reached(self, item: _Retired) -> bool:
-        """Moves an object on by as many states as possible.  True once its marks are reached."""
+        """Advances an object by as many states as possible.  True once its marks are reached."""
         if item.quiet and self.captures:
             return False
         try:
             if not item.past and not self._marks_reached(item):
                 return False
         except ContextPoisonedError:
-            pass  # the driver took everything down with it
+            pass  # the context is lost, and its objects with it
         except DriverError as error:
-            # As text: a log that keeps the error keeps its frames, and what they hold.
+            # As text: a log that keeps the error would keep its frames, and their objects.
             _log.warning("waiting for a closed object failed, and goes on: %s", str(error))
             return False
         while item.marks:
@@ -554,11 +554,11 @@ class Context:
 
     @staticmethod
     def _try_to_destroy(destroy: Callable[[], None]) -> bool:
-        """False if it must be tried again: a capture forbids it, maybe one of another library."""
+        """Returns False, to try again later, if a capture (maybe of another library) forbids it."""
         try:
             destroy()
         except ContextPoisonedError:
-            pass  # the driver took everything down with it
+            pass  # the context is lost, and its objects with it
         except StreamCaptureError as error:
             _log.warning("destroying a closed object is put off: %s", str(error))
             return False
@@ -567,14 +567,14 @@ class Context:
         return True
 
     def synchronize(self) -> None:
-        """Waits for all work of the context, then destroys what was closed or dropped before.
+        """Waits for all work of the context, then destroys objects closed or dropped before.
 
         Objects that another thread is destroying meanwhile may still be there when this returns.
-        Raises CaptureError while another thread captures: CUDA refuses this call to all threads
-        then, and it would break that capture.  DriverError (900) while this thread does.
+        Raises CaptureError while another thread captures: CUDA then refuses this call in all
+        threads, and it would break that capture.  DriverError (900) while this thread captures.
         """
         self.require_open()
-        self.end_abandoned()  # a capture forbids it
+        self.end_abandoned()  # an abandoned capture would forbid the wait
         mine = threading.get_ident()
         with self._lock:
             others = any(capture.thread != mine for capture in self.captures.values())
@@ -594,7 +594,7 @@ class Context:
 
     def _wait_for_all(self) -> None:
         """Waits for the device, and notes that objects retired before need no marks: a mark that is
-        made now is not reached at once, even if nothing runs."""
+        made now is not reached at once, even if no work runs."""
         with self._lock:
             if not self._looking:
                 self._take_in()
@@ -613,7 +613,7 @@ class Context:
             )
 
     def drop(self) -> None:
-        """Closes a device that nothing refers to any more; does not wait.  Safe in finalisers."""
+        """Closes a device without references; does not wait.  Safe in finalisers."""
         self._advice = "nothing refers to its Device any more: keep it as long as it is used"
         self.closed = True
         self.cool()
@@ -621,7 +621,7 @@ class Context:
         self.driver.close()
 
     def close(self) -> None:
-        """Waits for the device, destroys what waits, and gives the driver back.  Idempotent."""
+        """Waits for the device, destroys waiting objects, and closes the driver.  Idempotent."""
         if self.closed:
             return
         self.say_unsaid()
@@ -634,5 +634,5 @@ class Context:
             self.closed = True
             self._incoming.clear()
             self._waiting.clear()
-        self.cool()  # launches that ask nothing must find it closed
+        self.cool()  # launchers that check nothing must find it closed
         self.driver.close()

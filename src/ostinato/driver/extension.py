@@ -1,4 +1,4 @@
-"""Loading the C extensions, each of which may be missing: `driver._launch`, `models._native` and
+"""Loads the C extensions, each of which may be missing: `driver._launch`, `models._native` and
 `interop.reading._recheck`."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def load_extension(name: str) -> tuple[Any, str]:
-    """An extension module by its full name, and "".  If it does not load: None, and the reason."""
+    """Returns an extension module by its full name, and ""; if it cannot load, None and why."""
     if "t" in getattr(sys, "abiflags", ""):
-        # Neither built nor looked for: a free-threaded CPython 3.13 would load the file of another
+        # Neither built nor loaded: a free-threaded CPython 3.13 would load the file of another
         # Python (.abi3.so) from a shared tree, and crash.
         return None, "it needs a Python with the GIL, which guards its state"
     try:

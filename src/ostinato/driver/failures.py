@@ -1,7 +1,7 @@
-"""Failures of work that nobody has waited for: raised by the next call, and said at exit.
+"""Failures of work that no call has waited for: raised by the next call, or printed at exit.
 
-A host function that raises has no caller that could catch it, and a kernel that fails is found by a
-later call.  If there is no later call, the process would end with status 0 and no word.
+A host function that raises has no caller that could catch it, and a failed kernel is found by a
+later call.  Without a later call the process would end with status 0 and no message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PATIENCE = 2.0
 
 
 class HostFailures:
-    """The host functions that raised and that no call has told of yet: the first, and how many."""
+    """Host functions that raised and that no call has reported yet: the first, and the number."""
 
     def __init__(self) -> None:
         self._first: tuple[Callable[[], object], BaseException] | None = None
@@ -32,13 +32,13 @@ class HostFailures:
         return self._first is not None
 
     def note(self, function: Callable[[], object], error: BaseException) -> None:
-        """Called on a driver's thread."""
+        """Notes a failure.  Called on a driver's thread."""
         self._count += 1
         if self._first is None:
             self._first = function, error
 
     def take(self) -> HostFunctionError | None:
-        """The error to raise, once; its cause is what the first one raised."""
+        """Returns the error to raise, once; its cause is the first function's exception."""
         first, self._first = self._first, None
         count, self._count = self._count, 0
         if first is None:
@@ -56,10 +56,10 @@ class HostFailures:
 
 
 class Unsaid(Protocol):
-    """Something that may hold a failure that nobody was told of."""
+    """An object that may hold a failure that no call has reported."""
 
     def unsaid(self, patience: float) -> OstinatoError | None:
-        """That failure; waits for work under way for `patience` seconds at most."""
+        """Returns that failure; waits up to `patience` seconds for work under way."""
         ...
 
 
@@ -68,8 +68,8 @@ _hooked = False
 
 
 def said_at_exit(thing: Unsaid) -> None:
-    """From here on, the end of the process says what `thing` has not said: on standard error, and
-    with the status 1 where the C library allows that."""
+    """Makes the end of the process report a failure that `thing` still holds: on standard error,
+    and with the status 1 where the C library allows that."""
     global _hooked
     _watched.add(thing)
     if not _hooked:
@@ -94,12 +94,12 @@ def _at_exit() -> None:
 
 
 def _end_with_failure() -> None:
-    """Makes the status of this process 1.  An exit handler of Python cannot: one of the C library,
-    which runs after the interpreter's end, calls _exit(1) in place of the handlers before it."""
+    """Makes the status of this process 1.  A Python exit handler cannot set it: a handler of the C
+    library, which runs after the interpreter's end, calls _exit(1) in place of earlier handlers."""
     try:
         libc = ctypes.CDLL(None)
         register, leave, flush = libc.__cxa_atexit, libc._exit, libc.fflush
-    except (AttributeError, OSError, TypeError):  # no such C library: the words must do
+    except (AttributeError, OSError, TypeError):  # no such C library: the text must suffice
         return
     flush(None)
     register.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]

@@ -17,14 +17,14 @@ FORKED = (
     "this process was forked from the one that opened the device, and no device survives a fork; "
     'open it after the fork, or start processes with the "spawn" method'
 )
-"""The message of the error that a forked child gets."""
+"""The text of the error that calls in a forked child raise."""
 
 
 class Forkable(Protocol):
-    """Something whose copy in a forked child must be switched off."""
+    """An object whose copy in a forked child must be switched off."""
 
     def after_fork(self) -> None:
-        """Called in the child, on its only thread.  Must call no driver."""
+        """Switches the copy off.  Called in the child, on its only thread.  Must call no driver."""
         ...
 
 
@@ -34,10 +34,10 @@ _hooked = threading.Event()
 
 
 def new_lock() -> Any:
-    """A threading.RLock that is free in a forked child, whichever thread held it in the parent.
+    """Returns a threading.RLock that is free in a forked child, whichever thread held it before.
 
-    For what belongs to a device: a call in the child then raises ClosedError instead of hanging.
-    What the lock guards may be half-written in the child.
+    For objects of a device: a call in the child then raises ClosedError instead of hanging.
+    Data that the lock guards may be half-written in the child.
     """
     lock = threading.RLock()
     _locks.add(lock)
@@ -45,7 +45,7 @@ def new_lock() -> Any:
 
 
 def switch_off_in_children(thing: Forkable) -> None:
-    """From here on a forked child calls `thing.after_fork()` before it does anything else."""
+    """Makes a forked child call `thing.after_fork()` before any other code."""
     _open.add(thing)
     if not _hooked.is_set() and hasattr(os, "register_at_fork"):
         _hooked.set()

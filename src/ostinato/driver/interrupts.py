@@ -1,16 +1,15 @@
-"""Ctrl-C waits until a change of state is whole.
+"""Delays Ctrl-C until a change of state is complete.
 
 KeyboardInterrupt may come between any two lines of the main thread.  Inside `uninterrupted` it does
 not: SIGINT is noted, and its handler is called when the outermost block ends.  The handler is the
-program's own; it is put back then, and nothing is installed at import.  Other threads never run
-handlers, so a block does nothing there.
+program's own; the block's end restores it, and nothing is installed at import.  Other threads never
+run handlers, so a block does nothing there.
 
-For changes of state that are short.  Code that waits, or calls functions of the user that may take
-long, must not lie in a block: Ctrl-C would not end it.
+A block must be short.  Code that waits, or that calls functions of the user that may take long,
+must not be in a block: Ctrl-C would not end it.
 
-A block begins with a call, at whose start Ctrl-C may still come in.  So a `finally` with a block
-may do nothing of it: what must be undone is undone by a call inside `try`, and once more if that
-raised.
+A block begins with a call, and Ctrl-C may come in at the start of that call.  So a `finally` that
+contains a block may be skipped: undo by a call inside `try`, and once more if that raised.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _Note:
 
 
 class _Uninterrupted(ContextDecorator):
-    """See `uninterrupted`.  One for the process: the main thread's blocks are nested in it.
+    """The class of `uninterrupted`: one object per process, in which the main thread's blocks nest.
 
     Finalisers run between any two lines of these methods too, and may have blocks of their own.
     """
@@ -57,8 +56,8 @@ class _Uninterrupted(ContextDecorator):
             self._depth = depth + 1
             if depth == 0:
                 handler = getsignal(_NUMBER)
-                # Not SIG_IGN, SIG_DFL, or the handler of a program around Python; and not the note
-                # of a block in whose end this one, of a finaliser, lies.
+                # Not SIG_IGN, SIG_DFL, or the handler of a program that embeds Python; and not the
+                # note of an ending block in which a finaliser has begun this block.
                 if callable(handler) and not isinstance(handler, _Note):
                     self._note = _Note(handler)
                     signal(_NUMBER, self._note)
@@ -78,7 +77,7 @@ class _Uninterrupted(ContextDecorator):
         self._depth = 0
         if note is None:
             return
-        if getsignal(_NUMBER) is note:  # else one was set in the block, and stays
+        if getsignal(_NUMBER) is note:  # else the block has set another one, which stays
             signal(_NUMBER, note.handler)
         if note.came:
             note.handler(_NUMBER, sys._getframe(1))
@@ -88,7 +87,7 @@ uninterrupted = _Uninterrupted()
 """`with uninterrupted:` or `@uninterrupted`: SIGINT of the main thread waits for the end of the
 outermost block.
 
-The end raises what the handler of SIGINT raises, KeyboardInterrupt by default, after the block's
-work is done.  Blocks may be nested.  An exception of the block is the context of the one that the
-handler raises.
+The end raises the exception of SIGINT's handler, KeyboardInterrupt by default, after the block's
+work is done.  Blocks may be nested.  An exception of the block is the context of the handler's
+exception.
 """

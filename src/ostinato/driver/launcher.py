@@ -1,11 +1,11 @@
 """The hot paths of a replay and of a launch: in C (`_launch.c`) if that was built, else in Python.
 
 A launcher must take the slow path if its executable or stream is closed, if a capture is under
-way, or if a tap listens.  The code that closes, captures or adds a tap calls `cool()` on the
+way, or if there is a tap.  The code that closes, captures or adds a tap calls `cool()` on the
 launchers concerned first.  So the hot path needs one comparison and one driver call.  In Python
 the frame, the comparison and the ctypes call cost 0.2 to 0.7 µs; in C a fraction of that.
 
-The extension is optional: installed without a C compiler, everything works, in Python.
+The extension is optional: without a C compiler at installation, all of it runs in Python.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def _never() -> int:
     raise AssertionError("a hot call without a hot stream")
 
 
-# No stream is this object, so that a cold launcher needs no check of its own.
+# No stream is equal to this object, so a cold launcher needs no check of its own.
 _COLD: tuple[object, Callable[[], int]] = (object(), _never)
 
 
 class PythonLauncher:
-    """Something that is launched on a stream again and again; base of `GraphExec`.
+    """An object that is launched on a stream again and again; base of `GraphExec`.
 
     States: cold -> `_heat(stream, call)` -> hot on that stream -> `cool()` -> cold.
     """
 
-    # One tuple, read in one step: a thread must not combine one stream with another one's call.
+    # One tuple, read in one step: a thread must not combine one stream with the call of another.
     _hot = _COLD
 
     def launch(self, stream: Stream) -> None:
@@ -60,11 +60,11 @@ class PythonLauncher:
         hot, call = self._hot
         if stream is not hot:
             self._launch_slowly(stream)
-        elif call():  # a status that is not 0: nothing was launched
+        elif call():  # a status other than 0: nothing was launched
             self._launch_checked(stream)
 
     def _heat(self, stream: Stream, call: Callable[[], int], /) -> None:
-        """From now on, `launch` on that stream calls `call`, which returns a status."""
+        """Makes later `launch`es on that stream call `call`, which returns a status."""
         self._hot = (stream, call)
 
     def cool(self) -> None:
@@ -81,11 +81,11 @@ class PythonLauncher:
 
 
 class PythonSeat:
-    """The place of something in a cache: a lease keeps it from being closed under a launch.
+    """The place of an object in a cache: a lease keeps it from being closed during a launch.
 
         here -> leave() -> leaving, as long as a lease is out -> to be closed
 
-    A caller that gets True from `leave` or `release` must close it.
+    A caller for which `leave` or `release` returns True must close the object.
     """
 
     __slots__ = ("_guard", "leases", "leaving", "uses")
@@ -95,10 +95,10 @@ class PythonSeat:
         self.leases = 0
         self.leaving = False
         self.uses = 0
-        """How often it was leased."""
+        """The number of leases so far."""
 
     def lease(self) -> bool:
-        """Takes a lease; False, and there is none, if it is leaving."""
+        """Takes a lease; returns False, without a lease, if the object is leaving."""
         with self._guard:
             if self.leaving:
                 return False
@@ -107,30 +107,30 @@ class PythonSeat:
             return True
 
     def release(self) -> bool:
-        """Ends a lease.  True if it is leaving and this was the last one."""
+        """Ends a lease.  Returns True if the object is leaving and this was the last lease."""
         with self._guard:
             self.leases -= 1
             return self.leaving and not self.leases
 
     def leave(self) -> bool:
-        """Refuses leases from here on.  True if none is out."""
+        """Refuses leases from here on.  Returns True if none is out."""
         with self._guard:
             self.leaving = True
             return not self.leases
 
 
 class PythonRepeat:
-    """A call that replays what the call before it has replayed, as long as nothing else is asked.
+    """A call that repeats the last replay, as long as its arguments and guards are unchanged.
 
     `lock` is held during the launch.  `guarded` are objects and names of their attributes.
-    `again`, with the sizes of a call by name, launches and returns `answer` if the sizes are those
-    that it was armed with, whole numbers, each attribute is the object that it was then, and the
-    launcher is hot; else it does nothing and returns None.  It raises what the launch raises.
+    `again`, with the sizes of a call by name, launches and returns `answer` if the sizes are the
+    armed ones (whole numbers), each attribute still is the armed object, and the launcher is hot;
+    else it does nothing and returns None.  It raises the errors of the launch.
 
         cold -> arm() -> hot for `left` launches, or until cool()
 
-    `touch` is called with the seat before the launch if it is not the `latest` of the `table`;
-    `release` is called with the seat whose last lease has ended after it left.
+    `touch` is called with the seat before the launch if the seat is not the `latest` of the
+    `table`; `release` is called with a seat that has left and whose last lease has ended.
     """
 
     def __init__(
@@ -162,15 +162,15 @@ class PythonRepeat:
         left: int,
         /,
     ) -> None:
-        """From here on such calls are launches of the launcher on the stream."""
+        """Makes calls with these sizes launch the launcher on the stream from here on."""
         self._armed, self.left = (sizes, wanted, seat, launcher, stream), left
 
     def cool(self) -> None:
-        """Nothing is repeated until `arm` is called again."""
+        """Stops all repeats until `arm` is called again."""
         self._armed = None
 
     def taken(self) -> int:
-        """How many launches there were since this was asked last."""
+        """Returns the number of launches since the last call of this."""
         count, self._count = self._count, 0
         return count
 
@@ -215,26 +215,26 @@ else:
 
 
 def compiled() -> bool:
-    """Whether the extension was loaded."""
+    """True if the extension was loaded."""
     return _extension is not None
 
 
 def description() -> str:
-    """Which path replays take, in words; if it is not the compiled one, the reason too."""
+    """Returns the path that replays take, in words; if not compiled, with the reason."""
     return "compiled" if compiled() else f"ctypes; of the compiled one: {_missing or 'left out'}"
 
 
 def prepare(function: Any, executable: int, stream: int) -> Callable[[], int]:
-    """`function(executable, stream)` as a call without arguments that returns its status.
+    """Returns `function(executable, stream)` as a call without arguments that returns its status.
 
-    `function`: a ctypes function without argument types.  The call releases the GIL, and it
-    converts nothing and looks nothing up.
+    `function`: a ctypes function without argument types.  The call releases the GIL, converts
+    nothing and looks nothing up.
     """
     if _extension is not None:
         address = ctypes.cast(function, ctypes.c_void_p).value
         made: Callable[[], int] = _extension.Prepared(address, executable, stream)
         return made
-    # Two ctypes objects, so that ctypes converts nothing, and no frame of Python.
+    # Two ctypes objects, so that ctypes converts nothing and no Python frame is needed.
     return partial(function, ctypes.c_void_p(executable), ctypes.c_void_p(stream))
 
 
@@ -246,20 +246,21 @@ def repeat(
     touch: Callable[[Any], object],
     release: Callable[[Any], object],
 ) -> Repeat:
-    """See `PythonRepeat`: compiled where the extension was built."""
+    """Makes a `PythonRepeat`, or its compiled twin where the extension was built."""
     kind = PythonRepeat if _extension is None else _extension.Repeat
     made: Repeat = kind(lock, answer, guarded, table, touch, release)
     return made
 
 
 def packer(codes: str, slots: Sequence[ParameterSlot], elements: Sequence[Element | None]) -> Pack:
-    """A function that packs the values of one launch into bytes.
+    """Returns a function that packs the values of one launch into bytes.
 
-    It returns None if a value does not have exactly the type of its slot; `Signature.pack` then
-    converts the value or raises the error.  `codes`: one of `signature.PLAIN_CODES` for each slot;
-    `elements`: what a pointer takes (`Signature.elements`), None for the other slots.
-    An address is an int; that of a buffer (`Buffer._pointer`), whose element is the slot's or its
-    space's raw one; or what `signature.address_for` returns.
+    The function returns None if a value does not have exactly the type of its slot;
+    `Signature.pack` then converts the value or raises the error.  `codes`: one of
+    `signature.PLAIN_CODES` for each slot; `elements`: the element that a pointer takes
+    (`Signature.elements`), None for other slots.  An address is an int; that of a buffer
+    (`Buffer._pointer`) whose element is the slot's or its space's raw one; or the result of
+    `signature.address_for`.
     """
     if _extension is not None:
         offsets = tuple(slot.offset for slot in slots)
@@ -307,16 +308,16 @@ def _pack(
 
 
 KernelTarget: TypeAlias = tuple[int, int, int, int]
-"""What C calls, and for what: the addresses of cuLaunchKernelEx and cuCtxGetCurrent, the context
+"""The target of a C call: the addresses of cuLaunchKernelEx and cuCtxGetCurrent, the context
 that must be current, and the function.  Only C reads it."""
 
 
 def function_call(pack: Pack, target: KernelTarget) -> PlainLaunch | None:
-    """The launches of one function as a single call: `call(stream, grid, block, shared, values)`.
+    """Returns one function's launches as one call: `call(stream, grid, block, shared, values)`.
 
     The call returns the status, or None if nothing was launched: a value does not have exactly the
     type of its slot, a number does not fit, or another context is current.  `pack`: from `packer`.
-    Returns None where the extension was not built, and if the arguments are too many for it.
+    Returns None without the extension, and if there are too many arguments for it.
     """
     made = getattr(pack, "__self__", None)
     if _extension is None or type(made) is not _extension.Packer:
@@ -335,11 +336,11 @@ def kernel_call(
     attributes: tuple[int, int],
     arguments: KernelArguments,
 ) -> Callable[[], int | None] | None:
-    """One kernel launch as a call without arguments.
+    """Returns one kernel launch as a call without arguments.
 
-    The call returns the status, or None if another context is current: then nothing was launched.
+    The call returns the status, or None, without a launch, if another context is current.
     `attributes`: the address of the launch attributes, which must stay valid, and their number.
-    Returns None where the extension was not built, and for arguments that a library packed.
+    Returns None without the extension, and for arguments that a library packed.
     Raises OverflowError for a number that the driver cannot take.
     """
     data, layout = arguments.data, arguments.layout
@@ -355,10 +356,10 @@ def kernel_call(
 def kernel_node(
     calls: tuple[int, int], context: int, executable: int, node: int, params: KernelNodeParams
 ) -> KernelSetter | None:
-    """A kernel node of an executable, whose arguments are set by calls from C.
+    """Returns a setter for a kernel node of an executable that calls the driver from C.
 
     `calls`: the addresses of cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent.  Returns None
-    where the extension was not built, and for arguments that C does not take.
+    without the extension, and for arguments that C does not take.
     """
     arguments, config = params.arguments, params.config
     if _extension is None or (arguments.data and not (arguments.packed or arguments.layout)):
@@ -377,10 +378,10 @@ def kernel_node(
 def set_nodes(writes: list[tuple[KernelSetter, int, bytes]]) -> tuple[int, int] | None:
     """Makes many writes of `KernelSetter`s of one executable, all or none, in one call of C.
 
-    Writes of one node that are next to each other take one call of the driver.  Returns the status
-    and that of taking back what was made before a refusal: if the first is not 0, nothing was
-    changed, unless the second is not 0 either.  None if nothing was tried: the extension was not
-    built, a setter is not its own, or another context is current.
+    Adjacent writes of one node take one driver call.  Returns two statuses: that of the writes,
+    and that of their rollback after a refusal.  If the first is not 0, nothing was changed, unless
+    the second is not 0 either.  Returns None, without any write, if the extension was not built, a
+    setter is not the extension's, or another context is current.
     """
     if _extension is None or not all(type(w[0]) is _extension.KernelNode for w in writes):
         return None
@@ -391,8 +392,8 @@ def set_nodes(writes: list[tuple[KernelSetter, int, bytes]]) -> tuple[int, int] 
 def set_words(
     setters: list[KernelSetter], counts: bytes, places: bytes, values: bytes
 ) -> tuple[int, int] | None:
-    """What `set_nodes` does, for words of 8 bytes: for each setter how many (32-bit), and for all
-    of them in a row their offsets (32-bit) and the words."""
+    """Does the work of `set_nodes` for 8-byte words: `counts` has the number of words of each
+    setter (32-bit); `places` (32-bit offsets) and `values` follow for all setters in a row."""
     if _extension is None or not all(type(one) is _extension.KernelNode for one in setters):
         return None
     made: tuple[int, int] | None = _extension.set_words(setters, counts, places, values)
@@ -400,19 +401,19 @@ def set_words(
 
 
 def node_reader() -> Callable[..., Any] | None:
-    """`read_nodes` of the extension, or None where it was not built."""
+    """Returns `read_nodes` of the extension, or None without it."""
     return None if _extension is None else _extension.read_nodes
 
 
 def capture_reader() -> Callable[..., Any] | None:
-    """`capture_info` of the extension, or None where it was not built."""
+    """Returns `capture_info` of the extension, or None without it."""
     return None if _extension is None else _extension.capture_info
 
 
 @contextmanager
 def without_extension() -> Iterator[None]:
-    """Executables that are made and used inside run as if the extension was not built: for tests,
-    and to measure what it gains.  One thread at a time may enter."""
+    """Makes executables that are made and used in the block run as without the extension: for
+    tests, and to measure its gain.  One thread at a time may enter."""
     global _extension
     kept = _extension
     if kept is None:

@@ -13,24 +13,24 @@ _MACHINERY = ("contextlib", "threading")
 
 
 def describe_line(filename: str, line: int) -> str:
-    """ "file:line: source", the source where it can be read."""
+    """Returns "file:line: source"; without the source if it cannot be read."""
     source = linecache.getline(filename, line).strip()
     return f"{filename}:{line}: {source}" if source else f"{filename}:{line}"
 
 
 def caller_location() -> str:
-    """The innermost line outside this package (models and CLI count as users of it)."""
+    """Returns the innermost line outside this package (models and CLI count as users of it)."""
     line = caller_line()
     return "unknown line" if line is None else describe_line(*line)
 
 
 def caller_line(above: int = 1) -> tuple[str, int] | None:
-    """`caller_location` as file and line number, which `describe_line` makes into text later.
+    """Returns the place of `caller_location` as file and line number, for `describe_line`.
 
-    `above`: how many frames above this one are known to be this package's own.
+    `above`: the number of frames above this one that are known to be this package's own.
     """
     frame: FrameType | None = sys._getframe(above)
-    while frame is not None:  # as `is_internal`, without a call for each frame
+    while frame is not None:  # the test of `is_internal`, without a call for each frame
         if not _is_machinery(frame.f_globals.get("__name__", "")):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
@@ -38,9 +38,9 @@ def caller_line(above: int = 1) -> tuple[str, int] | None:
 
 
 def is_internal(frame: FrameType) -> bool:
-    """Whether a frame is this package's own machinery, not a user of it.
+    """True if a frame belongs to this package itself, not to a user of it.
 
-    By the module's name, not the file: generated code (dataclasses) has no file.
+    Decided by the module's name, not the file: generated code (dataclasses) has no file.
     """
     return _is_machinery(frame.f_globals.get("__name__", ""))
 

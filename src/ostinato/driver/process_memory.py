@@ -11,7 +11,7 @@ import numpy.typing as npt
 def as_numpy(
     address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
 ) -> npt.NDArray[Any]:
-    """A writable array over memory, without a copy, in C order; it keeps `owner` alive."""
+    """Returns a writable C-order array over memory, without a copy; it keeps `owner` alive."""
     if 0 in shape:
         return np.empty(shape, dtype)
     return np.asarray(_Memory(address, shape, dtype, owner))

@@ -1,4 +1,4 @@
-"""Signatures of kernels as text, and Python values packed into a parameter buffer by them.
+"""Signatures of kernels as text, and the packing of Python values into a parameter buffer.
 
 A signature is text such as ``"x: *f32, y: *const f32, out: *out f32, n: u32"``:
 
@@ -8,11 +8,11 @@ A signature is text such as ``"x: *f32, y: *const f32, out: *out f32, n: u32"``:
 * ``cond`` a conditional handle; ``bytes[24]`` a struct by value (aligned to 8);
 * ``*bytes`` a pointer to memory of any type (``void*``).
 
-Both drivers pack arguments by it; the recorder takes a launch's reads and writes from it.  The
-layout is C's: each parameter aligned to its own size, as nvcc lays out a kernel's parameters.
+Both drivers pack arguments by the signature; the recorder takes a launch's reads and writes from
+it.  The layout is C's: each parameter aligned to its own size, as nvcc lays out parameters.
 
-Memory that says what it holds, and of which device it is, has an `Element`; a pointer takes memory
-of its own type and device, or bytes of no type.
+Memory with a known dtype and device has an `Element`; a pointer takes memory of its own type and
+device, or bytes of no type.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Access(enum.Flag):
-    """What a kernel does with the memory behind a pointer."""
+    """The access of a kernel to the memory behind a pointer."""
 
     READ = enum.auto()
     WRITE = enum.auto()
@@ -53,7 +53,7 @@ class _Scalar(NamedTuple):
     code: str
 
 
-# The one table of types.  bfloat16 has no NumPy type: kernels on the host see its bits.
+# The one table of types.  NumPy has no bfloat16: kernels on the host get its bits.
 _SCALARS = {
     "i8": _Scalar(np.dtype(np.int8), "b"),
     "u8": _Scalar(np.dtype(np.uint8), "B"),
@@ -71,19 +71,19 @@ _SCALARS = {
 }
 
 BYTES = np.dtype(np.uint8, metadata={"ostinato": "bytes"})
-"""The dtype "bytes": memory of which only the size is known, for pointers of any type.  To NumPy it
-is uint8; told from that by identity."""
+"""The dtype "bytes": memory of which only the size is known, for pointers of any type.  NumPy
+treats it as uint8; code distinguishes them by identity."""
 
 _WORDS = {
     **{word: scalar.dtype for word, scalar in _SCALARS.items() if word not in ("i8", "u8", "cond")},
     "bfloat16": _SCALARS["bf16"].dtype,
     "bytes": BYTES,
 }
-"""The words for dtypes that are not NumPy's.  NumPy's "f16" would be a float of 128 bits."""
+"""The words for dtypes that NumPy lacks.  NumPy's "f16" would be a float of 128 bits."""
 
 
 def _numpys_words() -> dict[str, str]:
-    """The types of the table by NumPy's names: "float32" and "f4" are "f32"."""
+    """Returns the types of the table by NumPy's names: "float32" and "f4" are "f32"."""
     words = {"bfloat16": "bf16"}
     for word, scalar in _SCALARS.items():
         if word not in ("bf16", "cond"):
@@ -96,10 +96,10 @@ _NUMPYS = _numpys_words()
 
 
 def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """The dtype of a word of signatures ("f32", "bf16": its bits as uint16), of "bytes" (`BYTES`),
-    or of what NumPy takes.
+    """Returns the dtype of a word of signatures ("f32", "bf16": its bits as uint16), of "bytes"
+    (`BYTES`), or of a value that `np.dtype` accepts.
 
-    Raises InputError for what is no dtype, and for "i8" and "u8", which have 8 bits in signatures
+    Raises InputError for other values, and for "i8" and "u8", which have 8 bits in signatures
     and 8 bytes in NumPy.
     """
     if isinstance(dtype, str):
@@ -121,30 +121,30 @@ def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """NumPy's name of a dtype; "bytes" for `BYTES`."""
+    """Returns NumPy's name of a dtype; "bytes" for `BYTES`."""
     return "bytes" if dtype is BYTES else dtype.name
 
 
-# ------------------------------------------------------------ what memory holds, and whose it is
+# --------------------------------------------------------- the type and device of memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Element:
-    """What a piece of memory holds, and of which device it is.
+    """The dtype of a piece of memory, and its device.
 
     There is one object for each pair, so that the packers, also in C, compare identities.
     """
 
     space: Space
     dtype: np.dtype[Any] | None
-    """As signatures can name it (`_pointed`); None for bytes of no type."""
+    """The dtype as signatures name it (`_pointed`); None for bytes of no type."""
 
 
 class Space:
-    """The memory that the kernels of one device use: one for each context of a driver, which two
-    devices that were opened on one GPU share.
+    """The memory that the kernels of one device use: one object for each context of a driver, which
+    two devices that were opened on one GPU share.
 
-    `host_memory`: whether kernels also use the pinned memory of other devices that have this.
+    `host_memory`: true if kernels also use the pinned memory of other such devices.
     """
 
     def __init__(self, name: str, *, host_memory: bool = False) -> None:
@@ -154,19 +154,19 @@ class Space:
         self._elements: dict[np.dtype[Any], Element] = {}
 
     def element(self, dtype: np.dtype[Any]) -> Element:
-        """The element of memory with this dtype."""
+        """Returns the element of memory with this dtype."""
         if dtype is BYTES:
             return self.raw
         found = self._elements.get(dtype)
         if found is None:
             kind = _pointed(dtype)
-            # Two threads may come here at once: only one object for a kind is ever handed out.
+            # Two threads may come here at once: both must return the same object for a kind.
             found = self._elements.setdefault(kind, Element(self, kind))
             self._elements.setdefault(dtype, found)
         return found
 
     def takes(self, memory: object) -> bool:
-        """Whether kernels can use what a value stands for; True where that is not known."""
+        """True if kernels can use the memory of a value, or if that is unknown."""
         pointer = getattr(memory, "_pointer", None)
         if type(pointer) is not tuple or pointer[1].space is self:
             return True
@@ -174,7 +174,8 @@ class Space:
         return both and getattr(memory, "pinned", False) is True
 
     def require(self, memory: object, what: str, of: str = "it is used on") -> None:
-        """Raises InputError, with `what` and the memory in front, for memory of another device."""
+        """Raises InputError, which begins with `what` and the memory, for another device's
+        memory."""
         if not self.takes(memory):
             theirs = memory._pointer[1].space  # type: ignore[attr-defined]
             raise InputError(
@@ -187,12 +188,12 @@ class Space:
 
 _opened = itertools.count(1)
 _spaces: weakref.WeakValueDictionary[int, Space] = weakref.WeakValueDictionary()
-"""By the handle of a CUDA context."""
+"""The spaces by the handle of a CUDA context."""
 _spaces_lock = new_lock()
 
 
 def space_of(driver: Driver) -> Space:
-    """The space of a driver's memory: one for all drivers of one CUDA context."""
+    """Returns the space of a driver's memory: one for all drivers of one CUDA context."""
     cuda = driver.cuda_context
     if cuda is None:
         return Space(driver.name)
@@ -204,9 +205,9 @@ def space_of(driver: Driver) -> Space:
 
 
 def _pointed(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype as a signature names it: of a struct that of its fields, if all have one; uint8 for
-    other structs, for flags, and for other types of one byte; and uint16 for bfloat16, which NumPy
-    has only as an extension."""
+    """Returns the dtype as a signature names it: for a struct the type of its fields, if they share
+    one; uint8 for other structs, for flags, and for other types of one byte; and uint16 for
+    bfloat16, which NumPy has only as an extension."""
     if dtype.names is not None:
         fields = {_pointed(dtype[name].base) for name in dtype.names}
         packed = sum(dtype[name].itemsize for name in dtype.names) == dtype.itemsize
@@ -219,7 +220,7 @@ def _pointed(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _agrees(held: np.dtype[Any] | None, wanted: np.dtype[Any] | None) -> bool:
-    """Whether a pointer to `wanted` may point at memory that holds this; None: nothing is said."""
+    """True if a pointer to `wanted` may point at memory of type `held`; None: unknown."""
     if held is None or wanted is None or _pointed(held) == wanted:
         return True
     return held.names is not None and wanted == _SCALARS["u8"].dtype
@@ -237,7 +238,7 @@ _PARAMETER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One kernel parameter.  `dtype` is of the value, or of what a pointer points to."""
+    """One kernel parameter.  `dtype` is that of the value, or of the memory behind a pointer."""
 
     name: str
     type: str
@@ -267,11 +268,11 @@ class _LaidOut:
     layout: tuple[ParameterSlot, ...] = field(repr=False, compare=False)
     """Offset and size of each parameter in the packed buffer."""
     pointers: tuple[int, ...] = field(repr=False, compare=False)
-    """Which parameters are pointers, by index."""
+    """The indices of the parameters that are pointers."""
 
 
 class Signature(_LaidOut):
-    """The parameters of a kernel, in order, and where they lie in the packed buffer (`layout`)."""
+    """The parameters of a kernel, in order, and their places in the packed buffer (`layout`)."""
 
     __slots__ = ()
 
@@ -287,7 +288,7 @@ class Signature(_LaidOut):
 
     @classmethod
     def parse(cls, text: str) -> Signature:
-        """Reads a signature.  Raises InputError that quotes the part that cannot be read."""
+        """Reads a signature.  Raises InputError, which quotes the part that cannot be read."""
         if not isinstance(text, str):
             raise InputError(
                 f"a signature is text like 'x: *f32, n: u32', not {type(text).__name__} "
@@ -302,8 +303,8 @@ class Signature(_LaidOut):
         return cls(tuple(parameters))
 
     def index(self, name: str, where: str = "") -> int:
-        """The position of a parameter by name.  Raises InputError that lists the names, with
-        `where` before it."""
+        """Returns the position of a parameter by name.  Raises InputError, which lists the names
+        after `where`."""
         for index, parameter in enumerate(self.parameters):
             if parameter.name == name:
                 return index
@@ -311,7 +312,7 @@ class Signature(_LaidOut):
         raise InputError(f"{where}there is no parameter {name!r}; there are: {known}")
 
     def elements(self, space: Space) -> tuple[Element | None, ...]:
-        """What each pointer takes on a device; None for the other parameters."""
+        """Returns the element that each pointer takes on a device; None for other parameters."""
         return tuple([space.element(p.dtype) if p.pointer else None for p in self.parameters])
 
     def pack(
@@ -322,10 +323,10 @@ class Signature(_LaidOut):
     ) -> KernelArguments:
         """Packs values (buffers, addresses, numbers, bytes).
 
-        `layout`: the function's own, with a slot of the same size for each parameter, where a
-        struct by value is aligned otherwise than the signature can say.  `space`: of the kernel's
-        device, where that is known.  Raises InputError by name, also for memory that holds another
-        type than its pointer's, or is of another device.
+        `layout`: that of the function, with a slot of the same size for each parameter, if a struct
+        by value is aligned in a way that the signature cannot express.  `space`: that of the
+        kernel's device, if known.  Raises InputError, by name, also for memory of another type than
+        its pointer's, or of another device.
         """
         if len(values) != len(self.parameters):
             raise InputError(
@@ -340,8 +341,8 @@ class Signature(_LaidOut):
 
     @staticmethod
     def pack_one(parameter: Parameter, value: object, space: Space | None = None) -> bytes:
-        """The bytes of one argument.  Raises InputError if the value does not fit the type, and for
-        memory of another type or device."""
+        """Returns the bytes of one argument.  Raises InputError if the value does not fit the type,
+        and for memory of another type or device."""
         if parameter.pointer:
             address, held = _memory(value)
             if address is None:
@@ -369,7 +370,7 @@ class Signature(_LaidOut):
 
 
 def _wrong_type(parameter: Parameter, held: np.dtype[Any]) -> str:
-    """The error for memory that holds something else than its parameter points at."""
+    """Returns the error text for memory of another type than its parameter's."""
     word = parameter.type if parameter.type not in ("i8", "u8") else parameter.dtype.name
     return (
         f"parameter {parameter.name!r} points at {parameter.type}, and the memory holds "
@@ -404,7 +405,7 @@ def _parse_parameter(part: str, text: str) -> Parameter:
 
 
 def buffer_struct(codes: Iterable[str], slots: Sequence[ParameterSlot]) -> struct.Struct:
-    """A parameter buffer as `struct` packs and unpacks it: one value a slot, addresses as ints.
+    """Returns the `struct` that packs a parameter buffer: one value a slot, addresses as ints.
 
     `codes`: a `Parameter.code` for each slot.
     """
@@ -416,17 +417,17 @@ def buffer_struct(codes: Iterable[str], slots: Sequence[ParameterSlot]) -> struc
 
 
 def address_of(value: object) -> int | None:
-    """The device address that a value stands for, or None if it has none.
+    """Returns the device address of a value, or None if it has none.
 
-    Plain whole numbers are addresses; so is whatever has an integer `address`, or a
+    Plain whole numbers are addresses; so are an integer attribute `address`, and the data of a
     `__cuda_array_interface__`.
     """
     return _memory(value)[0]
 
 
 def address_for(value: object, element: Element | None) -> int | None:
-    """`address_of`, for a pointer that takes this element; None for memory that holds another, or
-    is of another device.  Without an element any memory will do."""
+    """Returns `address_of` for a pointer that takes this element; None for memory of another type
+    or device.  Without an element any memory is accepted."""
     address, held = _memory(value)
     if element is None or address is None:
         return address
@@ -434,8 +435,8 @@ def address_for(value: object, element: Element | None) -> int | None:
 
 
 def _memory(value: object) -> tuple[int | None, np.dtype[Any] | None]:
-    """The address that a value stands for, or None; and what the memory holds, if it says so: a
-    buffer, and a device array of another library."""
+    """Returns the address of a value, or None; and the dtype of its memory, if it has one: a
+    buffer, or a device array of another library."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return int(value), None
     pointer = getattr(value, "_pointer", None)
@@ -451,8 +452,8 @@ def _memory(value: object) -> tuple[int | None, np.dtype[Any] | None]:
 
 
 def held_by(target: object) -> np.dtype[Any] | None:
-    """What a buffer, also a closed one, or another library's device array holds, as signatures name
-    it; None for bytes of no type, and for what does not say it."""
+    """Returns the dtype of a buffer, also a closed one, or of another library's device array, as
+    signatures name it; None for bytes of no type, and for values without a dtype."""
     dtype = getattr(target, "dtype", None)
     if not isinstance(dtype, np.dtype):
         interface = array_interface(target)
@@ -462,7 +463,7 @@ def held_by(target: object) -> np.dtype[Any] | None:
 
 @lru_cache(maxsize=256)
 def _type_of(typestr: object) -> np.dtype[Any] | None:
-    """None for what is missing, and for a type that NumPy does not have."""
+    """Returns None for a missing type, and for a type that NumPy does not have."""
     try:
         return np.dtype(typestr) if isinstance(typestr, str) else None
     except TypeError:
@@ -470,9 +471,9 @@ def _type_of(typestr: object) -> np.dtype[Any] | None:
 
 
 def array_interface(value: object) -> dict[str, Any] | None:
-    """Another library's `__cuda_array_interface__`, or None if it has none.
+    """Returns another library's `__cuda_array_interface__`, or None if there is none.
 
-    Raises InputError where the library refuses it (a torch tensor that requires a gradient).
+    Raises InputError if the library refuses it (a torch tensor that requires a gradient).
     """
     try:
         interface = getattr(value, "__cuda_array_interface__", None)
@@ -485,9 +486,9 @@ def array_interface(value: object) -> dict[str, Any] | None:
 
 
 def element_bytes(typestr: str) -> int:
-    """Bytes of an element of an array interface.  Raises InputError for what is no type.
+    """Returns the bytes of an element of an array interface.  Raises InputError for no type.
 
-    The number in it counts characters for text ("<U4"), and a unit may follow it ("<M8[ns]").
+    The number in `typestr` counts characters for text ("<U4"), and a unit may follow ("<M8[ns]").
     """
     try:
         return np.dtype(typestr).itemsize
@@ -498,17 +499,17 @@ def element_bytes(typestr: str) -> int:
 
 
 def is_native(dtype: np.dtype[Any]) -> bool:
-    """Whether all numbers have the byte order of this machine.
+    """True if all numbers have the byte order of this machine.
 
-    `isnative` is True for fields that are arrays, whatever is in them (NumPy 2.4).
+    `isnative` is True for fields that are arrays, whatever their elements are (NumPy 2.4).
     """
     return dtype == dtype.newbyteorder("=")
 
 
 def exact_bytes(dtype: np.dtype[Any], value: object, what: str) -> bytes:
-    """The bytes of one number of this type.
+    """Returns the bytes of one number of this type.
 
-    Raises InputError, with `what` in it, if the value does not survive: no number, out of bounds, a
+    Raises InputError, with `what` in it, if the value would be lost: no number, out of bounds, a
     fraction for whole numbers, a finite number that would become infinite.  Floats are rounded.
     """
     if isinstance(value, np.generic) and value.dtype != dtype and value.dtype.kind != "b":
@@ -538,14 +539,14 @@ def exact_bytes(dtype: np.dtype[Any], value: object, what: str) -> bytes:
 
 
 _EXACT_FLOATS = 1 << 53
-"""Below this every whole number is a float of its own."""
+"""The limit below which every whole number is a float of its own."""
 
 
 def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]:
-    """`values` as an array of this dtype in C order; as it is if it is one.
+    """Returns `values` as a C-order array of this dtype; unchanged if it is one already.
 
-    Raises InputError if a value does not survive: no number, out of bounds, a fraction for whole
-    numbers, another number than 0 and 1 for flags, an imaginary part for real numbers, a finite
+    Raises InputError if a value would be lost: no number, out of bounds, a fraction for whole
+    numbers, a number other than 0 and 1 for flags, an imaginary part for real numbers, a finite
     number that would become infinite.  Numbers are rounded to the float type, whole ones too.
     Structs, which are tuples or come from an array of structs, are converted field by field.
     """
@@ -585,10 +586,10 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
 
 
 def _exact_structs(dtype: np.dtype[Any], values: object) -> npt.NDArray[Any]:
-    """`exact_array` of structs.
+    """Does the work of `exact_array` for structs.
 
-    NumPy would drop fractions, and take the fields of another struct by their order, whatever
-    their names are.
+    NumPy would drop fractions, and match the fields of another struct by their order instead of
+    their names.
     """
     if isinstance(values, list):
         rows = [_exact_structs(dtype, row) for row in values]
@@ -614,9 +615,9 @@ def _exact_structs(dtype: np.dtype[Any], values: object) -> npt.NDArray[Any]:
 
 
 def refuse_masked(values: object, what: str = "") -> None:
-    """Raises InputError, with `what` in front, for masked elements: what is under a mask would be
-    taken for values."""
-    # By the mask's bytes: NumPy cannot ask that of a mask of structs.
+    """Raises InputError, which begins with `what`, for masked elements: the values under a mask
+    would be used as values."""
+    # By the mask's bytes: NumPy has no `any` for a mask of structs.
     if (
         isinstance(values, np.ma.MaskedArray)
         and np.frombuffer(np.ma.getmaskarray(values).tobytes(), bool).any()
@@ -628,8 +629,8 @@ def refuse_masked(values: object, what: str = "") -> None:
 
 
 def _whole_numbers(values: npt.ArrayLike, given: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """`given`, or `values` as objects if all are whole numbers: NumPy makes floats of those that no
-    type of 64 bits holds together."""
+    """Returns `given`, or `values` as objects if all are whole numbers: NumPy converts whole
+    numbers that have no common 64-bit type to floats."""
     numbers = np.array(values, object)
     return numbers if _are_whole(numbers) else given
 
@@ -639,9 +640,9 @@ def _are_whole(numbers: npt.NDArray[Any]) -> bool:
 
 
 def _require_numbers(dtype: np.dtype[Any], given: npt.NDArray[Any]) -> None:
-    """Raises InputError for values that a type of numbers or flags has no equal of.
+    """Raises InputError for values without an equal in a type of numbers or flags.
 
-    Too large floats are left to the caller.
+    The caller handles floats that are too large.
     """
     kind = given.dtype.kind
     if kind == "O" and dtype.kind in "iu" and _are_whole(given):
@@ -670,7 +671,7 @@ def _require_numbers(dtype: np.dtype[Any], given: npt.NDArray[Any]) -> None:
 
 
 def _require_bounds(dtype: np.dtype[Any], low: Any, high: Any) -> None:
-    """Raises InputError unless whole numbers from `low` to `high` fit into a type of them."""
+    """Raises InputError unless whole numbers from `low` to `high` fit into this integer type."""
     info = np.iinfo(dtype)
     for bad in (int(low), int(high)):
         if not info.min <= bad <= info.max:
@@ -685,7 +686,7 @@ def _bounds(dtype: np.dtype[Any]) -> str:
 
 
 def _rounded(dtype: np.dtype[Any], value: float, what: str) -> bytes:
-    """The bytes of a number that may be rounded, but not to infinity."""
+    """Returns the bytes of a number that may be rounded, but not to infinity."""
     try:
         with np.errstate(over="ignore"):
             made = np.array(value, dtype=dtype)
@@ -699,11 +700,11 @@ def _rounded(dtype: np.dtype[Any], value: float, what: str) -> bytes:
 def pack_untyped(
     slots: Sequence[ParameterSlot], values: Sequence[object], space: Space | None = None
 ) -> KernelArguments:
-    """Packs values for a function whose signature is not known, only its parameter sizes.
+    """Packs values for a function of which only the parameter sizes are known.
 
-    Floats become float32 or float64 by size, whole numbers two's complement by size, things with
-    an address 8-byte words, bytes must have the exact size.  A whole number for a parameter that
-    is really a float cannot be noticed here: give a signature, or NumPy scalars.
+    Floats become float32 or float64 by size, whole numbers two's complement by size, objects with
+    an address 8-byte words; bytes must have the exact size.  A whole number for a parameter that
+    is really a float cannot be detected: give a signature, or NumPy scalars.
     Raises InputError by index.
     """
     if len(values) != len(slots):
@@ -715,13 +716,13 @@ def pack_untyped(
 
 
 def _end(slots: Sequence[ParameterSlot]) -> int:
-    """Bytes of the packed parameter buffer."""
+    """Returns the size of the packed parameter buffer in bytes."""
     return max((slot.offset + slot.size for slot in slots), default=0)
 
 
 def pack_by_size(size: int, value: object, index: int, space: Space | None = None) -> bytes:
-    """The bytes of one argument whose size alone is known.  Raises InputError by index, also for
-    memory of another device."""
+    """Returns the bytes of one argument of which only the size is known.  Raises InputError by
+    index, also for memory of another device."""
     what = f"argument {index}"
     if isinstance(value, bytes | bytearray | memoryview | np.generic):
         raw = _array_bytes(value, what) if isinstance(value, np.generic) else bytes(value)
@@ -750,10 +751,10 @@ def pack_by_size(size: int, value: object, index: int, space: Space | None = Non
 
 
 def _array_bytes(value: np.generic | npt.NDArray[Any], what: str) -> bytes:
-    """The bytes of a NumPy scalar or array that is given as a struct.
+    """Returns the bytes of a NumPy scalar or array that is given as a struct.
 
-    Raises InputError where they are not what a kernel would read: a foreign byte order, Python
-    objects, masked elements.
+    Raises InputError if a kernel would read other values: a foreign byte order, Python objects,
+    masked elements.
     """
     refuse_masked(value, f"{what}: ")
     if value.dtype.hasobject or not is_native(value.dtype):

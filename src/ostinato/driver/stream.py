@@ -1,8 +1,8 @@
 """Streams, events, and `Operation`: one piece of stream work as a record.
 
-Everything this library submits to a stream is an `Operation`: the parameters of its graph node, the
-memory it reads and writes, and the objects that must stay alive.  The same record runs eagerly, is
-noted by a recording, and labels a node of a captured graph.
+All work that this library submits to a stream is an `Operation`: the parameters of its graph node,
+the memory that it reads and writes, and the objects that must stay alive.  The same record runs
+eagerly, is noted by a recording, and labels a node of a captured graph.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ _serials = itertools.count(1)
 
 
 def next_serial() -> int:
-    """A number above the `serial` of every event that was made so far."""
+    """Returns a number above the `serial` of every event that was made so far."""
     return next(_serials)
 
 
 def require_callable(function: object) -> None:
-    """Raises InputError for a host function that is none: the driver would call it much later."""
+    """Raises InputError if a host function is not callable: the driver would call it much later."""
     if not callable(function):
         raise InputError(f"a host function is called, and {function!r} cannot be")
 
 
 def require_stream(stream: object, call: str, context: Context | None = None) -> None:
-    """Raises InputError for what is no stream: of another library, say, or a device; and for a
-    stream of another device than `context`, if that is given."""
+    """Raises InputError for a value that is no stream (of another library, say, or a device), and
+    for a stream of another device than `context`, if that is given."""
     if not isinstance(stream, Stream):
         raise InputError(
             f"{call}: a Stream is needed, not {type(stream).__name__} "
@@ -74,7 +74,7 @@ def require_stream(stream: object, call: str, context: Context | None = None) ->
 class Operation:
     """One piece of stream work.
 
-    `reads` and `writes` are the memory it touches, for edges between recorded operations.  None
+    `reads` and `writes` are the memory it accesses, for edges between recorded operations.  None
     means unknown: such an operation is ordered against all others.  `keep` are the objects that
     must live as long as the work can run again.
     """
@@ -87,22 +87,22 @@ class Operation:
     signature: Signature | None = None
     """Names and types of a kernel's arguments, if they are known."""
     once: str = ""
-    """Why a graph must not repeat it; empty if it may."""
+    """The reason why a graph must not repeat it; empty if a graph may."""
     _found_open: list[object] = field(
         default_factory=lambda: [None], init=False, repr=False, compare=False
     )
-    """The context's `memory_epoch` in which all memory that it was made with was seen open."""
+    """A list of the context's `memory_epoch` at which all memory in `keep` was found open."""
 
     @property
     def usable(self) -> bool:
-        """Whether no memory that it was made with is closed."""
+        """True if none of its memory is closed."""
         return self._closed_memory() is None
 
     def require_usable(self, context: Context) -> None:
-        """Raises ClosedError if memory that it was made with is closed, InputError if it was made
-        with something of another device.  Looks again only after memory of the context was closed:
-        operations are often submitted by the thousand."""
-        epoch = context.memory_epoch  # read before the look: what is closed meanwhile changes it
+        """Raises ClosedError if memory in `keep` is closed, InputError if an object in it is of
+        another device.  Checks again only after memory of the context was closed: operations are
+        often submitted by the thousand."""
+        epoch = context.memory_epoch  # read before the check: a close meanwhile changes it
         if self._found_open[0] is epoch:
             return
         closed = self._closed_memory()
@@ -121,7 +121,7 @@ class Operation:
         self._found_open[0] = epoch
 
     def _closed_memory(self) -> object:
-        """The first closed memory of what it keeps, or None."""
+        """Returns the first closed memory in `keep`, or None."""
         for owner in self.keep:  # one loop: a call for each object takes twice as long
             if getattr(owner, "closed", False) is True and hasattr(owner, "range"):
                 return owner
@@ -134,7 +134,7 @@ class Event(Closeable):
         start, end = device.create_event(timing=True), device.create_event(timing=True)
         milliseconds = end.elapsed_since(start)    # once both are recorded and reached
 
-    `close()` or the end of `with` gives it back.  A graph with a node for it goes on working then.
+    `close()` or the end of `with` releases it.  A graph with a node for it still works then.
     Every call on a closed event raises ClosedError.
     """
 
@@ -143,10 +143,10 @@ class Event(Closeable):
         self.context = context
         self.timing = timing
         self.owner: object = _DriverEvent(context, timing, blocking)
-        """What graphs keep; None once it is closed."""
+        """The driver's event, which graphs keep; None after `close()`."""
         self._handle: EventHandle = self.owner.handle
         self.serial = next_serial()
-        """Which of two events was made first."""
+        """A number that rises with each event made."""
 
     def __repr__(self) -> str:
         timing = " with timing" if self.timing else ""
@@ -166,11 +166,10 @@ class Event(Closeable):
 
     @property
     def done(self) -> bool:
-        """Whether the work before its last record is done.
+        """True if the work before its last record is done, or if it was never recorded.
 
         Raises DriverError if it was last recorded in a capture, and no launch of the graph has
-        recorded it yet: with status 907 while the capture is under way, which breaks it.  An event
-        that was never recorded is done.
+        recorded it yet: with status 907 while the capture is under way, which breaks the capture.
         """
         with self.context.reporting():
             return self.context.driver.event_query(self._awaited())
@@ -183,17 +182,17 @@ class Event(Closeable):
             self.context.raise_failures()
 
     async def wait_async(self) -> None:
-        """As `synchronize`, in asyncio: `await event.wait_async()`.  The event loop goes on.
+        """Waits like `synchronize`, in asyncio (`await event.wait_async()`); the loop goes on.
 
-        A thread waits meanwhile; for an event made with `blocking` it sleeps.  Any number of tasks
-        may wait; a task that is cancelled does not disturb the others.  Raises as `done`, and what
-        made the context fail meanwhile.
+        A thread waits meanwhile; for an event made with `blocking` the thread sleeps.  Any number
+        of tasks may wait; cancelling a task does not disturb the others.  Raises as `done`, and the
+        error of a context that fails meanwhile.
         """
         driver, owner, handle = self.context.driver, self.owner, self._awaited()
 
         def wait() -> None:
             driver.event_synchronize(handle)
-            assert owner is not None  # kept until now: `close` does not destroy what is waited for
+            assert owner is not None  # kept until now: `close` must not destroy the awaited event
 
         with self.context.reporting():
             if driver.event_query(handle):
@@ -202,14 +201,14 @@ class Event(Closeable):
                 await wait_in_thread(wait)
 
     def _awaited(self) -> EventHandle:
-        """The driver's handle, for a call by which the host learns that the event was reached."""
+        """Calls the taps, and returns the driver's handle for a call that queries the event."""
         handle = self.handle
         for tap in self.context.taps:
             tap.awaited(self)
         return handle
 
     def elapsed_since(self, start: Event) -> float:
-        """Milliseconds from `start` to this event.
+        """Returns milliseconds from `start` to this event.
 
         For events recorded in a capture: the time of the graph's last launch.  Raises InputError
         unless both were made with `timing`, DriverError unless both were recorded (in a capture:
@@ -221,7 +220,7 @@ class Event(Closeable):
         return self.context.driver.event_elapsed(start._awaited(), self._awaited())
 
     def close(self) -> None:
-        """Gives the event back once no graph has a node for it.  Idempotent."""
+        """Releases the event once no graph has a node for it.  Idempotent."""
         self.owner = None
         self.context.collect()
 
@@ -239,8 +238,8 @@ class _DriverEvent:
 
 
 def handle_of(event: Event, context: Context) -> EventHandle:
-    """Raises InputError for what is no event: the driver would take a stream's handle for one; and
-    for an event of another device than `context`."""
+    """Returns an event's handle.  Raises InputError for other objects (the driver would accept a
+    stream's handle), and for an event of another device than `context`."""
     if not isinstance(event, Event):
         raise InputError(
             f"an Event is needed, not {type(event).__name__} (side.wait(stream.record()))"
@@ -296,7 +295,7 @@ class Stream(Closeable):
         return f"<Stream {self.handle:#x} on {self.context.driver.name}{state}>"
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """(version, handle), for libraries that take CUDA streams by this protocol.
+        """Returns (version, handle), for libraries that take CUDA streams by this protocol.
 
         Only on CUDA: NotAvailableError elsewhere.
         """
@@ -316,7 +315,7 @@ class Stream(Closeable):
         """Checks that a call on this stream may go to the driver, and returns the driver's handle.
 
         `what` names the call.  Raises ClosedError, and CaptureError if the call would go into
-        another thread's capture, or past the capture that must hold all work of this thread.
+        another thread's capture, or bypass the capture that must hold all work of this thread.
         """
         context = self.context
         if self.closed or context.closed:
@@ -331,10 +330,10 @@ class Stream(Closeable):
     def submit(self, operation: Operation) -> None:
         """Puts one operation on the stream (or into the capture that is under way on it).
 
-        Raises DriverError, ClosedError if memory that the operation was made with is closed, and
-        what `enter` raises; taps are told of the driver's refusal.
+        Raises DriverError, which the taps receive, ClosedError if memory of the operation is
+        closed, and the errors of `enter`.
         """
-        # What `require_usable` and `enter` ask first: the calls are a quarter of a launch.
+        # The first checks of `require_usable` and `enter`: the calls are a quarter of a launch.
         context = self.context
         if operation._found_open[0] is not context.memory_epoch:
             operation.require_usable(context)  # it may be much older than this call
@@ -374,16 +373,16 @@ class Stream(Closeable):
             self.announce(operation)
 
     def submit_as_graph(self, operation: Operation) -> None:
-        """As `submit`, by launching a graph of this operation alone, which costs the host some tens
-        of microseconds.  For work on a stream beside the one that a process launches on: the driver
+        """Submits by launching a graph of this operation alone, which costs the host some tens of
+        microseconds.  For work on a stream beside the one that a process launches on: the driver
         replays graphs more slowly once kernels, fills or copies on the device were put on two
         streams (docs/performance.md, "A second stream").
 
-        Raises what `submit` does.
+        Raises the errors of `submit`.
         """
         operation.require_usable(self.context)
         if self.context.captures or self.is_capturing:
-            self.submit(operation)  # a capture, also of another stream, forbids to make graphs
+            self.submit(operation)  # a capture, also of another stream, forbids making graphs
             return
         driver, retire = self.context.driver, self.context.retire
 
@@ -412,7 +411,7 @@ class Stream(Closeable):
         self, name: str, function: FunctionHandle, config: LaunchConfig, arguments: KernelArguments
     ) -> bool:
         """Puts a kernel on the stream as `submit` does.  Returns whether the caller must call
-        `announce`.  Raises DriverError, which the taps are told of, and what `enter` raises."""
+        `announce`.  Raises DriverError, which the taps receive, and the errors of `enter`."""
         context, thread = self.context, get_ident()
         launch = context.driver.launch_kernel
         try:
@@ -424,12 +423,12 @@ class Stream(Closeable):
         return bool(context.taps)
 
     def announce(self, operation: Operation) -> None:
-        """Tells the taps of an operation that the driver accepted on this stream."""
+        """Passes an operation that the driver accepted on this stream to the taps."""
         for tap in self.context.taps:
             tap.submitted(self, operation)
 
     def report(self, error: DriverError) -> None:
-        """Tells the taps that the driver refused a call on this stream."""
+        """Passes the driver's refusal of a call on this stream to the taps."""
         for tap in self.context.taps:
             tap.failed(self, error)
 
@@ -437,7 +436,7 @@ class Stream(Closeable):
         """Calls `function` in stream order on a driver's thread.  It must not call the driver.
 
         If it raises, the next call on a stream of the device that waits or submits work raises
-        HostFunctionError; at the latest the end of the process says it.
+        HostFunctionError; without such a call, the end of the process reports it.
         """
         require_callable(function)
         name = getattr(function, "__qualname__", type(function).__name__)
@@ -446,8 +445,8 @@ class Stream(Closeable):
     def record(self, event: Event | None = None) -> Event:
         """Records an event (a new one if none is given) after the work submitted so far.
 
-        In a capture or a recording each launch of its graph does, if the event is in use when the
-        graph is made.  In a capture that another library began, no launch does.
+        In a capture or a recording each launch of the graph records it, if the event exists when
+        the graph is made.  In a capture that another library began, no launch records it.
         """
         if event is None:
             event = Event(self.context)
@@ -459,10 +458,11 @@ class Stream(Closeable):
         return event
 
     def wait(self, event: Event) -> None:
-        """Later work of this stream waits for the event.
+        """Makes later work of this stream wait for the event.
 
         An event recorded inside a capture pulls this stream into the capture (fork and join).  A
-        stream that captures can wait for no others: raises DriverError (905) or CaptureBrokenError.
+        capturing stream can wait for no other events: raises DriverError (905) or
+        CaptureBrokenError.
         """
         handle = handle_of(event, self.context)
         wait = self.context.driver.stream_wait_event
@@ -479,8 +479,8 @@ class Stream(Closeable):
     async def wait_async(self) -> None:
         """Waits for the work submitted so far, in asyncio: `await stream.wait_async()`.
 
-        The event loop goes on, and so does this stream: later work is not waited for.  A thread
-        sleeps meanwhile.  Raises as `synchronize`, also what made the context fail meanwhile.
+        The event loop and this stream go on: later work is not waited for.  A thread sleeps
+        meanwhile.  Raises as `synchronize`, and the error of a context that fails meanwhile.
         """
         driver = self.context.driver
         if self.guarded("wait_async", driver.stream_query, CallKind.ONCE):
@@ -491,7 +491,7 @@ class Stream(Closeable):
 
     @property
     def done(self) -> bool:
-        """Whether all its work is done.  Raises DriverError (status 900) while it captures."""
+        """True if all its work is done.  Raises DriverError (status 900) while it captures."""
         return self.guarded("done", self.context.driver.stream_query, CallKind.ONCE)
 
     def guarded(
@@ -501,8 +501,7 @@ class Stream(Closeable):
         kind: CallKind,
         operation: Operation | None = None,
     ) -> T:
-        """Makes a driver call on this stream, with `enter` before it; taps are told if the driver
-        refuses it."""
+        """Makes a driver call on this stream, after `enter`; passes a refusal to the taps."""
         handle = self.enter(what, kind, operation)
         try:
             result = call(handle)
@@ -510,26 +509,26 @@ class Stream(Closeable):
             self.report(error)
             raise
         if kind is CallKind.ONCE and self.context.failures:
-            self.context.raise_failures()  # of the work that was waited for
+            self.context.raise_failures()  # those of the work that was waited for
         return result
 
     # --- capture state
     @property
     def capture_info(self) -> CaptureInfo:
-        """The state of the capture on this stream, also of one that another library began; one of
-        ours that was dropped is ended before."""
+        """The state of the capture on this stream, also of one that another library began; a
+        dropped capture of this library is ended first."""
         self.context.end_abandoned()
         return self.context.driver.stream_capture_info(self._require_open())
 
     @property
     def is_capturing(self) -> bool:
-        """Whether a capture, sound or broken, is under way on this stream."""
+        """True while a capture, sound or broken, is under way on this stream."""
         return self.capture_info.status is not CaptureStatus.NONE
 
     # --- lifetime
     @uninterrupted
     def mark(self) -> EventHandle | None:
-        """A new event, recorded after all work submitted so far; the caller must destroy it.
+        """Returns a new event, recorded after all work so far; the caller must destroy it.
 
         None while the stream captures: an event that is recorded then cannot be waited for.
         """
@@ -550,7 +549,7 @@ class Stream(Closeable):
         return None
 
     def close(self) -> None:
-        """Gives the stream back once its work is done; does not wait.  Idempotent."""
+        """Releases the stream once its work is done; does not wait.  Idempotent."""
         if self.closed:
             return
         with uninterrupted:

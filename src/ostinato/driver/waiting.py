@@ -1,4 +1,4 @@
-"""Waiting for the device in asyncio: a thread waits, the event loop goes on."""
+"""Waits for the device in asyncio: a thread waits while the event loop goes on."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import suppress
 
 
 async def wait_in_thread(wait: Callable[[], None]) -> None:
-    """Calls `wait`, which blocks, in a thread of its own, and raises what that raises.
+    """Calls `wait`, which blocks, in a thread of its own; raises its exceptions.
 
-    Not in the loop's pool of threads: a few of these waits would fill it.  If this is cancelled, or
-    if the loop is closed, the thread ends when `wait` returns, and tells nobody.  It does not keep
-    the process from ending.
+    Not in the loop's pool of threads: a few of these waits would fill it.  If the task is
+    cancelled, or the loop is closed, the thread ends when `wait` returns, and its result is
+    dropped.  The thread does not keep the process from ending.
     """
     import asyncio  # here, since it takes tens of milliseconds to import
 

@@ -13,9 +13,9 @@ capture.
 While a thread captures a stream, calls of other threads on that stream are refused before they
 reach the driver, so they neither join the capture nor break it.  In relaxed mode they are allowed.
 
-An event that is recorded in a capture orders the work of the streams that wait for it there: edges.
-If anything outside can still wait for the event when the capture ends, the graph gets a node that
-records it, at the place of its last record, so that each launch does what the eager work does.
+An event that is recorded in a capture orders the work of the streams that wait for it there, by
+edges.  If code outside can still wait for the event when the capture ends, the graph gets a node
+that records it, at the place of its last record, so that each launch records it as eager work does.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """Where an event was last recorded in a capture.
+    """The last record of an event in a capture.
 
     `after`: the nodes behind which it was recorded.  `gate`: for an event with timing, an empty
     node that later work of the stream waits for, and that will wait for the event's node.
@@ -103,8 +103,8 @@ class _Record:
 class _Session(Tap):
     """One capture in the driver, and the tap that follows the work in it.
 
-    It does not hold its `Capture`, so that a `Capture` which is dropped can be finalised, and the
-    context ends it.  `leave` may be called at any time and repeatedly.
+    The session has no reference to its `Capture`, so that a dropped `Capture` is finalised, and the
+    context ends the capture.  `leave` may be called at any time and repeatedly.
     """
 
     def __init__(
@@ -124,20 +124,20 @@ class _Session(Tap):
         self.noted: list[NodeLabel] = []
         """The operations that went into this capture, in order."""
         self.refusal: CaptureBrokenError | None = None
-        """The error for work that this library refused, and that the graph would lack."""
+        """The error for refused work that the graph would lack."""
         self.broken_at: str | None = None
         self.broken_by: DriverError | None = None
         self.forked_at: str | None = None
         """The last line that used a stream forked from the captured one."""
         self.records: weakref.WeakKeyDictionary[object, _Record] = weakref.WeakKeyDictionary()
-        """The last record of each event in this capture, by what owns the driver's event."""
+        """The last record of each event in this capture, by the owner of the driver's event."""
         self.forks: dict[int, str] = {}
-        """The streams that were made to wait for captured work, by handle, and that nothing in the
-        capture has waited for since, with the lines."""
+        """The streams that wait for captured work, by handle, and for which nothing in the capture
+        has waited since, with the lines."""
         self.gates: set[NodeHandle] = set()
         self._id = 0
         self._serial = 0
-        """Below the serials of the events that are made in the capture."""
+        """A number below the serials of all events that are made in the capture."""
         self._thread = 0
         self._in_driver = False
         self._before: frozenset[NodeHandle] | None = None
@@ -145,8 +145,8 @@ class _Session(Tap):
 
     # --- begin and end
     def enter(self) -> None:
-        """Listens from here on; the capture is not begun yet.  The caller must call `leave`, also
-        if this raises."""
+        """Registers the capture and its tap; it is not begun yet.  The caller must call `leave`,
+        also after an error."""
         stream, context = self.stream, self.stream.context
         context.require_open()
         context.collect()
@@ -154,12 +154,12 @@ class _Session(Tap):
         if stream.is_capturing:
             raise CaptureError(f"a capture could not begin on {stream!r}: {_NOT_BEGUN}")
         context.capture_begun(self, exclusive=self.mode is CaptureMode.GLOBAL)
-        # Before the driver's call: what other threads submit from here on is refused, and what they
-        # have begun to submit must not join the capture.
+        # Before the driver's call: later submissions of other threads are refused, and those under
+        # way must not join the capture.
         context.add_tap(self)
 
     def begin(self) -> None:
-        """Begins the capture, once `enter` and `wait_for_others` were called."""
+        """Begins the capture, after `enter` and `wait_for_others`."""
         stream = self.stream
         try:
             self._begin_in_driver()
@@ -175,8 +175,8 @@ class _Session(Tap):
             self.trace.start()
 
     def wait_for_others(self) -> None:
-        """Waits until no other thread is putting work on the stream.  Raises CaptureError if one
-        does not come back from the driver."""
+        """Waits until no other thread is putting work on the stream.  Raises CaptureError if a
+        thread does not return from the driver."""
         stream, end = self.stream, time.monotonic() + _PATIENCE
         while any(thread != self._thread for thread in tuple(stream.submitting)):
             if time.monotonic() > end:
@@ -210,8 +210,8 @@ class _Session(Tap):
                 context.capture_ended(self)
 
     def _ended_in_driver(self) -> bool:
-        """Ends the capture in the driver.  False if the driver refused that, so that the capture is
-        still under way."""
+        """Ends the capture in the driver.  Returns False if the driver refused that, so that the
+        capture is still under way."""
         driver, stream = self.stream.context.driver, self.stream.handle
         for _ in range(2):
             try:
@@ -220,7 +220,7 @@ class _Session(Tap):
             except ContextPoisonedError as error:
                 self.failure = error
                 return True
-            except ClosedError:  # it has ended, or this is a forked child, where there is none
+            except ClosedError:  # it has ended, or this is a forked child, which has no capture
                 return True
             except DriverError as error:
                 self.failure = self.failure or error
@@ -237,7 +237,7 @@ class _Session(Tap):
 
     @uninterrupted
     def drop(self) -> None:
-        """Ends the capture and drops its graph, or takes its nodes out of the graph that it went
+        """Ends the capture and drops its graph, or removes its nodes from the graph that it went
         into.  Does not raise."""
         self.leave()
         if self._in_driver:
@@ -254,15 +254,15 @@ class _Session(Tap):
             context.collect()
 
     def grew(self, graph: Graph) -> bool:
-        """Whether the graph has nodes of work that it had not before."""
+        """True if the graph has nodes of work that it did not have at the begin."""
         nodes = graph.context.driver.graph_nodes(graph.handle)
         return frozenset(nodes) - self.gates != (self._before or frozenset())
 
     def add_records(self, graph: Graph) -> None:
-        """Adds a node for each event that something can wait for after the capture.
+        """Adds a node for each event that code outside can wait for after the capture.
 
-        Raises CaptureBrokenError with the line if the graph cannot have one; ContextPoisonedError,
-        OutOfMemoryError.
+        Raises CaptureBrokenError with the line if the graph cannot have such a node;
+        ContextPoisonedError, OutOfMemoryError.
         """
         for owner, record in list(self.records.items()):
             params = EventRecordNodeParams(record.event)
@@ -291,10 +291,10 @@ class _Session(Tap):
                 ) from error
 
     def _take_back(self, into: Graph, before: frozenset[NodeHandle]) -> None:
-        """Leaves a graph as it was before a capture that went into it broke.
+        """Restores a graph to the state before a capture that went into it and broke.
 
         Driver 580 destroys the graph instead if a refused call broke the capture (measured), and a
-        call with the handle of a destroyed graph may succeed (also measured): it is not asked then.
+        call with the handle of a destroyed graph may succeed (also measured): then no call is made.
         """
         if isinstance(self.failure, StreamCaptureError) and not self.handle:
             into.lose(
@@ -312,7 +312,7 @@ class _Session(Tap):
                     for gone in (node, *inside):  # a later node may get the handle
                         into.labels.pop(gone, None)
         except (ClosedError, ContextPoisonedError):
-            pass  # nothing can launch it any more
+            pass  # no launch is possible any more
         except DriverError as error:
             into.keep.extend(self.keep)
             into.spoil(
@@ -343,7 +343,7 @@ class _Session(Tap):
             )
 
     def _refuse(self, why: str) -> NoReturn:
-        """Refuses what the graph would lack: now, and at the end if this is caught."""
+        """Refuses work that the graph would lack: now, and at the end if the error is caught."""
         location = caller_location()
         self.refusal = self.refusal or CaptureBrokenError(
             f"the capture was broken at {location}: {why}", location=location
@@ -351,7 +351,7 @@ class _Session(Tap):
         raise self.refusal
 
     def _holds(self, stream: Stream) -> bool:
-        """Whether a stream is in this capture."""
+        """True if a stream is in this capture."""
         if stream.handle == self.stream.handle:
             return True
         info = stream.capture_info
@@ -375,7 +375,7 @@ class _Session(Tap):
         self.noted.append(label)
 
     def _place(self, stream: Stream, what: str) -> CaptureInfo | None:
-        """Where a stream is in this capture after `what`; None if it is not in it."""
+        """Returns a stream's place in this capture after `what`; None for a stream outside."""
         try:
             info = stream.context.driver.stream_capture_info(stream.handle)
         except DriverError as error:  # the graph would not keep what the node points at
@@ -384,7 +384,7 @@ class _Session(Tap):
                 f"to say what is captured ({error})",
                 location=caller_location(),
             )
-            return None  # raised at the end: the work may be done, on a stream outside
+            return None  # raised at the end: the work may have run, on a stream outside
         if info.status is CaptureStatus.INVALIDATED and stream is self.stream:
             self._note_broken(None)
         if info.status is not CaptureStatus.ACTIVE or info.capture_id != self._id:
@@ -392,7 +392,7 @@ class _Session(Tap):
         return info
 
     def recorded(self, stream: Stream, event: Event) -> None:
-        """Notes where an event was recorded in this capture."""
+        """Notes the place of an event's record in this capture."""
         info = self._place(stream, "a record of an event")
         if info is None:
             self._require_contained(stream, "an event was recorded on")
@@ -416,7 +416,7 @@ class _Session(Tap):
 
     def waited(self, stream: Stream, event: Event) -> None:
         """Notes the line that pulled another stream into this capture; refuses a wait for an event
-        that was never recorded, with which the driver does nothing."""
+        that was never recorded, which the driver would ignore."""
         if self._place(stream, "a wait for an event") is None:
             self._require_contained(stream, "an event is waited for on")
             return
@@ -435,8 +435,8 @@ class _Session(Tap):
             )
 
     def require_joined(self) -> None:
-        """Refuses a `contained` capture that leaves a stream waiting: CUDA asks for a join only if
-        that stream has captured work."""
+        """Refuses the end of a `contained` capture that leaves a stream waiting: CUDA requires a
+        join only if that stream has captured work."""
         if self.contained and self.forks:
             location = next(iter(self.forks.values()))
             self.refusal = self.refusal or CaptureBrokenError(
@@ -448,7 +448,7 @@ class _Session(Tap):
             )
 
     def _require_contained(self, stream: Stream, what: str) -> None:
-        """Refuses an order of work, which replays would lack, outside of a `contained` capture."""
+        """Refuses, in a `contained` capture, an order of work outside, which replays would lack."""
         mine = threading.get_ident() == self._thread
         if self.contained and mine and not self._holds(stream):
             self._refuse(
@@ -457,7 +457,7 @@ class _Session(Tap):
             )
 
     def fills(self, graph: GraphHandle, what: str) -> Stream | None:
-        """Refuses what another thread would change in the graph of this capture."""
+        """Returns this capture's stream if it fills the graph; refuses changes of other threads."""
         if not self._in_driver:
             return None
         info = self.stream.context.driver.stream_capture_info(self.stream.handle)
@@ -493,11 +493,11 @@ class _Session(Tap):
 
     # --- errors
     def _where(self) -> str | None:
-        """The line that broke the capture: of a refused call, else the one that the trace found."""
+        """Returns the line that broke the capture: of a refused call, else the trace's; or None."""
         return self.broken_at or (self.trace.broken_at if self.trace else None)
 
     def broken(self, error: DriverError) -> Exception:
-        """The error to raise if the driver returned one at the end of the capture."""
+        """Returns the error to raise for a driver's error at the end of the capture."""
         if isinstance(error, ContextPoisonedError | OutOfMemoryError):
             return error
         where = self._where()
@@ -524,7 +524,7 @@ class _Session(Tap):
         )
 
     def explanation(self, error: BaseException) -> Exception | None:
-        """The error to raise in place of one that left the capture's block; None to keep that."""
+        """Returns the error to raise in place of one that left the block; None to keep that one."""
         if isinstance(error, StreamCaptureError) or (
             isinstance(error, DriverError) and error is self.broken_by
         ):
@@ -540,19 +540,18 @@ class _Session(Tap):
 class Capture:
     """One capture on one stream (and on the streams that are forked from it).
 
-    `mode`: what other threads may do meanwhile.  `into` captures into an existing graph, such as a
-    conditional body.  A node that the block adds to the graph by hand takes its place in the
-    capture: it waits for what was captured before on `stream`, and what is captured there next
+    `mode` decides which calls of other threads break it.  `into` captures into an existing graph,
+    such as a conditional body.  A node that the block adds to the graph by hand takes its place in
+    the capture: it waits for the work captured before on `stream`, and the work captured there next
     waits for it.  After an exception in the block the graph is as it was before.  A call that
     the driver refuses may cost the graph: CUDA destroys it with the capture, and later uses of it
-    raise GraphError.  `pool`: one that the work allocates from; it must be open.  `contained`
-    refuses what replays of a function's graph would lack: work that this thread submits to a stream
-    outside of the capture, where it would run at once, events that it records or waits for there,
-    an event that it makes, records and keeps, of which they make no other, and a stream that it
-    lets wait for the work and does not join again.  `trace` checks the
-    capture after every line of Python and finds the first line that breaks it, also inside other
-    libraries; it is slow, and only for debugging.  Raises InputError for arguments of the wrong
-    type.
+    raise GraphError.  `pool`: one from which the work allocates; it must be open.  `contained`
+    refuses everything that replays of a function's graph would lack: work that this thread submits
+    to a stream outside of the capture, where it would run at once; events that it records or waits
+    for there; an event that it makes, records and keeps, since replays make no new one; and a
+    stream that waits for the work and is not joined again.  `trace` checks the capture after every
+    line of Python and finds the first line that breaks it, also inside other libraries; it is slow,
+    and only for debugging.  Raises InputError for arguments of the wrong type.
     """
 
     def __init__(
@@ -594,8 +593,8 @@ class Capture:
     def begin(self) -> Capture:
         """Begins the capture.
 
-        Raises PoolSealedError before anything begins if the pool is sealed; CaptureError if this
-        stream captures already or this Capture was used before.
+        Raises PoolSealedError, before anything begins, if the pool is sealed; CaptureError if this
+        stream already captures or this Capture was used before.
         """
         if self._state is not _State.NEW:
             raise CaptureError(f"this capture is {self._state.value}; make a new one")
@@ -619,11 +618,11 @@ class Capture:
 
     @uninterrupted
     def end(self) -> Graph:
-        """Ends the capture and returns the graph.  The stream works again, also if this raises.
+        """Ends the capture and returns the graph.  The stream works again, also after an error.
 
-        Raises NotCapturingError if it is not under way, CaptureBrokenError with the line if
-        something broke it, CaptureError if nothing was captured or the driver gave no graph,
-        ClosedError if the device was closed.
+        Raises NotCapturingError if it is not under way, CaptureBrokenError with the line if a call
+        broke it, CaptureError if nothing was captured or the driver returned no graph, ClosedError
+        if the device was closed.
         """
         if self._state is not _State.ACTIVE:
             raise NotCapturingError(
@@ -649,7 +648,7 @@ class Capture:
         return self._graph
 
     def _take_graph(self, session: _Session) -> Graph:
-        """Makes the `Graph` that owns what the driver returned."""
+        """Makes the `Graph` that owns the graph of the driver."""
         context, into = self.stream.context, session.into
         handle, session.handle = session.handle, GraphHandle(0)
         nothing = CaptureError(
@@ -681,7 +680,7 @@ class Capture:
 
     @uninterrupted
     def abort(self) -> DriverError | None:
-        """Ends the capture without a graph; returns the driver's error if there was one.
+        """Ends the capture without a graph; returns the driver's error, if any.
 
         Does not raise; does nothing if the capture is not under way.
         """
@@ -696,19 +695,19 @@ class Capture:
         self._detach()
 
     def _detach(self) -> None:
-        """The capture has ended, so nothing is to be done if this is dropped."""
+        """Detaches the finaliser: the capture has ended, so it must not be ended again."""
         if self._finalizer is not None:
             self._finalizer.detach()
 
     def explanation(self, error: BaseException) -> Exception | None:
-        """The error to raise in place of one that left the block, if a broken capture caused that;
-        else None."""
+        """Returns the error to raise in place of one that left the block, if a broken capture
+        caused it; else None."""
         return self._session.explanation(error)
 
     # --- result
     @property
     def graph(self) -> Graph:
-        """The captured graph.  Raises NotCapturingError before the capture has ended well."""
+        """The captured graph.  Raises NotCapturingError before a successful end."""
         if self._graph is None:
             raise NotCapturingError(
                 f"the capture is {self._state.value}; it has a graph only after it ended well"
@@ -717,7 +716,7 @@ class Capture:
 
     @property
     def active(self) -> bool:
-        """Whether it is under way."""
+        """True while the capture is under way."""
         return self._state is _State.ACTIVE
 
     @property
@@ -728,7 +727,7 @@ class Capture:
 
 
 def _inside(driver: Driver, node: NodeHandle) -> Iterator[NodeHandle]:
-    """The nodes inside a node that was added by hand."""
+    """Yields the nodes inside a node that was added by hand."""
     if driver.node_kind(node) in (NodeKind.CHILD_GRAPH, NodeKind.CONDITIONAL):
         for graph in graphs_inside(driver.node_params(node)):
             for inner in driver.graph_nodes(graph):
@@ -737,7 +736,7 @@ def _inside(driver: Driver, node: NodeHandle) -> Iterator[NodeHandle]:
 
 
 def _leaves(graph: Graph) -> list[NodeHandle]:
-    """The nodes that no other depends on: what is captured next depends on them."""
+    """Returns the nodes on which no other depends: the next captured work depends on them."""
     sources = {edge.source for edge in graph.edges}
     return [n for n in graph.context.driver.graph_nodes(graph.handle) if n not in sources]
 
@@ -749,7 +748,7 @@ def _leaves(graph: Graph) -> list[NodeHandle]:
     )
 )
 class _Block(_GeneratorContextManager[Capture]):
-    """What `capture` returns."""
+    """The context manager that `capture` returns."""
 
 
 def capture(
@@ -761,12 +760,12 @@ def capture(
     contained: bool = False,
     trace: bool = False,
 ) -> AbstractContextManager[Capture]:
-    """Captures what the `with` block submits to `stream`; `capture.graph` afterwards.
+    """Captures the work that the `with` block submits to `stream`; `capture.graph` is the result.
 
-    Nothing runs.  The capture ends on every path: an exception in the block is raised again as it
-    was, unless it is the driver's refusal of something that cannot be captured, which becomes a
-    CaptureBrokenError naming the line.  Options as for `Capture`.  Raises what `Capture.begin` and
-    `Capture.end` raise.
+    Nothing runs.  The capture ends on every path: an exception in the block is raised again
+    unchanged, except the driver's refusal of a call that cannot be captured, which becomes a
+    CaptureBrokenError with the line.  Options as for `Capture`.  Raises the errors of
+    `Capture.begin` and `Capture.end`.
 
         with ost.capture(stream) as capture:
             ost.launch(stream, kernel, config, x, n)
@@ -799,11 +798,11 @@ def capture_function(
     pool: CapturePool | None = None,
     trace: bool = False,
 ) -> Graph:
-    """Captures what `work()` submits to `stream`.
+    """Captures the work that `work()` submits to `stream`, and returns the graph.
 
         graph = ost.capture_function(stream, lambda: step(stream))
 
-    Options, end and errors as of `capture`.
+    Options and errors are those of `capture`.
     """
     with capture(stream, mode=mode, pool=pool, trace=trace) as under_way:
         work()

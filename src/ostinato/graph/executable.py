@@ -1,8 +1,8 @@
 """`GraphExec`: an executable graph that is launched, and changed without being made again.
 
-The driver has no getters on an executable, so what was set is shadowed here: `params(node)` is what
-the next launch will use.  A change is all or nothing (`shadow`); an interruption waits until it is
-made.  Only launches and `patch` of a single argument are not held up for that.
+The driver has no getters on an executable, so a shadow holds what was set: `params(node)` returns
+the parameters of the next launch.  A change is all or nothing (`shadow`); an interruption waits
+until the change is made, except in launches and in `patch` of a single argument.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from ostinato.memory.ranges import KnownRanges, Target, range_of
 
 _log = logging.getLogger(__name__)
 _EXACT = (str, int)
-"""What names an argument."""
+"""The types of the names of arguments."""
 
 
 def _patch_of(entry: object) -> tuple[Node | int, int | str, object]:
@@ -101,22 +101,22 @@ class _Release:
         """Addresses of alloc nodes, to be freed before the executable is destroyed."""
 
     def retire(self, prepared: Mapping[Stream, object]) -> None:
-        """Destroys it, and releases what its nodes point at, once its last launch on each of the
-        streams that it was prepared for is done."""
+        """Destroys the executable, and releases the objects of its nodes, once its last launch on
+        each of the streams that it was prepared for has finished."""
         self._context.retire(self._destroy, tuple(prepared))
 
     def _destroy(self) -> None:
         if self.shadow is not None and not self._done and not self._left:
             self._left = self.shadow.left_allocated()
             if self._left:
-                # Memory of the last launch, which CUDA keeps allocated although nothing can reach
+                # Memory of the last launch, which CUDA keeps allocated although no node can reach
                 # it any more.  Freeing waits for the device.
                 self._context.retire(self._free_and_destroy, quiet=True)
                 return
         self._destroy_now()
 
     def _free_and_destroy(self) -> None:
-        """Frees before the executable is destroyed: until then nothing else has the addresses."""
+        """Frees before the executable is destroyed: until then its addresses are not reused."""
         driver = self._context.driver
         for address in self._left:
             try:
@@ -143,7 +143,7 @@ class _Release:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What a whole-graph update did: how many nodes have the new graph's parameters now."""
+    """The result of a whole-graph update: the number of nodes with the new graph's parameters."""
 
     nodes: int
 
@@ -157,10 +157,10 @@ class UpdateReport:
 class GraphExec(Launcher, Closeable):
     """An executable (CUgraphExec), made by `Graph.instantiate`.
 
-    It keeps its graph alive, and with it what the nodes point at, and every buffer it was rebound
-    or patched to.  It refuses to launch once memory that it points at was closed.  Launches of one
-    executable never overlap.  Changes apply to later launches, not to launches in flight.  Changes
-    are thread-safe; `launch` may be called from several threads, which the caller must order.
+    It keeps its graph alive, with the memory at which the nodes point, and every buffer to which it
+    was rebound or patched.  It refuses to launch once memory at which it points was closed.
+    Launches of one executable never overlap.  Changes apply to later launches, not to launches in
+    flight, and are thread-safe; `launch` may be called from several threads, ordered by the caller.
 
         run.rebind({x: y})
         run.launch(stream)
@@ -177,12 +177,12 @@ class GraphExec(Launcher, Closeable):
         graph.instantiated = True
         self._shadow = Shadow(graph, release.handle)
         self._arguments: dict[tuple[int, int | str], ArgumentSetter] = {}
-        """Those that were patched."""
+        """The setters of arguments that were patched."""
         self._toggled = False
         self._given_back: deque[MemoryRange] = deque()
-        """Memory that was closed since the last launch that looked, and may be pointed at."""
+        """Memory closed since the last launch that checked, at which the graph may point."""
         self._watch(graph.storages)
-        if not graph.owned:  # adopted: what memory its nodes use is not known
+        if not graph.owned:  # adopted: the memory that its nodes use is unknown
             self.context.watchers.add(self)
         release.shadow = self._shadow
         self._finalizer = weakref.finalize(self, release.retire, self._prepared)
@@ -192,7 +192,7 @@ class GraphExec(Launcher, Closeable):
     def instantiate(
         cls, graph: Graph, *, flags: InstantiateFlags, upload: Stream | None
     ) -> GraphExec:
-        """See `Graph.instantiate`."""
+        """Implements `Graph.instantiate`."""
         context = graph.context
         context.require_open()
         context.collect()
@@ -244,8 +244,8 @@ class GraphExec(Launcher, Closeable):
 
     @property
     def usable(self) -> bool:
-        """Whether it can be launched: it is open, no half-done change is in it, and no memory that
-        it points at was closed."""
+        """True if it can be launched: it is open, it has no half-done change, and no memory at
+        which it points was closed."""
         try:
             self._require_usable()
         except (ClosedError, GraphError):
@@ -254,19 +254,19 @@ class GraphExec(Launcher, Closeable):
 
     @property
     def suspect(self) -> bool:
-        """Whether `usable` may be False: cheap to ask before each replay."""
+        """True if `usable` may be False: a cheap check before each replay."""
         return bool(self._given_back or self._shadow.unusable or self._closed)
 
-    # --- memory that is given back
+    # --- closed memory
     def _watch(self, owners: Iterable[object]) -> None:
-        """Registers with the owners: they call `memory_closed` when their memory is given back."""
+        """Registers with owners, which call `memory_closed` when their memory is freed."""
         for owner in owners:
             watch = getattr(owner, "watch", None)
             if callable(watch):
                 watch(self)
 
     def memory_closed(self, memory: MemoryRange) -> None:
-        """Called by the owner of memory that this points at, or did; the next launch checks its
+        """Called by the owner of memory at which this points, or did; the next launch checks its
         pointers."""
         self._given_back.append(memory)
         self.cool()
@@ -305,9 +305,9 @@ class GraphExec(Launcher, Closeable):
         return self._shadow.words().dangling(memory, self._shadow.setting, apart)
 
     def _settled(self, writes: Iterable[Write]) -> list[MemoryRange]:
-        """Memory that was closed by now and that nothing will point at once these are written.
+        """Returns closed memory at which no word will point once these writes are made.
 
-        What is given without an owner may be an address of newer memory, where the closed one was.
+        An address without an owner may be that of newer memory, at the place of the closed memory.
         """
         apart = [
             (write.live.node.handle, range(write.place, write.place + len(write.raw)))
@@ -316,12 +316,12 @@ class GraphExec(Launcher, Closeable):
         ]
         try:
             return [m for m in tuple(self._given_back) if apart and not self._dangling(m, apart)]
-        except ClosedError:  # the next launch raises it
+        except ClosedError:  # the next launch raises this error
             return []
 
     def _forget(self, settled: Iterable[MemoryRange]) -> None:
         for memory in settled:
-            with suppress(ValueError):  # another launch looked meanwhile
+            with suppress(ValueError):  # another launch has checked meanwhile
                 self._given_back.remove(memory)
 
     # --- running
@@ -340,22 +340,22 @@ class GraphExec(Launcher, Closeable):
 
     def _forget_closed(self) -> None:
         """Forgets each closed stream once its work is done: until then a launch of this may run
-        there, and what it uses must not be given back."""
+        there, and its memory must not be freed."""
         for stream, call in tuple(self._prepared.items()):
             if stream.closed and call is not _leaving:
                 self._prepared[stream] = _leaving
                 self.context.retire(partial(_forget, self._prepared, stream), (stream,))
 
     def _launch_slowly(self, stream: Stream) -> None:
-        """A launch on another stream than the last one, or while a tap listens.
+        """Launches on another stream than the last one, or while there is a tap.
 
-        A recording notes the launch. On a stream that captures it raises CaptureError: the driver
-        would refuse it too (status 900, measured on driver 580) and break the capture.
+        A recording notes the launch.  On a stream that captures this raises CaptureError: the
+        driver would refuse it too (status 900, measured on driver 580) and break the capture.
         """
         require_stream(stream, "launch(stream)", self.context)
         call = self._prepare(stream)
         before = self._before_launch
-        if before is not None:  # such a graph never gets the short way of launching
+        if before is not None:  # such a graph is never launched by the hot path
             if self.context.taps:
                 stream.enter("a graph with something to do before each launch", CallKind.ONCE)
             if stream.is_capturing:
@@ -371,12 +371,12 @@ class GraphExec(Launcher, Closeable):
                 # Listed before it is hot, so that a child that is forked in between can cool it.
                 self.context.keep_hot(self)
                 self._heat(stream, call)
-                # Checked afterwards: a tap or a close in between has cooled it, or is seen here.
+                # Checked afterwards: a tap or a close in between has cooled it, or is found here.
                 open_ = not (
                     self._closed or self._shadow.unusable or self._given_back or stream.closed
                 )
                 stays = self.context.keep_hot(self) and open_
-            finally:  # also after an interruption: nothing else would cool it
+            finally:  # also after an interruption: no other code would cool it
                 if not stays:
                     self.cool()
             if call():
@@ -387,7 +387,7 @@ class GraphExec(Launcher, Closeable):
                 "an executable cannot be launched into a capture; capture the work itself, or add "
                 "its definition to a graph with Graph.add_child (the capture goes on)"
             )
-        # A graph that is made of this launch holds the definition.
+        # A graph that is made of this launch contains the definition.
         if self.graph.closed:
             stream.enter("a graph whose definition is closed", CallKind.ONCE)
             self._launch_checked(stream)
@@ -407,12 +407,11 @@ class GraphExec(Launcher, Closeable):
     def upload(self, stream: Stream) -> None:
         """Puts the executable on the device before its first launch, in stream order.
 
-        Without it the first launch does so.  An executable of many kernels that waits (16, not 8;
-        H200, driver 580) makes every replay slower, by 0.18 us a kernel, until one that was
-        uploaded is launched for the first time; closing it does not end that.  So upload what is
-        about to be launched.
-        Raises CaptureError on a stream that captures (the capture goes on), DriverError,
-        ClosedError.
+        Without this call the first launch does so.  A waiting executable of many kernels (16, not
+        8; H200, driver 580) makes every replay slower, by 0.18 us a kernel, until an uploaded one
+        is launched for the first time; closing it does not end that.  So upload only executables
+        that are launched soon.  Raises CaptureError on a stream that captures (the capture goes
+        on), DriverError, ClosedError.
         """
         require_stream(stream, "upload(stream)", self.context)
         self._require_usable()
@@ -429,12 +428,12 @@ class GraphExec(Launcher, Closeable):
     # --- reading
     @property
     def empty(self) -> bool:
-        """Whether it has no nodes, so that a launch does nothing."""
+        """True if it has no nodes, so that a launch does nothing."""
         return self._shadow.empty
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The definition's nodes with the parameters that the next launch will use.
+        """The definition's nodes with the parameters of the next launch.
 
         Arguments are decoded as they were in the definition; `params` is current.
         """
@@ -442,14 +441,14 @@ class GraphExec(Launcher, Closeable):
             return self._shadow.nodes
 
     def params(self, node: Node | int) -> NodeParams:
-        """What the next launch will use for a node."""
+        """Returns the parameters of a node in the next launch."""
         with self._lock:
             return self._shadow.params(self._shadow.node(node))
 
     def manifest(self) -> tuple[Touch, ...]:
-        """Every pointer, in the order of the nodes.
+        """Returns every pointer, in the order of the nodes.
 
-        Words that no signature explains are taken for pointers if a live allocation holds them.
+        Words without a signature count as pointers if they are addresses in a live allocation.
         Raises ClosedError if the definition was closed before it was first read.
         """
         with self._lock:
@@ -457,9 +456,9 @@ class GraphExec(Launcher, Closeable):
             return tuple(self._shadow.words().manifest(find))
 
     def touches(self, target: Target) -> bool:
-        """Whether the next launch may use memory of a buffer, a device array or a MemoryRange.
+        """Returns whether the next launch may use a buffer, a device array or a MemoryRange.
 
-        True also where the definition was closed before it was first read.  Raises InputError.
+        True also if the definition was closed before it was first read.  Raises InputError.
         """
         memory = range_of(target)
         around = self.context.driver.memory_range(memory.address)
@@ -479,12 +478,12 @@ class GraphExec(Launcher, Closeable):
     ) -> None:
         """Replaces all parameters of a node by others of its kind, also in child graphs and bodies.
 
-        An operation (`ostinato.prepare`) brings its own signature and what it keeps alive;
-        parameters alone bring none, and with another function than before no argument has a name or
-        a known type from here on.  `keep` lives as long as the executable, or until the node is set
-        again.  Raises UpdateRefusedError, also for a kernel with other launch attributes (cluster,
-        cooperative, programmatic, priority), and ClosedError for an operation that was made with
-        memory that is closed by now; the executable is then as before.
+        An operation (`ostinato.prepare`) brings its own signature and the objects that it keeps
+        alive; parameters alone bring none, and with another function than before no argument has a
+        name or a known type from here on.  `keep` lives as long as the executable, or until the
+        node is set again.  Raises UpdateRefusedError, also for a kernel with other launch
+        attributes (cluster, cooperative, programmatic, priority), and ClosedError for an operation
+        with memory that is closed by now; the executable is then as before.
         """
         owners, signature, ours = tuple(keep), None, None
         with uninterrupted, self._lock:
@@ -498,22 +497,23 @@ class GraphExec(Launcher, Closeable):
                     owners = (*owners, *graph.kept)
                     if graph.owned and not graph.closed and graph.handle == params.graph:
                         ours = graph.labels
-                self.context.watchers.add(self)  # what its nodes were given is not known here
+                self.context.watchers.add(self)  # the memory of its nodes is unknown here
             kept = tuple((whole_place(i), owner) for i, owner in enumerate(owners))
             self._change(NodeChange(found, params, kept, True, signature, ours))
 
     @property
     def changed(self) -> bool:
-        """Whether it may do other work than its graph says: it, or the graph, was changed since."""
+        """True if it may differ from its graph: one of both was changed since."""
         return self._toggled or self._shadow.changed or self._shadow.grown
 
     def patch(self, node: Node | int, argument: int | str, value: object) -> None:
-        """Sets one kernel argument, by index or, where the signature is known, by name.
+        """Sets one kernel argument, by index or, if there is a signature, by name.
 
-        With a signature the value is checked against its type, else against its size.  How much of
-        a buffer a kernel uses is not known here, as in a launch.  A buffer, and ours at a plain
-        address, is kept alive; what addresses inside of bytes (a struct) point at is not.  Raises
-        NodeKindError, InputError, UpdateRefusedError; the executable is then as before.
+        With a signature the value is checked against its type, else against its size.  As in a
+        launch, it is not known how much of a buffer the kernel uses.  A buffer, and a buffer of
+        this library at a plain address, is kept alive; memory at addresses inside of bytes (a
+        struct) is not.  Raises NodeKindError, InputError, UpdateRefusedError; the executable is
+        then as before.
         """
         with self._lock:
             made = None
@@ -522,7 +522,7 @@ class GraphExec(Launcher, Closeable):
             (made or self._argument(node, argument)).set(self, value)
 
     def patcher(self, node: Node | int, argument: int | str) -> Patcher:
-        """`patch` of one argument, prepared: a call with the value sets it.
+        """Prepares `patch` of one argument: a call of the result with a value sets the argument.
 
         Raises NodeKindError, and InputError if there is no such node or argument.
 
@@ -535,7 +535,7 @@ class GraphExec(Launcher, Closeable):
     def patch_all(self, patches: Iterable[tuple[Node | int, int | str, object]]) -> None:
         """Sets many kernel arguments, (node, argument, value) each, all or none.
 
-        What `patch` says holds for each.  An argument that comes twice has the last value.
+        Each is set as by `patch`.  An argument that comes twice gets the last value.
 
             run.patch_all((node, "n", 128) for node in attention)
         """
@@ -559,7 +559,7 @@ class GraphExec(Launcher, Closeable):
     def _argument(self, node: Node | int, argument: int | str) -> ArgumentSetter:
         key = -node.handle if isinstance(node, Node) else node, argument
         if type(key[0]) is not int or type(argument) not in _EXACT:
-            # Equal to a number that was used, and no index all the same: True, 1.0.
+            # Equal to a number that was used, but not an index: True, 1.0.
             return ArgumentSetter(self, self._shadow.node(node), argument)
         made = self._arguments.get(key)
         if made is None:
@@ -567,7 +567,7 @@ class GraphExec(Launcher, Closeable):
         return made
 
     def _live(self, node: Node) -> Live:
-        """A kernel node as one that is changed in place.  Raises NodeKindError."""
+        """Returns a kernel node that is changed in place.  Raises NodeKindError."""
         _ = self.handle
         return self._shadow.live(node)
 
@@ -579,7 +579,7 @@ class GraphExec(Launcher, Closeable):
         """Sets a kernel node's grid, block and dynamic shared memory.
 
         Raises UpdateRefusedError also if `config` has other launch attributes (cluster,
-        cooperative, programmatic, priority): an executable keeps those it was made with.
+        cooperative, programmatic, priority): an executable keeps its first ones.
         """
         if not isinstance(config, LaunchConfig):
             raise InputError(f"set_config: a LaunchConfig is needed, not {type(config).__name__}")
@@ -589,10 +589,11 @@ class GraphExec(Launcher, Closeable):
             self._change(NodeChange(found, replace(kernel, config=config)))
 
     def set_memset(self, node: Node | int, dst: Buffer, value: int, element_size: int = 1) -> None:
-        """Sets what a linear memset node fills, all of it, and with what.
+        """Sets the buffer that a linear memset node fills, all of it, and the value.
 
         Raises InputError for an `element_size` that is not 1, 2 or 4 or does not divide the buffer,
-        and for a value that it cannot hold; UpdateRefusedError for a fill of rows with a pitch.
+        and for a value that elements cannot hold; UpdateRefusedError for a fill of rows with a
+        pitch.
         """
         made = fill_params(dst, value, element_size)
         with uninterrupted, self._lock:
@@ -604,7 +605,7 @@ class GraphExec(Launcher, Closeable):
             self._change(NodeChange(found, params, (("dst", dst),)))
 
     def set_memcpy(self, node: Node | int, dst: Buffer, src: Buffer) -> None:
-        """Sets what a linear memcpy node copies, all of it.
+        """Sets the buffers between which a linear memcpy node copies, all of them.
 
         Raises InputError if the sizes differ or are zero, or if the buffers overlap in part;
         UpdateRefusedError for a copy of rows with a pitch, or to or from a CUDA array.
@@ -636,9 +637,9 @@ class GraphExec(Launcher, Closeable):
             )
 
     def set_enabled(self, node: Node | int, enabled: bool) -> None:
-        """Switches a kernel or memcpy node on or off; one that is off keeps its edges.
+        """Switches a kernel or memcpy node on or off; a node that is off keeps its edges.
 
-        Raises UpdateRefusedError for another kind.  CUDA switches memset nodes off too, but then
+        Raises UpdateRefusedError for another kind.  CUDA also switches memset nodes off, but then
         loses the order around them, and cooperative kernels, but then loses the context
         (`Driver.exec_set_enabled`): both can only be switched on.
         """
@@ -673,7 +674,7 @@ class GraphExec(Launcher, Closeable):
                 raise refused(found, error) from error
 
     def enabled(self, node: Node | int) -> bool:
-        """Whether a node runs."""
+        """Returns whether a node is switched on."""
         with self._lock:
             handle = self._shadow.node(node).handle
             return self.context.driver.exec_enabled(self.handle, handle)
@@ -684,13 +685,13 @@ class GraphExec(Launcher, Closeable):
         """Makes every pointer into one buffer point to the same place in another.
 
         `targets`: {old: new}, or (old, new) pairs for arrays that cannot be keys; buffers, device
-        arrays of any library, or MemoryRange.  Kernel arguments, memcpy and
-        memset nodes are changed, and nothing else; the report lists every word, and what was left
-        and why.  Raises InputError for a new target that holds another type, or is of another
-        device, and if a new range is shorter than what is used of the old one (or,
-        where that is not known, than the rest of the old one) or if what a node copies would
-        overlap, ClosedError for a new target or a definition that is closed, UpdateRefusedError if
-        the driver refuses; the executable is then as before.
+        arrays of any library, or MemoryRange.  Only kernel arguments, memcpy and memset nodes are
+        changed; the report lists every changed word, and every word left, with the reason.  Raises
+        InputError for a new target that holds another type, or is of another device, and if a new
+        range is shorter than the part of the old one that is used (or, if that is unknown, than the
+        rest of the old one) or if the operands of a copy would overlap; ClosedError for a new
+        target or a definition that is closed; UpdateRefusedError if the driver refuses.  The
+        executable is then as before.
         """
         pairs = list(targets.items() if isinstance(targets, Mapping) else targets)
         with uninterrupted, self._lock:
@@ -707,9 +708,9 @@ class GraphExec(Launcher, Closeable):
 
         Raises UpdateRefusedError with the failing node and the reason; the executable is then as
         before.  Launch attributes (cluster, cooperative, memory synchronisation domain, …) and
-        programmatic edges must be the same: CUDA keeps the old ones and says SUCCESS.  They are
-        compared before, as far as the driver tells them: not those that other code set through the
-        handle of a node that this library made, except cluster, cooperative and priority.
+        programmatic edges must be equal: CUDA keeps the old ones and returns SUCCESS.  They are
+        compared first, as far as the driver reports them: not attributes that other code set
+        through the handle of a node of this library, except cluster, cooperative and priority.
         """
         if not isinstance(graph, Graph):
             raise InputError(f"update: a Graph is needed, not {type(graph).__name__}")
@@ -732,9 +733,9 @@ class GraphExec(Launcher, Closeable):
         self._made(self._shadow.change, [change])
 
     def _made(self, make: Callable[[Any], list[object]], plan: Any) -> None:
-        """Makes a change, and keeps what is no longer pointed at until the launches under way are
-        done."""
-        _ = self.handle  # raises if it is closed
+        """Makes a change, and keeps objects that are no longer pointed at until the launches under
+        way are done."""
+        _ = self.handle  # raises if the executable is closed
         try:
             self._let_go(make(plan))
         finally:
@@ -759,7 +760,7 @@ class GraphExec(Launcher, Closeable):
             return
         self._closed = True
         self.cool()
-        with self._lock:  # waits for changes in other threads; later ones find it closed
+        with self._lock:  # waits for changes in other threads; later ones find this closed
             self._shadow.end_live()
         self._finalizer()
         self.context.collect()
@@ -767,9 +768,9 @@ class GraphExec(Launcher, Closeable):
 
 # --- single arguments
 class ArgumentSetter:
-    """One kernel argument of one node of an executable, as far as setting it needs to know.
+    """One kernel argument of one node of an executable, with the data needed to set it.
 
-    It does not hold the executable, which keeps it.  The caller of a method holds its lock.
+    It has no reference to the executable, which keeps it.  Callers hold the executable's lock.
     """
 
     __slots__ = ("_argument", "_inner", "_live", "_node", "_pack", "_place", "_pointer", "_size")
@@ -782,13 +783,13 @@ class ArgumentSetter:
         return f"argument {self._argument!r} of node {self._node.index} ({self._node.name})"
 
     def _renew(self, run: GraphExec) -> Live:
-        """Looks the argument up in what the node holds now.  Raises InputError."""
+        """Looks the argument up in the node's present parameters.  Raises InputError."""
         live = run._live(self._node)
         slot, code, pointer, element = _found(live, self._argument, run.context.space)
-        # Exact types only; whatever is unusual takes the careful way, which also words the errors.
+        # Exact types only; other values take the careful way, which also words the errors.
         self._pack: Callable[[tuple[object, ...]], bytes | None] | None = None
         self._size = slot.size
-        if code in PLAIN_CODES:  # then even bytes are packed, and not taken as they are
+        if code in PLAIN_CODES:  # then bytes are packed too, and not copied unchanged
             self._pack, self._size = packer(code, (ParameterSlot(0, slot.size),), (element,)), -1
         self._inner = inner_words(slot.offset, slot.size)
         # Last: until then the argument is as before, and is looked up again.
@@ -803,9 +804,9 @@ class ArgumentSetter:
         return self._live
 
     def set(self, run: GraphExec, value: object) -> None:
-        """What `GraphExec.patch` does."""
+        """Implements `GraphExec.patch`."""
         live = self._live
-        # Tested here, and not in `_current`: the call would be felt in each patch.
+        # Tested here and not in `_current`: the call would cost time in each patch.
         if live.gone or run.context.closed or run.graph.closed:
             live = self._current(run)
         raw = value if type(value) is bytes and len(value) == self._size else self._packed(value)
@@ -823,7 +824,7 @@ class ArgumentSetter:
         if run._given_back and type(value) is bytes:
             settled = run._settled([Write(live, place, raw)])
         if settled or not live.setter.holds(place, raw):
-            # A number, or bytes, whose owners are not known: only bytes change.
+            # A number, or bytes, whose owners are unknown: only bytes change.
             run._shadow.touch(live)
             if live.setter.set(place, raw) != 0:
                 run._write_all([Write(live, place, raw)])
@@ -831,10 +832,10 @@ class ArgumentSetter:
             run._forget(settled)
 
     def _write(self, run: GraphExec, live: Live, raw: bytes, value: object) -> None:
-        """Sets bytes and notes what they point at.
+        """Sets bytes and notes the owner of the memory at which they point.
 
-        An interruption may come between any two lines: a word has both owners until it is known
-        which one it points at, and meanwhile nothing is known of how much is used there.
+        An interruption may come between any two lines: a word has both owners until it is known at
+        which one it points, and meanwhile the number of bytes used there is unknown.
         """
         place = self._place
         owner, nbytes = owner_of(run.context, value, self._pointer)
@@ -867,25 +868,25 @@ class ArgumentSetter:
             run._write_all([Write(live, place, raw, owner, nbytes)])
 
     def _noted(self, live: Live) -> bool:
-        """Whether anything is known of what a word behind the first points at."""
+        """True if the owner or extent of a word after the first is known."""
         owners, reach = live.owners, live.reach
         return any(place in reach or owners.get(place) is not None for place in self._inner)
 
     def write(self, run: GraphExec, value: object) -> Write:
-        """What `set` would write."""
+        """Returns the write that `set` would make."""
         live = self._current(run)
         raw = self._raw(run, live, self._packed(value), value)
         return Write(live, self._place, raw, *owner_of(run.context, value, self._pointer))
 
     def _packed(self, value: object) -> bytes | None:
-        """The value's bytes by its exact type: where no signature says what they are, they are
-        bytes already.  None for everything else."""
+        """Returns the value's bytes by its exact type: without a signature only bytes of the right
+        size.  None for other values."""
         if self._pack is not None:
             return self._pack((value,))
         return value if type(value) is bytes and len(value) == self._size else None
 
     def _raw(self, run: GraphExec, live: Live, raw: bytes | None, value: object) -> bytes:
-        """The value's bytes, if they were not packed by its exact type."""
+        """Returns the value's bytes, if its exact type did not give them."""
         if raw is None:
             arguments = live.params.arguments
             index, raw = argument_bytes(
@@ -902,8 +903,8 @@ class Patcher:
         patch(128)
         run.launch(stream)
 
-    A call does what `GraphExec.patch` does, and raises what that raises.  It goes on working after
-    other changes of the node, and keeps the executable alive.
+    A call does the same as `GraphExec.patch`, and raises the same errors.  A patcher still works
+    after other changes of the node, and keeps the executable alive.
     """
 
     __slots__ = ("_argument", "_lock", "_run", "_set")
@@ -928,8 +929,8 @@ def _put_back(live: Live, place: int, owner: object, nbytes: int | None) -> None
 def _found(
     live: Live, argument: int | str, space: Space
 ) -> tuple[ParameterSlot, str, bool, Element | None]:
-    """Where an argument lies, its code in `struct` if a signature says it, whether it may be a
-    pointer, and what it takes then."""
+    """Returns an argument's place, its `struct` code if a signature gives one, whether it may be a
+    pointer, and the element that it then takes."""
     node, signature, arguments = live.node, live.signature, live.params.arguments
     index = argument_index(node, signature, arguments, argument)
     slot = arguments.slot(index)
@@ -946,15 +947,15 @@ _WHOLE = (int, np.integer)
 
 
 def owner_of(context: Context, value: object, pointer: bool) -> tuple[object, int | None]:
-    """What a new argument points at, to be kept alive, and how many bytes that has; None for what
-    is not known."""
+    """Returns the object to keep alive for a new argument, and the number of its bytes; None for
+    unknown ones."""
     if isinstance(value, _PLAIN):
         if isinstance(value, _WHOLE) and pointer and value > 0:
             return context.owner_of(int(value)), None
         return None, None
-    if isinstance(value, MemoryRange):  # it keeps nothing
+    if isinstance(value, MemoryRange):  # a range keeps nothing alive
         return context.owner_of(value.address), value.nbytes
     try:
         return value, range_of(value).nbytes
-    except InputError:  # a bare address, whose size is not known
+    except InputError:  # a bare address, whose extent is unknown
         return value, None

@@ -1,13 +1,13 @@
 """`Frozen`: a graph and the graphs inside its nodes, as they were when an executable was made.
 
-This file also has what is worked out from graphs as a whole: what bodies of conditional nodes
-cannot hold, loops that cannot end, and what a whole update would silently keep: launch attributes,
+This file also has the analyses of whole graphs: nodes that bodies of conditional nodes cannot hold,
+loops that cannot end, and differences that a whole update would silently keep: launch attributes,
 and the kinds of edges.
 
 An update pairs each node of the new graph with one of the executable.  CUDA pairs along the edges
 (measured), by a rule that it does not document.  If the nodes and edges of both graphs are the same
-by their places, nodes at the same place are a pair.  Otherwise nodes can be a pair only if
-what is before them is the same, and then all nodes that can be paired must be alike.
+by their indices, nodes with the same index are a pair.  Otherwise nodes can be a pair only if
+everything before them is the same, and then all nodes that can be paired must be alike.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BODY_RULE = (
 
 
 def wrongly_in_a_body(nodes: Iterable[Node], way: str = "", *, inside: bool = False) -> str:
-    """The first node that no body can hold, with the nodes around it; empty without one.
+    """Describes the first node that no body can hold, with the nodes around it; empty if none.
 
     `inside`: the nodes themselves are in a body.
     """
@@ -68,7 +68,7 @@ def wrongly_in_a_body(nodes: Iterable[Node], way: str = "", *, inside: bool = Fa
 
 
 def graphs_inside(params: NodeParams) -> tuple[GraphHandle, ...]:
-    """The child graph, or the bodies, that a node with these parameters has."""
+    """Returns the child graph, or the bodies, of a node with these parameters."""
     if isinstance(params, ChildGraphNodeParams):
         return (params.graph,)
     return params.bodies if isinstance(params, ConditionalNodeParams) else ()
@@ -93,11 +93,11 @@ class Frozen:
         return made
 
     def inside(self, frozen: FrozenGraph, index: int) -> list[FrozenGraph]:
-        """The graphs inside a node."""
+        """Returns the graphs inside a node."""
         return [self.graphs[inner] for inner in graphs_inside(frozen.params(index))]
 
     def hides(self, node: NodeHandle) -> bool:
-        """Whether a kernel node may have launch attributes that the driver does not tell."""
+        """True if a kernel node may have launch attributes that the driver does not report."""
         for frozen in self.graphs.values():
             if node in frozen.nodes:
                 attributes = frozen.attributes(frozen.nodes.index(node))
@@ -105,7 +105,7 @@ class Frozen:
         return False
 
     def at(self, handle: GraphHandle) -> Frozen | None:
-        """The graph inside that has this handle, as one of its own; None if there is none."""
+        """Returns the graph inside that has this handle, as a `Frozen` of its own, or None."""
         outer = self.graphs.get(handle)
         if outer is None:
             return None
@@ -114,7 +114,7 @@ class Frozen:
         return made
 
     def shape(self) -> object:
-        """Kinds of nodes and edges by the places of nodes, also of the graphs inside."""
+        """Returns the kinds of nodes and the edges, by indices, also of the graphs inside."""
         return self._shape(self.outer)
 
     def _shape(self, frozen: FrozenGraph) -> object:
@@ -123,7 +123,7 @@ class Frozen:
         return kinds, frozen.links(), inside
 
     def node(self, reader: NodeReader, index: int, find: KnownRanges) -> Node:
-        """One of its own nodes."""
+        """Reads one of the graph's own nodes."""
         return self._read(reader, self.outer, index, find)
 
     def _inside(
@@ -134,7 +134,7 @@ class Frozen:
 
     def _read(self, reader: NodeReader, frozen: FrozenGraph, index: int, find: KnownRanges) -> Node:
         node = reader.frozen(frozen, index, find, partial(self._inside, reader, find))
-        _ = node.arguments  # decoded now: memory may be closed before they are asked for
+        _ = node.arguments  # decoded now: memory may be closed before a later access
         return node
 
 
@@ -145,16 +145,16 @@ class _Found:
 
     node: NodeHandle
     params: NodeParams | None
-    """None if they cannot be read."""
+    """The parameters; None if the driver cannot read them."""
     way: str
 
 
 def check_loops(driver: Driver, graph: Frozen) -> None:
-    """Looks at the WHILE nodes of a graph and of the graphs inside it.
+    """Checks the WHILE nodes of a graph and of the graphs inside it.
 
     Only kernels set a condition.  Raises GraphError for a body without a kernel: a launch whose
-    condition is true would never end.  Warns (UserWarning) of a loop that may begin, and none of
-    whose kernels has its condition among the arguments.
+    condition is true would never end.  Warns (UserWarning) of a loop that may begin, if none of its
+    kernels has the condition among the arguments.
     """
     outer, inner = graph.outer, graph.graphs
     if not outer.holders:
@@ -197,7 +197,7 @@ def check_loops(driver: Driver, graph: Frozen) -> None:
 def _nodes(
     frozen: FrozenGraph, inner: Mapping[GraphHandle, FrozenGraph], way: str
 ) -> Iterator[_Found]:
-    """Every node, each followed by those of the graphs inside it."""
+    """Yields every node, each followed by the nodes of the graphs inside it."""
     for index, node in enumerate(frozen.nodes):
         try:
             params: NodeParams | None = frozen.params(index)
@@ -213,22 +213,23 @@ def _is_kernel(found: _Found) -> bool:
 
 
 def _may_set(found: _Found, loop: ConditionalNodeParams) -> bool:
-    """Whether a node is a kernel with the loop's condition in its arguments, or cannot be read."""
+    """True if a node is a kernel with the loop's condition in its arguments, or unreadable."""
     params = found.params
     if isinstance(params, KernelNodeParams):
         return int(loop.handle).to_bytes(8, "little") in params.arguments.data
     return params is None
 
 
-# --- what an update keeps
+# --- differences that an update keeps
 _Class: TypeAlias = tuple[Sequence[int], Sequence[int]]
-"""Places of nodes in the old graph, and of those in the new one that they may be paired with."""
+"""Indices of nodes in the old graph, and of nodes in the new one that may be their pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptDifference:
-    """What an update would keep.  `path`: the places in the new graph of the nodes around it,
-    outermost first.  `index`, `old` and `new` are of a kernel node of `graph`; None for edges."""
+    """A difference that an update would keep.  `path`: the indices in the new graph of the nodes
+    around it, outermost first.  `index`, `old` and `new` are those of a kernel node of `graph`;
+    None for edges."""
 
     graph: FrozenGraph
     path: tuple[int, ...]
@@ -238,9 +239,9 @@ class KeptDifference:
 
 
 def kept_of_graphs(old: Frozen, new: Frozen) -> KeptDifference | None:
-    """The first difference that an update of an executable of `old` by `new` would not make.
+    """Returns the first difference that an update of an executable of `old` by `new` would keep.
 
-    None also where the graphs differ in other ways: the driver refuses these.
+    None also for graphs that differ in other ways: the driver refuses these.
     """
     return _Comparison(old, new).graphs(old.outer, new.outer, ())
 
@@ -256,7 +257,7 @@ class _Comparison:
         if plain and not old.holders and not new.holders:
             kinds = old.kinds_of_attributes
             if len(kinds) < 2 and kinds >= new.kinds_of_attributes:
-                return None  # whatever the pairs are
+                return None  # the same for all pairings
         if len(old.nodes) == len(new.nodes) and old.links() == new.links():
             classes: Iterable[_Class] | None = (((i,), (i,)) for i in range(len(old.nodes)))
         else:
@@ -275,7 +276,7 @@ class _Comparison:
     ) -> KeptDifference | None:
         for before, after in classes:
             was, first = old.attributes(before[0]), new.attributes(after[0])
-            # Each with the first of the others: what is equal to one is equal to all.
+            # Each with the first of the others: nodes equal to one are equal to all.
             pairs = [(before[0], b) for b in after] + [(a, after[0]) for a in before[1:]]
             for a, b in pairs if was is not None and first is not None else ():
                 one, other = old.attributes(a), new.attributes(b)
@@ -295,7 +296,7 @@ class _Comparison:
         after: Sequence[int],
         path: tuple[int, ...],
     ) -> KeptDifference | None:
-        """What would be kept in graphs inside of nodes of one class."""
+        """Returns the first kept difference in graphs inside of nodes of one class, or None."""
         for a, b in product(before, after):
             for was, is_ in zip(self._old.inside(old, a), self._new.inside(new, b), strict=False):
                 found = self.graphs(was, is_, (*path, b))
@@ -305,9 +306,9 @@ class _Comparison:
 
 
 def _classes(old: FrozenGraph, new: FrozenGraph, *, data: bool) -> list[_Class] | None:
-    """The nodes that have the same before them; None if the graphs are not the same.
+    """Returns classes of nodes with the same nodes before them; None for different graphs.
 
-    `data`: whether that of the edges counts.
+    `data`: whether the data of the edges counts.
     """
     known: dict[object, int] = {}
     made: list[dict[int, list[int]]] = []
@@ -323,7 +324,7 @@ def _classes(old: FrozenGraph, new: FrozenGraph, *, data: bool) -> list[_Class] 
 
 
 def _colours(frozen: FrozenGraph, known: dict[object, int], data: bool) -> list[int]:
-    """A number for each node: of its kind and all that is before it."""
+    """Returns a number for each node, for its kind and everything before it."""
     count = len(frozen.nodes)
     before: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(count)]
     after: list[list[int]] = [[] for _ in range(count)]

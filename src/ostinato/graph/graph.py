@@ -77,13 +77,13 @@ _DEFINITION = "a graph is a definition: run = graph.instantiate(upload=stream) c
 class Graph(Closeable):
     """A graph definition (CUgraph).
 
-    Made by a capture, a recording, `Graph.create`, or `Graph.adopt` for one that another library
-    made.  It keeps alive what its nodes point at, as far as this library put it there; an adopted
-    graph keeps its `owner`.  Changing a definition does not change executables made before.
+    Made by a capture, a recording, `Graph.create`, or `Graph.adopt` for a graph of another library.
+    It keeps alive the objects of its nodes, as far as this library added them; an adopted graph
+    keeps its `owner`.  Changing a definition does not change executables made before.
 
     Methods that add a node take `after`, the nodes that the new one waits for (none by default).
-    While something is captured into the graph, a new node also waits for what was captured so far
-    on the stream that began the capture, and what is captured there next waits for it.
+    While a capture into the graph is under way, a new node also waits for the work captured so far
+    on the stream that began the capture, and the work captured there next waits for the node.
     They raise GraphError with the driver's reason, ClosedError, and InputError for arguments that
     do not fit.
 
@@ -107,24 +107,24 @@ class Graph(Closeable):
         self.labels: MutableMapping[NodeHandle, NodeLabel] = dict(labels or {})
         self.keep: list[object] = list(keep)
         self._count: int | None = None
-        """How many nodes there are; None if it is not known."""
+        """The number of nodes; None if unknown."""
         self._foreign = False
-        """Whether another library may add nodes."""
+        """True if another library may add nodes."""
         self._storages: dict[int, object] = {}
         self._looked_at = 0
-        """How much of `keep` is in `_storages`."""
+        """The number of objects in `keep` that are in `_storages`."""
         self.only_to_read = ""
-        """Why it must not be launched by this library; empty if it may."""
+        """The reason why this library must not launch it; empty if it may."""
         self.closed = False
         self.instantiated = False
-        """Whether an executable was made of it."""
+        """True once it has an executable."""
         self.replaced = False
-        """Whether a node of it was replaced."""
+        """True once a node of it was replaced."""
         self.before_launch: Callable[[Stream], None] | None = None
-        """Called with the stream before each launch of an executable that is made from here on: for
-        what another library does before its own replays."""
+        """Called with the stream before each launch of later executables: for work that another
+        library does before its own replays."""
         self.lost = ""
-        """Why the driver has no such definition any more; empty if it has."""
+        """The reason why the driver has no such definition any more; empty if it has."""
         self._finalizer: weakref.finalize[..., Graph] | None = None
         if owned:
             driver = context.driver
@@ -136,7 +136,7 @@ class Graph(Closeable):
     @classmethod
     @uninterrupted
     def create(cls, device: Context | HasContext) -> Graph:
-        """An empty graph to build by hand."""
+        """Makes an empty graph to build by hand."""
         context = context_of(device)
         context.require_open()
         return cls(context, context.driver.graph_create())
@@ -145,11 +145,11 @@ class Graph(Closeable):
     def adopt(
         cls, device: Context | HasContext, handle: int, *, owner: object, only_to_read: str = ""
     ) -> Graph:
-        """A graph that another library made, by its raw handle.
+        """Returns a graph of another library, by its raw handle.
 
-        It is never destroyed by us; `owner` is kept alive as long as this object or an executable
-        made from it is.  `only_to_read` is the reason why this library must not launch it; making
-        an executable of it then raises GraphError.  Raises InputError for a null handle.
+        This library never destroys it; `owner` is kept alive as long as this object or an
+        executable of it.  `only_to_read` is the reason why this library must not launch it;
+        instantiating it then raises GraphError.  Raises InputError for a null handle.
         """
         number = whole_number(handle)
         if number is None or not 0 <= number < 1 << 64:
@@ -166,7 +166,7 @@ class Graph(Closeable):
     @property
     def handle(self) -> GraphHandle:
         """The driver's handle.  Raises ClosedError after close(), also of the device, GraphError if
-        it was lost."""
+        the driver has no such definition any more."""
         if self.closed:
             raise ClosedError("the graph is closed; capture or build it again")
         self.context.require_open()
@@ -175,18 +175,18 @@ class Graph(Closeable):
         return self._handle
 
     def lose(self, why: str) -> None:
-        """The driver has no such definition any more: later uses raise GraphError with `why`."""
+        """Makes later uses raise GraphError with `why`: the driver has lost the definition."""
         self.lost = why
         if self._finalizer is not None:
             self._finalizer.detach()
 
     def spoil(self, why: str) -> None:
-        """It holds half of a change: from here on it can be read, but not launched."""
+        """Forbids launches, with `why`: it holds half of a change, and can only be read."""
         self.only_to_read = why
 
     @property
     def owned(self) -> bool:
-        """Whether this object destroys it; False for an adopted graph and a conditional body."""
+        """True if this object destroys it; False for an adopted graph and a conditional body."""
         return self._finalizer is not None
 
     @property
@@ -196,9 +196,9 @@ class Graph(Closeable):
 
     @property
     def storages(self) -> tuple[object, ...]:
-        """What `keep` holds, each once, with the buffer under a view in place of the view."""
+        """The objects in `keep`, each once, with the root buffer in place of a view."""
         keep = self.keep
-        if self._looked_at > len(keep):  # a node that could not be added
+        if self._looked_at > len(keep):  # after a node that could not be added
             self._storages, self._looked_at = {}, 0
         if self._looked_at < len(keep):
             for owner in keep[self._looked_at :]:
@@ -209,7 +209,7 @@ class Graph(Closeable):
 
     def require_launchable(self, *, as_part: bool = False) -> None:
         """Raises GraphError if this library must not launch it, or not `as_part` of another graph;
-        ClosedError if memory that a node was given is closed by now."""
+        ClosedError if memory of a node is closed by now."""
         if self.only_to_read:
             raise GraphError(f"the graph can be read, but not launched here: {self.only_to_read}")
         if as_part and self.before_launch is not None:
@@ -235,21 +235,21 @@ class Graph(Closeable):
 
     @property
     def reader(self) -> NodeReader:
-        """Reads its nodes, and those inside them."""
+        """A reader of its nodes, and of the nodes inside them."""
         return NodeReader(self.context.driver, self.labels)
 
     def node(self, index: int) -> Node:
-        """One node by its index in the driver's order.  Raises InputError if there is none."""
+        """Returns one node by its index in the driver's order.  Raises InputError."""
         handles = self.context.driver.graph_nodes(self.handle)
         place = index_below(len(handles), index)
         return self.reader.one(place, handles[place])
 
     def __len__(self) -> int:
-        """The number of nodes, without those inside child graphs and bodies."""
+        """Returns the number of nodes, without those inside child graphs and bodies."""
         return len(self.context.driver.graph_nodes(self.handle))
 
     def count(self, kind: NodeKind | None = None) -> int:
-        """How many nodes (of one kind), with those inside child graphs and bodies."""
+        """Returns the number of nodes (of one kind), with those inside child graphs and bodies."""
         return sum(1 for n in every_node(self.nodes) if kind is None or n.kind is kind)
 
     @property
@@ -278,7 +278,7 @@ class Graph(Closeable):
         dependencies = node_handles(after)
         tap, stream = self._filled_by("adding a node")
         if stream is not None:
-            # Its place in the capture: behind what was captured, and before what is captured next.
+            # Its place in the capture: after the work captured so far, and before the next.
             captured = driver.stream_capture_info(stream.handle).dependencies
             others = [node for node in captured if node not in dependencies]
             dependencies += others
@@ -301,7 +301,7 @@ class Graph(Closeable):
             raise GraphError(f"adding a {type(params).__name__} failed: {error}") from error
         before = len(self.keep)
         self.keep.extend(kept)
-        count, self._count = self._count, None  # until it is known whether there is one more
+        count, self._count = self._count, None  # until the node is known to be kept
         label = self.labels[handle] = NodeLabel(operation, line or caller_line())
         try:
             if tap is not None and stream is not None:
@@ -311,7 +311,7 @@ class Graph(Closeable):
                 self._label_copies(child.labels, child.handle, handle)
             index = self._place_of_last(handle, count)
             if isinstance(params, KernelNodeParams) and params.config.plain and not edge_data:
-                # It holds what it was given: nothing is to be read back.
+                # The node has the given parameters: they need not be read back.
                 return self.reader.made(index, handle, NodeKind.KERNEL, params)
             return self.reader.one(index, handle)
         except (DriverError, GraphError) as error:
@@ -326,7 +326,7 @@ class Graph(Closeable):
             raise GraphError(why) from error
 
     def _filled_by(self, what: str) -> tuple[Tap, Stream] | tuple[None, None]:
-        """The capture under way that fills this graph, if there is one, and its stream."""
+        """Returns the capture under way that fills this graph, and its stream; or (None, None)."""
         for tap in self.context.taps:
             stream = tap.fills(self.handle, what)
             if stream is not None:
@@ -337,38 +337,38 @@ class Graph(Closeable):
         """Raises GraphError for a node that this graph cannot hold.  `child`: the child graph."""
 
     def _place_of_last(self, node: NodeHandle, count: int | None) -> int:
-        """The index of the node that was added last, to `count` others if their number is known.
+        """Returns the index of the last added node; `count` is the number of others, if known.
 
-        All known drivers list nodes in the order they were added in, which CUDA does not document.
-        Asking for the list, or for its length, takes the longer the more nodes there are; so nodes
-        are counted, and the list is asked for as the graph doubles.
+        All known drivers list nodes in the order of their addition, which CUDA does not document.
+        Querying the list, or its length, takes longer with more nodes; so nodes are counted here,
+        and the list is queried only as the graph doubles.
         """
         if count is not None and count & (count + 1) and not self.context.captures:
             self._count = count + 1
             return count
         nodes = self.context.driver.graph_nodes(self.handle)
-        # A driver with another order is asked each time, and each driver during captures: one may
-        # go into this graph, and add nodes or take its own out again.
+        # A driver with another order is queried each time, and each driver during captures: a
+        # capture may go into this graph, and add nodes or remove its own again.
         in_order = bool(nodes) and nodes[-1] == node
         known = in_order and not (self._foreign or self.context.captures)
         self._count = len(nodes) if known else None
         return len(nodes) - 1 if in_order else nodes.index(node)
 
     def recount(self) -> None:
-        """Must be called after nodes were added or taken out in another way than by `add`."""
+        """Drops the count of nodes.  Call it after nodes were added or removed without `add`."""
         self._count = None
 
     def _label_copies(
         self, labels: Mapping[NodeHandle, NodeLabel], original: GraphHandle, node: NodeHandle
     ) -> None:
-        """Notes what is known of a graph's nodes for their copies in a child graph node."""
+        """Copies the labels of a graph's nodes to their copies in a child graph node."""
         driver = self.context.driver
         params = driver.node_params(node)
         assert isinstance(params, ChildGraphNodeParams)
         copy_of_it = not_null(params.graph, "child graph")
         originals, copies = driver.graph_nodes(original), driver.graph_nodes(copy_of_it)
         kinds = [[driver.node_kind(n) for n in nodes] for nodes in (originals, copies)]
-        if kinds[0] != kinds[1]:  # a copy keeps the order, as far as is known
+        if kinds[0] != kinds[1]:  # copies keep the order, as far as is known
             return
         for old, copy in zip(originals, copies, strict=True):
             if old in labels:
@@ -382,17 +382,17 @@ class Graph(Closeable):
         return self.add(operation.params, after=after, operation=operation)
 
     def add_operations(self, operations: Sequence[Operation]) -> list[Node]:
-        """Adds operations as a recording of them would: edges from what each reads and writes.
+        """Adds operations like a recording of them: with edges by the memory that each accesses.
 
-        There are no edges from nodes that are there already.  Raises GraphError with the driver's
-        reason; what was added before stays.
+        There are no edges from nodes that exist already.  Raises GraphError with the driver's
+        reason; nodes added before stay.
         """
         return self.add_recorded([Recorded(operation, None) for operation in operations])
 
     def add_recorded(self, recorded: Sequence[Recorded], *, serial: bool = False) -> list[Node]:
         """Adds recorded operations, with edges between them as in `Recording.build`.
 
-        Raises GraphError with the driver's reason; what was added before stays.
+        Raises GraphError with the driver's reason; nodes added before stay.
         """
         if serial:
             after = [[i - 1] if i else [] for i in range(len(recorded))]
@@ -456,11 +456,11 @@ class Graph(Closeable):
         return self.add(HostNodeParams(function), after=after, keep=(function,))
 
     def add_empty(self, *, after: Sequence[NodeRef] = ()) -> Node:
-        """Adds a node that does nothing but join."""
+        """Adds a node without work, which joins dependencies."""
         return self.add(EmptyNodeParams(), after=after)
 
     def add_child(self, graph: Graph, *, after: Sequence[NodeRef] = ()) -> Node:
-        """Adds a copy of another graph as one node; the other may be closed or changed after it."""
+        """Adds a copy of another graph as one node; the other may then be closed or changed."""
         if not isinstance(graph, Graph):
             raise InputError(
                 f"add_child: a Graph is needed, not {type(graph).__name__} (an executable's and a "
@@ -483,7 +483,7 @@ class Graph(Closeable):
         )
 
     def add_alloc(self, nbytes: int, *, after: Sequence[NodeRef] = ()) -> Node:
-        """Adds an allocation; `node.alloc.address` is where it will be, for nodes after it.
+        """Adds an allocation; `node.alloc.address` is its address, for later nodes.
 
         Without a free node in this graph the memory stays after a launch, until a graph with a free
         node for it is launched or the executable is closed, which frees it.  Meanwhile the
@@ -495,7 +495,7 @@ class Graph(Closeable):
         return self.add(AllocNodeParams(size), after=after)
 
     def add_free(self, address: int, *, after: Sequence[NodeRef] = ()) -> Node:
-        """Frees the memory of an alloc node."""
+        """Adds a node that frees the memory of an alloc node."""
         return self.add(FreeNodeParams(address), after=after)
 
     def add_batch_mem_op(
@@ -505,14 +505,14 @@ class Graph(Closeable):
         after: Sequence[NodeRef] = (),
         keep: Iterable[object] = (),
     ) -> Node:
-        """Adds writes to memory, and waits for values there, that are done in order.
+        """Adds writes to memory, and waits for values there, that run in order.
 
         `keep` is kept alive with the graph: the memory at the operations' addresses.
         """
         return self.add(BatchMemOpNodeParams(tuple(operations)), after=after, keep=keep)
 
     def condition(self, default: int = 0, *, reset_at_launch: bool = True) -> ConditionalHandle:
-        """A condition that kernels set, for one conditional node of this graph.
+        """Makes a condition that kernels set, for one conditional node of this graph.
 
         `default`: 32 bits without a sign, set at each launch if `reset_at_launch`.
         """
@@ -539,7 +539,7 @@ class Graph(Closeable):
         They hold kernels, copies, fills, empty nodes, child graphs of these, and conditional nodes;
         `add` of a body raises GraphError for others.  The body of a WHILE needs a kernel that sets
         the condition: without a kernel `instantiate` raises GraphError, and it warns if no kernel
-        in it has `handle` among its arguments.
+        in the body has `handle` among its arguments.
         """
         if not isinstance(kind, ConditionalKind):
             raise InputError(f"kind={kind!r}: ConditionalKind.IF, WHILE or SWITCH is needed")
@@ -561,19 +561,18 @@ class Graph(Closeable):
         """Puts an operation in the place of a node, with the node's edges; returns the new node.
 
         For a small fill, say: with one among its nodes, a launch of a chain takes 3 us more than
-        with kernels alone (docs/log.md).  The old node is gone, the nodes behind it have other
-        indices, and the new one is the last.  What the old one points at stays alive with the
-        graph.
+        with kernels alone (docs/log.md).  The old node is removed, later nodes get other indices,
+        and the new node is the last.  The objects of the old node stay alive with the graph.
 
             graph.replace(node, ost.prepare(kernel, config, x, n))
 
         The driver may give the handle of the old node to a later one, so a `Node` of it must not be
-        used any more, and GraphError is raised if an executable was made of the graph, or something
-        is captured into it.  It is raised with the driver's reason, too, and where nothing can be
-        replaced: for a conditional node and what is in its bodies, and in a graph with alloc or
+        used any more, and GraphError is raised if the graph has an executable, or a capture into it
+        is under way.  GraphError is also raised with the driver's reason, and for nodes that cannot
+        be replaced: a conditional node, nodes in its bodies, and nodes of a graph with alloc or
         free nodes.  Raises InputError for a node that is not of this graph itself.  The graph is
-        then as before; if the driver refuses to take the new node out again, it cannot be launched
-        any more.
+        then as before; if the driver refuses to remove the new node again, the graph cannot be
+        launched any more.
         """
         driver, old = self.context.driver, node.handle if isinstance(node, Node) else node
         nodes, edges = driver.graph_nodes(self.handle), self.edges
@@ -616,7 +615,7 @@ class Graph(Closeable):
     def _take_back(
         self, old: NodeHandle, nodes: Sequence[NodeHandle], edges: Sequence[Edge], why: str
     ) -> None:
-        """Makes the graph what it was, with these nodes and edges, unless the old node is gone."""
+        """Restores the graph with these nodes and edges, unless the old node is gone."""
         driver, whole = self.context.driver, False
         try:
             there = driver.graph_nodes(self.handle)
@@ -626,14 +625,14 @@ class Graph(Closeable):
                     self.labels.pop(added, None)
             whole = old not in there or {*self.edges} == {*edges}
         except DriverError:
-            pass  # the caller raises what went wrong first
+            pass  # the caller raises the first error
         if not whole:
             self.spoil(f"{why}, and could not be taken back; make the graph again")
 
-    # --- making others
+    # --- copies and executables
     @uninterrupted
     def clone(self) -> Graph:
-        """A copy that can be changed on its own.
+        """Returns a copy that can be changed on its own.
 
         Raises DriverError with the status NOT_SUPPORTED for a graph that has alloc, free or
         conditional nodes, and for the body of a conditional node.
@@ -659,9 +658,9 @@ class Graph(Closeable):
         flags: InstantiateFlags = InstantiateFlags.NONE,
         upload: Stream | None = None,
     ) -> GraphExec:
-        """An executable of this definition as it is now; uploaded on a stream if one is given.
+        """Makes an executable of the present definition; uploads it on a stream if one is given.
 
-        Raises GraphError naming the node that the driver blamed; an upload that fails raises
+        Raises GraphError with the node that the driver named; an upload that fails raises
         DriverError and closes the executable.
         """
         from ostinato.graph.executable import GraphExec
@@ -670,7 +669,7 @@ class Graph(Closeable):
 
     # --- showing (graph.show)
     def outline(self, *, readable: bool = True) -> Outline:
-        """The graph read once, with all that is inside of it.
+        """Reads the graph once, with everything inside of it.
 
         `readable`: for people: kernels have their names in the source, which overloads share, and
         addresses the names of their buffers.
@@ -685,19 +684,19 @@ class Graph(Closeable):
         return to_table(self.outline())
 
     def to_dict(self) -> dict[str, object]:
-        """The whole graph as plain data; the schema is in docs/design.md."""
+        """Returns the whole graph as plain data; docs/design.md has the schema."""
         from ostinato.graph.show.render import to_dict
 
         return to_dict(self.outline(readable=False), self.context.driver.name)
 
     def to_dot(self) -> str:
-        """The graph in Graphviz' language."""
+        """Returns the graph in Graphviz' language."""
         from ostinato.graph.show.render import to_dot
 
         return to_dot(self.outline())
 
     def to_svg(self) -> str:
-        """A picture of the graph."""
+        """Returns a picture of the graph."""
         from ostinato.graph.show.svg import to_svg
 
         return to_svg(self.outline())
@@ -711,7 +710,7 @@ class Graph(Closeable):
         return self.to_svg()
 
     def diff(self, other: Graph) -> GraphDiff:
-        """What differs between this graph and another; empty for equal ones.
+        """Returns the differences between this graph and another; empty for equal ones.
 
         Kernels of one name that were loaded twice are compared by their code, which waits for the
         device; code that cannot be read counts as different.  Kernels of two devices, and all
@@ -725,10 +724,11 @@ class Graph(Closeable):
         return diff(self.outline(readable=False), other.outline(readable=False), same_code)
 
     def digest(self) -> str:
-        """The graph's shape as 64 hexadecimal digits, for processes to compare.
+        """Returns the graph's shape as 64 hexadecimal digits, for processes to compare.
 
         It covers nodes, launch shapes and edges, and no addresses, handles or values of arguments:
-        `graph.show.digest` lists both.  Of the definition: changes of executables do not count.
+        `graph.show.digest` lists both.  It is that of the definition, without changes of
+        executables.
         """
         from ostinato.graph.show.digest import digest
 
@@ -744,7 +744,7 @@ class Graph(Closeable):
     def close(self) -> None:
         """Destroys the definition; an adopted one is only released.  Idempotent.
 
-        Executables made from it still launch, and `GraphExec.update` works; to read or change one
+        Executables made from it still launch, and `GraphExec.update` works; reading or changing one
         of their nodes raises ClosedError.
         """
         if self.closed:
@@ -756,7 +756,7 @@ class Graph(Closeable):
 
 
 def node_handles(nodes: Sequence[NodeRef]) -> list[NodeHandle]:
-    """The driver's handles.  Raises InputError for what is no list of nodes."""
+    """Returns the driver's handles.  Raises InputError for a value that is no list of nodes."""
     if isinstance(nodes, Node | Conditional):
         raise InputError("a list of nodes is needed: after=[node]")
     if not isinstance(nodes, Iterable):
@@ -788,7 +788,7 @@ class Conditional:
 
 
 def fill_params(dst: Buffer, value: int, element_size: int) -> MemsetNodeParams:
-    """A fill of all of a buffer.
+    """Returns the parameters of a fill of a whole buffer.
 
     Raises InputError for an `element_size` that is not 1, 2 or 4 or does not divide the buffer, for
     a buffer of 0 bytes, and for a value that the elements cannot hold.
@@ -806,14 +806,14 @@ def fill_params(dst: Buffer, value: int, element_size: int) -> MemsetNodeParams:
 
 
 def _any_closed(owners: Iterable[object]) -> bool:
-    """Whether memory among the owners is closed.  A child's definition may be."""
+    """True if memory among the owners is closed; a child's definition may be closed."""
     return any(
         getattr(owner, "closed", False) is True and not isinstance(owner, Graph) for owner in owners
     )
 
 
 class _Body(Graph):
-    """A body's graph.  Its labels and what it keeps are the enclosing graph's."""
+    """A body's graph.  It shares labels and kept objects with the enclosing graph."""
 
     def __init__(self, parent: Graph, handle: GraphHandle) -> None:
         super().__init__(parent.context, handle, owned=False, owner=parent)
@@ -822,8 +822,9 @@ class _Body(Graph):
         self.keep = parent.keep
 
     def lose(self, why: str) -> None:
-        """Its node still points at it, so whatever reads, instantiates or destroys the enclosing
-        graph ends the process (measured on driver 580): that is lost with it, and never freed."""
+        """Loses the enclosing graph too: its node still points at the body, so reading,
+        instantiating or destroying the graph would end the process (measured on driver 580).  It is
+        never freed."""
         super().lose(why)
         self._parent.lose(why)
 
@@ -840,5 +841,5 @@ class _Body(Graph):
 
     @property
     def handle(self) -> GraphHandle:
-        _ = self._parent.handle  # raises: the body is gone with the graph around it
+        _ = self._parent.handle  # raises: the body is gone with the enclosing graph
         return super().handle

@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from ostinato.driver.context import Context, Watcher
     from ostinato.modules import Kernel
 
-# Made once: a union is made anew each time that it is written.
+# Made once: a union expression makes a new object at each evaluation.
 _RAW = (bytes, bytearray, memoryview, np.void, np.ndarray)
-"""What is given as the bytes of a struct, which may hold addresses."""
+"""The types of values that are the bytes of a struct, which may hold addresses."""
 _PLAIN = (int, float, str, np.number, *_RAW)
 _WHOLE = (int, np.integer)
 _WORD = 8
 
 
 def prepare(kernel: Kernel, config: LaunchConfig, *args: object) -> Operation:
-    """A launch as a record, to be submitted often or added to a graph.
+    """Returns a launch as a record, to be submitted often or added to a graph.
 
-    Arguments: buffers and other device arrays for pointers, numbers for scalars, bytes for structs.
-    Memory must hold the type of its pointer, if both say it ("bytes" fits all; `Buffer.view` gives
-    another type), and be of the kernel's device.  Raises InputError that names the parameter that
-    does not fit.
+    Arguments: buffers and other device arrays for pointers, numbers for scalars, bytes for
+    structs.  Memory must have the type of its pointer, if both have one ("bytes" fits all;
+    `Buffer.view` gives another type), and be of the kernel's device.  Raises InputError, which
+    names the parameter that does not fit.
 
         operation = ost.prepare(kernel, ost.LaunchConfig(grid=8, block=256), x, n)
         stream.submit(operation)
@@ -52,8 +52,8 @@ def prepare(kernel: Kernel, config: LaunchConfig, *args: object) -> Operation:
 
 
 def prepare_node(kernel: Kernel, config: LaunchConfig, args: Sequence[object]) -> Operation:
-    """`prepare` for a node whose dependencies are given, so that what it reads and writes need not
-    be known."""
+    """Does the work of `prepare` for a node whose dependencies are given, so that the memory which
+    it reads and writes need not be known."""
     if not isinstance(config, LaunchConfig) or not hasattr(kernel, "arguments"):
         _require_types("add_kernel", kernel, config)
     return _operation(kernel, config, kernel.arguments(*args), args)
@@ -73,14 +73,14 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
         context = stream.context
         call = kernel.call
         plain = config.plain
-        _ = stream.submitted  # which graphs and events lack, that have all the rest; 12 ns
+        _ = stream.submitted  # graphs and events have the other attributes, but not this; 12 ns
     except AttributeError:
         _require_types("launch", kernel, config, stream)
         raise
     if kernel.context is not context:
         _require_device(kernel, stream)
     try:
-        submitting.add(thread)  # before the look at the taps: see `Turn`
+        submitting.add(thread)  # before the check of the taps: see `Turn`
         taps = context.taps
         open_ = not (stream.closed or context.closed)
         if not taps and call is not None and plain and open_:
@@ -100,11 +100,11 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
                 stream.submitted += 1
                 _announce(stream, kernel, config, packed, args)
                 return
-            if status is not None:  # not again: after this one, another launch gives another status
+            if status is not None:  # not launched again: another launch may give another status
                 error = driver_error(status, "launch_kernel", f"kernel {kernel.name} with {config}")
                 stream.report(error)
                 raise error
-        # A tap that needs no access only asks what the launch keeps alive.
+        # A tap that needs no access only needs the objects that the launch keeps alive.
         if stream.launch(kernel.name, kernel.function, config, packed):
             _announce(stream, kernel, config, packed, args)
     finally:
@@ -124,14 +124,14 @@ def _announce(
     packed: KernelArguments,
     args: tuple[object, ...],
 ) -> None:
-    """Tells the taps of a launch, which need not know what it reads and writes."""
+    """Passes a launch to the taps, which do not need the memory that it reads and writes."""
     stream.announce(_operation(kernel, config, packed, args))
 
 
 def _operation(
     kernel: Kernel, config: LaunchConfig, packed: KernelArguments, args: Sequence[object]
 ) -> Operation:
-    """A launch without what it reads and writes."""
+    """Returns the operation of a launch, without the memory that it reads and writes."""
     params = KernelNodeParams(kernel.function, config, packed)
     keep = _owners(kernel, packed, args)
     return Operation(params, kernel.name, None, None, keep, kernel.signature)
@@ -159,9 +159,9 @@ def _require_types(what: str, kernel: object, config: object, stream: object = N
 
 
 def _owners(kernel: Kernel, packed: KernelArguments, args: Sequence[object]) -> tuple[object, ...]:
-    """What a graph of the launch must keep alive: the kernel, the arguments that are objects, and
-    the owners of the memory at addresses that were given as ranges, as plain numbers or in
-    structs."""
+    """Returns the objects that a graph of the launch must keep alive: the kernel, the arguments
+    that are objects, and the owners of the memory at addresses that were given as ranges, as plain
+    numbers or in structs."""
     owners: list[object] = [kernel, *(value for value in args if not isinstance(value, _PLAIN))]
     for place, value in enumerate(owners):
         if isinstance(value, MemoryRange):
@@ -182,7 +182,7 @@ def _owners(kernel: Kernel, packed: KernelArguments, args: Sequence[object]) -> 
 
 
 def _owners_inside(context: Context, data: bytes, slot: ParameterSlot) -> Iterator[Inside]:
-    """The owners of the memory at the addresses in a struct."""
+    """Yields the owners of the memory at the addresses in a struct."""
     for at in slot.words:
         word = int.from_bytes(data[at : at + _WORD], "little")
         owner = context.owner_of(word) if word else None
@@ -196,14 +196,14 @@ class Inside:
 
     storage: object
     range: MemoryRange | None = None
-    """What of it is used, where that is known."""
+    """The part of the memory that is used, if known."""
 
     @property
     def closed(self) -> bool:
         return getattr(self.storage, "closed", False) is True
 
     def watch(self, watcher: Watcher) -> None:
-        """See `Buffer.watch`."""
+        """Does the same as `Buffer.watch`."""
         watch = getattr(self.storage, "watch", None)
         if callable(watch):
             watch(watcher)
@@ -212,10 +212,10 @@ class Inside:
 def _touched(
     context: Context, signature: Signature | None, args: Sequence[object]
 ) -> tuple[tuple[MemoryRange, ...] | None, tuple[MemoryRange, ...] | None]:
-    """What a launch reads and writes; (None, None) where it cannot be known.
+    """Returns the memory that a launch reads and writes; (None, None) if it cannot be known.
 
-    Without a signature, every device array among the arguments counts as read and written; bytes of
-    any kind and plain whole numbers could hide an address then, so they make it unknown.
+    Without a signature, every device array among the arguments counts as read and written; bytes
+    and plain whole numbers may then hide an address, so they make the memory unknown.
     """
     reads: list[MemoryRange] = []
     writes: list[MemoryRange] = []
@@ -231,7 +231,7 @@ def _touched(
         elif isinstance(value, float | np.floating | np.bool_):
             continue
         elif isinstance(value, int) or address_of(value) is None:
-            return None, None  # bytes of any kind, or a number, which may hold an address
+            return None, None  # bytes, or a number, which may hold an address
         if not address_of(value):
             continue  # a null pointer
         touched = _range_of(context, value)
@@ -245,10 +245,10 @@ def _touched(
 
 
 def _range_of(context: Context, value: object) -> MemoryRange | None:
-    """None where nobody knows how far it is used: a bare address that is in no live allocation, as
-    those of alloc nodes are not before a launch."""
+    """Returns a value's memory; None for a bare address in no live allocation, such as that of an
+    alloc node before a launch: the number of bytes used there is unknown."""
     if hasattr(value, "range") or array_interface(value) is not None:
         return range_of(value)
-    # How far a bare address is used is unknown: the whole allocation behind it.
+    # The extent of a bare address is unknown: the whole allocation behind it.
     address = address_of(value)
     return None if address is None else context.driver.memory_range(address)

@@ -1,13 +1,13 @@
-"""Lift: turns work that a library put into a capture into operations of this library.
+"""Lift: turns the work of another library in a capture into operations of this library.
 
-A library (cuBLASLt, say) takes a stream and decides by itself what it launches.  A capture shows
-what it launched: functions, shapes, argument bytes.  As operations it runs eagerly, in
-captures, in recordings and in the bodies of loops, like any launch of ours, and the library is not
-called again.  It is the same work by construction: a replay of the captured graph would run nothing
-else.
+A library (cuBLASLt, say) takes a stream and decides by itself what to launch.  A capture shows the
+launches: functions, shapes, argument bytes.  As operations they run eagerly, in captures, in
+recordings and in the bodies of loops, like launches of this library, and the other library is not
+called again.  The work is the same by construction: a replay of the captured graph would run
+nothing else.
 
-Not guaranteed: other effects of the library on the host.  It must keep its kernels loaded, so it
-must stay loaded itself, and memory that it named in their arguments must stay allocated to it.
+Not guaranteed: other effects of the library on the host.  The library must keep its kernels loaded,
+so it must stay loaded itself, and the memory in their arguments must stay allocated to it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def lift(
     writes: Sequence[MemoryRange] | None = None,
     keep: Sequence[object] = (),
 ) -> tuple[Operation, ...]:
-    """The operations of a captured graph, in order; the graph is not needed afterwards.
+    """Returns the operations of a captured graph, in order; the graph is not needed afterwards.
 
-    `reads` and `writes`: of all of them together; None if it is not known.  Each keeps alive what
-    the graph does, and `keep`: what else must live as long as it can run.  Launches have what
-    `LaunchConfig` has; hints without a field there (`KernelNodeParams.extra_attributes`) are not
-    taken over.
+    `reads` and `writes`: those of all operations together; None if unknown.  Each operation keeps
+    alive the objects of the graph and of `keep`, which must live as long as it can run.  Launches
+    have the attributes of `LaunchConfig`; hints without a field there
+    (`KernelNodeParams.extra_attributes`) are dropped.
     Raises GraphError if the nodes are no chain, or one is neither a kernel nor a linear fill.
     """
     graph.require_launchable(as_part=True)
@@ -54,7 +54,7 @@ def lift(
 
 
 def _chain(graph: Graph, name: str) -> list[NodeHandle]:
-    """The nodes, each after the one before.  Raises GraphError if they are no chain."""
+    """Returns the nodes in their order.  Raises GraphError if they are no chain."""
     nodes, edges = graph.context.driver.graph_nodes(graph.handle), graph.edges
     after = {edge.source: edge.target for edge in edges}
     first = set(nodes) - set(after.values())

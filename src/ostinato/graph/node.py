@@ -1,4 +1,4 @@
-"""Nodes as records: what a graph holds, in the driver's order, with arguments decoded."""
+"""Nodes as records: the content of a graph, in the driver's order, with arguments decoded."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ _WORD = 8
 
 
 class Pointer(NamedTuple):
-    """A word that points into device memory: which allocation, and how far in (bytes)."""
+    """A word that points into device memory: the allocation, and the offset in it (bytes)."""
 
     offset: int
-    """Where the word lies in the packed parameter buffer."""
+    """The offset of the word in the packed parameter buffer."""
     address: int
     allocation: MemoryRange | None
-    """None where a signature says "pointer" but no live allocation holds the address."""
+    """The allocation; None if a signature declares a pointer but no live allocation holds it."""
     typed: bool
-    """Whether a signature says that it is a pointer, or only that a live allocation holds it."""
+    """True if a signature declares the pointer, False if only a live allocation suggests it."""
 
     @property
     def into(self) -> int | None:
-        """Bytes from the allocation's beginning."""
+        """Bytes from the allocation's beginning, or None."""
         return None if self.allocation is None else self.address - self.allocation.address
 
 
 class Argument(NamedTuple):
-    """One kernel argument: its place, its bytes, and what is known of their meaning.
+    """One kernel argument: its place, its bytes, and their meaning as far as known.
 
-    `value` is a number where a signature gives the type, else None.  `pointers` are the words in
+    `value` is a number if a signature gives the type, else None.  `pointers` are the words in
     it that point into device memory (more than one in a struct).
     """
 
@@ -80,7 +80,7 @@ class Argument(NamedTuple):
         return self.text({})
 
     def text(self, places: Mapping[int, str]) -> str:
-        """In words; an address that is in `places` by the name that it has there."""
+        """Returns the argument as text; an address in `places` by its name there."""
         label = f"{self.name}=" if self.name else ""
         if self.pointers and self.size == _WORD:
             pointer = self.pointers[0]
@@ -102,9 +102,9 @@ class Argument(NamedTuple):
 
 
 class LazyArguments:
-    """The arguments of one kernel node, decoded when they are first asked for.
+    """The arguments of one kernel node, decoded at the first access.
 
-    The allocations that they name are those that are live then.
+    Their allocations are those that are live at that time.
     """
 
     __slots__ = ("_decoded", "_find", "_params", "_signature")
@@ -124,7 +124,7 @@ class LazyArguments:
 
 @dataclass(frozen=True, slots=True)
 class NodeLabel:
-    """What this library knows of a node beyond what the driver does: who made it, and where."""
+    """This library's data on a node: the operation and the line that made it."""
 
     operation: Operation | None
     line: tuple[str, int] | None
@@ -134,7 +134,7 @@ class NodeLabel:
 class Node:
     """One node of a graph, as it was when it was read.
 
-    `index` is its place in the driver's order, `handle` the driver's.  Asking for the parameters
+    `index` is its index in the driver's order, `handle` the driver's.  Access to the parameters
     of another kind (`node.memset` of a kernel node) raises NodeKindError.
     """
 
@@ -144,34 +144,34 @@ class Node:
     name: str
     params: NodeParams
     held: tuple[Argument, ...] | LazyArguments = field(default=(), compare=False, repr=False)
-    """What `arguments` gives."""
+    """The arguments, or an object that decodes them."""
     line: tuple[str, int] | None = None
-    """File and line of the Python that made it, where that is known."""
+    """File and line of the Python code that made the node, or None."""
     signature: Signature | None = None
     keep: tuple[object, ...] = ()
-    """What must live while the node can run."""
+    """Objects that must live while the node can run."""
     children: tuple[tuple[Node, ...], ...] = ()
     """The nodes of its child graph, or of each conditional body."""
     defaults: ConditionDefaults | None = None
-    """Of a conditional node: how its condition was made, where that is known."""
+    """The defaults of a conditional node's condition, if known."""
     places: Mapping[int, str] = field(default_factory=dict, compare=False, repr=False)
-    """Words for addresses that it holds, where they lie in buffers with names; for showing."""
+    """Texts for addresses of the node that are in named buffers, for showing."""
 
     def __repr__(self) -> str:
         return f"<Node {self.index} {self.kind.name} {self.name!r}>"
 
     @property
     def location(self) -> str | None:
-        """ "file:line: source" of the Python that made it, where that is known."""
+        """ "file:line: source" of the Python code that made the node, or None."""
         return None if self.line is None else describe_line(*self.line)
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
         """A kernel's arguments, in order; () for other kinds.
 
-        They are decoded when they are first asked for.  The bytes are those that the node held when
-        it was read; the allocations are those that are live when they are asked for.  Raises
-        ClosedError if the device was closed before.
+        They are decoded at the first access.  The bytes are those of the node when it was read; the
+        allocations are those that are live at the access.  Raises ClosedError if the device was
+        closed before.
         """
         return self.held if isinstance(self.held, tuple) else self.held.get()
 
@@ -226,7 +226,7 @@ class Node:
 
 
 class NodeReader:
-    """Reads nodes: what the driver says of them, and what this library knows beyond (`labels`)."""
+    """A reader of nodes, which joins the driver's data with that of this library (`labels`)."""
 
     __slots__ = ("_driver", "_labels")
 
@@ -234,19 +234,19 @@ class NodeReader:
         self._driver, self._labels = driver, labels
 
     def all(self, graph: GraphHandle, find: KnownRanges | None = None) -> tuple[Node, ...]:
-        """All nodes of a graph, child graphs and conditional bodies inside."""
+        """Returns all nodes of a graph, with child graphs and conditional bodies inside."""
         find = find or KnownRanges(self._driver.memory_range)
         frozen = self._driver.graph_freeze(graph)
         inside = partial(self.all, find=find)
         return tuple(self.frozen(frozen, i, find, inside) for i in range(len(frozen.nodes)))
 
     def one(self, index: int, handle: NodeHandle) -> Node:
-        """A node as the driver has it now."""
+        """Returns a node with the driver's present parameters."""
         driver = self._driver
         return self.made(index, handle, driver.node_kind(handle), driver.node_params(handle))
 
     def made(self, index: int, handle: NodeHandle, kind: NodeKind, params: NodeParams) -> Node:
-        """A node that is known to have these parameters."""
+        """Returns a node that is known to have these parameters."""
         find = KnownRanges(self._driver.memory_range)
         return self._node(index, handle, kind, params, find, self.all)
 
@@ -257,7 +257,7 @@ class NodeReader:
         find: KnownRanges,
         inside: Callable[[GraphHandle], tuple[Node, ...]],
     ) -> Node:
-        """One node of what was frozen.  `inside` reads a child graph or a body."""
+        """Returns one node of a frozen graph.  `inside` reads a child graph or a body."""
         handle, kind, params = frozen.nodes[index], frozen.kind(index), frozen.params(index)
         return self._node(index, handle, kind, params, find, inside)
 
@@ -305,7 +305,7 @@ class NodeReader:
 
 
 def index_below(count: int, given: object) -> int:
-    """An index of a graph's own nodes, of which there are `count`.  Raises InputError."""
+    """Returns a valid index of a graph's `count` own nodes.  Raises InputError."""
     index = whole_number(given)
     if index is None or not 0 <= index < count:
         raise InputError(
@@ -315,7 +315,7 @@ def index_below(count: int, given: object) -> int:
 
 
 def every_node(nodes: Iterable[Node]) -> Iterator[Node]:
-    """The nodes, each followed by those of its child graph or of its conditional bodies."""
+    """Yields the nodes, each followed by those of its child graph or of its conditional bodies."""
     for node in nodes:
         yield node
         for body in node.children:
@@ -328,9 +328,9 @@ def pointer_words(
     size: int,
     find: Callable[[int], MemoryRange | None],
 ) -> tuple[Pointer, ...]:
-    """The aligned 8-byte words of one argument that lie in live allocations.
+    """Returns the aligned 8-byte words of one argument that are addresses in live allocations.
 
-    `raw` is the argument, which lies at `offset` in the packed buffer.
+    `raw` is the argument, which is at `offset` in the packed buffer.
     """
     found = []
     first = -(-offset // _WORD) * _WORD
@@ -343,9 +343,9 @@ def pointer_words(
 
 
 def given_reach(data: bytes, owners: Iterable[object]) -> dict[int, int]:
-    """How many bytes a launch was given behind the pointer at each offset, where it is known.
+    """Returns the bytes of memory given to a launch behind the pointer at each offset, if known.
 
-    `data` is the parameter buffer; `owners` are what the launch was given as memory.
+    `data` is the parameter buffer; `owners` are the objects that the launch got as memory.
     """
     given: dict[int, int] = {}
     for owner in owners:
@@ -365,12 +365,12 @@ def decode_arguments(
     find: Callable[[int], MemoryRange | None],
     made: dict[Any, Any] | None = None,
 ) -> tuple[Argument, ...]:
-    """The arguments of a kernel node.
+    """Decodes the arguments of a kernel node.
 
-    `made`: what was decoded of other nodes with the same `find`, which is shared.
+    `made`: the decoded arguments of other nodes with the same `find`, to be shared.
 
-    With a signature of the same layout by type; else by size, with words that lie in live
-    allocations (`find`) shown as pointers.  A packed buffer of unknown layout is one argument.
+    With a signature of the same layout by type; else by size, with words that are addresses in live
+    allocations (`find`) as pointers.  A packed buffer of unknown layout is one argument.
     """
     data, layout = params.arguments.data, params.arguments.layout
     if not layout:
@@ -397,12 +397,12 @@ def decode_arguments(
 
 
 class _Slots(NamedTuple):
-    """How the arguments of one layout and one signature lie, and those that were decoded."""
+    """The slots of one layout and one signature, and the arguments decoded in them."""
 
     each: tuple[tuple[int, int, Parameter | None, int, dict[bytes, Argument]], ...]
-    """Offset, end, parameter where the signature has it, index, and arguments by their bytes."""
+    """Offset, end, parameter if the signature has it, index, and arguments by their bytes."""
     known_by: tuple[object, object]
-    """Layout and signature, kept alive: they are found by their `id`."""
+    """Layout and signature, kept alive because they are identified by their `id`."""
 
 
 def _slots(layout: tuple[ParameterSlot, ...], signature: Signature | None) -> _Slots:

@@ -1,4 +1,4 @@
-"""The order of recorded operations: which must wait for which, from the memory that they touch."""
+"""The order of recorded operations: dependencies by the memory that they read and write."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Recorded:
 def edge_data(
     recorded: Sequence[Recorded], index: int, before: int | None, after: Sequence[int]
 ) -> list[EdgeData] | None:
-    """The data of all edges into one operation: programmatic for the edge from `before` (the launch
-    before it on the stream), if the launch asks for that.  None: all edges are plain."""
+    """Returns the data of all edges into one operation, programmatic for that from `before` (the
+    launch before it on the stream) if the launch requests it.  None: all edges are plain."""
     params = recorded[index].operation.params
     if not (isinstance(params, KernelNodeParams) and params.config.programmatic):
         return None
@@ -43,11 +43,11 @@ def edge_data(
 
 
 def dependencies(operations: Sequence[Operation]) -> list[list[int]]:
-    """For each operation, the earlier ones it must wait for directly.
+    """Returns, for each operation, the earlier ones it must wait for directly.
 
-    Two operations are ordered if one writes what the other reads or writes, or if both set
-    conditions; an operation whose memory is not known is ordered against all.  What follows from
-    others is left out.  Host functions and child graphs count as unknown.
+    Two operations are ordered if one writes memory that the other reads or writes, or if both set
+    conditions; an operation whose memory is unknown is ordered against all.  Dependencies that
+    follow from others are left out.  Host functions and child graphs count as unknown.
     """
     ancestors: list[int] = []  # bit i: operation i comes before
     result: list[list[int]] = []
@@ -66,8 +66,8 @@ def dependencies(operations: Sequence[Operation]) -> list[list[int]]:
 
 
 def conflict(first: Operation, second: Operation) -> bool:
-    """Whether two operations must be ordered: one writes what the other reads or writes, both set
-    conditions, or what one of them touches is not known."""
+    """True if two operations must be ordered: one writes memory that the other reads or writes,
+    both set conditions, or the memory of one is unknown."""
     if isinstance(first.params, ChildGraphNodeParams) or isinstance(
         second.params, ChildGraphNodeParams
     ):
@@ -89,5 +89,5 @@ def _sets_conditions(operation: Operation) -> bool:
 
 
 def overlap(left: Sequence[MemoryRange], right: Sequence[MemoryRange]) -> bool:
-    """Whether a range of one overlaps one of the other."""
+    """True if a range of one overlaps one of the other."""
     return any(a.overlaps(b) for a in left for b in right)

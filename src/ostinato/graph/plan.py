@@ -1,12 +1,12 @@
-"""Plans: what a request changes in an executable, worked out from what its nodes hold.
+"""Plans: the changes of an executable for a request, computed from the content of its nodes.
 
 Pure: from the words of an executable (`words.WordIndex`) and targets to changes and a report, which
-`shadow.Shadow` makes; and the reasons for which a change is refused, in words.
+`shadow.Shadow` executes; and the reasons for which a change is refused, as text.
 
-Rebinding.  A word counts as a pointer if a signature says so; without a signature, if it is an
-aligned 8-byte word and the driver confirms that its value lies in a live allocation.  A word that a
+Rebinding.  A word counts as a pointer if a signature declares it; without a signature, if it is an
+aligned 8-byte word and the driver confirms that its value is in a live allocation.  A word that a
 signature declares as a scalar is never changed, even if it looks like an address.  A word moves
-only if what is used from where it points fits into the new range.
+only if the bytes used behind it fit into the new range.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ from ostinato.memory.ranges import KnownRanges, Target, range_of
 
 @dataclass(frozen=True, slots=True)
 class NodeChange:
-    """A node and the parameters that it is to have.
+    """A node and its new parameters.
 
-    `owners`: what its changed words point at now.  `whole`: all words were replaced, with
-    `signature` for a new function.  `ours`: the nodes of a child graph that this library made.
+    `owners`: the owners of the memory at which its changed words point.  `whole`: all words were
+    replaced, with `signature` for a new function.  `ours`: the nodes of a child graph that this
+    library made.
     """
 
     node: Node
@@ -73,9 +74,10 @@ class NodeChange:
 class ReboundWord:
     """One word that was changed.
 
-    `node_index` is of the graph's own node; for a node inside a child graph or a body, of the one
-    around it, and `node_name` is the path inwards.  `place` says where: "argument 2 (x)",
-    "argument 0 +16", "dst", "src".  `confirmed_by` is "signature", "allocation" or "field".
+    `node_index` is the index of the graph's own node; for a node inside a child graph or a body,
+    that of the outermost node around it, and `node_name` is the path inwards.  `place` is text:
+    "argument 2 (x)", "argument 0 +16", "dst", "src".  `confirmed_by` is "signature", "allocation"
+    or "field".
     """
 
     node_index: int
@@ -88,7 +90,7 @@ class ReboundWord:
 
 @dataclass(frozen=True, slots=True)
 class LeftWord:
-    """A word that looks like an address in the old range and was left, and why."""
+    """A word that looks like an address in the old range and was left, with the reason."""
 
     node_index: int
     node_name: str
@@ -98,7 +100,7 @@ class LeftWord:
 
 
 class RebindReport:
-    """Every word that `rebind` changed (`words`), and every one that it left (`left`)."""
+    """Every word that `rebind` changed (`words`), and every word that it left (`left`)."""
 
     __slots__ = ("_later", "_nodes", "_words", "left")
 
@@ -109,7 +111,7 @@ class RebindReport:
         *,
         nodes: int,
     ) -> None:
-        """`words` is called when they are first asked for."""
+        """`words` is called at the first access to the property."""
         self._words: tuple[ReboundWord, ...] | None = None
         self._later: Callable[[], tuple[ReboundWord, ...]] | None = words
         self._nodes = nodes
@@ -124,7 +126,7 @@ class RebindReport:
 
     @property
     def nodes(self) -> int:
-        """How many of the graph's own nodes were changed, or hold one that was."""
+        """The number of the graph's own nodes that were changed, or that contain a changed node."""
         return self._nodes
 
     def __repr__(self) -> str:
@@ -145,10 +147,10 @@ class RebindReport:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Pointers into `old` are to point into `new`, memory of `target`.
+    """Moves pointers into `old` to `new`, memory of `target`.
 
-    `holds`: what the new memory holds, where the old did not say the same; each pointer must be of
-    that type.
+    `holds`: the type of the new memory, if the old memory had none; each pointer must be of that
+    type.
     """
 
     old: MemoryRange
@@ -161,8 +163,8 @@ class Move:
 class Rebinding:
     """A plan: the words of kernel arguments that move, the changes of other nodes, and the report.
 
-    `counts`: how many words each of the nodes has.  For all words in a row: where they are in the
-    arguments, what they become, and what they point at then.
+    `counts`: the number of words of each of the nodes.  For all words in a row: their places in the
+    arguments, their new values, and the targets at which they then point.
     """
 
     nodes: list[Node]
@@ -172,21 +174,21 @@ class Rebinding:
     targets: list[object]
     changes: list[NodeChange]
     moved: tuple[npt.NDArray[np.intp], npt.NDArray[np.uint64]]
-    """The rows of all words in the index, fields too, and what they become."""
+    """The rows of all words in the index, fields too, and their new values."""
     report: RebindReport
 
 
 def plan_rebind(
     index: WordIndex, moves: Sequence[Move], find: Find, setting_of: Callable[[Node], Setting]
 ) -> Rebinding:
-    """Works out a rebinding.  `find` confirms what no signature calls a pointer.
+    """Plans a rebinding.  `find` confirms words without a signature as pointers.
 
     Raises InputError for ranges that do not fit, and for copies that would overlap.
     """
     addresses, reach, known = index.addresses, index.reach, KnownRanges(find)
     new, used = addresses.copy(), reach.copy()
     which = np.full(len(addresses), -1, np.intp)
-    # Looked at one by one: what may be no pointer, lies in front of a range, or may not fit.
+    # Checked one by one: words that may be no pointer, point before a range, or may not fit.
     odd = np.zeros(len(addresses), np.bool_)
     for number, move in enumerate(moves):
         start = as_word(move.old.address)
@@ -245,7 +247,7 @@ def _why_left(
     setting_of: Callable[[Node], Setting],
     confirmed: bool,
 ) -> str:
-    """Why a word in an old range, or that reaches into one, stays; empty if it is to move."""
+    """Returns why a word in an old range, or reaching into one, stays; empty if it moves."""
     fixed = False
     if word.sort is Sort.FIELD:
         params = setting_of(entry.node).params
@@ -263,7 +265,7 @@ def _why_left(
 
 
 def _require_fitting(entry: IndexedNode, word: Word, move: Move, address: int, nbytes: int) -> None:
-    """Raises InputError if what is used there would overrun the new range or have another type."""
+    """Raises InputError if the memory used there exceeds the new range or has another type."""
     node, name = entry.named
     where, offset = f"node {node} ({name}) {word.label}", address - move.old.address
     if move.holds is not None and word.holds is not None and move.holds != word.holds:
@@ -283,9 +285,9 @@ def _require_fitting(entry: IndexedNode, word: Word, move: Move, address: int, n
 def _change(
     entry: IndexedNode, fields: dict[str, tuple[int, object]], setting_of: Callable[[Node], Setting]
 ) -> NodeChange:
-    """The change of a copy or a fill.  Raises InputError if a copy of one row would overlap itself:
-    a GPU copies in any order.  Between the rows of a copy with a pitch there may be room for the
-    other side's."""
+    """Returns the change of a copy or a fill.  Raises InputError if a copy of one row would overlap
+    itself: a GPU copies in any order.  Between the rows of a copy with a pitch there may be room
+    for the rows of the other side."""
     addresses: dict[str, Any] = {place: address for place, (address, _) in fields.items()}
     params = replace(setting_of(entry.node).params, **addresses)
     if (
@@ -307,7 +309,7 @@ _CONFIRMED = {Sort.POINTER: "signature", Sort.UNKNOWN: "allocation", Sort.FIELD:
 
 
 class _Later:
-    """The words of a report, made when they are asked for."""
+    """The words of a report, made at the first access."""
 
     def __init__(
         self,
@@ -332,13 +334,14 @@ def moves_of(
     owner_of: Callable[[int], object | None],
     space: Space,
 ) -> list[Move]:
-    """The moves between the targets' ranges, in the order of the old addresses.
+    """Returns the moves between the targets' ranges, in the order of the old addresses.
 
-    `owner_of` gives what holds the memory at an address, which a MemoryRange does not.  Raises
-    InputError for what is no pair, for a new target that holds another type than the old one or is
-    of another device, and for old ranges that overlap; ClosedError for a new target that is closed.
+    `owner_of` returns the owner of the memory at an address, which a MemoryRange does not have.
+    Raises InputError for a value that is no pair, for a new target that holds another type than the
+    old one or is of another device, and for old ranges that overlap; ClosedError for a closed new
+    target.
     """
-    for pair in targets:  # a buffer of two rows would be taken for a pair of its rows
+    for pair in targets:  # a buffer of two rows would count as a pair of its rows
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise InputError(
                 f"rebind: {{old: new}} or (old, new) pairs are needed, not {type(pair).__name__} "
@@ -380,7 +383,7 @@ VERDICTS = {
 
 
 def refused(node: Node, error: DriverError) -> Exception:
-    """The error to raise where the driver refused a change of a node."""
+    """Returns the error to raise when the driver refused a change of a node."""
     if isinstance(error, ContextPoisonedError):
         return error
     return UpdateRefusedError(
@@ -390,9 +393,9 @@ def refused(node: Node, error: DriverError) -> Exception:
 
 
 def keeps(where: str, old: LaunchAttributes, new: LaunchAttributes, index: int) -> Exception:
-    """The error to raise where a node would keep its launch attributes, and others are asked for.
+    """Returns the error to raise if a node would keep its launch attributes instead of new ones.
 
-    `index`: of the node of the graph itself.
+    `index`: that of the node of the graph itself.
     """
     pairs = [
         (_cluster(old), _cluster(new)),
@@ -420,7 +423,7 @@ def require_kept(
     node: Node, old: KernelNodeParams, new: KernelNodeParams, *, by_function: bool
 ) -> None:
     """Raises UpdateRefusedError if a kernel node would keep launch attributes that the new
-    parameters do not have.  `by_function`: it may have some that the driver does not tell."""
+    parameters do not have.  `by_function`: it may have some that the driver does not report."""
     where = f"node {node.index} ({node.name})"
     has, asked = (
         replace(
@@ -447,7 +450,7 @@ def _cluster(attributes: LaunchAttributes) -> str:
 
 
 def _rest(one: LaunchAttributes, other: LaunchAttributes) -> str:
-    """Attributes that `LaunchConfig` has no field for, where they are not those of the other."""
+    """Describes attributes without a field in `LaunchConfig` that the other does not have."""
     return ", ".join(word for word in one.others if word not in other.others) or "no such attribute"
 
 
@@ -457,8 +460,8 @@ def argument_index(
     arguments: KernelArguments,
     argument: int | str,
 ) -> int:
-    """The index of a kernel argument, also by name.  Raises InputError for a name that is not
-    known, and an index that is out of bounds."""
+    """Returns the index of a kernel argument, also by name.  Raises InputError for an unknown name,
+    and for an index out of bounds."""
     if isinstance(argument, str):
         if signature is None or signature.layout != arguments.layout:
             raise InputError(
@@ -483,9 +486,9 @@ def argument_bytes(
     value: object,
     space: Space,
 ) -> tuple[int, bytes]:
-    """The index of a kernel argument and the bytes that a value has there, on this device.
+    """Returns the index of a kernel argument and the bytes of a value for it, on this device.
 
-    Raises InputError for a name that is not known, and a value that does not fit.
+    Raises InputError for an unknown name, and for a value that does not fit.
     """
     index = argument_index(node, signature, arguments, argument)
     size = arguments.slot(index).size

@@ -2,12 +2,12 @@
 
 Use it for work that stream capture refuses, or if the answer is needed at once: the recorded run is
 a real run.  Edges follow from the memory that each operation reads and writes, so operations on
-different memory may run side by side.  An event that something can still wait for when the graph is
-built gets a node, behind all that was recorded before it and ahead of the rest.
+different memory may run side by side.  An event that code can still wait for when the graph is
+built gets a node, after all that was recorded before it and before the rest.
 
 Work that a graph cannot repeat breaks a recording, as it breaks a capture, but the run goes on:
 bytes of the host copied to the device, waiting for the device, a stream that was not forked from
-the recorded one, an event from outside.  Not seen: launches of another library on the stream,
+the recorded one, an event from outside.  Not noticed: launches of another library on the stream,
 unless the library gets the stream during the recording.
 """
 
@@ -42,7 +42,7 @@ from ostinato.graph.order import Recorded
 
 @dataclass(frozen=True, slots=True)
 class _Break:
-    """What broke a recording first."""
+    """The first reason why a recording is broken, and its line."""
 
     why: str
     location: str
@@ -50,7 +50,7 @@ class _Break:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """The last record of an event inside: how many operations were recorded before it, the line,
+    """The last record of an event inside: the number of operations recorded before it, the line,
     the handles of the event and of its stream, and whether the event was made inside."""
 
     index: int
@@ -63,7 +63,7 @@ class _Record:
 class Recording(Tap):
     """The operations that one thread ran on one stream, and on streams forked from it, in order.
 
-    `operations` is what was recorded so far.
+    `operations` are those recorded so far.
     """
 
     needs_access = True
@@ -74,18 +74,18 @@ class Recording(Tap):
         self._thread = threading.get_ident()
         self._members = {int(stream.handle)}
         self._events: weakref.WeakKeyDictionary[object, _Record] = weakref.WeakKeyDictionary()
-        """The events whose last record was inside, by what owns the driver's event."""
+        """The events whose last record was inside, by the owner of the driver's event."""
         self._waited: weakref.WeakSet[object] = weakref.WeakSet()
-        """Those of them that something inside waited for."""
+        """The events among these for which work inside has waited."""
         self._forks: dict[int, str] = {}
-        """The streams that were made to wait for recorded work, by handle, and that nothing inside
-        has waited for since, with the lines."""
+        """The streams that wait for recorded work, by handle, and for which nothing inside has
+        waited since, with the lines."""
         self._serial = next_serial()
         self._launched: list[tuple[Graph, tuple[NodeHandle, ...], str]] = []
-        """Graphs that were launched, with the nodes that they had and the line."""
+        """Graphs that were launched, with their nodes at that time and the line."""
         self._broken: _Break | None = None
         self._did_more = False
-        """Whether something was done that is no operation of the recording."""
+        """True if a call ran that is no operation of the recording."""
 
     def __repr__(self) -> str:
         from ostinato.graph.show.outline import count_text
@@ -94,7 +94,7 @@ class Recording(Tap):
         return f"<Recording of {count_text(len(self), 'operation')} on {self.stream!r}{broken}>"
 
     def _found(self) -> _Break | None:
-        """What broke the recording, or would break it now; None if a graph can be built."""
+        """Returns the reason why the recording is broken, or would break now, or None."""
         for owner, record in () if self._broken else list(self._events.items()):
             if record.made_inside and owner not in self._waited:
                 return _Break(
@@ -117,21 +117,21 @@ class Recording(Tap):
 
     @property
     def did_nothing(self) -> bool:
-        """Whether nothing was done so far that a second run would do twice: refused calls alone."""
+        """True if a second run would repeat no work: there were refused calls only."""
         return not (self.operations or self._did_more)
 
     def _is_mine(self, stream: Stream) -> bool:
-        """Whether a call on the stream was work of the recording."""
+        """True if a call on the stream was work of the recording."""
         mine = threading.get_ident() == self._thread and int(stream.handle) in self._members
         return mine and not self._is_captured(stream)
 
     def _is_captured(self, stream: Stream) -> bool:
-        """Whether work on the stream goes into a capture now, also of another library."""
+        """True if work on the stream goes into a capture now, also of another library."""
         try:
             return stream.is_capturing
         except ClosedError:
             return False
-        except DriverError as error:  # the work may be done, so nothing may be raised
+        except DriverError as error:  # the work may have run, so no error may be raised
             self._note_refused(error)
             return False
 
@@ -139,13 +139,13 @@ class Recording(Tap):
     def entering(
         self, stream: Stream, what: str, kind: CallKind, operation: Operation | None
     ) -> None:
-        """Notes what a graph would lack.  Refuses nothing, because the run is a real one."""
+        """Notes work that a graph would lack.  Refuses nothing, because the run is a real one."""
         if threading.get_ident() != self._thread or kind is CallKind.ORDER:
             return
         if kind is CallKind.GIVE:
             self._break(f"{what}: what it launches there cannot be recorded")
         elif self._is_captured(stream):
-            return  # it does not run; a launch of its graph is recorded as one
+            return  # the call does not run; a launch of its graph is recorded as one operation
         elif kind is CallKind.ONCE:
             self._break(f"{what} is not work that a graph can hold")
         elif int(stream.handle) not in self._members:
@@ -163,11 +163,11 @@ class Recording(Tap):
             assert isinstance(graph, Graph)
             try:
                 self._launched.append((graph, _nodes(graph), caller_location()))
-            except DriverError as error:  # the launch is done, so nothing may be raised
+            except DriverError as error:  # the launch has run, so no error may be raised
                 self._note_refused(error)
 
     def recorded(self, stream: Stream, event: Event) -> None:
-        """An event inside forks another stream, or joins it; from outside it can do neither."""
+        """Notes a record: an event inside can fork or join a stream; one from outside cannot."""
         self._events.pop(event.owner, None)
         self._waited.discard(event.owner)
         if event.owner is not None and self._is_mine(stream):
@@ -192,15 +192,15 @@ class Recording(Tap):
             self._break("the stream was made to wait for an event from outside of the recording")
 
     def awaited(self, event: Event | None) -> None:
-        """What the host reads after a wait, and passes to later work, becomes a constant of the
-        graph."""
+        """Breaks the recording: values that the host reads after a wait and passes to later work
+        become constants of the graph."""
         inside = event is not None and event.owner in self._events
         if threading.get_ident() == self._thread and (event is None or inside):
             what = "the device" if event is None else "an event of the recording"
             self._break(f"the host waited for {what}, or asked whether it was reached")
 
     def failed(self, stream: Stream | None, error: DriverError) -> None:
-        """A refused call breaks the recording, also if the caller catches the error."""
+        """Breaks the recording after a refused call, also if the caller catches the error."""
         if stream is None or self._is_mine(stream):
             self._note_refused(error)
 
@@ -212,13 +212,13 @@ class Recording(Tap):
         return len(self.operations)
 
     def build(self, *, serial: bool = False) -> Graph:
-        """A graph of what was recorded.
+        """Builds a graph of the recorded operations.
 
-        `serial` chains everything in order instead of by memory touched.  The edges do not follow
-        later changes: two nodes that are patched or rebound to the same memory, and that touched
-        none in common before, run in no certain order without `serial`.  Raises CaptureBrokenError
-        with the line if something ran that a graph cannot do again; GraphError if nothing was
-        recorded or the driver refuses a node.  Nothing is left behind then.
+        `serial` chains them in order instead of by the memory that they access.  The edges do not
+        follow later changes: two nodes that are patched or rebound to the same memory, and that had
+        no memory in common before, have no order without `serial`.  Raises CaptureBrokenError with
+        the line if work ran that a graph cannot repeat; GraphError if nothing was recorded or the
+        driver refuses a node.  After an error no graph is left.
         """
         broken = self._found()
         for graph, nodes, location in self._launched:
@@ -233,7 +233,7 @@ class Recording(Tap):
         return build_graph(self.stream, self._with_events(), serial=serial)
 
     def _with_events(self) -> list[Recorded]:
-        """The operations, and the records of events that something can wait for by now."""
+        """Returns the operations, and the records of events that code can still wait for."""
         result = list(self.operations)
         records = sorted(self._events.items(), key=lambda each: each[1].index)
         for owner, record in reversed(records if result else ()):
@@ -250,7 +250,7 @@ def _nodes(graph: Graph) -> tuple[NodeHandle, ...]:
 
 @contextmanager
 def record(stream: Stream) -> Iterator[Recording]:
-    """Notes what the `with` block runs on `stream`; `recording.build()` makes the graph.
+    """Notes the work that the `with` block runs on `stream`; `recording.build()` makes the graph.
 
     Raises CaptureError if the stream is capturing: then nothing would run.
 
@@ -267,7 +267,7 @@ def record(stream: Stream) -> Iterator[Recording]:
 
 
 def build_graph(stream: Stream, recorded: Sequence[Recorded], *, serial: bool = False) -> Graph:
-    """The graph of recorded operations; see `Recording.build`."""
+    """Builds the graph of recorded operations; see `Recording.build`."""
     if not recorded:
         raise GraphError("nothing was recorded on the stream, so there is no graph to build")
     graph = Graph.create(stream.context)

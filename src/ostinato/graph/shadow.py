@@ -1,11 +1,11 @@
-"""`Shadow`: what the nodes of an executable hold; the driver has no getters for it.
+"""`Shadow`: the content of the nodes of an executable; the driver has no getters for it.
 
-It holds what was set, makes changes in the driver, and takes them back.  States of a node: as in
+It stores what was set, makes changes in the driver, and takes them back.  States of a node: as in
 the definition, or as it was set since (`Now`).  Kernel nodes whose single arguments are set often
 are held as `Live` objects instead, and folded into the record when it is read.
 
-Every change is all or nothing: what the driver refuses is undone node by node before the error is
-raised.  If that fails too, the content of the executable is unknown, and `unusable` says so.
+Every change is all or nothing: if the driver refuses a part, the rest is undone node by node before
+the error is raised.  If that fails too, the content of the executable is unknown: see `unusable`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _HALF_DONE = (
 
 
 class Definition(Protocol):
-    """What a shadow needs of a `Graph`."""
+    """The part of `Graph` that a shadow needs."""
 
     @property
     def context(self) -> Context: ...
@@ -64,18 +64,18 @@ class Definition(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """What was set since the definition was read."""
+    """The settings since the definition was read."""
 
     settings: Mapping[NodeHandle, Setting] = field(default_factory=dict)
     updated: tuple[Definition, Frozen] | None = None
-    """The graph of the last whole update, and what it held then."""
+    """The graph of the last whole update, and its content at that time."""
 
 
 class Live:
     """One kernel node whose arguments are set by `KernelSetter`, without a record for each change.
 
-    What it holds is in here until `Shadow` folds it into a `Setting`.  `gone`: the node was changed
-    in another way since, and another `Live` is to be made.
+    Its content is here until `Shadow` folds it into a `Setting`.  `gone`: the node was changed
+    in another way since, and needs a new `Live`.
     """
 
     __slots__ = ("dirty", "gone", "node", "owners", "params", "reach", "setter", "signature")
@@ -85,22 +85,22 @@ class Live:
         self.params = params
         self.signature = setting.signature
         self.setter = setter
-        # The record's own: it must not keep alive what the node points at no longer.
+        # Shared with the record: the record must not keep memory alive that was replaced here.
         self.owners = setting.owners
         self.reach = dict(setting.reach)
         self.dirty = False
         self.gone = False
 
     def setting(self) -> Setting:
-        """What the node holds."""
+        """Returns the present content of the node."""
         params = self.params.with_data(self.setter.data)
         return Setting(self.node, params, self.signature, dict(self.reach), self.owners)
 
 
 class _PlainSetter:
-    """A `KernelSetter` that sets all of the node, for drivers that have nothing shorter.
+    """A `KernelSetter` that sets the whole node, for drivers without a shorter way.
 
-    Here `set` raises what the driver refuses.
+    Here `set` raises the driver's error.
     """
 
     def __init__(self, set: Callable[[NodeParams], None], params: KernelNodeParams) -> None:
@@ -125,7 +125,7 @@ class _PlainSetter:
 class Write:
     """New bytes at one place of a node's arguments.
 
-    `owner` is what they point at, and `nbytes` how many bytes are known to be used there.
+    `owner` owns the memory at which they point; `nbytes` are known to be used there.
     """
 
     live: Live
@@ -136,22 +136,21 @@ class Write:
 
 
 def inner_words(place: int, size: int) -> range:
-    """The offsets of the words behind the first in bytes of this size: a struct has several."""
+    """Returns the offsets of the words after the first in these bytes: a struct has several."""
     return range((place + 8) // 8 * 8, place + size, 8)
 
 
 class Shadow:
-    """The nodes of one executable, what they were set to, and what that keeps alive.
+    """The nodes of one executable, their settings, and the objects that these keep alive.
 
-    Not for several threads at once; what changes it must not be interrupted.  The definition is
-    frozen when the executable is made, and a node is decoded when it is first asked for: what the
-    definition is changed to afterwards, by this library or another one, is not taken for what the
-    executable holds.
+    Not thread-safe; changes must not be interrupted.  The definition is frozen when the executable
+    is made, and a node is decoded at its first use: later changes of the definition, by this
+    library or another one, do not change the executable, nor this record of it.
     """
 
     def __init__(self, graph: Definition, executable: ExecHandle) -> None:
         self.unusable = ""
-        """Why the executable must not be launched any more; empty if it may."""
+        """The reason why the executable must not be launched any more; empty if it may."""
         self._graph, self._executable = graph, executable
         self._driver = graph.context.driver
         self._frozen = _frozen(graph)
@@ -160,32 +159,32 @@ class Shadow:
         """Nodes that were read one by one."""
         self._nodes: tuple[Node, ...] | None = None
         self._given: dict[NodeHandle, Setting] = {}
-        """Settings of the definition's own, worked out when they were first needed."""
+        """Settings of unchanged nodes, computed at their first use."""
         self._now = Now()
         self._live: dict[NodeHandle, Live] = {}
         self._dirty: list[Live] = []
-        """Those that hold what `_now` does not."""
+        """The `Live` objects with changes that `_now` does not have."""
         self._words: WordIndex | None = None
         self._stale: set[NodeHandle] = set()
-        """Nodes that were changed since `words` was asked for last."""
+        """Nodes that were changed since the last call of `words`."""
 
     @property
     def changed(self) -> bool:
-        """Whether anything was set since the definition was read."""
+        """True if anything was set since the definition was read."""
         return bool(self._dirty or self._now.settings) or self._now.updated is not None
 
     def __len__(self) -> int:
-        """How many nodes there are, without those inside others."""
+        """Returns the number of nodes, without those inside others."""
         return len(self._handles)
 
     @property
     def empty(self) -> bool:
-        """Whether there are no nodes."""
+        """True if there are no nodes."""
         return not self._handles
 
     @property
     def grown(self) -> bool:
-        """Whether the definition has other nodes than when it was read."""
+        """True if the definition has other nodes than when it was read."""
         return self._driver.graph_nodes(self._graph.handle) != self._handles
 
     def check_loops(self) -> None:
@@ -193,7 +192,7 @@ class Shadow:
         check_loops(self._driver, self._frozen)
 
     def left_allocated(self) -> list[int]:
-        """The addresses of the definition's alloc nodes that it has no free node for."""
+        """Returns the addresses of the definition's alloc nodes that have no free node in it."""
         found = [
             frozen.params(index)
             for frozen in self._frozen.graphs.values()
@@ -209,7 +208,7 @@ class Shadow:
     # --- reading
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The definition's nodes with the parameters that the next launch will use."""
+        """The definition's nodes with the parameters of the next launch."""
         return self._overlaid(self.definition(), self._folded().settings)
 
     def _overlaid(
@@ -228,7 +227,7 @@ class Shadow:
         )
 
     def definition(self) -> tuple[Node, ...]:
-        """The nodes as they were instantiated, or last updated, under the first ones' handles.
+        """Returns the nodes as instantiated, or last updated, with the handles of the first ones.
 
         Raises UpdateRefusedError if an update took a graph whose nodes come in another order.
         """
@@ -248,7 +247,7 @@ class Shadow:
 
     def _require_same_order(self, frozen: Frozen) -> None:
         # CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another order;
-        # what is set here belongs to a node's index.
+        # the settings here belong to a node's index.
         if self._frozen.shape() != frozen.shape():
             raise UpdateRefusedError(
                 "the executable was updated from a graph whose nodes come in another order, so its "
@@ -256,10 +255,10 @@ class Shadow:
             )
 
     def node(self, node: Node | int) -> Node:
-        """A node as it was in the definition, also inside child graphs and bodies.
+        """Returns a node as it was in the definition, also inside child graphs and bodies.
 
-        A number is an index of the graph's own nodes.  Raises InputError if it is not one of these,
-        ClosedError if the definition was closed: libcuda may crash over a node that is gone.
+        A number is an index of the graph's own nodes.  Raises InputError for other numbers,
+        ClosedError if the definition was closed: libcuda may crash on a node that is gone.
         """
         _ = self._graph.handle
         handles = self._handles
@@ -275,7 +274,7 @@ class Shadow:
         return found
 
     def _own(self, index: int) -> Node:
-        """One of the graph's own nodes; the others need not be read."""
+        """Returns one of the graph's own nodes, without reading the others."""
         if self._nodes is not None or self._now.updated is not None:
             return self.definition()[index]
         found = self._single.get(index)
@@ -286,18 +285,18 @@ class Shadow:
         return found
 
     def _folded(self) -> Now:
-        """The record of what was set, with what is in `Live` nodes."""
+        """Returns the record of the settings, including those in `Live` nodes."""
         if self._dirty:
             made = {live.node.handle: live.setting() for live in self._dirty}
             self._now = replace(self._now, settings={**self._now.settings, **made})
             for live in self._dirty:
-                self._given.pop(live.node.handle, None)  # whose owners a `Live` notes in it
+                self._given.pop(live.node.handle, None)  # a `Live` writes owners into it
                 live.dirty = False
-            self._dirty.clear()  # last: what is here twice is only read twice
+            self._dirty.clear()  # last: an entry that is here twice is only read twice
         return self._now
 
     def setting(self, node: Node) -> Setting:
-        """What one of these nodes holds."""
+        """Returns the present setting of one of these nodes."""
         now = self._folded().settings.get(node.handle)
         if now is None:
             now = self._given.get(node.handle)
@@ -306,12 +305,12 @@ class Shadow:
         return now
 
     def params(self, node: Node) -> NodeParams:
-        """What the next launch will use for one of these nodes."""
+        """Returns the parameters of one of these nodes in the next launch."""
         now = self._folded().settings.get(node.handle)
         return node.params if now is None else now.params
 
     def settings(self) -> Iterator[tuple[tuple[Node, ...], Setting]]:
-        """What every node holds, also inside; each with the nodes around it, outermost first."""
+        """Yields the setting of every node, also inside, with the nodes around it from outside."""
         yield from self._walk(self.definition(), ())
 
     def _walk(
@@ -323,8 +322,8 @@ class Shadow:
                 yield from self._walk(body, (*outer, node))
 
     def words(self) -> WordIndex:
-        """Every word that may hold an address, as the next launch will use it."""
-        index, self._words = self._words, None  # kept only if nothing breaks off
+        """Returns an index of every word that may hold an address in the next launch."""
+        index, self._words = self._words, None  # stored again only if no error is raised
         if index is not None and self._stale:
             settings = self._folded().settings
             changed = [settings.get(handle) for handle in self._stale]
@@ -339,7 +338,7 @@ class Shadow:
 
     # --- nodes that are changed often
     def live(self, node: Node) -> Live:
-        """One of the nodes, to be changed in place.  Raises NodeKindError if it is no kernel."""
+        """Returns a node to be changed in place.  Raises NodeKindError if it is no kernel."""
         live = self._live.get(node.handle)
         if live is None:
             setting = self.setting(node)
@@ -351,7 +350,7 @@ class Shadow:
         return live
 
     def _setter(self, node: Node, params: KernelNodeParams) -> KernelSetter:
-        """The driver's own, or one that sets all of the node."""
+        """Returns the driver's own setter, or one that sets the whole node."""
         made = self._driver.exec_prepare_kernel(self._executable, node.handle, params)
         return self._plain_setter(node, params) if made is None else made
 
@@ -359,14 +358,14 @@ class Shadow:
         return _PlainSetter(partial(self._set_one, node), params)
 
     def touch(self, live: Live) -> None:
-        """Must be called before a `Live` node is changed."""
+        """Marks a `Live` node as changed.  Call it before the change."""
         if not live.dirty:
             self._dirty.append(live)
             live.dirty = True
         self._stale.add(live.node.handle)
 
     def end_live(self) -> None:
-        """Makes the record of what is in `Live` nodes, and ends these."""
+        """Folds the content of `Live` nodes into the record, and ends these."""
         self._end(tuple(self._live))
 
     def _end(self, handles: Sequence[NodeHandle]) -> None:
@@ -375,14 +374,14 @@ class Shadow:
             self._drop(handles)
 
     def _drop(self, handles: Iterable[NodeHandle]) -> None:
-        """Forgets the `Live` objects of these nodes: the driver was given other parameters."""
+        """Drops the `Live` objects of these nodes: the driver was given other parameters."""
         for handle in handles:
             live = self._live.pop(handle, None)
             if live is not None:
                 live.gone = True
-                live.owners = {}  # a patcher may hold it for longer
+                live.owners = {}  # a patcher may keep the object for longer
 
-    # --- changing: each returns what was pointed at before, and may not be pointed at any more
+    # --- changing: each returns owners of memory that may not be pointed at any more
     def write(self, writes: Sequence[Write]) -> list[object]:
         """Makes all writes or none; those of one node must be next to each other.
 
@@ -402,7 +401,7 @@ class Shadow:
         return old
 
     def rebind(self, plan: Rebinding) -> list[object]:
-        """Makes a rebinding, which was planned from `words` as they are.  Raises as `write`."""
+        """Makes a rebinding that was planned from the present `words`.  Raises as `write`."""
         lives, counts = [self.live(node) for node in plan.nodes], plan.counts.tolist()
         of_words = [live for live, n in zip(lives, counts, strict=True) for _ in range(n)]
         places, raws = plan.places.tolist(), plan.values.tobytes()
@@ -429,15 +428,15 @@ class Shadow:
         return old
 
     def change(self, changes: Sequence[NodeChange]) -> list[object]:
-        """Makes changes in order; undoes those made if one is refused."""
+        """Makes changes in order; undoes them if one is refused."""
         now = self._after(changes)
         self._set([(change.node, change.params) for change in changes])
         return self._commit(now)
 
     def update(self, graph: Definition) -> list[object]:
-        """Takes every parameter from `graph` as it is now.
+        """Takes every parameter from the present content of `graph`.
 
-        Raises UpdateRefusedError, also if the driver would not take all of it, and not say so.
+        Raises UpdateRefusedError, also if the driver would silently take only a part.
         """
         frozen = _frozen(graph)
         self._require_kept(self._frozen, frozen)
@@ -454,7 +453,7 @@ class Shadow:
 
     # --- in the driver
     def _set(self, nodes: Sequence[tuple[Node, NodeParams]]) -> None:
-        """Sets nodes in order; those before a refusal are undone.  Raises UpdateRefusedError."""
+        """Sets nodes in order; undoes those before a refusal.  Raises UpdateRefusedError."""
         made: list[Node] = []
         for node, params in nodes:
             try:
@@ -473,9 +472,9 @@ class Shadow:
     def _finished(
         self, taken: tuple[int, int] | None, writes: Iterable[tuple[Live, int, bytes]]
     ) -> list[NodeHandle]:
-        """Makes writes node by node, unless the driver has `taken` them: it has nothing shorter, or
-        refused them, and now gives the reason.  Returns nodes whose setters are out of date: their
-        `Live` objects are to be dropped."""
+        """Makes writes node by node, unless the driver has `taken` them: it has no shorter way, or
+        refused them, and now raises the reason.  Returns nodes whose setters are out of date: their
+        `Live` objects must be dropped."""
         if taken == (0, 0):
             return []
         new: dict[Live, bytearray] = {}
@@ -484,7 +483,7 @@ class Shadow:
             if data is None:
                 data = new[live] = bytearray(live.setter.data)
             data[place : place + len(raw)] = raw
-        if taken is not None and taken[1]:  # some could not be taken back
+        if taken is not None and taken[1]:  # the driver could not take some back
             self._undo([live.node for live in new])
         made = [(live, live.params.with_data(bytes(data))) for live, data in new.items()]
         self._set([(live.node, params) for live, params in made])
@@ -494,8 +493,8 @@ class Shadow:
         return gone
 
     def _undo(self, nodes: Sequence[Node]) -> None:
-        """Gives nodes back what they held.  Raises GraphError, and makes the executable unusable,
-        if the driver refuses that."""
+        """Gives nodes their recorded parameters again.  If the driver refuses that, makes the
+        executable unusable and raises GraphError."""
         failed: DriverError | None = None
         for node in reversed(nodes):
             try:
@@ -506,9 +505,9 @@ class Shadow:
             self.unusable = _HALF_DONE
             raise GraphError(_HALF_DONE) from failed
 
-    # --- what changes lead to
+    # --- records after changes
     def _after(self, changes: Sequence[NodeChange]) -> Now:
-        """The record of what is set once these changes are made."""
+        """Returns the record of the settings after these changes."""
         made = {change.node.handle: self._changed(change) for change in changes}
         for change in changes:
             if isinstance(change.params, ChildGraphNodeParams):
@@ -536,7 +535,7 @@ class Shadow:
         return Setting(old.node, params, signature, reach, owners)
 
     def _changed_inside(self, change: NodeChange, child: GraphHandle) -> dict[NodeHandle, Setting]:
-        """What the nodes inside a child graph node hold once it got another child.
+        """Returns the settings of the nodes inside a child graph node after it got another child.
 
         Raises UpdateRefusedError unless the child has the same nodes and edges, in the same order,
         and its kernels the same launch attributes.
@@ -555,7 +554,7 @@ class Shadow:
         return dict(self._set_inside(node.children[0], frozen, frozen.outer))
 
     def _inside(self, graph: GraphHandle) -> Frozen:
-        """A graph inside, as it was when the executable was made, or updated."""
+        """Returns a graph inside, as it was when the executable was made, or updated."""
         updated = None if self._now.updated is None else self._now.updated[1].at(graph)
         found = updated or self._frozen.at(graph)
         assert found is not None, "a node's child is one of those that were read with it"
@@ -573,7 +572,7 @@ class Shadow:
                 yield from self._set_inside(body, whole, graph)
 
     def _require_kept(self, old: Frozen, new: Frozen, around: Node | None = None) -> None:
-        """Raises UpdateRefusedError if the driver would take `new` for `old`, but not all of it.
+        """Raises UpdateRefusedError if the driver would accept `new` for `old`, but not all of it.
 
         `around`: the child graph node that is changed, None for the whole graph.
         """
@@ -595,11 +594,11 @@ class Shadow:
         raise keeps(where, kept.old, kept.new, path[0] if path else kept.index)
 
     def _commit(self, now: Now) -> list[object]:
-        """Stores a record that the driver took.  Returns what was pointed at before it, and may not
-        be pointed at any more."""
+        """Stores a record that the driver accepted.  Returns the owners of memory before it, which
+        may not be pointed at any more."""
         before = self._folded()
         if now.updated is not before.updated:
-            # Decoded only when a single node is asked for.
+            # Decoded only when a single node is used.
             self._nodes = None
             self._given = {}
             self._drop(tuple(self._live))
@@ -614,7 +613,7 @@ class Shadow:
         return [owner for h in changed if h in settings for owner in settings[h].owners.values()]
 
     def clear(self) -> None:
-        """Releases what was set, after the executable was destroyed."""
+        """Releases the settings, after the executable was destroyed."""
         self.end_live()
         self._now = Now()
         self._given = {}
@@ -630,14 +629,14 @@ def _given(node: Node) -> Setting:
 def _kept_reach(
     before: KernelNodeParams, now: KernelNodeParams, reach: Mapping[int, int]
 ) -> dict[int, int]:
-    """What was known of words, for those that did not change."""
+    """Returns the known extents of words that did not change."""
     old, new = before.arguments.data, now.arguments.data
     same = before.function == now.function and len(old) == len(new)
     return {at: n for at, n in reach.items() if same and old[at : at + 8] == new[at : at + 8]}
 
 
 def _under_handles(first: Frozen, outer: FrozenGraph, new: Sequence[Node]) -> tuple[Node, ...]:
-    """The new nodes with the handles of the first ones, also inside of nodes."""
+    """Returns the new nodes with the handles of the first ones, also inside of nodes."""
     return tuple(
         replace(
             n,
@@ -654,13 +653,13 @@ def _under_handles(first: Frozen, outer: FrozenGraph, new: Sequence[Node]) -> tu
 
 
 def _frozen(graph: Definition) -> Frozen:
-    # In an adopted graph another library may remove a node of ours, and add one that gets its
-    # handle.
+    # In an adopted graph another library may remove a node of this library, and add one that
+    # gets its handle.
     return Frozen(graph.context.driver, graph.handle, graph.labels if graph.owned else None)
 
 
 def _note(live: Live, place: int, owner: object, nbytes: int | None, old: list[object]) -> None:
-    """Notes what a place points at, and how many bytes are known to be used there."""
+    """Notes the owner of the memory at which a place points, and the bytes known to be used."""
     before = live.owners.get(place)
     if before is not owner:
         old.append(before)

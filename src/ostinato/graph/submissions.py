@@ -1,4 +1,4 @@
-"""The operations that a thread submits through this library, to find those that a capture lacks.
+"""The operations that a thread submits through this library, to find those missing in a capture.
 
 Work of other libraries and of other threads is not included.
 """
@@ -28,7 +28,7 @@ class Submission:
 
 
 class _Noted(Tap):
-    """A tap that notes what one thread submits, to any stream."""
+    """A tap that notes the operations that one thread submits to any stream."""
 
     def __init__(self, *, needs_access: bool) -> None:
         self.needs_access = needs_access
@@ -38,7 +38,7 @@ class _Noted(Tap):
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
         if threading.get_ident() != self._thread or operation.once:
-            return  # no graph can hold it: a capture refuses it with an error of its own
+            return  # no graph can hold it: a capture refuses it with its own error
         if self.needs_access:
             self.operations.append(operation)
         else:  # a record of names only, which keeps no memory alive
@@ -47,14 +47,14 @@ class _Noted(Tap):
 
 @contextmanager
 def submissions(context: Context) -> Iterator[Sequence[Submission]]:
-    """For a `with` block: what this thread submits to the context's streams in it, in order."""
+    """Lists, for a `with` block, this thread's operations on the context's streams, in order."""
     with _noted(context, needs_access=False) as tap:
         yield tap.submissions
 
 
 @contextmanager
 def operations(context: Context) -> Iterator[Sequence[Operation]]:
-    """Like `submissions`, but the operations themselves, with the memory they read and write."""
+    """Lists the operations themselves, with the memory they read and write; see `submissions`."""
     with _noted(context, needs_access=True) as tap:
         yield tap.operations
 
@@ -67,8 +67,8 @@ def _noted(context: Context, *, needs_access: bool) -> Iterator[_Noted]:
 
 
 def first_missing(wanted: Iterable[Submission], found: Iterable[Submission]) -> Submission | None:
-    """The first of the wanted operations whose name is wanted more often than it was found; None if
-    there is none."""
+    """Returns the first of the wanted operations whose name occurs more often among them than among
+    the found ones, or None."""
     left = Counter(one.name for one in found)
     for one in wanted:
         left[one.name] -= 1

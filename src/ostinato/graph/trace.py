@@ -1,8 +1,8 @@
 """Finds the line of Python, also in other libraries, after which a capture is broken.
 
-After every line that runs on the capturing thread, the stream's capture status is asked.  With
-`sys.monitoring` on Python 3.12 and later (PEP 669), `sys.settrace` before; either way it is slow
-and meant for one run that looks for a fault.
+After every line that runs on the capturing thread, the stream's capture status is queried: by
+`sys.monitoring` on Python 3.12 and later (PEP 669), by `sys.settrace` before.  Either way it is
+slow and meant for one run that looks for a fault.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ostinato.errors import DriverError
 
 
 class LineTrace:
-    """Watches one capture from `start` to `stop`; `broken_at` is the line, once it is known.
+    """Traces one capture from `start` to `stop`; `broken_at` is the line, once it is known.
 
     The line is the one that ran when the status changed: the innermost such line of any file
     outside this package.
@@ -43,12 +43,12 @@ class LineTrace:
             self._previous = sys.gettrace()
             sys.settrace(self._on_frame)
             frame: FrameType | None = sys._getframe(1)
-            while frame is not None:  # lines of frames that run already are traced one by one
+            while frame is not None:  # frames that run already need a trace function of their own
                 frame.f_trace = self._on_event
                 frame = frame.f_back
 
     def stop(self) -> None:
-        """Stops watching.  The last line counts too: the status is asked once more."""
+        """Stops tracing.  The last line counts too: the status is queried once more."""
         if not self._running:
             return
         self._running = False
@@ -78,8 +78,8 @@ class LineTrace:
         self._last = (frame.f_code.co_filename, line)
 
     def _leave(self, frame: FrameType) -> None:
-        """A function ends, and its caller's line goes on: a finaliser, say, that the garbage
-        collector called there."""
+        """Handles the end of a function (of a finaliser that the garbage collector called, say),
+        after which its caller's line goes on."""
         if is_internal(frame) or threading.get_ident() != self._thread:
             return
         self._check()

@@ -1,15 +1,15 @@
 """`WordIndex`: every word of an executable that may hold an address, by its value.
 
 One index answers three questions: which words a rebinding moves (`plan`), whether a graph uses some
-memory, and whether it points at memory that was given back.  It is built when one of them is first
-asked, and follows every change.
+memory, and whether it points at memory that was freed.  It is built for the first question, and
+follows every change.
 
-A word is a pointer if a signature says so, if the launch was given memory there, or if it is an
+A word is a pointer if a signature declares it, if the launch was given memory there, or if it is an
 address field of a node that is no kernel.  Without a signature, an aligned word of 8 bytes may be
-one, if its value lies in an allocation that the caller of a question names.  How far a pointer is
-used is what the launch was given there, or all that a copy or fill covers; where neither is known,
-up to the end of the allocation.  A number mistaken for a pointer costs a capture; a missed pointer
-gives a wrong answer.  Not seen: what a host function or a pointer in device memory leads to.
+one, if its value is in an allocation that the caller names.  The extent of a pointer is that of the
+memory given to the launch, or all bytes of a copy or fill; where neither is known, it goes up to
+the end of the allocation.  A number mistaken for a pointer costs a capture; a missed pointer gives
+a wrong answer.  Not found: memory used by a host function, or behind a pointer in device memory.
 """
 
 from __future__ import annotations
@@ -47,52 +47,53 @@ _WORD = 8
 _WHOLE = "owner "
 
 WordPlace: TypeAlias = int | str
-"""Where a node holds an address: a byte offset in the parameter buffer, "dst" or "src"; or
+"""The place of an address in a node: a byte offset in the parameter buffer, "dst" or "src"; or
 `whole_place`."""
 Find: TypeAlias = Callable[[int], MemoryRange | None]
-"""Gives the live allocation that holds an address."""
+"""Returns the live allocation that holds an address, or None."""
 
 
 def whole_place(index: int) -> WordPlace:
-    """The place of the `index`-th object that a node was given as a whole, and no single word."""
+    """Returns the place of the `index`-th object that a node got as a whole, not as one word."""
     return f"{_WHOLE}{index}"
 
 
 def is_whole(place: WordPlace) -> bool:
-    """Whether a place is one of `whole_place`."""
+    """True if a place is one of `whole_place`."""
     return isinstance(place, str) and place.startswith(_WHOLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What one node holds, as the next launch will use it.
+    """The content of one node in the next launch.
 
-    `reach`: by the offset of a pointer word, how many bytes are known to be used from where it
-    points.  `owners`: what the words that were set since point at, None where nothing is known of
-    it, and a pair (before, after) where a patch was interrupted; a `shadow.Live` node shares it.
+    `reach`: by the offset of a pointer word, the number of bytes known to be used behind it.
+    `owners`: for the words set since, the owners of the memory at which they point: None if
+    unknown, and a pair (before, after) if a patch was interrupted; a `shadow.Live` node shares this
+    dict.
     """
 
     node: Node
-    """As it was in the definition."""
+    """The node as it was in the definition."""
     params: NodeParams
     signature: Signature | None
     reach: dict[int, int]
     owners: dict[WordPlace, object] = field(default_factory=dict)
 
     def shown(self) -> Node:
-        """The node with what it holds now."""
+        """Returns the node with its present content."""
         return replace(self.node, params=self.params, signature=self.signature)
 
 
 class Sort(enum.IntEnum):
-    """What is known of a word."""
+    """The knowledge about a word."""
 
     POINTER = 0
-    """Its signature says so."""
+    """A pointer by its signature."""
     UNKNOWN = 1
-    """Nothing says what it is."""
+    """A word without a signature."""
     SCALAR = 2
-    """Its signature says that it is a number."""
+    """A number by its signature."""
     FIELD = 3
     """An address of a node that is no kernel."""
 
@@ -101,18 +102,18 @@ class Sort(enum.IntEnum):
 class Word:
     """A word of a node that may hold an address.
 
-    `offset` is in the parameter buffer of a kernel.  `place` says where it is ("argument 2",
-    "argument 0 +16", "dst"), `label` with the argument's name.
+    `offset` is in the parameter buffer of a kernel.  `place` is text ("argument 2",
+    "argument 0 +16", "dst"), `label` the same with the argument's name.
     """
 
     offset: int
     label: str
     sort: Sort
     holds: np.dtype[Any] | None = None
-    """What a pointer's signature says that it points at."""
+    """The type of the memory behind a pointer, by its signature."""
     place: str = ""
     written: bool = True
-    """False only where it is known that the node does not write through it."""
+    """False only if it is known that the node does not write through it."""
 
     @property
     def key(self) -> WordPlace:
@@ -123,7 +124,7 @@ class Word:
 def words_of(
     signature: Signature | None, layout: tuple[ParameterSlot, ...], nbytes: int
 ) -> tuple[Word, ...]:
-    """Where addresses may be: the same for every launch of a kernel, so worked out once."""
+    """Returns the possible places of addresses: equal for all launches of a kernel, so cached."""
     if not layout:
         labels = ((at, f"packed arguments +{at}") for at in range(0, nbytes - _WORD + 1, _WORD))
         return tuple(Word(at, label, Sort.UNKNOWN, place=label) for at, label in labels)
@@ -152,14 +153,15 @@ def words_of(
 class Touch:
     """One pointer of a graph.
 
-    `place` says where in the node: "argument 2", "argument 0 +16", "dst", "operation 1".
-    `range` is from where it points, as many bytes as may be used; `written` is False only where it
-    is known that the node does not write through it.  `handle` and `key` are the driver's node and
-    the place for code: a byte offset in the parameter buffer, or the field's name.
+    `place` is text for the place in the node: "argument 2", "argument 0 +16", "dst", "operation
+    1".  `range` begins at the pointer's address and has as many bytes as may be used; `written` is
+    False only if it is known that the node does not write through it.  `handle` and `key` are the
+    driver's node and the place for code: a byte offset in the parameter buffer, or the field's
+    name.
     """
 
     node_index: int
-    """Of the graph's own node; for nodes inside a child graph or a body, of the one around them."""
+    """The index of the graph's own node; for nodes inside another node, of the outermost one."""
     node_name: str
     place: str
     range: MemoryRange
@@ -169,7 +171,7 @@ class Touch:
 
 
 def as_word(address: int) -> np.uint64:
-    """For comparisons; a range that a caller made may go beyond what a word holds."""
+    """Clips an address for comparisons: a caller's range may exceed the values of a word."""
     return np.uint64(min(max(address, 0), (1 << 64) - 1))
 
 
@@ -191,12 +193,12 @@ class IndexedNode(NamedTuple):
 
 
 class WordIndex:
-    """See the top of the file.  Not for several threads at once."""
+    """An index as at the top of the file.  Not thread-safe."""
 
     def __init__(self, settings: Iterable[tuple[tuple[Node, ...], Setting]]) -> None:
-        """`settings`: what every node holds, with the nodes around it, outermost first."""
+        """`settings`: those of every node, with the nodes around it, outermost first."""
         # By identity: nodes of one kernel share both objects, and hashing them takes longer than
-        # what the places are needed for.
+        # the use of their places.
         self._known: dict[tuple[int, int, int], tuple[tuple[Word, ...], object]] = {}
         self.entries: list[IndexedNode] = []
         addresses: list[int] = []
@@ -212,8 +214,8 @@ class WordIndex:
         self._by_handle = {entry.node.handle: entry for entry in self.entries}
         self.addresses = np.array(addresses, np.uint64)
         self.reach = np.array(reach, np.int64)
-        """How many bytes are used.  Where that is not known, `-1 - n`: n bytes were there up to the
-        end of the allocation when the definition was read (`_stored`)."""
+        """The number of bytes used.  If unknown, `-1 - n`: n bytes were there up to the end of the
+        allocation when the definition was read (`_stored`)."""
         self.sorts = np.array([word.sort for word in every], np.uint8)
         self.places = np.array([word.offset for word in every], np.uint32)
         self.owners = np.array(owners, np.intp)
@@ -222,7 +224,7 @@ class WordIndex:
         self._types: tuple[npt.NDArray[np.intp], dict[np.dtype[Any], int]] | None = None
 
     def _read(self, setting: Setting) -> tuple[tuple[Word, ...], list[int], list[int]]:
-        """A node's words, their values, and their rows of `reach`."""
+        """Returns a node's words, their values, and their rows of `reach`."""
         params = setting.params
         if not isinstance(params, KernelNodeParams):
             fields = address_fields(params)
@@ -245,12 +247,12 @@ class WordIndex:
                 if extents[at] == -1 and word.sort is Sort.POINTER:
                     extents[at] = -1 - _stored(setting, word.offset, values[at])
         if len(reach) > len(words) - extents.count(-1):
-            # Words across two arguments: of an address in two halves, say.
+            # Words across two arguments: an address in two halves, say.
             words, values, extents = _with_split(layout, words, values, extents, every, reach)
         return words, values, extents
 
     def refresh(self, settings: Iterable[Setting]) -> bool:
-        """Reads nodes again that were changed.  False if the index must be built anew."""
+        """Reads changed nodes again.  Returns False if the index must be built anew."""
         for setting in settings:
             entry = self._by_handle.get(setting.node.handle)
             words, values, extents = self._read(setting)
@@ -261,16 +263,16 @@ class WordIndex:
         return True
 
     def move(self, rows: npt.NDArray[np.intp], values: npt.NDArray[np.uint64]) -> None:
-        """Notes that words have other values, and are used as far as before."""
+        """Notes that words have other values, with the extents as before."""
         self.addresses[rows] = values
         self.reach[rows[self.reach[rows] < 0]] = -1
 
     def at(self, row: int) -> tuple[IndexedNode, Word]:
-        """The node and the word of a row."""
+        """Returns the node and the word of a row."""
         return self.entries[int(self.owners[row])], self._every[row]
 
     def other_type(self, rows: npt.NDArray[np.intp], holds: np.dtype[Any]) -> npt.NDArray[np.bool_]:
-        """Which of these words must point at another type than `holds`."""
+        """Returns a mask of the words that must point at another type than `holds`."""
         if self._types is None:
             numbers: dict[np.dtype[Any], int] = {}
             each = [
@@ -282,17 +284,17 @@ class WordIndex:
         other: npt.NDArray[np.bool_] = (types >= 0) & (types != wanted)
         return other
 
-    # --- which memory is used
+    # --- used memory
     def manifest(self, find: Find) -> Iterator[Touch]:
-        """Every pointer, in the order of the nodes."""
+        """Yields every pointer, in the order of the nodes."""
         touches = (self._touch(row, find) for row in range(len(self._every)))
         return (touch for touch in touches if touch is not None)
 
     def touches(self, target: MemoryRange, allocation: MemoryRange | None) -> bool:
-        """Whether any pointer is used inside `target`.
+        """True if any pointer is used inside `target`.
 
-        `allocation` is the live allocation around the target, if it is alive: a pointer in front of
-        the target whose extent is not known may reach the target.
+        `allocation` is the live allocation around the target, or None: a pointer in front of the
+        target whose extent is unknown may reach the target.
         """
         if not target.nbytes:
             return False
@@ -305,7 +307,7 @@ class WordIndex:
         setting_of: Callable[[Node], Setting],
         apart: Sequence[tuple[NodeHandle, range]] = (),
     ) -> Touch | None:
-        """A pointer into memory that was given back, or None.
+        """Returns a pointer into memory that was freed, or None.
 
         A word whose owner is open does not count: it may be another buffer at the same address.
         Nor do the words `apart`: at these offsets in the arguments of these nodes.
@@ -320,8 +322,8 @@ class WordIndex:
         return None
 
     def _using(self, memory: MemoryRange, start: int) -> npt.NDArray[np.intp]:
-        """The words that are used inside of memory; of those whose extent is not known, the ones
-        that point from `start` to its end."""
+        """Returns the words that are used inside of memory; words of unknown extent count if they
+        point between `start` and its end."""
         low, high, addresses = as_word(memory.address), as_word(memory.end), self.addresses
         known = self.reach >= 0
         ends = addresses + np.where(known, self.reach, -1 - self.reach).astype(np.uint64)
@@ -332,7 +334,7 @@ class WordIndex:
     def _touch(self, row: int, find: Find) -> Touch | None:
         entry, word = self.at(row)
         address, nbytes = int(self.addresses[row]), int(self.reach[row])
-        if not address:  # the side of a copy that is an array, or memory not placed yet
+        if not address:  # the side of a copy that is an array, or memory without an address yet
             return None
         if nbytes < 0:
             memory = None if word.sort is Sort.SCALAR else find(address)
@@ -358,7 +360,7 @@ def _with_split(
     every: Sequence[int],
     reach: dict[int, int],
 ) -> tuple[tuple[Word, ...], list[int], list[int]]:
-    """With the words that the launch was given memory at, and that are in no single argument."""
+    """Adds the words at which the launch was given memory, and that are in no single argument."""
     rows = list(zip(words, values, extents, strict=True))
     there = {word.offset for word in words}
     for at in set(reach) - there:
@@ -372,8 +374,8 @@ def _with_split(
 
 
 def _stored(setting: Setting, offset: int, address: int) -> int:
-    """How many bytes there were up to the end of the allocation behind a word when the definition
-    was read; 0 if the word is not the same any more."""
+    """Returns the number of bytes up to the end of the allocation behind a word when the definition
+    was read; 0 if the word has changed since."""
     for argument in setting.node.arguments:
         for pointer in argument.pointers:
             if (pointer.offset, pointer.address) == (offset, address) and pointer.allocation:
@@ -385,7 +387,7 @@ def _has_open_owner(setting: Setting, key: WordPlace, address: int) -> bool:
     own = setting.owners.get(key)
     if own is not None and not isinstance(own, tuple):
         return not _is_closed(own)
-    # Not what other words were set to: it may be new memory at the address of the closed one.
+    # Not the owners of other words: one may be new memory at the address of the closed one.
     whole = [owner for place, owner in setting.owners.items() if is_whole(place)]
     for owner in own or (*whole, *setting.node.keep):
         if isinstance(owner, Inside):
@@ -404,20 +406,20 @@ def _is_closed(owner: object) -> bool:
 
 
 def copy_extent(params: MemcpyNodeParams, pitch: int, height: int) -> int:
-    """Bytes from the first to behind the last that a copy touches on one side."""
+    """Returns the number of bytes from the first to the last that a copy accesses on one side."""
     row = pitch or params.width
     rows = (params.depth - 1) * (height or params.height) + params.height
     return (rows - 1) * row + params.width
 
 
 def fill_extent(params: MemsetNodeParams) -> int:
-    """Bytes from the first to behind the last that a fill touches."""
+    """Returns the number of bytes from the first to the last that a fill writes."""
     return (params.height - 1) * params.pitch + params.width * params.element_size
 
 
 class AddressField(NamedTuple):
-    """A field of a node that is no kernel: where it is, the address in it, how many bytes are used
-    there, and whether they are written."""
+    """An address field of a node that is no kernel: its place, the address, the number of bytes
+    used there, and whether they are written."""
 
     place: str
     address: int
@@ -426,7 +428,7 @@ class AddressField(NamedTuple):
 
 
 def address_fields(params: NodeParams) -> list[AddressField]:
-    """The fields that hold addresses, of a node that is no kernel."""
+    """Returns the fields that hold addresses, of a node that is no kernel."""
     match params:
         case MemcpyNodeParams():
             to = copy_extent(params, params.dst_pitch, params.dst_height)

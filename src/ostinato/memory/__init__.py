@@ -1,4 +1,4 @@
-"""Memory: buffers that own or view it, and pools that captures allocate from."""
+"""Memory: buffers that own or view it, and pools from which captures allocate."""
 
 from ostinato.memory.buffer import Buffer, allocate, copy, fill
 from ostinato.memory.dlpack import adopt_array

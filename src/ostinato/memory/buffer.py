@@ -1,7 +1,7 @@
 """`Buffer`: device and pinned memory, freed by its owner.
 
 A `Buffer` is an allocation, or a view into one, with a shape and a dtype.  Its address never
-changes.  It is freed when it is closed, or when nothing refers to it any more; graphs keep the
+changes.  It is freed when it is closed, or when no reference to it is left; graphs keep the
 buffers that their nodes point at.  Launches with a closed buffer raise ClosedError, and so do
 launches of graphs that point at it.
 """
@@ -43,15 +43,15 @@ _HINTS = dict.fromkeys(
     "data_ptr": "address says where it begins",
     "ptr": "address says where it begins",
 }
-"""Names that other libraries have, and what to write instead."""
+"""Names of other libraries, and the text that says what to write instead."""
 
 
 def _nobody() -> None:
-    """Stands for a reference to nothing."""
+    """Returns None, like a weak reference to a collected object."""
 
 
 def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """A shape as a tuple.  Raises InputError for negative or fractional sizes."""
+    """Returns a shape as a tuple.  Raises InputError for negative or fractional sizes."""
     parts = tuple(shape) if isinstance(shape, Iterable) else (shape,)
     sizes = tuple(-1 if (n := whole_number(part)) is None else n for part in parts)
     if any(n < 0 for n in sizes):
@@ -60,10 +60,10 @@ def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def device_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """The dtype, if memory of a device can have it; words as `signature.as_dtype` takes them.
+    """Returns a dtype that device memory can have; takes words as `signature.as_dtype` does.
 
-    Raises InputError for what is no dtype, Python objects, elements without bytes, elements that
-    are arrays, and a foreign byte order: a kernel would read other numbers.
+    Raises InputError for a value that is no dtype, Python objects, elements without bytes, elements
+    that are arrays, and a foreign byte order: a kernel would read other numbers.
     """
     kind = as_dtype(dtype)
     if kind.subdtype is not None:  # NumPy would add its axes to the shape of every copy
@@ -94,7 +94,7 @@ class Buffer(Closeable):
     """
 
     address: int
-    """Where it begins.  Raises ClosedError once it is closed."""
+    """The device address of the first byte.  Raises ClosedError once the buffer is closed."""
 
     def __init__(
         self,
@@ -109,19 +109,19 @@ class Buffer(Closeable):
     ) -> None:
         self.context = context
         self.name = name
-        """Tables and pictures of graphs show it in place of the address."""
+        """The name that tables and pictures of graphs show in place of the address."""
         self.shape = shape
         self.dtype = dtype
         self.pinned = pinned
         self.base = base
-        """The object that owns the memory, if this is a view, which keeps it alive."""
+        """The owner of the memory of a view or an adopted array, which is kept alive; or None."""
         self._range = MemoryRange(address, math.prod(shape) * dtype.itemsize)
         self._closed = False
         self._finalizer: weakref.finalize[..., Buffer] | None = None
         self._place(address)
 
     def _place(self, address: int) -> None:
-        """What a view does differently."""
+        """Sets the address, and the watchers of a buffer that is no view."""
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         self._last_watcher: Callable[[], Watcher | None] = _nobody
         # Plain attributes until `close`: the fastest for launches to read.
@@ -161,7 +161,7 @@ class Buffer(Closeable):
 
     @property
     def range(self) -> MemoryRange:
-        """Address and bytes; of a closed buffer, those that it had."""
+        """Address and bytes; those that it had, if the buffer is closed."""
         return self._range
 
     @property
@@ -170,17 +170,17 @@ class Buffer(Closeable):
 
     @property
     def storage(self) -> Buffer:
-        """The buffer under this view, and under that one; itself if it is no view."""
+        """The buffer at the root of this view; the buffer itself if it is no view."""
         return self
 
     def watch(self, watcher: Watcher) -> None:
-        """`watcher.memory_closed(range)` is called when this memory is given back, and at once if
-        it was."""
-        # An executable that is patched by turns to the same few buffers asks each time.
+        """Has `watcher.memory_closed(range)` called when this memory is freed, or at once if it
+        was freed before."""
+        # An executable that is patched by turns to the same few buffers calls this each time.
         if self._last_watcher() is not watcher:
             self._watchers.add(watcher)
             self._last_watcher = weakref.ref(watcher)
-        if self._closed:  # perhaps by another thread since the watcher was added
+        if self._closed:  # perhaps by another thread, after the watcher was added
             watcher.memory_closed(self._range)
 
     def _require_open(self) -> None:
@@ -197,10 +197,10 @@ class Buffer(Closeable):
         shape: int | Sequence[int] | None = None,
         dtype: npt.DTypeLike | None = None,
     ) -> Buffer:
-        """The same memory, `offset` bytes on, with another shape or dtype: "f32", np.float32, …,
-        "bytes" for pointers of any type.
+        """Returns the same memory from byte `offset` on, with another shape or dtype: "f32",
+        np.float32, …, "bytes" for pointers of any type.
 
-        Without a shape: one dimension up to the end.  Raises InputError if it would reach outside.
+        Without a shape: one dimension up to the end.  Raises InputError for a view out of bounds.
         """
         self._require_open()
         kind = self.dtype if dtype is None else device_dtype(dtype)
@@ -221,12 +221,12 @@ class Buffer(Closeable):
         return self._part(start, new, kind)
 
     def _part(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
-        """A view that is known to lie inside."""
+        """Returns a view that is known to lie inside."""
         address = self._range.address + offset
         return _View(self.context, address, shape, dtype, pinned=self.pinned, base=self)
 
     def __getitem__(self, index: int | slice) -> Buffer:
-        """Rows of the first axis, contiguous only."""
+        """Returns a view of rows of the first axis, which must be contiguous."""
         self._require_open()
         if not self.shape:
             raise InputError("a buffer without dimensions has no rows")
@@ -255,7 +255,7 @@ class Buffer(Closeable):
         return self.shape[0] if self.shape else 0
 
     def __iter__(self) -> Iterator[Buffer]:
-        """The rows of the first axis, as views."""
+        """Yields the rows of the first axis, as views."""
         if not self.shape:
             raise InputError("a buffer without dimensions has no rows")
         return (self[row] for row in range(len(self)))
@@ -264,12 +264,13 @@ class Buffer(Closeable):
     def array(self) -> npt.NDArray[Any]:
         """A NumPy array over this memory, without a copy, writable.
 
-        Only where the process can read it: pinned memory, and device memory of a device whose
-        capability `host_memory_is_device_memory` says so.  Raises NotAvailableError elsewhere.
+        Only where the process can read the memory: pinned memory, and memory of a device with the
+        capability `host_memory_is_device_memory`.  Raises NotAvailableError elsewhere.
         Not ordered with any stream: synchronise first.
 
-        Keeps the buffer alive.  With that capability it keeps the memory too: it can be read after
-        the buffer or the device was closed.  Pinned memory of a GPU's driver is gone then.
+        The array keeps the buffer alive.  With that capability it keeps the memory too, and can be
+        read after the buffer or the device was closed.  Pinned memory of a GPU's driver is then
+        freed.
         """
         self._require_open()
         driver = self.context.driver
@@ -286,7 +287,7 @@ class Buffer(Closeable):
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
-        """`numpy.asarray(buffer)`: `array`, after all work of the device.
+        """Implements `numpy.asarray(buffer)`: returns `array`, after all work of the device.
 
         Raises NotAvailableError where the process cannot read the memory in place.
         """
@@ -295,10 +296,10 @@ class Buffer(Closeable):
         return np.array(array, dtype, copy=copy)
 
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
-        """DLPack's capsule over the memory, without a copy, which keeps the buffer alive.
+        """Returns DLPack's capsule over the memory, without a copy, which keeps the buffer alive.
 
-        It waits for all work of the device first, since a buffer does not know the streams that
-        wrote it; `stream=-1` does not wait.  The consumer must be done before the buffer is closed.
+        Waits for all work of the device first, since a buffer has no record of the streams that
+        wrote it; `stream=-1` does not wait.  The consumer must end before the buffer is closed.
         Raises BufferError for a dtype that DLPack does not have.
         """
         exported = self._exported()
@@ -307,12 +308,12 @@ class Buffer(Closeable):
         return exported.__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """(1, 0) for memory that the process can read, (2, n) for that of cuda:n."""
+        """Returns (1, 0) for memory that the process can read, (2, n) for memory of cuda:n."""
         kind, number = self._exported().__dlpack_device__()
         return int(kind), int(number)
 
     def _exported(self) -> Any:
-        """An object of NumPy's, or of the driver's, with DLPack's methods."""
+        """Returns a NumPy array, or an object of the driver, with DLPack's methods."""
         driver = self.context.driver
         if self.pinned or driver.capabilities.host_memory_is_device_memory:
             return self.array
@@ -320,7 +321,7 @@ class Buffer(Closeable):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        """Version 3, for CuPy, Numba, PyTorch; absent where memory is not CUDA's."""
+        """The array interface, version 3, for CuPy, Numba, PyTorch; absent for other memory."""
         if self.pinned or self.context.driver.capabilities.host_memory_is_device_memory:
             raise AttributeError("not CUDA device memory")
         self._require_open()
@@ -337,13 +338,13 @@ class Buffer(Closeable):
     def copy_from(self, source: Buffer | npt.ArrayLike, stream: Stream) -> Self:
         """Copies `source` (as many elements, of this shape or with a single axis) into the buffer.
 
-        From a Buffer of this dtype, or from or into one of "bytes": in stream order, capturable.
-        From a NumPy array or a list: the bytes are taken before this returns; not allowed during a
+        From a Buffer of this dtype, or if one of both is "bytes": in stream order, capturable.
+        From a NumPy array or a list: the bytes are read before this returns; not allowed during a
         capture (stage through pinned memory).
         Numbers are rounded to the buffer's float type, whole numbers too (2**24 + 1 becomes
         16777216 in float32).  Raises InputError if the elements do not fit, and for a value outside
         the type's range, a fraction for whole numbers, a finite number that would become infinite,
-        and what else `signature.exact_array` refuses.
+        and other values that `signature.exact_array` refuses.
         """
         self._require_open()
         require_stream(stream, "copy_from(source, stream)", self.context)
@@ -365,7 +366,7 @@ class Buffer(Closeable):
         return self
 
     def _require_shape(self, shape: tuple[int, ...]) -> None:
-        """Raises InputError for another shape, apart from axes of one element, unless one of both
+        """Raises InputError for another shape, apart from axes of one element, unless either shape
         has a single axis: rows and columns may have been exchanged."""
         if shape == self.shape:
             return
@@ -377,7 +378,7 @@ class Buffer(Closeable):
             )
 
     def to_numpy(self, stream: Stream) -> npt.NDArray[Any]:
-        """A copy of the content after the work on `stream` so far; waits for it."""
+        """Returns a copy of the content after the present work on `stream`; waits for it."""
         self._require_open()
         require_stream(stream, "to_numpy(stream)", self.context)
         out = np.empty(self.shape, self.dtype)
@@ -389,14 +390,14 @@ class Buffer(Closeable):
 
     # --- lifetime
     def _told(self) -> tuple[Watcher, ...]:
-        """Who watches this buffer alone."""
+        """Returns the watchers of this buffer alone."""
         return members(self._watchers)
 
     def close(self) -> None:
-        """Frees the memory; the driver waits for the device's work under way first.  Idempotent.
+        """Frees the memory; the driver first waits for the device's work under way.  Idempotent.
 
-        Later launches with it raise ClosedError, and so do graphs that still point at it: close or
-        evict them first, or rebind them.
+        Later launches with the buffer raise ClosedError, and so do graphs that still point at it:
+        close or evict them first, or rebind them.
         """
         if self._closed:
             return
@@ -406,7 +407,7 @@ class Buffer(Closeable):
             self.__dict__.pop("address", None)
             self.__dict__.pop("_pointer", None)
             everybody = () if self._finalizer is None else members(self.context.watchers)
-            # Others' memory and views are not given back.
+            # Closing a view, or memory of another owner, frees nothing.
             for watcher in (*self._told(), *everybody):
                 watcher.memory_closed(self._range)
             if self._finalizer is not None:
@@ -421,8 +422,8 @@ class _View(Buffer):
     base: Buffer
 
     def _place(self, address: int) -> None:
-        """`address` and `_pointer` are properties, which check the buffer under the view, and those
-        who watch watch that buffer."""
+        """Leaves `address` and `_pointer` to properties, which check the buffer under the view;
+        watchers of a view watch that buffer."""
         self._made: tuple[int, Element] | None = None
 
     def _told(self) -> tuple[Watcher, ...]:
@@ -430,9 +431,9 @@ class _View(Buffer):
 
     @property
     def address(self) -> int:  # type: ignore[override]
-        """Where it begins.  Raises ClosedError once this view or its owner is closed."""
+        """The address of the first byte.  Raises ClosedError once it or its owner is closed."""
         base = self.base
-        # Of a buffer that is no view the flag itself: launches read this.
+        # If the base is no view, its flag itself: each launch reads this.
         if self._closed or (base._closed if type(base) is Buffer else base.closed):
             self._require_open()
         return self._range.address
@@ -468,7 +469,7 @@ def allocate(
     pinned: bool = False,
     name: str = "",
 ) -> Buffer:
-    """A new buffer.  Raises OutOfMemoryError, InputError, or DriverError (900) in a capture."""
+    """Makes a buffer.  Raises OutOfMemoryError, InputError, or DriverError (900) in a capture."""
     context.require_open()
     context.collect()
     dims, kind = as_shape(shape), device_dtype(dtype)
@@ -485,7 +486,7 @@ def allocate(
 
 
 def require_buffer(dst: object, call: str) -> None:
-    """Raises InputError for what is no Buffer to be written."""
+    """Raises InputError if the destination of a write is no Buffer."""
     if not isinstance(dst, Buffer):
         raise InputError(
             f"{call}: dst is {type(dst).__name__}, and a Buffer is needed "
@@ -494,11 +495,11 @@ def require_buffer(dst: object, call: str) -> None:
 
 
 def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
-    """A copy of all bytes of a buffer.
+    """Returns the parameters of a copy of all bytes of a buffer.
 
     Raises InputError if the sizes or the dtypes differ (unless one is "bytes"), for buffers of
-    different devices and those that overlap in part (a GPU copies in any order), and for what is no
-    buffer.
+    different devices, for buffers that overlap in part (a GPU copies in any order), and for other
+    objects.
     """
     for what, given in (("dst", dst), ("src", src)):
         if not isinstance(given, Buffer):
@@ -532,7 +533,7 @@ def copy(stream: Stream, dst: Buffer, src: Buffer) -> None:
     """Copies the bytes of `src` into `dst` (as many) in stream order; capturable.
 
     Raises InputError if the sizes or the dtypes differ (unless one is "bytes"), for buffers of
-    another device, for those that overlap in part, and for what is no Buffer.
+    another device, for buffers that overlap in part, and for objects that are no Buffer.
     """
     require_stream(stream, "copy(stream, dst, src)")
     params = copy_params(dst, src)
@@ -554,7 +555,7 @@ def fill(stream: Stream, dst: Buffer, value: float) -> None:
 
 
 def fill_operation(dst: Buffer, value: float) -> Operation:
-    """What `fill` submits, for a buffer of at least one byte."""
+    """Returns the operation of `fill`, for a buffer of at least one byte."""
     require_buffer(dst, "fill")
     pattern = exact_bytes(dst.dtype, value, "the value to fill with")
     size = len(pattern)

@@ -46,13 +46,14 @@ class _Tensor(ctypes.Structure):
 
 
 def adopt_array(context: Context, array: object) -> Buffer:
-    """A buffer over a C-contiguous array of another library, which is kept alive.
+    """Returns a buffer over a C-contiguous array of another library, which is kept alive.
 
     Through `__cuda_array_interface__`, else `__dlpack__`: device arrays, and on the host device
-    arrays of the CPU (NumPy's, torch's).  Not ordered with the library's streams: the caller must
-    wait for work that fills the array before work of ours reads it, and for ours before the library
-    reads it.  bfloat16 comes as its uint16 bits.  Raises InputError for arrays on another device,
-    read-only, strided and masked ones, those that torch tracks gradients of, and unknown types.
+    arrays of the CPU (NumPy's, torch's).  Not ordered with the other library's streams: the caller
+    must wait for its work on the array before using the buffer, and for work on the buffer before
+    the other library reads the array.  bfloat16 comes as its uint16 bits.  Raises InputError for
+    arrays on another device, read-only, strided and masked arrays, tensors with tracked gradients,
+    and unknown types.
     """
     if isinstance(array, Buffer):
         return array
@@ -93,9 +94,9 @@ def _of_interface(context: Context, array: object, interface: Mapping[str, Any])
 def _require_dense(
     array: object, shape: tuple[int, ...], strides: Sequence[int], itemsize: int
 ) -> None:
-    """Raises InputError unless the elements lie in C order without gaps.
+    """Raises InputError unless the elements are in C order without gaps.
 
-    The stride of an axis with one element says nothing, and libraries give any number there.
+    The stride of an axis with one element has no meaning, and libraries give any number there.
     """
     step = itemsize
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
@@ -107,8 +108,9 @@ def _require_dense(
 
 
 def _from_dlpack(context: Context, array: Any) -> Buffer:
-    # The capsule owns a reference to the array's memory until it is consumed or collected; it is
-    # kept and never consumed, so its own destructor runs when the buffer is gone.
+    # The capsule owns a reference to the array's memory until it is consumed or collected; the
+    # buffer keeps it and never consumes it, so its own destructor runs when the buffer is
+    # collected.
     driver, what = context.driver, type(array).__name__
     on_cpu = driver.capabilities.host_memory_is_device_memory
     device_type = int(array.__dlpack_device__()[0])

@@ -1,4 +1,4 @@
-"""Pools that captures allocate from: stable addresses, reported growth.
+"""Pools from which captures allocate: stable addresses, reported growth.
 
 A pool takes large slabs from the driver and gives out pieces one after another.  A piece is never
 moved and never given out twice, so its address stays valid for every graph that holds it, until the
@@ -32,7 +32,7 @@ _ALIGNMENT = 256
 
 
 class PoolState(enum.Enum):
-    """Whether a pool allocates."""
+    """The state of a pool, which decides whether it allocates."""
 
     OPEN = "open"
     SEALED = "sealed"
@@ -41,7 +41,7 @@ class PoolState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A slab that was taken during a capture: its size, and the line that needed it."""
+    """A slab that was allocated in a capture: its bytes, the line that needed it, its owner."""
 
     nbytes: int
     location: str
@@ -104,7 +104,7 @@ class CapturePool(Closeable):
 
     @property
     def state(self) -> PoolState:
-        """Whether it allocates now."""
+        """The present state."""
         return self._state
 
     def require_open(self, what: str) -> None:
@@ -116,7 +116,7 @@ class CapturePool(Closeable):
             raise ClosedError(f"{what}: the pool {self.name!r} is closed")
 
     def sealed_text(self, what: str) -> str:
-        """What PoolSealedError says of `what`."""
+        """Returns the text of the PoolSealedError for `what`."""
         return (
             f"{what} needs memory from the sealed pool {self.name!r}: "
             "call pool.open() first, or seal it only after the last capture"
@@ -146,7 +146,7 @@ class CapturePool(Closeable):
         *,
         owner: str = "unnamed",
     ) -> Buffer:
-        """A buffer from the pool, aligned to 256 bytes; its content is undefined.  `dtype` as for
+        """Allocates a buffer, aligned to 256 bytes, with undefined content.  `dtype` as for
         `Device.empty`.
 
         `owner` labels the bytes in the statistics.  If the reserved memory is not enough during a
@@ -191,7 +191,7 @@ class CapturePool(Closeable):
         return slab
 
     def statistics(self) -> PoolStatistics:
-        """Bytes reserved, allocated and by owner; what grew during captures."""
+        """Returns the bytes reserved, allocated and by owner, and the growth during captures."""
         with self._lock:
             return PoolStatistics(
                 self._state,
@@ -202,7 +202,7 @@ class CapturePool(Closeable):
             )
 
     def close(self) -> None:
-        """Gives the memory back once no work under way can use it.  Idempotent.
+        """Frees the memory once no work under way can use it.  Idempotent.
 
         Graphs that still point into it must be closed before.
         """

@@ -16,18 +16,18 @@ Target: TypeAlias = object
 
 
 class KnownRanges:
-    """`Driver.memory_range` for one pass over many addresses, most of which share an allocation
-    with others: asks once for each allocation, and each time for an address that is in none."""
+    """`Driver.memory_range` for one pass over many addresses, most of which share an allocation:
+    calls the driver once for each allocation, and each time for an address that is in none."""
 
     def __init__(self, find: Callable[[int], MemoryRange | None]) -> None:
         self._find = find
         # Replaced as a whole: nodes of one reading may be decoded by several threads.
         self._known: tuple[tuple[int, ...], tuple[MemoryRange, ...]] = (), ()
         self.notes: dict[Any, Any] = {}
-        """For who reads through it: what it made of the ranges."""
+        """Data of the readers that use this object, computed from the ranges."""
 
     def __call__(self, address: int) -> MemoryRange | None:
-        """The live allocation that holds an address."""
+        """Returns the live allocation that holds an address, or None."""
         starts, ranges = self._known
         place = bisect_right(starts, address)
         if place:
@@ -44,7 +44,7 @@ class KnownRanges:
 
 
 def merged(ranges: Iterable[MemoryRange]) -> list[MemoryRange]:
-    """The ranges by their addresses; those that overlap as one."""
+    """Returns the ranges in order of address, overlapping ones merged."""
     made: list[MemoryRange] = []
     for memory in sorted(ranges, key=lambda m: m.address):
         if made and memory.address < made[-1].end:
@@ -56,9 +56,9 @@ def merged(ranges: Iterable[MemoryRange]) -> list[MemoryRange]:
 
 
 def range_of(target: Target, which: str = "target") -> MemoryRange:
-    """The memory of a buffer, of a device array of any library, or of a MemoryRange.
+    """Returns the memory of a buffer, of a device array of any library, or of a MemoryRange.
 
-    Raises InputError, with `which` in the text, for anything else, such as an address alone, which
+    Raises InputError, with `which` in the text, for other objects, such as an address alone, which
     has no size.
     """
     if isinstance(target, MemoryRange):
@@ -76,7 +76,7 @@ def range_of(target: Target, which: str = "target") -> MemoryRange:
 
 
 def _interface_range(interface: dict[str, Any]) -> MemoryRange:
-    """From the first byte of an array to the end of its last, also for a strided array."""
+    """Returns the range from the first to the last byte of an array, also of a strided one."""
     shape, data, strides = interface["shape"], interface["data"], interface.get("strides")
     size = element_bytes(interface["typestr"])
     if 0 in shape:

@@ -1,4 +1,4 @@
-"""Memory that is put back as it was, also if that is interrupted."""
+"""Restores memory, also if that is interrupted."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ostinato.errors import ContextPoisonedError, DriverError, StateLostError
 def put_back(write: Callable[[], None], lost: Callable[[DriverError], str]) -> None:
     """Calls `write`, which puts all memory back; once more if it was interrupted or refused.
 
-    Raises the interruption after that; StateLostError, with what `lost` says of the driver's error,
-    if the driver refuses it then too; ContextPoisonedError at once.
+    Then raises the interruption; StateLostError, with the text of `lost` for the driver's error, if
+    the driver refuses the second call too; ContextPoisonedError at once.
     """
     try:
         write()

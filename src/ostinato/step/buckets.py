@@ -1,6 +1,6 @@
 """Buckets: the capacity class of a size.  Pure; no driver, no I/O.
 
-A graph freezes its sizes, so a graph for every size would be captured for ever.  A step pads its
+A graph freezes its sizes, so exact sizes would need a graph each, without end.  A step pads its
 size up to a bucket instead, and keys its graph by the bucket: `PowersOfTwo(64)` needs 7 graphs for
 batches of 0 to 64.  Never key by an exact length that grows with every step.
 
@@ -37,11 +37,11 @@ class Buckets(Protocol):
         ...
 
     def bucket(self, size: SupportsIndex, /) -> int:
-        """The capacity class of a size.  Raises InputError unless 0 <= size <= limit."""
+        """Returns the capacity class of a size.  Raises InputError unless 0 <= size <= limit."""
         ...
 
     def __iter__(self) -> Iterator[int]:
-        """All buckets, from the smallest to `limit`: what a warm-up captures."""
+        """Yields all buckets, from the smallest to `limit`: those that a warm-up captures."""
         ...
 
 
@@ -75,7 +75,7 @@ class PowersOfTwo(_Powers):
         super().__init__(limit, minimum)
 
     def bucket(self, size: SupportsIndex, /) -> int:
-        """The next power of two, at least `minimum` and at most `limit`."""
+        """Returns the next power of two, at least `minimum` and at most `limit`."""
         count = _checked(size, self.limit)
         return min(max(self.minimum, _next_power(count)), self.limit)
 
@@ -92,7 +92,7 @@ class _Sizes:
     """The fields of `ExplicitBuckets`."""
 
     sizes: tuple[int, ...]
-    """Rising."""
+    """The buckets in ascending order."""
 
 
 class ExplicitBuckets(_Sizes):
@@ -121,7 +121,7 @@ class ExplicitBuckets(_Sizes):
         return self.sizes[-1]
 
     def bucket(self, size: SupportsIndex, /) -> int:
-        """The smallest listed bucket that holds the size."""
+        """Returns the smallest listed bucket that holds the size."""
         return self.sizes[bisect.bisect_left(self.sizes, _checked(size, self.limit))]
 
     def __iter__(self) -> Iterator[int]:
@@ -152,7 +152,7 @@ class Multiples(_Multiples):
         super().__init__(of, limit)
 
     def bucket(self, size: SupportsIndex, /) -> int:
-        """The next multiple, at least `of` and at most `limit`."""
+        """Returns the next multiple, at least `of` and at most `limit`."""
         count = _checked(size, self.limit)
         return min(max(self.of, -(-count // self.of) * self.of), self.limit)
 
@@ -162,7 +162,7 @@ class Multiples(_Multiples):
 
 
 def capacity_class(size: SupportsIndex) -> int:
-    """The capacity class of a size: 1 for 0 and 1, then the next power of two.
+    """Returns the capacity class of a size: 1 for 0 and 1, else the next power of two.
 
     Saturates at 2**32 - 1.  Raises InputError for a size outside 0 to 2**32 - 1.
     """

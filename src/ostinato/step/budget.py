@@ -11,14 +11,14 @@ Measured on an H100 80GB (driver 580.159, CUDA 13.0) with 64 executables each of
 
 So the change of free memory does not measure one small graph: it is 0 or 2 MiB.  A graph is charged
 
-* with what is given;
-* with the change of free memory around its capture, if that is larger than its estimate by more
-  than a block: then it allocated memory of its own (a pool, a module);
-* else with its estimate by nodes, times what all such graphs of the cache took together over what
-  they were estimated at together (`SharedBlocks`).
+* with the bytes that the caller gives;
+* with the change of free memory around its capture, if that exceeds its estimate by more than a
+  block: the graph then allocated memory of its own (a pool, a module);
+* else with its estimate by nodes, scaled by the bytes that all such graphs of the cache took
+  together over the sum of their estimates (`SharedBlocks`).
 
-Not guaranteed: that a growth of at most one block was the graph's.  If other threads or processes
-allocate so much during captures, small graphs are charged too much until the cache is empty once.
+Not guaranteed: that a growth of at most one block was caused by the graph.  If other threads or
+processes allocate during captures, small graphs are charged too much until the cache is empty once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NODE_BYTES = 2304
 """Estimate for one node of an executable: the measured size, rounded up to 256."""
 
 BLOCK_BYTES = 2 << 20
-"""The driver takes memory for executables in blocks of so many bytes."""
+"""The size of the blocks in which the driver takes memory for executables."""
 
 _UNITS = {
     "": 1,
@@ -59,9 +59,9 @@ _SIZE = re.compile(
 
 
 def parse_bytes(value: int | str) -> int:
-    """A number of bytes from 4096 or from "4 KiB", "512 MiB", "1.5 GB" (MiB 2**20, MB 10**6).
+    """Returns the number of bytes of 4096 or of "4 KiB", "512 MiB", "1.5 GB" (MiB 2**20, MB 10**6).
 
-    Raises InputError for what cannot be read or is below 1 byte.
+    Raises InputError for a value that is no number of bytes, or is below 1 byte.
     """
     nbytes = whole_number(value)
     match = _SIZE.match(value) if isinstance(value, str) else None
@@ -77,15 +77,15 @@ def parse_bytes(value: int | str) -> int:
 
 
 class FootprintSource(enum.StrEnum):
-    """Where the number of a graph's bytes comes from."""
+    """The source of the number of bytes that a graph is charged with."""
 
     GIVEN = "given"
     MEASURED = "measured"
-    """By the change of free memory around its capture."""
+    """The change of free memory around its capture."""
     ESTIMATED = "estimated"
-    """By its nodes."""
+    """The number of its nodes."""
     SHARED = "shared"
-    """By its nodes, as a share of the blocks that it and other graphs took together."""
+    """The number of its nodes, scaled by the blocks that it and other graphs took together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Footprint:
     """Bytes of device memory that a graph is charged with, and where the number comes from.
 
     `grown` and `free` belong to an estimate: by how many bytes free memory fell during the capture,
-    and how many were free after it.  None if that is not known.
+    and how many bytes were free after it.  None if that is not known.
     """
 
     nbytes: int
@@ -107,21 +107,21 @@ class SharedBlocks:
     """The blocks of memory that the small graphs of one cache share.
 
     The driver keeps the memory of graphs that left the cache, and gives it to later graphs.  So the
-    memory taken is divided by the largest number of bytes that graphs were estimated at together.
+    memory taken is divided by the largest sum of estimates at any one time.
     Memory that graphs allocated themselves is given back when they leave: then free memory rises
     between two captures.
     """
 
     grown: int = 0
-    """Bytes by which free memory fell in captures, less what was given back."""
+    """Bytes by which free memory fell in captures, less the bytes that were given back."""
     peak: int = 0
-    """The most bytes that the graphs of `grown` were estimated at together, at any time."""
+    """The largest sum of estimates, at any time, of the graphs that `grown` counts."""
     _free: int | None = None
     """Free memory after the last capture."""
 
     def note(self, grown: int, free: int, others: int, nbytes: int) -> None:
-        """Counts a capture: free memory fell by `grown` bytes and is `free` now; the graph was
-        estimated at `nbytes`, and all other graphs in the cache at `others`."""
+        """Counts a capture: free memory fell by `grown` bytes and is `free` now.  The estimate is
+        `nbytes` for the graph, and `others` for all other graphs in the cache together."""
         if self._free is not None and self.peak:
             rose = free + grown - self._free
             left = self.grown * max(0, self.peak - others) // self.peak
@@ -134,11 +134,11 @@ class SharedBlocks:
         self.peak = max(self.peak, others + nbytes)
 
     def share(self, footprint: Footprint) -> Footprint:
-        """The footprint to charge in place of an estimate: at least the estimate, and at most one
-        block more.
+        """Returns the footprint to charge in place of an estimate: at least the estimate, and at
+        most one block more.
 
-        The last block may be partly empty, so it is not counted until the next one is begun.
-        Footprints from other sources are returned as they are.
+        The last block may be partly empty, so it counts only once the next one is begun.
+        Footprints from other sources are returned unchanged.
         """
         taken = self.grown - BLOCK_BYTES
         if footprint.source is not FootprintSource.ESTIMATED or taken <= self.peak:
@@ -149,11 +149,11 @@ class SharedBlocks:
 
 
 class MemoryMeter:
-    """By how many bytes free device memory fell inside the `with` block.
+    """Measures by how many bytes free device memory falls inside the `with` block.
 
-    Memory that the context freed meanwhile, of objects closed before, is added.  `taken` is None
-    where the driver could not say; `free` is what was free at the end of the block.  Not
-    guaranteed: that it was this block's work, if other threads or processes allocate meanwhile.
+    Memory of objects closed earlier that the context frees meanwhile is added.  `taken` is None
+    where the driver cannot tell; `free` is the free memory at the end of the block.  Not
+    guaranteed: that this block caused the change, if other threads or processes allocate meanwhile.
     """
 
     def __init__(self, context: Context) -> None:
@@ -190,17 +190,19 @@ def footprint(
     taken: int | None = None,
     free: int | None = None,
 ) -> Footprint:
-    """The bytes of a graph: as given, or measured if it brought its own, or estimated by nodes.
+    """Returns the bytes of a graph: given, or measured if it allocated its own, or estimated by
+    nodes.
 
-    `taken` and `free` are what a `MemoryMeter` saw around the making of the executable.  Memory of
-    alloc nodes is the driver's pool and not counted.  Raises InputError for a negative `given`.
+    `taken` and `free` are those of a `MemoryMeter` around the making of the executable.  Memory of
+    alloc nodes belongs to the driver's pool and is not counted.  Raises InputError for a negative
+    `given`.
     """
     if given is not None:
         number = whole_number(given)
         if number is None or number < 0:
             raise InputError(f"nbytes={given!r}: a whole number of 0 or more bytes is needed")
     try:
-        # Read in any case: the executable keeps what it read, so the definition may be closed.
+        # Read in any case: the executable caches its nodes, so the definition may be closed later.
         estimate = NODE_BYTES * _count(executable.nodes)
     except ClosedError:
         estimate = BLOCK_BYTES

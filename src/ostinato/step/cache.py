@@ -1,8 +1,8 @@
 """`GraphCache`: executables by key, captured once, evicted safely.
 
 A replay leases its graph: an evicted executable is closed when its last lease ends (`Table`).
-It is destroyed after the graph's own last launch on the device (`driver.context.Context.retire`);
-nothing waits for the whole device.
+The driver's object is destroyed after its own last launch has finished on the device
+(`driver.context.Context.retire`); no call waits for the whole device.
 
 One lock guards the table, and is never held during slow work.  Captures, launches, closing and
 reading of nodes happen outside it, so a long capture does not delay calls for other keys.
@@ -37,20 +37,20 @@ from ostinato.step.limits import CaptureLimits, Refused, Spent, refuse
 from ostinato.step.statistics import CacheStatistics, KeyStatistics
 
 _REMEMBERED = 4096
-"""So many keys without a graph are remembered; the oldest are forgotten."""
+"""The largest number of remembered keys without a graph; over it, the oldest are forgotten."""
 
 
 class Table:
-    """Entries by key, those with a graph in order of use.  Over `budget` (bytes) or `max_graphs`,
-    the graphs that were least recently used leave.
+    """Entries by key; those with a graph are ordered by use.  Over `budget` bytes or `max_graphs`,
+    the least recently used graphs leave.
 
-    It launches and closes nothing, and is not thread-safe; the cache calls it under its lock.
+    The table launches and closes nothing, and is not thread-safe; the cache calls it locked.
     States of a graph (`CachedGraph`):
 
         put() -> KEPT -> removed, replaced or trimmed -> CLOSED by the cache
                          └─ LEAVING as long as a lease is out ─┘
 
-    Calls that take graphs out return those without a lease.  For the others the last `release`
+    Calls that take graphs out return the graphs without a lease.  For the others the last `release`
     returns True.  In both cases the caller must close the executable.
     """
 
@@ -58,25 +58,25 @@ class Table:
         self.budget = budget
         self.max_graphs = max_graphs
         # No OrderedDict here or in other tables with users' keys: an error in a key's own `__eq__`
-        # tears it for ever, and in `__hash__` it becomes a KeyError.
+        # corrupts it for good, and one in `__hash__` becomes a KeyError.
         self.entries: dict[Hashable, Entry] = {}
-        """Those with a graph."""
+        """The entries with a graph."""
         self.gone: dict[Hashable, Entry] = {}
-        """Those without one, the latest last."""
+        """The entries without a graph, the latest last."""
         self.forgotten = 0
         self.leaving: weakref.WeakSet[CachedGraph] = weakref.WeakSet()
         """Weak: a lease that Ctrl-C in a replay lost must not keep a graph for ever."""
         self.over_budget = 0
         self.blocks = SharedBlocks()
         self.total = Entry(None)
-        """The counts of all keys together; its hits are those of entries that were forgotten."""
+        """The counts of all keys together; its `hits` are those of the forgotten entries alone."""
         self.latest: CachedGraph | None = None
-        """The graph that was used or put in last, if it is here: a use of it changes no order."""
+        """The graph that was used or put in last, or None; a use of it changes no order."""
         self._uses = 0
 
     @property
     def graphs(self) -> list[CachedGraph]:
-        """The graphs that are here."""
+        """The graphs in the table."""
         return [entry.graph for entry in self.entries.values() if entry.graph is not None]
 
     @property
@@ -85,15 +85,15 @@ class Table:
         return sum(self.charge(kept).nbytes for kept in self.graphs)
 
     def charge(self, kept: CachedGraph) -> Footprint:
-        """The bytes that a graph is charged with, as of now."""
+        """Returns the bytes that a graph is charged with at present."""
         return self.blocks.share(kept.footprint)
 
     def find(self, key: Hashable) -> Entry | None:
-        """The entry of a key, with or without a graph; None if nothing is known of it."""
+        """Returns the entry of a key, with or without a graph; None if there is no entry."""
         return self.entries.get(key) or self.gone.get(key)
 
     def entry(self, key: Hashable) -> Entry:
-        """The entry of a key; a new one where there is none."""
+        """Returns the entry of a key; makes it if there is none."""
         entry = self.find(key)
         if entry is None:
             entry = Entry(key)
@@ -101,7 +101,7 @@ class Table:
         return entry
 
     def _remember(self, entry: Entry) -> None:
-        """Keeps an entry without a graph, and forgets the oldest if there are too many."""
+        """Keeps an entry without a graph; over the limit, forgets the oldest."""
         self.gone[entry.key] = entry
         if len(self.gone) > _REMEMBERED:
             oldest = next(iter(self.gone.values()))
@@ -112,18 +112,18 @@ class Table:
             self.total.hits_before += oldest.hits
 
     def by_use(self) -> list[Entry]:
-        """Those with a graph, from the least to the most recently used."""
+        """Returns the entries with a graph, from the least to the most recently used."""
         return sorted(self.entries.values(), key=_last_use)
 
     def make_latest(self, kept: CachedGraph) -> None:
-        """Makes a graph the most recently used, if it is here."""
+        """Makes a graph the most recently used, if it is in the table."""
         if not kept.leaving:
             self._uses += 1
             kept.at = self._uses
             self.latest = kept
 
     def counting(self, key: Hashable) -> tuple[Entry, Entry]:
-        """What counts what happens to a key: its entry, and that of all keys."""
+        """Returns the entries that count events of a key: its own, and the one for all keys."""
         return self.entry(key), self.total
 
     def put(
@@ -133,10 +133,10 @@ class Table:
         footprint: Footprint,
         capture_ms: float | None,
     ) -> list[CachedGraph]:
-        """Puts a graph under a key, in place of another, and trims.
+        """Puts a graph under a key, in place of the one there, and trims.
 
-        An executable that is under this key already only gets its new footprint.  Raises
-        InputError if it is elsewhere in the table: it would be closed twice.
+        An executable that is already under this key only gets its new footprint.  Raises InputError
+        if it is under another key or leaving: it would be closed twice.
         """
         self._require_free(key, executable)
         entry = self.entry(key)
@@ -156,7 +156,7 @@ class Table:
         return out + self._trim()
 
     def _measure(self, kept: CachedGraph) -> None:
-        """Notes what the capture of a graph told about the blocks that graphs share."""
+        """Passes the memory that a graph's capture took on to `SharedBlocks`."""
         footprint = kept.footprint
         if footprint.grown is None or footprint.free is None:
             return
@@ -182,10 +182,10 @@ class Table:
             )
 
     def remove(self, entries: Iterable[Entry], reason: Left) -> list[CachedGraph]:
-        """Takes out the graphs of entries of the table; returns those without a lease.
+        """Takes the graphs of entries out of the table; returns the graphs without a lease.
 
-        A key whose hash has changed since it came in finds its entry no more.  If one of these is
-        to leave, all entries that their keys do not find leave with it.
+        A key whose hash has changed since it came in does not find its entry any more.  If such an
+        entry is to leave, all entries that their keys do not find leave with it.
         """
         entries = list(entries)
         if any(self.entries.get(entry.key) is not entry for entry in entries):
@@ -213,7 +213,7 @@ class Table:
         return out
 
     def _trim(self) -> list[CachedGraph]:
-        """Takes out the least recently used until the limits hold, or only the newest is left."""
+        """Takes out the least recently used graphs until the limits hold or one graph is left."""
         out: list[CachedGraph] = []
         while self.max_graphs is not None and len(self.entries) > self.max_graphs:
             out += self.remove([min(self.entries.values(), key=_last_use)], "count")
@@ -230,11 +230,11 @@ class Table:
     # --- numbers
     @property
     def hits(self) -> int:
-        """Of all keys."""
+        """The hits of all keys together."""
         return sum(e.hits for e in (*self.entries.values(), *self.gone.values(), self.total))
 
     def statistics(self, entry: Entry) -> KeyStatistics:
-        """The line of one key."""
+        """Returns the counts of one key."""
         return entry.statistics(None if entry.graph is None else self.charge(entry.graph))
 
 
@@ -271,21 +271,21 @@ class _Hold:
 class GraphCache(Closeable):
     """Executable graphs by key.
 
-    A key is anything hashable: a bucket, a tuple of shapes, a name.  The cache owns what is put
-    into it and closes it when it leaves; do not close what `get` returned.  Every call may come
-    from any thread.
+    A key is anything hashable: a bucket, a tuple of shapes, a name.  The cache owns the executables
+    that are put into it and closes them when they leave; do not close one that `get` returned.
+    Every call may come from any thread.
 
     `buckets` is the scheme by which steps that use this cache pad their sizes; without it, powers
-    of two without a limit.  A bucket with more rows than a step's smallest slot ends with
-    that slot's rows.  `budget` limits device bytes (4096, "512 MiB") and `max_graphs`
-    the number of graphs: over either, the least recently used are evicted, but never the newest
-    one.  Bytes are given, measured or estimated: `cache.budget` says how, and how well.  Not
-    guaranteed: that free device memory rises after an eviction; the driver keeps the memory for the
-    next graphs, which is why a budget helps.  `limits` are for captures: their time, and how often
-    one key is captured.  Assign the attribute to change them.
+    of two without a limit.  A bucket with more rows than a step's smallest slot is cut to that
+    slot's rows.  `budget` limits device bytes (4096, "512 MiB") and `max_graphs` the number of
+    graphs: over either, the least recently used are evicted, but never the newest one.  Bytes are
+    given, measured or estimated: `step.budget` has the method and its limits.  Not guaranteed:
+    that free device memory rises after an eviction; the driver keeps the memory for the next
+    graphs, which is why a budget helps.  `limits` limit the time of captures, and how often one
+    key is captured.  To change `buckets` or `limits`, assign the attribute.
 
-    `settings` and `profile` are of `replay` alone, and as for `GraphedStep`, which has its own:
-    `settings` take precedence over the environment; giving a `profile` switches profiling on.
+    `settings` and `profile` apply to `replay` alone and mean the same as for `GraphedStep`, which
+    has its own: `settings` override the environment; giving a `profile` switches profiling on.
 
         cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(64), budget="512 MiB")
         cache.get_or_capture("decode", make)
@@ -315,12 +315,12 @@ class GraphCache(Closeable):
             raise InputError(f"limits={limits!r}: a CaptureLimits is needed")
         self.context = context
         self.epoch = 0
-        """Another number after each change that could forbid a replay.  Steps decide anew then;
-        as long as it is the same, what they decided for a graph holds."""
+        """A number that changes with each event that could forbid a replay.  While it stays the
+        same, steps keep their decisions for a graph; after a change they decide again."""
         self._buckets: Buckets = PowersOfTwo() if buckets is None else buckets
         self.limits = CaptureLimits() if limits is None else limits
-        # Reentrant, because the garbage collector may run a user's finaliser, which may use the
-        # cache, between any two lines here.
+        # Reentrant: the garbage collector may run a user's finaliser between any two lines here,
+        # and the finaliser may use the cache.
         self.lock = new_lock()
         self.table = Table(None if budget is None else parse_bytes(budget), max_graphs)
         self._flights = Flights(self.lock)
@@ -347,29 +347,29 @@ class GraphCache(Closeable):
         self._buckets = buckets
         self.epoch += 1
 
-    # --- looking
+    # --- look-up
     def __len__(self) -> int:
         return len(self.table.entries)
 
     def __bool__(self) -> bool:
-        """True, also while empty: `cache or GraphCache(device)` must not make a second one."""
+        """True, also while empty: `cache or GraphCache(device)` must not make a second cache."""
         return True
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is a graph under the key.  Not a use of it."""
+        """True if there is a graph under the key.  Does not count as a use."""
         with self.lock:
             return key in self.table.entries
 
     def keys(self) -> list[Hashable]:
-        """The keys, from the least to the most recently used."""
+        """Returns the keys with a graph, from the least to the most recently used."""
         with self.lock:
             return [entry.key for entry in self.table.by_use()]
 
     def get(self, key: Hashable) -> GraphExec | None:
-        """The executable under a key, or None.  Counts as a use.
+        """Returns the executable under a key, or None.  Counts as a use.
 
-        For reading and changing it.  It may be evicted at any time by another thread, and is then
-        closed: to launch it, use `replay`, or `hold` it.  Raises ClosedError.
+        For reading and changing it.  Another thread may evict the executable at any time, which
+        closes it: to launch it, use `replay`, or `hold` it.  Raises ClosedError.
         """
         kept = self._leased(key)
         if kept is None:
@@ -387,9 +387,9 @@ class GraphCache(Closeable):
     ) -> bool:
         """Launches the graph under a key once, in stream order; returns whether there was one.
 
-        `change` is called with the executable before, and no other thread's `change` of it comes in
-        between.  If there is none, nothing runs.  Raises ClosedError, and what `change` and
-        `GraphExec.launch` raise.
+        `change` is called with the executable just before the launch; no other thread's `change` of
+        the same executable runs in between.  Without a graph, neither runs.  Raises ClosedError,
+        and the errors of `change` and `GraphExec.launch`.
         """
         table = self.table
         entry = table.entries.get(key)
@@ -419,7 +419,7 @@ class GraphCache(Closeable):
         return True
 
     def hold(self, key: Hashable) -> AbstractContextManager[GraphExec | None]:
-        """For a `with` block: the executable under a key, or None; inside it is not closed.
+        """Returns a context manager that yields the executable under a key, or None.
 
         For several calls on one graph, such as a rebinding and its launch.  An eviction inside the
         block takes the key away at once, and closes the executable at the block's end.  Entering
@@ -429,9 +429,10 @@ class GraphCache(Closeable):
         return _Hold(self, key)
 
     def _leased(self, key: Hashable) -> CachedGraph | None:
-        """The graph under a key, with a lease; None, and a miss, if there is none.
+        """Leases and returns the graph under a key; None, and a miss, if there is none.
 
-        Raises ClosedError."""
+        Raises ClosedError.
+        """
         entry = self.table.entries.get(key)
         if entry is None:
             with self.lock:
@@ -444,14 +445,14 @@ class GraphCache(Closeable):
         return self.lease(entry)
 
     def entry(self, key: Hashable) -> Entry:
-        """What is known of a key.  Raises ClosedError."""
+        """Returns the entry of a key; makes it if there is none.  Raises ClosedError."""
         with self.lock:
             self._require_open()
             return self.table.entry(key)
 
     def lease(self, entry: Entry) -> CachedGraph | None:
-        """The graph of an entry, which is not closed before its `release`; None, and a miss, if it
-        has none.  Raises ClosedError."""
+        """Leases and returns the graph of an entry, which stays open until its `release`; None, and
+        a miss, if the entry has none.  Raises ClosedError."""
         kept = entry.graph
         if kept is None or not kept.lease():
             with self.lock:
@@ -469,35 +470,36 @@ class GraphCache(Closeable):
             self.table.make_latest(kept)
 
     def let_go(self, kept: CachedGraph) -> None:
-        """Closes a graph whose last lease has ended after it left."""
+        """Closes a graph that has left the table and whose last lease has ended."""
         with self.lock:
             self.table.leaving.discard(kept)
         kept.executable.close()
 
     # --- putting in
     def install(self, key: Hashable, executable: GraphExec, *, nbytes: int | None = None) -> None:
-        """Puts an executable under a key; the cache owns it from here on.
+        """Puts an executable under a key; from here on the cache owns it.
 
-        One that was there before is replaced, and closed once no replay uses it.  `nbytes` are the
-        bytes to charge; None for an estimate.  Raises InputError for an executable of another
-        device, or one that is in the cache under another key; ClosedError.
+        An executable that was there before is replaced, and closed once no replay uses it.
+        `nbytes` are the bytes to charge; None for an estimate.  Raises InputError for an executable
+        of another device, or one that is in the cache under another key; ClosedError.
         """
         self._put(key, executable, footprint(self._checked(executable), given=nbytes), None)
 
     def get_or_capture(
         self, key: Hashable, make: Callable[[], GraphExec], *, nbytes: int | None = None
     ) -> GraphExec:
-        """The executable under a key; made by `make()`, uploaded or not, if there is none.
+        """Returns the executable under a key; calls `make()` for it if there is none.
 
-        If several threads ask at once, one calls `make`, with no lock held, and the others wait for
-        it.  An exception of `make` is raised in all of them, and the next call tries again.
-        `nbytes` are the bytes to charge; None measures around `make`, so warm up before it.
+        `make` may upload the executable or not.  If several threads need a key at once, one calls
+        `make`, with no lock held, and the others wait.  An exception of `make` is raised in all of
+        them, and the next call tries again.  `nbytes` are the bytes to charge; None measures around
+        `make`, so warm up before.
 
-        Like `get`, this does not keep the executable from being evicted: launch it with `replay`.
-        Not guaranteed: that an eviction during a capture also evicts the graph of that capture.
-        Raises CaptureError, instead of waiting for ever, if `make` asks for the key that its own
-        thread is capturing, directly or through other threads; CaptureLimitError, without
-        a call of `make`, if the cache's limits refuse the capture; InputError, ClosedError.
+        As with `get`, the executable may be evicted at any time: launch it with `replay`.  Not
+        guaranteed: that an eviction during a capture also evicts the graph of that capture.  Raises
+        CaptureError, instead of waiting for ever, if `make` requests the key that its own thread is
+        capturing, directly or through other threads; CaptureLimitError, without a call of `make`,
+        if the cache's limits refuse the capture; InputError, ClosedError.
         """
         executable = self._known(key)
         if executable is not None:
@@ -524,9 +526,10 @@ class GraphCache(Closeable):
             del flight, other  # they hold errors whose tracebacks hold this frame
 
     def _known(self, key: Hashable, *, hit: bool = True) -> GraphExec | None:
-        """The executable under a key, which is a use if `hit`; None if there is none.
+        """Returns the executable under a key, which is a use if `hit`; None if there is none.
 
-        Raises ClosedError."""
+        Raises ClosedError.
+        """
         with self.lock:
             entry = self.table.entries.get(key)
             if entry is None or entry.graph is None:
@@ -538,7 +541,7 @@ class GraphCache(Closeable):
             return kept.executable
 
     def refusal(self, key: Hashable) -> Refused | None:
-        """Why a capture of this key would be refused now; None if it would not.  Not a use."""
+        """Returns why a capture of this key would be refused now, or None.  Not a use."""
         limits = self.limits
         if limits.per_key is None and limits.seconds is None:
             return None
@@ -552,7 +555,7 @@ class GraphCache(Closeable):
             )
 
     def _begin_capture(self, key: Hashable) -> None:
-        """Notes that a capture begins.  Raises CaptureLimitError.  Call under the lock."""
+        """Notes that a capture begins.  The caller holds the lock.  Raises CaptureLimitError."""
         refused = self.refusal(key)
         if refused is not None:
             for entry in self.table.counting(key):
@@ -591,7 +594,7 @@ class GraphCache(Closeable):
         return executable
 
     def _end_capture(self, key: Hashable, landed: bool, seconds: float) -> None:
-        """Counts a capture.  Call under the lock."""
+        """Counts a capture.  The caller holds the lock."""
         for entry in self.table.counting(key):
             entry.captures += landed
             entry.failures += not landed
@@ -633,8 +636,8 @@ class GraphCache(Closeable):
     def evict(self, key: Hashable) -> bool:
         """Takes one graph out; returns whether there was one.
 
-        It is closed once no replay of this cache uses it, and destroyed once its own last launch
-        is done; this call does not wait for either.
+        The executable is closed once no replay of this cache uses it, and destroyed once its own
+        last launch has finished; this call does not wait for either.
         """
         with uninterrupted, self.lock:
             entry = self.table.entries.get(key)
@@ -643,7 +646,7 @@ class GraphCache(Closeable):
         return entry is not None
 
     def evict_all(self) -> int:
-        """Takes every graph out, as `evict` does; returns how many."""
+        """Takes every graph out, as `evict` does; returns their number."""
         with uninterrupted, self.lock:
             entries = list(self.table.entries.values())
             out = self.table.remove(entries, "asked")
@@ -651,8 +654,8 @@ class GraphCache(Closeable):
         return len(entries)
 
     def evict_idle(self) -> int:
-        """Takes graphs out that no lease holds, for memory: that half of them that was not used for
-        longest; returns how many."""
+        """Takes the less recently used half of the graphs without a lease out, to free memory;
+        returns the number of graphs taken out."""
         with uninterrupted, self.lock:
             idle = [e for e in self.table.by_use() if e.graph is not None and not e.graph.leases]
             idle = idle[: (len(idle) + 1) // 2]
@@ -661,7 +664,7 @@ class GraphCache(Closeable):
         return len(idle)
 
     def touching(self, target: Target) -> list[Hashable]:
-        """The keys of the graphs that point into a buffer, as their next launches will use them.
+        """Returns the keys of the graphs whose next launches will point into a buffer.
 
         `target` is a Buffer (also a view, or a closed one), a device array, or a MemoryRange.
         `graph.words` defines what counts as pointing.  A graph whose definition was closed
@@ -672,7 +675,7 @@ class GraphCache(Closeable):
     def evict_touching(self, target: Target) -> list[Hashable]:
         """Takes out every graph that points into a buffer; returns their keys.
 
-        Afterwards no new replay of this cache uses the buffer; those under way finish in stream
+        Afterwards no new replay of this cache uses the buffer; replays under way finish in stream
         order, as with `evict`.
         """
         found = self._touching(target)
@@ -683,7 +686,7 @@ class GraphCache(Closeable):
         return [entry.key for entry in gone]
 
     def manifest(self, key: Hashable) -> tuple[Touch, ...]:
-        """Every pointer of the graph under a key.  Raises InputError if there is none."""
+        """Returns every pointer of the graph under a key.  Raises InputError if there is none."""
         with self.lock:
             entry = self.table.entries.get(key)
             kept = None if entry is None else entry.graph
@@ -699,13 +702,13 @@ class GraphCache(Closeable):
 
     @staticmethod
     def _close(graphs: list[CachedGraph]) -> None:
-        # Outside of the lock: closing destroys retired objects, and that runs code of others.
+        # Outside of the lock: closing destroys retired objects, which runs finalisers of users.
         for kept in graphs:
             kept.executable.close()
 
     # --- numbers and lifetime
     def statistics(self) -> CacheStatistics:
-        """Counts, bytes, and a line for each key, taken at one moment."""
+        """Returns counts, bytes, and the record of each key, taken at one moment."""
         with self.lock:
             table, total = self.table, self.table.total
             return CacheStatistics(
@@ -733,7 +736,7 @@ class GraphCache(Closeable):
             )
 
     def key_statistics(self, key: Hashable) -> KeyStatistics | None:
-        """The line of one key, with or without a graph; None if nothing is known of it."""
+        """Returns the record of one key, with or without a graph; None for an unknown key."""
         with self.lock:
             entry = self.table.find(key)
             return None if entry is None else self.table.statistics(entry)

@@ -1,14 +1,14 @@
-"""The check of a replay: a call is run eagerly and by its graph, from the same state, and what the
-runs leave is compared.
+"""The check of a replay: runs a call eagerly and by its graph, from the same state, and compares
+the memory that the runs leave.
 
     before ──┬─ eagerly,  turn 0 ──▶ a
              ├─ replayed, turn 1 ──▶ b
-             └─ replayed, turn 2 ──▶ c    if the memory asks for it
+             └─ replayed, turn 2 ──▶ c    if `Memory.turns` has it
 
-Which memory is saved, poisoned, compared and put back is a `Memory` of the door: `step.declared`
-for declared slots, `interop.reading.checking` for the arrays of a function.
+A `Memory` of the door saves, poisons, compares and restores: `step.declared` for declared slots,
+`interop.reading.checking` for the arrays of a function.
 
-Not found by any: work that no run does (a plan that was made once, outside of the call), pointers
+No check finds: work that no run does (a plan that was made once, outside of the call), pointers
 in device memory, and concurrent work of other streams.  While a check runs, no other stream may
 write memory that the graph points at.  docs/correctness.md has the whole list.
 """
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 Content = TypeVar("Content")
-"""All of a memory at one moment, with the result of the run that left it."""
+"""The content of all memory of a check at one moment, with the result of the run that left it."""
 
 
 class Cause(enum.StrEnum):
-    """Why a check failed, as far as more eager runs can show."""
+    """The cause of a failed check, as far as more eager runs can show."""
 
     HOST_STATE = (
         "two eager runs from the same state submit different work: the step keeps state of its own "
@@ -50,7 +50,7 @@ class Cause(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The first difference that a check found: where, what, and why."""
+    """The first difference that a check found: the place, the values, and the cause."""
 
     where: str
     """ "slot 'x' at [0, 3]", "4 bytes at 0x7f…", or two operations."""
@@ -63,53 +63,53 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """One check of one graph.  Bytes; `finding` is None if it passed."""
+    """One check of one graph, in bytes; `finding` is None if the graph passed."""
 
     declared: int
     """Bytes of slots that were compared."""
     undeclared: int
     """Bytes that no slot declares, that a run may write, and that were compared."""
     skipped: int
-    """Bytes of such memory that were not compared, because they are over the limit."""
+    """Bytes that no slot declares and that were not compared, because they exceed the limit."""
     finding: Finding | None
 
 
 class Memory(ABC, Generic[Content]):
-    """What the runs of one check read and write."""
+    """The memory that the runs of one check read and write."""
 
     @abstractmethod
     def nbytes(self) -> tuple[int, int, int]:
-        """Bytes that are compared, declared and not, and bytes that are skipped."""
+        """Returns the compared bytes, declared and undeclared, and the skipped bytes."""
 
     @abstractmethod
     def turns(self, eager: Content | None) -> Sequence[int]:
-        """The turns of the replays, from 1 on; `eager`: what the eager run left, if it came
-        first."""
+        """Returns the turns of the replays, from 1 on.  `eager`: the content after the eager run,
+        or None if the replays come first."""
 
     @abstractmethod
     def read(self, result: Any = None, *, last: bool = False) -> Content:
-        """The content now, after a run that returned `result`.  `last`: nothing runs after it."""
+        """Reads the content after a run that returned `result`.  `last`: no run follows."""
 
     @abstractmethod
     def start(self, before: Content, turn: int, eager: Content | None) -> Content:
-        """Puts all memory back, poisons it for a turn, and returns what the run starts from."""
+        """Puts all memory back, poisons it for a turn, and returns the content before the run."""
 
     @abstractmethod
     def restore(self, before: Content) -> None:
-        """Puts all memory back.  Raises StateLostError if that is refused."""
+        """Puts all memory back.  Raises StateLostError if the driver refuses that."""
 
     def fault(self, start: Content, end: Content) -> Finding | None:
-        """What one run did that no run may do."""
+        """Returns the first change by one run that no run may make, or None."""
         return None
 
     @abstractmethod
     def difference(
         self, before: Content, eager: Content, replayed: Content, turn: int
     ) -> Finding | None:
-        """The first difference between what the eager run and a replay left."""
+        """Returns the first difference between the contents after the two runs, or None."""
 
     def accept(self, before: Content) -> None:  # where the eager run comes last
-        """After a check that passed: puts back what is not the answer of the last replay."""
+        """Puts back, after a check that passed, all but the answer of the last replay."""
 
 
 def check_runs(
@@ -119,11 +119,11 @@ def check_runs(
     *,
     once: bool = False,
 ) -> CheckReport:
-    """Runs a call both ways and compares.  `replay` is given its turn.
+    """Runs a call both ways and compares.  `replay` is called with its turn.
 
-    After a check that passes, memory is as the last replay leaves it; after one that fails or
-    raises, as before.  `once`: the eager run cannot be repeated, and its answer counts.  It comes
-    last then, and memory is as it leaves it; if a replay raises, as before.
+    After a check that passes, memory is as the last replay left it; after one that fails or
+    raises, as before.  `once`: the eager run cannot be repeated, and its answer counts.  It then
+    comes last, and memory stays as it left it; if a replay raises, memory is as before.
 
     Raises what a run raises, and StateLostError if memory cannot be put back.
     """

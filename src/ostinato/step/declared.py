@@ -1,11 +1,11 @@
 """The memory of a check for declared slots, which are compared bit by bit.
 
-Padding is filled with another poison at each turn, and so is each whole OUTPUT.  So turns 0 and 1
-differ if an answer depends on padding, if the graph holds something frozen, or if one run does not
-write an output.  Turn 2 is for what two poisons do not show: a minimum ignores NaN and large
-numbers, the sum of two inputs is the same when their poisons change places, and an answer may be
-equal to the poison that it should be written over.  It comes with padding, or if the eager run has
-a poison as an answer.  Memory that a run writes and that no slot declares is saved, restored and
+Each turn fills padding and all OUTPUT rows with another poison.  So turns 0 and 1 differ if an
+answer depends on padding, if the graph holds something frozen, or if one run does not write an
+output.  Turn 2 finds faults that two poisons do not show: a minimum ignores NaN and large numbers,
+the sum of two inputs is the same when their poisons change places, and an answer may equal the
+poison that it overwrites.  Turn 2 runs if there is padding, or if an answer of the eager run is
+equal to a poison.  Memory that a run writes and that no slot declares is saved, restored and
 compared like a STATE, up to a limit in bytes (`step.undeclared`).
 """
 
@@ -34,7 +34,7 @@ _OUTPUT_POISONS = (0xA5, 0x5A)
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """All checked memory at one moment, and what the eager run that left it submitted."""
+    """The content of all checked memory after a run, with the operations of an eager run."""
 
     slots: Mapping[str, Values]
     undeclared: tuple[Values, ...]
@@ -42,12 +42,12 @@ class _Content:
 
 
 class Declared(Memory[_Content]):
-    """The slots of a step, and what else its eager run or its graph writes.
+    """The slots of a step, and other memory that its eager run or its graph writes.
 
-    `sizes`: how many rows are in use.  `executable` and `run`, which runs the step eagerly at the
-    sizes of the graph: what is checked; without them, `fault` alone has a meaning.  `own` is memory
-    of the step itself, which is not compared; `limit`: the largest number of bytes of undeclared
-    memory that are.
+    `sizes`: the numbers of rows in use.  `executable` is the graph that is checked, and `run` runs
+    the step eagerly at the sizes of the graph; without them only `fault` may be used.  `own` is
+    memory of the step itself, which is not compared.  `limit` is the largest number of undeclared
+    bytes that are compared.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Declared(Memory[_Content]):
 
     def _in_use(self, slot: Slot, content: _Content) -> Values:
         values, rows = content.slots[slot.name], self._rows[slot.name]
-        return values if rows is None else values[:rows]  # all of it may have no axis
+        return values if rows is None else values[:rows]  # a whole buffer may have no axis
 
     # --- before and after a run
     def turns(self, eager: _Content | None) -> Sequence[int]:
@@ -98,7 +98,7 @@ class Declared(Memory[_Content]):
         return (1, 2) if third else (1,)
 
     def read(self, result: Any = None, *, last: bool = False) -> _Content:
-        """`result`: of `eager`, or whatever a replay returns, which launches nothing else."""
+        """`result`: the operations that `eager` returned, or the result of a replay."""
         stream = self._stream
         slots = {slot.name: slot.buffer.to_numpy(stream) for slot in self._slots}
         return _Content(slots, self._memory.read(), result)
@@ -109,8 +109,8 @@ class Declared(Memory[_Content]):
     def _start(
         self, before: _Content, padding: int, outputs: int, eager: _Content | None
     ) -> _Content:
-        """Padding of a STATE is not poisoned in the eager run: a small change of a large poison is
-        rounded away, and a write to these rows must be seen."""
+        """Leaves padding of a STATE as it is in the eager run: a large poison would round away a
+        small change, and a write to these rows must be found."""
         self._memory.restore()
         start: dict[str, Values] = {}
         for place, slot in enumerate(self._slots):
@@ -159,8 +159,8 @@ class Declared(Memory[_Content]):
 
     # --- comparing
     def fault(self, start: _Content, end: _Content) -> Finding | None:
-        """Two operations without an order, or the first input or padding row of a STATE that a run
-        changed."""
+        """Returns the first fault of a run: two operations without an order, or an input or a
+        padding row of a STATE that the run changed."""
         if self._executable is not None and end.operations is not None:
             race = unordered(self._executable.graph, end.operations)
             if race is not None:
@@ -195,8 +195,8 @@ class Declared(Memory[_Content]):
         return Finding(where, what if drift is None else f"{what}; {drift}", cause)
 
     def _cause(self, before: _Content, a: _Content, turn: int) -> tuple[Cause, str | None]:
-        """Why the eager run and a replay differ; and where the launches of two eager runs differ,
-        if they do.
+        """Returns why the eager run and a replay differ; and, if the launches of two eager runs
+        differ, where.
 
         Runs the step eagerly again: first with both poisons of the eager run, then with one poison
         of the replay at a time.
@@ -217,8 +217,8 @@ class Declared(Memory[_Content]):
         return (Cause.OUTPUT_READ if differs(0, turn) else Cause.FROZEN), None
 
     def _first(self, a: _Content, b: _Content) -> tuple[str, str, Cause | None] | None:
-        """Where and in what the answers of two runs differ first, and the cause if it is known
-        without another run."""
+        """Returns the place and the values of the first difference between the answers of two runs,
+        and the cause if no other run is needed to find it."""
         for slot in self._slots:
             if slot.role is Role.INPUT:
                 continue
@@ -243,18 +243,18 @@ def _output_poison(slot: Slot, which: int, shape: tuple[int, ...] = (1,)) -> Val
 
 
 def _is_poison(slot: Slot, one: Any, other: Any) -> bool:
-    """Whether both elements of an output still hold their poison."""
+    """True if both elements of an output still hold their poison."""
     poisons = [_output_poison(slot, which).tobytes() for which in (0, 1)]
     return [np.asarray(one).tobytes(), np.asarray(other).tobytes()] == poisons
 
 
 def _holds_poison(slot: Slot, values: Values) -> Values:
-    """Where an output's values are those that the second run is poisoned with."""
+    """Returns a mask of the values of an output that equal the poison of the second run."""
     return np.asarray(~_differ(values, _output_poison(slot, 1))).reshape(values.shape)
 
 
 def _differ(one: Values, other: Values) -> Values:
-    """Where the bits of elements differ, in one row.  Either may be a single element."""
+    """Returns a flat mask of the elements whose bits differ.  Either may be a single element."""
     size = one.dtype.itemsize
     word = math.gcd(size, 8)  # by words: by bytes takes ten times as long
     a, b = (
@@ -266,7 +266,7 @@ def _differ(one: Values, other: Values) -> Values:
 
 
 def _first_difference(one: Values, other: Values, start: int = 0) -> tuple[int, ...] | None:
-    """The index of the first element whose bits differ, from row `start` on."""
+    """Returns the index of the first element whose bits differ, from row `start` on."""
     a, b = one[start:] if start else one, other[start:] if start else other
     if not a.size:
         return None

@@ -1,20 +1,20 @@
-"""`Engine`: from the key of a call to what becomes of it: warm, build, replay, eager, refuse.
+"""`Engine`: decides what a call becomes, by its key: warm, build, replay, eager or refuse.
 
     first call of a key   -> eager (warm-up: libraries initialise, modules load); its answer counts
     next                  -> its graph is built (nothing runs), then replayed
     from then on          -> replayed
 
 A key that cannot be built, or whose replay is found wrong, keeps its reason (`Entry.reason`) and is
-served eagerly from then on.  A build that something else than the work broke, or that found no
+served eagerly from then on.  A build that failed for a reason outside the work, or for lack of
 memory, is tried again after 1, 4, 16 and 64 calls.
 
-The engine knows no slots, sizes or arguments.  A door (`GraphedStep`, `relational.Joiner`,
-`interop.graphed.Graphed`) makes a `Work` of each call, hands it over once, and is called back only
-through it.
+The engine has no slots, sizes or arguments.  A door (`GraphedStep`, `relational.Joiner`,
+`interop.graphed.Graphed`) makes a `Work` of each call and passes it to the engine once; the engine
+calls the door only through the work.
 
-What may become of a call is decided by `policy.decide`.  It is asked if the cache's epoch is
-another one than when the last replay of such a call was decided, or if the entry has no graph;
-otherwise the answer is the same: replay.
+`policy.decide` decides what a call becomes.  It runs if the cache's epoch has changed since the
+last replay of such a call was decided, or if the entry has no graph; otherwise the decision is
+unchanged: replay.
 """
 
 from __future__ import annotations
@@ -68,29 +68,29 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 TIMED_EVERY = 32
-"""One replay in so many of a key is timed, and never its first."""
+"""One replay of a key out of this many is timed, never its first."""
 _ERRORS: Mapping[Reason, type[OstinatoError]] = {
     Reason.STATE_LOST: StateLostError,
     Reason.HOST_STATE: VerificationError,
     Reason.MISMATCH: VerificationError,
 }
-"""What a call raises if it is refused for this reason; EagerRunError for others."""
+"""The error that a refused call raises, by reason; EagerRunError for other reasons."""
 _SETTLED = (Reason.GRAPHS_OFF, Reason.PROFILING, Reason.OVER_BUCKETS)
-"""Why calls run eagerly until something is set; so do those that were given up."""
+"""Reasons for which calls run eagerly until a setting changes; given-up keys are added to these."""
 _REFUSALS = 3
-"""A key is given up after so many refused replays in a row, or"""
+"""The number of refused replays in a row after which a key is given up."""
 _DISTURBANCES, _WAIT = 5, 4
-"""so many builds in a row that something else broke; and what the calls in between grow by."""
+"""The number of failed builds in a row that gives a key up; the growth of the wait between them."""
 _SWEEP = 1024
-"""After so many new keys the counts of those that the cache has forgotten are added up."""
+"""The number of new keys after which the counts of forgotten keys are added up."""
 
 
 Change: TypeAlias = "Callable[[GraphExec], object] | None"
-"""How an executable is changed before its launch; None if it launches as it is."""
+"""A change of an executable before its launch; None if the executable is launched unchanged."""
 
 
 class Options(Protocol):
-    """What the user of a door may set, at any time; a door changes the epoch then."""
+    """Settings of a door that its user may change at any time; the door then changes the epoch."""
 
     @property
     def enabled(self) -> bool: ...
@@ -108,7 +108,7 @@ class Options(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """What calls that are alike have in common.  A door makes one, and keeps it for the next."""
+    """The common data of calls that are alike.  A door makes one, and keeps it for later calls."""
 
     key: Hashable
     used: int = 0
@@ -116,27 +116,27 @@ class Call:
     room: int = 0
     """The sum of the bucketed sizes."""
     padded: frozenset[Hashable] = frozenset()
-    """What has padding."""
+    """The sizes or arguments that have padding."""
     unfit: tuple[Reason, str] | None = None
-    """Why they run eagerly, whatever graph their key has."""
+    """The reason why these calls run eagerly, whatever graph their key has."""
     given: dict[str, int] | None = None
-    """The arguments of a call that may be repeated without its key; None if that may not be."""
+    """The arguments of a call that may be repeated without its key; None if it may not."""
     entry: Entry | None = None
     counts: Counts | None = None
     decided_at: int | None = None
     """The cache's epoch when a replay was decided."""
     settled: Decision | None = None
-    """The decision to run eagerly, if it stays the same until the epoch changes."""
+    """The decision to run eagerly, if it holds until the epoch changes."""
     settled_at: int | None = None
     """The epoch when `settled` was decided."""
     repeat: Repeat | None = None
-    """A way for such a call that looks at nothing else; and"""
+    """A launcher that repeats the call without any other check (`driver.launcher`)."""
     armed_at: int | None = None
-    """the epoch when it was armed."""
+    """The epoch when `repeat` was armed."""
 
 
 class Work(ABC):
-    """One call, as the engine sees it: how it is run, built and bound."""
+    """One call, with the methods by which the engine runs, builds and binds it."""
 
     __slots__ = ()
 
@@ -146,52 +146,52 @@ class Work(ABC):
 
     @property
     def padded(self) -> frozenset[Hashable]:
-        """What has padding in this call."""
+        """The sizes or arguments that have padding in this call."""
         return self.call.padded
 
     def unfit(self) -> tuple[Reason, str] | None:
-        """Why this call runs eagerly, whatever graph its key has; and the details."""
+        """Returns why this call runs eagerly, whatever graph its key has, with details; or None."""
         return self.call.unfit
 
     # --- running
     @abstractmethod
     def begin(self, *, inside: bool = False) -> None:
-        """Before a run or a build.  `inside`: the run is a part of a capture that is under way."""
+        """Prepares a run or a build.  `inside`: the run is part of a capture under way."""
 
     @abstractmethod
     def run(self, *, padded: bool = False) -> None:
-        """Submits the work, at the sizes of the call or, `padded`, at those of its graph."""
+        """Submits the work, at the sizes of the call or, if `padded`, at those of its graph."""
 
     def warm(self) -> None:
-        """The run of a call that has no graph yet."""
+        """Runs a call that has no graph yet."""
         self.run()
 
     def warm_ups(self, counts: Counts) -> int:
-        """How many runs of its key were warm-ups."""
+        """Returns the number of runs of its key that were warm-ups."""
         return counts.eager
 
     @property
     def submitted(self) -> int:
-        """How many operations were submitted to its stream so far."""
+        """The number of operations that were submitted to its stream so far."""
         return self.stream.submitted
 
     def words(self, decision: Decision) -> str:
-        """The reason of an eager run, as it is counted."""
+        """Returns the reason of an eager run, as text under which it is counted."""
         return decision.reason.value
 
     # --- graphs
     @property
     def recorded(self) -> bool:
-        """Whether its graph is built of a recorded run, which is the first real one."""
+        """True if its graph is built of a recorded run, which is the first real run."""
         return False
 
     @abstractmethod
     def build(self) -> GraphExec:
-        """Makes its graph; nothing runs."""
+        """Makes its graph.  No work runs."""
 
     def failed(self, error: Exception) -> tuple[Reason, str] | None:
-        """What an error of `build` means: NO_MEMORY and DISTURBED let the key be tried again later,
-        any other reason gives it up, and None raises the error."""
+        """Classifies an error of `build`: for NO_MEMORY and DISTURBED the key is tried again later,
+        for any other reason it is given up; for None the error is raised."""
         if out_of_memory(error):
             return Reason.NO_MEMORY, str(error)
         if disturbed(error):
@@ -199,61 +199,62 @@ class Work(ABC):
         return Reason.BUILD_FAILED, str(error)
 
     def fits(self) -> bool:
-        """Whether the graph of its key, which may be changed for it, does what the call would.
-        Asked if the epoch is another one than at the last replay of `call`."""
+        """True if the graph of its key, which may be changed for it, does the same as the call.
+        Called if the epoch has changed since the last replay of `call`."""
         return True
 
     def trim(self, *, short: bool) -> None:  # noqa: B027  # for libraries that keep memory
-        """Gives memory back that its library keeps for later: after a failed build, and if memory
-        is `short`."""
+        """Frees memory that its library keeps for later use.  Called after a failed build, and,
+        with `short`, if the device has no memory."""
 
     @property
     def repeatable(self) -> bool:
-        """Whether a run that the driver refused half-way may be run again from its start."""
+        """True if a run that the driver refused half-way may be run again from its start."""
         return False
 
     @abstractmethod
     def bind(self) -> Change:
-        """Before each replay: writes what it reads, in stream order.  Returns how the executable is
-        to be changed for it."""
+        """Writes, before each replay, the memory that the graph reads, in stream order.  Returns
+        the change of the executable for this launch."""
 
     @property
     def binds(self) -> bool:
-        """Whether `bind` may have something to do."""
+        """True if `bind` may have something to do."""
         return True
 
     def wanted(self) -> tuple[object, ...]:
-        """What the engine's guarded attributes must be for `bind` to have nothing to do."""
+        """Returns the values of the engine's guarded attributes that make `bind` needless."""
         return ()
 
     def closed_to_builds(self) -> tuple[Reason, str] | None:
-        """Why a build would be refused now, besides the cache's limits."""
+        """Returns why a build would be refused now, besides the cache's limits; or None."""
         return None
 
     def restored(self) -> GraphExec | None:
-        """Its graph out of a store, if there is one that fits."""
+        """Returns its graph from a store, if there is one that fits."""
         return None
 
     def not_restored(self, why: str) -> None:  # noqa: B027  # for doors with a store alone
-        """Called if what `restored` gave could not be kept."""
+        """Handles a graph that `restored` returned and that could not be kept."""
 
-    # --- checks, for doors whose `verify` may be another than "off"
+    # --- checks, for doors whose `verify` may differ from "off"
     def check(self, executable: GraphExec, launch: Callable[[Change], object]) -> CheckReport:
-        """Runs it both ways and compares; `launch` replays it, given what `bind` returned.  After a
-        check that passes, memory is as one run leaves it, else as before, or as the run leaves it
-        whose answer counts.  Raises StateLostError if it cannot be put back."""
+        """Runs the call both ways and compares.  `launch` replays it, given the result of `bind`.
+        After a check that passes, memory is as one run leaves it; else as before, or as left by the
+        run whose answer counts.  Raises StateLostError if memory cannot be put back."""
         raise NotImplementedError
 
     def watch(self) -> Callable[[], Finding | None]:
-        """For a recorded run: called after it, what it has changed that is not its own."""
+        """Prepares the check of a recorded run.  The returned function is called after the run, and
+        returns the first change that the run may not make, or None."""
         raise NotImplementedError
 
 
 class Engine:
     """The keys of one door, in a cache.
 
-    `guarded`: objects and names of attributes that must be what `Work.wanted` said, for a call to
-    be repeated without a look at anything else (`driver.launcher.PythonRepeat`).  Calls are made
+    `guarded`: objects and names of attributes that must be equal to the values of `Work.wanted` for
+    a call to be repeated without other checks (`driver.launcher.PythonRepeat`).  Calls are made
     under `turn`, the lock of their stream, and the engine's `lock`, in this order.  `settings`
     and `profile`: those of the cache if None.  `timed`: whether the engine times launches; a door
     may time whole calls itself.
@@ -273,39 +274,39 @@ class Engine:
         self.settings = cache.settings if settings is None else settings
         self.profile = cache.profile if settings is None else profile
         self.lock = new_lock()
-        """Taken after the stream's turn: a step may be called inside of another's run."""
+        """Taken after the stream's turn: the run of one step may call another step."""
         self.broken: tuple[Reason, str] | None = None
-        """Why no key is served until `forget`, and the text of the error."""
+        """The reason why no key is served until `forget`, with the text of the error."""
         self.keys: set[Hashable] = set()
-        """Keys under which graphs were put into the cache."""
+        """The keys under which graphs were put into the cache."""
         self.last_check: CheckReport | None = None
         guards = ((cache, "epoch"), *guarded)
         self._new_repeat = partial(
             repeat, turn, REPLAY, guards, cache.table, cache.touch, cache.let_go
         )
         self._repeated: set[Call] = set()
-        """Those that have a repeat."""
+        """The calls that have a repeat."""
         self._last: Call | None = None
-        """What the last replay was of."""
+        """The call of the last replay."""
         self._plain = self.settings.plain
         self._timed = timed
         self._counts: dict[Entry, Counts] = {}
         self._dropped = Counts()
-        """Of keys that the cache has forgotten."""
+        """The sum of the counts of keys that the cache has forgotten."""
         self._sweep_at = _SWEEP
         self._held: list[tuple[Entry, HeldCounts]] = []
         self._given_back: deque[tuple[Entry, HeldCounts]] = deque()
-        """Of graphs that are not held any more, until they are counted."""
+        """The counts of graphs that are not held any more and are not counted yet."""
 
     def __repr__(self) -> str:
         return f"<Engine of {len(self.keys)} graphs in {self.cache!r}>"
 
     def changed(self) -> None:
-        """Something has changed that could forbid a replay: the next calls are decided anew."""
+        """Makes the next calls be decided anew, after an event that could forbid a replay."""
         self.cache.epoch += 1
 
     def entered(self, call: Call) -> tuple[Entry, Counts]:
-        """The entry of a call, and what is counted for it here."""
+        """Returns the entry of a call, and this engine's counts for it."""
         entry, counts = call.entry, call.counts
         if entry is None or counts is None or entry.forgotten:
             entry = call.entry = self.cache.entry(call.key)
@@ -320,7 +321,7 @@ class Engine:
         return entry, counts
 
     def _sweep(self) -> None:
-        """Adds up the counts of entries that the cache has forgotten."""
+        """Adds the counts of entries that the cache has forgotten to `_dropped`."""
         for entry in [entry for entry in self._counts if entry.forgotten]:
             self._dropped.add(self._counts.pop(entry))
 
@@ -329,7 +330,7 @@ class Engine:
 
     # --- calls
     def call(self, work: Work) -> Decision:
-        """Makes a call; what was done and why.  Raises what `Work.run` raises in an eager run, and
+        """Makes a call; returns the decision.  Raises the errors of `Work.run` in an eager run, and
         VerificationError, EagerRunError, StateLostError, ContextPoisonedError, ClosedError."""
         call, cache = work.call, self.cache
         entry, counts = call.entry, call.counts
@@ -343,7 +344,7 @@ class Engine:
         settled = call.settled
         if settled is not None and call.settled_at is cache.epoch and not cache.context.captures:
             return self._run_eager(work, entry, settled)
-        # Leased, so that another thread's eviction cannot close it before it is launched.
+        # Leased, so that another thread's eviction cannot close the graph before its launch.
         kept = entry.graph
         if kept is None or not kept.lease():
             kept = self._leased(work, entry)
@@ -364,7 +365,7 @@ class Engine:
         finally:
             if kept is not None and kept.release():
                 cache.let_go(kept)
-        del kept  # it may be evicted: its memory is given back before another graph takes some
+        del kept  # if it was evicted, its memory is freed before another graph allocates some
         if decision.action is Action.BUILD:
             return self._build(work, entry, decision)
         if entry.wait and entry.disturbance is not None:
@@ -372,7 +373,7 @@ class Engine:
         return self._run_eager(work, entry, decision)
 
     def next(self, work: Work) -> tuple[Entry, Decision]:
-        """What a call would do now."""
+        """Returns the entry of a call, and the decision that the call would get now."""
         entry, _ = self.entered(work.call)
         kept = self._leased(work, entry)
         try:
@@ -382,21 +383,21 @@ class Engine:
                 self.cache.let_go(kept)
 
     def _leased(self, work: Work, entry: Entry) -> CachedGraph | None:
-        """The graph of an entry, with a lease, out of the work's store if it is not there."""
+        """Leases the graph of an entry; restores it from the work's store if the entry has none."""
         if entry.graph is None and not entry.looked:
             self._restore(work, entry)
         return self.cache.lease(entry)
 
     def _decision(self, work: Work, entry: Entry, kept: CachedGraph | None) -> Decision:
-        """What to do: as before, if nothing has changed but what is asked at each call.  A graph
-        that does not fit the call, or that cannot be launched any more (memory that it points at
-        was closed, or a change of it failed half way), is taken out of the cache."""
+        """Decides, but repeats the last decision if only conditions that are checked at each call
+        can have changed.  Evicts a graph that does not fit the call or cannot be launched any more
+        (memory that it points at was closed, or a change of it failed half-way)."""
         call, options = work.call, work.options
         if kept is not None and not (
             (not kept.executable.suspect or kept.executable.usable)
             and (call.decided_at is self.cache.epoch or work.fits())
         ):
-            entry.looked = True  # a store has no other
+            entry.looked = True  # the store has no other graph of this key
             self.cache.evict(entry.key)
             kept = None
         epoch = self.cache.epoch
@@ -434,7 +435,7 @@ class Engine:
         )
 
     def _capped(self, work: Work, entry: Entry) -> tuple[Reason, str] | None:
-        """Why no graph can be built now."""
+        """Returns why no graph can be built now, or None."""
         if entry.wait:
             return entry.disturbance
         closed = work.closed_to_builds()
@@ -496,7 +497,7 @@ class Engine:
             return decision
         way = call.repeat
         if (
-            call is self._last  # or it is not armed
+            call is self._last  # its repeat did not launch; below: it has none that is armed
             or way is None
             or not way.left
             or call.armed_at is not self.cache.epoch
@@ -518,8 +519,8 @@ class Engine:
         kept: CachedGraph,
         change: Change,
     ) -> None:
-        """One replay, after a change of the executable, one in `TIMED_EVERY` timed.  Raises as
-        `run_replay` does, and what `change` raises."""
+        """Replays once, after the change of the executable; times one replay in `TIMED_EVERY`.
+        Raises the errors of `run_replay` and of `change`."""
         timed = self._timed and not (counts.replays + 1) % TIMED_EVERY
         begin = time.perf_counter_ns() if timed else 0
         run = partial(run_replay, work.call.key, kept.executable, work.stream)
@@ -533,7 +534,7 @@ class Engine:
             counts.times.append((time.perf_counter_ns() - begin) / 1e3)
 
     def _arm(self, work: Work, counts: Counts, kept: CachedGraph) -> None:
-        """Lets calls like this one, which was like the one before, go the short way."""
+        """Arms the repeat of a call, so that the next call like it skips the engine."""
         call = work.call
         if not self._plain or self.cache.context.taps:
             return
@@ -552,24 +553,24 @@ class Engine:
             work.stream,
             TIMED_EVERY - 1 - counts.replays % TIMED_EVERY,
         )
-        if kept.leaving:  # meanwhile, in another thread
+        if kept.leaving:  # set meanwhile by another thread
             call.repeat.cool()
 
     def _count_repeats(self, call: Call) -> None:
-        """Counts the calls that went the short way."""
+        """Counts the calls that the repeat launched."""
         launches = 0 if call.repeat is None else call.repeat.taken()
         if launches and call.entry is not None:
             self._counts_of(call.entry).replayed(launches, call.used, call.room)
 
     def drop(self, call: Call) -> None:
-        """A door does not keep a call any longer."""
+        """Removes a call that its door does not keep any longer."""
         if call.repeat is not None:
             call.repeat.cool()
             self._count_repeats(call)
             self._repeated.discard(call)
 
     def refused(self, work: Work, error: OstinatoError) -> Decision:
-        """Makes a call whose replay went the short way and was refused."""
+        """Makes a call whose repeat launched its graph and was refused."""
         entry, counts = self.entered(work.call)
         counts.calls += 1
         counts.used += work.call.used
@@ -577,8 +578,8 @@ class Engine:
         return self._refused(work, entry, error)
 
     def _refused(self, work: Work, entry: Entry, error: BaseException) -> Decision:
-        """Drops the graph, and runs the call eagerly."""
-        if work.stream.is_capturing:  # by something else: captures of this library are seen before
+        """Evicts the graph, and runs the call eagerly."""
+        if work.stream.is_capturing:  # by another library: captures of this one are found before
             return self._run_eager(work, entry, Decision(Action.EAGER, Reason.INSIDE_CAPTURE))
         entry.refusals += 1
         why = str(error)
@@ -592,7 +593,7 @@ class Engine:
         return self._fall_back(work, entry, Reason.REFUSED, why)
 
     def _fall_back(self, work: Work, entry: Entry, reason: Reason, why: str) -> Decision:
-        """Runs the call eagerly, where a graph was expected; raises EagerRunError if strict."""
+        """Runs the call eagerly where a graph was expected; raises EagerRunError if strict."""
         return self._run_eager(work, entry, fall_back(reason, why, strict=work.options.strict))
 
     # --- building
@@ -604,7 +605,7 @@ class Engine:
             # The build ran nothing, so the call must still run the work once.
             return self._fall_back(work, entry, failure.reason, failure.detail)
         entry, _ = self.entered(work.call)
-        unfit = work.unfit()  # known since the build perhaps
+        unfit = work.unfit()  # the build may have found it
         if unfit is not None:
             return self._fall_back(work, entry, *unfit)
         kept = self.cache.lease(entry)
@@ -617,16 +618,16 @@ class Engine:
                 self.cache.let_go(kept)
 
     def make(self, work: Work, entry: Entry) -> Decision | None:
-        """Builds the graph and keeps it; returns a Decision if that failed."""
+        """Builds the graph and keeps it; returns a Decision if that failed, else None."""
         work.begin()
         return self._install(work, entry, work.build)
 
     def _install(
         self, work: Work, entry: Entry, make: Callable[[], GraphExec], *, again: bool = True
     ) -> Decision | None:
-        """Puts the executable of `make` into the cache; an error of `make` gives the key up, except
-        a ClosedError, a PoolSealedError, what the work has no part in or raises (`Work.failed`),
-        and what is lost with the context."""
+        """Puts the executable that `make` returns into the cache.  An error of `make` gives the key
+        up, except a ClosedError, a PoolSealedError, a lost context, and errors that `Work.failed`
+        marks as passing or raises."""
         try:
             self.keys.add(entry.key)
             self.cache.get_or_capture(entry.key, make)
@@ -646,7 +647,7 @@ class Engine:
         else:
             self._counts_of(entry).captures += 1
             return None
-        # The error is gone, and with it what its frames held.
+        # The error is gone, and with it the objects that its frames held.
         reason, why = failed
         if reason is Reason.NO_MEMORY and again and self._make_room(work):
             return self._install(work, entry, make, again=False)
@@ -657,23 +658,23 @@ class Engine:
         return self.give_up(entry, reason, why, strict=work.options.strict)
 
     def _make_room(self, work: Work) -> bool:
-        """Takes graphs that are not in use out of the cache; whether there were any."""
+        """Evicts graphs that are not in use; returns whether there were any."""
         gone = self.cache.evict_idle()
         context = self.cache.context
         if gone and not context.captures:
-            work.stream.synchronize()  # until then their memory is not given back
+            work.stream.synchronize()  # until then their memory is not freed
             context.collect()
         work.trim(short=True)
         return bool(gone)
 
     def without_memory(self, work: Work, entry: Entry, why: str) -> None:
-        """Makes room after the device had no memory for a key, which is tried again later."""
+        """Evicts graphs after the device had no memory for a key, and schedules another try."""
         self._make_room(work)
         self._disturbed(work, entry, Reason.NO_MEMORY, why)
 
     def _disturbed(self, work: Work, entry: Entry, reason: Reason, why: str) -> Decision:
-        """Notes that a graph could not be had for a reason that may pass: it is tried again after
-        some calls, or given up if that has happened too often in a row."""
+        """Notes that a build failed for a reason that may pass.  The key is tried again after some
+        calls, or given up if builds have failed too often in a row."""
         entry.disturbed += 1
         self._counts_of(entry).broken += 1
         if entry.disturbed >= _DISTURBANCES:
@@ -684,9 +685,9 @@ class Engine:
         return Decision(Action.EAGER, reason, why)
 
     def _build_by_record(self, work: Work, entry: Entry, decision: Decision) -> Decision:
-        """Records a real run at the bucketed sizes and builds the graph; the answer of the run is
-        kept, also if the graph cannot be built.  If the driver refuses a part of the run, the call
-        is run eagerly from its start, where that is known to do nothing twice."""
+        """Records a real run at the bucketed sizes and builds the graph.  The answer of the run
+        counts, also if the graph cannot be built.  If the driver refuses a part of the run, the
+        call is run eagerly from its start if that is known to do nothing twice."""
         stream, options = work.stream, work.options
         work.begin()
         look = work.watch() if options.verify != "off" else None
@@ -700,7 +701,7 @@ class Engine:
             raise
         except Exception as error:
             self.give_up(entry, Reason.BUILD_FAILED, str(error), strict=options.strict)
-            # What was done before the refusal must not be done twice.
+            # Work that ran before the refusal must not run twice.
             again = work.repeatable or recording is None or recording.did_nothing
             if options.strict or not (again and isinstance(error, DriverError)):
                 raise
@@ -721,7 +722,7 @@ class Engine:
         return self._install(work, entry, make) or decision
 
     def give_up(self, entry: Entry, reason: Reason, why: str, *, strict: bool) -> Decision:
-        """Keeps the key from being replayed.  `strict`: its calls are not run eagerly either."""
+        """Quarantines the key.  `strict`: its calls are not run eagerly either."""
         entry.reason = (reason, why)
         entry.looked = True
         self.cache.evict(entry.key)
@@ -737,7 +738,7 @@ class Engine:
         self.changed()
 
     def forget(self, key: Hashable) -> None:
-        """Allows calls again, and forgets why this key is not replayed."""
+        """Allows calls again, and ends the quarantine of this key."""
         self.broken = None
         for entry in self._counts:
             if entry.key == key:
@@ -746,8 +747,8 @@ class Engine:
 
     # --- stores
     def _restore(self, work: Work, entry: Entry) -> None:
-        """Takes a key's graph from its store, if there is one that fits.  What is wrong with the
-        store raises nothing: the store counts it, and the key is built."""
+        """Installs a key's graph from its store, if there is one that fits.  A faulty store raises
+        no error: the store counts the reason, and the key is built."""
         if not work.options.enabled or self.cache.context.captures:
             return
         entry.looked = True
@@ -763,7 +764,7 @@ class Engine:
             made.close()
             work.not_restored(str(error))
         else:
-            entry.looked = False  # it comes back if it is evicted
+            entry.looked = False  # after an eviction the store is searched again
 
     # --- checking
     def _checked(self, work: Work, entry: Entry, kept: CachedGraph, decision: Decision) -> Decision:
@@ -784,7 +785,7 @@ class Engine:
         return self._mismatched(work, entry, report.finding)
 
     def _mismatched(self, work: Work, entry: Entry, finding: Finding) -> Decision:
-        """After a failed check, with all memory as before the call: runs the call eagerly.
+        """Runs the call eagerly after a failed check, with all memory as before the call.
 
         Raises VerificationError if strict, or if the work keeps state on the host.
         """
@@ -804,7 +805,7 @@ class Engine:
     def hold(
         self, work: Work, relaunch: Callable[[Callable[[], None]], None]
     ) -> HeldReplay | Decision:
-        """See `GraphedStep.hold`.  `relaunch` takes the stream's turn, binds, and launches."""
+        """Implements `GraphedStep.hold`.  `relaunch` takes the stream's turn, binds, launches."""
         call, verify = work.call, work.options.verify
         entry, decision = self.next(work)
         if decision.action in (Action.EAGER, Action.REFUSE):
@@ -838,7 +839,7 @@ class Engine:
             run = partial(relaunch, partial(replay_as_set, *args))
         counts = HeldCounts(call.used, call.room)
         self._count_given_back()
-        # Ended by a finaliser perhaps, in any thread, which must not wait for the engine.
+        # A finaliser may end the lease, in any thread, and must not wait for the engine's lock.
         lease.callback(self._given_back.append, (entry, counts))
         self._held.append((entry, counts))
         return HeldReplay(work.stream.context, run, lease, counts)
@@ -854,8 +855,8 @@ class Engine:
     def statistics(
         self, calls: Iterable[Call] | None = None, words: Callable[[Call], str] | None = None
     ) -> dict[str, Any]:
-        """The fields of a `StepStatistics`, of these calls; None for all keys.  `words`: how a call
-        is named in its line; None for its key."""
+        """Returns the fields of a `StepStatistics` for these calls; None: for all keys.  `words`
+        gives the text that names a call in its record; None: the key is the text."""
         for call in self._repeated:
             self._count_repeats(call)
         self._sweep()
@@ -881,7 +882,7 @@ class Engine:
         }
 
     def _line(self, entry: Entry, counts: Counts, words: str) -> StepKeyStatistics:
-        """The record of one key."""
+        """Returns the record of one key."""
         reason = "" if entry.reason is None else entry.reason[1]
         decision: Literal["warmed up", "replayed", "evicted", "eager"] = "eager"
         if not reason:
@@ -901,13 +902,13 @@ class Engine:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error is that of a device without memory."""
+    """True if an error has the status "out of memory"."""
     return any(getattr(e, "status", None) == Status.OUT_OF_MEMORY for e in causes(error))
 
 
 def disturbed(error: BaseException) -> bool:
-    """Whether an error of a capture says that something else had broken it before (status 901), and
-    nothing that was called in it was refused."""
+    """True if an error of a capture has status 901 (another event had broken the capture before)
+    and no call inside the capture was refused."""
     rules = range(Status.STREAM_CAPTURE_UNSUPPORTED, Status.STREAM_CAPTURE_WRONG_THREAD + 1)
     statuses = {getattr(each, "status", None) for each in causes(error)}
     return {s for s in statuses if s in rules} == {Status.STREAM_CAPTURE_INVALIDATED}

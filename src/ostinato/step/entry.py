@@ -1,4 +1,4 @@
-"""All that is known of a key of a cache: its graph while it has one, and what happened to it."""
+"""The entry of a cache's key: its graph while it has one, and the counts of what happened to it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from ostinato.driver.launcher import Repeat
 
 Left = Literal["asked", "touching", "budget", "count", "memory", "replaced", "closed"]
-"""Why a graph leaves; all but the last two are evictions."""
+"""The reason why a graph leaves; all but the last two are evictions."""
 
 
 class CachedGraph(Seat):
-    """A graph in a cache.  Its seat has the leases, whether it is leaving, and how often it was
-    used."""
+    """A graph in a cache.  The base class holds the number of leases, whether the graph is leaving,
+    and the number of its uses."""
 
     __slots__ = (
         *("__weakref__", "at", "capture_ms", "changing", "checked", "executable", "footprint"),
@@ -40,28 +40,28 @@ class CachedGraph(Seat):
         self.executable = executable
         self.footprint = footprint
         self.capture_ms = capture_ms
-        """What its capture took; None if it was installed ready-made."""
+        """Milliseconds of its capture; None if it was installed ready-made."""
         self.at = 0
-        """When it was last used or put in: a count of the table's.  Not its place in the
-        dictionary, which would need the key's `__hash__` again."""
+        """The table's count of uses when this graph was last used or put in.  (Its place in the
+        dictionary is not the order of use: moving it would need the key's `__hash__` again.)"""
         self.changing: AbstractContextManager[bool] = new_lock()
-        """Held from a change of the executable to its launch."""
+        """Held from a change of the executable until its launch."""
         self.checked: weakref.WeakKeyDictionary[object, frozenset[Hashable]] = (
             weakref.WeakKeyDictionary()
         )
-        """By whose work it was compared with, the sizes that had padding then: works that share a
-        key may differ."""
+        """The sizes that had padding in checks, by the engine whose work was compared: engines
+        that share a key may have different works."""
         self.repeats: set[Repeat] = set()
-        """What launches it without a look at its entry; cooled when it leaves."""
+        """Launchers that skip the lookup of the entry; cooled when the graph leaves."""
 
     def cool(self) -> None:
-        """Ends all short ways to it."""
+        """Cools all launchers of this graph (`repeats`)."""
         while self.repeats:
             self.repeats.pop().cool()
 
     def is_checked(self, by: object, padded: frozenset[Hashable]) -> bool:
-        """Whether it was compared with that one's work, with padding of each size that has some
-        now."""
+        """True if the graph was compared with work of the engine `by`, with padding in each size
+        of `padded`."""
         known = self.checked.get(by)
         return known is not None and padded <= known
 
@@ -71,14 +71,14 @@ class CachedGraph(Seat):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One key, also while it has no graph."""
+    """The record of one key, also while it has no graph."""
 
     key: Hashable
     graph: CachedGraph | None = None
     forgotten: bool = False
-    """Whether the cache has dropped it, for newer keys."""
+    """True once the cache has dropped the entry, for newer keys."""
 
-    # --- what the cache counts
+    # --- counted by the cache
     hits_before: int = 0
     """Uses of the graphs that left."""
     misses: int = 0
@@ -87,44 +87,44 @@ class Entry:
     capture_seconds: float = 0.0
     installed: int = 0
     captured_at: deque[int] = field(default_factory=lambda: deque(maxlen=1))
-    """How many uses there were when each of the last captures began."""
+    """The number of uses (hits and misses) at the begin of each of the last captures."""
     left: Counter[Left] = field(default_factory=Counter)
     refused: Counter[Refusal] = field(default_factory=Counter)
 
-    # --- what an engine knows
+    # --- set by an engine
     reason: tuple[Reason, str] | None = None
-    """Why it is not replayed (quarantine), and the text of the error."""
+    """The reason why the key is not replayed (quarantine), with the text of the error."""
     refusals: int = 0
-    """Refused replays in a row."""
+    """The number of refused replays in a row."""
     disturbed: int = 0
-    """Builds in a row that something else than the work broke;"""
+    """The number of builds in a row that failed for a reason outside the work."""
     wait: int = 0
-    """how many calls run eagerly before the next one; and"""
+    """The number of calls that still run eagerly before the next build."""
     disturbance: tuple[Reason, str] | None = None
-    """what broke the last one."""
+    """The reason why the last of these builds failed, with its text."""
     looked: bool = False
-    """Whether a store was asked for its graph."""
+    """True once the store has been searched for a graph of this key."""
     submitted: tuple[Submission, ...] | None = None
-    """What the last warm-up submitted."""
+    """The operations that the last warm-up submitted."""
 
     @property
     def hits(self) -> int:
-        """Uses that found a graph."""
+        """The number of uses that found a graph."""
         return self.hits_before + (0 if self.graph is None else self.graph.uses)
 
     def note_capture(self, most: int) -> None:
-        """Notes that a capture begins; keeps the last `most` of these."""
+        """Notes that a capture begins; keeps the notes of the last `most` captures."""
         if self.captured_at.maxlen != most:
             self.captured_at = deque(self.captured_at, most)
         self.captured_at.append(self.hits + self.misses)
 
     def forgive(self) -> None:
-        """Forgets why it was not replayed."""
+        """Clears the quarantine and the counts of failures."""
         self.reason = self.disturbance = None
         self.refusals = self.disturbed = self.wait = 0
 
     def statistics(self, charge: Footprint | None) -> KeyStatistics:
-        """The line of the key.  `charge`: the bytes of its graph, if it has one."""
+        """Returns the record of the key.  `charge`: the bytes of its graph, if it has one."""
         return KeyStatistics(
             self.key,
             hits=self.hits,
@@ -143,12 +143,12 @@ class Entry:
 
     @property
     def refusals_by_reason(self) -> dict[str, int]:
-        """Captures that the limits refused."""
+        """The number of captures that the limits refused, by reason."""
         return {reason.value: count for reason, count in self.refused.items()}
 
     @property
     def evictions(self) -> Evictions:
-        """How many graphs left the cache, by reason."""
+        """The number of graphs that left the cache, by reason."""
         left = self.left
         return Evictions(
             left["asked"], left["touching"], left["budget"], left["count"], left["memory"]

@@ -1,10 +1,10 @@
-"""Kernels in the place of a graph's small fills.
+"""Replaces a graph's small fills by kernels.
 
-The driver launches a chain of kernels faster than one that has a small memset node in it: on an
-H100 with driver 580, `cuGraphLaunch` of a chain takes 3 us more if fills of up to 4 KiB are among
-its nodes, and the device 1.5 us more for each of them.  Fills of 64 KiB and over, copies and forks
-cost nothing (docs/log.md, "Small fills in a chain of kernels").  PyTorch puts such fills into what
-it captures: counters of reductions, mostly.
+The driver launches a chain of kernels faster than a chain that contains a small memset node: on
+an H100 with driver 580, `cuGraphLaunch` of a chain takes 3 us more if fills of up to 4 KiB are
+among its nodes, and the device 1.5 us more for each of them.  Fills of 64 KiB and over, copies and
+forks cost nothing (docs/log.md, "Small fills in a chain of kernels").  PyTorch captures such fills,
+mostly for counters of reductions.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FILL = "ostinato_fill"
 _SMALL = 1 << 16
 _THREADS = 256
 _BYTES = 64
-"""Of a thread."""
+"""Bytes that one thread fills."""
 _KEPT = (NodeKind.MEM_ALLOC, NodeKind.MEM_FREE)
-"""With one of these, CUDA removes no node of a graph."""
+"""CUDA removes no node of a graph that has a node of these kinds."""
 
 
 @host_kernel("to: *u8, pattern: u32, nbytes: u64", name=FILL)
@@ -39,36 +39,36 @@ def _fill(how: Any, to: Any, pattern: int, nbytes: int) -> None:
 
 @functools.cache
 def source() -> Source:
-    """The kernel's source."""
+    """Returns the kernel's source."""
     text = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
     return Source(text, host=[_fill], name="fills.cu")
 
 
 def fill_kernel(device: Device) -> Kernel:
-    """The kernel on a device, compiled and loaded if it is not yet.
+    """Returns the kernel on a device; compiles and loads it at the first call.
 
-    `replace_small_fills` loads it by itself; call this before, where a capture of another thread
-    may be under way then.  Raises what `ModuleCache.get_or_compile` does.
+    `replace_small_fills` calls this itself; call it before if another thread may be capturing when
+    `replace_small_fills` runs.  Raises the errors of `ModuleCache.get_or_compile`.
     """
     return device.modules.get_or_compile(source(), FILL)
 
 
 def replace_small_fills(device: Device, graph: Graph) -> int:
-    """Puts kernels in the place of a graph's memset nodes of less than 64 KiB, so that it is
-    launched faster; returns how many.  What the graph does stays the same.
+    """Replaces a graph's memset nodes of less than 64 KiB by kernels, so that its launch is faster;
+    returns the number of replaced nodes.  The graph computes the same as before.
 
         graph = adopt_graph(device, captured)  # ostinato.interop.torch
         ost.lowlevel.replace_small_fills(device, graph)
         run = graph.instantiate()
 
-    The graph is changed in place, so an adopted one changes for the library that made it, too:
-    keep `device` open as long as that replays it.  Fills of several rows, fills in child graphs and
-    bodies, and all fills of a graph with alloc or free nodes, from which CUDA removes none, stay as
-    they are.
+    The graph is changed in place, so an adopted graph also changes for the library that made it:
+    keep `device` open as long as that library replays it.  Fills of several rows, fills in child
+    graphs and bodies, and all fills of a graph with alloc or free nodes (from which CUDA removes no
+    node) stay as they are.
 
-    Raises InputError for a graph of another device; GraphError as `Graph.replace` does, if an
-    executable was made of the graph, or something is captured into it; what `fill_kernel` raises.
-    If it raises, the fills that are not replaced yet are as before.
+    Raises InputError for a graph of another device; GraphError as `Graph.replace` does, if the
+    graph has an executable or a capture into it is under way; the errors of `fill_kernel`.  After
+    an error, the fills that are not replaced yet are as before.
     """
     if not (isinstance(device, Device) and isinstance(graph, Graph)):
         raise InputError(

@@ -1,8 +1,8 @@
-"""Single flight: of all threads that ask for one key, one makes it and the others wait.
+"""Single flight: of all threads that need one key, one makes it and the others wait.
 
 A flight begins when a thread boards a key that no other thread makes, and lands once, with or
 without an error.  Threads that wait for each other's flights in a ring would wait for ever: the
-call that would close the ring raises instead.
+call that would close the ring raises an error instead.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from ostinato.errors import CaptureError
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """The making of one key.  Once `landed`: made, or failed with `error`, or given up."""
+    """The making of one key.  Once `landed`: successful, failed with `error`, or given up."""
 
     key: Hashable
     owner: int
-    """The thread that makes it."""
+    """The identifier of the thread that makes the key."""
     alone: bool = True
-    """Whether no other flight was under way at any time of this one."""
+    """False once another flight was under way at the same time."""
     landed: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
 
 
 class Flights:
-    """The flights of one cache.  `lock` is the cache's, and guards both."""
+    """The flights of one cache.  `lock` is the cache's lock, and guards this object too."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
@@ -36,8 +36,8 @@ class Flights:
         self._waiting: dict[int, Flight] = {}  # which flight a thread waits for
 
     def board(self, flight: Flight) -> Flight | None:
-        """Begins a flight of this thread and returns None; or returns the flight of another thread
-        for the same key, for which the caller must `wait`.
+        """Begins a flight of this thread and returns None; or returns another thread's flight for
+        the same key, for which the caller must `wait`.
 
         The caller must hold the lock.  Raises CaptureError if the wait would never end.
         """
@@ -66,7 +66,7 @@ class Flights:
     def wait(self, flight: Flight) -> None:
         """Waits for another thread's flight.  Raises its error, the same object in all threads.
 
-        Returns also if the owner gave up (Ctrl-C in it, say): board again.
+        Also returns if the owner gave up (after Ctrl-C, say); the caller must then board again.
         """
         try:
             flight.landed.wait()
@@ -80,7 +80,7 @@ class Flights:
                 del flight  # its error's traceback holds this frame
 
     def land(self, flight: Flight) -> None:
-        """Ends a flight of this thread, if it began; the threads that wait go on.  Idempotent."""
+        """Ends a flight of this thread, if it began, and wakes the waiting threads.  Idempotent."""
         with self._lock:
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]

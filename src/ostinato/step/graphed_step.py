@@ -1,8 +1,8 @@
 """`GraphedStep`: a function of stream work that is run eagerly, then captured, then replayed.
 
-It is the door of declared slots: it makes works of calls, by their sizes, and an `Engine` decides
-what becomes of them.  With `build="record"` the first call is recorded (a real run) and the graph
-built from it.
+This is the door of declared slots: it makes a `Work` of each call, by its sizes, and an `Engine`
+decides what the call becomes.  With `build="record"` the first call is recorded (a real run) and
+the graph is built from the recording.
 
 An eager run gets the real sizes.  A graph is made for the bucketed sizes; the rows in between are
 padding, and `step.slots` has the contract for them.
@@ -57,79 +57,78 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count(1)
 _REMEMBERED = 4096
-"""How many combinations of sizes a step keeps; the oldest are dropped."""
+"""The number of combinations of sizes that a step keeps; over it, the oldest are dropped."""
 
 
 StepFunction: TypeAlias = Callable[[Stream, Sizes], object]
-"""What a step runs: submits work of the given sizes to the stream."""
+"""The function of a step: submits work of the given sizes to the stream."""
 Builder: TypeAlias = Callable[[Stream, Sizes], GraphExec]
-"""Makes the executable of the given (bucketed) sizes, uploaded on the stream or not."""
+"""A function that makes the executable for (bucketed) sizes; it may upload it on the stream."""
 
 
 @dataclass(slots=True, eq=False)
 class SizedCall(Call):
-    """Calls of the same sizes."""
+    """Calls with the same sizes."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     buckets: dict[str, int] = field(default_factory=dict)
 
 
 class GraphedStep(Closeable):
-    """A step that replays a graph where it can.
+    """A step that replays a graph where possible, and runs eagerly otherwise.
 
     `run(stream, sizes)` must submit all its work to the stream (and streams forked from it), at
-    fixed addresses.  Whatever changes from call to call must be in device memory: host numbers are
-    frozen by the capture.  `sizes.rows` (`Sizes`) is the real size in an eager run, and the bucket
+    fixed addresses.  Values that change from call to call must be in device memory: the capture
+    freezes host numbers.  `sizes.rows` (`Sizes`) is the real size in an eager run, and the bucket
     where a graph is made.  Rows beyond the real size are padding; `step.slots` has the contract for
     them.  Kernels can read the real size on the device: `sizes.on_device("rows")`.
 
     Graphs belong to the step: another step has its own, even with the same name in the same cache.
-    Steps that are given the same `share` use each other's graphs and sizes on the device; the
-    caller must make sure that they do the same work on the same memory, and one after the other.
+    Steps with the same `share` use each other's graphs and sizes on the device; the caller must
+    make sure that they do the same work on the same memory, and one after the other.
 
     `slots` are the buffers that the step reads and writes; `verify` needs them.  "first" checks
     each graph at its first replay, and again at the first with padding of each size; a number n
     also checks every n-th replay; "off" never checks.  A check that fails quarantines the
-    key, restores what it changed and runs the call eagerly, or raises VerificationError if
-    `strict`.  If the step keeps state on the host, this and all later calls raise VerificationError
-    (unless graphs are switched off): captures and checks call `run` too, so no run is known to be
-    right until the caller has corrected that state and calls `forget`.  Memory that the step
-    writes and that no slot declares is checked up to `check_limit`.  `step.check` describes what
-    a check finds.
+    key, restores the memory that it changed and runs the call eagerly, or raises VerificationError
+    if `strict`.  If the step keeps state on the host, this and all later calls raise
+    VerificationError (unless graphs are switched off): captures and checks call `run` too, so no
+    run is known to be right until the caller has corrected that state and calls `forget`.  Memory
+    that the step writes and no slot declares is checked up to `check_limit` bytes.  `step.check`
+    lists what a check finds.
 
     `strict`: a call that would run eagerly although graphs are on raises EagerRunError, and nothing
     of it runs; later calls of a key whose check failed raise VerificationError.  Warm-ups, recorded
     runs, calls inside another capture, and calls while `enabled` is False or `profiling` is set run
     eagerly without an error.  `Reason.silent` says which reasons are errors.
 
-    `preconditions` are called before each call; assign the attribute to have others.  If one
+    `preconditions` are called before each call; assign the attribute to replace them.  If one
     returns a false value, the call runs eagerly, with the reason PRECONDITION and the names of the
-    false ones.  `warmups` eager runs
-    come before a capture; a capture that lacks an operation of the last warm-up is refused.
-    `preload` is called once, before the first capture and outside of it, to load what the step
-    launches (`lambda: device.modules.preload(kernels)`).  `builder(stream, sizes)`, if given,
-    makes the executable in place of a capture of `run`, for graphs that a capture cannot make, such
-    as a loop.  Its graph must do the same as `run`, which is still called for eager runs.  An
-    exception of either quarantines the key, except a ClosedError or PoolSealedError: then the next
-    call tries again.
+    false ones.  `warmups` eager runs come before a capture; a capture that lacks an operation of
+    the last warm-up is refused.  `preload` is called once, before the first capture and outside of
+    it, to load the kernels of the step (`lambda: device.modules.preload(kernels)`).
+    `builder(stream, sizes)`, if given, makes the executable in place of a capture of `run`, for
+    graphs that a capture cannot make, such as a loop.  Its graph must do the same as `run`, which
+    still makes the eager runs.  An exception of either quarantines the key, except a ClosedError or
+    PoolSealedError: then the next call tries again.
 
-    `repeatable`: a run that the driver refused half-way may be run again from its start, since what
-    it reads is changed by its last launch alone.  Then a call with `build="record"` whose recorded
-    run is refused runs eagerly; without it, or for a step that is `strict`, it raises the driver's
-    error if anything was done before.
+    `repeatable`: a run that the driver refused half-way may be run again from its start, because
+    only its last launch changes memory that the run reads.  Then a call with `build="record"` whose
+    recorded run is refused runs eagerly; without it, or for a step that is `strict`, the call
+    raises the driver's error if any work was done before.
 
     `store`: a key's graph is restored from it when the key is first called, bound to the slots'
-    buffers, without a warm-up; one that does not fit is captured as usual (`store.statistics()`
-    says why).  `save` writes the step's graphs.  The store names what the step reads besides its
-    slots, such as weights.  A graph whose `run` had other code, defaults or closure is not taken.
-    For what `run` calls, give the store a `tag`, and use `verify`.  Two steps with one store need
-    two names.
+    buffers, without a warm-up; a graph that does not fit is captured as usual
+    (`store.statistics()` has the reason).  `save` writes the step's graphs.  The store names the
+    memory that the step reads besides its slots, such as weights.  A graph whose `run` had other
+    code, defaults or closure is not restored.  For functions that `run` calls, give the store a
+    `tag`, and use `verify`.  Two steps with one store need two names.
 
-    `mode` and `pool` as for `Capture`.  `name` is the first part of its keys' text; None: the name
-    of `run`.
+    `mode` and `pool` are those of `Capture`.  `name` is the first part of its keys' text; None: the
+    name of `run`.
 
-    `enabled` None: graphs are on unless OSTINATO_NO_GRAPHS is "1".  `settings` take precedence over
-    the environment; giving a `profile` switches profiling on.
+    `enabled` None: graphs are on unless OSTINATO_NO_GRAPHS is "1".  `settings` override the
+    environment; giving a `profile` switches profiling on.
 
     Calls of one step are serialised, and so are calls of several steps on one stream.  Not
     guaranteed, but found by `verify`: that a `run` which keeps state outside device memory gives
@@ -220,7 +219,7 @@ class GraphedStep(Closeable):
         self.repeatable = repeatable
         self.enabled = _settings.graphs_enabled(enabled)
         self.profiling = False
-        """Set it while a profiler times single operations: calls run eagerly then."""
+        """Set this while a profiler times single operations: calls then run eagerly."""
         self.verify = verify
         self.strict = strict
         self.preconditions: Mapping[str, Callable[[], bool]] = conditions
@@ -249,8 +248,8 @@ class GraphedStep(Closeable):
         self._finalizer.atexit = False
 
     def __setattr__(self, name: str, value: object) -> None:
-        """All that users may set can forbid a replay: the next call is decided anew."""
-        if name == "preconditions":  # one that came in later would not be seen
+        """Changes the epoch: every public attribute can forbid a replay."""
+        if name == "preconditions":  # an item added to a dict later would change no epoch
             value = MappingProxyType(dict(cast(Mapping[str, Callable[[], bool]], value)))
         super().__setattr__(name, value)
         if not name.startswith("_") and "_engine" in vars(self):
@@ -265,7 +264,7 @@ class GraphedStep(Closeable):
 
     # --- sizes and keys
     def key(self, **sizes: int) -> StepKey:
-        """The cache key of these sizes.  Raises InputError for sizes that have no bucket."""
+        """Returns the cache key of these sizes.  Raises InputError for sizes without a bucket."""
         with self._lock:
             call = self._call(sizes)
         if call.unfit is not None:
@@ -274,7 +273,7 @@ class GraphedStep(Closeable):
         return call.key
 
     def _call(self, sizes: Mapping[str, int]) -> SizedCall:
-        """The sizes in buckets.  Raises InputError for no size or one over a slot, ClosedError."""
+        """Returns the calls of these sizes.  Raises InputError for no valid sizes, ClosedError."""
         if self._epoch is not self.cache.epoch:
             self._require_open()
             if self._buckets is not self.cache.buckets:
@@ -284,12 +283,12 @@ class GraphedStep(Closeable):
             self._epoch = self.cache.epoch
         known = None
         for size in sizes.values():
-            if type(size) is not int:  # True and 3.0 are equal to whole numbers, and no sizes
+            if type(size) is not int:  # True and 3.0 are equal to whole numbers, but are not sizes
                 break
         else:
             known = self._calls.get(tuple(sizes.items()))
         if known is None:
-            # By whole numbers, and not as given: an array that is a size may change.
+            # Keyed by whole numbers, not by the given objects: an array that is a size may change.
             checked = checked_sizes(sizes)
             given = tuple(checked.items())
             known = self._calls.get(given)
@@ -310,7 +309,7 @@ class GraphedStep(Closeable):
                 buckets[name] = bucket_of(schemes, name, size)
         for slot in self.slots:
             rows = slot.rows(sizes)
-            if rows is not None and slot.size is not None:  # a graph must not reach over its end
+            if rows is not None and slot.size is not None:  # a graph must not exceed the buffer
                 buckets[slot.size] = min(buckets[slot.size], len(slot.buffer))
         key = StepKey(self.name, self._identity, tuple(sorted(buckets.items())))
         return SizedCall(
@@ -330,10 +329,10 @@ class GraphedStep(Closeable):
 
     # --- calling
     def __call__(self, *unnamed: object, **sizes: int) -> Decision:
-        """Runs the step once for these sizes; returns what was done and why.  Does not wait.
+        """Runs the step once for these sizes; returns the decision.  Does not wait.
 
         Raises InputError for a size that is no whole number of 0 or more, or over a slot's rows;
-        what `run` raises in an eager run; VerificationError and EagerRunError (see the class);
+        the errors of `run` in an eager run; VerificationError and EagerRunError (see the class);
         StateLostError if a check could not put back what it changed; ContextPoisonedError;
         ClosedError; TypeError for a size without its name.
         """
@@ -341,7 +340,7 @@ class GraphedStep(Closeable):
             raise self._unnamed()
         try:
             call = self._calls.get(tuple(sizes.items()))
-        except TypeError:  # what cannot be hashed is no size
+        except TypeError:  # an object that cannot be hashed is no size
             call = None
         try:
             again = None if call is None or call.repeat is None else call.repeat.again(sizes)
@@ -353,19 +352,19 @@ class GraphedStep(Closeable):
         if again is not None:
             return REPLAY
         with self._turn, self._lock:
-            if self._sizes.running:  # called by `run`, or by that of a step with the same sizes
+            if self._sizes.running:  # called by `run`, or by that of a step with these sizes
                 with self._sizes.nested(self.stream):
                     return self(**sizes)
             return self._engine.call(_StepWork(self, self._call(sizes)))
 
     def _unnamed(self) -> TypeError:
-        """The error of a call that gives a size without its name."""
+        """Returns the error of a call that gives a size without its name."""
         names = {slot.size: None for slot in self.slots if slot.size is not None} or ["rows"]
         given = ", ".join(f"{name}=…" for name in names)
         return TypeError(f"the step {self.name!r} takes its sizes by name: step({given})")
 
     def save(self, *, check: bool = True) -> dict[StepKey, str]:
-        """Writes the graphs that the step has now to its store; returns why some were not written.
+        """Writes the step's present graphs to its store; returns why some were not written.
 
         Raises InputError for a step without a store.
         """
@@ -395,10 +394,10 @@ class GraphedStep(Closeable):
         return refused
 
     def _memory(self) -> tuple[dict[str, object], dict[str, object]]:
-        """What a launch reads and what it writes, by the slots' names and the sizes'."""
+        """Returns the memory that a launch reads and writes, by the names of slots and sizes."""
         read, written = (Role.INPUT, Role.STATE), (Role.OUTPUT, Role.STATE)
         inputs: dict[str, object] = {
-            # The padding of an output is left as it was.
+            # The padding of an output keeps its content.
             slot.name: slot.buffer
             for slot in self.slots
             if slot.role in read or (slot.role is Role.OUTPUT and slot.size is not None)
@@ -407,13 +406,13 @@ class GraphedStep(Closeable):
         return inputs | self._sizes.memory, outputs
 
     def prepare(self, **sizes: int) -> Decision:
-        """Makes the graph of these sizes now, by capture or by the `builder`; nothing runs.
+        """Makes the graph of these sizes now, by capture or by the `builder`; no work runs.
 
         Its first launch uploads it: uploaded graphs that wait slow others (`GraphExec.upload`).
         Returns the decision: BUILD if the graph was made, REPLAY if it was there, EAGER or REFUSE
-        with the reason if a call would not use one.  Whatever a first run initialises must be
-        initialised before (modules preloaded, libraries warmed up).  A failure quarantines the key,
-        as in a call.  Raises InputError as a call does, and for a step with `build="record"`.
+        with the reason if a call would not use one.  Everything that a first run initialises must
+        be initialised before (modules preloaded, libraries warmed up).  A failure quarantines the
+        key, as in a call.  Raises InputError as a call does, and for a step with `build="record"`.
         """
         with self._turn, self._lock:
             if self._sizes.running:
@@ -429,14 +428,13 @@ class GraphedStep(Closeable):
             return decision
 
     def hold(self, **sizes: int) -> HeldReplay | Decision:
-        """The graph of these sizes, for many replays in a row that each cost only a launch.
+        """Returns the graph of these sizes, for many replays in a row that each cost only a launch.
 
         Makes the graph first if the next call would capture it.  Returns a Decision, and holds
         nothing, if a call would do more than replay (run eagerly, record, check, count replays for
         `verify=N`) or would raise: call the step then.  A `with` block of a Decision raises
-        InputError.  `enabled`, `preconditions` and the other conditions are not looked at again
-        while the graph is held.
-        Raises ContextPoisonedError and InputError as a call does.
+        InputError.  While the graph is held, `enabled`, `preconditions` and the other conditions
+        are not checked again.  Raises ContextPoisonedError and InputError as a call does.
         """
         with self._turn, self._lock:
             if self._sizes.running:
@@ -449,21 +447,21 @@ class GraphedStep(Closeable):
         """Ends the quarantine of the key of these sizes, and allows calls again after an error of
         the step's state, which stops all keys.
 
-        Call it after the cause was corrected: for a quarantine, what broke the graph; for a
+        Call it after the cause was corrected: for a quarantine, the fault of the graph; for a
         VerificationError, the state on the host; for a StateLostError, the content of the slots.
-        Raises InputError as `key` does, and forgets nothing then.
+        Raises InputError as `key` does, and then changes nothing.
         """
         with self._lock:
             self._engine.forget(self.key(**sizes))
 
     # --- numbers and lifetime
     def statistics(self) -> StepStatistics:
-        """What the step did so far."""
+        """Returns the counts of the step so far."""
         with self._lock:
             return StepStatistics(**self._engine.statistics())
 
     def close(self) -> None:
-        """Takes the step's graphs out of the cache, and gives its memory back.  Idempotent.
+        """Takes the step's graphs out of the cache, and frees the step's memory.  Idempotent.
 
         Later calls raise ClosedError.
         """
@@ -495,7 +493,7 @@ class _StepWork(Work):
     def run(self, *, padded: bool = False) -> None:
         sizes = self.step._sizes
         try:
-            sizes.running, sizes.complete = True, None  # what it calls must not be repeated
+            sizes.running, sizes.complete = True, None  # calls inside the run must not be repeated
             self.step.run(self.stream, self._sizes(padded=padded))
         finally:
             sizes.running = False
@@ -524,7 +522,7 @@ class _StepWork(Work):
     def build(self) -> GraphExec:
         step = self.step
         if step._preload is not None:
-            # Kept: kernels that nothing holds may be unloaded again.
+            # Kept: the module of a kernel without a reference may be unloaded.
             step._preloaded, step._preload = step._preload(), None
         if step._builder is not None:
             return step._builder(self.stream, self._sizes(padded=True))
@@ -617,7 +615,7 @@ def _require_sizes(what: str, function: Callable[..., object]) -> None:
     """Raises InputError unless a function can be called with a stream and sizes."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # compiled code need not tell
+    except (TypeError, ValueError):  # compiled code need not have a signature
         return
     try:
         signature.bind(None, None)
@@ -629,7 +627,7 @@ def _require_sizes(what: str, function: Callable[..., object]) -> None:
 
 
 def _require_all(eager: Sequence[Submission] | None, captured: Sequence[Submission]) -> None:
-    """Raises CaptureBrokenError if a capture lacks what the warm-up submitted."""
+    """Raises CaptureBrokenError if a capture lacks an operation that the warm-up submitted."""
     missing = None if eager is None else first_missing(eager, captured)
     if missing is not None:
         raise CaptureBrokenError(

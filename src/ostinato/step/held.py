@@ -16,8 +16,8 @@ from ostinato.graph import GraphExec
 
 @dataclass(slots=True, eq=False)
 class HeldCounts:
-    """How often a held graph was launched.  `used` and `padded` are the sums of the real and of the
-    bucketed sizes of one launch."""
+    """The number of launches of a held graph.  `used` and `padded` are the sums of the real and of
+    the bucketed sizes of one launch."""
 
     used: int
     padded: int
@@ -29,8 +29,8 @@ class HeldReplay(Closeable):
 
     `close()`, or the end of a `with` block, gives the graph back.
 
-    Each launch counts as a call of the step, and takes the stream's turn as one.  An eviction takes
-    the key out of the cache at once; the executable is closed when this object is closed.
+    Each launch counts as a call of the step, and takes the stream's turn as a call does.  An
+    eviction takes the key out of the cache at once; the executable is closed with this object.
     """
 
     __slots__ = ("__weakref__", "_counts", "_finalizer", "_lease", "_replay")
@@ -41,7 +41,7 @@ class HeldReplay(Closeable):
         self._replay = replay
         self._lease = lease
         self._counts = counts
-        # If this is dropped without `close`, the context ends the lease, outside of captures.
+        # If the object is dropped without `close`, the context ends the lease, outside of captures.
         self._finalizer = weakref.finalize(self, context.retire, lease.close)
         self._finalizer.atexit = False
 
@@ -51,26 +51,26 @@ class HeldReplay(Closeable):
 
     @property
     def launches(self) -> int:
-        """Replays so far."""
+        """The number of replays so far."""
         return self._counts.launches
 
     def launch(self) -> None:
-        """One replay, in stream order.  Does not wait.
+        """Replays the graph once, in stream order.  Does not wait.
 
-        Raises what `GraphExec.launch` raises, and ClosedError after `close()`.
+        Raises the errors of `GraphExec.launch`, and ClosedError after `close()`.
         """
         self._replay()
         self._counts.launches += 1
 
     def close(self) -> None:
-        """Gives the graph back to the cache; launches under way are finished.  Idempotent."""
+        """Gives the graph back to the cache; launches under way finish.  Idempotent."""
         self._finalizer.detach()
         self._replay = _let_go
         self._lease.close()
 
 
 def launch_in_turn(stream: Stream, executable: GraphExec) -> None:
-    """A replay, not in the middle of another thread's eager run or capture on the stream."""
+    """Replays a graph, but not during another thread's eager run or capture on the stream."""
     with stream.turn.lock:
         executable.launch(stream)
 

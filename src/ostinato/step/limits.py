@@ -1,9 +1,9 @@
-"""How much a cache may capture: a pure function from what was captured to a refusal, or none.
+"""Limits of captures: a pure function from the captures of a cache to a refusal, or None.
 
 A capture costs milliseconds, a replay microseconds.  Under a budget that is too small, or with
-memory that moves all the time, a key is captured over and over, and its calls take longer than they
-would eagerly.  Then these limits refuse the capture, with a reason, and a `GraphedStep` runs the
-call eagerly.  `Spent` adds up the time that captures took.
+memory that keeps moving, a key is captured over and over, and its calls take longer than eager
+runs.  These limits then refuse the capture, with a reason, and a `GraphedStep` runs the call
+eagerly.  `Spent` adds up the time that captures took.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ostinato.errors import InputError
 
 
 class Refusal(enum.StrEnum):
-    """Why a capture is refused."""
+    """The reason why a capture is refused."""
 
     SECONDS = "the captures of the cache have taken the time that they may take"
     RECAPTURED = "the key was captured too often lately"
@@ -28,7 +28,7 @@ class Refusal(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A refusal: its reason, and the numbers that led to it as text."""
+    """A refused capture: the reason, and as text the numbers that led to it."""
 
     reason: Refusal
     detail: str
@@ -41,10 +41,10 @@ class Refused:
 class CaptureLimits:
     """Limits for the captures of one `GraphCache`.  None is no limit.
 
-    `seconds` of host time that captures may take in any `window` seconds; with `window` None, since
-    the cache was made.  A capture that has begun is finished, so the last one may go over.
-    `per_key` captures of one key in its last `within` uses (hits and misses); the key can be
-    captured again once enough of these captures are older.  Captures that failed count too.
+    `seconds` is the host time that captures may take in any `window` seconds; with `window` None,
+    since the cache was made.  A capture that has begun is finished, so the last one may exceed it.
+    `per_key` is the number of captures of one key in its last `within` uses (hits and misses); the
+    key can be captured again once enough of them are older.  Failed captures count too.
 
     `per_key` depends on the order of calls alone, so processes that make the same calls decide
     alike; `seconds` depends on the clock.  Raises InputError for numbers that are out of range.
@@ -74,10 +74,10 @@ def _is_number(value: object) -> bool:
 def refuse(
     limits: CaptureLimits, *, spent: float, uses: int, captured_at: Sequence[int]
 ) -> Refused | None:
-    """Why a capture of a key must not begin; None if it may.
+    """Returns why a capture of a key must not begin; None if it may.
 
-    `spent`: seconds that captures have taken in the window.  `uses`: of the key so far;
-    `captured_at`: how many there were when each of its last captures began.
+    `spent`: seconds that captures have taken in the window.  `uses`: the number of uses of the key
+    so far.  `captured_at`: that number at the begin of each of the key's last captures.
     """
     if limits.per_key is not None:
         recent = sum(1 for at in captured_at if uses - at < limits.within)
@@ -98,16 +98,16 @@ class Spent:
     def __init__(self) -> None:
         self._all = 0.0
         self._lately: deque[tuple[float, float]] = deque()
-        """When each capture ended, and its seconds: those inside the window."""
+        """The end (monotonic clock) and the seconds of each capture inside the window."""
 
     def add(self, seconds: float, window: float | None) -> None:
-        """Adds a capture that ended now; `window` is that of the limits at present."""
+        """Adds a capture that ended now; `window` is that of the current limits."""
         self._all += seconds
         if window is not None:
             self._lately.append((time.monotonic(), seconds))
 
     def within(self, window: float | None) -> float:
-        """Seconds of the captures that ended in the last `window` seconds; None: of all."""
+        """Returns the seconds of captures that ended in the last `window` seconds; None: of all."""
         if window is None:
             return self._all
         since = time.monotonic() - window

@@ -1,6 +1,6 @@
-"""What a graphed step does next: a pure function from its situation to a decision with a reason.
+"""The policy of a graphed step: a pure function from its situation to a decision with a reason.
 
-Calls no driver and does no I/O.  A graph that fails costs speed, not correctness: the call runs
+It calls no driver and does no I/O.  A graph that fails costs speed, not correctness: the call runs
 eagerly, and the reason is counted.  If the eager run may be wrong too, or if the step is strict,
 the call raises.
 """
@@ -16,7 +16,7 @@ from ostinato.step.limits import Refusal
 
 
 class Action(enum.Enum):
-    """What a call of a step does."""
+    """The action of one call of a step."""
 
     EAGER = "eager"
     """Runs launch by launch."""
@@ -55,8 +55,8 @@ class Reason(enum.StrEnum):
 
     @property
     def silent(self) -> bool:
-        """Whether the caller would not notice that a call ran eagerly for this reason: they did not
-        switch graphs off, it was no step on the way to a graph, and no capture was under way."""
+        """True if the caller would not expect an eager run for this reason: graphs are not switched
+        off, the run is no step towards a graph, and no capture is under way."""
         return self not in _EXPECTED
 
 
@@ -72,33 +72,33 @@ _EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """All that the decision depends on."""
+    """The facts that the decision depends on."""
 
     enabled: bool = True
     profiling: bool = False
     inside_capture: bool = False
     quarantine: tuple[Reason, str] | None = None
-    """Why this key runs eagerly from now on, or is refused; and the text of the error."""
+    """The reason why this key runs eagerly from now on, or is refused, with the error's text."""
     unmet: tuple[str, ...] = ()
     """Names of the preconditions that are not met."""
     unfit: tuple[Reason, str] | None = None
-    """Why this call runs eagerly, whatever graph its key has; and the details."""
+    """The reason why this call runs eagerly, whatever graph its key has, with the details."""
     has_graph: bool = False
     runs: int = 0
-    """Eager runs of this key so far."""
+    """The number of eager runs of this key so far."""
     warmups: int = 1
     capped: tuple[Reason, str] | None = None
-    """Why no graph can be made now (limits of the cache, a sealed pool, a capture that was broken
-    and is tried again later), and the details."""
+    """The reason why no graph can be made now (limits of the cache, a sealed pool, a capture that
+    was broken and is tried again later), with the details."""
     strict: bool = False
-    """Whether a silent eager run is an error."""
+    """True if a silent eager run is an error."""
     records: bool = False
-    """Whether the graph is built by recording, so that the recorded run is the first real run."""
+    """True if the graph is built by recording, so that the recorded run is the first real run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do, why, and details as text."""
+    """An action, its reason, and details as text."""
 
     action: Action
     reason: Reason
@@ -109,7 +109,7 @@ class Decision:
         return f"{self.action.value}: {self.reason.value}{detail}"
 
     def __enter__(self) -> NoReturn:
-        """For `with step.hold(...)` where nothing is held.  Raises InputError, which says why."""
+        """Raises InputError, with the reason: `with step.hold(...)` holds no replay here."""
         raise InputError(
             f"no replay is held, because a call would do more than replay: {self}. Look whether "
             "hold returned a HeldReplay, and call the step if not"
@@ -119,11 +119,11 @@ class Decision:
 
 
 REPLAY = Decision(Action.REPLAY, Reason.REPLAYED)
-"""The decision that needs no details."""
+"""The decision to replay, which needs no details."""
 
 
 def decide(situation: Situation) -> Decision:
-    """The decision for a situation.  The first rule that holds wins, in this order."""
+    """Returns the decision for a situation.  The first rule below that holds decides."""
     s = situation
     if s.quarantine is not None and s.quarantine[0] is Reason.STATE_LOST:
         return Decision(Action.REFUSE, *s.quarantine)  # an eager run would read lost state too
@@ -150,6 +150,6 @@ def decide(situation: Situation) -> Decision:
 
 
 def fall_back(reason: Reason, detail: str, *, strict: bool) -> Decision:
-    """The decision where a replay was expected and is not possible: an eager run, or a refusal if
-    the step is strict."""
+    """Returns the decision where a replay was expected and is not possible: an eager run, or a
+    refusal if the step is strict."""
     return Decision(Action.REFUSE if strict else Action.EAGER, reason, detail)

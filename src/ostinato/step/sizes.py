@@ -32,7 +32,7 @@ class StepKey:
     sizes: tuple[tuple[str, int], ...]
 
     def stable_key(self) -> tuple[object, ...]:
-        """The key without the step's own number, which differs between processes."""
+        """Returns the key without the step's own number, which differs between processes."""
         shared = self.identity if isinstance(self.identity, str) else None
         return (self.step, shared, self.sizes)
 
@@ -42,10 +42,10 @@ class StepKey:
 
 
 class Sizes:
-    """The sizes that a step's `run` and `builder` are given: `sizes.rows` is an int.
+    """The sizes that a step passes to its `run` and `builder`: `sizes.rows` is an int.
 
     In an eager run they are the call's own; where a graph is made they are the buckets, and the
-    rows in between are padding.  `on_device` has the call's own in both.
+    rows in between are padding.  `on_device` returns the call's own size in both.
     """
 
     __slots__ = ("_on_device", "_stream", "_values")
@@ -69,16 +69,16 @@ class Sizes:
         return f"Sizes({', '.join(f'{name}={size}' for name, size in self._values.items())})"
 
     def on_device(self, name: str) -> DeviceScalar:
-        """The call's own size of that name on the device: one uint32 for kernels to read.
+        """Returns the call's own size of that name on the device: one uint32 for kernels to read.
 
-        It is written before each call, in stream order.  Raises InputError for a name that is no
-        size, CaptureError if its memory must be allocated, or it must be written, in a capture.
+        The size is written before each call, in stream order.  Raises InputError for an unknown
+        name, CaptureError if its memory must be allocated, or its value written, in a capture.
         """
         return self._on_device.scalar(name, self._stream)
 
 
 def checked_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
-    """The sizes as whole numbers of 0 or more.  Raises InputError by name."""
+    """Returns the sizes as whole numbers of 0 or more.  Raises InputError with the wrong name."""
     checked: dict[str, int] = {}
     for name, size in sizes.items():
         if name.startswith("_") or name == "on_device":
@@ -94,10 +94,10 @@ def checked_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
 
 
 def bucket_of(schemes: Buckets, name: str, size: int) -> int:
-    """The bucket of a size.
+    """Returns the bucket of a size.
 
     Raises InputError if the bucket is smaller than the size: the caller may have written the
-    scheme, and rows over the bucket would not be computed.
+    scheme, and rows beyond the bucket would not be computed.
     """
     bucket = schemes.bucket(size)
     if bucket < size:
@@ -109,17 +109,16 @@ def bucket_of(schemes: Buckets, name: str, size: int) -> int:
 
 
 NONE_READ = object()
-"""What a step whose kernels read no size needs of its sizes on the device."""
+"""The value of `DeviceSizes.complete` for a step whose kernels read no size on the device."""
 
 
 class DeviceSizes:
     """The real sizes of the current or last call, in device memory.
 
-    Memory for a size is allocated at the first call that has the size, since a capture cannot
-    allocate.  A size that changed is written before the call: every size until the first run is
-    over, and after that only those for which `scalar` was called, and those that graphs from files
-    may read.  Steps that share their graphs share these (`sizes_of`): a graph reads the sizes of
-    the step that made it.
+    Memory for a size is allocated at the first call with that size, since a capture cannot
+    allocate.  A size that changed is written before the call: until the first run is over every
+    size, after that only sizes for which `scalar` was called, and sizes that graphs from files may
+    read.  Steps that share their graphs share this object (`sizes_of`): a graph reads the sizes of
 
     If a call is captured or recorded into a larger graph, that graph writes the sizes of the call
     at each launch.
@@ -132,30 +131,30 @@ class DeviceSizes:
         self._asked: set[str] = set()
         self._restored: set[str] = set()
         self._known = False
-        """Whether a run is over, so that `_asked` is complete."""
+        """True once a run is over, so that `_asked` is complete."""
         self._there: dict[str, int] = {}
-        """The values on the device; without those whose last write failed."""
+        """The values on the device, without those whose last write failed."""
         self._now: Mapping[str, int] = {}
         """The sizes of the call under way."""
         self.running = False
-        """Whether a step's `run` is under way, and no call that it made itself."""
+        """True while a step's `run` is under way, outside of calls that the run makes."""
         self._nested = False
-        """Whether such a call is under way."""
+        """True while a call that a run made is under way."""
         self._elsewhere = False
-        """Whether other graphs write the sizes too, so that each call must."""
+        """True if other graphs write the sizes too, so that each call must write them."""
         self._joins = False
-        """Whether that call runs inside of a capture that is not the step's own."""
+        """True if the call under way runs inside a capture that is not the step's own."""
         self.complete: object = None
-        """What `wanted` gives for sizes of which `set` has nothing to write; None if that is not
-        known."""
+        """The result of `wanted` for the sizes on the device, for which `set` has nothing to write;
+        None if unknown."""
 
     @property
     def asked(self) -> bool:
-        """Whether any size may be read, so that each call must write it."""
+        """True if any size may be read, so that each call must write it."""
         return bool(self._asked or self._restored)
 
     def wanted(self, sizes: Mapping[str, int]) -> object:
-        """What `complete` is when these sizes are on the device, or no size is ever read."""
+        """Returns the value of `complete` that means: these sizes need not be written."""
         return sizes if self._asked or self._restored or not self._known else NONE_READ
 
     @property
@@ -169,15 +168,15 @@ class DeviceSizes:
         return {f"size.{name}": scalar.range for name, scalar in self._scalars.items()}
 
     def note_restored(self) -> None:
-        """Notes that a graph from a file may read any of the sizes that there are."""
+        """Notes that a graph from a file may read any of the present sizes."""
         self._restored.update(self._scalars)
         self.complete = None
 
     def scalar(self, name: str, stream: Stream) -> DeviceScalar:
-        """The uint32 on the device that holds a size.  This call and all later ones write it.
+        """Returns the uint32 on the device that holds a size.  This and all later calls write it.
 
         Raises InputError if the current call has no size of that name, CaptureError if its memory
-        must be allocated, or its value written, inside of a capture.
+        must be allocated, or its value written, inside a capture.
         """
         if self._now and name not in self._now:
             raise InputError(f"{name!r} is no size of this step; there are: {', '.join(self._now)}")
@@ -192,7 +191,7 @@ class DeviceSizes:
         self.complete = None
         self._allocate(name)
         self._asked.add(name)
-        # Inside a capture of the step's own it is written before the replay.
+        # Inside a capture of the step's own the size is written before the replay.
         if name in self._now and not capturing and self._there.get(name) != self._now[name]:
             self._write(name, self._now[name], stream)
         return self._scalars[name]
@@ -202,7 +201,7 @@ class DeviceSizes:
             self._scalars[name] = DeviceScalar(self._context, "uint32")
 
     def begin(self, sizes: Mapping[str, int], stream: Stream) -> None:
-        """Before a run, outside of captures: allocates memory for sizes, and writes them."""
+        """Prepares a run outside of captures: allocates memory for the sizes, and writes them."""
         for name in sizes:
             self._allocate(name)
         self.set(sizes, stream)
@@ -211,7 +210,7 @@ class DeviceSizes:
         """Writes the sizes that changed, in stream order."""
         self.complete = None  # until all of them are written
         self._now, self._joins = sizes, False
-        # Not in a run with these sizes, or in a call that it makes: it has others at each replay.
+        # Not in a run with these sizes, or in a call of that run: its sizes differ at each replay.
         taps = () if self.running or self._nested else self._context.taps
         recorded = taps and any(isinstance(t, Recording) for t in taps)
         for name in self._asked | self._restored if self._known else tuple(self._scalars):
@@ -225,8 +224,8 @@ class DeviceSizes:
 
     @contextmanager
     def nested(self, stream: Stream) -> Iterator[None]:
-        """For a call that a run with these sizes makes.  The rest of that run finds its own on the
-        device again."""
+        """Surrounds a call that a run with these sizes makes; afterwards writes the run's own sizes
+        to the device again."""
         sizes, joins, nested = self._now, self._joins, self._nested
         try:
             self.running, self._nested = False, True
@@ -240,7 +239,7 @@ class DeviceSizes:
             self.complete = None  # the run that goes on may make other calls
 
     def begin_in_capture(self, sizes: Mapping[str, int], stream: Stream) -> None:
-        """Before a run inside a capture of more work, where no memory can be allocated.
+        """Prepares a run inside a larger capture, where no memory can be allocated.
 
         Raises CaptureError if a size that the step reads has another value on the device.
         """
@@ -271,16 +270,16 @@ class DeviceSizes:
             )
 
     def end(self) -> None:
-        """After a run: it has called `scalar` for each size that it reads."""
+        """Ends a run, which has called `scalar` for each size that it reads."""
         self._known, self._joins = True, False
 
     def _write(self, name: str, value: int, stream: Stream) -> None:
-        self._there.pop(name, None)  # until it is written: it may be interrupted half way
+        self._there.pop(name, None)  # until it is written: an interrupt may come in between
         self._scalars[name].set(value, stream)
         self._there[name] = value
 
     def close(self) -> None:
-        """Gives the memory back; if it is shared, once no step is left.  Idempotent."""
+        """Frees the memory; shared memory lives until no step is left.  Idempotent."""
         if self._shared:
             return
         for scalar in self._scalars.values():
@@ -294,7 +293,7 @@ _lock = new_lock()
 
 
 def sizes_of(cache: HasContext, share: str | None) -> DeviceSizes:
-    """The sizes for a new step: its own, or those of all steps of the cache with this `share`."""
+    """Returns the sizes for a new step: its own, or those of all steps with this `share`."""
     if share is None:
         return DeviceSizes(cache.context)
     with _lock:

@@ -29,12 +29,12 @@ Values = npt.NDArray[Any]
 
 
 class Role(enum.Enum):
-    """What a step does with a slot."""
+    """The use that a step makes of a slot."""
 
     INPUT = "input"
     """The caller fills it before the step; the step only reads it."""
     OUTPUT = "output"
-    """The step writes all rows in use, and reads none of it before."""
+    """The step writes all rows in use, and does not read the earlier content."""
     STATE = "state"
     """The step reads and changes it; a check puts it back between its runs."""
     SCRATCH = "scratch"
@@ -55,7 +55,7 @@ class Slot:
     change padding rows of a STATE.
 
     No check finds a read of old values beyond the end of a row in use (a short block table in a
-    wide row): write the whole row, or let the step read its length.
+    wide row): write the whole row, or let the step read the row's length.
 
     Raises InputError if `buffer` is not a Buffer, if `size` is not a name or the buffer has no
     rows, and if the poisons are equal or do not fit the dtype.
@@ -103,9 +103,9 @@ class Slot:
             )
 
     def rows(self, sizes: Mapping[str, int]) -> int | None:
-        """How many rows are in use; None if all are.
+        """Returns the number of rows in use; None if all are.
 
-        Raises InputError for a size that the step was not called with, or over the buffer's rows.
+        Raises InputError for a size that this call does not give, or over the buffer's rows.
         """
         if self.size is None:
             return None
@@ -122,10 +122,10 @@ class Slot:
         return used
 
     def poisoned(self, values: Values, rows: int, which: int, turn: int) -> Values:
-        """A copy of the slot's values with poison number `which` (0 to 2) in the rows from `rows`
-        on.
+        """Returns a copy of the slot's values with poison number `which` (0 to 2) in the rows from
+        `rows` on.
 
-        `turn` is the slot's place: neighbours get the two values in opposite order, so that padding
+        `turn` is the slot's index: neighbours get the two values in opposite order, so that padding
         of two whole-number inputs does not repeat one row in use.
         """
         padded = values.copy()

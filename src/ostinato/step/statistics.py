@@ -1,4 +1,4 @@
-"""What a cache and a step count, as frozen records and their tables."""
+"""The counts of a cache and a step, as frozen records with tables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ostinato.step.limits import CaptureLimits
 
 _KEY_WIDTH = 60
 _TIMES = 256
-"""So many times of a key are kept, the latest."""
+"""The number of times that are kept for a key, the latest ones."""
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text in columns; the first is the heading.  Columns of numbers, of which the first is
-    none, are set to the right."""
+    """Returns rows as text in columns; the first row is the heading.  Columns of numbers, except
+    the first column, are aligned to the right."""
     columns = [*zip(*rows, strict=True)]
     made = []
     for index, column in enumerate(columns):
@@ -30,31 +30,31 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def key_text(key: Hashable) -> str:
-    """A key in a table."""
+    """Returns the text of a key in a table."""
     from ostinato.graph.show.outline import printable, shorten
 
     return shorten(printable(str(key)), _KEY_WIDTH)
 
 
 def counted(reasons: Mapping[str, int]) -> Iterable[str]:
-    """Lines of how often what happened, indented."""
+    """Returns indented lines with the count of each reason."""
     return (f"  {count} x {reason}" for reason, count in reasons.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Evictions:
-    """How many graphs left the cache, by reason (a replaced graph is not evicted)."""
+    """The number of graphs that left the cache, by reason (a replaced graph is not evicted)."""
 
     asked: int = 0
-    """By `evict` and `evict_all`."""
+    """Graphs evicted by `evict` and `evict_all`."""
     touching: int = 0
-    """By `evict_touching`."""
+    """Graphs evicted by `evict_touching`."""
     budget: int = 0
-    """Least recently used, because the bytes were over the budget."""
+    """Least recently used graphs, evicted because the bytes were over the budget."""
     count: int = 0
-    """Least recently used, because there were more than `max_graphs`."""
+    """Least recently used graphs, evicted because there were more than `max_graphs`."""
     memory: int = 0
-    """Because the device had no memory for another graph."""
+    """Graphs evicted because the device had no memory for another one."""
 
     @property
     def total(self) -> int:
@@ -63,7 +63,7 @@ class Evictions:
 
 @dataclass(frozen=True, slots=True)
 class KeyStatistics:
-    """One key: its graph in the cache, and what happened to the key since it first came.
+    """The record of one key: its graph in the cache, and counts since the key first came.
 
     For a key without a graph at present, `nbytes` is 0 and the two fields after it are None.
     """
@@ -75,28 +75,28 @@ class KeyStatistics:
     """Bytes that its graph is charged with."""
     nbytes_source: FootprintSource | None
     capture_ms: float | None
-    """What the capture of its graph took; None if it was installed ready-made."""
+    """Milliseconds of the capture of its graph; None if it was installed ready-made."""
     misses: int = 0
     captures: int = 0
-    """Those that gave a graph."""
+    """The number of captures that gave a graph."""
     capture_failures: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
     """Captures that the limits refused to `get_or_capture`, by reason."""
     all_captures_ms: float = 0.0
-    """What all captures of the key took, failed ones too."""
+    """Milliseconds of all captures of the key, failed ones too."""
     installed: int = 0
     replaced: int = 0
     evictions: Evictions = Evictions()
 
     @property
     def left(self) -> int:
-        """Graphs of this key that are not in the cache any more."""
+        """The number of graphs of this key that are not in the cache any more."""
         return self.replaced + self.evictions.total
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """A snapshot of a cache.  Counts are since it was made; bytes are of device memory."""
+    """A snapshot of a cache.  Counts are since the cache was made; bytes are of device memory."""
 
     graphs: int
     nbytes: int
@@ -104,39 +104,39 @@ class CacheStatistics:
     budget: int | None
     max_graphs: int | None
     leaving: int
-    """Graphs that were taken out, but that a replay or `hold` is using at this moment."""
+    """Graphs that were taken out while a replay or `hold` still uses them."""
     hits: int
-    """Calls for a key that was there: replay, get, hold, get_or_capture."""
+    """Calls for a key that had a graph: replay, get, hold, get_or_capture."""
     misses: int
-    """Calls of replay, get and hold for a key that was not there, and of get_or_capture that the
-    limits refused."""
+    """Calls of replay, get and hold for a key without a graph, and calls of get_or_capture that
+    the limits refused."""
     captures: int
     capture_failures: int
     joined: int
     """Calls of get_or_capture that waited for another thread's capture of the key."""
     capture_ms: float
-    """Time spent in captures, also in failed ones; the sum over all threads."""
+    """Milliseconds in captures, failed ones too; the sum over all threads."""
     installed: int
-    """By `install`."""
+    """Graphs that came in by `install`."""
     replaced: int
     evictions: Evictions
     over_budget: int
-    """How often the graph just put in was over the budget by itself (it is kept)."""
+    """The number of times that the newest graph alone was over the budget (it is kept)."""
     keys: tuple[KeyStatistics, ...]
-    """Those with a graph, from the least to the most recently used."""
+    """The keys with a graph, from the least to the most recently used."""
     limits: CaptureLimits
     refused: Mapping[str, int]
     """Captures that the limits refused to `get_or_capture`, by reason."""
     shared_growth: int
-    """By how much free device memory fell in captures of graphs that share blocks."""
+    """Bytes by which free device memory fell in captures of graphs that share blocks."""
     gone: tuple[KeyStatistics, ...]
-    """Those without a graph, the latest last; of so many as are remembered."""
+    """The remembered keys without a graph, the latest last."""
     forgotten: int
-    """Keys without a graph that are in `gone` no more.  While this is 0, the counts of all keys add
-    up to those of the cache."""
+    """Keys without a graph that are not remembered any more.  While this is 0, the counts of all
+    keys add up to those of the cache."""
 
     def __str__(self) -> str:
-        """What the cache did, and a table of its keys, as they are listed."""
+        """Returns the counts of the cache, and a table of its keys in their order."""
         from ostinato.graph.show.outline import bytes_text
 
         budget = f" of {bytes_text(self.budget)}" if self.budget is not None else ""
@@ -157,33 +157,33 @@ class CacheStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Counted:
-    """What is counted for a key, and for all of them together."""
+    """The counts of one key, or of all keys together."""
 
     calls: int
     eager: int
-    """Calls that ran launch by launch; one that records its graph is among them."""
+    """Calls that ran launch by launch, among them calls that recorded their graph."""
     replays: int
-    """Calls that were replayed; one that captures its graph is among them."""
+    """Calls that were replayed, among them calls that captured their graph first."""
     captures: int
     """Graphs that were made: captured, recorded, or by a builder."""
     restored: int
-    """Graphs that were read from a store instead."""
+    """Graphs that were read from a store."""
     rebound: int
-    """How often a function's graph was bound to memory that had moved."""
+    """The number of times that a function's graph was bound to memory that had moved."""
     verified: int
-    """Checks.  Each is one in `replays` as well, also if it failed or launched the graph twice."""
+    """Checks.  Each also counts in `replays`, even if it failed or launched the graph twice."""
     broken: int
-    """Captures that something else broke, such as a `synchronize()` of another thread, or for which
-    the device had no memory."""
+    """Captures that an outside event broke, such as a `synchronize()` of another thread, or for
+    which the device had no memory."""
     eager_reasons: Mapping[str, int]
     """Eager runs by reason."""
     capture_reasons: Mapping[str, int]
-    """Captures of a function by reason: the first one, and why again instead of bound to other
-    memory."""
+    """Captures of a function by reason: the first capture, and the reasons why later calls were
+    captured again instead of bound to other memory."""
     used: int
     """The sum of a step's real sizes."""
     padded: int
-    """The sum of its bucketed sizes."""
+    """The sum of a step's bucketed sizes."""
 
     @property
     def padding_waste(self) -> float:
@@ -193,12 +193,12 @@ class _Counted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKeyStatistics(_Counted):
-    """What a step, or a graphed function, did so far for one key.
+    """The counts of one key of a step or a graphed function.
 
-    `us`: host time of the latest timed replays in microseconds.  Of a step one replay in 32 is
-    timed, without what comes before the launch, and launches of held graphs are not; it includes
-    what the step's settings add to a launch: with `synchronize`, also the time of the device.  Of a
-    graphed function one call in 16 is timed, as a whole.
+    `us`: host time of the latest timed replays in microseconds.  For a step one replay in 32 is
+    timed, without the work before the launch; launches of held graphs are not timed.  The time
+    includes what the step's settings add to a launch: with `synchronize`, also the time of the
+    device.  For a graphed function one call in 16 is timed, as a whole.
     """
 
     key: Hashable
@@ -207,37 +207,37 @@ class StepKeyStatistics(_Counted):
     """The sizes, or the arguments of a function."""
     decision: Literal["warmed up", "replayed", "evicted", "eager"]
     reason: str
-    """Why its calls run eagerly from now on; empty if they do not."""
+    """The reason why its calls run eagerly from now on; empty if they do not."""
     us: Percentiles
     graph: KeyStatistics | None
-    """The cache's record of the key (bytes, capture ms, hits, evictions); None if it has none."""
+    """The cache's record of the key (bytes, capture ms, hits, evictions), or None."""
 
     @property
     def nbytes(self) -> int:
-        """The device bytes that the cache charges for its graph."""
+        """Bytes of device memory that the cache charges for its graph."""
         return 0 if self.graph is None else self.graph.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStatistics(_Counted):
-    """What a step, or a graphed function, did so far.
+    """The counts of a step or a graphed function.
 
-    A call that raised something else than VerificationError is in `calls`, `used` and `padded`
+    A call that raised an error other than VerificationError counts in `calls`, `used` and `padded`
     alone.
     """
 
     launches_eager: int
-    """Operations that a step launched one by one; 0 for a function, whose library does not tell."""
+    """Operations that a step launched one by one; always 0 for a graphed function."""
     quarantined: Mapping[str, str]
     """The reason for each key that runs eagerly from now on."""
     last_check: CheckReport | None = None
-    """What the last check compared, and what it left out."""
+    """The report of the last check: bytes compared and skipped, and the finding."""
     keys: tuple[StepKeyStatistics, ...] = ()
-    """A line for each key, in the order in which they came.  They add up to the numbers above,
-    unless there were so many keys (4,096) that the oldest were dropped."""
+    """The record of each key, in the order in which the keys came.  They add up to the numbers
+    above, unless there were so many keys (4,096) that the oldest were dropped."""
 
     def __str__(self) -> str:
-        """What was done, why calls ran eagerly, and a table of the keys."""
+        """Returns the counts, the reasons of eager runs, and a table of the keys."""
         words = [
             f"calls {self.calls}: replayed {self.replays}, eager {self.eager}, checked "
             f"{self.verified}; graphs built {self.captures}; padding {self.padding_waste:.0%}",
@@ -257,7 +257,7 @@ class StepStatistics(_Counted):
 
 @dataclass(slots=True)
 class Counts:
-    """What is counted for a key; the fields are those of `StepStatistics`."""
+    """The counts of one key while they change; the fields are those of `StepStatistics`."""
 
     calls: int = 0
     eager: int = 0
@@ -275,13 +275,13 @@ class Counts:
     """Microseconds of host time of the replays that were timed."""
 
     def ran_eagerly(self, launches: int, reason: str, runs: int = 1) -> None:
-        """Eager runs, of so many operations."""
+        """Counts `runs` eager runs that launched `launches` operations together."""
         self.eager += runs
         self.launches_eager += launches
         self.eager_reasons[reason] += runs
 
     def replayed(self, launches: int, used: int, padded: int) -> None:
-        """Calls that were replays, each with these sums of sizes."""
+        """Counts calls that were replays, each with these sums of sizes."""
         self.calls += launches
         self.replays += launches
         self.used += launches * used
@@ -300,7 +300,7 @@ class Counts:
         return made
 
     def fields(self) -> dict[str, Any]:
-        """What a key's record and the sums have of it."""
+        """Returns the fields that the record of a key and the sum of all keys have in common."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         del found["times"], found["launches_eager"]
         reasons = {name: dict(found[name]) for name in ("eager_reasons", "capture_reasons")}

@@ -3,8 +3,8 @@
     FOLDER/graphs/<digest of tag and key>.graph     one file a key
     FOLDER/code/<digest>                            what they share: kernels and inputs, each once
 
-The process names its live memory once, for all keys, and a restored graph is bound to it: its
-weights are the model's own, and its inputs and outputs are the buffers that all keys share.
+The process names its live memory once, for all keys, and a restored graph is bound to that memory:
+its weights are those of the model, and its inputs and outputs are the buffers that all keys share.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """What a store did in this process.  `reasons`: why keys were captured, and how often."""
+    """The counts of a store in this process.  `reasons`: why keys were captured, and how often."""
 
     restored: int
     saved: int
@@ -66,10 +66,10 @@ class GraphStore:
         cache.get_or_capture(key, store.maker(key, capture))    # restored, if it is there
         store.save_cache(cache)                                 # at the end of the first process
 
-    `tag` says what else the graphs depend on, such as the model and the code that captures; files
-    with another tag are ignored.  Keys are what `stable_text` has a text for: numbers, texts,
-    enums, and tuples and frozen dataclasses of these.  A file that does not fit (device, driver,
-    memory, release) is not restored: `statistics` says why.
+    `tag` names everything else that the graphs depend on, such as the model and the code that
+    captures; files with another tag are ignored.  Keys are those that have a `stable_text`:
+    numbers, texts, enums, and tuples and frozen dataclasses of these.  A file that does not fit
+    (device, driver, memory, release) is not restored: `statistics` has the reason.
     """
 
     def __init__(
@@ -98,12 +98,11 @@ class GraphStore:
         return f"<GraphStore {self.folder} on {self.context.driver.name}>"
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether there is a file for the key.  It may not fit."""
+        """True if there is a file for the key, which may not fit."""
         return self.path(key).exists()
 
     def path(self, key: Hashable) -> Path:
-        """Where a key's file is.  Raises InputError for a key that is another one in every
-        process."""
+        """Returns the path of a key's file.  Raises InputError for a key without a stable text."""
         return self._path(self._text(key))
 
     def _path(self, text: str) -> Path:
@@ -130,7 +129,7 @@ class GraphStore:
         twin: Twin | None = None,
         check: bool = True,
     ) -> None:
-        """Writes a key's graph, as `graphfile.save` does; `inputs`, `outputs` besides the store's.
+        """Writes a key's graph, as `graphfile.save` does; adds `inputs`, `outputs` to the store's.
 
         Raises GraphFileError.
         """
@@ -170,8 +169,8 @@ class GraphStore:
     def save_cache(self, cache: GraphCache, *, check: bool = True) -> dict[Hashable, str]:
         """Writes all graphs of a cache; returns why some were not written, by key.
 
-        An executable that was changed since it was made (patched, rebound) is not what its
-        definition says, so it is refused.  One that was restored from here is there already.
+        An executable that was changed since it was made (patched, rebound) differs from its
+        definition, so it is refused.  One that was restored from this store is skipped.
         """
         refused: dict[Hashable, str] = {}
         keys = cache.keys()
@@ -192,7 +191,7 @@ class GraphStore:
         outputs: Mapping[str, Target] | None = None,
         check: bool = True,
     ) -> str:
-        """Writes the graph that an executable was made of; returns why not, or nothing.
+        """Writes the graph that an executable was made of; returns why not, or an empty text.
 
         Raises StateLostError if memory could not be put back after the check's launches;
         ContextPoisonedError.
@@ -210,7 +209,7 @@ class GraphStore:
         return ""
 
     def _has(self, key: Hashable, graph: Graph) -> bool:
-        """Whether a graph was loaded from what the store has under a key now, and not changed."""
+        """True if a graph is unchanged since it was loaded from the present file of a key."""
         if not isinstance(graph, LoadedGraph) or not graph.as_saved:
             return False
         try:
@@ -222,11 +221,11 @@ class GraphStore:
     def restore(
         self, key: Hashable, memory: Mapping[str, Target] | None = None, *, complete: bool = False
     ) -> LoadedGraph | None:
-        """The graph of a key, bound to the store's memory and to `memory`; None, with the reason
-        counted, if there is none that fits.
+        """Returns the graph of a key, bound to the store's memory and to `memory`; None, with the
+        reason counted, if there is none that fits.
 
-        Inputs and outputs that are not named here get memory of their own; `complete`: the file is
-        refused then.  Raises InputError as `path` does; ContextPoisonedError.
+        Inputs and outputs that have no memory here get memory of their own; with `complete` the
+        file is refused instead.  Raises InputError as `path` does; ContextPoisonedError.
         """
         loaded = self._tried(key, partial(self._load, memory or {}, complete))
         if loaded is not None:
@@ -236,7 +235,7 @@ class GraphStore:
     def executable(
         self, key: Hashable, memory: Mapping[str, Target] | None = None
     ) -> GraphExec | None:
-        """What `restore` gives, with all memory named, and instantiated.  Raises as it does."""
+        """Restores and instantiates a key's graph, with all memory named.  Raises as `restore`."""
 
         def make(text: str, path: Path) -> GraphExec:
             loaded = self._load(memory or {}, True, text, path)
@@ -279,8 +278,8 @@ class GraphStore:
             )
 
     def _tried(self, key: Hashable, make: Callable[[str, Path], T]) -> T | None:
-        """What `make` makes of a key as text and its file; None, with the reason counted, if it
-        raises an error of ours."""
+        """Returns the result of `make` for a key's text and file; None, with the reason counted, if
+        `make` raises an OstinatoError or OSError."""
         text = self._text(key)
         path = self._path(text)
         try:
@@ -293,17 +292,20 @@ class GraphStore:
             return None
 
     def maker(self, key: Hashable, make: Callable[[], GraphExec]) -> Callable[[], GraphExec]:
-        """For `GraphCache.get_or_capture`: restores the key, or calls `make` if that cannot be."""
+        """Returns a function that restores the key, or calls `make` if that fails.
+
+        The function is for `GraphCache.get_or_capture`.
+        """
         return lambda: self.executable(key) or make()
 
     def prune(self) -> int:
-        """Deletes from the shared folder what none of the store's files names, and what processes
-        that were killed while they saved have left; returns how many bytes.  No other process may
-        save here meanwhile.
+        """Deletes from the shared folder the files that no graph file names, and the unfinished
+        files of processes that were killed while saving; returns the number of freed bytes.  No
+        other process may save here meanwhile.
 
-        A graph file that cannot be read (damaged, of a newer version, of another user) may name
-        anything: while there is one, nothing but unfinished files is deleted, with a warning that
-        names it.  Files of other names than the store gives are left alone.
+        An unreadable graph file (damaged, of a newer version, of another user) may name any file:
+        while there is one, only unfinished files are deleted, with a warning that names it.  Files
+        with other names than the store gives are left alone.
         """
         code, graphs = self.folder / "code", self.folder / "graphs"
         named: set[str] = set()
@@ -331,9 +333,9 @@ class GraphStore:
         return freed
 
     def claim(self, name: str) -> object:
-        """The right to keys of a name, for as long as the object that is returned is kept.
+        """Returns the right to keys of a name, held for as long as the returned object is kept.
 
-        Raises InputError while another step has it: each would restore the other's graphs.
+        Raises InputError while another step has that right: each would restore the other's graphs.
         """
         with self._lock:
             if name in self._names:
@@ -345,7 +347,7 @@ class GraphStore:
         return made
 
     def statistics(self) -> StoreStatistics:
-        """What was restored and saved, and why keys were captured."""
+        """Returns the counts of restored and saved graphs, and why keys were captured."""
         with self._lock:
             return StoreStatistics(self._restored, self._saved, dict(self._reasons))
 
@@ -365,11 +367,11 @@ class GraphStore:
 
 
 class _Claim:
-    """What `GraphStore.claim` returns."""
+    """The right that `GraphStore.claim` returns."""
 
 
 def _joined(mine: Mapping[str, Target], more: Mapping[str, Target] | None) -> dict[str, Target]:
-    """The store's memory and a call's.  Raises InputError for a name of two things."""
+    """Joins the store's memory and a call's.  Raises InputError for a name of two things."""
     more = more or {}
     twice = [name for name in more if name in mine and more[name] is not mine[name]]
     if twice:

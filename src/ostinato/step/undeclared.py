@@ -1,10 +1,10 @@
 """Memory that a checked step writes and that no slot declares: saved, put back, compared.
 
-A graph's manifest shows what the graph writes before it runs.  What an eager run writes is known
-only when it submits its work, and may be other memory: a buffer that was replaced since the
-capture, or one that is used only in a branch.  So the memory of each operation is saved just before
-the operation is submitted.  Not seen: writes by operations without a signature, host functions,
-graphs that the step launches, and other libraries.
+A graph's manifest lists the memory that the graph writes before it runs.  The writes of an eager
+run are known only when it submits its work, and may be to other memory: a buffer that was replaced
+since the capture, or one that is used only in a branch.  So the memory of each operation is saved
+just before the operation is submitted.  Not found: writes by operations without a signature, host
+functions, graphs that the step launches, and other libraries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ostinato.memory.ranges import merged, range_of
 from ostinato.step.slots import Values
 
 _GRAIN = 256
-"""Memory is put back in pieces of so many bytes, and only pieces that changed."""
+"""The size of the pieces in which memory is put back; only changed pieces are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class _Saved:
 
     @property
     def lost(self) -> bool:
-        """Whether it was closed since, so that another buffer may be there now."""
+        """True if the memory was closed since, so that another buffer may be there now."""
         holders = [owner for owner in self.keep if _holds(owner, self.memory.range)]
         return bool(holders) and all(getattr(o, "closed", False) is True for o in holders)
 
 
 class Undeclared:
-    """All such memory of one check.
+    """The undeclared memory of one check.
 
     `known` is memory that is not saved here: slots, and the step's own.  `limit` is the largest
     number of bytes that are saved.
@@ -53,7 +53,7 @@ class Undeclared:
 
     def __init__(self, stream: Stream, known: Sequence[MemoryRange], limit: int) -> None:
         self.skipped = 0
-        """Bytes that were not saved: over the limit."""
+        """Bytes that were not saved because they exceed the limit."""
         self._stream = stream
         self._known = list(known)
         self._limit = limit
@@ -61,7 +61,7 @@ class Undeclared:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are saved."""
+        """The number of saved bytes."""
         return sum(saved.memory.nbytes for saved in self._saved)
 
     # --- saving
@@ -75,7 +75,7 @@ class Undeclared:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """For a `with` block: saves what this thread's operations write, before they run."""
+        """Saves the memory that this thread's operations in the block write, before they run."""
         with self._stream.context.tapped(_Saver(self)):
             yield
 
@@ -96,14 +96,14 @@ class Undeclared:
 
     # --- comparing and putting back
     def read(self) -> tuple[Values, ...]:
-        """The content of all saved memory now; of memory that is lost, the saved content."""
+        """Returns the present content of all saved memory; for lost memory, the saved content."""
         return tuple(
             saved.before if saved.lost else saved.memory.to_numpy(self._stream)
             for saved in self._saved
         )
 
     def difference(self, one: Sequence[Values], other: Sequence[Values]) -> tuple[str, str] | None:
-        """Where and in what two readings differ first, or None.
+        """Returns the place and the values of the first difference between two readings, or None.
 
         A piece that was saved after a reading is not in that reading; its saved content is used.
         """
@@ -117,7 +117,7 @@ class Undeclared:
         return None
 
     def restore(self) -> None:
-        """Writes back the pieces that changed, and no others: they may have other owners."""
+        """Writes back the changed pieces only: the other pieces may have other owners."""
         for saved in self._saved:
             if not saved.lost:
                 now = saved.memory.to_numpy(self._stream)
@@ -126,7 +126,7 @@ class Undeclared:
 
 
 class _Saver(Tap):
-    """The tap that gets each operation before it is submitted."""
+    """A tap that saves the memory of each operation of one thread before it is submitted."""
 
     needs_access = True
 
@@ -149,7 +149,7 @@ def _holds(owner: object, memory: MemoryRange) -> bool:
 
 
 def _written(executable: GraphExec) -> list[MemoryRange]:
-    """Allocated memory that nodes may write, by address, overlaps merged."""
+    """Returns allocated memory that nodes may write, by address, overlaps merged."""
     driver = executable.context.driver
     made = [p for p in (n.params for n in executable.nodes) if isinstance(p, AllocNodeParams)]
     found: list[MemoryRange] = []
@@ -164,7 +164,7 @@ def _written(executable: GraphExec) -> list[MemoryRange]:
 
 
 def _without(ranges: Sequence[MemoryRange], taken: Sequence[MemoryRange]) -> list[MemoryRange]:
-    """The parts of some ranges that are outside of others."""
+    """Returns the parts of `ranges` outside of `taken`."""
     left: list[MemoryRange] = []
     for memory in ranges:
         start = memory.address
@@ -180,7 +180,7 @@ def _without(ranges: Sequence[MemoryRange], taken: Sequence[MemoryRange]) -> lis
 
 
 def _changed_pieces(was: Values, is_: Values) -> list[tuple[int, int]]:
-    """Where two arrays of bytes differ: pieces of `_GRAIN` bytes, neighbours joined."""
+    """Returns the pieces of `_GRAIN` bytes in which two arrays differ, neighbours joined."""
     different = np.flatnonzero(was != is_)
     pieces: list[tuple[int, int]] = []
     for grain in np.unique(different // _GRAIN):

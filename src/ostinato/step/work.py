@@ -1,4 +1,4 @@
-"""Keys, and what a function does, as text that is the same in every process: for a store.  Pure."""
+"""Keys, and the code of functions, as text that is equal in every process: for a store.  Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import numpy as np
 
 
 def stable_text(value: object) -> str | None:
-    """The same text for equal keys in every process; None if there is none.
+    """Returns a text that is the same for equal keys in every process; None if there is none.
 
     A key has a text if it is None, a number, a string, bytes, an enumeration, a tuple, frozen set
-    or dataclass of these, or if it has a method `stable_key()` that returns such a key.
+    or dataclass of these, or if its method `stable_key()` returns such a key.
     """
     stable = getattr(type(value), "stable_key", None)
     if callable(stable):
@@ -42,7 +42,7 @@ def stable_text(value: object) -> str | None:
 
 
 def _type_name(value: object) -> str:
-    """With the module: two modules may have types of one name."""
+    """Returns a type's name with its module: two modules may have types of one name."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -53,17 +53,17 @@ def _listed(
     known = [text for text in texts if text is not None]
     if len(known) < len(texts):
         return None
-    # Each with its length, so that no two lists run into the same text.
+    # Each text with its length, so that two different lists never give the same text.
     parts = ",".join(f"{len(t)}={t}" for t in (known if ordered else sorted(known)))
     return f"{name}({parts})"
 
 
 def work_digest(*functions: object) -> str:
-    """A digest of the functions' own code, defaults, and the numbers and texts in their closures,
-    also in tuples, lists, sets and dicts there.
+    """Returns a digest of the functions' own code and defaults, and of the numbers and texts in
+    their closures, also those in tuples, lists, sets and dicts there.
 
-    An object that can be called has the code of its class's `__call__`.  Not of what they call, nor
-    of attributes and globals.  Another release of Python gives another.
+    For a callable object, the code is its class's `__call__`.  Functions that are called,
+    attributes and globals are not included.  Another release of Python gives another digest.
     """
     made = hashlib.sha256()
     for word in (word for function in functions for word in _words(function, 0)):
@@ -108,7 +108,7 @@ def _words(value: object, depth: int) -> Iterator[str]:
             inner = (value.__module__, value.__qualname__)
         case _ if isinstance(getattr(value, "__func__", None), FunctionType):
             inner = (value.__func__,)  # type: ignore[attr-defined]  # a bound method
-    yield str(len(inner))  # so that no two lists run into the same words
+    yield str(len(inner))  # so that two different lists never give the same words
     for one in inner:
         yield from _words(one, depth + 1)
 

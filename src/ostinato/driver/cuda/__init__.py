@@ -1,1 +1,1 @@
-"""The CUDA driver: libcuda through ctypes; `driver.CudaDriver` is the whole of it."""
+"""The CUDA driver: libcuda through ctypes.  `driver.CudaDriver` is the entry point."""

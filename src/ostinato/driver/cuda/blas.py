@@ -1,16 +1,16 @@
 """cuBLASLt through ctypes: matrix products of weights in bfloat16, prepared once and called often.
 
 ctypes and not nvmath-python: importing that costs 0.45 s of the 2 s that a process may take to its
-first token, and what is needed here are a dozen calls that are the same in cuBLAS 12 and 13, enum
-values too (a test compares them with cublasLt.h).  cuda.pathfinder, which comes with cuda.bindings,
-finds and loads the library: from toolkits, conda, NVIDIA's wheels, or what torch has loaded.
+first token, and this file needs only a dozen calls that are equal in cuBLAS 12 and 13, enum values
+too (a test compares them with cublasLt.h).  cuda.pathfinder, which comes with cuda.bindings, finds
+and loads the library: from toolkits, conda, NVIDIA's wheels, or the copy that torch has loaded.
 
     load_cublaslt() -> Cublaslt                  the library; no device is touched
     .plan(driver, MatrixProduct, …) -> Planned   descriptors and the algorithm: once for each shape
     planned(stream, …)                           one call, which may be captured once it ran
 
 Guaranteed: the same call gives the same bits every time.  cuBLAS guarantees that for one version on
-GPUs of one kind; here it may use only reductions in a fixed order (no atomics).
+GPUs of one kind; the plans here allow only reductions in a fixed order (no atomics).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _COMPUTE_32F = 68  # cublasComputeType_t
 _TRANSPOSE = 1  # cublasOperation_t
 _DESC_TRANSA = 3  # cublasLtMatmulDescAttributes_t
 _PREF_WORKSPACE, _PREF_REDUCTION = 1, 3  # cublasLtMatmulPreferenceAttributes_t
-# cublasLtReductionScheme_t: partial sums in the workspace, added up in a fixed order.  In place,
-# the order would be that of arrival.
+# cublasLtReductionScheme_t: partial sums in the workspace, added in a fixed order.  In-place sums
+# would be added in the order of their arrival.
 _REDUCTION_IN_ORDER = 2
 
 _ALIGNMENT = 256  # bytes of workspace that algorithms are chosen for by default
@@ -50,7 +50,7 @@ _STATUS = {
     15: ("NOT_SUPPORTED", "the library has no kernel for this product on this GPU"),
     16: ("LICENSE_ERROR", "the library's licence check failed"),
 }
-"""cublasStatus_t: the name after CUBLAS_STATUS_, and what it means."""
+"""cublasStatus_t: the name after CUBLAS_STATUS_, and its meaning."""
 
 _P = ctypes.c_void_p
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
@@ -71,7 +71,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 
 
 class _HeuristicResult(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t; the algorithm is eight words of the library's own."""
+    """cublasLtMatmulHeuristicResult_t; the algorithm is eight words private to the library."""
 
     _fields_ = (
         ("algo", ctypes.c_uint64 * 8),
@@ -86,7 +86,7 @@ class _HeuristicResult(ctypes.Structure):
 class MatrixProduct:
     """y[rows, outputs] = h[rows, inputs] W[outputs, inputs]^T, all with whole rows, C order.
 
-    h and W are bfloat16, sums and y float32.  `accumulate` adds to what y holds.
+    h and W are bfloat16, sums and y float32.  `accumulate` adds to the present values of y.
     Raises InputError for sizes below 1.
     """
 
@@ -105,17 +105,17 @@ class MatrixProduct:
 
 
 def explain_blas_status(status: int) -> str:
-    """A cublasStatus_t in words."""
+    """Returns a cublasStatus_t in words."""
     name, meaning = _STATUS.get(status, ("?", "a status that this version does not know"))
     return f"status {status} (CUBLAS_STATUS_{name}): {meaning}"
 
 
-_loaded: list[Cublaslt] = []  # the one of this process, once it is there
+_loaded: list[Cublaslt] = []  # the library of this process, once it is loaded
 _loading = new_lock()
 
 
 def load_cublaslt() -> Cublaslt:
-    """The library of this machine, loaded once for the process.  Touches no device.
+    """Returns the library of this machine, loaded once for the process.  Touches no device.
 
     Raises NotAvailableError with the line that installs it (NoCudaError if all of CUDA is missing).
     """
@@ -162,13 +162,13 @@ class Cublaslt:
             number = int(dll.cublasLtGetVersion())
         except AttributeError as error:
             raise OSError(f"{path} is no cuBLASLt: {error}") from None
-        # 120804 before 13, 130000 and up since; both read the same way but for their digits.
+        # 120804 before 13, 130000 and up since; both formats are read with the same arithmetic.
         self.version = (number // 10000, number // 100 % 100, number % 100)
         self._handles: dict[int, int] = {}
         """cublasLtHandle_t of each device, by its context.
 
-        They are never destroyed: graphs may hold the library's kernels for any time, and destroying
-        one waits for the whole device.
+        The handles are never destroyed: graphs may hold the library's kernels for any time, and
+        destroying a handle waits for the whole device.
         """
         self._lock = new_lock()
 
@@ -183,9 +183,9 @@ class Cublaslt:
             raise NotAvailableError(f"{symbol}{where} gave {explain_blas_status(status)} ({self})")
 
     def plan(self, driver: CudaContext, product: MatrixProduct, workspace: int) -> Planned:
-        """Descriptors and an algorithm that takes at most `workspace` bytes.
+        """Makes descriptors, and finds an algorithm that takes at most `workspace` bytes.
 
-        Not inside a capture.  Raises NotAvailableError if the library has none.
+        Not inside a capture.  Raises NotAvailableError if the library has no algorithm.
         """
         with driver.made_current():
             with self._lock:
@@ -198,8 +198,8 @@ class Cublaslt:
 
 
 class Planned:
-    """A product whose call is ready.  All pointers that it is called with must be aligned to 256
-    bytes, as every allocation is."""
+    """A product whose call is ready.  All its pointers must be aligned to 256 bytes, as every
+    allocation is."""
 
     def __init__(
         self,
@@ -217,8 +217,8 @@ class Planned:
         finalizer = weakref.finalize(self, _destroy, library, self._made)
         finalizer.atexit = False
         rows, outputs, inputs = product.rows, product.outputs, product.inputs
-        # The library counts in columns: our [rows, outputs] is its outputs x rows, and our
-        # W[outputs, inputs] its inputs x outputs, which it is told to transpose.
+        # The library counts in columns: [rows, outputs] here is its outputs x rows, and W[outputs,
+        # inputs] its inputs x outputs, which it transposes.
         self._operation = self._create("MatmulDesc", _COMPUTE_32F, _R_32F)
         self._set("MatmulDesc", self._operation, _DESC_TRANSA, ctypes.c_int32(_TRANSPOSE))
         self._weight = self._create("MatrixLayout", _R_16BF, inputs, outputs, inputs)
@@ -261,10 +261,10 @@ class Planned:
     def __call__(
         self, stream: int, *, weight: int, inputs: int, out: int, workspace: int, nbytes: int
     ) -> None:
-        """Puts the product on a stream; all are addresses, `nbytes` the workspace's size.
+        """Puts the product on a stream; all are addresses, `nbytes` is the workspace's size.
 
-        The first call of a shape loads the library's kernels, so it belongs before a capture.
-        Raises NotAvailableError with the status in words, InputError for addresses.
+        The first call of a shape loads the library's kernels, so it must come before a capture.
+        Raises NotAvailableError with the status in words, InputError for unaligned addresses.
         """
         for address in (weight, inputs, out, workspace):
             if address % _ALIGNMENT:
@@ -280,6 +280,6 @@ class Planned:
 
 
 def _destroy(library: Cublaslt, made: list[tuple[str, ctypes.c_void_p]]) -> None:
-    """Destroys descriptors, which lie in ordinary memory: no device is touched."""
+    """Destroys descriptors, which are in ordinary memory: no device is touched."""
     for symbol, value in made:
         library.calls[symbol](value)

@@ -1,12 +1,12 @@
-"""The machine code of other libraries' kernels, noted when the driver loads it.
+"""The machine code of other libraries' kernels, kept when the driver loads it.
 
-The driver gives no code back.  CUPTI calls a function of ours with each cubin that is loaded while
-the library listens, and a cubin has its kernels' names in it.  Our own modules need none of this:
-the driver object keeps what it loaded.
+The driver returns no code.  CUPTI calls a function of this library with each cubin that is loaded
+while the collector listens, and a cubin contains its kernels' names.  Modules of this library need
+none of this: the driver object keeps their code.
 
 CUPTI takes one listener in a process, so a profiler (Kineto, Nsight) and this exclude each other.
-It calls on the thread that loads the module, with locks of the driver held, so the function is in C
-(`_launch.c`) and takes no lock of the interpreter.
+CUPTI calls on the thread that loads the module, with locks of the driver held, so the function is
+in C (`_launch.c`) and takes no lock of the interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INSTALL = "install it (pip install nvidia-cuda-cupti), or CUDA's toolkit"
 
 
 class ModuleCollector:
-    """Listens until `close()`; what was collected stays.  Made by `collect_modules`."""
+    """Collects until `close()`, and keeps the collected code.  Made by `collect_modules`."""
 
     def __init__(self, cupti: Any, path: str) -> None:
         self._cupti = cupti
@@ -39,7 +39,7 @@ class ModuleCollector:
         self._subscriber = ctypes.c_void_p()
         self._cubins: dict[str, bytes] = {}
         self._has: dict[str, dict[str, bool]] = {}
-        """Whether a cubin has a kernel, by the kernel's name and the cubin's digest."""
+        """True if a cubin has a kernel, by the kernel's name and the cubin's digest."""
         self._lock = new_lock()
         module, missing = load_extension("ostinato.driver._launch")
         if module is None:
@@ -68,7 +68,7 @@ class ModuleCollector:
             return dict(self._cubins)
 
     def with_kernel(self, name: str) -> list[bytes]:
-        """The cubins that have a kernel of this name.  Each is searched once for a name."""
+        """Returns the cubins that have a kernel of this name; searches each once for a name."""
         # Every kernel has a section of this name; the linker may share the end of longer names.
         sign = b".nv.info." + name.encode() + b"\0"
         cubins = self.cubins
@@ -78,11 +78,11 @@ class ModuleCollector:
             return [cubins[digest] for digest, found in has.items() if found]
 
     def close(self) -> None:
-        """Stops listening.  Idempotent."""
+        """Stops collecting.  Idempotent."""
         self._enable(0)
 
     def listen(self) -> None:
-        """Listens again."""
+        """Collects again."""
         self._require("cuptiEnableCallback", self._enable(1))
 
     def _enable(self, on: int) -> int:
@@ -107,16 +107,16 @@ _lock = new_lock()
 
 
 def collect_modules() -> ModuleCollector:
-    """Notes the machine code of every kernel that the process loads from now on, for
+    """Collects the machine code of every kernel that the process loads from now on, for
     `graphfile.save`.
 
         collector = ost.graphfile.collect_modules()  # before torch launches anything
         import torch
 
-    Kernels that were loaded before cannot be saved; those that this library compiled always can.
-    It costs one copy of each module's code, and nothing for a launch.  `close()` ends it.
-    Raises NoCudaError without a GPU or its driver, NotAvailableError where there is no libcupti, or
-    a profiler uses it.
+    Kernels that were loaded before cannot be saved; kernels that this library compiled always can.
+    Costs one copy of each module's code, and nothing for a launch.  `close()` ends it.
+    Raises NoCudaError without a GPU or its driver, NotAvailableError without libcupti, or if a
+    profiler uses it.
     """
     global _collector  # CUPTI has one listener in a process
     with _lock:
@@ -134,9 +134,9 @@ def collect_modules() -> ModuleCollector:
 
 
 def cubins_with(name: str) -> list[bytes]:
-    """The collected cubins that have a kernel of this name.
+    """Returns the collected cubins that have a kernel of this name.
 
-    Raises NotAvailableError, with what to do, if there is none.
+    Raises NotAvailableError, with advice, if there is none.
     """
     found = [] if _collector is None else _collector.with_kernel(name)
     if not found:
@@ -154,7 +154,7 @@ def cubins_with(name: str) -> list[bytes]:
 
 
 def _find() -> tuple[Any, str]:
-    """libcupti: the one that is loaded, else the one that pip installed, else the system's."""
+    """Returns libcupti: the loaded one, else the one that pip installed, else the system's."""
     tried = []
     for path in (*_loaded_paths(), *_installed_paths(), *_NAMES):
         try:

@@ -1,11 +1,11 @@
 """The base class of the CUDA driver: checked calls in the right context, and memory.
 
 Every call goes through `CudaCalls._status`: it refuses at once after a sticky status, makes the
-device's primary context current, and calls.  `_call` also raises the status that came back.
+device's primary context current, and calls.  `_call` also raises the error of the status.
 
-Which context is current is thread state that other libraries change (torch and CuPy set another
-device's), so each call looks it up first, which costs 0.2 µs.  A thread without a context gets ours
-and keeps it.  On a thread with another current context, that one is restored after the call.  A
+The current context is thread state that other libraries change (torch and CuPy set another
+device's), so each call looks it up first, which costs 0.2 µs.  A thread without a context gets this
+one and keeps it.  On a thread with another current context, that one is restored after the call.  A
 prepared replay (`exec_prepare_launch`) skips the look-up: its stream belongs to one context.
 """
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class _CurrentContext(threading.local):
-    """What a thread needs to ask for its current context; made once for each thread."""
+    """The ctypes objects by which a thread reads its current context, made once per thread."""
 
     def __init__(self) -> None:
         slot = ctypes.c_void_p()
@@ -55,14 +55,14 @@ class CudaCalls:
         self._context = context
         self._ordinal = ordinal
         self._off: int | str | None = None
-        """Why every call raises now (a sticky status, or the driver is closed); else empty."""
+        """The reason why every call raises (a sticky status, or text if closed), or None."""
         self._current = _CurrentContext()
         self._get_current = lib["cuCtxGetCurrent"]
         self._host_functions = HostFunctions(lib)
         switch_off_in_children(self)
 
     def after_fork(self) -> None:
-        """In a forked child: no call reaches libcuda, whose context is not there."""
+        """Makes calls in a forked child raise: libcuda has no context there."""
         self._off = FORKED
 
     def _status(self, seam: str, symbol: str, *args: object) -> int:
@@ -76,7 +76,7 @@ class CudaCalls:
         return self._in_context(partial(self._calls[symbol], *args))
 
     def _within(self, seam: str, call: Callable[[], T]) -> T:
-        """Makes a call that is none of `_calls` as `_status` makes those."""
+        """Makes a call that is not in `_calls`, with the checks of `_status`."""
         if self._off is not None:
             self._require_on(seam)
         slot, reference = self._current.slot_and_reference
@@ -84,7 +84,7 @@ class CudaCalls:
         return call() if slot.value == self._context else self._in_context(call)
 
     def _in_context(self, call: Callable[[], T]) -> T:
-        """Makes a call with our context current, where another one is, or none."""
+        """Makes a call with this context current, where another one is current, or none."""
         slot, reference = self._current.slot_and_reference
         self._get_current(reference)
         if slot.value is None:
@@ -111,18 +111,18 @@ class CudaCalls:
     def _error(
         self, status: int, seam: str, detail: str = "", *, node: int | None = None
     ) -> DriverError:
-        """The error for a status; a sticky one is remembered."""
+        """Returns the error of a status; remembers a sticky status."""
         error = driver_error(status, seam, detail, node=node or None)
         if isinstance(error, ContextPoisonedError) and not isinstance(self._off, str):
             self._off = status
         return error
 
     def _refused(self, seam: str, detail: str, *, node: int | None = None) -> DriverError:
-        """The error NOT_SUPPORTED, for a call that the driver would answer against the protocol."""
+        """Returns the error NOT_SUPPORTED where the driver would break the protocol."""
         return driver_error(Status.NOT_SUPPORTED, seam, detail, node=node)
 
     def _require_on(self, seam: str) -> None:
-        """For calls without `_status`: raises if the context is poisoned or closed."""
+        """Raises if the context is poisoned or closed; for calls without `_status`."""
         if self._off is None:
             return
         if isinstance(self._off, str):
@@ -169,7 +169,7 @@ class CudaCalls:
 
     def memory_range(self, address: int) -> MemoryRange | None:
         # For an address in no allocation the plural call returns zeros, where the singular one and
-        # cuMemGetAddressRange fail.  It knows pinned, managed, pool and mapped memory too.
+        # cuMemGetAddressRange fail.  It supports pinned, managed, pool and mapped memory too.
         start, size = ctypes.c_uint64(), ctypes.c_size_t()
         data = (ctypes.c_void_p * 2)(ctypes.addressof(start), ctypes.addressof(size))
         status = self._status(
@@ -204,7 +204,7 @@ class CudaCalls:
         raise self._refused("memory_end_adopted", "there is no such memory")
 
     def _memory_type(self, address: int) -> int:
-        """CUmemorytype of an address: 1 host, 2 device; 0 if the driver does not know it."""
+        """Returns the CUmemorytype of an address: 1 host, 2 device; 0 if unknown to the driver."""
         kind = ctypes.c_uint()
         data = (ctypes.c_void_p * 1)(ctypes.addressof(kind))
         status = self._status(
@@ -245,8 +245,8 @@ class CudaCalls:
             self._call("memset", symbol, dst, bits, count, stream)
 
     def _refuse_while_capturing(self, seam: str, stream: StreamHandle) -> None:
-        """CUDA would capture a copy of pageable memory by its address, and that memory may be gone
-        when the graph runs.  It is refused here, and breaks the capture as every refused call."""
+        """Refuses a copy of pageable memory in a capture, and breaks the capture: CUDA would
+        capture the address, and the memory may be gone when the graph runs."""
         state = ctypes.c_int()
         self._call(seam, "cuStreamIsCapturing", stream, byref(state))
         if state.value == 0:

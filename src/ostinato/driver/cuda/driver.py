@@ -1,7 +1,7 @@
 """The CUDA driver: the protocol of `driver.api` on a real GPU, through libcuda.
 
-`CudaDriver` opens the device.  The calls are in the files beside this one, each file uses
-those below it, and keeps what it must remember of a handle:
+`CudaDriver` opens the device.  The calls are in the files beside this one; each file imports only
+those below it, and keeps its own data of a handle:
 
     faults           probes for known faults of drivers
     executables      instantiate, launch, change, update
@@ -11,7 +11,7 @@ those below it, and keeps what it must remember of a handle:
     collecting       the machine code of other libraries' kernels
     variables        the variables in a cubin
     core             checked calls in the right context, memory
-    nodes, launch    our records to cuda.h's structures and back
+    nodes, launch    records to cuda.h's structures and back
     host_functions   Python functions that CUDA calls
     libcuda          prototypes, structures, the loader
 
@@ -49,7 +49,7 @@ class CudaDriver(ExecCalls):
 
     Handles are the driver's own, so that graphs, streams and events of torch, CuPy or cuda.core
     can be used directly.  CUDA does not always recognise a destroyed handle, and may crash on it.
-    Any thread may call.  Raises NoCudaError with what is missing and the line that installs it,
+    Any thread may call.  Raises NoCudaError with the missing part and the line that installs it,
     NotAvailableError if the NVIDIA driver is too old (`libcuda.REQUIRED`).
     """
 
@@ -57,7 +57,7 @@ class CudaDriver(ExecCalls):
         if settings.COLLECT_MODULES.read():
             collect_modules()  # before anything is loaded
         lib = Libcuda()  # first: without it, importing cuda.core takes 0.5 s and 35 MB for nothing
-        # The driver takes as long to start as cuda.core to import: 0.2 s each, here side by side.
+        # The driver takes as long to start as cuda.core to import, 0.2 s each: here in parallel.
         with ThreadPoolExecutor(1, thread_name_prefix="ostinato-open") as beside:
             starting = beside.submit(_start, lib, ordinal)
             device_type = _import_device()
@@ -79,7 +79,7 @@ class CudaDriver(ExecCalls):
         self._properties = self._read_properties()
         self._capabilities = self._read_capabilities()
         # The preferred cluster size, which these devices have, cannot be read from a node: the
-        # getter does not give it (sgl-project/sglang#37657), and an update does not change it.
+        # getter does not return it (sgl-project/sglang#37657), and an update does not change it.
         self._hides_attributes = self._properties.compute_capability >= (10, 0)
 
     @property
@@ -105,7 +105,7 @@ class CudaDriver(ExecCalls):
 
     @contextmanager
     def made_current(self) -> Iterator[None]:
-        """Makes our context current on the calling thread for a `with` block, for libraries that
+        """Makes this context current on the calling thread for a `with` block, for libraries that
         use the current context.  Restores the one before."""
         self._call("made_current", "cuCtxPushCurrent_v2", self._context)
         try:
@@ -118,7 +118,7 @@ class CudaDriver(ExecCalls):
             return None
         if patience == math.inf:
             status = self._status("unraised", "cuCtxSynchronize")
-        else:  # no call waits for a limited time, so this only asks, and of no handle of ours
+        else:  # no call waits for a limited time, so only query, and no handle of this library
             status = self._status("unraised", "cuStreamQuery", StreamHandle(0))
         found = driver_error(status, "work under way")
         return found if isinstance(found, ContextPoisonedError) else None
@@ -181,9 +181,9 @@ def _import_device() -> Any:
 
 
 def _start(lib: Libcuda, ordinal: int) -> ctypes.c_int | None:
-    """The device whose primary context was made and is to be released.
+    """Retains a device's primary context and returns the device, whose context must be released.
 
-    None if it could not be made: opening it with cuda.core then raises the reason.
+    None if that failed: opening the device with cuda.core then raises the reason.
     Raises NoCudaError.
     """
     require_gpu(lib, ordinal)
@@ -194,7 +194,7 @@ def _start(lib: Libcuda, ordinal: int) -> ctypes.c_int | None:
 
 
 def gpu_count() -> int:
-    """How many GPUs can be opened; 0 without a driver, or with one that is too old."""
+    """Returns the number of GPUs that can be opened; 0 without a driver, or with one too old."""
     count = ctypes.c_int()
     try:
         lib = Libcuda()

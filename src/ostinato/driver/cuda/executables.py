@@ -34,7 +34,7 @@ _INSTANTIATE_RESULTS = {
 
 
 class ExecCalls(GraphCalls):
-    """Executables of graph definitions, ours and other libraries'."""
+    """Executables of graph definitions of this library and of others."""
 
     def __init__(self, lib: cu.Libcuda, context: int, ordinal: int) -> None:
         super().__init__(lib, context, ordinal)
@@ -64,7 +64,7 @@ class ExecCalls(GraphCalls):
         return ExecHandle(executable.value)
 
     def exec_destroy(self, executable: ExecHandle) -> None:
-        # First: once it is free, the driver may give this handle to another thread's executable.
+        # First: once the handle is free, the driver may give it to another thread's executable.
         functions = self._host_functions.taken_from(executable)
         try:
             self._call("exec_destroy", "cuGraphExecDestroy", executable)
@@ -83,7 +83,7 @@ class ExecCalls(GraphCalls):
     def exec_prepare_launch(
         self, executable: ExecHandle, stream: StreamHandle
     ) -> Callable[[], int]:
-        if not stream:  # the legacy stream is the current context's: that must be looked up
+        if not stream:  # the legacy stream is that of the current context, which must be looked up
 
             def launch_on_legacy() -> int:
                 self.exec_launch(executable, stream)

@@ -1,13 +1,13 @@
-"""What drivers are known to do wrong, and a probe for each: `ostinato doctor --faults`.
+"""Known faults of drivers, and a probe for each: `ostinato doctor --faults`.
 
-A probe makes the few calls that show one fault, and says whether this machine's driver has it.
-Some of them end in a lost context, so each runs in a process of its own, which has a deadline
+A probe makes the few calls that show one fault, and reports whether this machine's driver has it.
+Some probes end in a lost context, so each runs in a process of its own, which has a deadline
 (`survey`).
-`docs/driver-faults.md` has the drivers that a fault was seen with, the public reports, and what
-this library does about it.
+`docs/driver-faults.md` has the drivers with which a fault was found, the public reports, and the
+measures of this library.
 
-Probes use the calls of `CudaDriver` where these pass on what they are given, and libcuda's own
-where `CudaDriver` or what is above it may come to refuse the call.
+Probes use the calls of `CudaDriver` where these pass their arguments on unchanged, and libcuda's
+own where `CudaDriver` or code above it may come to refuse the call.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from ostinato.driver.signature import Signature
 from ostinato.errors import DriverError, OstinatoError
 
 DEADLINE = 60.0
-"""Seconds for one probe, with opening the device."""
+"""Seconds for one probe, including the opening of the device."""
 
 _LATE_US = 200
 _CHAIN = 100
-"""Kernels of the graphs that are timed."""
+"""The number of kernels in the graphs that are timed."""
 _SLOWER = 1.08
-"""Times as long: more than runs of one chain differ by, less than the 1.2 of the fault."""
+"""A ratio of times above the noise of one chain's runs, and below the 1.2 of the fault."""
 
 _PTX = f"""
 .version 7.8
@@ -120,18 +120,18 @@ _SIGNATURES = {
 
 
 class Verdict(enum.Enum):
-    """What a probe found."""
+    """The result of a probe, in one word."""
 
     PRESENT = "present"
     ABSENT = "absent"
     NOT_APPLICABLE = "not applicable"
     FAILED = "failed"
-    """The probe itself ended otherwise than it may: `ProbeResult.detail` says how."""
+    """The probe itself failed: `ProbeResult.detail` has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The answer of a probe: the verdict, and what was seen."""
+    """The result of a probe: the verdict, and the observation as text."""
 
     verdict: Verdict
     detail: str
@@ -139,9 +139,9 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class DriverFault:
-    """A known fault: its name, what happens in one line, and the probe.
+    """A known fault: its name, its effect in one line, and the probe.
 
-    `dumps`: core dumps are asked for in the probe's process, before there is a context.
+    `dumps`: core dumps are switched on in the probe's process, before there is a context.
     """
 
     name: str
@@ -152,7 +152,7 @@ class DriverFault:
 
 @dataclass(frozen=True, slots=True)
 class FaultReport:
-    """What `survey` found: the device and the driver in words, and a result for each fault."""
+    """The result of `survey`: the device and the driver in words, and a result for each fault."""
 
     device: str
     driver: str
@@ -166,7 +166,7 @@ _Probe: TypeAlias = Callable[[CudaDriver], ProbeResult]
 
 
 def _fault(name: str, what: str, *, dumps: bool = False) -> Callable[[_Probe], _Probe]:
-    """A decorator: adds the fault that a probe shows to the known ones."""
+    """Returns a decorator that adds the fault that a probe shows to the known faults."""
 
     def add(probe: _Probe) -> _Probe:
         _faults.append(DriverFault(name, what, probe, dumps))
@@ -198,7 +198,7 @@ class _Bench:
         driver.stream_synchronize(self.stream)
 
     def word(self, index: int) -> int:
-        """The address of a word; words lie 256 bytes apart."""
+        """Returns the address of a word; words are 256 bytes apart."""
         return self._words + 256 * index
 
     def write(self, index: int, value: int) -> None:
@@ -218,7 +218,7 @@ class _Bench:
         )
 
     def chain(self, *params: NodeParams) -> tuple[GraphHandle, list[NodeHandle]]:
-        """A graph of nodes, one after the other."""
+        """Makes a graph of nodes, one after the other."""
         graph, nodes = self.driver.graph_create(), list[NodeHandle]()
         for one in params:
             nodes.append(self.driver.graph_add_node(graph, nodes[-1:], one))
@@ -380,7 +380,7 @@ def _waiting_upload_slows_replays(driver: CudaDriver) -> ProbeResult:
     begin, end = driver.event_create(timing=True), driver.event_create(timing=True)
 
     def microseconds() -> float:
-        """Of one kernel, in the fastest of five rounds."""
+        """Returns the time of one kernel, in the fastest of five rounds."""
         rounds = []
         for _ in range(5):
             bench.run(replayed)
@@ -464,7 +464,7 @@ def _ptx_is_ascii(driver: CudaDriver) -> ProbeResult:
     dumps=True,
 )
 def _core_dump_hides_the_fault(driver: CudaDriver) -> ProbeResult:
-    """The core dump was asked for before the driver was opened: `_ask_for_core_dump`."""
+    """Probes a wait after a fault.  `_ask_for_core_dump` ran before the driver was opened."""
     bench = _Bench(driver)
     kernel = bench.kernel("stray")
     driver.launch_kernel(bench.stream, kernel.function, kernel.config, kernel.arguments)
@@ -479,7 +479,7 @@ _CORE_DUMP_ON_EXCEPTION, _CORE_DUMP_OF_HOST, _CORE_DUMP_LIGHT, _CORE_DUMP_FILE =
 
 
 def _ask_for_core_dump(folder: Path) -> str:
-    """Has a fault of a context that is made later write a core dump there.  Returns why not."""
+    """Has faults of later contexts write a core dump to a folder.  Returns why not, or ""."""
     lib = ctypes.CDLL("libcuda.so.1")
     if not hasattr(lib, "cuCoredumpSetAttributeGlobal"):
         return "this driver has no calls for core dumps"
@@ -516,7 +516,7 @@ def probe(ordinal: int, name: str) -> int:
             found = ProbeResult(Verdict.FAILED, f"{type(error).__name__}: {error}")
     print(json.dumps({"verdict": found.verdict.value, "detail": found.detail}), flush=True)
     if fault.dumps:
-        os._exit(0)  # the driver's own end of a process whose context has dumped does not return
+        os._exit(0)  # the driver's exit handler does not return once a context has dumped
     return 0
 
 
@@ -529,8 +529,8 @@ _PROGRAM = (
 def survey(device: str = "cuda:0") -> FaultReport:
     """Probes every fault on a device, each in another process.
 
-    Takes some twenty seconds.  Raises nothing for a probe that ends its process or does not end:
-    its result says so.  On the device "host", and without a GPU, every fault is not applicable.
+    Takes about twenty seconds.  Raises nothing for a probe that kills its process or does not end:
+    its result is FAILED.  On the device "host", and without a GPU, every fault is not applicable.
     """
     if not device.startswith("cuda"):
         return _nowhere(device, "it is one of CUDA drivers, and this is the CPU driver")
@@ -552,7 +552,7 @@ def _nowhere(device: str, why: str) -> FaultReport:
 
 
 def _module_version() -> str:
-    """The version of the kernel's driver, such as 580.159.04."""
+    """Returns the version of the kernel's driver, such as 580.159.04."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -562,7 +562,7 @@ def _module_version() -> str:
 
 
 def run_probe(command: Sequence[str], deadline: float = DEADLINE) -> ProbeResult:
-    """The result of a process that runs `probe`; a failure if it tells none."""
+    """Returns the result of a process that runs `probe`; FAILED if it prints none."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     try:
         ended = subprocess.run(

@@ -1,7 +1,7 @@
 """A definition read at once (`api.FrozenGraph`): raw kernel nodes, decoded one by one.
 
-What a kernel node holds is kept as bytes: its launch sizes and attributes as a `shape`, and its
-arguments.  Most nodes of a graph have one of a few shapes, so each is decoded once.
+A kernel node is kept as bytes: its launch sizes and attributes as a `shape`, and its arguments.
+Most nodes of a graph have one of a few shapes, so each shape is decoded once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ostinato.driver.cuda.nodes import read_edge_data
 from ostinato.errors import DriverError
 
 RawKernel: TypeAlias = tuple[int, bytes, bytes, bool]
-"""A kernel node's function, shape and argument bytes, and whether these are packed."""
+"""A kernel node's function, shape and argument bytes, and whether the bytes are packed."""
 
 _LAUNCH = struct.Struct("=7I")
 _ATTRIBUTE = struct.Struct("=I16s")
@@ -51,7 +51,7 @@ _MAX_SHAPES = 4096
 
 
 def layout_bytes(layout: Sequence[ParameterSlot]) -> bytes:
-    """A layout as C takes it: 32-bit offset and size of each parameter."""
+    """Returns a layout as C takes it: 32-bit offset and size of each parameter."""
     return struct.pack(
         f"={2 * len(layout)}I", *(n for slot in layout for n in (slot.offset, slot.size))
     )
@@ -63,7 +63,7 @@ def read_nodes(
     attributes: tuple[int, ...],
     layout_of: Callable[[int], tuple[ParameterSlot, ...]],
 ) -> list[int | RawKernel | None] | int:
-    """What `_launch.read_nodes` does, where it was not built."""
+    """Does the work of `_launch.read_nodes` where the extension was not built."""
     get_type, get_params, get_attribute = calls
     kind, raw, value = ctypes.c_int(), cu.KernelParams(), cu.LaunchAttributeValue()
     found: list[int | RawKernel | None] = []
@@ -93,12 +93,12 @@ def read_nodes(
 class _Shape(NamedTuple):
     config: LaunchConfig
     words: tuple[str, ...]
-    """Attributes that a config has no field for, if they were read."""
+    """Attributes for which a config has no field, if they were read."""
     attributes: LaunchAttributes
 
 
 class Shapes:
-    """Shapes that were decoded before."""
+    """The decoded shapes, by their bytes."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[bytes, tuple[int, ...], bool], _Shape] = {}
@@ -129,7 +129,7 @@ def _decoded(raw: bytes, attributes: tuple[int, ...], programmatic: bool) -> _Sh
 
 
 class EdgeArrays:
-    """The edges of a graph as the driver gives them."""
+    """The edges of a graph in the driver's arrays."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -139,7 +139,7 @@ class EdgeArrays:
 
     @property
     def plain(self) -> bool:
-        """Whether no edge says more than the order."""
+        """True if no edge has data besides the order."""
         raw = bytes(self.data)
         return raw == bytes(len(raw))
 
@@ -151,7 +151,7 @@ class EdgeArrays:
         )
 
     def links(self, nodes: Sequence[NodeHandle]) -> frozenset[Link]:
-        """The edges by the places of these nodes."""
+        """Returns the edges by the indices of these nodes."""
         place: dict[int, int] = {node: index for index, node in enumerate(nodes)}
         count = self.count
         data: Iterable[tuple[int, ...]] = itertools.repeat(())
@@ -164,7 +164,7 @@ class EdgeArrays:
         return frozenset(zip(*ends, data, strict=False))
 
     def programmatic(self) -> frozenset[int]:
-        """The nodes that may start before one that they depend on has ended."""
+        """Returns the nodes that may start before a node that they depend on has ended."""
         if self.plain:
             return frozenset()
         programmatic = EdgeType.PROGRAMMATIC
@@ -174,15 +174,15 @@ class EdgeArrays:
 
 
 class Other(NamedTuple):
-    """A node that was decoded when it was read: no kernel, or one that only Python can read."""
+    """A node that was decoded at once: no kernel, or a kernel that only Python can read."""
 
     kind: NodeKind | None
-    """None if this release does not know it."""
+    """The kind; None if this release does not have it."""
     params: NodeParams | DriverError
 
 
 class NodeDecoder(Protocol):
-    """The driver, as far as decoding needs it."""
+    """The parts of the driver that decoding needs."""
 
     shapes: Shapes
 
@@ -196,9 +196,9 @@ _MEMORY_NODES = (AllocNodeParams, FreeNodeParams)
 
 
 class CudaFrozenGraph:
-    """`others`: the indices of the nodes that are no `RawKernel`.  `read`: the attributes that the
-    shapes hold; `rest`: those to be read when a node is decoded.  `by_function`: a node may have
-    attributes that the driver does not tell."""
+    """A frozen definition.  `others`: the indices of the nodes that are no `RawKernel`.  `read`:
+    the attributes that the shapes hold; `rest`: those to be read when a node is decoded.
+    `by_function`: a node may have attributes that the driver does not report."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class CudaFrozenGraph:
                 held = [entry for entry in held if not isinstance(entry, Other)]
             if self._by_function:
                 kinds = {(entry[1], entry[0]) for entry in held}
-            else:  # a comprehension of one thing: most updates wait for this
+            else:  # a comprehension over one value: most updates spend their time here
                 kinds = {(shape, 0) for shape in {entry[1] for entry in held}}
             made = {self._attributes_of(*kind) for kind in kinds}
             others = map(self.attributes, self._others)

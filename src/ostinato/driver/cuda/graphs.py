@@ -1,8 +1,8 @@
 """The CUDA driver's graphs: definitions, with their nodes and edges.
 
-A kernel node's cluster, cooperative and priority are attributes, set by calls of their own after
-the node is there.  Whether it may start before its predecessor ends is not an attribute of the
-node but of its incoming edges (`LaunchConfig.programmatic` is read from them and not written).
+A kernel node's cluster, cooperative and priority are attributes, set by separate calls once the
+node exists.  A programmatic launch is not an attribute of the node but of its incoming edges:
+`LaunchConfig.programmatic` is read from them and not written.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ from ostinato.driver.cuda.streams import StreamCalls
 from ostinato.driver.launcher import node_reader
 from ostinato.errors import ContextPoisonedError, DriverError, Status
 
-# Kinds that no call changes.
+# Kinds of nodes whose parameters no call changes.
 _KINDS: dict[type[NodeParams], NodeKind] = {
     EmptyNodeParams: NodeKind.EMPTY,
     ChildGraphNodeParams: NodeKind.CHILD_GRAPH,
@@ -97,7 +97,7 @@ _KINDS: dict[type[NodeParams], NodeKind] = {
     ConditionalNodeParams: NodeKind.CONDITIONAL,
 }
 
-# What sets a node's parameters: in a definition, and in an executable.
+# The calls that set a node's parameters: in a definition, and in an executable.
 _SETTERS: dict[type[NodeParams], tuple[str, str]] = {
     MemcpyNodeParams: ("cuGraphMemcpyNodeSetParams", "cuGraphExecMemcpyNodeSetParams"),
     MemsetNodeParams: ("cuGraphMemsetNodeSetParams", "cuGraphExecMemsetNodeSetParams"),
@@ -111,7 +111,7 @@ _SETTERS: dict[type[NodeParams], tuple[str, str]] = {
     ),
 }
 
-# What reads a kernel node.
+# The calls that read a kernel node.
 _READ = (
     *("cuGraphNodeGetType", "cuGraphKernelNodeGetParams_v2"),
     "cuGraphKernelNodeGetAttribute",
@@ -129,7 +129,7 @@ _MEMORY_NODES = "nodes cannot leave a graph that has alloc or free nodes"
 
 
 class GraphCalls(StreamCalls, ModuleCalls):
-    """Graph definitions, ours and other libraries'."""
+    """Graph definitions of this library and of others."""
 
     def __init__(self, lib: cu.Libcuda, context: int, ordinal: int) -> None:
         super().__init__(lib, context, ordinal)
@@ -137,16 +137,16 @@ class GraphCalls(StreamCalls, ModuleCalls):
         self.shapes = Shapes()
         self._read_addresses = tuple(lib.address(symbol) for symbol in _READ)
         self._hides_attributes = False
-        """Whether kernels of other libraries may have launch attributes that cannot be read."""
+        """True if kernels of other libraries may have launch attributes that cannot be read."""
         self._configs_read: dict[int, LaunchConfig] = {}
-        """Node to the config last read from it.  An update that passes this same object keeps the
-        node's attributes, which need not be read from the driver again then."""
+        """The config last read from each node.  An update that passes this same object keeps the
+        node's attributes, which then need not be read from the driver again."""
 
     def graph_create(self) -> GraphHandle:
         return GraphHandle(self._handle("graph_create", "cuGraphCreate", 0))
 
     def graph_destroy(self, graph: GraphHandle) -> None:
-        # First: once they are free, the driver may give these handles to another thread's graph.
+        # First: once the handles are free, the driver may give them to another thread's graph.
         before = self._conditionals.take_graph(graph)
         try:
             self._call("graph_destroy", "cuGraphDestroy", graph)
@@ -181,8 +181,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
         return self._edge_arrays("graph_edges", graph).edges()
 
     def _edge_arrays(self, seam: str, graph: GraphHandle) -> EdgeArrays:
-        # Always with edge data: without a place for it the query fails (LOSSY_QUERY) where there
-        # is programmatic launch.
+        # Always with edge data: without room for it the query fails (LOSSY_QUERY) for graphs with
+        # programmatic launch.
         count = ctypes.c_size_t()
         self._call(seam, "cuGraphGetEdges_v2", graph, None, None, None, byref(count))
         made = EdgeArrays(count.value)
@@ -220,8 +220,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
         nodes: Sequence[int],
         attributes: tuple[int, ...],
     ) -> list[int | RawKernel | None] | int:
-        """Raw kernel nodes, the kinds of other nodes, None for what this cannot read; or the status
-        that was not 0."""
+        """Returns raw kernel nodes, the kinds of other nodes, and None for nodes that only Python
+        can read; or the first status that is not 0."""
         if not nodes:
             return []
         compiled = node_reader()
@@ -239,7 +239,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         return found
 
     def _read_other(self, node: NodeHandle, kind: int | None) -> Other:
-        """A node that Python must read.  An error is raised when the node is asked for."""
+        """Reads a node that only Python can read.  Keeps an error, for the access to raise."""
         try:
             params: NodeParams | DriverError = self.node_params(node)
         except ContextPoisonedError:
@@ -248,20 +248,20 @@ class GraphCalls(StreamCalls, ModuleCalls):
             params = error
         try:
             return Other(NodeKind.KERNEL if kind is None else NodeKind(kind), params)
-        except ValueError:  # a kind that this release does not know
+        except ValueError:  # a kind that this release does not have
             return Other(None, params)
 
     def layout_of(self, function: int, seam: str = "node_params") -> tuple[ParameterSlot, ...]:
-        """The layout of a function's parameters."""
+        """Returns the layout of a function's parameters."""
         known = self._layouts.get(function)
         return self._parameter_layout(seam, function) if known is None else known
 
     def words_of(self, node: int, attributes: tuple[int, ...]) -> tuple[str, ...]:
-        """Those of a node's attributes that `LaunchConfig` has no field for, in words."""
+        """Returns in words those of a node's attributes for which `LaunchConfig` has no field."""
         return attribute_words(self._attributes_of(node, attributes))
 
     def note_config(self, node: int, config: LaunchConfig) -> None:
-        """Notes that a config has the attributes that the node has."""
+        """Notes that a config equals the present attributes of a node."""
         if len(self._configs_read) >= _MAX_CONFIGS:
             self._configs_read.clear()
         self._configs_read[node] = config
@@ -357,7 +357,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
             keep = self._fill(seam, raw, params, number)
             symbol = "cuGraphAddNode_v2"
             status = self._status(seam, symbol, byref(node), graph, nodes, edges, count, byref(raw))
-            del keep  # what `raw` points to had to live until here
+            del keep  # memory that `raw` points to had to live until here
             if not status and isinstance(params, ConditionalNodeParams):
                 bodies = read_conditional(raw.conditional)
                 self._conditionals.add(graph, NodeHandle(node.value), bodies)
@@ -413,9 +413,9 @@ class GraphCalls(StreamCalls, ModuleCalls):
             nodes.append(node)
 
     def _fill(self, seam: str, raw: cu.GraphNodeParams, params: NodeParams, number: int) -> object:
-        """Fills the union.  Returns what must stay alive as long as `raw` is used.
+        """Fills the union.  Returns the object that must stay alive as long as `raw` is used.
 
-        `number`: of a host function.
+        `number`: that of a host function.
         """
         context = self._context
         match params:
@@ -534,7 +534,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
             self._set_kernel(seam, node, params)
             return
         # No call gives a node's graph (before 13.2), so no user object can hold a host function:
-        # it is kept as long as the process, as are those it replaced.
+        # it is kept as long as the process, like the function that it replaced.
         self._set(seam, node, params, None)
 
     def conditional_create(
@@ -553,7 +553,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
     def _set(
         self, seam: str, node: NodeHandle, params: NodeParams, executable: ExecHandle | None
     ) -> int:
-        """Sets parameters that are no kernel's, in the definition or in an executable.
+        """Sets parameters of a node that is no kernel, in the definition or in an executable.
 
         Returns the number under which a host function is kept, else 0.
         """
@@ -590,7 +590,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         else:
             symbol = of_executable
             status = self._status(seam, symbol, executable, node, given, *last)
-        del keep  # what `given` points to had to live until here
+        del keep  # memory that `given` points to had to live until here
         if status:
             self._host_functions.release(number)
             raise self._error(status, seam, node=node)
@@ -615,7 +615,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
     def _fill_memcpy(
         self, seam: str, raw: cu.Memcpy3D, params: MemcpyNodeParams, old: cu.Memcpy3D | None
     ) -> None:
-        """`old`: what the node copies now, None for a new one."""
+        """Fills a copy node's parameters.  `old`: the node's present ones, None for a new node."""
         before = (None, None) if old is None else copy_ends(old)
         if params.opaque or any(end and end.kind == cu.MEMORY_ARRAY for end in before):
             raise self._refused(seam, "one side of this copy is a CUDA array: shown, not settable")
@@ -628,11 +628,11 @@ class GraphCalls(StreamCalls, ModuleCalls):
         )
 
     def _memory_kind(self, address: int, old: CopyEnd | None) -> int:
-        """The CUmemorytype for the memory at `address`, host or device.
+        """Returns the CUmemorytype for the memory at `address`, host or device.
 
-        It is what the driver reports; "unified" for memory that it does not know, such as that of
-        an alloc node.  A node keeps the value that it has for memory of the same kind: the driver
-        takes another value for a change of kind, and refuses it.
+        This is the type that the driver reports; "unified" for memory unknown to the driver, such
+        as that of an alloc node.  A node keeps its value for memory of the same kind: the driver
+        treats another value as a change of kind, and refuses it.
         """
         kind = self._memory_type(address)
         if old is None or kind == old.kind:
@@ -642,7 +642,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         return kind or cu.MEMORY_UNIFIED
 
     def _fixed(self, seam: str, node: NodeHandle, params: NodeParams) -> DriverError:
-        """The error for parameters that cannot be set: a fixed kind of node, or another kind."""
+        """Returns the error for parameters that cannot be set: a fixed or another kind of node."""
         kind = self.node_kind(node)
         if _KINDS.get(type(params)) not in (None, kind):
             detail = f"it is a {kind.name} node, and {type(params).__name__} were given"
@@ -683,7 +683,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
     def _kernel_block(
         self, seam: str, params: KernelNodeParams, node: int | None = None
     ) -> ctypes.Array[ctypes.c_char]:
-        """Begins with a CUDA_KERNEL_NODE_PARAMS_v2, and holds all that it points to."""
+        """Returns a block of a CUDA_KERNEL_NODE_PARAMS_v2 and the memory that it points to."""
         self._check_arguments(seam, params.function, params.arguments, node)
         try:
             return node_block(params, self._context)
@@ -744,7 +744,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         self, seam: str, node: int, config: LaunchConfig, before: LaunchConfig | None
     ) -> None:
         values = dict(attribute_values(config, launch=False))
-        if before is not None:  # what was set and is not wanted any more goes back to its default
+        if before is not None:  # attributes that are not requested any more return to their default
             for identity, _ in attribute_values(before, launch=False):
                 values.setdefault(identity, default_value(identity))
         for identity, value in values.items():
@@ -757,7 +757,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
                 )
 
     def _refuse_other_attributes(self, seam: str, node: int, config: LaunchConfig) -> None:
-        """Raises for other attributes than the node's: an executable's setter ignores them."""
+        """Raises if the attributes differ from the node's: an executable's setter ignores them."""
         if self._configs_read.get(node) is config:
             return
         self._require_on(seam)
@@ -774,7 +774,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
     def _attributes_of(
         self, node: int, identities: tuple[int, ...]
     ) -> dict[int, cu.LaunchAttributeValue]:
-        """The node's attributes that this device has.  These calls skip the look-up of the
+        """Returns the node's attributes that this device has.  These calls skip the look-up of the
         current context: a node needs ten of them, and they do not depend on it."""
         values = (cu.LaunchAttributeValue * len(identities))()
         get, address = self._calls["cuGraphKernelNodeGetAttribute"], ctypes.addressof(values)
@@ -788,7 +788,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
 
 @dataclass(frozen=True, slots=True)
 class _Conditional:
-    """A conditional node that we made."""
+    """A conditional node that this library made."""
 
     graph: int
     params: ConditionalNodeParams
@@ -797,18 +797,18 @@ class _Conditional:
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of conditional nodes and of the conditions made for a graph, by handles."""
+    """The data of conditional nodes, and of the conditions made for a graph, by handles."""
 
     nodes: dict[int, _Conditional] = field(default_factory=dict)
     made: dict[int, dict[int, ConditionDefaults]] = field(default_factory=dict)
-    """Graph to the conditions that were made for it."""
+    """The conditions that were made for each graph, by its handle."""
 
 
 class _Conditionals:
-    """The conditional nodes that we made: a driver before 13.2 cannot read one back.
+    """The conditional nodes that this library made: a driver before 13.2 cannot read one back.
 
-    A node of another thread or library may get the handle of ours once ours is destroyed.  So each
-    call that destroys takes what is known out before, and puts it back if the driver refuses.
+    A node of another thread or library may get the handle of a destroyed node.  So each call that
+    destroys removes the data first, and puts it back if the driver refuses.
     """
 
     def __init__(self) -> None:
@@ -834,13 +834,13 @@ class _Conditionals:
         return None if known is None else known.params
 
     def take_graph(self, graph: int) -> _Known:
-        """Takes out what is known of a graph, and of the bodies in it."""
+        """Removes and returns the data of a graph and of the bodies in it."""
         taken = _Known()
         self._take_graph(graph, taken)
         return taken
 
     def take_node(self, node: int) -> _Known:
-        """Takes out what is known of a node, and of its bodies."""
+        """Removes and returns the data of a node and of its bodies."""
         taken = _Known()
         self._take_node(node, taken)
         return taken
@@ -850,8 +850,8 @@ class _Conditionals:
         self._known.made |= taken.made
 
     def _around(self, body: int) -> int | None:
-        """The graph that a body's node is in; None for what is no body."""
-        nodes = [*self._known.nodes.values()]  # other threads add and take out
+        """Returns the graph that contains a body's node; None for a graph that is no body."""
+        nodes = [*self._known.nodes.values()]  # other threads add and remove
         return next((known.graph for known in nodes if body in known.params.bodies), None)
 
     def _take_graph(self, graph: int, taken: _Known) -> None:

@@ -1,16 +1,16 @@
-"""Python functions that the CUDA driver calls, and how long they live.
+"""Python functions that the CUDA driver calls, and their lifetimes.
 
-The driver gets one C function of ours and a number as its user data; the number finds the Python
-function here.  Three lifetimes:
+The driver gets one C function of this file and a number as its user data; the number identifies the
+Python function here.  Three lifetimes:
 
 * once: removed when it runs (a launch on a stream that does not capture);
-* with a graph: the graph holds a CUDA user object, and so does whatever is cloned or instantiated
-  from it; when the last of them is gone and done, the user object's destructor runs;
+* with a graph: the graph holds a CUDA user object, and so does every clone and executable of it;
+  when the last of them is destroyed and done, the user object's destructor runs;
 * with an executable: set on one of its nodes.  An executable cannot hold user objects, so the
   function is released by the first `synchronize` after the executable was destroyed.
 
-The destructor is libc's `sem_post` on a semaphore of ours and not a Python callback: the driver
-may run it late, on its own thread, after the interpreter has ended.  `sweep` reads the semaphores.
+The destructor is libc's `sem_post` on a semaphore and not a Python callback: the driver may run it
+late, on its own thread, after the interpreter has ended.  `sweep` reads the semaphores.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _SEMAPHORE_BYTES = 64  # sem_t has 32 with glibc and musl on 64 bit
 
 
 class _Registered(NamedTuple):
-    """A function, and who is told if it raises."""
+    """A function, and the listeners that are called if it raises."""
 
     function: Callable[[], object]
     listeners: list[HostFailureListener]
 
 
-# Of the process, not of a driver object: graphs outlive it and call into these.
+# Global, not of a driver object: graphs outlive the driver object and call into these.
 _numbers = itertools.count(1)
 _functions: dict[int, _Registered] = {}
 _CallbackType = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -70,14 +70,14 @@ _kept = _CallbackType(_run_kept)
 _once = _CallbackType(_run_once)
 for _callback in (_kept, _once):
     # Never freed: the driver may call while the interpreter ends, and libffi gives the place of
-    # a function that was freed to the next one that is made.
+    # a freed function to the next one that is made.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_callback))
 _KEPT_POINTER = ctypes.cast(_kept, ctypes.c_void_p).value or 0
 _ONCE_POINTER = ctypes.cast(_once, ctypes.c_void_p).value or 0
 
 
 class HostFunctions:
-    """The registry.  `pointer` is the C function for what lives longer than one call."""
+    """The registry.  `pointer` is the C function for functions that live longer than one call."""
 
     pointer = _KEPT_POINTER
     once_pointer = _ONCE_POINTER
@@ -85,24 +85,24 @@ class HostFunctions:
     def __init__(self, lib: Libcuda) -> None:
         self._lib = lib
         self.listeners: list[HostFailureListener] = []
-        """Who is told of a function that raised."""
+        """The listeners that are called with a function that raised."""
         self._lock = new_lock()
         self._with_graphs: dict[int, int] = {}
-        """Number of a function to the address of its semaphore."""
+        """The address of the semaphore of each function of a graph, by the function's number."""
         self._of_executables: dict[int, list[int]] = {}
-        """Executable to the numbers of the functions set on its nodes."""
+        """The numbers of the functions set on nodes of each executable, by its handle."""
         self._given_up: list[int] = []
         """Functions of destroyed executables: only a launch under way may still call them."""
         self._libc = _load_libc()
 
     def add(self, function: Callable[[], object]) -> int:
-        """Keeps `function` until `release`, or until it ran through `once_pointer`."""
+        """Keeps `function` until `release` or its run by `once_pointer`; returns its number."""
         number = next(_numbers)
         _functions[number] = _Registered(function, self.listeners)
         return number
 
     def add_to_graph(self, graph: int, function: Callable[[], object]) -> int:
-        """Keeps `function` as long as `graph` or anything made from it can still call it."""
+        """Keeps `function` as long as `graph` or an object made from it can still call it."""
         self.sweep()
         number = self.add(function)
         semaphore = int(self._libc.calloc(1, _SEMAPHORE_BYTES))
@@ -124,7 +124,7 @@ class HostFunctions:
         return number
 
     def release(self, number: int) -> None:
-        """Forgets a function of `add`; does nothing for one of a graph, which `sweep` forgets."""
+        """Removes a function of `add`; does nothing for one of a graph, which `sweep` removes."""
         if number not in self._with_graphs:
             _functions.pop(number, None)
 
@@ -135,23 +135,23 @@ class HostFunctions:
             self._of_executables.setdefault(executable, []).append(number)
 
     def taken_from(self, executable: int) -> list[int]:
-        """Takes out the functions of an executable that is about to be destroyed."""
+        """Removes and returns the functions of an executable that is about to be destroyed."""
         with self._lock:
             return self._of_executables.pop(executable, [])
 
     def give_up(self, numbers: Sequence[int]) -> None:
-        """Their executable was destroyed; launches under way may still call them."""
+        """Keeps functions of a destroyed executable, which launches under way may still call."""
         with self._lock:
             self._given_up.extend(numbers)
 
     def take_given_up(self) -> list[int]:
-        """The functions of destroyed executables: release them once the device has finished."""
+        """Returns functions of destroyed executables, to release once the device has finished."""
         with self._lock:  # `give_up` must not append to the list that is returned
             taken, self._given_up = self._given_up, []
             return taken
 
     def sweep(self) -> None:
-        """Forgets the functions whose graphs are gone."""
+        """Removes the functions whose graphs are gone."""
         with self._lock:
             waiting = list(self._with_graphs.items())
         for number, semaphore in waiting:
@@ -165,7 +165,7 @@ class HostFunctions:
                     self._libc.free(semaphore)
 
     def find(self, pointer: int, user_data: int) -> Callable[[], object] | None:
-        """The Python function behind a host node's raw values; None if it is not one of ours."""
+        """Returns the Python function of a host node's raw values; None for another library's."""
         if pointer not in (_KEPT_POINTER, _ONCE_POINTER):
             return None
         registered = _functions.get(user_data)

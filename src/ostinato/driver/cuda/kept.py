@@ -1,9 +1,9 @@
-"""Which launch attributes an executable keeps without a word, tried on this machine's driver.
+"""Launch attributes that an executable silently keeps, tried on this machine's driver.
 
-For each attribute: a kernel node that has one value is instantiated and launched, and is then to
-get another, by a whole update (cuGraphExecUpdate) and by parameters of one node
-(cuGraphExecKernelNodeSetParams, after the definition's node got the other value).  A kernel can see
-the size of its cluster; of the other attributes only the driver's answer is known.
+For each attribute: a kernel node with one value is instantiated and launched, and then given
+another value, by a whole update (cuGraphExecUpdate) and by parameters of one node
+(cuGraphExecKernelNodeSetParams, after the definition's node got the other value).  A kernel can
+read the size of its cluster; for the other attributes only the driver's status is known.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PTX = """
 
 
 class Fate(enum.Enum):
-    """What becomes of another value."""
+    """The fate of another value."""
 
     REFUSED = "refused"
     APPLIED = "the kernel has the new value"
@@ -57,7 +57,7 @@ class Fate(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttributeFate:
-    """`read_back`: whether the driver tells the value of a node that it was set on."""
+    """The fates of one attribute.  `read_back`: the driver reports the value set on a node."""
 
     attribute: str
     read_back: bool
@@ -73,7 +73,7 @@ def _number(value: int) -> bytes:
     return bytes(ctypes.c_int(value))
 
 
-# Name, identity, the value before and the value after, None for a node that was not given one.
+# Name, identity, the value before (None: left at its default) and the value after.
 # A node with a preferred cluster size also has a cluster size, which must divide it.
 _TRIED: tuple[tuple[str, int, bytes | None, bytes], ...] = (
     ("cluster size", cu.ATTRIBUTE_CLUSTER_DIMENSION, _dimensions(2), _dimensions(4)),
@@ -88,11 +88,10 @@ _TRIED: tuple[tuple[str, int, bytes | None, bytes], ...] = (
 
 
 def attribute_fates(driver: CudaDriver) -> tuple[AttributeFate, ...]:
-    """The attributes that this GPU and driver have, and what becomes of each; empty without
-    clusters.
+    """Returns the fates of the attributes that this GPU and driver have; empty without clusters.
 
-    Raises DriverError.  The memory that it takes, less than 1 MiB, is freed at the end of the
-    process.
+    Raises DriverError.  The trials take less than 1 MiB of memory, which the end of the process
+    frees.
     """
     if not driver.capabilities.clusters:
         return ()
@@ -125,7 +124,7 @@ class _Trial:
         self._stream = driver.stream_create()
 
     def fate(self) -> AttributeFate | None:
-        """None if no node can have the attribute here."""
+        """Returns the fates of the attribute; None if no node can have it here."""
         made = [self._graph(value) for value in (self._before, self._after)]
         if None in made:
             return None
@@ -139,7 +138,7 @@ class _Trial:
         )
 
     def _graph(self, value: bytes | None) -> tuple[GraphHandle, NodeHandle] | None:
-        """A graph of one kernel node with this value of the attribute, None for its default."""
+        """Makes a graph of one kernel node with this value of the attribute; None: its default."""
         graph = self._driver.graph_create()
         node = self._driver.graph_add_node(graph, (), self._kernel)
         if self._identity == cu.ATTRIBUTE_PREFERRED_CLUSTER:
@@ -154,7 +153,7 @@ class _Trial:
         return self._driver._status("attribute_fates", symbol, node, identity, byref(raw))
 
     def _changed(self, graph: GraphHandle, change: Callable[[ExecHandle], int]) -> Fate:
-        """What becomes of a change of an executable that was launched."""
+        """Returns the fate of a change of an executable that was launched."""
         run = self._driver.graph_instantiate(graph)
         try:
             self._driver.exec_launch(run, self._stream)

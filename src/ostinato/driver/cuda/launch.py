@@ -1,6 +1,6 @@
-"""Kernel launches between our records and cuda.h's structures: arguments and attributes.
+"""Converts kernel launches between records and cuda.h's structures: arguments and attributes.
 
-Everything here is pure: records in, structures out, and the other way.
+All functions are pure: records in, structures out, and the other way.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda import libcuda as cu
 
-# The heads of the blocks below, as `struct` packs them: CUlaunchConfig, and
+# The heads of the blocks below, in the format of `struct`: CUlaunchConfig, and
 # CUDA_KERNEL_NODE_PARAMS_v2.  A test compares them with the structures.
 LAUNCH_HEAD = "=7I4xQQI4x"
 NODE_HEAD = "=Q7I4xQQQQ"
 _HEAD_START, _HEAD_END = struct.Struct("=Q7I4x"), struct.Struct("=QQQQ")  # of NODE_HEAD
 
 _WORD = 8
-_EXTRA_WORDS_GIVEN = 6  # the two pairs, the end, and the size that one of them points to
+_EXTRA_WORDS_GIVEN = 6  # the two pairs, the end, and the size to which one of them points
 _EXTRA_WORDS_READ = 64
 
 SETTABLE = (cu.ATTRIBUTE_CLUSTER_DIMENSION, cu.ATTRIBUTE_COOPERATIVE, cu.ATTRIBUTE_PRIORITY)
@@ -44,8 +44,8 @@ SHOWN = (
 )
 # CUclusterSchedulingPolicy
 _LOAD_BALANCING = 2
-"""Of blocks of clusters.  1 (spread) is what the driver tells of a captured launch that asks for
-nothing (580.159)."""
+"""The policy for blocks of clusters that is shown.  The driver reports 1 (spread) for a captured
+launch that requests no policy (580.159)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class PreparedLaunch:
     """A launch that can be repeated, from any thread: the same arguments, config and stream.
 
     It keeps `arguments` alive, so that their `id` identifies them.  `call` returns the status, or
-    None if another context than the driver's is current: then nothing was launched.
+    None, without a launch, if another context than the driver's is current.
     """
 
     stream: int
@@ -65,7 +65,7 @@ class PreparedLaunch:
 
 
 class Attributes:
-    """A launch's attributes as the driver takes them."""
+    """A launch's attributes in the driver's format."""
 
     def __init__(self, config: LaunchConfig) -> None:
         values = attribute_values(config, launch=True)
@@ -79,29 +79,29 @@ class Attributes:
 
 @functools.lru_cache(maxsize=1024)
 def attributes_of(config: LaunchConfig) -> Attributes:
-    """The attributes of a config, made once for all equal ones."""
+    """Returns the attributes of a config, one object for all equal configs."""
     return Attributes(config)
 
 
 # ------------------------------------------------------------------------------------- arguments
 
-# A block is one piece of memory that holds everything one call takes: the head, the pointers, and
-# the argument bytes they point to.  One `pack_into` instead of ctypes structures and arrays filled
-# field by field: a launch against a libcuda that does nothing went from 4.2 to 2.6 µs.
+# A block is one piece of memory that holds all data of one call: the head, the pointers, and the
+# argument bytes to which they point.  One `pack_into` instead of ctypes structures and arrays
+# filled field by field: a launch against a libcuda that does nothing went from 4.2 to 2.6 µs.
 
 
 @functools.lru_cache(maxsize=1024)
 def _block_type(
     head: str, words: int, nbytes: int
 ) -> tuple[struct.Struct, type[ctypes.Array[ctypes.c_char]], int]:
-    """How a block is packed, the ctypes array that holds it, and where its words begin."""
+    """Returns the packing of a block, its ctypes array type, and the offset of its words."""
     packing = struct.Struct(f"{head}{words}Q{nbytes}s")
     return packing, ctypes.c_char * packing.size, struct.calcsize(head)
 
 
 class ParameterBlock(NamedTuple):
-    """A block, and the addresses inside it that the call takes as kernelParams and extra: one of
-    them, or neither where there are no arguments."""
+    """A block, and the addresses inside it for kernelParams and extra: one of them, or neither
+    without arguments."""
 
     memory: ctypes.Array[ctypes.c_char]
     params: int | None
@@ -111,7 +111,7 @@ class ParameterBlock(NamedTuple):
 def _parts(
     head: str, arguments: KernelArguments
 ) -> tuple[struct.Struct, ctypes.Array[ctypes.c_char], int, int, Sequence[int]]:
-    """What packs a block, its memory, kernelParams and extra (0 for none), and its words."""
+    """Returns a block's packing, its memory, kernelParams and extra (0 for none), and its words."""
     data, layout = arguments.data, arguments.layout
     if layout and not arguments.packed:
         count = len(layout)
@@ -133,7 +133,7 @@ def _parts(
 def launch_block(
     config: LaunchConfig, stream: int, attributes: Attributes | None, arguments: KernelArguments
 ) -> ParameterBlock:
-    """Begins with a CUlaunchConfig.  Raises struct.error if a number does not fit its field."""
+    """Makes a block that begins with a CUlaunchConfig.  Raises struct.error as `node_block`."""
     packing, memory, params, extra, words = _parts(LAUNCH_HEAD, arguments)
     given = (0, 0) if attributes is None else (attributes.address, attributes.count)
     sizes = *config.grid, *config.block, config.shared
@@ -142,7 +142,7 @@ def launch_block(
 
 
 def node_block(params: KernelNodeParams, context: int) -> ctypes.Array[ctypes.c_char]:
-    """Begins with a CUDA_KERNEL_NODE_PARAMS_v2.
+    """Makes a block that begins with a CUDA_KERNEL_NODE_PARAMS_v2.
 
     Raises struct.error if a number does not fit its field.
     """
@@ -155,7 +155,7 @@ def node_block(params: KernelNodeParams, context: int) -> ctypes.Array[ctypes.c_
 
 
 class NodeBlocks:
-    """What `node_block` makes, of many rows of a table in one piece of memory.
+    """The blocks of `node_block` for many rows of a table, in one piece of memory.
 
     The blocks point to the table's own bytes.
     """
@@ -172,7 +172,7 @@ class NodeBlocks:
         self._words = (ctypes.c_uint64 * sum(counts))()
         here = ctypes.addressof(self._words)
         data = ctypes.addressof(ctypes.c_char.from_buffer(kernels.data)) if kernels.data else 0
-        # What many rows have alike is packed once: by the identity of what the table keeps.
+        # Data that many rows share is packed once, keyed by the identity of the table's objects.
         starts: dict[tuple[int, int], bytes] = {}
         offsets: dict[int, list[int]] = {}
         words: list[int] = []
@@ -206,8 +206,8 @@ class NodeBlocks:
 def read_arguments(
     kernel_params: int | None, extra: int | None, layout: tuple[ParameterSlot, ...]
 ) -> KernelArguments:
-    """Copies the arguments out of a node's memory, which is the driver's.  `layout`: the
-    function's."""
+    """Copies the arguments from a node's memory, which belongs to the driver.  `layout`: that of
+    the function."""
     if kernel_params and layout:
         end = max(slot.offset + slot.size for slot in layout)
         data = bytearray(end)
@@ -222,7 +222,7 @@ def read_arguments(
 
 
 def packed_arguments(data: bytes, layout: tuple[ParameterSlot, ...]) -> KernelArguments:
-    """Those of a buffer; the function's layout is kept only where it fits into it."""
+    """Returns the arguments of a buffer, with the function's layout only if it fits the buffer."""
     fits = all(slot.offset + slot.size <= len(data) for slot in layout)
     return KernelArguments(data, layout if fits else (), packed=True)
 
@@ -248,7 +248,7 @@ def _read_extra(extra: int) -> bytes:
 def attribute_values(
     config: LaunchConfig, *, launch: bool
 ) -> list[tuple[int, cu.LaunchAttributeValue]]:
-    """The attributes that a config asks for.
+    """Returns the attributes that a config requests.
 
     Programmatic stream serialization is valid for launches only; a node has it in its edges.
     """
@@ -275,8 +275,8 @@ def attribute_values(
 def config_of(
     sizes: Sequence[int], found: dict[int, cu.LaunchAttributeValue], *, programmatic: bool
 ) -> LaunchConfig:
-    """The launch shape of a node with these `sizes`: grid (three numbers), block (three) and
-    dynamic shared memory; and these attributes.  An attribute that the device lacks counts as not
+    """Returns the launch shape of a node with these attributes and `sizes`: grid (three numbers),
+    block (three) and dynamic shared memory.  An attribute that the device lacks counts as not
     set."""
     cluster = None
     if value := found.get(cu.ATTRIBUTE_CLUSTER_DIMENSION):
@@ -299,7 +299,7 @@ def config_of(
 
 
 def attribute_words(found: dict[int, cu.LaunchAttributeValue]) -> tuple[str, ...]:
-    """The attributes that are set and that `LaunchConfig` has no field for, in words."""
+    """Returns in words the attributes that are set and for which `LaunchConfig` has no field."""
     words: list[str] = []
     if (value := found.get(cu.ATTRIBUTE_ACCESS_POLICY_WINDOW)) and value.words[1]:
         words.append(f"access policy window of {value.words[1]} bytes at {value.words[0]:#x}")

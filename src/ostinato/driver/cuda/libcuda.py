@@ -11,11 +11,11 @@ header's names; unions list only the members that are used.  Tests compare both 
 from the headers of CUDA 12.0 to 13.5 (`tools/cuda_versions.py`), and with the cuda.h of the machine
 through a C compiler.
 
-What depends on the driver is decided by the version found (`Libcuda.version`, from
-cuDriverGetVersion).  `REQUIRED` is the oldest that is opened: before 12.4 a function does not give
-its parameters (cuFuncGetParamInfo), without which no kernel node can be read or checked.  What came
-later is in `FEATURES` and `SINCE`.  Structures are the newest known; a field that an older driver
-does not know lies in bytes that it reserves, and is zero there.
+The version of the driver decides about features (`Libcuda.version`, from cuDriverGetVersion).
+`REQUIRED` is the oldest that is opened: before 12.4 a function does not report its parameters
+(cuFuncGetParamInfo), without which no kernel node can be read or checked.  Later calls and features
+are in `FEATURES` and `SINCE`.  Structures are the newest known; a field that an older driver does
+not have lies in bytes that it reserves, and is zero there.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ REQUIRED: Version = (12, 4)
 """The oldest CUDA whose driver is opened (driver 550)."""
 
 SINCE: dict[str, Version] = {"cuEventElapsedTime_v2": (12, 8), "cuGraphNodeGetParams": (13, 2)}
-"""The calls that came after `REQUIRED`, and with which CUDA.  The driver can do without them."""
+"""Calls that came after `REQUIRED`, and the CUDA that has them.  They are optional."""
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """What a driver can do from some version on.  `words` are the subject of a sentence."""
+    """A feature of drivers from some version on.  `words` are the subject of a sentence."""
 
     words: str
     since: Version
@@ -51,7 +51,7 @@ class Feature:
 BRANCHES = Feature("an IF node with an ELSE body, and a SWITCH node", (12, 8))
 READ_CONDITIONAL = Feature("reading a conditional node that another library made", (13, 2))
 FEATURES = (BRANCHES, READ_CONDITIONAL)
-"""What came after `REQUIRED`."""
+"""The features that came after `REQUIRED`."""
 
 # Symbols are those that the header's macros map to, so that a newer driver changes nothing.
 PROTOTYPES = """
@@ -200,7 +200,7 @@ _C_TYPES: dict[str, Any] = {
     "CUstreamCaptureMode": ctypes.c_int,
     "CUhostFn": ctypes.c_void_p,
 }
-# Opaque handles: pointers in C, integers at our seam.
+# Opaque handles: pointers in C, integers in the protocol.
 _HANDLES = frozenset(
     {
         "CUcontext",
@@ -218,7 +218,7 @@ _HANDLES = frozenset(
 
 
 def parse_prototypes() -> dict[str, tuple[str, ...]]:
-    """`PROTOTYPES` as a table: symbol to the C types of its parameters, as written."""
+    """Returns `PROTOTYPES` as a table: symbol to the C types of its parameters, as written."""
     table: dict[str, tuple[str, ...]] = {}
     for line in PROTOTYPES.strip().splitlines():
         symbol, _, rest = line.rstrip(")").partition("(")
@@ -294,7 +294,7 @@ class LaunchAttributeValue(Union):
         ("preferredClusterDim", Dimensions),
         ("deviceUpdatable", c_int),
         ("sharedMemCarveout", c_uint),
-        ("words", c_uint64 * 8),  # ours: aligns the union as the header's does, by its pointers
+        ("words", c_uint64 * 8),  # not in the header: aligns the union as its pointers do
     )
 
 
@@ -506,8 +506,8 @@ class UpdateResultInfo(Structure):
     _fields_ = (("result", c_int), ("errorNode", c_void_p), ("errorFromNode", c_void_p))
 
 
-# Ours to the header's name; tests compare sizes and the offsets of fields with these names.  A name
-# without a version is what a getter writes.
+# The structures here by the header's names; tests compare sizes and the offsets of fields with
+# these.  A name without a version is what a getter writes.
 STRUCTURES: dict[str, type[Structure] | type[Union]] = {
     "CUgraphEdgeData": EdgeDataStruct,
     "CUlaunchAttributeValue": LaunchAttributeValue,
@@ -545,8 +545,8 @@ STRUCTURES: dict[str, type[Structure] | type[Union]] = {
 class Libcuda:
     """libcuda.so.1.  `lib[symbol]` is a call that returns a status and releases the GIL.
 
-    `version` is the newest CUDA that this driver serves: (12, 8) for a driver 570.  A call that it
-    does not have raises NotAvailableError, and `has` is False for it.
+    `version` is the newest CUDA that this driver serves: (12, 8) for a driver 570.  A call that the
+    driver lacks raises NotAvailableError, and `has` is False for it.
 
     Raises NoCudaError if libcuda cannot be loaded, NotAvailableError if its version is before
     `REQUIRED`.
@@ -592,7 +592,7 @@ class Libcuda:
         return symbol not in self._missing
 
     def require(self, feature: Feature) -> None:
-        """Raises NotAvailableError with what is missing, the version found and the one needed."""
+        """Raises NotAvailableError, with the versions found and needed, without the feature."""
         if self.version < feature.since:
             raise NotAvailableError(
                 f"{feature.words} needs a driver for CUDA {in_words(feature.since)} or later; "
@@ -600,7 +600,7 @@ class Libcuda:
             )
 
     def lacks(self) -> tuple[Feature, ...]:
-        """The features that a newer driver has."""
+        """Returns the features that this driver lacks."""
         return tuple(feature for feature in FEATURES if self.version < feature.since)
 
     def _missing_call(self, symbol: str) -> DriverCall:
@@ -619,12 +619,12 @@ class Libcuda:
         return call
 
     def address(self, symbol: str) -> int:
-        """The address of a function, for C; 0 if this driver does not have it."""
+        """Returns the address of a function, for C; 0 if this driver does not have it."""
         call = self.bare(symbol)
         return 0 if call is None else ctypes.cast(call, ctypes.c_void_p).value or 0
 
     def bare(self, symbol: str) -> Any | None:
-        """A new call without argument conversion, for arguments that are ctypes objects already."""
+        """Returns a new call without argument conversion, for ctypes objects as arguments."""
         try:
             call = self._dll[symbol]  # by index: a new object each time, so argtypes are its own
         except AttributeError:
@@ -634,7 +634,7 @@ class Libcuda:
 
 
 def in_words(version: Version) -> str:
-    """ "12.4"."""
+    """Returns text such as "12.4"."""
     return f"{version[0]}.{version[1]}"
 
 

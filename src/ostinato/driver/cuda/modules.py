@@ -1,7 +1,7 @@
 """The CUDA driver's modules, functions and eager launches.
 
 Modules are CUmodule and not CUlibrary: a module belongs to one context, as a driver here does, its
-functions are CUfunction, which every launch and graph call takes, and unloading it is immediate.
+functions are CUfunction, which every launch and graph call takes, and unloading is immediate.
 Lazy loading is the same for both; `function_load` ends it.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 IMAGE_KINDS = frozenset({"cubin", "ptx", "fatbin"})
 
-# CUjit_option: where the assembler writes why a PTX does not assemble.
+# CUjit_option: buffers for the assembler's reasons why a PTX does not assemble.
 _JIT_INFO_LOG, _JIT_INFO_LOG_SIZE, _JIT_ERROR_LOG, _JIT_ERROR_LOG_SIZE = 3, 4, 5, 6
 _LOG_BYTES = 16 * 1024
 
@@ -52,7 +52,7 @@ _EVERY_FUNCTION_SHARED = 48 * 1024
 
 _MAX_PREPARED = 4096
 
-# What an image of a compiler that is newer than the driver may give, among other things.
+# Statuses for an image of a compiler that is newer than the driver, among other causes.
 _NOT_FOR_THIS_DRIVER = (
     *(Status.INVALID_IMAGE, Status.NO_BINARY_FOR_GPU, Status.UNSUPPORTED_PTX_VERSION),
 )
@@ -65,15 +65,15 @@ class ModuleCalls(CudaCalls):
         super().__init__(lib, context, ordinal)
         self._addresses = lib.address("cuLaunchKernelEx"), lib.address("cuCtxGetCurrent")
         self._functions_of: dict[int, dict[str, FunctionHandle]] = {}
-        """Modules that were loaded here, and their functions that were asked for."""
+        """The functions, by name, that were looked up in each module loaded here."""
         self._images: dict[int, Image] = {}
-        """What those modules were loaded from."""
+        """The images of these modules."""
         self._infos: dict[int, FunctionInfo] = {}
-        """Only of our own modules' functions: another library may reuse a handle."""
+        """Data of functions of these modules only: another library may reuse a handle."""
         self._layouts: dict[int, tuple[ParameterSlot, ...]] = {}
-        """Only of our own modules' functions."""
+        """Layouts of functions of these modules only."""
         self._prepared: dict[int, PreparedLaunch] = {}
-        """The last launch with some arguments, by their identity; the entry keeps them alive."""
+        """The last launch by the identity of its arguments, which the entry keeps alive."""
 
     def module_load(self, image: Image) -> ModuleHandle:
         seam = "module_load"
@@ -83,13 +83,13 @@ class ModuleCalls(CudaCalls):
                 seam,
                 f"an image of kind {image.kind!r}; this driver takes cubin, ptx and fatbin",
             )
-        data = ctypes.c_char_p(image.data)  # no copy; a zero is behind it, which PTX needs
+        data = ctypes.c_char_p(image.data)  # no copy; it ends with the zero byte that PTX needs
         information = ctypes.create_string_buffer(_LOG_BYTES)
         errors = ctypes.create_string_buffer(_LOG_BYTES)
         options = (ctypes.c_int * 4)(
             _JIT_INFO_LOG, _JIT_INFO_LOG_SIZE, _JIT_ERROR_LOG, _JIT_ERROR_LOG_SIZE
         )
-        # The sizes travel as pointers, by value.
+        # The driver takes the sizes by value, in place of pointers.
         values = (ctypes.c_void_p * 4)(
             ctypes.addressof(information), _LOG_BYTES, ctypes.addressof(errors), _LOG_BYTES
         )
@@ -109,7 +109,7 @@ class ModuleCalls(CudaCalls):
         return ModuleHandle(module.value)
 
     def module_unload(self, module: ModuleHandle) -> None:
-        # First: once they are free, the driver may give these handles to what another thread loads.
+        # First: once the handles are free, the driver may give them to another thread's objects.
         functions = self._functions_of.pop(module, {})
         image = self._images.pop(module, None)
         for function in functions.values():
@@ -186,8 +186,8 @@ class ModuleCalls(CudaCalls):
         )
 
     def _require_first_content(self, function: int, name: str, image: Image) -> None:
-        """Raises NOT_FOUND if a variable of the function's module was changed: a file has its first
-        content alone.  Waits for the device."""
+        """Raises NOT_FOUND if a variable of the function's module was changed: a file has only its
+        first content.  Waits for the device."""
         from ostinato.driver.cuda.variables import same_content, variables_of
 
         try:
@@ -205,7 +205,7 @@ class ModuleCalls(CudaCalls):
         ]
         if not differing:
             return
-        # The loader puts addresses into variables: the same code is loaded again, to compare with.
+        # The loader writes addresses into variables: load the same code again, to compare.
         fresh = self.module_load(image)
         try:
             first = self._variables(fresh, variables)
@@ -223,7 +223,7 @@ class ModuleCalls(CudaCalls):
                 )
 
     def _in_short(self, content: bytes, first: bytes) -> str:
-        """What a variable holds that was changed."""
+        """Describes the content of a changed variable."""
         changed = sum(a != b for a, b in zip(content, first, strict=False))
         words = [content[at : at + 8] for at in range(0, len(content) - 7, 8)]
         live = sum(self.memory_range(int.from_bytes(word, "little")) is not None for word in words)
@@ -232,7 +232,7 @@ class ModuleCalls(CudaCalls):
     def _variables(
         self, module: int, variables: Sequence[ModuleVariable]
     ) -> dict[str, tuple[int, bytes]]:
-        """Where the variables of a loaded module are, and what they hold."""
+        """Returns the addresses and contents of the variables of a loaded module."""
         seam = "function_code"
         found = {}
         for variable in variables:
@@ -240,7 +240,7 @@ class ModuleCalls(CudaCalls):
             out = byref(address), byref(size)
             symbol = variable.name.encode()
             if self._status(seam, "cuModuleGetGlobal_v2", *out, module, symbol):
-                continue  # the driver does not export it, as the compiler's own variables
+                continue  # the driver does not export it, like the compiler's own variables
             content = bytearray(min(size.value, len(variable.content)))
             if content:
                 self.memcpy_to_host(memoryview(content), address.value, StreamHandle(0))
@@ -248,7 +248,7 @@ class ModuleCalls(CudaCalls):
         return found
 
     def _image_of(self, function: int, name: str) -> Image:
-        """Raises NOT_FOUND with the reason."""
+        """Returns the image of a function.  Raises NOT_FOUND with the reason."""
         for module, functions in [*self._functions_of.items()]:  # other threads load modules
             if function in functions.values() and module in self._images:
                 return self._images[module]
@@ -271,7 +271,7 @@ class ModuleCalls(CudaCalls):
         return Image("cubin", found[0])
 
     def _looks(self, function: int) -> tuple[object, ...]:
-        """What tells kernels of one name apart, as far as the driver says."""
+        """Returns the properties by which the driver distinguishes kernels of one name."""
         attributes = (_MAX_THREADS, _STATIC_SHARED, _LOCAL, _REGISTERS, *_OF_THE_CODE)
         values = [self._function_attribute(function, attribute) for attribute in attributes]
         return (*values, self._parameter_layout("function_code", function))
@@ -291,7 +291,7 @@ class ModuleCalls(CudaCalls):
         return Image(code.kind, code.data)
 
     def function_restore(self, function: FunctionHandle, code: FunctionCode) -> None:
-        # Never less than what another graph of this function needs.
+        # Never below the value that another graph of this function needs.
         values = {_MAX_DYNAMIC_SHARED: code.shared, _WIDE_CLUSTERS: int(code.wide_clusters)}
         wanted = {
             attribute: value
@@ -320,7 +320,7 @@ class ModuleCalls(CudaCalls):
         return None if target is None else function_call(pack, target)
 
     def _target(self, function: int) -> KernelTarget | None:
-        """None if this libcuda lacks a function that a compiled launch calls."""
+        """Returns None if this libcuda lacks a function that a compiled launch calls."""
         launch, current = self._addresses
         return (launch, current, self._context, function) if launch and current else None
 
@@ -355,7 +355,7 @@ class ModuleCalls(CudaCalls):
         config: LaunchConfig,
         arguments: KernelArguments,
     ) -> PreparedLaunch:
-        """Checks the arguments, and remembers the launch for the same arguments."""
+        """Checks the arguments, and keeps the launch for the same arguments."""
         seam = "launch_kernel"
         self._check_arguments(seam, function, arguments)
         attributes = None if config.plain else attributes_of(config)
@@ -402,7 +402,7 @@ class ModuleCalls(CudaCalls):
         if self._off is None:
             try:
                 name = self._function_name("launch_kernel", function)
-            except Exception:  # the launch's own status is what matters
+            except Exception:  # only the launch's own status matters
                 name = "?"
         return self._error(status, "launch_kernel", f"kernel {name} with {config}")
 
@@ -417,7 +417,7 @@ class ModuleCalls(CudaCalls):
         return ctypes.string_at(name.value).decode("utf-8", "replace") if name.value else ""
 
     def _parameter_layout(self, seam: str, function: int) -> tuple[ParameterSlot, ...]:
-        """Offset and size of each parameter; the call after the last one is INVALID_VALUE."""
+        """Returns the layout; the call after the last parameter gives INVALID_VALUE."""
         slots: list[ParameterSlot] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         symbol, out = "cuFuncGetParamInfo", (byref(offset), byref(size))

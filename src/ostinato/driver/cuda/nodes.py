@@ -1,6 +1,6 @@
-"""Nodes and edges between our records and cuda.h's structures; kernels are in `launch`.
+"""Converts nodes and edges between records and cuda.h's structures; kernels are in `launch`.
 
-Everything here is pure: structures in, records out, and the other way.
+All functions are pure: structures in, records out, and the other way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ostinato.driver.cuda import libcuda as cu
 from ostinato.errors import Status, driver_error
 
 ELEMENT_SIZES = (1, 2, 4)
-"""Sizes of the elements of a fill, in bytes."""
+"""The possible sizes of a fill's elements, in bytes."""
 
 # CUstreamBatchMemOpType
 _WAIT_32, _WRITE_32, _WAIT_64, _WRITE_64 = 1, 2, 4, 5
@@ -36,9 +36,9 @@ _WAIT_KIND_MASK = 0x3
 
 
 def unsigned(value: int, size: int, sizes: tuple[int, ...], seam: str) -> int:
-    """`value`, if it fits `size` bytes without a sign: ctypes would cut it off silently.
+    """Returns `value` if it fits `size` bytes without a sign: ctypes would cut it silently.
 
-    Raises INVALID_VALUE for one that does not fit, and for a size that is not in `sizes`.
+    Raises INVALID_VALUE for a value that does not fit, and for a size that is not in `sizes`.
     """
     if size not in sizes:
         raise driver_error(Status.INVALID_VALUE, seam, f"{size} bytes; it takes one of {sizes}")
@@ -50,7 +50,7 @@ def unsigned(value: int, size: int, sizes: tuple[int, ...], seam: str) -> int:
 def fill_memcpy(
     raw: cu.Memcpy3D, params: MemcpyNodeParams, source_kind: int, target_kind: int
 ) -> None:
-    """Linear memory to linear memory.  The kinds are CUmemorytype."""
+    """Fills a copy from linear to linear memory.  The kinds are CUmemorytype."""
     raw.srcMemoryType, raw.dstMemoryType = source_kind, target_kind
     if source_kind == cu.MEMORY_HOST:
         raw.srcHost = params.src
@@ -62,7 +62,7 @@ def fill_memcpy(
         raw.dstDevice = params.dst
     raw.WidthInBytes, raw.Height, raw.Depth = params.width, params.height, params.depth
     if params.height > 1 or params.depth > 1:
-        # Only then: a pitch has an upper limit (2 GiB) that a plain copy has not.
+        # Only then: a pitch has an upper limit (2 GiB), a plain copy has none.
         raw.srcPitch = params.src_pitch or params.width
         raw.dstPitch = params.dst_pitch or params.width
         raw.srcHeight = params.src_height or params.height
@@ -70,7 +70,7 @@ def fill_memcpy(
 
 
 def read_memcpy(raw: cu.Memcpy3D) -> MemcpyNodeParams:
-    """Offsets are folded into the addresses; dense pitches and heights read as zero."""
+    """Reads a copy: adds offsets to the addresses, and reads dense pitches and heights as zero."""
     size = {"width": raw.WidthInBytes, "height": raw.Height or 1, "depth": raw.Depth or 1}
     source = _start(raw.srcMemoryType, raw.srcHost, raw.srcDevice)
     target = _start(raw.dstMemoryType, raw.dstHost, raw.dstDevice)
@@ -92,7 +92,7 @@ def read_memcpy(raw: cu.Memcpy3D) -> MemcpyNodeParams:
 
 
 def copy_ends(raw: cu.Memcpy3D) -> tuple[CopyEnd, CopyEnd]:
-    """Source and target of a copy."""
+    """Returns source and target of a copy."""
     source = _start(raw.srcMemoryType, raw.srcHost, raw.srcDevice)
     target = _start(raw.dstMemoryType, raw.dstHost, raw.dstDevice)
     return CopyEnd(raw.srcMemoryType, source or 0), CopyEnd(raw.dstMemoryType, target or 0)
@@ -119,7 +119,7 @@ def _unless(value: int, dense: int) -> int:
 
 
 def fill_memset(raw: cu.MemsetParams, params: MemsetNodeParams, context: int, seam: str) -> None:
-    """Raises INVALID_VALUE for a value that does not fit its element."""
+    """Fills a memset.  Raises INVALID_VALUE for a value that does not fit its element."""
     raw.dst = params.dst
     raw.value = unsigned(params.value, params.element_size, ELEMENT_SIZES, seam)
     raw.elementSize = params.element_size
@@ -141,7 +141,7 @@ def read_memset(raw: cu.MemsetParams) -> MemsetNodeParams:
 
 
 def mem_op_array(params: BatchMemOpNodeParams, seam: str) -> ctypes.Array[cu.MemOpStruct]:
-    """Raises INVALID_VALUE for a size other than 4 or 8, or a value that does not fit."""
+    """Returns the array.  Raises INVALID_VALUE for a wrong size, or a value that does not fit."""
     array = (cu.MemOpStruct * len(params.operations))()
     for slot, operation in zip(array, params.operations, strict=True):
         value = unsigned(operation.value, operation.size, (4, 8), seam)
@@ -157,7 +157,7 @@ def mem_op_array(params: BatchMemOpNodeParams, seam: str) -> ctypes.Array[cu.Mem
 
 
 def read_batch(raw: cu.BatchMemOpParams) -> BatchMemOpNodeParams | OpaqueNodeParams:
-    """Opaque if the batch holds a barrier or a flush, for which there is no `MemOp`."""
+    """Reads a batch; opaque if it holds a barrier or a flush, for which there is no `MemOp`."""
     if not raw.count:
         return BatchMemOpNodeParams(())
     array = (cu.MemOpStruct * raw.count).from_address(raw.paramArray)
@@ -186,7 +186,7 @@ def read_conditional(raw: cu.ConditionalParams) -> ConditionalNodeParams:
 
 
 def edge_array(edge_data: Sequence[EdgeData]) -> ctypes.Array[cu.EdgeDataStruct]:
-    """Edge data as the driver takes it."""
+    """Returns edge data in the driver's format."""
     array = (cu.EdgeDataStruct * len(edge_data))()
     for slot, data in zip(array, edge_data, strict=True):
         slot.from_port, slot.to_port, slot.type = data.from_port, data.to_port, int(data.type)
@@ -198,7 +198,7 @@ def read_edge_data(raw: cu.EdgeDataStruct) -> EdgeData:
 
 
 def has_cycle(edges: Sequence[Edge]) -> bool:
-    """Whether the edges hold a cycle: take nodes without open dependencies until none is left."""
+    """True if the edges hold a cycle: some nodes then never lose their open dependencies."""
     followers: dict[int, list[int]] = {}
     open_dependencies: dict[int, int] = {}
     for edge in edges:

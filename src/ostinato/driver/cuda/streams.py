@@ -40,7 +40,7 @@ class StreamCalls(CudaCalls):
         calls = lib.address("cuStreamGetCaptureInfo_v3"), lib.address("cuCtxGetCurrent")
         self._info_addresses = calls if all(calls) else None
         self._into_graph: dict[int, int] = {}
-        """Stream to the graph that its capture adds to, for captures into an existing graph."""
+        """The graphs of captures into an existing graph, by the stream's handle."""
 
     def synchronize(self) -> None:
         given_up = self._host_functions.take_given_up()
@@ -63,7 +63,7 @@ class StreamCalls(CudaCalls):
         state = ctypes.c_int()
         self._call("stream_destroy", "cuStreamIsCapturing", stream, byref(state))
         if state.value:
-            # What cuStreamDestroy does to a capture is not documented: end it ourselves.
+            # What cuStreamDestroy does to a capture is not documented: end the capture first.
             graph = ctypes.c_void_p()
             self._status("stream_destroy", "cuStreamEndCapture", stream, byref(graph))
             if graph.value and graph.value != self._into_graph.pop(stream, None):
@@ -110,7 +110,8 @@ class StreamCalls(CudaCalls):
 
     def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
         functions = self._host_functions
-        # The legacy stream never captures, and asking it breaks no capture as using it does.
+        # The legacy stream never captures.  A query of it would fail without breaking the capture
+        # of a blocking stream; a use breaks that capture.
         info = self.stream_capture_info(stream) if stream else None
         if info and info.status is CaptureStatus.ACTIVE:  # a node, which may run many times
             pointer = functions.pointer
@@ -156,7 +157,7 @@ class StreamCalls(CudaCalls):
         graph = ctypes.c_uint64()
         status = self._status("stream_end_capture", "cuStreamEndCapture", stream, byref(graph))
         if status not in (Status.STREAM_CAPTURE_UNMATCHED, Status.STREAM_CAPTURE_WRONG_THREAD):
-            self._into_graph.pop(stream, None)  # after those two the stream captures on
+            self._into_graph.pop(stream, None)  # after those two the stream still captures
         if status:
             raise self._error(status, "stream_end_capture")
         return GraphHandle(graph.value)
@@ -173,10 +174,10 @@ class StreamCalls(CudaCalls):
                 raise self._error(found, "stream_capture_info")
         state, number, graph, count = c_int(), c_uint64(), c_uint64(), c_size_t()
         nodes, edge_data = c_void_p(), c_void_p()
-        # Without a place for edge data the query fails where programmatic launches were captured.
+        # Without room for edge data the query fails where programmatic launches were captured.
         places = map(byref, (state, number, graph, nodes, edge_data, count))
         self._call("stream_capture_info", "cuStreamGetCaptureInfo_v3", stream, *places)
-        if state.value != _ACTIVE:  # the rest is valid only while it is active
+        if state.value != _ACTIVE:  # the other values are valid only while it is active
             return CaptureInfo(CaptureStatus(state.value))
         dependencies: tuple[NodeHandle, ...] = ()
         if nodes.value:  # the driver's array: copied before any other call

@@ -1,7 +1,7 @@
-"""The variables of a cubin, with the content that they have right after it is loaded.
+"""The variables of a cubin, with their contents right after loading.
 
-A graph's file has a module's code and not what was written into its `__device__` and `__constant__`
-variables afterwards.  Read from the ELF file: sections `.nv.global` (zeros), `.nv.global.init` and
+A graph's file has a module's code and not the later contents of its `__device__` and `__constant__`
+variables.  Read from the ELF file: sections `.nv.global` (zeros), `.nv.global.init` and
 `.nv.constant3`, and the symbol table's objects in them.
 """
 
@@ -28,10 +28,10 @@ class ModuleVariable:
     content: bytes
 
 
-@lru_cache(maxsize=64)  # a module has many kernels, and each asks
+@lru_cache(maxsize=64)  # a module has many kernels, and each one's check calls this
 def variables_of(cubin: bytes) -> tuple[ModuleVariable, ...]:
-    """The variables in a cubin.  Raises ValueError, IndexError or struct.error for a damaged one;
-    none for what is no 64-bit ELF file (PTX is compiled anew)."""
+    """Returns the variables in a cubin.  Raises ValueError, IndexError or struct.error for a
+    damaged cubin; empty for data that is no 64-bit ELF file (PTX is compiled anew)."""
     if cubin[:5] != b"\x7fELF\x02":
         return ()
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
@@ -63,10 +63,10 @@ def variables_of(cubin: bytes) -> tuple[ModuleVariable, ...]:
 def same_content(
     name: str, one: Mapping[str, tuple[int, bytes]], other: Mapping[str, tuple[int, bytes]]
 ) -> bool:
-    """Whether a variable holds the same in two loaded modules of one code.
+    """True if a variable has equal content in two loaded modules of the same code.
 
-    Both map names to address and content.  Words that point to one place of one variable, each in
-    its own module, are the same.
+    Both map names to address and content.  Words that point to the same place of one variable, each
+    in its own module, are equal.
     """
     if one.keys() != other.keys():
         return False
@@ -83,7 +83,7 @@ def same_content(
 
 
 def _place(word: bytes, variables: Mapping[str, tuple[int, bytes]]) -> tuple[str, int] | None:
-    """The variable that a word points into, and how far."""
+    """Returns the variable that a word points into, and the offset."""
     value = int.from_bytes(word, "little") if len(word) == 8 else 0
     for name, (address, content) in variables.items():
         if address <= value <= address + len(content):

@@ -1,1 +1,1 @@
-"""The host driver: the CPU with CUDA's rules; `driver.HostDriver` is the whole of it."""
+"""The host driver: the CPU with CUDA's rules.  `driver.HostDriver` is the entry point."""

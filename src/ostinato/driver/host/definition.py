@@ -53,7 +53,7 @@ KINDS: dict[type[NodeParams], NodeKind] = {
 }
 
 MEMORY_KINDS = frozenset({NodeKind.MEM_ALLOC, NodeKind.MEM_FREE})
-# A graph with one of these can have one executable at a time, no clone, and be no child.
+# A graph with a node of these kinds has one executable at a time, no clone, and is no child.
 SINGLE_KINDS = MEMORY_KINDS | {NodeKind.CONDITIONAL}
 
 _BODIES_AT_MOST = {ConditionalKind.IF: 2, ConditionalKind.WHILE: 1}
@@ -61,7 +61,7 @@ _BODIES_AT_MOST = {ConditionalKind.IF: 2, ConditionalKind.WHILE: 1}
 
 @dataclass(slots=True, eq=False)
 class Condition:
-    """A conditional handle's definition; each executable has a value of its own for it."""
+    """The definition of a conditional handle; each executable has its own value for the handle."""
 
     handle: ConditionalHandle
     default: int
@@ -71,7 +71,7 @@ class Condition:
 
 @dataclass(slots=True, eq=False)
 class DefinitionNode:
-    """A node.  `incoming` are its dependencies in the order they were given, with edge data."""
+    """A node.  `incoming` are its dependencies in the order of their addition, with edge data."""
 
     handle: NodeHandle
     graph: GraphDefinition
@@ -80,7 +80,7 @@ class DefinitionNode:
     child: GraphDefinition | None = None
     bodies: tuple[GraphDefinition, ...] = ()
     original: NodeHandle | None = None
-    """Of a clone's node: the node that it was cloned from."""
+    """The original of a clone's node; None for other nodes."""
 
     @property
     def kind(self) -> NodeKind:
@@ -93,7 +93,7 @@ class DefinitionNode:
 
     @property
     def condition(self) -> Condition:
-        """Of a conditional node: the definition of its handle."""
+        """The definition of a conditional node's handle."""
         assert isinstance(self.params, ConditionalNodeParams)
         graph = self.graph
         while self.params.handle not in graph.conditions:
@@ -126,7 +126,7 @@ class DefinitionNode:
             )
 
     def check_edge(self, call: str, target: NodeKind | None, data: EdgeData) -> None:
-        """Raises unless an edge from here to a node of kind `target` can have this data.
+        """Raises unless an edge from this node to one of kind `target` can have this data.
 
         Programmatic edges and ports are between kernels only.
         """
@@ -140,7 +140,7 @@ class DefinitionNode:
 
 
 class GraphTables:
-    """The definitions of one driver and their nodes by handle, and where alloc nodes get memory."""
+    """The definitions of one driver and their nodes by handle, and the memory of alloc nodes."""
 
     def __init__(self, memory: MemoryTable) -> None:
         self.memory = memory
@@ -148,14 +148,14 @@ class GraphTables:
         self.nodes: HandleTable[DefinitionNode] = HandleTable("node")
 
     def create(self) -> GraphDefinition:
-        """A new graph, known by handle."""
+        """Makes a graph that is registered by handle."""
         graph = GraphDefinition(self)
         graph.register()
         return graph
 
 
 class HostFrozenGraph:
-    """What a definition held when this was made (`api.FrozenGraph`)."""
+    """The content of a definition when this object was made (`api.FrozenGraph`)."""
 
     def __init__(self, graph: GraphDefinition) -> None:
         self.nodes = tuple(graph.nodes)
@@ -196,9 +196,9 @@ def _link_data(data: EdgeData) -> tuple[int, ...]:
 
 
 class GraphDefinition:
-    """A graph.  `owner` is the node that a child graph or a body lives in.
+    """A graph.  `owner` is the node to which a child graph or a body belongs.
 
-    A definition is known by handle once it is registered; the snapshots of executables never are.
+    A definition has a valid handle once it is registered; the snapshots of executables never are.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class GraphDefinition:
         self.nodes: dict[NodeHandle, DefinitionNode] = {}
         self.owner = owner
         self.body = body
-        # By order of creation; only a root graph has some.
+        # In order of creation; empty except in a root graph.
         self.conditions: dict[ConditionalHandle, Condition] = {}
 
     @property
@@ -221,14 +221,14 @@ class GraphDefinition:
 
     @property
     def in_body(self) -> bool:
-        """Whether it is the body of a conditional node, or a child graph somewhere in one."""
+        """True for the body of a conditional node, and for a child graph at any depth in a body."""
         graph = self
         while not graph.body and graph.owner is not None:
             graph = graph.owner.graph
         return graph.body
 
     def walk(self) -> Iterable[DefinitionNode]:
-        """Every node; those of children and bodies come right after the node that holds them."""
+        """Yields every node; nodes of children and bodies come right after their holder."""
         for node in self.nodes.values():
             yield node
             for inner in node.inner:
@@ -241,10 +241,10 @@ class GraphDefinition:
             for source, data in node.incoming
         )
 
-    # --- known by handle
+    # --- handles
 
     def register(self) -> None:
-        """Makes the definition, its nodes and the graphs inside known by handle."""
+        """Makes the handles of the definition, its nodes and the graphs inside valid."""
         self.tables.graphs[self.handle] = self
         for node in self.nodes.values():
             self._register_node(node)
@@ -255,7 +255,7 @@ class GraphDefinition:
             inner.register()
 
     def forget(self) -> None:
-        """Makes the handles of the definition and of all inside it unknown."""
+        """Makes the handles of the definition and of all inside it invalid."""
         self.tables.graphs.pop(self.handle, None)
         for node in self.nodes.values():
             self._forget_node(node)
@@ -266,7 +266,7 @@ class GraphDefinition:
             inner.forget()
 
     def destroy(self) -> None:
-        """Forgets the definition, which holds the addresses of its alloc nodes no longer."""
+        """Forgets the definition, and releases the addresses of its alloc nodes."""
         self.forget()
         memory = self.tables.memory
         for node in self.walk():
@@ -276,7 +276,7 @@ class GraphDefinition:
                     memory.unhold(allocation)
 
     def nodes_of(self, call: str, handles: Sequence[NodeHandle]) -> list[DefinitionNode]:
-        """The nodes of the handles.  Raises unless all are of this graph and no two are equal."""
+        """Returns the nodes of handles.  Raises for another graph's node, or one given twice."""
         nodes = [self.tables.nodes.find(call, handle) for handle in handles]
         for node in nodes:
             if node.graph is not self:
@@ -299,7 +299,7 @@ class GraphDefinition:
         params: NodeParams,
         edge_data: Sequence[EdgeData] | None = None,
     ) -> DefinitionNode:
-        """Adds a node, whose parameters were checked as work."""
+        """Adds a node; the caller has checked its parameters as work."""
         child: GraphDefinition | None = None
         match params:
             case ConditionalNodeParams():
@@ -360,7 +360,7 @@ class GraphDefinition:
         return AllocNodeParams(params.nbytes, allocation.address)
 
     def refuse_memory(self, call: str, node: NodeHandle) -> None:
-        """Raises if the graph has alloc or free nodes: no node may be removed from it then."""
+        """Raises if the graph has alloc or free nodes: then no node may be removed from it."""
         if any(other.kind in MEMORY_KINDS for other in self.nodes.values()):
             raise driver_error(
                 Status.NOT_SUPPORTED,
@@ -408,8 +408,8 @@ class GraphDefinition:
     # --- copies
 
     def refuse_single(self, call: str, what: str) -> None:
-        """Raises if a node belongs to one graph, and to one executable of it, and if this is the
-        body of a conditional node."""
+        """Raises if this is the body of a conditional node, or has a node that can belong to only
+        one graph and one executable."""
         if self.body or any(node.kind in SINGLE_KINDS for node in self.walk()):
             raise driver_error(
                 Status.NOT_SUPPORTED,
@@ -419,10 +419,10 @@ class GraphDefinition:
             )
 
     def clone(self, owner: DefinitionNode | None = None, *, inner: bool = False) -> GraphDefinition:
-        """A deep copy that is not registered.
+        """Returns a deep copy that is not registered.
 
-        Conditional handles keep their numbers, since kernels have them as arguments.  `inner` says
-        that the copy is a part of the copy of a larger graph.
+        Conditional handles keep their numbers, since kernels have them as arguments.  `inner`: the
+        copy is a part of the copy of a larger graph.
         """
         copy = GraphDefinition(self.tables, owner, body=self.body and inner)
         conditions = self.conditions if inner else self.root.conditions
@@ -439,7 +439,7 @@ class GraphDefinition:
         return copy
 
     def node_for(self, call: str, original: NodeHandle) -> NodeHandle:
-        """The node of this clone that stands for a node of the original."""
+        """Returns this clone's node for a node of the original."""
         for twin in self.walk():
             if twin.original == original:
                 return twin.handle
@@ -451,7 +451,7 @@ class GraphDefinition:
 def check_edge_data(
     call: str, sources: Sequence[DefinitionNode], params: NodeParams, edge_data: Sequence[EdgeData]
 ) -> None:
-    """Raises unless there is data for each dependency of a new node, and the edges can have it."""
+    """Raises unless there is valid data for each dependency of a new node."""
     if len(edge_data) != len(sources):
         raise driver_error(
             Status.INVALID_VALUE,
@@ -463,7 +463,7 @@ def check_edge_data(
 
 
 def refuse_opaque(call: str, params: NodeParams) -> None:
-    """Raises for parameters that the seam only shows: no node can be made of them."""
+    """Raises for parameters that the protocol only shows: no node can be made of them."""
     if isinstance(params, OpaqueNodeParams):
         raise driver_error(Status.NOT_SUPPORTED, call, f"an opaque node ({params.why})")
     if isinstance(params, MemcpyNodeParams) and params.opaque:
@@ -471,7 +471,7 @@ def refuse_opaque(call: str, params: NodeParams) -> None:
 
 
 def ancestors(nodes: Iterable[DefinitionNode]) -> set[DefinitionNode]:
-    """The nodes and all that they depend on."""
+    """Returns the nodes and all nodes that they depend on."""
     seen: set[DefinitionNode] = set()
     rest = list(nodes)
     while rest:
@@ -483,8 +483,8 @@ def ancestors(nodes: Iterable[DefinitionNode]) -> set[DefinitionNode]:
 
 
 def execution_order(graph: GraphDefinition, shuffle: Random | None = None) -> list[DefinitionNode]:
-    """A topological order.  Nodes that no edges order come in the order of their creation, or in
-    one drawn with `shuffle`."""
+    """Returns a topological order.  Nodes that no edges order come in the order of their creation,
+    or in an order drawn with `shuffle`."""
     nodes = list(graph.nodes.values())
     if shuffle is not None:
         shuffle.shuffle(nodes)

@@ -1,21 +1,21 @@
 """The host driver: the whole of `driver.api.Driver` on the CPU, with CUDA's rules.
 
 It is a driver, not a mock: streams are ordered queues with a thread each, captures record without
-running, executables are snapshots of graphs that run in dependency order, and what CUDA refuses is
-refused with CUDA's status.  Where to read on:
+running, executables are snapshots of graphs that run in dependency order, and calls that CUDA
+refuses are refused with CUDA's status.  The files:
 
-    handles      handles, and tables of what they stand for
+    handles      handles, and tables of their objects
     kernel       kernels: Python functions over NumPy views
     memory       addresses, allocations, decoded arguments
     modules      loaded kernels and the limits of their launches
     queue        queues of work and their threads; how a failure poisons the context
     definition   graph definitions: nodes, edges, clones
     streams      streams, events, and the rules of capture
-    work         what each kind of work does when it runs
-    executable   executables: compiled, launched, and what may change in them
+    work         the work of each kind of node
+    executable   executables: compiled, launched, and changed
 
-Each file imports only files above it in this list.  `HostDriver` finds objects by handle, holds the
-lock, and leaves the rest to them.  The lock guards the tables and all that they hold.  It is never
+Each file imports only files above it in this list.  `HostDriver` finds objects by handle and holds
+the lock; the other files do the work.  The lock guards the tables and their objects.  It is never
 held while user code runs: streams run their work on threads of their own, which never take it.
 
 Statuses and the calls that a capture forbids were measured on an H100 (driver 580.159).
@@ -29,9 +29,9 @@ Differences from a GPU, on purpose:
   kept and shown, and order nodes like other edges.
 * A kernel's access is checked by allocation, not by thread; freed addresses may be used again.
 * Loading a module breaks a capture that is not relaxed.  CUDA loads lazily, and the first launch
-  may do so; here the rule is simple, so that tests find the mistake.
+  may break it; here the rule is simple, so that tests find the mistake.
 * A cycle is refused when its last edge is added, not only by instantiation.
-* Kernels and host functions that call the driver get NOT_PERMITTED (800); CUDA leaves it undefined.
+* Kernels and host functions that call the driver get NOT_PERMITTED (800); undefined in CUDA.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ _STAGED = 64 * 1024
 
 
 class HostDriver:
-    """A device in this process.  `total_memory` is how many bytes its allocations may have.
+    """A device in this process.  `total_memory` is the limit of its allocations in bytes.
 
     Nodes that no path of edges orders run in the order of their creation, which hides a missing
     edge.  With `shuffle`, a seed, they run in an order drawn anew for each executable.
@@ -191,7 +191,7 @@ class HostDriver:
         return None
 
     def close(self) -> None:
-        """Ends the threads; work that has not begun is dropped, memory is given back."""
+        """Ends the threads, drops work that has not begun, and frees all memory."""
         queues = self._context.queues.copy()
         self._finalizer()
         for queue in queues:
@@ -208,9 +208,9 @@ class HostDriver:
 
     @contextlib.contextmanager
     def _entered(self, call: str) -> Iterator[str]:
-        """`_enter` and the lock, for calls that need not be fast.  Gives the name of the call.
+        """Surrounds a call that need not be fast with `_enter` and the lock; yields its name.
 
-        Ctrl-C waits for its end: it comes before a call of libcuda or after it, too.
+        Ctrl-C waits for the end of the call, as it does for a call of libcuda.
         """
         self._enter(call)
         with uninterrupted, self._lock:
@@ -256,7 +256,7 @@ class HostDriver:
     def _free(self, call: str, address: int, *, pinned: bool) -> None:
         self._enter(call)
         self._captures.forbid(call)
-        self._wait_for_all(call)  # work under way may use it: CUDA waits here too
+        self._wait_for_all(call)  # work under way may use the memory: CUDA waits here too
         with self._entered(call):
             self._memory.release(call, address, pinned=pinned)
 
@@ -290,7 +290,7 @@ class HostDriver:
     def memory_view(
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
     ) -> Any:
-        # Not `_enter`: this is no call of a device's, and host functions read memory with it.
+        # Not `_enter`: this is no call of a device, and host functions read memory with it.
         nbytes = math.prod(shape) * dtype.itemsize
         self._memory.check(address, nbytes, "memory_view", "address")
         return as_numpy(address, shape, dtype, (owner, self._memory.find(address)))
@@ -355,7 +355,7 @@ class HostDriver:
         self._context.raise_failure(call)
 
     def _pageable(self, call: str, stream: StreamHandle) -> HostStream:
-        """The stream of a copy of pageable memory, which no capture can hold."""
+        """Returns the stream of a copy of pageable memory, which no capture can hold."""
         with self._entered(call):
             target = self._streams.find(call, stream)
             target.refuse_capturing(call)
@@ -391,8 +391,8 @@ class HostDriver:
         return self._context.unraised(patience)
 
     def _order_with_legacy(self, call: str, stream: HostStream) -> None:
-        """Makes what is submitted next to a blocking stream wait for the legacy stream, and the
-        other way round.  Raises 906 for the legacy stream while a blocking one captures."""
+        """Orders a blocking stream's next work after the legacy stream's present work, and the
+        other way round.  Raises 906 for the legacy stream while a blocking stream captures."""
         if stream.handle == 0:
             self._captures.refuse_implicit(call)
             others = [s for s in self._streams.values() if s.blocking and s is not stream]
@@ -419,7 +419,7 @@ class HostDriver:
         self._submit(call, target, KernelNodeParams(function, config, arguments))
 
     def stream_create(self, *, priority: int = 0, blocking: bool = False) -> StreamHandle:
-        # One thread runs each stream: there is nothing that a priority could change.
+        # One thread runs each stream: a priority would change nothing.
         with self._entered("stream_create"):
             handle = StreamHandle(new_handle())
             name = f"ostinato-host-stream-{len(self._streams)}"
@@ -783,7 +783,7 @@ class HostDriver:
     def _exec_node(
         self, call: str, executable: ExecHandle, node: NodeHandle
     ) -> tuple[Executable, DefinitionNode]:
-        """The executable, and its own node for a node of the definition."""
+        """Returns the executable, and its own node for a node of the definition."""
         found = self._executables.find(call, executable)
         self._nodes.find(call, node)
         return found, found.node(call, node)

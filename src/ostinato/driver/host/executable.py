@@ -78,7 +78,7 @@ def check_instantiable(
     capturing: bool,
     instances: bool,
 ) -> None:
-    """Raises what cuGraphInstantiate refuses, with the node that is at fault.
+    """Raises the errors of cuGraphInstantiate, with the node that is the cause.
 
     `capturing`: a capture fills the graph.  `instances`: the graph has an executable already.
     """
@@ -116,7 +116,7 @@ def check_instantiable(
 
 @dataclass(frozen=True, slots=True)
 class _LaunchMarks:
-    """What the event nodes of one launch record and wait for, by event."""
+    """The marks that the event nodes of one launch record and wait for, by event."""
 
     records: Mapping[EventHandle, Latch] = field(default_factory=dict)
     waits: Mapping[EventHandle, Mark] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Executable:
     """A snapshot of a graph with one step for each node of the outermost graph.
 
     Its task runs the steps in an order that the edges allow.  A change makes a new task: launches
-    that were submitted before keep theirs.  The caller of a method must hold the driver's lock.
+    that were submitted before keep the old one.  Callers of methods must hold the driver's lock.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class Executable:
         pairs = zip(definition.walk(), self._snapshot.walk(), strict=True)
         self._nodes = {node.handle: twin for node, twin in pairs}
         self._disabled: set[DefinitionNode] = set()
-        self._last: Mark | None = None  # the last launch: the next one waits for it
-        self._marks = _LaunchMarks()  # of the launch that runs
+        self._last: Mark | None = None  # the last launch, which the next launch waits for
+        self._marks = _LaunchMarks()  # those of the running launch
         self._conditions = Conditions()
         self._survey_conditions()
         order = execution_order(self._snapshot, shuffle)
@@ -161,7 +161,7 @@ class Executable:
             allocation.holders += 1
 
     def release_memory(self) -> None:
-        """Gives up the hold on the addresses of its alloc nodes.  Submitted launches still run."""
+        """Releases the addresses of its alloc nodes.  Submitted launches still run."""
         for allocation in self._allocations:
             self._memory.unhold(allocation)
 
@@ -208,27 +208,27 @@ class Executable:
         return step
 
     def _recompile(self, node: DefinitionNode) -> None:
-        """Compiles the node of the outermost graph that `node` is, or is inside of."""
+        """Compiles the node of the outermost graph that is, or contains, `node`."""
         while node.graph.owner is not None:
             node = node.graph.owner
         self._steps[self._positions[node]] = self._step(node)
 
     def _survey(self) -> None:
-        """Notes the events and memory that a launch has to take care of."""
+        """Notes the events and memory that a launch uses."""
         reserved = self._memory.reserved
         params = [node.params for node in self._snapshot.walk()]
         self._records = [p.event for p in params if isinstance(p, EventRecordNodeParams)]
         self._waits = [p.event for p in params if isinstance(p, EventWaitNodeParams)]
         freed = {p.address for p in params if isinstance(p, FreeNodeParams)}
         made = [p.address for p in params if isinstance(p, AllocNodeParams)]
-        # What it allocates, what of that it does not free, and what it frees of other graphs.
+        # Its allocations, those that it does not free, and those of other graphs that it frees.
         self._allocations = [reserved[address] for address in made]
         self._leaves = [reserved[address] for address in made if address not in freed]
         self._frees = [reserved[a] for a in freed if a not in made and a in reserved]
         self._plain = not (self._records or self._waits or self._allocations or self._frees)
 
     def _survey_conditions(self) -> None:
-        """Makes the values of conditional handles known; those of running launches stay."""
+        """Adds the values of conditional handles; those of running launches stay."""
         values, defaults = self._conditions.values, {}
         for node in self._snapshot.walk():
             if isinstance(node.params, ConditionalNodeParams):
@@ -239,7 +239,7 @@ class Executable:
         self._conditions.defaults = defaults
 
     def _bind(self) -> None:
-        """Makes the task of a launch from the steps as they are now."""
+        """Makes the task of a launch from the present steps."""
         steps = tuple(self._steps)
         values, defaults = self._conditions.values, self._conditions.defaults
         if defaults:
@@ -274,7 +274,7 @@ class Executable:
         queue.submit(self._task if self._plain else self._task_with(mark))
 
     def launch_prepared(self, stream: HostStream) -> None:
-        """`launch` by a caller that looks up no handles: raises if one would be unknown now."""
+        """Does the work of `launch` without a look-up of handles: raises if one is invalid now."""
         if self.destroyed or stream.destroyed:
             what = "executable" if self.destroyed else "stream"
             raise driver_error(
@@ -309,9 +309,9 @@ class Executable:
             allocation.outstanding = False
 
     def _task_with(self, launch: Mark) -> Callable[[], None]:
-        """The task of a launch whose nodes record or wait for events, or own memory.
+        """Returns the task of a launch whose nodes record or wait for events, or own memory.
 
-        The marks of the events are taken now, as CUDA does, and not when the launch runs.
+        The marks of the events are taken now, as in CUDA, and not when the launch runs.
         """
         task, memory, events = self._task, self._memory, self._compiler.events
         freed = list(self._leaves) if self._auto_free else []
@@ -340,7 +340,7 @@ class Executable:
     # --- changing
 
     def node(self, call: str, handle: NodeHandle) -> DefinitionNode:
-        """The snapshot's node for a node of the definition."""
+        """Returns the snapshot's node for a node of the definition."""
         found = self._nodes.get(handle)
         if found is None:
             raise driver_error(
@@ -453,7 +453,7 @@ def _dimensions(params: MemcpyNodeParams | MemsetNodeParams) -> int:
 
 
 def _why_not(old: NodeParams, new: NodeParams, is_pinned: Callable[[int], bool]) -> str:
-    """Why a node's parameters cannot be replaced by others of the same kind; empty if they can."""
+    """Returns why a node's parameters cannot be replaced by these of the same kind, or ""."""
     if isinstance(old, MemcpyNodeParams) and isinstance(new, MemcpyNodeParams):
         if _dimensions(old) != _dimensions(new):
             return f"a {_dimensions(old)}-D copy cannot become {_dimensions(new)}-D"
@@ -469,9 +469,9 @@ def _why_not(old: NodeParams, new: NodeParams, is_pinned: Callable[[int], bool])
 
 
 def _with_attributes(old: NodeParams, new: NodeParams) -> NodeParams:
-    """The new parameters of a node with the launch attributes of its old ones.
+    """Returns the new parameters of a node with the launch attributes of its old ones.
 
-    cuGraphExecUpdate keeps these and says SUCCESS (libcuda 580.159, measured of the cluster size).
+    cuGraphExecUpdate keeps these and returns SUCCESS (cluster sizes, libcuda 580.159).
     """
     if not (isinstance(old, KernelNodeParams) and isinstance(new, KernelNodeParams)):
         return new
@@ -491,11 +491,11 @@ def _with_attributes(old: NodeParams, new: NodeParams) -> NodeParams:
 def _compare(
     old: GraphDefinition, new: GraphDefinition, is_pinned: Callable[[int], bool]
 ) -> UpdateOutcome:
-    """Whether the executable's snapshot `old` may become `new`.
+    """Compares the executable's snapshot `old` with `new`, which may replace it.
 
-    Nodes pair by order of creation.  CUDA pairs them along the edges, so it also takes an equal
-    graph whose nodes were created in another order (measured); its documentation asks for the same
-    order all the same.
+    Nodes pair by order of creation.  CUDA pairs them along the edges, so it also accepts an equal
+    graph whose nodes were created in another order (measured), although its documentation requires
+    the same order.
     """
     before, after = list(old.nodes.values()), list(new.nodes.values())
     if len(before) != len(after):
@@ -543,13 +543,13 @@ def _compare_nodes(
     for inner, new_inner in zip(was.inner, is_.inner, strict=True):
         outcome = _compare(inner, new_inner, is_pinned)
         if outcome is not _SUCCESS:
-            # CUDA names no node of an inner graph that lacks or has too many.
+            # CUDA names no node of an inner graph with missing or additional nodes.
             return UpdateOutcome(outcome.verdict, is_.handle) if outcome.node is None else outcome
     return _SUCCESS
 
 
 def _adopt(old: GraphDefinition, new: GraphDefinition) -> list[DefinitionNode]:
-    """Gives the nodes of `old` the parameters of `new`; the nodes whose steps change."""
+    """Gives the nodes of `old` the parameters of `new`; returns the nodes whose steps change."""
     changed: list[DefinitionNode] = []
     for was, is_ in zip(old.nodes.values(), new.nodes.values(), strict=True):
         params = _with_attributes(was.params, is_.params)

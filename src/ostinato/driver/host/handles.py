@@ -1,4 +1,4 @@
-"""Handles of the host driver, and tables of the objects that they stand for."""
+"""Handles of the host driver, and tables of their objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HandleTable(dict[int, T]):
         self._what = what
 
     def find(self, call: str, handle: int) -> T:
-        """The object of a handle.  Raises INVALID_HANDLE if there is none."""
+        """Returns the object of a handle.  Raises INVALID_HANDLE if there is none."""
         found = self.get(handle)
         if found is None:
             raise driver_error(Status.INVALID_HANDLE, call, f"{self._what} {handle:#x}")

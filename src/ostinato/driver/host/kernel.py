@@ -6,16 +6,16 @@
 
     image = Image("host", functions={"scale": scale})
 
-A kernel is called once a launch, not once a thread: it does the work of the whole grid.  It gets a
-`HostLaunch` and one value for each parameter of its signature:
+A kernel is called once a launch, not once a thread: it does the work of the whole grid.  Its
+arguments are a `HostLaunch` and one value for each parameter of its signature:
 
 * a pointer is a flat NumPy view of the signature's dtype, from the address to the end of its
   allocation (read-only for ``*const``), and None for a null pointer;
-* a number is a Python number, ``cond`` too (it is what `HostLaunch.set_conditional` takes);
+* a number is a Python number, ``cond`` too (`HostLaunch.set_conditional` takes it);
 * ``bytes[N]`` is `bytes`.
 
-An exception of a kernel poisons the driver as a fault on a GPU would: IndexError as an illegal
-address (700), any other as a failed launch (719).
+An exception of a kernel poisons the driver like a fault on a GPU: IndexError like an illegal
+address (700), any other like a failed launch (719).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEFAULT_MAX_THREADS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostLaunch:
-    """How the kernel was launched: sizes in blocks, threads, blocks and bytes."""
+    """The launch of a kernel: sizes in blocks, threads, blocks and bytes."""
 
     grid: Dim3
     block: Dim3
@@ -48,14 +48,14 @@ class HostLaunch:
     set_conditional: Callable[[int, int], None]
     """Sets the value (32 bits) of a conditional handle of the graph that runs this kernel."""
     memory: Callable[[int, int], npt.NDArray[np.uint8]]
-    """(address, bytes) to a writable view of live memory, for kernels that read addresses from
-    memory instead of their arguments.  What is not all in one live allocation is an illegal
+    """Maps (address, bytes) to a writable view of live memory, for kernels that read addresses from
+    memory instead of their arguments.  Bytes that are not all in one live allocation are an illegal
     address (700)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PointerParameter:
-    """A pointer argument: its place, and the view that a kernel gets for it."""
+    """A pointer argument: its index, and the dtype and access of the view that a kernel gets."""
 
     index: int
     name: str
@@ -65,7 +65,7 @@ class PointerParameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """`HostKernel`, and what follows from its signature."""
+    """The fields of `HostKernel`, and data computed from its signature."""
 
     name: str
     function: Callable[..., object]
@@ -77,14 +77,14 @@ class _Prepared:
     """Bytes of the packed parameter buffer."""
     pointers: tuple[PointerParameter, ...]
     unpack: Callable[[bytes], tuple[Any, ...]] = field(repr=False)
-    """The packed parameter buffer as one plain value a parameter, pointers as addresses."""
+    """Unpacks a parameter buffer to one plain value per parameter, pointers as addresses."""
 
 
 class HostKernel(_Prepared):
     """A Python function that the host driver can launch.
 
-    `max_threads` is the most threads a block may have, `static_shared` the bytes of shared memory
-    that each block takes besides what a launch asks for (both only checked, never used).
+    `max_threads` is the largest number of threads in a block, `static_shared` the bytes of shared
+    memory that each block takes besides those of a launch (both are only checked, never used).
     """
 
     __slots__ = ()
@@ -122,7 +122,7 @@ def host_kernel(
         @ost.host_kernel("x: *f32, factor: f32, n: u32")
         def scale(launch, x, factor, n): x[:n] *= factor
 
-    `launch` is a `HostLaunch`; the other arguments are what docs/signatures.md lists.
+    `launch` is a `HostLaunch`; docs/signatures.md lists the types of the other arguments.
     `max_threads` and `static_shared` (bytes) as in `HostKernel`.  Raises InputError for a signature
     that cannot be read, and for a function that does not take its parameters.
     """
@@ -137,12 +137,12 @@ def host_kernel(
 
 
 def _require_takes(function: Callable[..., object], entry: str, signature: Signature) -> None:
-    """Raises InputError for a function that a launch could not call: that would poison the context
-    of its device."""
+    """Raises InputError for a function that a launch could not call: such a launch would poison the
+    context of its device."""
     names = ["launch", *(p.name for p in signature.parameters)]
     try:
         takes = inspect.signature(function)
-    except ValueError:  # compiled code need not tell
+    except ValueError:  # compiled code need not have a signature
         return
     try:
         takes.bind(*names)
@@ -156,9 +156,9 @@ _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*
 
 
 def target_of(kernel: HostKernel) -> str:
-    """Where another process finds the same kernel: "module:name".
+    """Returns the place at which another process finds the same kernel: "module:name".
 
-    Raises InputError with the reason if it would not find it there.
+    Raises InputError with the reason if another process would not find it there.
     """
     module = getattr(kernel.function, "__module__", None)
     name = getattr(kernel.function, "__qualname__", None)
@@ -186,7 +186,7 @@ def target_of(kernel: HostKernel) -> str:
 
 
 def kernel_at(target: str) -> HostKernel:
-    """The kernel at "module:name"; imports the module.  Raises InputError if there is none."""
+    """Returns the kernel at "module:name"; imports the module.  Raises InputError without one."""
     if not _TARGET.fullmatch(target):
         raise InputError(f"{target!r} is no place of a kernel (module:name)")
     module, _, path = target.partition(":")
@@ -194,7 +194,7 @@ def kernel_at(target: str) -> HostKernel:
         found: object = importlib.import_module(module)
         for name in path.split("."):
             found = getattr(found, name)
-    except Exception as error:  # whatever the module raises when it is imported
+    except Exception as error:  # an import runs the module's code, which may raise any error
         missing = isinstance(error, ModuleNotFoundError)
         advice = "; its folder must be on PYTHONPATH" if missing else ""
         raise InputError(

@@ -1,6 +1,6 @@
 """Memory of the host driver: allocations at real addresses of this process.
 
-Fresh memory is filled with `POISON` bytes, so that a read of memory never written shows.
+Fresh memory is filled with `POISON` bytes, so that reads of unwritten memory are noticed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ostinato.errors import Status, driver_error
 POISON = 0xA5
 ALIGNMENT = 256
 
-# Decoded arguments kept at most: a decoder has some hundred, an eager loop whose scalars change
-# makes new ones for ever.
+# The largest number of decoded arguments that are kept: a decoder has some hundred, but an eager
+# loop whose scalars change makes new ones without end.
 _DECODED_LIMIT = 8192
 
 
@@ -41,19 +41,19 @@ class Allocation:
     pinned: bool = False
     graph_owned: bool = False
     outstanding: bool = False
-    """Of a graph's allocation: whether a submitted launch allocates it and none frees it yet."""
+    """True for a graph's allocation that a submitted launch allocates and none frees yet."""
     opened: int = 0
-    """Of another device's memory: how often it was opened here."""
+    """The number of times that another device's memory was opened here."""
     adopted: int = 0
-    """Of memory that is not the driver's: how often it, or a part of it, was adopted."""
+    """The number of times that memory of other owners, or a part of it, was adopted."""
     holders: int = 0
-    """Of a graph's allocation: the definitions and executables that name it."""
+    """The number of definitions and executables that name a graph's allocation."""
 
 
 def _new_allocation(
     nbytes: int, call: str, *, pinned: bool = False, graph_owned: bool = False
 ) -> Allocation:
-    """Address space for an allocation; no page is touched yet.  Raises OUT_OF_MEMORY."""
+    """Reserves address space for an allocation; touches no page yet.  Raises OUT_OF_MEMORY."""
     try:
         # One alignment more than needed, so that two allocations are never adjacent.
         raw = np.empty(nbytes + 2 * ALIGNMENT, dtype=np.uint8)
@@ -68,7 +68,7 @@ def _new_allocation(
 
 
 def bytes_of(call: str, view: memoryview) -> npt.NDArray[np.uint8]:
-    """The bytes of a host buffer, without a copy.  Raises INVALID_VALUE if it has gaps."""
+    """Returns the bytes of a host buffer, without a copy.  Raises INVALID_VALUE if it has gaps."""
     try:
         return np.frombuffer(view, dtype=np.uint8)
     except (BufferError, ValueError) as error:
@@ -80,7 +80,7 @@ _address = operator.attrgetter("address")
 _HANDLE = struct.Struct("<QQ")
 _numbers = itertools.count(1)
 _shared: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
-"""What was shared in this process, as long as its device has it."""
+"""The allocations shared in this process, as long as their device has them."""
 
 
 class MemoryTable:
@@ -90,14 +90,14 @@ class MemoryTable:
         self.total = total
         self.lock = new_lock()  # a collection inside may free memory on this thread
         self._live: list[Allocation] = []
-        """By address."""
+        """The live allocations in order of their addresses."""
         self.used = 0
         """Bytes of live device memory."""
         self._generation = 0
-        # Allocations of alloc nodes by address.  Whether one is live depends on stream order.
+        # Allocations of alloc nodes by address.  Stream order decides whether one is live.
         self.reserved: dict[int, Allocation] = {}
-        # (id of a loaded function, argument bytes) to the values it is called with.  The views
-        # hold their memory, so it is emptied whenever anything is freed.
+        # (id of a loaded function, argument bytes) to the values of its call.  The views keep their
+        # memory alive, so this is emptied whenever memory is freed.
         self.decoded: dict[tuple[int, bytes], tuple[Any, ...]] = {}
 
     @property
@@ -105,7 +105,7 @@ class MemoryTable:
         return self.total - self.used
 
     def allocate(self, call: str, nbytes: int, *, pinned: bool) -> int:
-        """The address of new memory."""
+        """Allocates memory; returns its address."""
         if nbytes <= 0:
             raise driver_error(Status.INVALID_VALUE, call, f"{nbytes} bytes")
         if not pinned:
@@ -165,7 +165,7 @@ class MemoryTable:
     # --- memory of other devices
 
     def share(self, call: str, address: int) -> bytes:
-        """A handle with which another host device of this process opens the allocation."""
+        """Returns a handle with which other host devices of this process open the allocation."""
         allocation = self.find(address)
         if allocation is None or allocation.address != address or allocation.pinned:
             raise driver_error(
@@ -176,7 +176,7 @@ class MemoryTable:
         return _HANDLE.pack(os.getpid(), number)
 
     def open_shared(self, call: str, handle: bytes) -> int:
-        """Makes the allocation one of this table too; it stays until that is ended here as well."""
+        """Adds another device's allocation to this table, until `end_shared` is called here."""
         allocation = None
         if len(handle) == _HANDLE.size:
             process, number = _HANDLE.unpack(handle)
@@ -197,7 +197,7 @@ class MemoryTable:
         return allocation.address
 
     def end_shared(self, call: str, address: int) -> None:
-        """Ends what `open_shared` made."""
+        """Ends one `open_shared`."""
         allocation = self.find(address)
         if allocation is None or allocation.address != address or not allocation.opened:
             raise driver_error(
@@ -210,10 +210,10 @@ class MemoryTable:
     # --- memory that others allocated
 
     def adopt(self, call: str, address: int, nbytes: int, owner: object) -> bool:
-        """Makes memory of this process an allocation too, which keeps `owner`.
+        """Adds memory of this process as an allocation, which keeps `owner` alive.
 
-        False if it lies in the driver's own memory.  Ranges that overlap are parts of one memory:
-        they become one allocation, until each is ended.
+        Returns False for a range in the driver's own memory.  Ranges that overlap are parts of one
+        memory: they become one allocation, until each is ended.
         """
         if nbytes <= 0:
             raise driver_error(Status.INVALID_VALUE, call, f"{nbytes} bytes")
@@ -265,19 +265,19 @@ class MemoryTable:
     # --- addresses of alloc nodes
 
     def reserve(self, call: str, nbytes: int) -> Allocation:
-        """Reserves an address for an alloc node until the last holder gives it up."""
+        """Reserves an address for an alloc node until the last holder releases it."""
         allocation = _new_allocation(nbytes, call, graph_owned=True)
         allocation.holders = 1
         self.reserved[allocation.address] = allocation
         return allocation
 
     def unhold(self, allocation: Allocation) -> None:
-        """One definition or executable that names the address is destroyed."""
+        """Counts the end of one definition or executable that names the address."""
         allocation.holders -= 1
         self._drop_reserved(allocation)
 
     def _drop_reserved(self, allocation: Allocation) -> None:
-        """Gives a reserved address back once nothing can name it any more."""
+        """Releases a reserved address once nothing can name it any more."""
         if allocation.holders <= 0 and not allocation.outstanding:
             self.reserved.pop(allocation.address, None)
 
@@ -287,10 +287,10 @@ class MemoryTable:
                 return allocation
         return None
 
-    # --- what is at an address
+    # --- look-up by address
 
     def find(self, address: int) -> Allocation | None:
-        """The live allocation that holds the address."""
+        """Returns the live allocation that holds the address, or None."""
         with self.lock:
             at = bisect.bisect_right(self._live, address, key=_address) - 1
             if at < 0:
@@ -299,8 +299,8 @@ class MemoryTable:
         return allocation if address < allocation.address + allocation.nbytes else None
 
     def _ending_at(self, address: int) -> Allocation | None:
-        """The allocation right in front of an address: a view of its last zero bytes points there.
-        Between two allocations there is a gap."""
+        """Returns the allocation that ends at an address: a view of its last zero bytes points
+        there.  Between two allocations there is always a gap."""
         before = self.find(address - 1)
         return before if before and before.address + before.nbytes == address else None
 
@@ -313,7 +313,7 @@ class MemoryTable:
         return allocation is not None and allocation.pinned
 
     def check(self, address: int, nbytes: int, call: str, what: str) -> None:
-        """Raises INVALID_VALUE for bytes outside of allocations, if that is known at the call."""
+        """Raises INVALID_VALUE for bytes outside of all allocations known at the call."""
         allocation = self.find(address)
         if allocation is None:
             allocation = self._reserved_at(address)
@@ -330,7 +330,7 @@ class MemoryTable:
             )
 
     def view(self, address: int, nbytes: int, what: str) -> npt.NDArray[np.uint8]:
-        """The bytes, for work that runs.  Raises ILLEGAL_ADDRESS, which poisons the driver."""
+        """Returns bytes for running work.  Raises ILLEGAL_ADDRESS, which poisons the driver."""
         allocation = self.find(address)
         if allocation is None or address + nbytes > allocation.address + allocation.nbytes:
             raise driver_error(
@@ -342,7 +342,7 @@ class MemoryTable:
         return allocation.data[start : start + nbytes]
 
     def decode(self, key: tuple[int, bytes], kernel: HostKernel) -> tuple[Any, ...]:
-        """The values that the kernel is called with, kept until something is freed."""
+        """Returns the values of the kernel's call, which are kept until memory is freed."""
         generation = self._generation
         values = list(kernel.unpack(key[1]))
         for pointer in kernel.pointers:

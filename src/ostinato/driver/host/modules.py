@@ -19,7 +19,7 @@ from ostinato.driver.host.kernel import HostKernel, kernel_at, target_of
 from ostinato.errors import InputError, Status, driver_error
 
 MAX_THREADS = 1024
-MAX_SHARED = 227 * 1024  # what an H100 can give a block
+MAX_SHARED = 227 * 1024  # the limit of a block on an H100
 _DEFAULT_SHARED = 48 * 1024
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 _MAX_BLOCK = (1024, 1024, 64)
@@ -30,7 +30,7 @@ _BLOCKS_OF_MULTIPROCESSOR = 32
 
 @dataclass(slots=True, eq=False)
 class LoadedFunction:
-    """A kernel of a loaded module.  `call` is what a launch calls; unloading replaces it."""
+    """A kernel of a loaded module.  A launch calls `call`; unloading replaces it."""
 
     handle: FunctionHandle
     kernel: HostKernel
@@ -38,10 +38,10 @@ class LoadedFunction:
     call: Callable[..., object]
     allowed_shared: int = _DEFAULT_SHARED
     accepted_layout: object = None
-    """The last argument layout that was found right.  The same object is not checked again."""
+    """The last argument layout that was found right; the same object is not checked again."""
 
     def unload(self) -> None:
-        """Launches that run from now on raise ILLEGAL_ADDRESS, which poisons the driver."""
+        """Makes launches that run from now on raise ILLEGAL_ADDRESS, which poisons the driver."""
         name = self.kernel.name
 
         def gone(*_: object) -> None:
@@ -59,7 +59,7 @@ class LoadedFunction:
         self.allowed_shared = max(nbytes, _DEFAULT_SHARED)
 
     def code(self, call: str) -> FunctionCode:
-        """Raises NOT_FOUND if another process could not find the kernel."""
+        """Returns the code.  Raises NOT_FOUND if another process could not find the kernel."""
         try:
             target = target_of(self.kernel)
         except InputError as error:
@@ -68,7 +68,7 @@ class LoadedFunction:
         return FunctionCode(self.info.name, "host", target=target, shared=shared)
 
     def occupancy(self, call: str, threads: int, shared: int) -> int:
-        """How many blocks of `threads` threads and `shared` bytes a multiprocessor holds."""
+        """Returns the number of blocks of `threads` and `shared` bytes in a multiprocessor."""
         if threads < 1 or shared < 0:
             raise driver_error(
                 Status.INVALID_VALUE, call, f"{threads} threads, {shared} bytes of shared memory"
@@ -80,7 +80,7 @@ class LoadedFunction:
         return blocks if wanted == 0 else min(blocks, MAX_SHARED // wanted)
 
     def check(self, call: str, config: LaunchConfig, arguments: KernelArguments) -> None:
-        """Raises INVALID_VALUE for a launch that the kernel or the device cannot take."""
+        """Raises INVALID_VALUE for a launch that the kernel or the device cannot execute."""
         kernel = self.kernel
         if arguments.layout is not self.accepted_layout:
             self._check_arguments(call, arguments)
@@ -137,7 +137,7 @@ class HostModule:
     """The kernels of an image by name, in the image's order."""
 
     def __init__(self, call: str, image: Image) -> None:
-        """Raises INVALID_IMAGE for anything but kernels of the host."""
+        """Raises INVALID_IMAGE for an image without kernels of the host."""
         if image.kind != "host":
             raise driver_error(
                 Status.INVALID_IMAGE, call, f"the host driver takes no {image.kind!r} image"
@@ -154,7 +154,7 @@ class HostModule:
             self.functions[name] = LoadedFunction(handle, kernel, info, kernel.function)
 
     def function(self, call: str, name: str) -> LoadedFunction:
-        """Raises NOT_FOUND for a name that is not in the module."""
+        """Returns a function.  Raises NOT_FOUND for a name that is not in the module."""
         found = self.functions.get(name)
         if found is None:
             known = ", ".join(self.functions) or "nothing"
@@ -169,7 +169,7 @@ class HostModule:
 
 
 def image_of(call: str, code: FunctionCode) -> Image:
-    """Raises INVALID_IMAGE for code that is no kernel of the host, or that is not found here."""
+    """Returns an image.  Raises INVALID_IMAGE for other code, and for a kernel not found here."""
     if code.kind != "host":
         raise driver_error(
             Status.INVALID_IMAGE, call, f"the host driver takes no {code.kind!r} image"

@@ -1,4 +1,4 @@
-"""Where work of the host driver runs: queues of tasks, each with a thread of its own.
+"""The queues of the host driver, which run tasks, each with a thread of its own.
 
 A thread refers to its queue and to the `HostContext`, and never to the driver.  So a driver without
 references is collected, and its threads end, also while they wait for work.
@@ -27,7 +27,7 @@ Task: TypeAlias = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class StickyFailure:
-    """Why the context is poisoned: every later call raises `status`."""
+    """The reason why the context is poisoned: every later call raises `status`."""
 
     status: int
     cause: BaseException
@@ -35,9 +35,9 @@ class StickyFailure:
 
 
 def _failure(error: BaseException) -> StickyFailure:
-    """The failure that an exception of running work causes.
+    """Returns the failure for an exception of running work.
 
-    The traceback has the name of the kernel: the step that called it has a variable `kernel`.
+    The traceback gives the name of the kernel: the step that called it has a variable `kernel`.
     """
     status = int(Status.ILLEGAL_ADDRESS if isinstance(error, IndexError) else Status.LAUNCH_FAILED)
     detail = f"{type(error).__name__}: {error}"
@@ -57,18 +57,18 @@ def _failure(error: BaseException) -> StickyFailure:
 
 
 class HostContext:
-    """What running work needs: the memory and the queues; whether it was closed or poisoned."""
+    """The data of running work: memory, queues, and whether the context was closed or poisoned."""
 
     def __init__(self, total_memory: int) -> None:
         self.memory = MemoryTable(total_memory)
         self.failure: StickyFailure | None = None
         self.raised = False
-        """Whether a call has raised the failure."""
+        """True once a call has raised the failure."""
         self.listeners: list[HostFailureListener] = []
         self.closed = False
         self.why_closed = "the host driver was closed"
         self.queues: set[WorkQueue] = set()
-        # Threads that run work.  The driver refuses their calls.
+        # The threads that run work.  The driver refuses their calls.
         self.workers: set[int] = set()
 
     def enter(self, call: str) -> str:
@@ -87,14 +87,14 @@ class HostContext:
         return call
 
     def raise_failure(self, call: str) -> None:
-        """Raises the failure that poisoned the context, if one did."""
+        """Raises the failure that poisoned the context, if there is one."""
         failure = self.failure
         if failure is not None:
             self.raised = True
             raise driver_error(failure.status, call, failure.detail) from failure.cause
 
     def unraised(self, patience: float) -> DriverError | None:
-        """As `Driver.unraised`."""
+        """Implements `Driver.unraised`."""
         end = time.monotonic() + patience
         while not self.stopped and time.monotonic() < end:
             if all(queue.reached(queue.submitted) for queue in self.queues.copy()):
@@ -115,29 +115,29 @@ class HostContext:
 
     @property
     def stopped(self) -> bool:
-        """Whether work that waits should stop waiting."""
+        """True if work that waits must stop waiting."""
         return self.closed or self.failure is not None
 
     def after_fork(self) -> None:
-        """In a forked child, which has none of the threads: every later call says so."""
+        """Makes every call in a forked child, which has none of the threads, raise."""
         self.closed, self.why_closed = True, FORKED
         self.queues.clear()
 
     def shut_down(self) -> None:
-        """Ends every thread; work that has not begun is dropped."""
+        """Ends every thread; drops work that has not begun."""
         self.closed = True
         for queue in self.queues.copy():
             queue.stop(drop=True)
 
 
 class WorkQueue:
-    """Tasks in order, numbered from 1.  `completed` is the number of the last one done.
+    """Tasks in order, numbered from 1.  `completed` is the number of the last finished one.
 
     Submissions are not guarded against Ctrl-C (`driver.interrupts`), which would make launches
     slower.  So a task enters the queue together with its number, in one step, and leaves it only
     after `completed` has reached the number; and each wait wakes the worker once more.
 
-    A waiter first puts itself on the list and then reads `completed`; the worker first raises
+    A waiter first adds itself to the list and then reads `completed`; the worker first raises
     `completed` and then reads the list.  So no waiter is missed.
     """
 
@@ -146,9 +146,9 @@ class WorkQueue:
         self.completed = 0
         self._context = context
         self._tasks: deque[tuple[int, Task]] = deque()
-        self._lock = new_lock()  # a collection inside may end this very queue
+        self._lock = new_lock()  # a garbage collection inside may end this same queue
         self._wake: SimpleQueue[None] = SimpleQueue()
-        """At least an entry for each task, and one for `stop`."""
+        """At least one entry for each task, and one for `stop`."""
         self._stopping = False
         self._waiters: list[tuple[int, threading.Lock]] = []
         self._thread: threading.Thread | None = None
@@ -156,14 +156,14 @@ class WorkQueue:
 
     @property
     def submitted(self) -> int:
-        """The number of the last task in the queue, or of the last one done."""
+        """The number of the last task in the queue, or of the last finished one."""
         try:
             return self._tasks[-1][0]
-        except IndexError:  # all are done, and `completed` was counted before the last one left
+        except IndexError:  # all are done, and `completed` was raised before the last one left
             return self.completed
 
     def submit(self, task: Task) -> int:
-        """Puts a task at the end; its number.  Returns at once."""
+        """Appends a task; returns its number.  Does not wait."""
         with self._lock:
             if self._thread is None and not self._stopping:
                 self._start()
@@ -190,8 +190,8 @@ class WorkQueue:
         latch.acquire()
 
     def reached(self, number: int) -> bool:
-        """Whether task `number` is done, was dropped, or was never submitted: its submission was
-        interrupted."""
+        """True if task `number` is done, was dropped, or was never submitted because its submission
+        was interrupted."""
         if self.completed >= number or number > self.submitted:
             return True
         if self._wake.empty():  # perhaps the submission was interrupted before it woke the worker
@@ -199,7 +199,7 @@ class WorkQueue:
         return False
 
     def stop(self, *, drop: bool) -> None:
-        """Ends the thread after the tasks that were submitted, or after the one that runs."""
+        """Ends the thread after the submitted tasks or, with `drop`, after the running one."""
         with self._lock:
             self._stopping = True
             if drop:
@@ -242,13 +242,13 @@ class WorkQueue:
                     task()
                 except BaseException as error:
                     context.fail(error)
-            del task  # it must not be kept alive until the next task
+            del task  # the task's objects must not live until the next task
             self._finish(number)
         context.workers.discard(me)
         context.queues.discard(self)
 
     def _finish(self, number: int) -> None:
-        """The task at the front is done.  It may have been dropped meanwhile."""
+        """Removes the finished task at the front, unless it was dropped meanwhile."""
         with self._lock:
             if self._tasks and self._tasks[0][0] == number:
                 self.completed = number
@@ -258,7 +258,7 @@ class WorkQueue:
 
 
 class Mark:
-    """A place in a queue; an event holds one."""
+    """A place in a queue, such as the last record of an event."""
 
     __slots__ = ("number", "queue", "time")
 
@@ -278,9 +278,9 @@ class Mark:
 
 
 class Latch(Mark):
-    """A place inside a graph launch: it may be reached before the launch ends.
+    """A place inside a graph launch, which may be reached before the launch ends.
 
-    `stamps`: how many nodes of the graph record the event; the last one counts.
+    `stamps`: the number of nodes of the graph that record the event; the last one counts.
     """
 
     __slots__ = ("_left", "_reached")
@@ -294,7 +294,7 @@ class Latch(Mark):
         return self._reached.is_set() or super().done()
 
     def wait(self) -> None:
-        # A launch that is dropped never sets the latch: look for the launch's end as well.
+        # A launch that is dropped never sets the latch: check for the launch's end as well.
         while not self._reached.wait(0.02):
             if super().done():
                 return

@@ -1,12 +1,12 @@
 """Streams and events of the host driver, and the captures that they join.
 
-States of a stream: it captures nothing; it captures (`HostStream.capture` is set: it began the
-capture, or an event pulled it in); its capture is broken (`HostCapture.broken` is set: everything
-but the end of the capture is refused with 901).  Ending the capture, well or not, frees all its
+States of a stream: not capturing; capturing (`HostStream.capture` is set: the stream began the
+capture, or an event pulled it in); its capture is broken (`HostCapture.broken` is set: all calls
+but the end of the capture are refused with 901).  Ending the capture, broken or not, frees all its
 streams.
 
-The caller of a method must hold the driver's lock.  `HostCaptures.forbid` takes it, and the mode of
-a thread needs none.
+Callers of methods must hold the driver's lock, except for `HostCaptures.forbid`, which takes it,
+and `exchange_mode`, which needs none.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _PROGRAMMATIC = EdgeData(from_port=1, type=EdgeType.PROGRAMMATIC)
 
 @dataclass(slots=True, eq=False)
 class HostStream:
-    """A stream: a queue that runs its work, and while it captures a place in a graph."""
+    """A stream: a queue that runs its work and, while it captures, a place in a graph."""
 
     handle: StreamHandle
     queue: WorkQueue
     blocking: bool = False
-    """Whether it and the legacy stream wait for each other; True for the legacy stream itself."""
+    """True if it and the legacy stream wait for each other, and for the legacy stream itself."""
     capture: HostCapture | None = None
-    """The capture under way on it."""
+    """The capture under way on it, or None."""
     dependencies: tuple[DefinitionNode, ...] = ()
-    """While it captures: the nodes that its next node depends on."""
+    """The nodes that its next node depends on, while it captures."""
     destroyed: bool = False
 
     def refuse_capturing(self, call: str) -> None:
-        """Raises 900 and breaks the capture if the stream captures, broken already or not."""
+        """Raises 900 and breaks the capture if the stream captures (broken already or not)."""
         capture = self.capture
         if capture is not None:
             capture.broken = True
@@ -88,7 +88,7 @@ class HostStream:
         )
 
     def set_dependencies(self, call: str, nodes: Sequence[NodeHandle]) -> None:
-        """Replaces what the next captured node depends on."""
+        """Replaces the dependencies of the next captured node."""
         capture = self.capture
         if capture is None:
             raise driver_error(Status.ILLEGAL_STATE, call, "the stream does not capture")
@@ -96,7 +96,7 @@ class HostStream:
         self.dependencies = tuple(capture.graph.nodes_of(call, nodes))
 
     def wait_event(self, call: str, event: HostEvent) -> None:
-        """Makes later work wait for the event's last record: a task, or edges of a capture."""
+        """Makes later work wait for the event's last record: by a task, or by captured edges."""
         capture = self.capture
         if capture is not None:
             self._wait_in_capture(call, capture, event)
@@ -173,7 +173,7 @@ class HostEvent:
         self.captured = None
 
     def refuse_captured(self, call: str, *, breaks: bool) -> None:
-        """Raises 907 if it was last recorded in a capture: it has neither state nor time then."""
+        """Raises 907 if the last record was in a capture: the event then has no state or time."""
         mark = self.captured
         if mark is None:
             return
@@ -184,7 +184,7 @@ class HostEvent:
         raise driver_error(Status.CAPTURED_EVENT, call, f"event {self.handle:#x}")
 
     def time(self, call: str) -> float:
-        """When the last record was reached, in seconds."""
+        """Returns the time at which the last record was reached, in seconds."""
         mark = self.mark
         if not self.timing or mark is None:
             why = "was never recorded" if self.timing else "was made without timing"
@@ -204,14 +204,14 @@ class HostCapture:
     origin: HostStream
     number: int = field(default_factory=_numbers.__next__)
     streams: list[HostStream] = field(default_factory=list)
-    """Every stream that joined, also one that was destroyed since: it may be unjoined."""
+    """Every stream that joined, also one destroyed since, which may be unjoined."""
     broken: bool = False
     ended: bool = False
 
     def forbids(self, thread: int, thread_mode: CaptureMode) -> bool:
-        """Whether a potentially unsafe call of a thread in that mode breaks this capture.
+        """True if a potentially unsafe call of a thread in that mode breaks this capture.
 
-        A broken capture still forbids, until it is ended.
+        A broken capture still forbids calls until it is ended.
         """
         if CaptureMode.RELAXED in (self.mode, thread_mode):
             return False
@@ -238,7 +238,7 @@ class HostCapture:
         stream.dependencies = (self.graph.add(call, before, params, edge_data),)
 
     def unjoined(self) -> HostStream | None:
-        """A stream with nodes that the origin has not waited for."""
+        """Returns a stream with nodes that the origin has not waited for, or None."""
         joined = ancestors(self.origin.dependencies)
         found = None
         for forked in self.streams:
@@ -249,7 +249,7 @@ class HostCapture:
 
 @dataclass(frozen=True, slots=True)
 class CapturedMark:
-    """A place in a capture: the nodes that work after it would depend on."""
+    """A place in a capture: the dependencies of work after it."""
 
     capture: HostCapture
     dependencies: tuple[DefinitionNode, ...]
@@ -257,7 +257,7 @@ class CapturedMark:
 
 class _Thread(threading.local):
     mode = CaptureMode.GLOBAL
-    """How strictly the thread's own calls are judged.  CUDA begins with the strictest mode."""
+    """The mode that decides about the thread's own calls.  CUDA begins with the strictest mode."""
 
 
 class HostCaptures:
@@ -269,10 +269,10 @@ class HostCaptures:
         self.under_way: list[HostCapture] = []
 
     def fills(self, graph: GraphDefinition) -> bool:
-        """Whether a capture adds nodes to the graph."""
+        """True if a capture adds nodes to the graph."""
         return any(capture.graph is graph for capture in self.under_way)
 
-    # --- what they forbid
+    # --- forbidden calls
 
     def exchange_mode(self, mode: CaptureMode) -> CaptureMode:
         """Sets the calling thread's mode and returns the one before."""
@@ -282,7 +282,7 @@ class HostCaptures:
     def forbid(self, call: str) -> None:
         """Raises 900 for a call that captures forbid to this thread, and breaks those captures.
 
-        CUDA calls them potentially unsafe: they may wait for, or change, what a capture needs.
+        CUDA calls such a call potentially unsafe: it may wait for, or change, objects of a capture.
         """
         if not self.under_way:
             return
@@ -300,7 +300,7 @@ class HostCaptures:
                 )
 
     def forbid_all(self, call: str) -> None:
-        """Raises 900 and breaks every capture, whatever its mode: `call` waits for all streams."""
+        """Raises 900 and breaks every capture of any mode: `call` waits for all streams."""
         for capture in self.under_way:
             capture.broken = True
         if self.under_way:
@@ -312,7 +312,7 @@ class HostCaptures:
 
     def refuse_implicit(self, call: str) -> None:
         """Raises 906 for a use of the legacy stream while a blocking stream captures, and breaks
-        the capture, whatever its mode and whichever thread calls."""
+        the capture, in any mode and from any thread."""
         harmed = [c for c in self.under_way if any(member.blocking for member in c.streams)]
         for capture in harmed:
             capture.broken = True
@@ -341,8 +341,8 @@ class HostCaptures:
     def end(self, call: str, stream: HostStream) -> GraphDefinition:
         """Ends the capture on a stream and returns its graph.
 
-        Raises CUDA's status for a capture that went wrong.  It ends all the same, unless the stream
-        did not begin it.
+        Raises CUDA's status for a broken capture.  The capture ends also then, unless another
+        stream began it.
         """
         capture = stream.capture
         if capture is None:
@@ -370,7 +370,7 @@ class HostCaptures:
         for member in capture.streams:
             member.dependencies, member.capture = (), None
         self.under_way.remove(capture)
-        # As driver 580 does (measured): with the capture goes a graph that it went into, too.
+        # As in driver 580 (measured): a graph that the capture went into is destroyed with it.
         if not keep and capture.graph.owner is None:
             capture.graph.destroy()
 
@@ -384,7 +384,7 @@ class HostCaptures:
             self._finish(capture, keep=False)
 
     def drop_node(self, node: DefinitionNode) -> None:
-        """Removes a node from what the next captured nodes depend on."""
+        """Removes a node from the dependencies of the next captured nodes."""
         for capture in self.under_way:
             for stream in capture.streams:
                 stream.dependencies = tuple(n for n in stream.dependencies if n is not node)

@@ -1,4 +1,4 @@
-"""Work of the host driver: parameters are checked, and compiled to calls without arguments.
+"""The work of the host driver: checks parameters, and compiles them to calls without arguments.
 
 The same steps run eagerly on a stream and as nodes of a graph.
 """
@@ -47,7 +47,7 @@ _UNSIGNED: dict[int, np.dtype[Any]] = {
 
 
 def nothing() -> None:
-    """What an empty or a disabled node does."""
+    """Runs an empty or a disabled node."""
 
 
 def run_steps(steps: Sequence[Step]) -> None:
@@ -77,7 +77,7 @@ class Conditions:
 class WorkCompiler:
     """Checks the parameters of work and compiles them to steps.
 
-    `functions` and `events` are what parameters name by handle.
+    `functions` and `events` are the objects that parameters name by handle.
     """
 
     def __init__(self, context: HostContext) -> None:
@@ -86,7 +86,7 @@ class WorkCompiler:
         self.events: HandleTable[HostEvent] = HandleTable("event")
 
     def check(self, call: str, params: NodeParams) -> None:
-        """Raises for parameters that cannot be right, on a stream or in a graph.
+        """Raises for invalid parameters, on a stream or in a graph.
 
         Child graphs, conditions, allocations and frees are checked by the graph they are added to.
         """
@@ -112,7 +112,7 @@ class WorkCompiler:
                 refuse_opaque(call, params)
 
     def knows(self, params: NodeParams) -> bool:
-        """Whether the function or event that parameters name is alive."""
+        """True if the function or event that parameters name is alive."""
         match params:
             case KernelNodeParams():
                 return params.function in self.functions
@@ -122,7 +122,7 @@ class WorkCompiler:
                 return True
 
     def step(self, call: str, params: NodeParams, conditions: Conditions | None = None) -> Step:
-        """Compiles work that needs nothing of the graph it may be in.
+        """Compiles work that is independent of the graph that contains it.
 
         `conditions` are those that a kernel in a graph may set.
         """
@@ -270,7 +270,7 @@ def _host_step(context: HostContext, function: Callable[[], object]) -> Step:
         try:
             function()
         except BaseException as error:
-            # The caller went on long ago and cannot catch it.  CUDA has no status for it either.
+            # The caller has gone on and cannot catch it.  CUDA has no status for it either.
             logger.exception("a host function raised; the stream goes on")
             for listener in tuple(context.listeners):
                 listener(function, error)

@@ -1,7 +1,7 @@
-"""Kernel names as they were written: C++ compilers put types into them.
+"""Kernel names as in their source: C++ compilers encode types into them.
 
 The C++ runtime library, if the process has it or can load it, demangles them; otherwise names stay
-as they are.
+unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LIBRARIES = ("libstdc++.so.6", "libc++abi.so.1")
 
 @functools.lru_cache(maxsize=4096)
 def demangled(name: str) -> str:
-    """ "scale<float>" for "_Z5scaleIfEvPT_j": without its parameters and what it returns."""
+    """Returns "scale<float>" for "_Z5scaleIfEvPT_j", without parameters and result type."""
     take_apart = _function() if name.startswith("_Z") else None
     if take_apart is None:
         return name
@@ -31,7 +31,7 @@ def demangled(name: str) -> str:
 
 @functools.cache
 def _function() -> Any | None:
-    """`__cxa_demangle` of the Itanium C++ ABI, section 3.4."""
+    """Returns `__cxa_demangle` of the Itanium C++ ABI, section 3.4, or None."""
     for library in _LIBRARIES:
         try:
             found = ctypes.CDLL(library).__cxa_demangle
@@ -51,7 +51,7 @@ def _free() -> Any:
 
 
 def _without_parameters(text: str) -> str:
-    """ "scale<float>" of "void scale<float>(float*, unsigned int)"."""
+    """Returns "scale<float>" for "void scale<float>(float*, unsigned int)"."""
     depth, start, end = 0, 0, len(text)
     for at, character in enumerate(text):
         if character in "<(":

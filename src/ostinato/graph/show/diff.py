@@ -1,14 +1,14 @@
-"""What differs between two graphs: nodes added, removed and changed, argument by argument.
+"""The difference of two graphs: nodes added, removed and changed, argument by argument.
 
-Nodes have no stable names, so they are matched by their order: first those that are alike in
-all that is compared, then what lies between them by kind and name, then by kind alone.  So one
-inserted launch is one addition, not a change of every launch after it, and also between kernels
-of the same name.
+Nodes have no stable names, so they are matched by their order: first nodes that are equal in
+everything that is compared, then the nodes between them by kind and name, then by kind alone.  So
+one inserted launch is one addition, not a change of every launch after it, also between kernels of
+the same name.
 
 Not compared, because they differ between equal graphs: handles of functions (their names and
-code are), of child graphs and of conditions (their place among the graph's conditions is, and what
-they begin with, where that is known), and the Python lines.  Addresses and events are compared: to
-use another buffer is a difference.
+code are), of child graphs and of conditions (their place among the graph's conditions is, and their
+first value, if known), and the Python lines.  Addresses and events are compared: another buffer is
+a difference.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _WORD = 8
 
 @dataclass(frozen=True, slots=True)
 class FieldChange:
-    """One thing of a node that changed, in words: a parameter, or an argument by its name.
+    """One changed parameter of a node, or one argument by its name, in words.
 
-    Of an argument of more than 8 bytes, each word that differs is one: "state+16".
+    In an argument of more than 8 bytes, each word that differs is a change: "state+16".
     """
 
     field: str
@@ -75,7 +75,7 @@ class NodeDifference:
     after: str | None
     fields: tuple[FieldChange, ...] = ()
     details: str = ""
-    """Of a node added or removed: what it does."""
+    """The description of a node that was added or removed."""
 
     def __str__(self) -> str:
         places = sorted({p for p in (self.before, self.after) if p is not None}, key=self._first)
@@ -108,7 +108,7 @@ class EdgeDifference:
     target: str
     added: bool
     data: str = ""
-    """ "programmatic" or ports, if it is not a plain edge."""
+    """ "programmatic" or ports; empty for a plain edge."""
 
     def __str__(self) -> str:
         words = f" ({self.data})" if self.data else ""
@@ -117,7 +117,7 @@ class EdgeDifference:
 
 @dataclass(frozen=True, slots=True)
 class GraphDiff:
-    """What differs between two graphs.  True if anything does; `str()` reads like a diff.
+    """The differences of two graphs.  True if there are any; `str()` gives a text like a diff.
 
     `nodes` and `edges` are in the graphs' order.
     """
@@ -125,12 +125,13 @@ class GraphDiff:
     nodes: tuple[NodeDifference, ...]
     edges: tuple[EdgeDifference, ...]
     before: str = ""
-    """The first graph in a few words; `after` the second."""
+    """The first graph in a few words."""
     after: str = ""
+    """The second graph in a few words."""
 
     @property
     def added(self) -> tuple[NodeDifference, ...]:
-        """Nodes that only the second graph has.  What is inside of one is not listed as well."""
+        """Nodes that only the second graph has, without the nodes inside of them."""
         return tuple(n for n in self.nodes if n.before is None)
 
     @property
@@ -140,7 +141,7 @@ class GraphDiff:
 
     @property
     def changed(self) -> tuple[NodeDifference, ...]:
-        """Nodes that both graphs have, and that are not alike."""
+        """Nodes that both graphs have, and that differ."""
         return tuple(n for n in self.nodes if n.before is not None and n.after is not None)
 
     @property
@@ -153,7 +154,7 @@ class GraphDiff:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing differs."""
+        """True if the graphs are equal."""
         return not self.nodes and not self.edges
 
     def __bool__(self) -> bool:
@@ -166,7 +167,7 @@ class GraphDiff:
         return "\n".join([*head, *map(str, self.nodes), *map(str, self.edges)])
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data that `json.dumps` takes, schema "ostinato.diff/1"."""
+        """Returns plain data for `json.dumps`, schema "ostinato.diff/1"."""
         return {
             "schema": SCHEMA,
             "before": self.before,
@@ -188,7 +189,7 @@ SameCode: TypeAlias = Callable[[FunctionHandle, FunctionHandle], bool]
 
 
 def code_comparison(before: Context, after: Context) -> SameCode:
-    """Gives the function that says whether two functions of one name have the same code.
+    """Returns a function that decides whether two functions of one name have the same code.
 
     Functions of two contexts count as the same, and so do all during a capture, which reading code
     would break.  Two functions whose code cannot be read count as different.
@@ -198,7 +199,7 @@ def code_comparison(before: Context, after: Context) -> SameCode:
     def code(function: FunctionHandle) -> tuple[object, ...] | None:
         try:
             found = before.driver.function_code(function)
-        except DriverError:  # nobody can tell
+        except DriverError:  # the code cannot be read
             return None
         return found.kind, found.data, found.target
 
@@ -211,7 +212,7 @@ def code_comparison(before: Context, after: Context) -> SameCode:
 
 
 def diff(before: Outline, after: Outline, same_code: SameCode) -> GraphDiff:
-    """What must change in one graph to make it the other; empty for a graph and its clone.
+    """Returns the changes that turn one graph into the other; empty for a graph and its clone.
 
     Both must be outlines made with `readable=False`.
     """
@@ -229,14 +230,14 @@ def diff(before: Outline, after: Outline, same_code: SameCode) -> GraphDiff:
 
 
 class _Pairs:
-    """Two bodies matched: nodes in order, each with its counterpart or None, and their insides."""
+    """Two matched bodies: nodes in order, each with its counterpart or None, and inner bodies."""
 
     def __init__(self, before: Outline, after: Outline) -> None:
         self.before = before
         self.after = after
         self.nodes: list[tuple[Node | None, Node | None]] = list(_match(before, after))
         self.inner: dict[int, list[_Pairs]] = {}
-        """By the index of a matched node in `before`: its bodies, as far as both have them."""
+        """The matched inner bodies, by the index of a matched node in `before`."""
         for one, two in self.nodes:
             if one is not None and two is not None:
                 bodies = (before.inner[one.index], after.inner[two.index])
@@ -246,7 +247,7 @@ class _Pairs:
                 ]
 
     def walk(self) -> Iterator[tuple[Node, Node]]:
-        """Every matched pair, insides too."""
+        """Yields every matched pair, also inside."""
         for one, two in self.nodes:
             if one is not None and two is not None:
                 yield one, two
@@ -255,7 +256,7 @@ class _Pairs:
 
 
 def _match(before: Outline, after: Outline) -> Iterator[tuple[Node | None, Node | None]]:
-    """By what is alike in all things, then by kind and name, then by kind."""
+    """Matches nodes that are equal, then nodes of equal kind and name, then of equal kind."""
     a, b = before.nodes, after.nodes
     exact = ([_fingerprint(n) for n in a], [_fingerprint(n) for n in b])
     named = ([(n.kind, n.name) for n in a], [(n.kind, n.name) for n in b])
@@ -267,7 +268,7 @@ def _match(before: Outline, after: Outline) -> Iterator[tuple[Node | None, Node 
             if alike:
                 yield from zip((a[k] for k in ii), (b[k] for k in jj), strict=True)
             elif [a[k].kind for k in ii] == [b[k].kind for k in jj]:
-                # Another kernel in the place of one, or another function on the host.
+                # Another kernel, or another host function, in the same place.
                 yield from zip((a[k] for k in ii), (b[k] for k in jj), strict=True)
             else:
                 yield from ((a[k], None) for k in ii)
@@ -277,8 +278,8 @@ def _match(before: Outline, after: Outline) -> Iterator[tuple[Node | None, Node 
 def _align(
     a: Sequence[object], b: Sequence[object], i: range, j: range
 ) -> Iterator[tuple[bool, range, range]]:
-    """Runs of two ranges that are the same, and what lies between them, in order."""
-    # Equal ends first: then a single change is never explained as a shift of what is around it.
+    """Yields equal runs of two ranges, and the ranges between them, in order."""
+    # Equal ends first: then a single change is never explained as a shift of its neighbours.
     head = 0
     while head < min(len(i), len(j)) and a[i[head]] == b[j[head]]:
         head += 1
@@ -302,7 +303,7 @@ def _align(
 
 
 def _fingerprint(node: Node) -> tuple[object, ...]:
-    """About all that is compared of a node, and hashable; only for matching."""
+    """Returns nearly all compared data of a node, hashable; only for matching."""
     parameters = tuple(function_text(v) if callable(v) else v for v in _parameters(node).values())
     arguments = tuple(b"" if a.type == "cond" else a.raw for a in node.arguments)
     inner = tuple(tuple(map(_fingerprint, body)) for body in node.children)
@@ -310,7 +311,7 @@ def _fingerprint(node: Node) -> tuple[object, ...]:
 
 
 class _Conditions:
-    """Which condition of one graph stands for which of the other: the matched nodes' own."""
+    """The pairs of conditions in two graphs: those of matched conditional nodes."""
 
     def __init__(self, pairs: _Pairs) -> None:
         self.stands_for: dict[bytes, bytes] = {}
@@ -324,14 +325,14 @@ class _Conditions:
         self._known = {*self.stands_for, *self.stands_for.values()}
 
     def same(self, one: Argument, two: Argument) -> bool:
-        """Whether two arguments have the same bytes, or set the same condition."""
+        """True if two arguments have the same bytes, or set the same condition."""
         types = {one.type, two.type}
         if types == {"cond"}:
             if one.raw in self.stands_for:
                 return self.stands_for[one.raw] == two.raw
             # Conditions that no node tests are equal.
             return one.raw == two.raw or not {one.raw, two.raw} & self._known
-        # Without a signature a condition looks like any word.
+        # Without a signature a condition is like any other word.
         untyped = types <= {"cond", ""} and self.stands_for.get(one.raw) == two.raw
         return untyped or one.raw == two.raw
 
@@ -342,7 +343,7 @@ class _Conditions:
 def _nodes(
     pairs: _Pairs, conditions: _Conditions, same_code: SameCode, before: str, after: str
 ) -> Iterator[NodeDifference]:
-    """The differences of a body's nodes; `before` and `after` are where the body is."""
+    """Yields the differences of a body's nodes; `before` and `after` are the body's place."""
     for one, two in pairs.nodes:
         if one is None or two is None:
             node = one or two
@@ -408,12 +409,12 @@ def _argument_changes(x: Argument, y: Argument) -> Iterator[FieldChange]:
 
 
 def _value_text(argument: Argument) -> str:
-    """The argument without its name."""
+    """Returns the argument without its name."""
     return str(argument._replace(name=""))
 
 
 def _parameters(node: Node) -> Mapping[str, object]:
-    """What is compared of a node's parameters, by name; a kernel's arguments are not in it."""
+    """Returns the compared parameters of a node, by name, without a kernel's arguments."""
     params = node.params
     if isinstance(params, KernelNodeParams):
         return {**_fields(params.config), "attributes": params.extra_attributes}
@@ -453,7 +454,7 @@ def _field_text(name: str, value: object) -> str:
 
 
 def _launch(node: Node) -> str:
-    """What a node does, with a kernel's sizes."""
+    """Returns the description of a node, with a kernel's sizes."""
     if not isinstance(node.params, KernelNodeParams):
         return details(node)
     config = node.params.config
@@ -466,7 +467,7 @@ def _title(kind: str, name: str) -> str:
 
 
 def _edges(pairs: _Pairs, before: str, after: str) -> Iterator[EdgeDifference]:
-    """The edges that only one of two bodies has, then those of the bodies inside."""
+    """Yields the edges that only one of two bodies has, then those of the bodies inside."""
     index = {two.index: one.index for one, two in pairs.nodes if one and two}
     old = {(e.source, e.target, e.data) for e in pairs.before.edges}
     new = {(index.get(e.source), index.get(e.target), e.data) for e in pairs.after.edges}

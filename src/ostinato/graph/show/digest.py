@@ -1,8 +1,8 @@
 """The digest of a graph's shape, for processes to compare.
 
-It covers what is the same in every process that builds the same graph: kinds and names of nodes,
-launch shapes, sizes of arguments, copies, fills and allocations, edges with their data, and what
-is inside of child graphs and bodies.  It does not cover addresses, handles, events, the values of
+It covers the data that are equal in every process that builds the same graph: kinds and names of
+nodes, launch shapes, sizes of arguments, copies, fills and allocations, edges with their data, and
+the content of child graphs and bodies.  It does not cover addresses, handles, events, the values of
 arguments (a rank's number is one), fills and memory operations, and lines of Python.
 
 Nodes count in the driver's order: graphs whose nodes were made in another order differ.
@@ -31,7 +31,7 @@ SCHEMA = "ostinato.digest/1"
 
 
 def digest(outline: Outline) -> str:
-    """64 hexadecimal digits.  The outline must be made with `readable=False`."""
+    """Returns 64 hexadecimal digits.  The outline must be made with `readable=False`."""
     text = json.dumps([SCHEMA, _body(outline)], separators=(",", ":"))
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
 
@@ -51,7 +51,7 @@ def _body(outline: Outline) -> list[Any]:
 
 
 def described(node: Node, bodies: Iterable[Outline]) -> list[Any]:
-    """What the digest covers of a node and of the bodies inside it."""
+    """Returns the data that the digest covers of a node and of the bodies inside it."""
     return [node.kind.name, node.name, _shape(node), [_body(body) for body in bodies]]
 
 

@@ -1,4 +1,4 @@
-"""SVG as text: what pictures of graphs and charts of benchmarks are drawn with."""
+"""SVG as text, for pictures of graphs and charts of benchmarks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Drawing:
         self.lines += [f'<g transform="translate({x:g} {y:g})">', *part.lines, "</g>"]
 
     def svg(self, name: str, style: str) -> str:
-        """The text of an SVG file: the drawing on a card of its own."""
+        """Returns the text of an SVG file: the drawing on a card of its own."""
         size = f'viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}"'
         opened = f'<svg xmlns="http://www.w3.org/2000/svg" {size} height="{self.height:g}"'
         card = Drawing()

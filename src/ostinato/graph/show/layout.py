@@ -1,10 +1,9 @@
-"""Where the boxes and links of a picture go: a layered layout, in pixels.
+"""The layout of boxes and links in a picture: layered, in pixels.
 
-1. Rows: a box is below all that it depends on.  A link that passes rows gets a point in each, so
-   that no link runs through a box.
-2. Places: sweeps over the rows move every point towards its neighbours, and sort each row by where
-   its points would be, so that few links cross.
-3. Columns: a high picture is cut into columns, which are read like those of a newspaper.
+1. Rows: a box is below all boxes on which it depends.  A link that passes rows gets a point in
+each, so that no link runs through a box.  2. Places: sweeps over the rows move every point towards
+its neighbours, and sort each row by the new places of its points, so that few links cross.  3.
+Columns: a high picture is cut into columns, which are read like those of a newspaper.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from ostinato.graph.show.drawing import Drawing
 _LANE = 7.0  # between links that run to the next column
 _AROUND = 36.0  # columns, for these links
 _WIDEST = 8  # boxes side by side
-_TALLEST = 1000.0  # what is lower than this is not cut into columns
+_TALLEST = 1000.0  # lower pictures are not cut into columns
 _ASPECT = 1.5  # width to height of a picture with columns
 _PASSING = 3  # links that may run from one column into the next
-_WORTH = 150.0  # pixels that a column may be off its height for each such link less
+_WORTH = 150.0  # pixels of error in a column's height that one such link less is worth
 _SWEEPS, _LAST = 25, 16  # over the rows: for few crossings, then for straight links
 
 
 @dataclass(eq=False, slots=True)
 class _Point:
-    """A box, or where a link passes a row."""
+    """A box, or the point at which a link passes a row."""
 
     box: Drawing
     row: int
@@ -42,8 +41,8 @@ class _Point:
 
 
 def lay_out(boxes: Sequence[Drawing], links: Mapping[tuple[int, int], str], gap: float) -> Drawing:
-    """The boxes, `gap` apart, and the links between them as one drawing.  Links go from a lower to
-    a higher index of `boxes`, each with its look."""
+    """Lays boxes out, `gap` apart, with the links between them, as one drawing.  Links go from a
+    lower to a higher index of `boxes`, each with its look."""
     ends = sorted(links)
     points = [_Point(box, r) for box, r in zip(boxes, _rows(len(boxes), ends), strict=True)]
     routes = []
@@ -69,8 +68,8 @@ def lay_out(boxes: Sequence[Drawing], links: Mapping[tuple[int, int], str], gap:
 
 
 def _rows(boxes: int, links: Sequence[tuple[int, int]]) -> list[int]:
-    """The row of each box by the length of the longest path to it; a box that waits for nothing is
-    near to what waits for it."""
+    """Returns the row of each box by the length of the longest path to it; a box without
+    predecessors is near to its followers."""
     layers = [0] * boxes
     for a, b in links:
         layers[b] = max(layers[b], layers[a] + 1)
@@ -82,9 +81,9 @@ def _rows(boxes: int, links: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _place(rows: Sequence[list[_Point]], gap: float) -> None:
-    """Sweeps down and up: halfway to the row before, at last all the way to those on both sides.
-    Points do not overlap: weighted least squares by pooling (isotonic regression).  Where a link
-    passes it pulls more, so that it gets straight."""
+    """Sweeps down and up: halfway to the row before, at last all the way to the rows on both sides.
+    Points do not overlap: weighted least squares by pooling (isotonic regression).  The point of a
+    passing link pulls more, so that the link gets straight."""
     for sweep in range(_SWEEPS + _LAST):
         for row in rows[:: -1 if sweep % 2 else 1]:
             wanted = {}
@@ -138,7 +137,7 @@ def _stack(rows: Sequence[list[_Point]], gap: float) -> Drawing:
 
 
 def _way(a: _Point, b: _Point, lanes: Mapping[float, count[int]]) -> str:
-    """Past the bottom of a row to the top of the next, which may be that of the next column."""
+    """Returns a path from the bottom of a row to the top of the next row or column."""
     if a.side == b.side:
         half = (a.bottom + b.top) / 2
         return f"V{a.bottom:g}C{a.x:g} {half:g} {b.x:g} {half:g} {b.x:g} {b.top:g}"

@@ -62,10 +62,10 @@ class OutlineEdge:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A graph, child graph or conditional body: its nodes, their edges, and what is inside them.
+    """A graph, child graph or conditional body: its nodes, their edges, and the graphs inside them.
 
     `inner` has one entry a node: the outlines of its child graph or bodies, mostly none.
-    `title` says what this is of its node ("then", "body", "case 2", "child").
+    `title` is the role of this in its node ("then", "body", "case 2", "child").
     """
 
     title: str
@@ -74,25 +74,25 @@ class Outline:
     inner: tuple[tuple[Outline, ...], ...]
 
     def walk(self) -> Iterator[Node]:
-        """Every node, what is inside one right after it."""
+        """Yields every node, followed by the nodes inside it."""
         for node, bodies in zip(self.nodes, self.inner, strict=True):
             yield node
             for body in bodies:
                 yield from body.walk()
 
     def walk_edges(self) -> Iterator[OutlineEdge]:
-        """Every edge, those inside of nodes after the body's own."""
+        """Yields every edge, those inside of nodes after the body's own."""
         yield from self.edges
         for body in itertools.chain.from_iterable(self.inner):
             yield from body.walk_edges()
 
     def after(self, index: int) -> tuple[OutlineEdge, ...]:
-        """The edges into one node; `edges` are in the order of their targets."""
+        """Returns the edges into one node; `edges` are in the order of their targets."""
         first = bisect_left(self.edges, index, key=lambda e: e.target)
         return self.edges[first : bisect_right(self.edges, index, first, key=lambda e: e.target)]
 
     def summary(self) -> str:
-        """ "12 nodes (9 kernel, 3 memcpy), 11 edges", with what is inside of nodes."""
+        """Returns "12 nodes (9 kernel, 3 memcpy), 11 edges", including those inside of nodes."""
         nodes = list(self.walk())
         kinds = Counter(kind_text(n.kind) for n in nodes)
         parts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
@@ -104,7 +104,7 @@ class Outline:
 def read_outline(
     context: Context, handle: GraphHandle, nodes: tuple[Node, ...], *, readable: bool
 ) -> Outline:
-    """The outline of a graph with these nodes; see `Graph.outline`."""
+    """Returns the outline of a graph with these nodes; see `Graph.outline`."""
     if readable:
         places: dict[int, str] = {}
         nodes = _shown(nodes, places)
@@ -113,7 +113,7 @@ def read_outline(
 
 
 def _shown(nodes: tuple[Node, ...], places: dict[int, str]) -> tuple[Node, ...]:
-    """The nodes with names that can be read, for kernels, and for addresses."""
+    """Returns the nodes with readable names of kernels and addresses."""
     return tuple(
         replace(
             node,
@@ -126,7 +126,7 @@ def _shown(nodes: tuple[Node, ...], places: dict[int, str]) -> tuple[Node, ...]:
 
 
 def _name_places(context: Context, nodes: tuple[Node, ...], places: dict[int, str]) -> None:
-    """Puts words for each address that lies in a buffer with a name into `places`."""
+    """Adds a text for each address in a named buffer to `places`."""
     for node in nodes:
         found = [(p.address, p.allocation) for a in node.arguments for p in a.pointers]
         if isinstance(node.params, MemcpyNodeParams | MemsetNodeParams):
@@ -147,7 +147,7 @@ def _outline(driver: Driver, handle: GraphHandle, nodes: tuple[Node, ...], title
     edges = [
         OutlineEdge(index[e.source], index[e.target], e.data) for e in driver.graph_edges(handle)
     ]
-    # The driver's order of edges means nothing, and differs between a graph and its clone.
+    # The driver's order of edges has no meaning, and differs between a graph and its clone.
     edges.sort(key=lambda e: (e.target, e.source, e.data.from_port, e.data.to_port, e.data.type))
     return Outline(title, nodes, tuple(edges), tuple(_inner(driver, node) for node in nodes))
 
@@ -165,7 +165,7 @@ def _inner(driver: Driver, node: Node) -> tuple[Outline, ...]:
 
 
 def body_titles(kind: ConditionalKind, size: int) -> tuple[str, ...]:
-    """What the bodies of a conditional node are called."""
+    """Returns the names of the bodies of a conditional node."""
     if kind is ConditionalKind.IF:
         return ("then", "else")[:size]
     if kind is ConditionalKind.WHILE:
@@ -177,7 +177,7 @@ def body_titles(kind: ConditionalKind, size: int) -> tuple[str, ...]:
 
 
 def count_text(number: int, what: str) -> str:
-    """ "1 node", "2 nodes"."""
+    """Returns "1 node", "2 nodes"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
@@ -186,13 +186,13 @@ def kind_text(kind: NodeKind) -> str:
 
 
 def shape_text(shape: Dim3) -> str:
-    """ "8", "8×2", "8×2×4": without the ones at the end."""
+    """Returns "8", "8×2", "8×2×4": without the ones at the end."""
     x, y, z = shape
     return "×".join(str(n) for n in ((x, y, z) if z > 1 else (x, y) if y > 1 else (x,)))
 
 
 def bytes_text(nbytes: int) -> str:
-    """ "640 B", "4 KiB", "1.5 MiB"."""
+    """Returns "640 B", "4 KiB", "1.5 MiB"."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if nbytes >= 1024**power:
             return f"{nbytes / 1024**power:.4g} {unit}"
@@ -200,12 +200,12 @@ def bytes_text(nbytes: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text, with characters replaced that move a terminal's cursor or that XML cannot hold."""
+    """Replaces characters that move a terminal's cursor or that XML cannot hold."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 def shorten(text: str, width: int) -> str:
-    """At most `width` characters, the middle left out: names differ at both of their ends."""
+    """Cuts the middle of a text to `width` characters: names differ at both of their ends."""
     if len(text) <= width:
         return text
     head = (width - 1) * 2 // 3
@@ -213,18 +213,18 @@ def shorten(text: str, width: int) -> str:
 
 
 def line_text(location: str | None) -> str:
-    """ "decode.py:41" of a location; "" where it is not known."""
+    """Returns "decode.py:41" for a location; "" for None."""
     match = re.match(r"(?P<file>.+?):(?P<line>\d+)(:|\Z)", location or "")
     return "" if match is None else f"{PurePath(match['file']).name}:{match['line']}"
 
 
 def function_text(function: Callable[..., object]) -> str:
-    """A host function's name in Python."""
+    """Returns a host function's name in Python."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def memop_text(op: MemOp) -> str:
-    """ "0x7f00 ← 3", "wait 0x7f00 geq 3"."""
+    """Returns "0x7f00 ← 3", "wait 0x7f00 geq 3"."""
     if op.kind is MemOpKind.WRITE:
         return f"{op.address:#x} ← {op.value}"
     return f"wait {op.address:#x} {op.kind.name.lower().removeprefix('wait_')} {op.value}"
@@ -233,7 +233,7 @@ def memop_text(op: MemOp) -> str:
 def arguments_text(
     arguments: Sequence[Argument], width: int | None = None, places: Mapping[int, str] | None = None
 ) -> str:
-    """ "x=[0x7f00], n=4": as many as fit into `width` characters, then how many are left out."""
+    """Returns "x=[0x7f00], n=4": as many as fit into `width`, and the number left out."""
     texts = [a.text(places or {}) for a in arguments]
     if width is None or len(", ".join(texts)) <= width:
         return ", ".join(texts)
@@ -249,7 +249,7 @@ def _ends(texts: Sequence[str]) -> Iterator[int]:
 
 
 def details(node: Node, width: int | None = None) -> str:
-    """What a node does beyond its kind and name, in one line of words."""
+    """Returns the details of a node besides its kind and name, in one line."""
     params = node.params
     match params:
         case KernelNodeParams():
@@ -280,7 +280,7 @@ def details(node: Node, width: int | None = None) -> str:
 
 
 def _extent(params: MemcpyNodeParams | MemsetNodeParams) -> str:
-    """ "4 KiB", "128 × 16 B", "1024 × 4 B" (elements of a fill)."""
+    """Returns "4 KiB", "128 × 16 B", "1024 × 4 B" (elements of a fill)."""
     if isinstance(params, MemsetNodeParams):
         rows = f"{params.height} × " if params.height > 1 else ""
         return f"{rows}{params.width} × {params.element_size} B"

@@ -37,7 +37,7 @@ SCHEMA = "ostinato.graph/1"
 TABLE_WIDTH = 120
 _LEAST_WIDTH = 72
 MOST_DRAWN = 100
-"""Nodes: a notebook shows larger graphs as tables alone."""
+"""The largest number of drawn nodes: a notebook shows larger graphs as tables alone."""
 _ARGUMENTS_WIDTH = 96
 _NAME_WIDTH = 28
 
@@ -55,7 +55,7 @@ _STYLES = {
 
 
 def to_table(top: Outline) -> str:
-    """The graph as plain text, as wide as the terminal (COLUMNS), 120 columns where there is none:
+    """Returns the graph as plain text, as wide as the terminal (COLUMNS; 120 columns without one):
     one row a node, in the driver's order.
 
     Long argument lists and names are shortened; `to_dict` has all of them.
@@ -70,7 +70,7 @@ def to_table(top: Outline) -> str:
 
 
 def to_html(top: Outline) -> str:
-    """For notebooks: the picture, if it is small enough to be looked at, and the table."""
+    """Returns HTML for notebooks: the picture, if it is small enough, and the table."""
     from ostinato.graph.show.svg import to_svg
 
     picture = to_svg(top) if sum(1 for _ in top.walk()) <= MOST_DRAWN else ""
@@ -78,7 +78,7 @@ def to_html(top: Outline) -> str:
 
 
 def rich_table(top: Outline) -> Table:
-    """The graph as a table for a terminal: one row a node, in the driver's order."""
+    """Returns the graph as a table for a terminal: one row a node, in the driver's order."""
     configs = [n.params.config for n in top.walk() if isinstance(n.params, KernelNodeParams)]
     programmatic = any(e.programmatic for e in top.walk_edges())
     table = Table(
@@ -139,10 +139,10 @@ def _add_rows(
 
 
 def to_dict(top: Outline, device: str) -> dict[str, object]:
-    """The graph as plain data that `json.dumps` takes.
+    """Returns the graph as plain data for `json.dumps`.
 
     Schema "ostinato.graph/1": `device`, `nodes` and `edges`.  A node has `index`, `kind`, `name`,
-    `params`, `arguments` (bytes in hex; `value` null where the type is not known), `children`
+    `params`, `arguments` (bytes in hex; `value` null if the type is unknown), `children`
     (title, nodes and edges of its child graph or bodies) and `location`.  Addresses and handles
     are numbers, and numbers that JSON cannot hold are "nan", "inf" and "-inf".
     """
@@ -185,7 +185,7 @@ def _argument_json(argument: Argument) -> dict[str, object]:
 
 
 def _params_json(params: NodeParams) -> dict[str, object]:
-    """A node's parameters as plain data; a kernel's arguments are not in it."""
+    """Returns a node's parameters as plain data, without a kernel's arguments."""
     if not isinstance(params, KernelNodeParams):
         return _record(params)
     return {
@@ -202,7 +202,7 @@ def _record(value: object) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    """A record, or what is in one, as what `json.dumps` takes."""
+    """Converts a record, or a value in one, to data for `json.dumps`."""
     if isinstance(value, enum.Enum):
         return value.name.lower()
     if isinstance(value, float) and not math.isfinite(value):
@@ -229,8 +229,8 @@ _FILLS = {
 
 
 def to_dot(top: Outline) -> str:
-    """The graph in Graphviz' language: child graphs and bodies as clusters, programmatic edges
-    dashed."""
+    """Returns the graph in Graphviz' language: child graphs and bodies as clusters, programmatic
+    edges dashed."""
     lines = [
         "digraph ostinato {",
         '  graph [fontname="Helvetica", fontsize=11, compound=true];',
@@ -282,5 +282,5 @@ def _dot_label(node: Node) -> str:
 
 
 def _dot_escape(text: str) -> str:
-    """Text for a quoted label: besides quotes, a label's own escapes and entities."""
+    """Escapes a text for a quoted label: quotes, and a label's own escapes and entities."""
     return printable(text).replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"')

@@ -1,5 +1,5 @@
-"""A graph as a picture in plain SVG, with no other program.  It follows the reader's light or dark
-scheme.  Equal graphs give equal text."""
+"""A graph as a picture in plain SVG, without another program.  It follows the reader's light or
+dark scheme.  Equal graphs give equal text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHARACTER, _SMALL = 7.25, 6.1  # widths in the monospaced face at 12 px and 10 
 _HEIGHT = 40.0  # of a box
 _GAP, _PAD = 22.0, 14.0  # between boxes, and in a frame
 _HEADS = {"frame": (28, _PAD, 19, "name"), "part": (18, 8, 13, "")}  # height, the name's x, y, look
-_SHORTEST_FOLD = 4  # nodes: less is not worth a frame
+_SHORTEST_FOLD = 4  # nodes: fewer are not worth a frame
 
 _COLOURS = {
     NodeKind.KERNEL: {"fill": "#eaf1ff", "stroke": "#3b6fd6"},
@@ -65,11 +65,11 @@ _STYLE = """
 
 
 def to_svg(top: Outline, *, max_nodes: int = 200) -> str:
-    """A picture of the graph as the text of an SVG file, on a background of its own.
+    """Returns a picture of the graph as the text of an SVG file, on a background of its own.
 
-    Child graphs and bodies are frames within frames.  Where a body has more than `max_nodes`
-    nodes, runs of nodes that repeat are drawn once with their number, and what is still too much
-    is left out of the middle and said so.  Hovering over a box shows all that is known of it.
+    Child graphs and bodies are frames within frames.  In a body of more than `max_nodes` nodes,
+    repeated runs of nodes are drawn once with the number of repeats, and if there are still too
+    many, the middle is replaced by a note.  Hovering over a box shows all data of it.
     """
     graph, legend = _draw(top, max(2, max_nodes)), _legend(top)
     count = sum(1 for _ in top.walk())
@@ -82,7 +82,7 @@ def to_svg(top: Outline, *, max_nodes: int = 200) -> str:
 
 
 def _legend(top: Outline) -> Drawing:
-    """Colours with the number of nodes of each kind, arrows with the number of edges."""
+    """Draws colours with the number of nodes of each kind, arrows with the number of edges."""
     legend = Drawing()
     legend.lines += [_ARROW.format(look=look, colour=colour) for look, colour in _EDGES.items()]
 
@@ -100,12 +100,12 @@ def _legend(top: Outline) -> Drawing:
 
 
 _Unit = list[tuple[int, ...]]
-"""What is drawn as one thing: the indices of its nodes, one tuple for each time that they repeat.
+"""A unit of the picture: the indices of its nodes, one tuple for each repeat.
 A node by itself is [(index,)]; several nodes that do not repeat are left out of the picture."""
 
 
 def _draw(body: Outline, max_nodes: int, within: Sequence[int] | None = None) -> Drawing:
-    """A body, or (`within`) some of its nodes."""
+    """Draws a body, or (`within`) some of its nodes."""
     nodes = within or range(len(body.nodes))
     into = {i: [e for e in body.after(i) if e.source in nodes] for i in nodes}
     order = [*TopologicalSorter({i: [e.source for e in into[i]] for i in into}).static_order()]
@@ -151,7 +151,7 @@ def _unit(body: Outline, unit: _Unit, max_nodes: int, width: float) -> Drawing:
 
 
 def _card(name: str, below: str, number: str, width: float, tip: str, **look: str) -> Drawing:
-    """Two lines of text in a box, at least so wide."""
+    """Draws two lines of text in a box of at least this width."""
     needed = 28 + len(name) * _CHARACTER, 36 + len(below + number) * _SMALL
     card = Drawing(max(width, *needed), _HEIGHT)
     card.add("title", tip)
@@ -163,7 +163,7 @@ def _card(name: str, below: str, number: str, width: float, tip: str, **look: st
 
 
 def _box(node: Node, width: float = 120.0) -> Drawing:
-    """A node with nothing inside, at least so wide."""
+    """Draws a node with nothing inside, in a box of at least this width."""
     name, look, known = shorten(node.name, 26), _COLOURS.get(node.kind, _GREY), [details(node)]
     below = shorten(known[0], 30) or kind_text(node.kind)
     if isinstance(node.params, KernelNodeParams):
@@ -181,7 +181,7 @@ def _box(node: Node, width: float = 120.0) -> Drawing:
 
 
 def _frame(name: str, inside: Drawing, tip: str, **look: str) -> Drawing:
-    """A frame with a name around a drawing."""
+    """Draws a frame with a name around a drawing."""
     head, left, base, face = _HEADS[look["class_"]]
     width = max(inside.width, len(name) * _CHARACTER, 48.0) + 2 * _PAD
     frame = Drawing(width, head + (inside.height or 20) + _PAD)
@@ -193,14 +193,14 @@ def _frame(name: str, inside: Drawing, tip: str, **look: str) -> Drawing:
 
 
 def _tooltip(node: Node, *known: str) -> str:
-    """A node's number, kind and name, what else is known of it, and where it was made."""
+    """Returns a node's number, kind and name, the given details, and the line that made it."""
     lines = [f"#{node.index} {kind_text(node.kind)} {node.name}", *known, node.location]
     return "\n".join(line for line in lines if line)
 
 
 def _folded(body: Outline, order: Sequence[int]) -> list[_Unit]:
-    """Runs of the order that repeat, each as one unit; the rest node by node.  A run repeats if its
-    nodes agree in what a graph's digest covers, and depend on nodes equally far back."""
+    """Returns repeated runs of the order as one unit each; the rest node by node.  A run repeats if
+    its nodes agree in all that a graph's digest covers, and depend on nodes equally far back."""
     at = {index: place for place, index in enumerate(order)}
     keys = []  # equal for nodes of which one may be drawn for all
     for i in order:
@@ -215,7 +215,7 @@ def _folded(body: Outline, order: Sequence[int]) -> list[_Unit]:
 
 
 def _repetitions(keys: Sequence[str]) -> Iterator[range]:
-    """For each run that repeats at the keys' beginning: 0, and where each of its times ends."""
+    """Yields, for each run that repeats at the keys' beginning, 0 and the ends of its repeats."""
     yield range(2)  # the first key by itself
     for period in range(1, len(keys) // 2 + 1):
         same = (keys[k] == keys[k + period] for k in range(len(keys) - period))
