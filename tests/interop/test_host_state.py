@@ -467,7 +467,7 @@ def test_keys_with_a_graph_stay_when_others_like_them_are_folded(
     assert sorted(values_of(step)) == ["x=f4[4], by=1000", "x=f4[4], by=…"]
 
 
-@pytest.mark.parametrize("layers", [4, 8, 9, 32, 120])
+@pytest.mark.parametrize("layers", [4, 8, 9, 32])
 def test_values_that_come_again_have_graphs(lib: Lib, make: Make, layers: int) -> None:
     """A block that is told which layer it is."""
     step = make(lambda x, layer: x.line(float(layer)))

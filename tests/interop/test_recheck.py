@@ -147,7 +147,9 @@ def test_arguments(lib: Lib, make: Any, seed: int) -> None:
     assert heated > 5 and taken > 5 and refused > 20
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8)]]
+)
 def test_what_a_function_uses(lib: Lib, make: Any, seed: int) -> None:
     rng = random.Random(seed)
     weight, other = lib.array(np.ones(3)), lib.array(np.ones(3))
