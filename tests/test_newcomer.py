@@ -216,7 +216,11 @@ MISTAKES = [
         lambda p: p.x.view((4, 2)),
         *(errors.InputError, "offset=(4, 2)", "view(shape=(4, 2))"),
     ),
-    mistake("reshape", lambda p: p.x.reshape(4, 2), AttributeError, "'reshape'", "view(shape=…)"),
+    mistake(
+        "a shape of other elements",
+        lambda p: p.x.reshape(4, 3),
+        *(errors.InputError, "8 elements [8]", "[4, 3]", "keeps their number"),
+    ),
     mistake("numpy()", lambda p: p.x.numpy(), AttributeError, "'numpy'", "to_numpy(stream)"),
     mistake(
         "an element is assigned",

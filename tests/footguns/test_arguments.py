@@ -125,7 +125,7 @@ def test_what_a_pointer_may_point_at(host_device: Device, word: str, fitting: li
 def test_a_dtype_is_asked_for(device: Device) -> None:
     """`zeros(1024)` without a dtype made bytes, and a kernel of 1024 numbers ran past their end."""
     pool = device.pool()
-    for make in (device.zeros, device.empty, device.pinned, pool.empty):
+    for make in (device.zeros, device.ones, device.empty, device.pinned, pool.empty):
         with pytest.raises(TypeError, match="dtype"):
             make(4)  # type: ignore[call-arg]
         with pytest.raises(InputError, match="dtype None"):

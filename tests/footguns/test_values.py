@@ -108,6 +108,7 @@ def test_a_number_that_does_not_fit_is_refused_everywhere(
     scalar = ost.DeviceScalar(device, dtype)
     for refused in (
         lambda: ost.fill(stream, x, value),
+        lambda: device.full(8, value, dtype),
         lambda: scalar.set(value, stream),
         lambda: ost.DeviceArray(device, 2, dtype).set([0, value], stream),
     ):
@@ -120,6 +121,51 @@ def test_a_number_that_does_not_fit_is_refused_everywhere(
         with pytest.raises(InputError, match="value"):
             run.patch(0, "value", value)
     assert (x.to_numpy(stream) == 0).all()
+
+
+def test_numbers_in_bfloat16_are_no_whole_numbers(device: Device, stream: ost.Stream) -> None:
+    """NumPy has no such type, and 1.0 became the whole number 1 of 16 bits, which is 9e-41."""
+    wanted = np.array([1.0, -2.5, np.inf, 3.0e38])
+    bits = [0x3F80, 0xC020, 0x7F80, 0x7F62]
+    scalar = ost.DeviceScalar(device, "bf16", initial=1.0, stream=stream)
+    state = ost.DeviceArray(device, 4, "bfloat16")
+    state.set(wanted, stream)
+    x, y = device.array(wanted, "bf16"), device.zeros(4, "bytes").view(dtype="bf16")
+    ost.fill(stream, y, -2.5)
+    assert x.to_numpy(stream).tolist() == state.read(stream).tolist() == bits
+    assert y.to_numpy(stream).tolist() == [bits[1]] * 2
+    assert scalar.read(stream) == bits[0]
+    assert device.ones(3, "bf16").to_numpy(stream).tolist() == bits[:1] * 3
+    tied = device.array(np.float32([1 + 1 / 256, 1 + 3 / 256, np.nan]), "bf16").to_numpy(stream)
+    assert tied.tolist() == [0x3F80, 0x3F82, 0x7FC0]  # to even
+    assert device.array(np.uint16(bits), "bf16").to_numpy(stream).tolist() == bits
+    assert x.copy_from(np.uint16([5] * 4), stream).to_numpy(stream).tolist() == [5] * 4
+    pair = device.full(2, (1, 1.0), [("a", "u16"), ("b", "bf16")]).to_numpy(stream)
+    assert pair["a"].tolist() == [1, 1]
+    assert pair["b"].tolist() == bits[:1] * 2
+    for refused in (
+        lambda: device.array([1, 2], "bf16"),  # the numbers, or their bits?
+        lambda: device.full(2, 3.4e38, "bf16"),
+        lambda: x.copy_from(np.arange(4), stream),
+        lambda: scalar.set(1, stream),
+        lambda: ost.fill(stream, x, 1),
+        lambda: ost.Slot("x", x, ost.Role.INPUT, "rows", poison=(0, 1)),
+    ):
+        with pytest.raises(InputError, match="bfloat16"):
+            refused()
+
+
+def test_words_of_signatures_mean_the_same_in_a_struct(device: Device) -> None:
+    """In NumPy "f16" is a float of 128 bits."""
+    assert device.empty(1, [("a", "f16"), ("b", "u32", (2,))]).nbytes == 10
+    with pytest.raises(InputError, match="8 bits in signatures"):
+        device.empty(1, [("a", [("b", "i8")])])
+
+
+def test_what_is_no_dtype_names_those_that_are(device: Device) -> None:
+    for word in ("float33", "f4x", "*f32", [("a",)], {"names": ["a"], "formats": []}, 3.5):
+        with pytest.raises(InputError, match=r"u32.*float32"):
+            device.empty(1, word)
 
 
 def test_infinity_that_is_meant_is_kept(device: Device, stream: ost.Stream) -> None:
@@ -135,7 +181,7 @@ def test_infinity_that_is_meant_is_kept(device: Device, stream: ost.Stream) -> N
 def test_memory_that_no_address_can_reach_is_an_error(device: Device) -> None:
     """A size of 1 << 80 bytes is 0 in 64 bits."""
     pool = ost.CapturePool(device)
-    for empty in (device.empty, device.zeros, device.pinned, pool.empty):
+    for empty in (device.empty, device.zeros, device.ones, device.pinned, pool.empty):
         with pytest.raises((OutOfMemoryError, InputError)):
             empty((1 << 40, 1 << 40), "u1")
 

@@ -74,9 +74,14 @@ BYTES = np.dtype(np.uint8, metadata={"ostinato": "bytes"})
 """The dtype "bytes": memory of which only the size is known, for pointers of any type.  To NumPy it
 is uint8; told from that by identity."""
 
+BF16 = np.dtype(np.uint16, metadata={"ostinato": "bf16"})
+"""The dtype "bf16": bfloat16, which NumPy does not have.  To NumPy it is uint16, its bits; told from
+that by identity, so that numbers become bfloat16 and not whole numbers of 16 bits."""
+
 _WORDS = {
     **{word: scalar.dtype for word, scalar in _SCALARS.items() if word not in ("i8", "u8", "cond")},
-    "bfloat16": _SCALARS["bf16"].dtype,
+    "bf16": BF16,
+    "bfloat16": BF16,
     "bytes": BYTES,
 }
 """The words for dtypes that are not NumPy's.  NumPy's "f16" would be a float of 128 bits."""
@@ -96,11 +101,11 @@ _NUMPYS = _numpys_words()
 
 
 def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """The dtype of a word of signatures ("f32", "bf16": its bits as uint16), of "bytes" (`BYTES`),
-    or of what NumPy takes.
+    """The dtype of what a user gives: a word of signatures ("f32", "bf16"), "bytes", or what NumPy
+    takes ("float32", "f4", np.float32, a structure, whose fields may be such words too).
 
-    Raises InputError for what is no dtype, and for "i8" and "u8", which have 8 bits in signatures
-    and 8 bytes in NumPy.
+    "bf16" is `BF16`, "bytes" is `BYTES`.  Raises InputError for what is no dtype, and for "i8" and
+    "u8", which have 8 bits in signatures and 8 bytes in NumPy.
     """
     if isinstance(dtype, str):
         known = _WORDS.get(dtype)
@@ -115,14 +120,27 @@ def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     elif dtype is None:
         raise InputError('dtype None: a type is needed ("f32"; "bytes" for memory of any type)')
     try:
-        return np.dtype(dtype)
-    except TypeError as error:
-        raise InputError(f"dtype {dtype!r}: {error}") from None
+        return np.dtype([_field(one) for one in dtype] if isinstance(dtype, list) else dtype)
+    except (TypeError, ValueError) as error:
+        words = ", ".join(word for word in _SCALARS if word in _WORDS)
+        raise InputError(
+            f"dtype {dtype!r}: {error}; there are the words of signatures ({words}), \"bytes\", and "
+            'what NumPy takes ("int8", "float32", "f4", np.float32)'
+        ) from None
+
+
+def _field(field: Any) -> Any:
+    """A field of a structure as NumPy takes it."""
+    if isinstance(field, tuple) and len(field) in (2, 3):
+        return (field[0], as_dtype(field[1]), *field[2:])
+    return field
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """NumPy's name of a dtype; "bytes" for `BYTES`."""
-    return "bytes" if dtype is BYTES else dtype.name
+    """NumPy's name of a dtype; "bytes" for `BYTES`, "bfloat16" for `BF16`."""
+    if dtype is BYTES:
+        return "bytes"
+    return "bfloat16" if dtype is BF16 else dtype.name
 
 
 # ------------------------------------------------------------ what memory holds, and whose it is
@@ -373,7 +391,7 @@ def _wrong_type(parameter: Parameter, held: np.dtype[Any]) -> str:
     word = parameter.type if parameter.type not in ("i8", "u8") else parameter.dtype.name
     return (
         f"parameter {parameter.name!r} points at {parameter.type}, and the memory holds "
-        f"{held.name}, which the kernel would read as other values: make it of that type "
+        f"{dtype_name(held)}, which the kernel would read as other values: make it of that type "
         f'(device.array(values, "{word}")), or say that its bytes are meant '
         f'(buffer.view(dtype="{word}"))'
     )
@@ -511,6 +529,11 @@ def exact_bytes(dtype: np.dtype[Any], value: object, what: str) -> bytes:
     Raises InputError, with `what` in it, if the value does not survive: no number, out of bounds, a
     fraction for whole numbers, a finite number that would become infinite.  Floats are rounded.
     """
+    if dtype is BF16 and isinstance(value, int | float | np.generic):
+        try:
+            return exact_array(dtype, value).tobytes()
+        except InputError as error:
+            raise InputError(f"{what}: {error}") from None
     if isinstance(value, np.generic) and value.dtype != dtype and value.dtype.kind != "b":
         if not np.can_cast(value.dtype, dtype, "safe"):
             plain = "int" if dtype.kind in "iu" else "float"
@@ -548,6 +571,7 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
     numbers, another number than 0 and 1 for flags, an imaginary part for real numbers, a finite
     number that would become infinite.  Numbers are rounded to the float type, whole ones too.
     Structs, which are tuples or come from an array of structs, are converted field by field.
+    For `BF16` floats are rounded, uint16 are the bits, and other whole numbers than 0 are refused.
     """
     if type(values) is np.ndarray and values.dtype == dtype:
         return np.ascontiguousarray(values).reshape(values.shape)
@@ -561,6 +585,8 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
     wanted, kind = dtype.kind, given.dtype.kind
     if given.dtype == dtype or not given.size:
         pass
+    elif dtype is BF16:
+        return _exact_bfloat16(given)
     elif wanted in "iu" and kind in "iu":
         _require_bounds(dtype, given.min(), given.max())
     elif wanted in "biufc":
@@ -582,6 +608,45 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
     if lost.any():
         raise InputError(f"{given[lost][0]} is outside {_bounds(dtype)}")
     return made
+
+
+def _exact_bfloat16(given: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """`exact_array` of bfloat16."""
+    if given.dtype.kind in "biuO" and given.any():
+        raise InputError(
+            f"{given.dtype.name} could be the values or the bits of bfloat16: give floats (1.0), or "
+            "the bits as an array of uint16"
+        )
+    singles = exact_array(_SCALARS["f32"].dtype, given)
+    made = to_bfloat16(singles.reshape(-1)).reshape(given.shape)
+    lost = ((made & 0x7FFF) == 0x7F80) & np.isfinite(singles)
+    if lost.any():
+        raise InputError(f"{singles[lost][0]} is outside bfloat16 (at most 3.38953e+38)")
+    return made.view(BF16)
+
+
+def to_bfloat16(
+    values: npt.NDArray[np.float32],
+    out: npt.NDArray[np.uint16] | None = None,
+    words: npt.NDArray[np.uint32] | None = None,
+) -> npt.NDArray[np.uint16]:
+    """Bit patterns of the nearest bfloat16, ties to even; NaN stays NaN, overflow is infinity.
+
+    `out`: where to write them; `words`: memory to work in.  Both of the shape of `values`.
+    """
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = np.right_shift(bits, np.uint32(16), out=words)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    if out is None:
+        out = np.empty(values.shape, np.uint16)
+    np.right_shift(rounded, np.uint32(16), out=out, casting="unsafe")
+    # A NaN's payload could carry into the sign or round down to infinity: cut it, and set quiet.
+    if values.size and np.isnan(values.max()):
+        nan = np.isnan(values)
+        out[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x40)
+    return out
 
 
 def _exact_structs(dtype: np.dtype[Any], values: object) -> npt.NDArray[Any]:

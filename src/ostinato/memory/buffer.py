@@ -37,7 +37,6 @@ _HINTS = dict.fromkeys(
     ("numpy", "get", "cpu", "tolist", "item", "copy_to_host"),
     "to_numpy(stream) copies the values to the host",
 ) | {
-    "reshape": "view(shape=…) is the same memory with another shape",
     "astype": "view(dtype=…) is the same bytes with another dtype",
     "fill": "ost.fill(stream, buffer, value) fills it",
     "data_ptr": "address says where it begins",
@@ -206,10 +205,10 @@ class Buffer(Closeable):
         kind = self.dtype if dtype is None else device_dtype(dtype)
         start = whole_number(offset)
         if start is None:
-            given = f"view(shape={offset!r})" if isinstance(offset, Iterable) else "view(4)"
+            shaped = isinstance(offset, Iterable) and not isinstance(offset, str)
             raise InputError(
-                f"offset={offset!r}: a whole number of bytes is needed; a shape is given by its "
-                f"name: {given}"
+                f"offset={offset!r}: a whole number of bytes is needed; a shape and a dtype are "
+                f"given by their names: {f'view(shape={offset!r})' if shaped else 'view(dtype=…)'}"
             )
         left = self.nbytes - start
         new = (max(0, left) // kind.itemsize,) if shape is None else as_shape(shape)
@@ -219,6 +218,29 @@ class Buffer(Closeable):
                 f"{self.nbytes} bytes"
             )
         return self._part(start, new, kind)
+
+    def reshape(self, *shape: int | Sequence[int]) -> Buffer:
+        """The same memory with another shape of as many elements, C order, as a view: never a copy.
+
+            x.reshape(2, 3)
+            x.reshape((2, -1))
+
+        One size may be -1: it is worked out.  Raises InputError for another number of elements.
+        """
+        self._require_open()
+        given = shape[0] if len(shape) == 1 else shape
+        parts = tuple(given) if isinstance(given, Iterable) else (given,)
+        places = [i for i, part in enumerate(parts) if whole_number(part) == -1]
+        known = as_shape([part for i, part in enumerate(parts) if i not in places])
+        sizes, rest = list(known), math.prod(known)
+        for place in places:
+            sizes.insert(place, self.size // rest if rest else 0)
+        if len(places) > 1 or math.prod(sizes) != self.size or (places and not rest):
+            raise InputError(
+                f"{self.size} elements {list(self.shape)} have no shape {list(parts)}: a reshape "
+                "keeps their number; one size may be -1"
+            )
+        return self._part(0, tuple(sizes), self.dtype)
 
     def _part(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         """A view that is known to lie inside."""
@@ -515,9 +537,9 @@ def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
         and src.dtype is not BYTES
     ):
         raise InputError(
-            f"a copy takes the bytes as they are, and {src.dtype.name} is not converted to "
-            f"{dst.dtype.name}: convert on the host (dst.copy_from(src.to_numpy(stream), stream)) "
-            f'or in a kernel, or say that the bytes are meant (src.view(dtype="{dst.dtype.name}"))'
+            f"a copy takes the bytes as they are, and {dtype_name(src.dtype)} is not converted to "
+            f"{dtype_name(dst.dtype)}: convert on the host (dst.copy_from(src.to_numpy(stream), stream)) "
+            f'or in a kernel, or say that the bytes are meant (src.view(dtype="{dtype_name(dst.dtype)}"))'
         )
     if dst.context is not src.context:
         dst.context.space.require(src, "src", "dst is of")
@@ -535,9 +557,15 @@ def copy(stream: Stream, dst: Buffer, src: Buffer) -> None:
     another device, for those that overlap in part, and for what is no Buffer.
     """
     require_stream(stream, "copy(stream, dst, src)")
-    params = copy_params(dst, src)
+    operation = copy_operation(dst, src)
     if dst.nbytes:
-        stream.submit(Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src)))
+        stream.submit(operation)
+
+
+def copy_operation(dst: Buffer, src: Buffer) -> Operation:
+    """What `copy` submits, for buffers of at least one byte."""
+    params = copy_params(dst, src)
+    return Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src))
 
 
 def fill(stream: Stream, dst: Buffer, value: float) -> None:

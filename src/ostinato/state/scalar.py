@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, Watcher, context_of
-from ostinato.driver.signature import Element, exact_array, exact_bytes
+from ostinato.driver.signature import Element, dtype_name, exact_array, exact_bytes
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
 from ostinato.memory import Buffer, allocate
@@ -52,7 +52,7 @@ class DeviceArray(Closeable):
         self._ring = StagingRing(context, self.buffer.nbytes, depth=depth)
 
     def __repr__(self) -> str:
-        kind, shape = self.dtype.name, list(self.shape) or ""
+        kind, shape = dtype_name(self.dtype), list(self.shape) or ""
         state = " closed" if self.closed else ""
         at, where = f"{self.range.address:#x}", self.buffer.context.driver.name
         return f"<{type(self).__name__} {kind}{shape} at {at} on {where}{state}>"

@@ -26,7 +26,7 @@ from ostinato.explain.races import unordered
 from ostinato.graph import GraphExec, operations
 from ostinato.memory.restoring import put_back
 from ostinato.step.check import Cause, Finding, Memory
-from ostinato.step.slots import Role, Slot, Values
+from ostinato.step.slots import Role, Slot, Values, everywhere
 from ostinato.step.undeclared import Undeclared
 
 _OUTPUT_POISONS = (0xA5, 0x5A)
@@ -237,7 +237,7 @@ class Declared(Memory[_Content]):
 def _output_poison(slot: Slot, which: int, shape: tuple[int, ...] = (1,)) -> Values:
     dtype = slot.buffer.dtype
     if slot.poison is not None:
-        return np.full(shape, slot.poison[which], dtype)
+        return np.full(shape, everywhere(dtype, slot.poison[which]), dtype)
     filled = np.full(math.prod(shape) * dtype.itemsize, _OUTPUT_POISONS[which], np.uint8)
     return filled.view(dtype).reshape(shape)
 

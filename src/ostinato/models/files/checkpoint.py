@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.closeable import Closeable
+from ostinato.driver.signature import to_bfloat16
 from ostinato.errors import (
     ClosedError,
     InputError,
@@ -320,30 +321,6 @@ def check_tensors(
                 f"says {list(shape)} ([out, in])"
             )
     return {name: found[name] for name in shapes}
-
-
-def to_bfloat16(
-    values: npt.NDArray[np.float32],
-    out: npt.NDArray[np.uint16] | None = None,
-    words: npt.NDArray[np.uint32] | None = None,
-) -> npt.NDArray[np.uint16]:
-    """Bit patterns of the nearest bfloat16, ties to even; NaN stays NaN, overflow is infinity.
-
-    `out`: where to write them; `words`: memory to work in.  Both of the shape of `values`.
-    """
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = np.right_shift(bits, np.uint32(16), out=words)
-    rounded &= np.uint32(1)
-    rounded += np.uint32(0x7FFF)
-    rounded += bits
-    if out is None:
-        out = np.empty(values.shape, np.uint16)
-    np.right_shift(rounded, np.uint32(16), out=out, casting="unsafe")
-    # A NaN's payload could carry into the sign or round down to infinity: cut it, and set quiet.
-    if values.size and np.isnan(values.max()):
-        nan = np.isnan(values)
-        out[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x40)
-    return out
 
 
 def _make_quiet(halves: npt.NDArray[np.uint16]) -> None:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ostinato.errors import ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted
-from ostinato.models.files.checkpoint import RawTensor, to_bfloat16
+from ostinato.models.files.checkpoint import RawTensor
 from ostinato.models.files.dequantise import BLOCK_TYPES, dequantise_rows
 
 Read = Callable[[RawTensor], npt.NDArray[np.uint8]]
