@@ -356,7 +356,7 @@ def test_all_that_is_made_on_a_device_takes_it(device: Device, stream: ost.Strea
     pool, graph = ost.CapturePool(device), ost.Graph.create(device)
     cache, scalar = ost.GraphCache(device), ost.DeviceScalar(device, np.int32)
     scalar.set(3, stream)
-    assert scalar.read(stream) == 3
+    assert scalar.to_numpy(stream) == 3
     assert {one.context for one in (pool, graph, cache)} == {device.context}
     for make in (ost.CapturePool, ost.Graph.create, ost.GraphCache):
         with pytest.raises(InputError, match=r"[Dd]evice"):

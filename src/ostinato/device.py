@@ -20,7 +20,7 @@ from ostinato.driver.signature import Signature, exact_array, is_native, refuse_
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError, SettingsError
 from ostinato.memory import Buffer, CapturePool, adopt_array, allocate
-from ostinato.memory.buffer import copy_operation, device_dtype, fill_operation
+from ostinato.memory.buffer import copy_operation, device_dtype, fill_operation, refuse_memory
 from ostinato.modules import CompileOptions, Kernel, ModuleCache, Source
 from ostinato.modules.source import as_source, only_kernel_of
 
@@ -171,8 +171,9 @@ class Device(Closeable):
 
         Values with a dtype of their own (a NumPy array) need no other; it is taken in the byte
         order of this machine.  Raises InputError for Python's numbers without a dtype, for values
-        that the dtype cannot hold, as `Buffer.copy_from` does, and OutOfMemoryError.
+        that the dtype cannot hold, as `Buffer.set` does, and OutOfMemoryError.
         """
+        refuse_memory(values)
         refuse_masked(values)
         if dtype is not None:
             kind = device_dtype(dtype)
@@ -189,7 +190,7 @@ class Device(Closeable):
             kind = array.dtype
         buffer = allocate(self.context, array.shape, kind, name=name)
         stream = self._copy_stream()
-        buffer.copy_from(array, stream)
+        buffer.set(array, stream)
         stream.synchronize()
         return buffer
 
@@ -243,7 +244,7 @@ class Device(Closeable):
         else:  # no fill of a driver repeats it: the host writes a piece, and the rest are copies
             memory = buffer.view(dtype="bytes")
             done = len(one) * min(buffer.size, max(1, _PIECE // len(one)))
-            memory[:done].copy_from(np.frombuffer(one * (done // len(one)), np.uint8), stream)
+            memory[:done].set(np.frombuffer(one * (done // len(one)), np.uint8), stream)
             while done < buffer.nbytes:
                 more = min(done, buffer.nbytes - done)
                 submit(copy_operation(memory[done : done + more], memory[:more]))

@@ -148,8 +148,7 @@ ELSEWHERE = {
     **DOORS,
     "copy to": lambda w, x: ost.copy(w.stream, x, w.x),
     "copy from": lambda w, x: ost.copy(w.stream, w.x, x),
-    "copy_from": lambda w, x: w.x.copy_from(x, w.stream),
-    "copy in": lambda w, x: x.copy_from(np.zeros(N, np.float32), w.stream),
+    "copy in": lambda w, x: x.set(np.zeros(N, np.float32), w.stream),
     "copy out": lambda w, x: x.to_numpy(w.stream),
     "fill": lambda w, x: ost.fill(w.stream, x, 1),
     "memcpy node": lambda w, x: w.graph.add_memcpy(w.x, x),
@@ -305,7 +304,7 @@ def test_what_is_no_type_no_array_or_no_buffer_is_refused(
         (lambda: device.array([1.0], "f99"), "f99"),
         (lambda: ost.DeviceScalar(device, "f99"), "f99"),
         (lambda: device.array([[1.0], [1.0, 2.0]], "f32"), "cannot read"),
-        (lambda: ost.copy(stream, x, np.ones(N, np.float32)), "src is ndarray.*copy_from"),  # type: ignore[arg-type]
+        (lambda: ost.copy(stream, x, np.ones(N, np.float32)), r"src is ndarray.*buffer\.set"),  # type: ignore[arg-type]
         (lambda: ost.copy(stream, np.ones(N, np.float32), x), "dst is ndarray"),  # type: ignore[arg-type]
     ):
         with pytest.raises(InputError, match=words):
@@ -320,7 +319,7 @@ def test_an_object_of_the_wrong_type_is_named_in_the_error(
     add = kernel(device, "add")
     run = graph.instantiate()
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: x.copy_from([1.0] * N, cast(Any, device)), "copy_from.*Stream is needed"),
+        (lambda: x.set([1.0] * N, cast(Any, device)), "set.*Stream is needed"),
         (lambda: x.to_numpy(wrong), "to_numpy.*a Stream is needed, not object"),
         (lambda: ost.fill(wrong, x, 0), "fill.*a Stream is needed"),
         (lambda: ost.copy(wrong, x, x), "copy.*a Stream is needed"),

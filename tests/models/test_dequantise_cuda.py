@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.driver.signature import to_bfloat16
 from ostinato.device import Device
+from ostinato.driver.signature import to_bfloat16
 from ostinato.models.cuda.dequantise import (
     convert_on_device,
     dequantise_on_device,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.driver.signature import to_bfloat16
 from ostinato.device import Device
+from ostinato.driver.signature import to_bfloat16
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.config import LlamaConfig
 from ostinato.models.decoder import Decoder

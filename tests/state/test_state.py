@@ -97,18 +97,18 @@ def test_token_position_and_length_in_one_copy(device: Device) -> None:
     before = stream.submitted
     state.set({"token": 5, "position": 7, "length": 8}, stream)
     assert stream.submitted - before == 1
-    assert state.read(stream).item() == (5, 7, 8)
+    assert state.to_numpy(stream).item() == (5, 7, 8)
     ost.launch(stream, kernel(device, "increment"), config(1), state.field("position"), 1)
-    assert state.read(stream).item() == (5, 8, 8)
+    assert state.to_numpy(stream).item() == (5, 8, 8)
     state.set((1, 2, 3), stream)
-    assert state.read(stream).item() == (1, 2, 3)
+    assert state.to_numpy(stream).item() == (1, 2, 3)
 
 
 def test_an_array_of_structs(device: Device) -> None:
     stream = device.create_stream()
     rows = ost.DeviceArray(device.context, 3, STEP)
     rows.set([(1, 2, 3), {"token": 4, "position": 5, "length": 6}, (7, 8, 9)], stream)
-    assert rows.read(stream).tolist() == [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
+    assert rows.to_numpy(stream).tolist() == [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
     with pytest.raises(InputError, match="one struct"):
         rows.field("token")
 
@@ -119,9 +119,9 @@ def test_structs_are_converted_field_by_field_as_those_of_a_buffer(device: Devic
     wide = np.dtype([(name, "<i8") for name in ("token", "position", "length")])
     pairs = ost.DeviceArray(device.context, (2, 1), STEP)
     pairs.set(np.array([[(1, 2, 3)], [(4, 5, 6)]], wide), stream)
-    assert pairs.read(stream).tolist() == [[(1, 2, 3)], [(4, 5, 6)]]
+    assert pairs.to_numpy(stream).tolist() == [[(1, 2, 3)], [(4, 5, 6)]]
     pairs.set([[[7, 8, 9]], (np.array((1, 2, 3), wide)[()],)], stream)
-    assert pairs.read(stream).tolist() == [[(7, 8, 9)], [(1, 2, 3)]]
+    assert pairs.to_numpy(stream).tolist() == [[(7, 8, 9)], [(1, 2, 3)]]
     with pytest.raises(InputError, match="outside int32"):
         pairs.set(np.array([[(1, 2, 3)], [(4, 5, 1 << 40)]], wide), stream)
     with pytest.raises(InputError, match="fields token"):
@@ -130,7 +130,7 @@ def test_structs_are_converted_field_by_field_as_those_of_a_buffer(device: Devic
         )
     nested = ost.DeviceScalar(device.context, [("step", STEP), ("ids", "<u2", (2,))])
     nested.set({"step": {"token": 1, "position": 2, "length": 3}, "ids": (4, 5)}, stream)
-    step, ids = nested.read(stream).item()
+    step, ids = nested.to_numpy(stream).item()
     assert (step, list(ids)) == ((1, 2, 3), [4, 5])
     with pytest.raises(InputError, match="shape"):
         nested.set(((1, 2, 3), [4, 5, 6]), stream)
@@ -151,7 +151,7 @@ def test_bad_values_change_nothing(host_device: Device) -> None:
     ):
         with pytest.raises(InputError):
             state.set(bad, stream)
-    assert state.read(stream).item() == (1, 2, 3)
+    assert state.to_numpy(stream).item() == (1, 2, 3)
     with pytest.raises(InputError, match="token, position, length"):
         state.field("nothing")
     plain = ost.DeviceArray(host_device.context, 3, np.int32)
@@ -159,7 +159,7 @@ def test_bad_values_change_nothing(host_device: Device) -> None:
     for bad in ([4, 5], [4, 5, 6, 7], 4, [[4, 5, 6]]):
         with pytest.raises(InputError, match="shape"):
             plain.set(bad, stream)
-    assert plain.read(stream).tolist() == [1, 2, 3]
+    assert plain.to_numpy(stream).tolist() == [1, 2, 3]
     with pytest.raises(InputError, match="there are: none"):
         plain.field("nothing")
     rows = ost.DeviceArray(host_device.context, 2, STEP)
@@ -181,7 +181,7 @@ def test_a_staged_write_in_a_capture_is_refused_and_breaks_nothing(device: Devic
             value.set(4, stream)
         ost.launch(stream, kernel(device, "increment"), config(1), value, 1)
     capture.graph.instantiate().launch(stream)
-    assert value.read(stream) == 4
+    assert value.to_numpy(stream) == 4
 
 
 @pytest.mark.parametrize("mode", list(ost.CaptureMode))
@@ -193,7 +193,7 @@ def test_writes_on_another_stream_break_no_capture(device: Device, mode: ost.Cap
         ost.fill(stream, x, 7)
         for value in range(10):
             scalar.set(value, other)
-    assert len(capture.graph) == 1 and scalar.read(other) == 9
+    assert len(capture.graph) == 1 and scalar.to_numpy(other) == 9
 
 
 def test_the_ring_waits_only_when_it_is_full(device: Device) -> None:

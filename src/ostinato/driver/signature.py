@@ -75,8 +75,8 @@ BYTES = np.dtype(np.uint8, metadata={"ostinato": "bytes"})
 is uint8; told from that by identity."""
 
 BF16 = np.dtype(np.uint16, metadata={"ostinato": "bf16"})
-"""The dtype "bf16": bfloat16, which NumPy does not have.  To NumPy it is uint16, its bits; told from
-that by identity, so that numbers become bfloat16 and not whole numbers of 16 bits."""
+"""The dtype "bf16": bfloat16, which NumPy does not have.  To NumPy it is uint16, its bits; told
+from that by identity, so that numbers become bfloat16 and not whole numbers of 16 bits."""
 
 _WORDS = {
     **{word: scalar.dtype for word, scalar in _SCALARS.items() if word not in ("i8", "u8", "cond")},
@@ -124,7 +124,7 @@ def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     except (TypeError, ValueError) as error:
         words = ", ".join(word for word in _SCALARS if word in _WORDS)
         raise InputError(
-            f"dtype {dtype!r}: {error}; there are the words of signatures ({words}), \"bytes\", and "
+            f'dtype {dtype!r}: {error}; there are the words of signatures ({words}), "bytes", and '
             'what NumPy takes ("int8", "float32", "f4", np.float32)'
         ) from None
 
@@ -199,7 +199,7 @@ class Space:
                 f"{what} {memory!r} is memory of another device ({theirs.name}), and {of} "
                 f"{self.name} (# counts the devices opened in this process): make it on that "
                 "device, and copy through the host: "
-                "buffer.copy_from(other.to_numpy(its_stream), stream)"
+                "buffer.set(other.to_numpy(its_stream), stream)"
             )
 
 
@@ -614,8 +614,8 @@ def _exact_bfloat16(given: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """`exact_array` of bfloat16."""
     if given.dtype.kind in "biuO" and given.any():
         raise InputError(
-            f"{given.dtype.name} could be the values or the bits of bfloat16: give floats (1.0), or "
-            "the bits as an array of uint16"
+            f"{given.dtype.name} could be the values or the bits of bfloat16: give floats (1.0), "
+            "or the bits as an array of uint16"
         )
     singles = exact_array(_SCALARS["f32"].dtype, given)
     made = to_bfloat16(singles.reshape(-1)).reshape(given.shape)

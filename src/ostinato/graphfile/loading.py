@@ -78,7 +78,7 @@ class LoadedGraph(Graph):
 
     loaded = ost.graphfile.load(device, "step.graph")
     run = loaded.instantiate(upload=stream)
-    loaded.inputs["x"].copy_from(values, stream)
+    loaded.inputs["x"].set(values, stream)
     run.launch(stream)
     """
 

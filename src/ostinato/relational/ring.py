@@ -159,7 +159,7 @@ class Ring:
         self._under_way.clear()
         # Not again the number of a turn that ran, but was not noted: its word says that it is done.
         self.turns += 1
-        self.state.copy_from(np.array([self.turns], np.uint64), self._stream)
+        self.state.set(np.array([self.turns], np.uint64), self._stream)
 
     # --- lifetime
     def close(self) -> None:

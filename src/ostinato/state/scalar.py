@@ -15,7 +15,7 @@ from ostinato.driver.signature import Element, dtype_name, exact_array, exact_by
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
 from ostinato.memory import Buffer, allocate
-from ostinato.memory.buffer import device_dtype
+from ostinato.memory.buffer import device_dtype, refuse_memory
 from ostinato.state.staging import StagingRing
 
 LARGEST = 64 << 10
@@ -103,7 +103,7 @@ class DeviceArray(Closeable):
         array = as_exact(value, self.dtype, self.shape)
         self._ring.write(self.buffer, array.tobytes(), stream)
 
-    def read(self, stream: Stream) -> npt.NDArray[Any]:
+    def to_numpy(self, stream: Stream) -> npt.NDArray[Any]:
         """The content after the stream's work so far; waits for it."""
         return self.buffer.to_numpy(stream)
 
@@ -161,6 +161,7 @@ def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt
     """
     if shape == () and type(value) is {"i": int, "u": int, "f": float}.get(dtype.kind):
         return np.frombuffer(exact_bytes(dtype, value, "the value"), dtype).reshape(())
+    refuse_memory(value)
     # `exact_array` raises for a value that is not an array.
     given = exact_array(dtype, _with_tuples(value, dtype, shape))  # type: ignore[arg-type]
     if given.shape != shape:

@@ -127,7 +127,7 @@ class Declared(Memory[_Content]):
             ):
                 values = slot.poisoned(values, rows, padding, place)
             start[slot.name] = values
-            slot.buffer.copy_from(values, self._stream)
+            slot.buffer.set(values, self._stream)
         return _Content(start, before.undeclared)
 
     def accept(self, before: _Content) -> None:
@@ -135,15 +135,15 @@ class Declared(Memory[_Content]):
         for slot in self._slots:
             rows = self._rows[slot.name]
             if slot.role is Role.INPUT:
-                slot.buffer.copy_from(before.slots[slot.name], self._stream)
+                slot.buffer.set(before.slots[slot.name], self._stream)
             elif rows is not None and self._has_padding(slot):
-                slot.buffer[rows:].copy_from(before.slots[slot.name][rows:], self._stream)
+                slot.buffer[rows:].set(before.slots[slot.name][rows:], self._stream)
         self._stream.synchronize()
 
     def restore(self, before: _Content) -> None:
         def write() -> None:
             for slot in self._slots:
-                slot.buffer.copy_from(before.slots[slot.name], self._stream)
+                slot.buffer.set(before.slots[slot.name], self._stream)
             self._memory.restore()
             self._stream.synchronize()
 
