@@ -353,7 +353,7 @@ def test_what_is_no_device_names_those_that_are(name: object) -> None:
 
 
 def test_all_that_is_made_on_a_device_takes_it(device: Device, stream: ost.Stream) -> None:
-    pool, graph = ost.CapturePool(device), ost.Graph.create(device)
+    pool, graph = device.pool(), ost.Graph.create(device)
     cache, scalar = ost.GraphCache(device), ost.DeviceScalar(device, np.int32)
     scalar.set(3, stream)
     assert scalar.to_numpy(stream) == 3

@@ -228,6 +228,11 @@ MISTAKES = [
         *(TypeError, "cannot be assigned", "set(values, stream)", "ost.fill(stream"),
     ),
     mistake(
+        "a context for its device",
+        lambda p: ost.DeviceScalar(p.device.context, "u4"),  # type: ignore[arg-type]
+        *(errors.InputError, "a device is needed", "not its context"),
+    ),
+    mistake(
         "a dtype that is 8 bits here and 8 bytes there",
         lambda p: p.device.zeros(N, "u8"),
         *(errors.InputError, "8 bits in signatures and 8 bytes in NumPy"),

@@ -35,7 +35,8 @@ class Scaled:
     """A graph of one kernel that doubles `x`, and executables of one copy and of one fill."""
 
     def __init__(self, device: Device) -> None:
-        self.stream, self.scale = device.create_stream(), kernel(device, "scale")
+        self.device, self.stream = device, device.create_stream()
+        self.scale = kernel(device, "scale")
         self.x = ones(device)
         self.graph = ost.Graph.create(device)
         self.graph.add_kernel(self.scale, config(N), self.x, N)
@@ -158,7 +159,7 @@ ELSEWHERE = {
     "slot": lambda w, x: ost.GraphedStep(
         lambda *_: None,
         stream=w.stream,
-        cache=ost.GraphCache(w.stream.context),
+        cache=ost.GraphCache(w.device),
         slots=[ost.Slot("x", x, ost.Role.STATE)],
     ),
 }
@@ -338,8 +339,8 @@ def test_an_object_of_the_wrong_type_is_named_in_the_error(
         (lambda: add.allow_shared(cast(Any, 2.5)), "nbytes=2.5"),
         (lambda: add.occupancy(cast(Any, float("nan"))), "threads=nan"),
         (lambda: add.occupancy(32, cast(Any, "1")), "shared='1'"),
-        (lambda: ost.CapturePool(device, reserve=cast(Any, "1 MiB")), "reserve='1 MiB'"),
-        (lambda: ost.CapturePool(device, slab=cast(Any, 1.5)), "slab=1.5"),
+        (lambda: device.pool(reserve=cast(Any, "1 MiB")), "reserve='1 MiB'"),
+        (lambda: device.pool(slab=cast(Any, 1.5)), "slab=1.5"),
         (lambda: ost.DeviceScalar(device, "u4", depth=cast(Any, 2.5)), "depth=2.5"),
         # A decorator without its parentheses.
         (lambda: ost.host_kernel(cast(Any, print)), "a signature is text.*@host_kernel"),

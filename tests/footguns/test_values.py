@@ -55,7 +55,7 @@ def test_a_host_number_is_frozen_and_device_state_is_not(
     device: Device, stream: ost.Stream
 ) -> None:
     x, y = ones(device), device.zeros(N, np.float32)
-    factor = ost.DeviceScalar(device.context, np.float32, initial=1, stream=stream)
+    factor = ost.DeviceScalar(device, np.float32, initial=1, stream=stream)
     value = 1.0
 
     def work() -> None:
@@ -71,7 +71,7 @@ def test_a_host_number_is_frozen_and_device_state_is_not(
 
 
 def test_a_staged_value_is_not_baked_into_a_graph(device: Device, stream: ost.Stream) -> None:
-    value = ost.DeviceScalar(device.context, np.int32, initial=1, stream=stream)
+    value = ost.DeviceScalar(device, np.int32, initial=1, stream=stream)
     with ost.capture(stream):
         ost.fill(stream, value.buffer, 0)
         with pytest.raises(CaptureError, match="staged write"):
@@ -179,7 +179,7 @@ def test_infinity_that_is_meant_is_kept(device: Device, stream: ost.Stream) -> N
 
 def test_memory_that_no_address_can_reach_is_an_error(device: Device) -> None:
     """A size of 1 << 80 bytes is 0 in 64 bits."""
-    pool = ost.CapturePool(device)
+    pool = device.pool()
     for empty in (device.empty, device.zeros, device.ones, device.pinned, pool.empty):
         with pytest.raises((OutOfMemoryError, InputError)):
             empty((1 << 40, 1 << 40), "u1")
@@ -318,7 +318,7 @@ def test_numbers_of_another_byte_order_are_the_same_numbers(
     assert np.array_equal(y.to_numpy(stream), 2.0 * np.arange(N))
     y.set(np.arange(N).astype(foreign), stream)
     assert np.array_equal(y.to_numpy(stream), np.arange(N))
-    pool = ost.CapturePool(device)
+    pool = device.pool()
     for make in (
         lambda: device.empty(N, foreign),
         lambda: device.array([1.0], foreign),

@@ -45,7 +45,7 @@ class Rows:
         self.stream = device.create_stream()
         self.x = device.array(np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH))
         self.total = device.zeros((ROWS, WIDTH), np.float32)
-        self.factor = ost.DeviceScalar(device.context, np.float32, initial=1, stream=self.stream)
+        self.factor = ost.DeviceScalar(device, np.float32, initial=1, stream=self.stream)
         self.axpy = kernel(device, "axpy_rows")
         self.slots = [
             ost.Slot("x", self.x, ost.Role.INPUT, size="rows"),

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ostinato.device import Device
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context, HasContext, Watcher, context_of
+from ostinato.driver.context import Context, Watcher, context_of
 from ostinato.driver.signature import Element, dtype_name, exact_array, exact_bytes
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
 from ostinato.memory import Buffer, allocate
-from ostinato.memory.buffer import device_dtype, refuse_memory
+from ostinato.memory.buffer import refuse_memory
 from ostinato.state.staging import StagingRing
 
 LARGEST = 64 << 10
@@ -37,14 +38,18 @@ class DeviceArray(Closeable):
 
     def __init__(
         self,
-        device: Context | HasContext,
+        device: Device,
         shape: int | tuple[int, ...],
         dtype: npt.DTypeLike,
         *,
         depth: int = 4,
     ) -> None:
-        context, kind = context_of(device), device_dtype(dtype)
-        self.buffer = allocate(context, shape, kind)
+        self._make(context_of(device), shape, dtype, depth)
+
+    def _make(
+        self, context: Context, shape: int | tuple[int, ...], dtype: npt.DTypeLike, depth: int
+    ) -> None:
+        self.buffer = allocate(context, shape, dtype)
         if not 1 <= self.buffer.nbytes <= LARGEST:
             nbytes = self.buffer.nbytes
             self.buffer.close()
@@ -138,7 +143,7 @@ class DeviceScalar(DeviceArray):
 
     def __init__(
         self,
-        device: Context | HasContext,
+        device: Device,
         dtype: npt.DTypeLike,
         *,
         initial: object = None,
@@ -151,6 +156,13 @@ class DeviceScalar(DeviceArray):
                 self.close()
                 raise InputError("an initial value needs the stream to set it on")
             self.set(initial, stream)
+
+
+def scalar_on(context: Context, dtype: npt.DTypeLike) -> DeviceScalar:
+    """A `DeviceScalar`, where only the context is known."""
+    made = DeviceScalar.__new__(DeviceScalar)
+    made._make(context, (), dtype, depth=4)
+    return made
 
 
 def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
