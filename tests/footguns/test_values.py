@@ -9,7 +9,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.signature import pack_by_size
 from ostinato.errors import CaptureError, InputError, OutOfMemoryError
-from tests.footguns.common import N, graph_of, ones
+from tests.footguns.common import Borrowed, N, graph_of, ones
 from tests.sources import config, kernel
 
 PAIR = np.dtype([("a", np.int32), ("b", np.int32)])
@@ -142,6 +142,12 @@ def test_numbers_in_bfloat16_are_no_whole_numbers(device: Device, stream: ost.St
     pair = device.full(2, (1, 1.0), [("a", "u16"), ("b", "bf16")]).to_numpy(stream)
     assert pair["a"].tolist() == [1, 1]
     assert pair["b"].tolist() == bits[:1] * 2
+    adopted = device.adopt_array(Borrowed(device.zeros(2, "u16"), "<V2"))  # torch's
+    ost.fill(stream, adopted, 1.0)
+    assert adopted.to_numpy(stream).tolist() == bits[:1] * 2
+    for plain in (x, y.view(dtype="bytes")):  # which NumPy saves without a warning
+        assert plain.to_numpy(stream).dtype.metadata is None
+    assert x.reshape(2, 2)[0].dtype is x.dtype
     for refused in (
         lambda: device.array([1, 2], "bf16"),  # the numbers, or their bits?
         lambda: device.full(2, 3.4e38, "bf16"),

@@ -143,6 +143,11 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     return "bfloat16" if dtype is BF16 else dtype.name
 
 
+def numpys_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What NumPy's arrays of memory with this dtype have: uint8 for `BYTES`, uint16 for `BF16`."""
+    return np.dtype(dtype.type) if dtype is BYTES or dtype is BF16 else dtype
+
+
 # ------------------------------------------------------------ what memory holds, and whose it is
 
 

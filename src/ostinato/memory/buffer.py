@@ -29,6 +29,7 @@ from ostinato.driver.signature import (
     exact_array,
     exact_bytes,
     is_native,
+    numpys_dtype,
 )
 from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import ClosedError, InputError, NotAvailableError
@@ -299,13 +300,15 @@ class Buffer(Closeable):
         driver = self.context.driver
         if driver.capabilities.host_memory_is_device_memory:
             self.context.require_open()
-            made: npt.NDArray[Any] = driver.memory_view(self.address, self.shape, self.dtype, self)
+            made: npt.NDArray[Any] = driver.memory_view(
+                self.address, self.shape, numpys_dtype(self.dtype), self
+            )
             return made
         if not self.pinned:
             raise NotAvailableError(
                 f"device memory of {driver.name} cannot be read in place; use to_numpy(stream)"
             )
-        return as_numpy(self.address, self.shape, self.dtype, self)
+        return as_numpy(self.address, self.shape, numpys_dtype(self.dtype), self)
 
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
@@ -340,7 +343,7 @@ class Buffer(Closeable):
         driver = self.context.driver
         if self.pinned or driver.capabilities.host_memory_is_device_memory:
             return self.array
-        return driver.memory_view(self.address, self.shape, self.dtype, self)
+        return driver.memory_view(self.address, self.shape, numpys_dtype(self.dtype), self)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -387,7 +390,7 @@ class Buffer(Closeable):
         """A copy of the content after the work on `stream` so far; waits for it."""
         self._require_open()
         require_stream(stream, "to_numpy(stream)", self.context)
-        out = np.empty(self.shape, self.dtype)
+        out = np.empty(self.shape, numpys_dtype(self.dtype))
         if out.size:
             data, source = out.reshape(-1).view(np.uint8).data, self.address
             copy_out = self.context.driver.memcpy_to_host
