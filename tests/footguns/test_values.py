@@ -160,6 +160,36 @@ def test_numbers_in_bfloat16_are_no_whole_numbers(device: Device, stream: ost.St
             refused()
 
 
+def test_a_bfloat16_argument_is_a_number(host_device: Device) -> None:
+    """The launch took its bits, so that 1 was 9e-41."""
+    seen, stream = list[int](), host_device.create_stream()
+
+    @ost.host_kernel("a: bf16, b: *bf16")
+    def note(launch, a, b):
+        seen.append(a)
+        assert b.dtype.metadata is None
+
+    noted = host_device.kernel(note)
+    x, shape = host_device.ones(2, "bf16"), ost.LaunchConfig(1, 1)
+    for value in (1.0, np.uint16(0xC020), 0):
+        ost.launch(stream, noted, shape, value, x)
+    run = ost.capture_function(
+        stream, lambda: ost.launch(stream, noted, shape, 1.0, x)
+    ).instantiate()
+    run.patch(0, "a", -2.5)
+    for put in (
+        lambda: ost.launch(stream, noted, shape, 1, x),
+        lambda: ost.launch(stream, noted, shape, 1e39, x),
+        lambda: run.patch(0, "a", 1),
+        lambda: ost.prepare(noted, shape, np.int64(1), x),
+    ):
+        with pytest.raises(InputError, match=r"'a'.*bfloat16"):
+            put()
+    run.launch(stream)
+    stream.synchronize()
+    assert seen == [0x3F80, 0xC020, 0, 0xC020]
+
+
 def test_words_of_signatures_mean_the_same_in_a_struct(device: Device) -> None:
     """In NumPy "f16" is a float of 128 bits."""
     assert device.empty(1, [("a", "f16"), ("b", "u32", (2,))]).nbytes == 10

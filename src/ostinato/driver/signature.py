@@ -53,14 +53,18 @@ class _Scalar(NamedTuple):
     code: str
 
 
-# The one table of types.  bfloat16 has no NumPy type: kernels on the host see its bits.
+BF16 = np.dtype(np.uint16, metadata={"ostinato": "bf16"})
+"""The dtype "bf16": bfloat16, which NumPy does not have.  To NumPy it is uint16, its bits; told
+from that by identity, so that numbers become bfloat16 and not whole numbers of 16 bits."""
+
+# The one table of types.  Kernels on the host see the bits of a bfloat16.
 _SCALARS = {
     "i8": _Scalar(np.dtype(np.int8), "b"),
     "u8": _Scalar(np.dtype(np.uint8), "B"),
     "i16": _Scalar(np.dtype(np.int16), "h"),
     "u16": _Scalar(np.dtype(np.uint16), "H"),
     "f16": _Scalar(np.dtype(np.float16), "e"),
-    "bf16": _Scalar(np.dtype(np.uint16), "H"),
+    "bf16": _Scalar(BF16, "H"),
     "i32": _Scalar(np.dtype(np.int32), "i"),
     "u32": _Scalar(np.dtype(np.uint32), "I"),
     "f32": _Scalar(np.dtype(np.float32), "f"),
@@ -74,13 +78,8 @@ BYTES = np.dtype(np.uint8, metadata={"ostinato": "bytes"})
 """The dtype "bytes": memory of which only the size is known, for pointers of any type.  To NumPy it
 is uint8; told from that by identity."""
 
-BF16 = np.dtype(np.uint16, metadata={"ostinato": "bf16"})
-"""The dtype "bf16": bfloat16, which NumPy does not have.  To NumPy it is uint16, its bits; told
-from that by identity, so that numbers become bfloat16 and not whole numbers of 16 bits."""
-
 _WORDS = {
     **{word: scalar.dtype for word, scalar in _SCALARS.items() if word not in ("i8", "u8", "cond")},
-    "bf16": BF16,
     "bfloat16": BF16,
     "bytes": BYTES,
 }
@@ -276,6 +275,12 @@ class Parameter:
         if self.pointer:
             return "P"
         return f"{self.size}s" if self.type == "bytes" else _SCALARS[self.type].code
+
+    @property
+    def plain(self) -> str:
+        """The code as `launcher.packer` takes it; "" where it does not pack such values."""
+        code = self.code
+        return code if code in PLAIN_CODES and (self.pointer or self.dtype is not BF16) else ""
 
     @property
     def alignment(self) -> int:
@@ -550,7 +555,7 @@ def exact_bytes(dtype: np.dtype[Any], value: object, what: str) -> bytes:
     if isinstance(value, np.generic):
         value = value.item()
     if not isinstance(value, int | float):
-        raise InputError(f"{what} takes a number ({dtype.name}), not {type(value).__name__}")
+        raise InputError(f"{what} takes a number ({dtype_name(dtype)}), not {type(value).__name__}")
     if dtype.kind in "iu":
         if not isinstance(value, int):
             raise InputError(f"{what} takes a whole number ({dtype.name}), not {value!r}")
@@ -622,11 +627,13 @@ def _exact_bfloat16(given: npt.NDArray[Any]) -> npt.NDArray[Any]:
             f"{given.dtype.name} could be the values or the bits of bfloat16: give floats (1.0), "
             "or the bits as an array of uint16"
         )
-    singles = exact_array(_SCALARS["f32"].dtype, given)
-    made = to_bfloat16(singles.reshape(-1)).reshape(given.shape)
-    lost = ((made & 0x7FFF) == 0x7F80) & np.isfinite(singles)
+    if given.dtype.kind != "f":
+        given = exact_array(_SCALARS["f32"].dtype, given)  # zeros; it words what is no number
+    with np.errstate(over="ignore"):
+        made = to_bfloat16(given.astype(np.float32).reshape(-1)).reshape(given.shape)
+    lost = ((made & 0x7FFF) == 0x7F80) & np.isfinite(given)
     if lost.any():
-        raise InputError(f"{singles[lost][0]} is outside bfloat16 (at most 3.38953e+38)")
+        raise InputError(f"{given[lost][0]} is outside bfloat16 (at most 3.38953e+38)")
     return made.view(BF16)
 
 

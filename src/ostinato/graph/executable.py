@@ -38,7 +38,7 @@ from ostinato.driver.context import CallKind, Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.launcher import Launcher, packer
-from ostinato.driver.signature import PLAIN_CODES, Element, Space
+from ostinato.driver.signature import Element, Space
 from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import (
     CaptureError,
@@ -788,7 +788,7 @@ class ArgumentSetter:
         # Exact types only; whatever is unusual takes the careful way, which also words the errors.
         self._pack: Callable[[tuple[object, ...]], bytes | None] | None = None
         self._size = slot.size
-        if code in PLAIN_CODES:  # then even bytes are packed, and not taken as they are
+        if code:  # then even bytes are packed, and not taken as they are
             self._pack, self._size = packer(code, (ParameterSlot(0, slot.size),), (element,)), -1
         self._inner = inner_words(slot.offset, slot.size)
         # Last: until then the argument is as before, and is looked up again.
@@ -928,7 +928,7 @@ def _put_back(live: Live, place: int, owner: object, nbytes: int | None) -> None
 def _found(
     live: Live, argument: int | str, space: Space
 ) -> tuple[ParameterSlot, str, bool, Element | None]:
-    """Where an argument lies, its code in `struct` if a signature says it, whether it may be a
+    """Where an argument lies, its `Parameter.plain` if a signature says it, whether it may be a
     pointer, and what it takes then."""
     node, signature, arguments = live.node, live.signature, live.params.arguments
     index = argument_index(node, signature, arguments, argument)
@@ -936,7 +936,7 @@ def _found(
     if signature is None:
         return slot, "", True, None
     parameter = signature.parameters[index]
-    code = parameter.code if signature.layout == arguments.layout else ""
+    code = parameter.plain if signature.layout == arguments.layout else ""
     element = space.element(parameter.dtype) if parameter.pointer else None
     return slot, code, parameter.pointer, element
 
