@@ -554,7 +554,7 @@ def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
             f"{kind}: convert on the host (dst.set(src.to_numpy(stream), stream)) "
             f'or in a kernel, or say that the bytes are meant (src.view(dtype="{kind}"))'
         )
-    if dst.dtype is not BYTES and src.dtype is not BYTES:
+    if dst.shape != src.shape and dst.dtype is not BYTES and src.dtype is not BYTES:
         _require_shape(dst, src.shape)
     if dst.context is not src.context:
         dst.context.space.require(src, "src", "dst is of")
