@@ -216,6 +216,7 @@ class Device(Closeable):
         `fill_value`: a number, or a tuple of the fields for structs.  Raises InputError for one
         that the dtype cannot hold, as `array` does, for an array, and OutOfMemoryError.
         """
+        refuse_memory(fill_value)
         kind = device_dtype(dtype)
         one = exact_array(kind, fill_value)
         if one.shape:

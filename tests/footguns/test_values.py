@@ -423,6 +423,7 @@ def test_a_buffer_is_no_value(device: Device, stream: ost.Stream) -> None:
             lambda given=given: state.set(given, stream),
             lambda given=given: device.array(given, "f4"),
             lambda given=given: device.array(given),
+            lambda given=given: device.full(4, given, "f4"),
         ):
             with pytest.raises(InputError, match=r"ost\.copy"):
                 take()
