@@ -193,7 +193,7 @@ def copied(device: ost.Device, checkpoint: RandomFile) -> Loaded:
             stored = checkpoint.stored(name)
             for start in range(0, stored.size, _PIECE):
                 piece = stored[start : start + _PIECE]
-                buffer.view(0, piece.size).copy_from(piece, stream)
+                buffer.view(0, piece.size).set(piece, stream)
     return Loaded({}, lambda: None)
 
 

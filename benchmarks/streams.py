@@ -60,7 +60,7 @@ def child(device_name: str, case: str, many: int) -> dict[str, object]:
         works: dict[str, Callable[[ost.Stream], object]] = {
             "launch": one.submit,
             "fill": lambda stream: ost.fill(stream, filled, 0),
-            "upload": lambda stream: filled.copy_from(uploaded, stream),
+            "upload": lambda stream: filled.set(uploaded, stream),
             "graph": short.launch,
             "upload a graph": waiting.upload,
             "launch it": waiting.launch,

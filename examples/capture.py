@@ -37,7 +37,7 @@ def main() -> None:
         stream = device.create_stream()
         scale_kernel = device.kernel(SOURCE, "scale")
         add_kernel = device.kernel(SOURCE, "add")
-        x = device.array(np.ones(n, np.float32))
+        x = device.ones(n, np.float32)
         y = device.zeros(n, np.float32)
 
         with ost.capture(stream) as capture:  # nothing runs
@@ -50,7 +50,7 @@ def main() -> None:
             run.launch(stream)
         print("y after three replays:", y.to_numpy(stream)[0])  # 2 + 4 + 8
 
-        other = device.array(np.full(n, 10, np.float32))
+        other = device.full(n, 10, np.float32)
         report = run.rebind({x: other})
         print(f"{len(report.words)} words in {report.nodes} nodes now point to the other buffer")
         run.launch(stream)

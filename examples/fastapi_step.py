@@ -56,7 +56,7 @@ class Model:
     async def __call__(self, values: list[float]) -> list[float]:
         rows = len(values)
         async with self.turn:
-            self.x[:rows].copy_from(np.asarray(values, np.float32), self.stream)
+            self.x[:rows].set(np.asarray(values, np.float32), self.stream)
             self.step(rows=rows)
             ost.copy(self.stream, self.answer[:rows], self.x[:rows])
             await self.stream.wait_async()  # other requests are served meanwhile

@@ -32,7 +32,7 @@ def main() -> None:
     with ost.open_device() as device:
         stream = device.create_stream()
         kernel = device.kernel(SOURCE, "add_rows")
-        x = device.array(np.ones((rows, width), np.float32))
+        x = device.ones((rows, width), np.float32)
         total = device.zeros((rows, width), np.float32)
         graphs = ost.GraphCache(device, buckets=ost.PowersOfTwo(rows), budget="64 MiB")
 

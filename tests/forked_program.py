@@ -53,7 +53,7 @@ class Parent:
         return {
             "launch a graph": lambda: self.run.launch(stream),
             "launch a kernel": self.work,
-            "copy to the device": lambda: self.x.copy_from(np.zeros(N, np.float32), stream),
+            "copy to the device": lambda: self.x.set(np.zeros(N, np.float32), stream),
             "copy to the host": lambda: self.x.to_numpy(stream),
             "allocate": lambda: self.device.zeros(4, "bytes"),
             "allocate in a pool": lambda: self.pool.empty(4, "bytes"),

@@ -452,7 +452,7 @@ def _step(build: str, verify: Any, **options: Any) -> Scenario:
             data, after = np.full((4, width), rows, np.float32), model.copy()
             after[:rows] += data[:rows]
             possible[:] = [model.copy(), after]
-            x.copy_from(data, step.stream)
+            x.set(data, step.stream)
             step(rows=rows)
             model[:] = after
 
@@ -468,7 +468,7 @@ def _step(build: str, verify: Any, **options: Any) -> Scenario:
                 with pytest.raises(StateLostError):  # until the caller says that it is mended
                     step(rows=1)
                 model[:] = possible[0]
-                total.copy_from(model, step.stream)
+                total.set(model, step.stream)
                 step.forget(rows=1)
             elif error is not None:
                 assert any((now == model).all() for model in possible), now

@@ -38,8 +38,8 @@ RANKS = {
     "serve": 9,
     "cli": 10,
 }
-# Within rank 0, settings raises errors: the one import between neighbours.
-NEIGHBOURS = {("settings", "errors")}
+# Between neighbours: settings raises errors, and signatures of graph and state name the device.
+NEIGHBOURS = {("settings", "errors"), ("graph", "device"), ("state", "device")}
 # Where a foreign library may be imported.
 HOMES = {
     "cuda": ("driver/cuda", "modules/nvrtc.py"),

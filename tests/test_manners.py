@@ -50,6 +50,76 @@ def test_numpy_reads_memory_of_the_host_after_all_work(host_device: Device) -> N
     assert (np.asarray(x) + x).tolist() == [[14, 14, 14], [6, 8, 10]]
 
 
+PAIR = np.dtype([("a", np.uint8), ("b", np.float64)])
+
+
+@pytest.mark.parametrize("shape", [(), 0, 5, (3, 7), (3, 0), (90, 101)])
+@pytest.mark.parametrize("dtype", ["u1", "bool", "u2", "f2", "i4", "f4", "int64", "f8", "c16"])
+def test_filled_arrays_are_those_of_numpy(
+    device: Device, stream: ost.Stream, shape: Any, dtype: str
+) -> None:
+    """Also of elements that no fill of a driver repeats, and of more than the host writes."""
+    value = 1 if dtype == "bool" else 100
+    for made, wanted in (
+        (device.zeros(shape, dtype), np.zeros(shape, dtype)),
+        (device.ones(shape, dtype), np.ones(shape, dtype)),
+        (device.full(shape, value, dtype, name="x"), np.full(shape, value, dtype)),
+    ):
+        got = made.to_numpy(stream)
+        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+        assert np.array_equal(got, wanted)
+
+
+def test_full_takes_one_value(device: Device, stream: ost.Stream) -> None:
+    got = device.full((2, 3), (7, 0.1), PAIR).to_numpy(stream)
+    assert np.array_equal(got, np.full((2, 3), np.array((7, 0.1), PAIR)))
+    assert device.full(2, np.float32(0.5), "f4").to_numpy(stream).tolist() == [0.5, 0.5]
+    for value in ([1, 2], np.ones((2, 1)), None, "1", (1, 2)):
+        with pytest.raises(InputError):
+            device.full(2, value, "f4")
+    with pytest.raises(InputError, match="structs"):
+        device.ones(2, PAIR)
+
+
+def test_arrays_are_not_made_in_a_capture(device: Device, stream: ost.Stream) -> None:
+    made = (device.zeros, device.ones, lambda n, dtype: device.full(n, 0.1, dtype))
+    for make in made:
+        with pytest.raises(ost.OstinatoError, match="before the capture"), ost.capture(stream):
+            make(4, "f8")
+    assert device.full(4, 0.1, "f8").to_numpy(stream).tolist() == [0.1] * 4
+
+
+def test_a_reshaped_buffer_is_the_same_memory(device: Device, stream: ost.Stream) -> None:
+    x = device.array(VALUES)
+    for shape in ((6,), (3, 2), (1, 2, 1, 3), (-1,), (3, -1), (-1, 2, 3), ((2, 3),), ([-1, 1],)):
+        y = x.reshape(*shape)
+        assert y.shape == VALUES.reshape(*shape).shape
+        assert (y.address, y.dtype, y.storage) == (x.address, x.dtype, x)
+        assert np.array_equal(y.to_numpy(stream), VALUES.reshape(*shape))
+    ost.fill(stream, x[1:].reshape(3)[1:], 9)
+    assert x.to_numpy(stream).tolist() == [[0, 1, 2], [3, 9, 9]]
+    assert device.array(1.0, "f4").reshape(1, 1).shape == (1, 1)
+    assert device.zeros((0, 4), "f4").reshape(-1, 2).shape == (0, 2)
+    for shape in ((4,), (2, 2), (-1, 4), (-1, -1), (-2, 3), (2.0, 3), (), ("6",), (None,), (0, -1)):
+        with pytest.raises(InputError):
+            x.reshape(*shape)
+    with pytest.raises(InputError):
+        device.zeros((0, 4), "f4").reshape(0, -1)  # any size would do
+    del x
+    y.close()
+    with pytest.raises(ost.errors.ClosedError):
+        y.reshape(6)
+
+
+def test_a_view_of_numpy_is_told_how_it_is_written(device: Device) -> None:
+    x = device.array(VALUES)
+    for given in ("i4", np.int32, np.dtype("i4")):
+        with pytest.raises(InputError, match=r"view\(dtype=…\)"):
+            x.view(given)
+    with pytest.raises(InputError, match=r"view\(shape=\(3, 2\)\)"):
+        x.view((3, 2))
+
+
 def test_rows_are_iterated(device: Device, stream: ost.Stream) -> None:
     x = device.array(VALUES)
     assert [row.to_numpy(stream).tolist() for row in x] == VALUES.tolist()
@@ -283,10 +353,10 @@ def test_what_is_no_device_names_those_that_are(name: object) -> None:
 
 
 def test_all_that_is_made_on_a_device_takes_it(device: Device, stream: ost.Stream) -> None:
-    pool, graph = ost.CapturePool(device), ost.Graph.create(device)
+    pool, graph = device.pool(), ost.Graph.create(device)
     cache, scalar = ost.GraphCache(device), ost.DeviceScalar(device, np.int32)
     scalar.set(3, stream)
-    assert scalar.read(stream) == 3
+    assert scalar.to_numpy(stream) == 3
     assert {one.context for one in (pool, graph, cache)} == {device.context}
     for make in (ost.CapturePool, ost.Graph.create, ost.GraphCache):
         with pytest.raises(InputError, match=r"[Dd]evice"):

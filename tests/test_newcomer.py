@@ -216,12 +216,21 @@ MISTAKES = [
         lambda p: p.x.view((4, 2)),
         *(errors.InputError, "offset=(4, 2)", "view(shape=(4, 2))"),
     ),
-    mistake("reshape", lambda p: p.x.reshape(4, 2), AttributeError, "'reshape'", "view(shape=…)"),
+    mistake(
+        "a shape of other elements",
+        lambda p: p.x.reshape(4, 3),
+        *(errors.InputError, "8 elements [8]", "[4, 3]", "keeps their number"),
+    ),
     mistake("numpy()", lambda p: p.x.numpy(), AttributeError, "'numpy'", "to_numpy(stream)"),
     mistake(
         "an element is assigned",
         lambda p: p.x.__setitem__(0, 1.0),
-        *(TypeError, "cannot be assigned", "copy_from(values, stream)", "ost.fill(stream"),
+        *(TypeError, "cannot be assigned", "set(values, stream)", "ost.fill(stream"),
+    ),
+    mistake(
+        "a context for its device",
+        lambda p: ost.DeviceScalar(p.device.context, "u4"),  # type: ignore[arg-type]
+        *(errors.InputError, "a device is needed", "not its context"),
     ),
     mistake(
         "a dtype that is 8 bits here and 8 bytes there",
@@ -230,18 +239,18 @@ MISTAKES = [
     ),
     mistake(
         "values of another shape",
-        lambda p: p.x.copy_from(np.ones(N + 1, np.float32), p.stream),
+        lambda p: p.x.set(np.ones(N + 1, np.float32), p.stream),
         *(errors.InputError, "9 elements cannot be copied into 8"),
     ),
     mistake(
         "values that do not fit the dtype",
-        lambda p: p.x.copy_from([1e300] * N, p.stream),
+        lambda p: p.x.set([1e300] * N, p.stream),
         *(errors.InputError, "1e+300 is outside float32"),
     ),
     mistake(
         "an array of the host is copied by `copy`",
         lambda p: ost.copy(p.stream, p.x, np.ones(N, np.float32)),  # type: ignore[arg-type]
-        *(errors.InputError, "src is ndarray", "buffer.copy_from takes values"),
+        *(errors.InputError, "src is ndarray", "buffer.set takes values"),
     ),
     mistake(
         "an array of the host is filled",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import enum
 import importlib
 import inspect
 import pkgutil
@@ -53,6 +54,43 @@ def test_every_public_name_has_a_docstring(name: str) -> None:
     module = importlib.import_module(name)
     for public in module.__all__:
         assert inspect.getdoc(getattr(module, public)), f"{name}.{public} has no docstring"
+
+
+MADE_ON_A_DEVICE = {"Buffer", "CapturePool", "Event", "Graph", "LoadedGraph", "Stream"}
+"""What has a context first, since a device, a capture or a file makes it."""
+
+
+def _callables(name: str) -> dict[str, tuple[str, list[inspect.Parameter]]]:
+    """The public functions, constructors and methods of a module: which it is, its parameters."""
+    module, found = importlib.import_module(name), dict[str, tuple[str, list[inspect.Parameter]]]()
+    for public in module.__all__:
+        value = getattr(module, public)
+        if inspect.isfunction(value):
+            found[public] = "function", list(inspect.signature(value).parameters.values())
+        elif inspect.isclass(value) and not issubclass(value, (enum.Enum, Exception)):
+            found[public] = "class", list(inspect.signature(value).parameters.values())
+            for own, method in vars(value).items():
+                method = getattr(method, "__func__", method)
+                if inspect.isfunction(method) and not own.startswith("_"):
+                    parameters = list(inspect.signature(method).parameters.values())[1:]
+                    found[f"{public}.{own}"] = "method", parameters
+    return found
+
+
+@pytest.mark.parametrize("name", ["ostinato", "ostinato.graphfile", "ostinato.state"])
+def test_streams_and_devices_stand_where_they_always_do(name: str) -> None:
+    """Functions take the stream first, methods by its name; what takes a device takes it first, and
+    no user gives a context."""
+    for public, (kind, parameters) in _callables(name).items():
+        for place, one in enumerate(parameters):
+            words = set(re.findall(r"\w+", str(one.annotation)))
+            if "Stream" in words:
+                assert one.name in ("stream", "upload"), public
+                assert kind != "function" or place == 0, public
+            if "Device" in words:
+                assert (one.name, place) == ("device", 0), public
+            if kind == "class" and public not in MADE_ON_A_DEVICE:
+                assert not {"Context", "HasContext"} & words, public
 
 
 FACE = """

@@ -20,12 +20,15 @@ from ostinato.driver.signature import Signature, exact_array, is_native, refuse_
 from ostinato.driver.stream import Event, Stream
 from ostinato.errors import InputError, NoCudaError, SettingsError
 from ostinato.memory import Buffer, CapturePool, adopt_array, allocate
-from ostinato.memory.buffer import device_dtype, fill_operation
+from ostinato.memory.buffer import copy_operation, device_dtype, fill_operation, refuse_memory
 from ostinato.modules import CompileOptions, Kernel, ModuleCache, Source
 from ostinato.modules.source import as_source, only_kernel_of
 
 if TYPE_CHECKING:
     from ostinato.driver.host.kernel import HostKernel
+
+_PIECE = 64 << 10
+"""Bytes that the host writes of memory that is filled by copies."""
 
 
 @elsewhere(
@@ -168,11 +171,13 @@ class Device(Closeable):
 
         Values with a dtype of their own (a NumPy array) need no `dtype`; theirs is used in the byte
         order of this machine.  Raises InputError for Python's numbers without a dtype, for values
-        that the dtype cannot hold, as `Buffer.copy_from` does, and OutOfMemoryError.
+        that the dtype cannot hold, as `Buffer.set` does, and OutOfMemoryError.
         """
+        refuse_memory(values)
         refuse_masked(values)
         if dtype is not None:
-            array = exact_array(device_dtype(dtype), values)
+            kind = device_dtype(dtype)
+            array = exact_array(kind, values)
         else:
             if not hasattr(values, "dtype"):
                 raise InputError(
@@ -182,21 +187,71 @@ class Device(Closeable):
             array = np.asarray(values)
             if not is_native(array.dtype):
                 array = array.astype(array.dtype.newbyteorder("="))
-        buffer = allocate(self.context, array.shape, array.dtype, name=name)
+            kind = array.dtype
+        buffer = allocate(self.context, array.shape, kind, name=name)
         stream = self._copy_stream()
-        buffer.copy_from(array, stream)
+        buffer.set(array, stream)
         stream.synchronize()
         return buffer
 
     def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str = "") -> Buffer:
         """Allocates memory that is zero when this returns; `dtype` as for `empty`."""
-        buffer = allocate(self.context, shape, dtype, name=name)
-        if buffer.nbytes:
-            stream = self._copy_stream()
-            # On a GPU fills on a second stream would slow replays (`Stream.submit_as_graph`).
-            submit = stream.submit_as_graph if self.capabilities.compiles_cuda else stream.submit
-            submit(fill_operation(buffer.view(dtype=np.uint8), 0))
-            stream.synchronize()
+        kind = device_dtype(dtype)
+        return self._filled(shape, kind, bytes(kind.itemsize), name)
+
+    def ones(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str = "") -> Buffer:
+        """Allocates memory whose elements are 1 when this returns; `dtype` as for `empty`."""
+        return self.full(shape, 1.0, dtype, name=name)
+
+    def full(
+        self,
+        shape: int | Sequence[int],
+        fill_value: npt.ArrayLike,
+        dtype: npt.DTypeLike,
+        *,
+        name: str = "",
+    ) -> Buffer:
+        """Allocates memory whose elements are `fill_value` when this returns; `dtype` as for `empty`.
+
+        `fill_value`: a number, or a tuple of the fields for structs.  Raises InputError
+        for a value that the dtype cannot hold, as `array` does, and for an array; and
+        OutOfMemoryError.
+        """
+        refuse_memory(fill_value)
+        kind = device_dtype(dtype)
+        one = exact_array(kind, fill_value)
+        if one.shape:
+            raise InputError(
+                f"fill_value of shape {list(one.shape)}: one value is needed; "
+                "device.array(values, dtype) copies an array"
+            )
+        return self._filled(shape, kind, one.tobytes(), name)
+
+    def _filled(
+        self, shape: int | Sequence[int], kind: np.dtype[Any], one: bytes, name: str
+    ) -> Buffer:
+        """Allocates memory whose elements have these bytes."""
+        buffer = allocate(self.context, shape, kind, name=name)
+        if not buffer.nbytes:
+            return buffer
+        stream = self._copy_stream()
+        # On a GPU fills on a second stream would slow replays (`Stream.submit_as_graph`).
+        submit = stream.submit_as_graph if self.capabilities.compiles_cuda else stream.submit
+        for size in (1, 2, 4):
+            pattern = one[:size]
+            if len(one) % size == 0 and one == pattern * (len(one) // size):
+                words = buffer.view(dtype=f"uint{8 * size}")
+                submit(fill_operation(words, int.from_bytes(pattern, "little")))
+                break
+        else:  # no fill of a driver repeats it: the host writes a piece, and the rest are copies
+            memory = buffer.view(dtype="bytes")
+            done = len(one) * min(buffer.size, max(1, _PIECE // len(one)))
+            memory[:done].set(np.frombuffer(one * (done // len(one)), np.uint8), stream)
+            while done < buffer.nbytes:
+                more = min(done, buffer.nbytes - done)
+                submit(copy_operation(memory[done : done + more], memory[:more]))
+                done += more
+        stream.synchronize()
         return buffer
 
     def adopt_array(self, array: object) -> Buffer:

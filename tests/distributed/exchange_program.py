@@ -48,7 +48,7 @@ def compare(group: Group, device: ost.Device, made: Any) -> None:
                     stream.submit(operation)
             with under_way.graph.instantiate(upload=stream) as executable:
                 for again in range(6):
-                    partial.copy_from(parts[group.rank], stream)
+                    partial.set(parts[group.rank], stream)
                     if (again + group.rank) % 3 == 0:
                         time.sleep(0.001)
                     if again % 2:
@@ -73,7 +73,7 @@ def compare(group: Group, device: ost.Device, made: Any) -> None:
     (operation,) = made.accumulate(target, partial)
     with ost.capture(stream) as under_way:
         for _ in range(many):
-            partial.copy_from(source, stream)
+            ost.copy(stream, partial, source)
             stream.submit(operation)
     with under_way.graph.instantiate(upload=stream) as executable:
         for _ in range(5):

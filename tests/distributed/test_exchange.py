@@ -145,9 +145,9 @@ def test_replays_and_loops_count_by_themselves(size: int) -> None:
                 for turn in range(turns):
                     if (turn + group.rank) % 3 == 0:
                         time.sleep(0.002)
-                    partial.copy_from(ones * (group.rank + 1), stream)
+                    partial.set(ones * (group.rank + 1), stream)
                     executable.launch(stream)
-                    partial.copy_from(ones, stream)
+                    partial.set(ones, stream)
                     stream.submit(operation)
                 got = target.to_numpy(stream)
         assert (got == got[0]).all()
@@ -191,13 +191,13 @@ def test_epochs_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
         counters = window.view(0, made.layout.blocks, np.uint32)
         group.barrier()
         with device.create_stream() as stream:
-            counters.copy_from(np.full(made.layout.blocks, 2**32 - 3, np.uint32), stream)
+            counters.set(np.full(made.layout.blocks, 2**32 - 3, np.uint32), stream)
             stream.synchronize()
             group.barrier()
             out, source = device.empty(600, np.float32), device.empty(600, np.float32)
             found = []
             for turn in range(6):
-                source.copy_from(np.full(600, turn + 10.0 * group.rank, np.float32), stream)
+                source.set(np.full(600, turn + 10.0 * group.rank, np.float32), stream)
                 for operation in made.all_reduce(source, out):
                     stream.submit(operation)
                 got = out.to_numpy(stream)

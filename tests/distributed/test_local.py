@@ -256,7 +256,7 @@ def test_collectives_give_every_rank_the_same(size: int, way: str) -> None:
             names = [node.name for node in graph.nodes]
             assert names == ["all_reduce", "accumulate", "all_gather", "broadcast"]
             executable = graph.instantiate(upload=stream)
-            partial.copy_from(values, stream)
+            partial.set(values, stream)
             executable.launch(stream)
             times = 1 if way == "captured" else 2
         every = [

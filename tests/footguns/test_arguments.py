@@ -35,7 +35,8 @@ class Scaled:
     """A graph of one kernel that doubles `x`, and executables of one copy and of one fill."""
 
     def __init__(self, device: Device) -> None:
-        self.stream, self.scale = device.create_stream(), kernel(device, "scale")
+        self.device, self.stream = device, device.create_stream()
+        self.scale = kernel(device, "scale")
         self.x = ones(device)
         self.graph = ost.Graph.create(device)
         self.graph.add_kernel(self.scale, config(N), self.x, N)
@@ -125,7 +126,7 @@ def test_what_a_pointer_may_point_at(host_device: Device, word: str, fitting: li
 def test_a_dtype_is_asked_for(device: Device) -> None:
     """`zeros(1024)` without a dtype made bytes, and a kernel of 1024 numbers ran past their end."""
     pool = device.pool()
-    for make in (device.zeros, device.empty, device.pinned, pool.empty):
+    for make in (device.zeros, device.ones, device.empty, device.pinned, pool.empty):
         with pytest.raises(TypeError, match="dtype"):
             make(4)  # type: ignore[call-arg]
         with pytest.raises(InputError, match="dtype None"):
@@ -148,8 +149,7 @@ ELSEWHERE = {
     **DOORS,
     "copy to": lambda w, x: ost.copy(w.stream, x, w.x),
     "copy from": lambda w, x: ost.copy(w.stream, w.x, x),
-    "copy_from": lambda w, x: w.x.copy_from(x, w.stream),
-    "copy in": lambda w, x: x.copy_from(np.zeros(N, np.float32), w.stream),
+    "copy in": lambda w, x: x.set(np.zeros(N, np.float32), w.stream),
     "copy out": lambda w, x: x.to_numpy(w.stream),
     "fill": lambda w, x: ost.fill(w.stream, x, 1),
     "memcpy node": lambda w, x: w.graph.add_memcpy(w.x, x),
@@ -159,7 +159,7 @@ ELSEWHERE = {
     "slot": lambda w, x: ost.GraphedStep(
         lambda *_: None,
         stream=w.stream,
-        cache=ost.GraphCache(w.stream.context),
+        cache=ost.GraphCache(w.device),
         slots=[ost.Slot("x", x, ost.Role.STATE)],
     ),
 }
@@ -305,7 +305,7 @@ def test_what_is_no_type_no_array_or_no_buffer_is_refused(
         (lambda: device.array([1.0], "f99"), "f99"),
         (lambda: ost.DeviceScalar(device, "f99"), "f99"),
         (lambda: device.array([[1.0], [1.0, 2.0]], "f32"), "cannot read"),
-        (lambda: ost.copy(stream, x, np.ones(N, np.float32)), "src is ndarray.*copy_from"),  # type: ignore[arg-type]
+        (lambda: ost.copy(stream, x, np.ones(N, np.float32)), r"src is ndarray.*buffer\.set"),  # type: ignore[arg-type]
         (lambda: ost.copy(stream, np.ones(N, np.float32), x), "dst is ndarray"),  # type: ignore[arg-type]
     ):
         with pytest.raises(InputError, match=words):
@@ -320,7 +320,7 @@ def test_an_object_of_the_wrong_type_is_named_in_the_error(
     add = kernel(device, "add")
     run = graph.instantiate()
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: x.copy_from([1.0] * N, cast(Any, device)), "copy_from.*Stream is needed"),
+        (lambda: x.set([1.0] * N, cast(Any, device)), "set.*Stream is needed"),
         (lambda: x.to_numpy(wrong), "to_numpy.*a Stream is needed, not object"),
         (lambda: ost.fill(wrong, x, 0), "fill.*a Stream is needed"),
         (lambda: ost.copy(wrong, x, x), "copy.*a Stream is needed"),
@@ -339,8 +339,8 @@ def test_an_object_of_the_wrong_type_is_named_in_the_error(
         (lambda: add.allow_shared(cast(Any, 2.5)), "nbytes=2.5"),
         (lambda: add.occupancy(cast(Any, float("nan"))), "threads=nan"),
         (lambda: add.occupancy(32, cast(Any, "1")), "shared='1'"),
-        (lambda: ost.CapturePool(device, reserve=cast(Any, "1 MiB")), "reserve='1 MiB'"),
-        (lambda: ost.CapturePool(device, slab=cast(Any, 1.5)), "slab=1.5"),
+        (lambda: device.pool(reserve=cast(Any, "1 MiB")), "reserve='1 MiB'"),
+        (lambda: device.pool(slab=cast(Any, 1.5)), "slab=1.5"),
         (lambda: ost.DeviceScalar(device, "u4", depth=cast(Any, 2.5)), "depth=2.5"),
         # A decorator without its parentheses.
         (lambda: ost.host_kernel(cast(Any, print)), "a signature is text.*@host_kernel"),

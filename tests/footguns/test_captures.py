@@ -58,11 +58,11 @@ def test_other_kinds_of_work_do_not_escape_either(device: Device, call: str) -> 
     x, y = device.zeros(1, np.int32), device.zeros(1, np.int32)
     stream, side = device.create_stream(), device.create_stream()
     increment = kernel(device, "increment")
-    value = ost.DeviceScalar(device.context, np.int32, initial=0, stream=side)
+    value = ost.DeviceScalar(device, np.int32, initial=0, stream=side)
     run = graph_of(side, increment, 1, y, 1).instantiate(upload=side)
     calls = {
         "copy": lambda: ost.copy(side, y, x),
-        "host copy": lambda: y.copy_from([7], side),
+        "host copy": lambda: y.set([7], side),
         "graph": lambda: run.launch(side),
         "staged": lambda: value.set(3, side),
     }
@@ -268,10 +268,10 @@ def test_a_forked_stream_is_recorded(device: Device) -> None:
 def test_what_cannot_be_recorded_breaks_the_recording(device: Device, kind: str) -> None:
     stream, side = device.create_stream(), device.create_stream()
     x, y = device.zeros(N, np.float32), device.zeros(N, np.float32)
-    scalar = ost.DeviceScalar(device.context, np.float32, initial=0, stream=stream)
+    scalar = ost.DeviceScalar(device, np.float32, initial=0, stream=stream)
     values, outside = [], side.record()
     breaks = {
-        "host copy": lambda: y.copy_from(np.full(N, values[-1], np.float32), stream),
+        "host copy": lambda: y.set(np.full(N, values[-1], np.float32), stream),
         "scalar": lambda: scalar.set(values[-1], stream),
         "side stream": lambda: ost.fill(side, y, values[-1]),
         "waits": lambda: stream.wait(outside),

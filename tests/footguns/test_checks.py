@@ -141,7 +141,7 @@ def test_a_slot_of_a_single_value_is_checked(device: Device) -> None:
     )
     for _ in range(3):
         step(rows=1)
-    assert count.read(stream) == 8
+    assert count.to_numpy(stream) == 8
     assert step.statistics().verified == 1
 
 
@@ -166,7 +166,7 @@ def test_padding_of_every_type_is_poisoned(device: Device, dtype: type) -> None:
 
     slots = [ost.Slot("x", x, ost.Role.INPUT, size="rows"), ost.Slot("out", out, ost.Role.OUTPUT)]
     step = checked_step(device, work, slots)
-    x.copy_from(np.array([1, 1, 0, 0, 0, 0, 0, 0], dtype), step.stream)
+    x.set(np.array([1, 1, 0, 0, 0, 0, 0, 0], dtype), step.stream)
     expected = float(x.to_numpy(step.stream)[:3].view(np.uint8).sum())
     decision = step(rows=3)
     assert "padding" in decision.detail
@@ -292,8 +292,8 @@ def test_poison_of_two_inputs_is_no_row_in_use(device: Device) -> None:
         ost.Slot("kv", kv, ost.Role.STATE),
     ]
     step = checked_step(device, work, slots, verify="first")
-    tokens.copy_from([50, 60, 70, 0, 0, 0, 0, 0], step.stream)
-    at.copy_from([5, 6, 7, 0, 0, 0, 0, 0], step.stream)
+    tokens.set([50, 60, 70, 0, 0, 0, 0, 0], step.stream)
+    at.set([5, 6, 7, 0, 0, 0, 0, 0], step.stream)
     assert "padding" in step(rows=3).detail
     assert kv.to_numpy(step.stream).tolist() == [0, 0, 0, 0, 0, 50, 60, 70]
 
@@ -459,3 +459,12 @@ def test_a_check_that_raises_leaves_everything_as_it_was(device: Device) -> None
         step(rows=3)
     for buffer, values in zip((x, acc), before, strict=True):
         np.testing.assert_array_equal(buffer.to_numpy(step.stream), values)
+
+
+def test_poisons_that_do_not_fit_are_refused(device: Device) -> None:
+    """NumPy cut 0.5 to 0, which is another number than the one that was asked for."""
+    x = device.zeros(8, [("a", "i4"), ("b", "f4", (2,))])
+    for buffer, poison in ((x, (0.5, 1)), (device.zeros(8, "i4"), (0.5, 1)), (x, (1 << 31, 0))):
+        with pytest.raises(InputError, match="do not fit"):
+            ost.Slot("x", buffer, ost.Role.INPUT, size="rows", poison=poison)
+    ost.Slot("x", x, ost.Role.INPUT, size="rows", poison=(-1, 7))

@@ -49,7 +49,7 @@ def test_closed_memory_is_seen_through_what_stands_for_it(
 ) -> None:
     out, pool = device.zeros(N, np.float32), device.pool(reserve=4096)
     base = ones(device)
-    state = ost.DeviceArray(device.context, N, np.float32)
+    state = ost.DeviceArray(device, N, np.float32)
     state.set(np.ones(N, np.float32), stream)
     owner, argument = {
         "view": (base, base[:]),

@@ -57,7 +57,7 @@ def test_each_replay_records_the_event_that_its_step_records(device: Device, bui
             step(rows=rows)
             assert not held or not event.done
             other.wait(event)
-            seen.copy_from(x, other)
+            ost.copy(other, seen, x)
         assert seen.to_numpy(other)[0] == calls
         assert event.done
     assert not step.statistics().quarantined
@@ -101,13 +101,13 @@ def test_a_captured_event_is_recorded_however_its_graph_is_made(
         with ost.record(stream) as recording:
             work(second, x, 7)
         event, run = second, recording.build().instantiate()
-        x.copy_from(y, stream)
+        ost.copy(stream, x, y)
     run.upload(stream)
     device.synchronize()
     with held_back(device, stream):
         run.launch(stream)
         other.wait(event)
-        seen.copy_from(x, other)
+        ost.copy(other, seen, x)
         assert not event.done
     assert seen.to_numpy(other)[0] == 7
 
@@ -132,7 +132,7 @@ def test_an_event_may_fork_and_outlive_its_graph(
         stream.record(event)
 
     graph = built(stream, build, work)
-    x.copy_from(np.ones(N, np.float32), stream)
+    x.set(np.ones(N, np.float32), stream)
     run = graph.instantiate(upload=stream)
     assert [node.kind.name for node in graph.nodes].count("EVENT_RECORD") == 1
     assert "event_record" in str(graph) and "stream.record(event)" in str(graph.nodes[-1].location)
@@ -141,7 +141,7 @@ def test_an_event_may_fork_and_outlive_its_graph(
         with held_back(device, stream):
             run.launch(stream)
             other.wait(event)
-            seen.copy_from(x, other)
+            ost.copy(other, seen, x)
         assert (seen.to_numpy(other) == expected).all()
 
 
@@ -247,7 +247,7 @@ def test_a_step_that_orders_another_stream_is_run_eagerly(device: Device, what: 
         if what == "record":
             assert not event.done
         else:
-            seen.copy_from(x, other)
+            ost.copy(other, seen, x)
             assert not other.done
 
 
@@ -338,7 +338,7 @@ def test_the_last_of_a_graphs_records_of_an_event_counts(
     device.synchronize()
     run.launch(stream)
     other.wait(event)
-    seen.copy_from(x, other)
+    ost.copy(other, seen, x)
     assert reached.wait(30) and not event.done
     opened.set()
     assert seen.to_numpy(other)[0] == 2
@@ -383,6 +383,6 @@ def test_a_step_lets_another_stream_wait_for_it_at_each_call(device: Device, bui
     device.synchronize()
     with held_back(device, stream):
         step()
-        seen.copy_from(x, other)
+        ost.copy(other, seen, x)
         assert not other.done
     assert seen.to_numpy(other)[0] == 4

@@ -125,8 +125,8 @@ def test_our_own_kernels(cuda_device: Device, path: Path, typed: bool) -> None:
     )
     new = np.random.default_rng(3).random(N, np.float32)
     np.savez(path.with_suffix(".in.npz"), x=new, left=np.array([5], np.int32))
-    x.copy_from(new, stream)
-    left.copy_from([5], stream)
+    x.set(new, stream)
+    left.set([5], stream)
     graph.instantiate().launch(stream)
     wanted = {name: b.to_numpy(stream) for name, b in (("y", y), ("rank", rank), ("left", left))}
     assert wanted["left"].tolist() == [0] and wanted["rank"][:5].tolist() == [4, 104, 204, 304, 4]

@@ -73,7 +73,7 @@ class Bench:
         with capture.graph as graph, graph.instantiate(upload=stream) as run:
             run.launch(stream)
         np.testing.assert_array_equal(self.x.to_numpy(stream), 2 * before)
-        self.x.copy_from(before, stream)
+        self.x.set(before, stream)
         stream.synchronize()
 
 
@@ -101,7 +101,7 @@ def synchronise_the_device(bench: Bench) -> None:
 
 @way
 def pageable_copy_in(bench: Bench) -> None:
-    bench.x.copy_from(np.zeros(N, np.float32), bench.stream)  # breaks it
+    bench.x.set(np.zeros(N, np.float32), bench.stream)  # breaks it
 
 
 @way
@@ -341,7 +341,7 @@ def test_another_threads_calls_do_not_break_a_thread_local_capture(bench: Bench)
         with capture.graph as graph, graph.instantiate() as run:
             run.launch(bench.stream)
         assert (bench.x.to_numpy(bench.stream) == 2).all()
-    bench.x.copy_from(np.arange(N, dtype=np.float32), bench.stream)
+    bench.x.set(np.arange(N, dtype=np.float32), bench.stream)
     bench.assert_sound()
     gc.collect()
     device.synchronize()

@@ -402,7 +402,7 @@ def test_a_capture_into_a_graph_that_breaks_leaves_the_graph_as_it_was(
         assert [node.handle for node in graph.nodes] == before
         graph.instantiate(upload=stream).launch(stream)
         np.testing.assert_array_equal(x.to_numpy(stream), 2 * np.arange(1000))
-        x.copy_from(np.arange(1000, dtype=np.float32), stream)
+        x.set(np.arange(1000, dtype=np.float32), stream)
     assert_usable(device, stream, x)
 
 

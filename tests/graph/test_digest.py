@@ -26,7 +26,7 @@ def chain(
 
 def digest_of(device: Device, build: Build, n: int = 64) -> str:
     buffers = [device.zeros(n, np.float32) for _ in range(2)]
-    graph = ost.Graph.create(device.context)
+    graph = ost.Graph.create(device)
     build(device, graph, buffers)
     return graph.digest()
 
@@ -93,13 +93,13 @@ def one_more(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> Non
 
 
 def as_a_child(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
-    child = ost.Graph.create(device.context)
+    child = ost.Graph.create(device)
     chain(device, child, buffers)
     graph.add_child(child)
 
 
 def as_another_child(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
-    child = ost.Graph.create(device.context)
+    child = ost.Graph.create(device)
     other_edges(device, child, buffers)
     graph.add_child(child)
 
@@ -129,6 +129,6 @@ def test_bodies_count(device: Device, kind: ost.ConditionalKind) -> None:
         return graph.digest()
 
     def digest(filled: bool) -> str:
-        return build(device, ost.Graph.create(device.context), filled)
+        return build(device, ost.Graph.create(device), filled)
 
     assert digest(True) == digest(True) != digest(False) == digest(False)

@@ -111,7 +111,7 @@ def test_inside_child_graphs_and_bodies(
     device: Device, stream: ost.Stream, cache: ost.GraphCache
 ) -> None:
     x, y = floats(device), floats(device)
-    outer = ost.Graph.create(device.context)
+    outer = ost.Graph.create(device)
     outer.add_child(scaled(device, stream, x))
     branch = outer.add_conditional(ConditionalKind.IF, outer.condition(default=1))
     scale = kernel(device, "scale")
@@ -153,7 +153,7 @@ def test_an_address_in_two_halves_is_seen_and_stays(host_device: Device) -> None
 
 def test_memory_nodes(device: Device, cache: ost.GraphCache) -> None:
     x = device.zeros(4, np.uint32)
-    graph = ost.Graph.create(device.context)
+    graph = ost.Graph.create(device)
     placed = graph.add_alloc(4096)
     write = MemOp(MemOpKind.WRITE, x.address + 4, 7)
     graph.add_batch_mem_op([write], keep=[x], after=[placed])
@@ -169,7 +169,7 @@ def test_memory_nodes(device: Device, cache: ost.GraphCache) -> None:
 def test_rows_of_a_copy(device: Device, cache: ost.GraphCache) -> None:
     """A copy reaches from its first row to the end of its last, gaps included."""
     x, y = device.zeros((8, 16), "bytes"), device.zeros((8, 16), "bytes")
-    graph = ost.Graph.create(device.context)
+    graph = ost.Graph.create(device)
     rows = MemcpyNodeParams(y.address, x[1].address, 4, height=3, dst_pitch=4, src_pitch=16)
     graph.add(rows, keep=[x, y])
     cache.install("rows", graph.instantiate())
@@ -199,7 +199,7 @@ def test_words_of_adopted_graphs(device: Device, stream: ost.Stream, cache: ost.
     x, gone, other = floats(device), floats(device), floats(device)
     for key, buffer in (("x", x), ("gone", gone)):
         graph = scaled(device, stream, buffer)
-        cache.install(key, ost.Graph.adopt(device.context, graph.handle, owner=graph).instantiate())
+        cache.install(key, ost.Graph.adopt(device, graph.handle, owner=graph).instantiate())
     assert [cache.touching(b) for b in (x, gone, other)] == [["x"], ["gone"], []]
     assert [t.range.address for t in cache.manifest("x")] == [x.address]
     gone.close()

@@ -48,7 +48,7 @@ def run(device: ost.Device, stream: ost.Stream, path: Path, held: list[ost.Buffe
             np.savez(path.with_suffix(end), **outputs)
             for name, buffer in loaded.inputs.items():
                 values = given[name].reshape(-1).view(np.uint8)
-                buffer.view(dtype=np.uint8).copy_from(values, stream)
+                buffer.view(dtype=np.uint8).set(values, stream)
     assert not LIBRARIES & sys.modules.keys()
     held += loaded.scratch
 

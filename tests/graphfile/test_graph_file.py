@@ -90,7 +90,7 @@ def work(host_device: Device, stream: ost.Stream) -> Work:
 
 
 def result(loaded: ost.graphfile.LoadedGraph, stream: ost.Stream, x: list[int]) -> list[int]:
-    loaded.inputs["x"].copy_from(x, stream)
+    loaded.inputs["x"].set(x, stream)
     with loaded.instantiate() as run:
         run.launch(stream)
         return loaded.outputs["y"].to_numpy(stream).tolist()
@@ -123,7 +123,7 @@ def test_a_process_that_has_nothing_of_the_first_runs_it(work: Work, path: Path)
         "with ost.open_device('host') as device:\n"
         "    stream = device.create_stream()\n"
         "    loaded = ost.graphfile.load(device, sys.argv[1])\n"
-        "    loaded.inputs['x'].copy_from([5, 6, 7], stream)\n"
+        "    loaded.inputs['x'].set([5, 6, 7], stream)\n"
         "    loaded.instantiate().launch(stream)\n"
         "    print(loaded.outputs['y'].to_numpy(stream).tolist())\n"
     )
@@ -139,7 +139,7 @@ def test_a_loaded_graph_is_patched_rebound_and_shown(
     work.save(path)
     loaded = ost.graphfile.load(host_device, path)
     other = ints(host_device, 100, 100, 100)
-    loaded.inputs["x"].copy_from([1, 2, 3], stream)
+    loaded.inputs["x"].set([1, 2, 3], stream)
     with loaded.instantiate() as run:
         assert len(run.rebind({loaded.constants["w"]: other}).words) == 1
         run.patch(0, "m", 5)
@@ -195,8 +195,8 @@ def test_state_is_an_input_and_an_output(
     loaded = ost.graphfile.load(host_device, path)
     assert loaded.inputs["total"] is loaded.outputs["total"]
     assert loaded.inputs["total"].to_numpy(stream).tolist() == [5]  # as it was when it was saved
-    loaded.inputs["total"].copy_from([100], stream)
-    loaded.inputs["x"].copy_from([2], stream)
+    loaded.inputs["total"].set([100], stream)
+    loaded.inputs["x"].set([2], stream)
     run = loaded.instantiate()
     for _ in range(3):
         run.launch(stream)
@@ -274,8 +274,8 @@ def test_all_kinds_of_nodes_come_back(host_device: Device, stream: ost.Stream, p
     assert kinds == [node.kind for node in graph.nodes]
     assert len(loaded.events) == 1
     for on_value, expected in ((1, 3 + 100 + 3), (0, 3 + 200 + 3)):
-        loaded.inputs["on"].copy_from([on_value], stream)
-        loaded.inputs["loop"].copy_from([3], stream)
+        loaded.inputs["on"].set([on_value], stream)
+        loaded.inputs["loop"].set([3], stream)
         assert result(loaded, stream, [1, 2]) == [expected, expected]
 
 
@@ -615,7 +615,7 @@ def test_a_result_in_the_place_of_something_larger(
     loaded = ost.graphfile.load(host_device, path)
     block = loaded.manifest.blocks[loaded.manifest.buffers[1].block]
     assert block.nbytes == 4 * 96
-    loaded.inputs["x"].copy_from(np.arange(32) + 5, stream)
+    loaded.inputs["x"].set(np.arange(32) + 5, stream)
     with loaded.instantiate() as run:
         run.launch(stream)
     first = (np.arange(32) + 5) * 2 + np.arange(32)
@@ -1049,7 +1049,7 @@ def test_what_is_loaded_twice_is_two_graphs(
     other = ints(host_device, 0, 0, 0)
     one.close()
     two.close()
-    two.inputs["x"].copy_from([3, 3, 3], stream)
+    two.inputs["x"].set([3, 3, 3], stream)
     run.launch(stream)  # an executable goes on without its definition
     assert two.outputs["y"].to_numpy(stream).tolist() == [16, 26, 36]
     with pytest.raises(ClosedError):

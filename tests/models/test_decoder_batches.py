@@ -59,7 +59,7 @@ def poison(decoder: Decoder, *names: str) -> None:
     for name in names:
         buffer = decoder.plan.buffers[name]
         nan = 0x7FFF if buffer.dtype == np.uint16 else np.nan
-        buffer.copy_from(np.full(buffer.shape, nan, buffer.dtype), decoder.stream)
+        buffer.set(np.full(buffer.shape, nan, buffer.dtype), decoder.stream)
 
 
 @on_both(
@@ -213,7 +213,7 @@ def damage(decoder: Decoder, sequence: int) -> None:
     cache = decoder.plan.buffers["cache"]
     values = decoder.device.to_numpy(cache)
     values[:, :, sequence] = 0x7FFF if cache.dtype == np.uint16 else np.nan
-    cache.copy_from(values, decoder.stream)
+    cache.set(values, decoder.stream)
 
 
 @on_both("way", host=[w for w in WAYS if "recorded" not in w], cuda=WAYS)

@@ -307,7 +307,7 @@ def test_poison_in_padding_reaches_nothing(gpu: Device) -> None:
                 decoder.truncate(5 + sequence, sequence)
             for name in ("x", "q", "attended", "inner"):
                 buffer = decoder.plan.buffers[name]
-                buffer.copy_from(np.full(buffer.shape, np.nan, np.float32), decoder.stream)
+                buffer.set(np.full(buffer.shape, np.nan, np.float32), decoder.stream)
             assert decoder.decode_batch(range(5)) == tokens
             assert [decoder.logits(sequence).tobytes() for sequence in range(5)] == logits
             again = decoder.device.to_numpy(decoder.plan.buffers["cache"])

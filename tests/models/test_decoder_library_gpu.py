@@ -99,7 +99,7 @@ def test_a_product_is_right_and_always_the_same(
     operations = library.product(product).operations("product", **given)
     stream, seen = gpu.create_stream(), set()
     for _ in range(20):
-        given["out"].copy_from(before, stream)
+        given["out"].set(before, stream)
         for operation in operations:
             stream.submit(operation)
         seen.add(given["out"].to_numpy(stream).tobytes())
@@ -231,7 +231,7 @@ def test_padding_reaches_nothing(gpu: Device) -> None:
                 buffer = decoder.plan.buffers[name]
                 kind = np.float32 if buffer.dtype == np.float32 else np.uint16
                 number = value if kind == np.float32 else np.float32(value).view(np.uint32) >> 16
-                buffer.copy_from(np.full(buffer.shape, number, kind), decoder.stream)
+                buffer.set(np.full(buffer.shape, number, kind), decoder.stream)
             decoder.reset()
             decoder.prefill(tokens)
             logits = [decoder.logits()]

@@ -835,11 +835,11 @@ def test_nan_logits_end_a_run_with_an_error(
         tokens = [decoder.prefill(PROMPT)]
         under_way = decoder.run(tokens_per_launch=tokens_per_launch)
         tokens += [next(under_way) for _ in range(taken)]
-        norm.copy_from(np.full_like(sound, np.nan), decoder.stream)
+        norm.set(np.full_like(sound, np.nan), decoder.stream)
         with pytest.raises(ModelError, match=r"sequence 0, position \d+: the logits hold NaN"):
             tokens += under_way
         assert list(under_way) == [], "it is over"
-        norm.copy_from(sound, decoder.stream)
+        norm.set(sound, decoder.stream)
         assert decoder.tokens() == (*PROMPT, *tokens)
         tokens += decoder.run(count=7, tokens_per_launch=tokens_per_launch)
         assert tokens == wanted["PROMPT"][: len(tokens)]

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from ostinato.device import Device
+from ostinato.driver.signature import to_bfloat16
 from ostinato.models.cuda.dequantise import (
     convert_on_device,
     dequantise_on_device,
     staged_bytes,
 )
-from ostinato.models.files.checkpoint import RawTensor, to_bfloat16
+from ostinato.models.files.checkpoint import RawTensor
 from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.weights import load_weights

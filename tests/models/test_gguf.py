@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
 
+from ostinato.driver.signature import to_bfloat16
 from ostinato.errors import (
     ClosedError,
     InputError,
@@ -19,7 +20,7 @@ from ostinato.errors import (
     UnsupportedModelError,
 )
 from ostinato.models.config import rope_inverse_frequencies
-from ostinato.models.files.checkpoint import GgufTokenizerSource, to_bfloat16
+from ostinato.models.files.checkpoint import GgufTokenizerSource
 from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
 from ostinato.models.files.open import open_checkpoint
 from tests.models.model_files import CONFIG, gguf_name, weights, write_gguf

@@ -827,7 +827,7 @@ class OnDevice:
         return self.device.to_numpy(array)
 
     def write(self, array: Any, values: np.ndarray) -> None:
-        array.copy_from(values, self.stream)
+        array.set(values, self.stream)
         self.synchronize()
 
     def launch(self, launch: kc.CudaLaunch, values: Mapping[str, Any]) -> None:

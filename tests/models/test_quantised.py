@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from ostinato.device import Device
+from ostinato.driver.signature import to_bfloat16
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.config import LlamaConfig
 from ostinato.models.decoder import Decoder
-from ostinato.models.files.checkpoint import to_bfloat16
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.files.quantised import Quantisation, e4m3_values
 from tests.models import reference_llama

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from ostinato.driver.signature import to_bfloat16
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
-from ostinato.models.files.checkpoint import JsonTokenizerSource, to_bfloat16
+from ostinato.models.files.checkpoint import JsonTokenizerSource
 from ostinato.models.files.open import open_checkpoint
 from tests.models.model_files import CONFIG, hf_config, hf_name, weights, write_folder, write_gguf
 

@@ -72,7 +72,7 @@ def as_documented(heading: str) -> list[str]:
 def test_a_decoded_token(decoder: Decoder, host_device: Device, another: bool) -> None:
     """Also if `another` graph of its cache was used since the last token."""
     if another:
-        graph = Graph.create(host_device.context)
+        graph = Graph.create(host_device)
         graph.add_empty()
         decoder.graph_cache.install("another", graph.instantiate())
         assert decoder.graph_cache.get("another") is not None

@@ -214,13 +214,13 @@ class HostBytesInARecording(Programme):
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if self.planted:
-            self.x.copy_from(self.values, stream)
+            self.x.set(self.values, stream)
         self.launch("add", 8, self.x, self.x, self.out, 8)
 
     def call(self, number: int) -> None:
         self.values = np.full(8, number, np.float32)
         if not self.planted:
-            self.x.copy_from(self.values, self.stream)
+            self.x.set(self.values, self.stream)
         super().call(number)
 
     def answer(self) -> Values:

@@ -101,7 +101,7 @@ class Programme:
     def write(self, buffer: ost.Buffer, value: object) -> None:
         """Fills a buffer from the host, before anything that any stream is given later."""
         filled = np.broadcast_to(np.asarray(value, buffer.dtype), buffer.shape)
-        buffer.copy_from(filled, self.stream)
+        buffer.set(filled, self.stream)
         self.device.synchronize()
 
     def read(self, *buffers: ost.Buffer) -> Values:

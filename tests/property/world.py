@@ -352,10 +352,10 @@ class World:
                 self.pools.append(self.device.pool(reserve=512, slab=512))
             pool = self.pools[0]
             owner = pool.empty(size, np.int32)
-            owner.copy_from(box.values, lane.stream)
+            owner.set(box.values, lane.stream)
         else:
             owner = self.device.empty(size, np.int32)
-            owner.copy_from(box.values, lane.stream)
+            owner.set(box.values, lane.stream)
         self.take(box, owner, pool)
         self.memories[box].last = lane
         return box
@@ -385,7 +385,7 @@ class World:
             owner.set(values, on.stream)
         else:
             assert owner is not None
-            owner.copy_from(values, on.stream)
+            owner.set(values, on.stream)
         box.write(0, values)
         self.look(on, [box], "written from the host")
 

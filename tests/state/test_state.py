@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import CaptureError, ClosedError, ContextPoisonedError, DriverError, InputError
-from ostinato.state import StagingRing
 from ostinato.state.scalar import as_exact
+from ostinato.state.staging import StagingRing
 from ostinato.testing import FaultyDriver, HeldStream
 from tests.sources import config, kernel
 
@@ -20,7 +20,7 @@ STEP = np.dtype([("token", "<i4"), ("position", "<i4"), ("length", "<i4")])
 
 def test_a_scalar_is_read_by_replays_and_set_in_between(device: Device) -> None:
     stream = device.create_stream()
-    factor = ost.DeviceScalar(device.context, np.float32, initial=2, stream=stream)
+    factor = ost.DeviceScalar(device, np.float32, initial=2, stream=stream)
     x, y = device.array(np.ones(10, np.float32)), device.zeros(10, np.float32)
     with ost.capture(stream) as capture:
         ost.launch(stream, kernel(device, "axpy"), config(10), x, factor, y, 10)
@@ -37,7 +37,7 @@ def test_a_scalar_is_read_by_replays_and_set_in_between(device: Device) -> None:
 
 def test_a_replay_in_flight_sees_the_value_of_its_time(device: Device) -> None:
     stream = device.create_stream()
-    factor = ost.DeviceScalar(device.context, np.float32, initial=1, stream=stream)
+    factor = ost.DeviceScalar(device, np.float32, initial=1, stream=stream)
     x, y = device.array(np.ones(10, np.float32)), device.zeros(10, np.float32)
     with ost.capture(stream) as capture:
         ost.launch(stream, kernel(device, "axpy"), config(10), x, factor, y, 10)
@@ -54,7 +54,7 @@ def test_a_replay_in_flight_sees_the_value_of_its_time(device: Device) -> None:
 def test_a_full_ring_overwrites_nothing_that_is_in_flight(device: Device) -> None:
     """Each replay adds its own value, although there are more than the ring has entries."""
     stream = device.create_stream()
-    factor = ost.DeviceScalar(device.context, np.float32, initial=0, stream=stream, depth=2)
+    factor = ost.DeviceScalar(device, np.float32, initial=0, stream=stream, depth=2)
     x, y = device.array(np.ones(10, np.float32)), device.zeros(10, np.float32)
     with ost.capture(stream) as capture:
         ost.launch(stream, kernel(device, "axpy"), config(10), x, factor, y, 10)
@@ -93,22 +93,22 @@ def test_an_entry_whose_end_was_not_marked_is_waited_for(host_device: Device, cl
 
 def test_token_position_and_length_in_one_copy(device: Device) -> None:
     stream = device.create_stream()
-    state = ost.DeviceScalar(device.context, STEP)
+    state = ost.DeviceScalar(device, STEP)
     before = stream.submitted
     state.set({"token": 5, "position": 7, "length": 8}, stream)
     assert stream.submitted - before == 1
-    assert state.read(stream).item() == (5, 7, 8)
+    assert state.to_numpy(stream).item() == (5, 7, 8)
     ost.launch(stream, kernel(device, "increment"), config(1), state.field("position"), 1)
-    assert state.read(stream).item() == (5, 8, 8)
+    assert state.to_numpy(stream).item() == (5, 8, 8)
     state.set((1, 2, 3), stream)
-    assert state.read(stream).item() == (1, 2, 3)
+    assert state.to_numpy(stream).item() == (1, 2, 3)
 
 
 def test_an_array_of_structs(device: Device) -> None:
     stream = device.create_stream()
-    rows = ost.DeviceArray(device.context, 3, STEP)
+    rows = ost.DeviceArray(device, 3, STEP)
     rows.set([(1, 2, 3), {"token": 4, "position": 5, "length": 6}, (7, 8, 9)], stream)
-    assert rows.read(stream).tolist() == [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
+    assert rows.to_numpy(stream).tolist() == [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
     with pytest.raises(InputError, match="one struct"):
         rows.field("token")
 
@@ -117,20 +117,20 @@ def test_structs_are_converted_field_by_field_as_those_of_a_buffer(device: Devic
     """Other types of the same fields, axes as lists, structs as lists, structs in structs."""
     stream = device.create_stream()
     wide = np.dtype([(name, "<i8") for name in ("token", "position", "length")])
-    pairs = ost.DeviceArray(device.context, (2, 1), STEP)
+    pairs = ost.DeviceArray(device, (2, 1), STEP)
     pairs.set(np.array([[(1, 2, 3)], [(4, 5, 6)]], wide), stream)
-    assert pairs.read(stream).tolist() == [[(1, 2, 3)], [(4, 5, 6)]]
+    assert pairs.to_numpy(stream).tolist() == [[(1, 2, 3)], [(4, 5, 6)]]
     pairs.set([[[7, 8, 9]], (np.array((1, 2, 3), wide)[()],)], stream)
-    assert pairs.read(stream).tolist() == [[(7, 8, 9)], [(1, 2, 3)]]
+    assert pairs.to_numpy(stream).tolist() == [[(7, 8, 9)], [(1, 2, 3)]]
     with pytest.raises(InputError, match="outside int32"):
         pairs.set(np.array([[(1, 2, 3)], [(4, 5, 1 << 40)]], wide), stream)
     with pytest.raises(InputError, match="fields token"):
         pairs.set(
             np.zeros((2, 1), [("length", "<i4"), ("token", "<i4"), ("position", "<i4")]), stream
         )
-    nested = ost.DeviceScalar(device.context, [("step", STEP), ("ids", "<u2", (2,))])
+    nested = ost.DeviceScalar(device, [("step", STEP), ("ids", "<u2", (2,))])
     nested.set({"step": {"token": 1, "position": 2, "length": 3}, "ids": (4, 5)}, stream)
-    step, ids = nested.read(stream).item()
+    step, ids = nested.to_numpy(stream).item()
     assert (step, list(ids)) == ((1, 2, 3), [4, 5])
     with pytest.raises(InputError, match="shape"):
         nested.set(((1, 2, 3), [4, 5, 6]), stream)
@@ -138,7 +138,7 @@ def test_structs_are_converted_field_by_field_as_those_of_a_buffer(device: Devic
 
 def test_bad_values_change_nothing(host_device: Device) -> None:
     stream = host_device.create_stream()
-    state = ost.DeviceScalar(host_device.context, STEP, initial=(1, 2, 3), stream=stream)
+    state = ost.DeviceScalar(host_device, STEP, initial=(1, 2, 3), stream=stream)
     for bad in (
         {"token": 1},
         {"token": 1, "position": 2, "length": 3, "more": 4},
@@ -151,37 +151,37 @@ def test_bad_values_change_nothing(host_device: Device) -> None:
     ):
         with pytest.raises(InputError):
             state.set(bad, stream)
-    assert state.read(stream).item() == (1, 2, 3)
+    assert state.to_numpy(stream).item() == (1, 2, 3)
     with pytest.raises(InputError, match="token, position, length"):
         state.field("nothing")
-    plain = ost.DeviceArray(host_device.context, 3, np.int32)
+    plain = ost.DeviceArray(host_device, 3, np.int32)
     plain.set([1, 2, 3], stream)
     for bad in ([4, 5], [4, 5, 6, 7], 4, [[4, 5, 6]]):
         with pytest.raises(InputError, match="shape"):
             plain.set(bad, stream)
-    assert plain.read(stream).tolist() == [1, 2, 3]
+    assert plain.to_numpy(stream).tolist() == [1, 2, 3]
     with pytest.raises(InputError, match="there are: none"):
         plain.field("nothing")
-    rows = ost.DeviceArray(host_device.context, 2, STEP)
+    rows = ost.DeviceArray(host_device, 2, STEP)
     with pytest.raises(InputError, match="a sequence of"):
         rows.set({"token": 1, "position": 2, "length": 3}, stream)
     with pytest.raises(InputError, match="needs the stream"):
-        ost.DeviceScalar(host_device.context, np.int32, initial=1)
+        ost.DeviceScalar(host_device, np.int32, initial=1)
     with pytest.raises(InputError):
-        ost.DeviceArray(host_device.context, 0, np.int32)
+        ost.DeviceArray(host_device, 0, np.int32)
     with pytest.raises(InputError):
-        ost.DeviceArray(host_device.context, 1 << 20, np.int32)
+        ost.DeviceArray(host_device, 1 << 20, np.int32)
 
 
 def test_a_staged_write_in_a_capture_is_refused_and_breaks_nothing(device: Device) -> None:
     stream = device.create_stream()
-    value = ost.DeviceScalar(device.context, np.int32, initial=3, stream=stream)
+    value = ost.DeviceScalar(device, np.int32, initial=3, stream=stream)
     with ost.capture(stream) as capture:
         with pytest.raises(CaptureError, match="staged write"):
             value.set(4, stream)
         ost.launch(stream, kernel(device, "increment"), config(1), value, 1)
     capture.graph.instantiate().launch(stream)
-    assert value.read(stream) == 4
+    assert value.to_numpy(stream) == 4
 
 
 @pytest.mark.parametrize("mode", list(ost.CaptureMode))
@@ -193,7 +193,7 @@ def test_writes_on_another_stream_break_no_capture(device: Device, mode: ost.Cap
         ost.fill(stream, x, 7)
         for value in range(10):
             scalar.set(value, other)
-    assert len(capture.graph) == 1 and scalar.read(other) == 9
+    assert len(capture.graph) == 1 and scalar.to_numpy(other) == 9
 
 
 def test_the_ring_waits_only_when_it_is_full(device: Device) -> None:
@@ -240,7 +240,7 @@ def crash(launch: object, x: object) -> None:
 def test_state_can_be_closed_after_a_kernel_failed(host_device: Device) -> None:
     crashing = host_device.modules.get_or_compile(ost.Source(host=[crash], name="crash"), "crash")
     stream = host_device.create_stream()
-    value = ost.DeviceScalar(host_device.context, np.int32, initial=3, stream=stream)
+    value = ost.DeviceScalar(host_device, np.int32, initial=3, stream=stream)
     ost.launch(stream, crashing, config(1), value)
     with pytest.raises(ContextPoisonedError):
         stream.synchronize()

@@ -50,7 +50,7 @@ def test_a_budget_of_nothing_is_refused(wrong: int | str) -> None:
 
 
 def two_nodes(device: Device) -> ost.GraphExec:
-    graph = ost.Graph.create(device.context)
+    graph = ost.Graph.create(device)
     graph.add_empty(after=[graph.add_empty()])
     return graph.instantiate()
 
@@ -64,9 +64,9 @@ def test_a_small_graph_is_estimated_by_its_nodes(device: Device) -> None:
 
 
 def test_nodes_inside_others_count(device: Device) -> None:
-    inner = ost.Graph.create(device.context)
+    inner = ost.Graph.create(device)
     inner.add_empty(after=[inner.add_empty()])
-    outer = ost.Graph.create(device.context)
+    outer = ost.Graph.create(device)
     outer.add_child(inner)
     with ost.GraphCache(device) as cache:
         cache.install("a", outer.instantiate())
@@ -181,7 +181,7 @@ def test_small_graphs_share_the_blocks_that_they_took(
         patch.setattr("ostinato.step.budget.NODE_BYTES", estimate)
 
         def make() -> ost.GraphExec:
-            graph = ost.Graph.create(device.context)
+            graph = ost.Graph.create(device)
             graph.add_empty()
             run = graph.instantiate()
             blocks.put(nbytes, run)

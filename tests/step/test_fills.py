@@ -77,7 +77,7 @@ def test_a_captured_fill_between_kernels(device: Device) -> None:
     assert [node.kind for node in capture.graph.nodes] == [ost.NodeKind.KERNEL] * 3
     other.graph.instantiate().launch(stream)
     wanted = x.to_numpy(stream)
-    x.copy_from(np.zeros(300, "f4"), stream)
+    x.set(np.zeros(300, "f4"), stream)
     capture.graph.instantiate().launch(stream)
     np.testing.assert_array_equal(x.to_numpy(stream), wanted)
     assert wanted.any()

@@ -226,7 +226,7 @@ def test_one_that_is_over_the_budget_alone_is_kept(counter: Counter) -> None:
 
 
 def test_what_a_cache_is_made_of(device: Device) -> None:
-    with ost.GraphCache(device.context) as cache:
+    with ost.GraphCache(device) as cache:
         assert cache.buckets == ost.PowersOfTwo()
     with ost.GraphCache(device, buckets=ost.PowersOfTwo(64), budget="512 MiB") as cache:
         assert cache.buckets.bucket(3) == 4

@@ -36,7 +36,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def empty_graph(device: Device) -> ost.GraphExec:
-    graph = ost.Graph.create(device.context)
+    graph = ost.Graph.create(device)
     graph.add_empty()
     return graph.instantiate()
 
@@ -190,7 +190,7 @@ def test_a_long_capture_holds_nobody_else_up(
 ) -> None:
     stream, x = device.create_stream(), device.zeros(1, np.int32)
     add = kernel(device, "increment")
-    graph = ost.Graph.create(device.context)
+    graph = ost.Graph.create(device)
     graph.add_kernel(add, config(1), x, 1)
     cache.install("quick", graph.instantiate())
     make = SlowMake(lambda: empty_graph(device))
@@ -274,7 +274,7 @@ def test_everything_at_once(device: Device) -> None:
     stream = device.create_stream()  # one for all, so that the additions are ordered
 
     def make() -> ost.GraphExec:
-        graph = ost.Graph.create(device.context)
+        graph = ost.Graph.create(device)
         graph.add_kernel(add, config(1), total, 1)
         run = graph.instantiate()
         made.append(run)

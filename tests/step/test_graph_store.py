@@ -93,7 +93,7 @@ def test_the_next_process_restores_and_is_bound_to_its_own_memory(folder: Path) 
         model = Model(device, weight=100)
         store, cache = model.store(folder), ost.GraphCache(device)
         assert model.run(cache, store, 2) == [102, 104]
-        model.x.copy_from([5, 6], model.stream)
+        model.x.set([5, 6], model.stream)
         assert model.run(cache, store, 3) == [115, 118]
         assert model.captures == []
         assert model.run(cache, store, 4) == [120, 124]  # a key that is not there
@@ -291,8 +291,8 @@ def test_a_loop_is_saved_beside_its_executable(host_device: Device, tmp_path: Pa
     restored = ost.GraphCache(device)
     restored.get_or_capture("loop", store().maker("loop", lambda: pytest.fail("captured")))
     for one in (cache, restored):
-        left.copy_from([3], stream)
-        y.copy_from([0], stream)
+        left.set([3], stream)
+        y.set([0], stream)
         assert one.replay("loop", stream)
         assert y.to_numpy(stream).tolist() == [30]
 
@@ -331,7 +331,7 @@ def test_keys_share_their_inputs(host_device: Device, folder: Path) -> None:
         ost.graphfile.check(
             host_device, store.path(("step", factor)), code=code, constants={"w": model.w}
         )
-    model.x.copy_from([7, 8], model.stream)
+    model.x.set([7, 8], model.stream)
     store.save(("step", 1), model.capture(1)().graph)
     (code / ("0" * 64)).write_bytes(b"123")
     left = folder / "graphs" / f".tmp-1-{'0' * 16}"  # of a process that was killed

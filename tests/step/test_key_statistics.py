@@ -12,7 +12,7 @@ from ostinato.step import cache as cache_module
 
 
 def graph_of(device: Device) -> ost.GraphExec:
-    graph = ost.Graph.create(device.context)
+    graph = ost.Graph.create(device)
     graph.add_empty()
     return graph.instantiate()
 

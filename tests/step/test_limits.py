@@ -82,7 +82,7 @@ def test_limits_out_of_range_are_refused(wrong: dict[str, object]) -> None:
 
 
 def graph_of(device: Device) -> ost.GraphExec:
-    graph = ost.Graph.create(device.context)
+    graph = ost.Graph.create(device)
     graph.add_empty()
     return graph.instantiate()
 

@@ -45,7 +45,7 @@ class Rows:
         self.stream = device.create_stream()
         self.x = device.array(np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH))
         self.total = device.zeros((ROWS, WIDTH), np.float32)
-        self.factor = ost.DeviceScalar(device.context, np.float32, initial=1, stream=self.stream)
+        self.factor = ost.DeviceScalar(device, np.float32, initial=1, stream=self.stream)
         self.axpy = kernel(device, "axpy_rows")
         self.slots = [
             ost.Slot("x", self.x, ost.Role.INPUT, size="rows"),
@@ -570,8 +570,8 @@ def test_state_that_a_check_cannot_put_back_is_said(host_device: Device) -> None
         rows.step.forget(rows=9)
     with pytest.raises(StateLostError):  # so nothing was released
         rows.step(rows=8)
-    rows.x.copy_from(x, rows.stream)
-    rows.total.copy_from(x, rows.stream)
+    rows.x.set(x, rows.stream)
+    rows.total.set(x, rows.stream)
     rows.step.forget(rows=8)
     rows.step(rows=8)
     np.testing.assert_array_equal(rows.totals(), 2 * x)

@@ -225,7 +225,7 @@ def test_a_recorded_run_that_finds_its_pool_sealed_quarantines_nothing(device: D
 
 
 def graph_of(device: Device) -> ost.GraphExec:
-    graph = ost.Graph.create(device.context)
+    graph = ost.Graph.create(device)
     graph.add_empty()
     return graph.instantiate()
 

@@ -141,7 +141,7 @@ def test_a_restored_step_joins_no_capture_with_another_size(folder: Path) -> Non
         rig.call(8)
         with ost.capture(rig.stream) as under_way:
             rig.step(rows=8)
-        rig.y.copy_from(np.zeros(ROWS, np.int32), rig.stream)
+        rig.y.set(np.zeros(ROWS, np.int32), rig.stream)
         under_way.graph.instantiate().launch(rig.stream)
         assert rig.y.to_numpy(rig.stream).tolist() == [100 * n for n in range(8)]
 
@@ -165,7 +165,7 @@ def test_a_restored_graph_reads_a_size_that_no_run_has_read(
         rig = ReadsNow(device, tmp_path, weight=1)
         assert rig.call(8)[:2] == (Action.REPLAY, [*range(8)])
         assert rig.call(1)[0] is Action.EAGER
-        rig.y.copy_from(np.zeros(ROWS, np.int32), rig.stream)
+        rig.y.set(np.zeros(ROWS, np.int32), rig.stream)
         assert rig.call(5)[:2] == (Action.REPLAY, [*range(5)])
         assert rig.y.to_numpy(rig.stream).tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
 
@@ -379,7 +379,7 @@ def test_memory_that_cannot_be_put_back_is_said(folder: Path) -> None:
         with pytest.raises(StateLostError):
             rig.step(rows=3)
         for slot in rig.step.slots:
-            slot.buffer.copy_from(np.zeros(slot.buffer.shape, np.int32), rig.stream)
+            slot.buffer.set(np.zeros(slot.buffer.shape, np.int32), rig.stream)
         rig.step.forget(rows=3)
         assert rig.call(3)[1] == [0, 0, 0]
         assert rig.step.save() == {}

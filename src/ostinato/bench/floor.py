@@ -87,7 +87,7 @@ def measure_bandwidth(device: ost.Device, nbytes: int = _BYTES) -> Bandwidth:
         kernel = device.modules.get_or_compile(SOURCE, "read_all")
         shape = ost.LaunchConfig(grid=device.properties.multiprocessors * 4, block=_THREADS)
         launch = ost.prepare(kernel, shape, source, seen, nbytes // 16)
-        source[: len(tile)].copy_from(tile, stream)
+        source[: len(tile)].set(tile, stream)
         with ost.capture_function(stream, fill).instantiate() as filling:
             filling.launch(stream)
         read = _replay_us(device, stream, lambda: stream.submit(launch)) / 1e6

@@ -144,7 +144,7 @@ def run(
         for name, buffer in loaded.inputs.items():
             values = given.get(name, np.zeros(buffer.shape, buffer.dtype))
             try:
-                buffer.copy_from(values, stream)
+                buffer.set(values, stream)
             except InputError as error:
                 raise typer.BadParameter(f"{name}: {error}", param_hint="--inputs") from None
         executable = loaded.instantiate(upload=stream)

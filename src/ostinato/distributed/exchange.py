@@ -210,7 +210,7 @@ class ExchangeCollectives(Collectives):
         self._sums = self._window.view(self.layout.sums, self.layout.sums_words, np.uint64)
         with device.create_stream() as stream:
             table = np.array([*sums, self._lost.address], np.uint64)
-            self._sums[: table.size].copy_from(table, stream)
+            self._sums[: table.size].set(table, stream)
             stream.synchronize()
         addresses += [self._lost.address, self._window.address]
         self._table = device.array(np.array(addresses, np.uint64), name="windows of the ranks")
@@ -235,7 +235,7 @@ class ExchangeCollectives(Collectives):
         with device.zeros(count, np.float32) as target, device.zeros(count, np.float32) as partial:
             with device.create_stream() as stream:
                 for turn in range(3):
-                    partial.copy_from(line * (group.rank + 1 + turn), stream)
+                    partial.set(line * (group.rank + 1 + turn), stream)
                     for operation in self._accumulate(target, partial, count, False):
                         stream.submit(operation)
                 with group.watching("the first exchange in peer memory"):

@@ -166,11 +166,12 @@ class HasContext(Protocol):
     def context(self) -> Context: ...
 
 
-def context_of(value: Context | HasContext) -> Context:
-    """Returns the context of a device or of an object made on one.  Raises InputError."""
-    context = value if isinstance(value, Context) else getattr(value, "context", None)
+def context_of(device: HasContext) -> Context:
+    """Returns the context of a device.  Raises InputError for other objects."""
+    context = getattr(device, "context", None)
     if not isinstance(context, Context):
-        raise InputError(f"a device is needed, or its context, not {type(value).__name__}")
+        given = "its context" if isinstance(device, Context) else type(device).__name__
+        raise InputError(f"a device is needed (ostinato.open_device), not {given}")
     return context
 
 

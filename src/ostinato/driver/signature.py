@@ -53,14 +53,18 @@ class _Scalar(NamedTuple):
     code: str
 
 
-# The one table of types.  NumPy has no bfloat16: kernels on the host get its bits.
+BF16 = np.dtype(np.uint16, metadata={"ostinato": "bf16"})
+"""The dtype "bf16": bfloat16, which NumPy lacks.  NumPy treats it as uint16, its bits; code
+distinguishes the two by identity, so that numbers become bfloat16, not integers of 16 bits."""
+
+# The one table of types.  Kernels on the host get the bits of a bfloat16.
 _SCALARS = {
     "i8": _Scalar(np.dtype(np.int8), "b"),
     "u8": _Scalar(np.dtype(np.uint8), "B"),
     "i16": _Scalar(np.dtype(np.int16), "h"),
     "u16": _Scalar(np.dtype(np.uint16), "H"),
     "f16": _Scalar(np.dtype(np.float16), "e"),
-    "bf16": _Scalar(np.dtype(np.uint16), "H"),
+    "bf16": _Scalar(BF16, "H"),
     "i32": _Scalar(np.dtype(np.int32), "i"),
     "u32": _Scalar(np.dtype(np.uint32), "I"),
     "f32": _Scalar(np.dtype(np.float32), "f"),
@@ -76,7 +80,7 @@ treats it as uint8; code distinguishes them by identity."""
 
 _WORDS = {
     **{word: scalar.dtype for word, scalar in _SCALARS.items() if word not in ("i8", "u8", "cond")},
-    "bfloat16": _SCALARS["bf16"].dtype,
+    "bfloat16": BF16,
     "bytes": BYTES,
 }
 """The words for dtypes that NumPy lacks.  NumPy's "f16" would be a float of 128 bits."""
@@ -96,11 +100,11 @@ _NUMPYS = _numpys_words()
 
 
 def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """Returns the dtype of a word of signatures ("f32", "bf16": its bits as uint16), of "bytes"
-    (`BYTES`), or of a value that `np.dtype` accepts.
+    """Returns the dtype of a word of signatures ("f32", "bf16"), of "bytes", or of a value that
+    `np.dtype` accepts ("float32", "f4", np.float32, a structure, whose fields may be such words).
 
-    Raises InputError for other values, and for "i8" and "u8", which have 8 bits in signatures
-    and 8 bytes in NumPy.
+    "bf16" is `BF16`, "bytes" is `BYTES`.  Raises InputError for other values, and for "i8" and
+    "u8", which have 8 bits in signatures and 8 bytes in NumPy.
     """
     if isinstance(dtype, str):
         known = _WORDS.get(dtype)
@@ -115,14 +119,32 @@ def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     elif dtype is None:
         raise InputError('dtype None: a type is needed ("f32"; "bytes" for memory of any type)')
     try:
-        return np.dtype(dtype)
-    except TypeError as error:
-        raise InputError(f"dtype {dtype!r}: {error}") from None
+        return np.dtype([_field(one) for one in dtype] if isinstance(dtype, list) else dtype)
+    except (TypeError, ValueError) as error:
+        words = ", ".join(word for word in _SCALARS if word in _WORDS)
+        raise InputError(
+            f'dtype {dtype!r}: {error}; there are the words of signatures ({words}), "bytes", and '
+            'what NumPy takes ("int8", "float32", "f4", np.float32)'
+        ) from None
+
+
+def _field(field: Any) -> Any:
+    """A field of a structure as NumPy takes it."""
+    if isinstance(field, tuple) and len(field) in (2, 3):
+        return (field[0], as_dtype(field[1]), *field[2:])
+    return field
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Returns NumPy's name of a dtype; "bytes" for `BYTES`."""
-    return "bytes" if dtype is BYTES else dtype.name
+    """Returns NumPy's name of a dtype; "bytes" for `BYTES`, "bfloat16" for `BF16`."""
+    if dtype is BYTES:
+        return "bytes"
+    return "bfloat16" if dtype is BF16 else dtype.name
+
+
+def numpys_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns the dtype of NumPy arrays of such memory: uint8 for `BYTES`, uint16 for `BF16`."""
+    return np.dtype(dtype.type) if dtype is BYTES or dtype is BF16 else dtype
 
 
 # --------------------------------------------------------- the type and device of memory
@@ -182,7 +204,7 @@ class Space:
                 f"{what} {memory!r} is memory of another device ({theirs.name}), and {of} "
                 f"{self.name} (# counts the devices opened in this process): make it on that "
                 "device, and copy through the host: "
-                "buffer.copy_from(other.to_numpy(its_stream), stream)"
+                "buffer.set(other.to_numpy(its_stream), stream)"
             )
 
 
@@ -254,6 +276,12 @@ class Parameter:
         if self.pointer:
             return "P"
         return f"{self.size}s" if self.type == "bytes" else _SCALARS[self.type].code
+
+    @property
+    def plain(self) -> str:
+        """The code as `launcher.packer` takes it; "" where it does not pack such values."""
+        code = self.code
+        return code if code in PLAIN_CODES and (self.pointer or self.dtype is not BF16) else ""
 
     @property
     def alignment(self) -> int:
@@ -374,7 +402,7 @@ def _wrong_type(parameter: Parameter, held: np.dtype[Any]) -> str:
     word = parameter.type if parameter.type not in ("i8", "u8") else parameter.dtype.name
     return (
         f"parameter {parameter.name!r} points at {parameter.type}, and the memory holds "
-        f"{held.name}, which the kernel would read as other values: make it of that type "
+        f"{dtype_name(held)}, which the kernel would read as other values: make it of that type "
         f'(device.array(values, "{word}")), or say that its bytes are meant '
         f'(buffer.view(dtype="{word}"))'
     )
@@ -512,6 +540,11 @@ def exact_bytes(dtype: np.dtype[Any], value: object, what: str) -> bytes:
     Raises InputError, with `what` in it, if the value would be lost: no number, out of bounds, a
     fraction for whole numbers, a finite number that would become infinite.  Floats are rounded.
     """
+    if dtype is BF16 and isinstance(value, int | float | np.generic):
+        try:
+            return exact_array(dtype, value).tobytes()
+        except InputError as error:
+            raise InputError(f"{what}: {error}") from None
     if isinstance(value, np.generic) and value.dtype != dtype and value.dtype.kind != "b":
         if not np.can_cast(value.dtype, dtype, "safe"):
             plain = "int" if dtype.kind in "iu" else "float"
@@ -523,7 +556,7 @@ def exact_bytes(dtype: np.dtype[Any], value: object, what: str) -> bytes:
     if isinstance(value, np.generic):
         value = value.item()
     if not isinstance(value, int | float):
-        raise InputError(f"{what} takes a number ({dtype.name}), not {type(value).__name__}")
+        raise InputError(f"{what} takes a number ({dtype_name(dtype)}), not {type(value).__name__}")
     if dtype.kind in "iu":
         if not isinstance(value, int):
             raise InputError(f"{what} takes a whole number ({dtype.name}), not {value!r}")
@@ -549,6 +582,7 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
     numbers, a number other than 0 and 1 for flags, an imaginary part for real numbers, a finite
     number that would become infinite.  Numbers are rounded to the float type, whole ones too.
     Structs, which are tuples or come from an array of structs, are converted field by field.
+    For `BF16` floats are rounded, uint16 are the bits, and other whole numbers than 0 are refused.
     """
     if type(values) is np.ndarray and values.dtype == dtype:
         return np.ascontiguousarray(values).reshape(values.shape)
@@ -562,6 +596,8 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
     wanted, kind = dtype.kind, given.dtype.kind
     if given.dtype == dtype or not given.size:
         pass
+    elif dtype is BF16:
+        return _exact_bfloat16(given)
     elif wanted in "iu" and kind in "iu":
         _require_bounds(dtype, given.min(), given.max())
     elif wanted in "biufc":
@@ -583,6 +619,47 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
     if lost.any():
         raise InputError(f"{given[lost][0]} is outside {_bounds(dtype)}")
     return made
+
+
+def _exact_bfloat16(given: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Does the work of `exact_array` for bfloat16."""
+    if given.dtype.kind in "biuO" and given.any():
+        raise InputError(
+            f"{given.dtype.name} could be the values or the bits of bfloat16: give floats (1.0), "
+            "or the bits as an array of uint16"
+        )
+    if given.dtype.kind != "f":
+        given = exact_array(_SCALARS["f32"].dtype, given)  # zeros; it words what is no number
+    with np.errstate(over="ignore"):
+        made = to_bfloat16(given.astype(np.float32).reshape(-1)).reshape(given.shape)
+    lost = ((made & 0x7FFF) == 0x7F80) & np.isfinite(given)
+    if lost.any():
+        raise InputError(f"{given[lost][0]} is outside bfloat16 (at most 3.38953e+38)")
+    return made.view(BF16)
+
+
+def to_bfloat16(
+    values: npt.NDArray[np.float32],
+    out: npt.NDArray[np.uint16] | None = None,
+    words: npt.NDArray[np.uint32] | None = None,
+) -> npt.NDArray[np.uint16]:
+    """Rounds to bit patterns of bfloat16, ties to even; NaN stays NaN, overflow becomes infinity.
+
+    `out`: the array to write to; `words`: working memory.  Both have the shape of `values`.
+    """
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = np.right_shift(bits, np.uint32(16), out=words)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    if out is None:
+        out = np.empty(values.shape, np.uint16)
+    np.right_shift(rounded, np.uint32(16), out=out, casting="unsafe")
+    # A NaN's payload could carry into the sign or round down to infinity: cut it, and set quiet.
+    if values.size and np.isnan(values.max()):
+        nan = np.isnan(values)
+        out[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x40)
+    return out
 
 
 def _exact_structs(dtype: np.dtype[Any], values: object) -> npt.NDArray[Any]:

@@ -38,7 +38,7 @@ from ostinato.driver.context import CallKind, Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.launcher import Launcher, packer
-from ostinato.driver.signature import PLAIN_CODES, Element, Space
+from ostinato.driver.signature import Element, Space
 from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import (
     CaptureError,
@@ -789,7 +789,7 @@ class ArgumentSetter:
         # Exact types only; other values take the careful way, which also words the errors.
         self._pack: Callable[[tuple[object, ...]], bytes | None] | None = None
         self._size = slot.size
-        if code in PLAIN_CODES:  # then bytes are packed too, and not copied unchanged
+        if code:  # then bytes are packed too, and not copied unchanged
             self._pack, self._size = packer(code, (ParameterSlot(0, slot.size),), (element,)), -1
         self._inner = inner_words(slot.offset, slot.size)
         # Last: until then the argument is as before, and is looked up again.
@@ -929,15 +929,15 @@ def _put_back(live: Live, place: int, owner: object, nbytes: int | None) -> None
 def _found(
     live: Live, argument: int | str, space: Space
 ) -> tuple[ParameterSlot, str, bool, Element | None]:
-    """Returns an argument's place, its `struct` code if a signature gives one, whether it may be a
-    pointer, and the element that it then takes."""
+    """Returns an argument's place, its `Parameter.plain` if a signature gives one, whether it may
+    be a pointer, and the element that it then takes."""
     node, signature, arguments = live.node, live.signature, live.params.arguments
     index = argument_index(node, signature, arguments, argument)
     slot = arguments.slot(index)
     if signature is None:
         return slot, "", True, None
     parameter = signature.parameters[index]
-    code = parameter.code if signature.layout == arguments.layout else ""
+    code = parameter.plain if signature.layout == arguments.layout else ""
     element = space.element(parameter.dtype) if parameter.pointer else None
     return slot, code, parameter.pointer, element
 

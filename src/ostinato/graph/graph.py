@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ostinato.device import Device
 from ostinato.driver.api import (
     BODY_PARAMS,
     AllocNodeParams,
@@ -35,7 +36,7 @@ from ostinato.driver.api import (
     whole_number,
 )
 from ostinato.driver.closeable import Closeable, elsewhere
-from ostinato.driver.context import Context, HasContext, Tap, context_of
+from ostinato.driver.context import Context, Tap, context_of
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream, handle_of, require_callable
@@ -134,17 +135,19 @@ class Graph(Closeable):
             self._finalizer.atexit = False
 
     @classmethod
-    @uninterrupted
-    def create(cls, device: Context | HasContext) -> Graph:
+    def create(cls, device: Device) -> Graph:
         """Makes an empty graph to build by hand."""
-        context = context_of(device)
+        return cls._create(context_of(device))
+
+    @classmethod
+    @uninterrupted
+    def _create(cls, context: Context) -> Graph:
+        """Makes an empty graph where only the context is known."""
         context.require_open()
         return cls(context, context.driver.graph_create())
 
     @classmethod
-    def adopt(
-        cls, device: Context | HasContext, handle: int, *, owner: object, only_to_read: str = ""
-    ) -> Graph:
+    def adopt(cls, device: Device, handle: int, *, owner: object, only_to_read: str = "") -> Graph:
         """Returns a graph of another library, by its raw handle.
 
         This library never destroys it; `owner` is kept alive as long as this object or an

@@ -270,7 +270,7 @@ def build_graph(stream: Stream, recorded: Sequence[Recorded], *, serial: bool = 
     """Builds the graph of recorded operations; see `Recording.build`."""
     if not recorded:
         raise GraphError("nothing was recorded on the stream, so there is no graph to build")
-    graph = Graph.create(stream.context)
+    graph = Graph._create(stream.context)
     try:
         graph.add_recorded(recorded, serial=serial)
     except Exception:

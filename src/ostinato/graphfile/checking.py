@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ostinato.device import Device
 from ostinato.driver.api import KernelNodeParams, MemoryRange
-from ostinato.driver.context import Context, HasContext, context_of
+from ostinato.driver.context import Context, context_of
 from ostinato.driver.stream import Stream
 from ostinato.errors import DriverError, GraphFileError, OstinatoError
 from ostinato.graphfile.container import Contents, open_file, tensor_bytes
@@ -33,7 +34,7 @@ _TRIES = 6
 
 
 def check(
-    device: Context | HasContext,
+    device: Device,
     path: str | Path,
     *,
     constants: Mapping[str, Target] | str | Path | None = None,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ostinato.device import Device
 from ostinato.driver.api import (
     AllocNodeParams,
     ChildGraphNodeParams,
@@ -31,7 +32,7 @@ from ostinato.driver.api import (
     NodeParams,
     not_null,
 )
-from ostinato.driver.context import Context, HasContext, context_of
+from ostinato.driver.context import Context, context_of
 from ostinato.driver.signature import BYTES
 from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import ContextPoisonedError, DriverError, GraphFileError, InputError
@@ -78,7 +79,7 @@ class LoadedGraph(Graph):
 
     loaded = ost.graphfile.load(device, "step.graph")
     run = loaded.instantiate(upload=stream)
-    loaded.inputs["x"].copy_from(values, stream)
+    loaded.inputs["x"].set(values, stream)
     run.launch(stream)
     """
 
@@ -125,7 +126,7 @@ class LoadedGraph(Graph):
 
 
 def load(
-    device: Context | HasContext,
+    device: Device,
     path: str | Path,
     *,
     buffers: Mapping[str, Target] | None = None,

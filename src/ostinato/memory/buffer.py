@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from ostinato.driver.signature import (
     exact_array,
     exact_bytes,
     is_native,
+    numpys_dtype,
 )
 from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import ClosedError, InputError, NotAvailableError
@@ -37,8 +38,9 @@ _HINTS = dict.fromkeys(
     ("numpy", "get", "cpu", "tolist", "item", "copy_to_host"),
     "to_numpy(stream) copies the values to the host",
 ) | {
-    "reshape": "view(shape=…) is the same memory with another shape",
     "astype": "view(dtype=…) is the same bytes with another dtype",
+    "copy_from": "set(values, stream) takes values, ost.copy(stream, dst, src) a Buffer",
+    "copy_to": "ost.copy(stream, dst, src) copies a Buffer",
     "fill": "ost.fill(stream, buffer, value) fills it",
     "data_ptr": "address says where it begins",
     "ptr": "address says where it begins",
@@ -87,7 +89,7 @@ class Buffer(Closeable):
     """Memory of a device (or pinned memory of the host), with a shape and a dtype, C order.
 
         x = device.array([1.0, 2.0], "f4")
-        x[1:].copy_from([3.0], stream)
+        x[1:].set([3.0], stream)
 
     Made by `Device.empty`, `Device.array`, `Device.pinned`, a pool, or as a view of another.
     `x[3]` and `x[2:5]` are views of rows of the first axis, without a step.
@@ -206,10 +208,10 @@ class Buffer(Closeable):
         kind = self.dtype if dtype is None else device_dtype(dtype)
         start = whole_number(offset)
         if start is None:
-            given = f"view(shape={offset!r})" if isinstance(offset, Iterable) else "view(4)"
+            shaped = isinstance(offset, Iterable) and not isinstance(offset, str)
             raise InputError(
-                f"offset={offset!r}: a whole number of bytes is needed; a shape is given by its "
-                f"name: {given}"
+                f"offset={offset!r}: a whole number of bytes is needed; a shape and a dtype are "
+                f"given by their names: {f'view(shape={offset!r})' if shaped else 'view(dtype=…)'}"
             )
         left = self.nbytes - start
         new = (max(0, left) // kind.itemsize,) if shape is None else as_shape(shape)
@@ -219,6 +221,29 @@ class Buffer(Closeable):
                 f"{self.nbytes} bytes"
             )
         return self._part(start, new, kind)
+
+    def reshape(self, *shape: int | Sequence[int]) -> Buffer:
+        """Returns a view of the same memory with another shape, in C order; never a copy.
+
+            x.reshape(2, 3)
+            x.reshape((2, -1))
+
+        One size may be -1 and is then computed.  Raises InputError for another number of elements.
+        """
+        self._require_open()
+        given = shape[0] if len(shape) == 1 else shape
+        parts: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
+        places = [i for i, part in enumerate(parts) if whole_number(part) == -1]
+        known = as_shape([part for i, part in enumerate(parts) if i not in places])
+        sizes, rest = list(known), math.prod(known)
+        for place in places:
+            sizes.insert(place, self.size // rest if rest else 0)
+        if len(places) > 1 or math.prod(sizes) != self.size or (places and not rest):
+            raise InputError(
+                f"{self.size} elements {list(self.shape)} have no shape {list(parts)}: a reshape "
+                "keeps their number; one size may be -1"
+            )
+        return self._part(0, tuple(sizes), self.dtype)
 
     def _part(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         """Returns a view that is known to lie inside."""
@@ -247,7 +272,7 @@ class Buffer(Closeable):
     def __setitem__(self, index: object, value: object) -> NoReturn:
         raise TypeError(
             f"elements of a {type(self).__name__.strip('_')} cannot be assigned: "
-            "buffer[2:5].copy_from(values, stream) copies rows, ost.fill(stream, buffer[2:5], "
+            "buffer[2:5].set(values, stream) copies rows, ost.fill(stream, buffer[2:5], "
             "value) fills them"
         )
 
@@ -276,13 +301,15 @@ class Buffer(Closeable):
         driver = self.context.driver
         if driver.capabilities.host_memory_is_device_memory:
             self.context.require_open()
-            made: npt.NDArray[Any] = driver.memory_view(self.address, self.shape, self.dtype, self)
+            made: npt.NDArray[Any] = driver.memory_view(
+                self.address, self.shape, numpys_dtype(self.dtype), self
+            )
             return made
         if not self.pinned:
             raise NotAvailableError(
                 f"device memory of {driver.name} cannot be read in place; use to_numpy(stream)"
             )
-        return as_numpy(self.address, self.shape, self.dtype, self)
+        return as_numpy(self.address, self.shape, numpys_dtype(self.dtype), self)
 
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
@@ -317,7 +344,7 @@ class Buffer(Closeable):
         driver = self.context.driver
         if self.pinned or driver.capabilities.host_memory_is_device_memory:
             return self.array
-        return driver.memory_view(self.address, self.shape, self.dtype, self)
+        return driver.memory_view(self.address, self.shape, numpys_dtype(self.dtype), self)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -335,53 +362,36 @@ class Buffer(Closeable):
         }
 
     # --- content
-    def copy_from(self, source: Buffer | npt.ArrayLike, stream: Stream) -> Self:
-        """Copies `source` (as many elements, of this shape or with a single axis) into the buffer.
+    def set(self, values: npt.ArrayLike, stream: Stream) -> None:
+        """Sets the whole content in stream order: a NumPy array or a list of as many elements, of
+        this shape or with a single axis.
 
-        From a Buffer of this dtype, or if one of both is "bytes": in stream order, capturable.
-        From a NumPy array or a list: the bytes are read before this returns; not allowed during a
-        capture (stage through pinned memory).
+        The bytes are read before this returns; not allowed during a capture (stage through pinned
+        memory).  `ostinato.copy` copies a buffer.
         Numbers are rounded to the buffer's float type, whole numbers too (2**24 + 1 becomes
         16777216 in float32).  Raises InputError if the elements do not fit, and for a value outside
         the type's range, a fraction for whole numbers, a finite number that would become infinite,
         and other values that `signature.exact_array` refuses.
         """
         self._require_open()
-        require_stream(stream, "copy_from(source, stream)", self.context)
-        if isinstance(source, Buffer):
-            if source.dtype is not BYTES and self.dtype is not BYTES:
-                self._require_shape(source.shape)
-            copy(stream, self, source)
-            return self
-        array = exact_array(self.dtype, source)
+        require_stream(stream, "set(values, stream)", self.context)
+        refuse_memory(values)
+        array = exact_array(self.dtype, values)
         if array.size != self.size:
             raise InputError(f"{array.size} elements cannot be copied into {self.size}")
-        self._require_shape(array.shape)
+        _require_shape(self, array.shape)
         if array.size:
             data, to = array.reshape(-1).view(np.uint8).data, self.address
             copy_in = self.context.driver.memcpy_from_host
             stream.guarded(
                 "a copy of the host's bytes", lambda h: copy_in(to, data, h), CallKind.ONCE
             )
-        return self
-
-    def _require_shape(self, shape: tuple[int, ...]) -> None:
-        """Raises InputError for another shape, apart from axes of one element, unless either shape
-        has a single axis: rows and columns may have been exchanged."""
-        if shape == self.shape:
-            return
-        here, there = (tuple(n for n in one if n != 1) for one in (self.shape, shape))
-        if self.size and here != there and min(len(here), len(there)) > 1:
-            raise InputError(
-                f"shape {list(shape)} cannot be copied into {list(self.shape)}; reshape it if its "
-                "elements are meant in that order"
-            )
 
     def to_numpy(self, stream: Stream) -> npt.NDArray[Any]:
         """Returns a copy of the content after the present work on `stream`; waits for it."""
         self._require_open()
         require_stream(stream, "to_numpy(stream)", self.context)
-        out = np.empty(self.shape, self.dtype)
+        out = np.empty(self.shape, numpys_dtype(self.dtype))
         if out.size:
             data, source = out.reshape(-1).view(np.uint8).data, self.address
             copy_out = self.context.driver.memcpy_to_host
@@ -494,18 +504,42 @@ def require_buffer(dst: object, call: str) -> None:
         )
 
 
+def refuse_memory(values: object) -> None:
+    """Raises InputError for memory of a device, where values are needed: NumPy would read it where
+    the process can, and not in stream order."""
+    if isinstance(getattr(values, "_pointer", None), tuple):
+        raise InputError(
+            f"{values!r} is memory of a device, and values of the host are needed: "
+            "ost.copy(stream, dst, src) copies a Buffer (.buffer of device state), "
+            "src.to_numpy(stream) gives its values"
+        )
+
+
+def _require_shape(dst: Buffer, shape: tuple[int, ...]) -> None:
+    """Raises InputError for another shape, apart from axes of one element, unless one of both has a
+    single axis: rows and columns may have been exchanged."""
+    if shape == dst.shape:
+        return
+    here, there = (tuple(n for n in one if n != 1) for one in (dst.shape, shape))
+    if dst.size and here != there and min(len(here), len(there)) > 1:
+        raise InputError(
+            f"shape {list(shape)} cannot be copied into {list(dst.shape)}; reshape it if its "
+            "elements are meant in that order"
+        )
+
+
 def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
     """Returns the parameters of a copy of all bytes of a buffer.
 
-    Raises InputError if the sizes or the dtypes differ (unless one is "bytes"), for buffers of
-    different devices, for buffers that overlap in part (a GPU copies in any order), and for other
-    objects.
+    Raises InputError if the sizes differ, or, unless one is "bytes", the dtypes or the shapes (axes
+    of one element apart, and unless one has a single axis), for buffers of different devices and
+    those that overlap in part (a GPU copies in any order), and for what is no buffer.
     """
     for what, given in (("dst", dst), ("src", src)):
         if not isinstance(given, Buffer):
             raise InputError(
                 f"{what} is {type(given).__name__}, and a copy is from Buffer to Buffer: "
-                "buffer.copy_from takes values, device.adopt_array other libraries' device arrays"
+                "buffer.set takes values, device.adopt_array other libraries' device arrays"
             )
     if dst.nbytes != src.nbytes:
         raise InputError(f"{src.nbytes} bytes cannot be copied into {dst.nbytes}")
@@ -515,11 +549,14 @@ def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
         and dst.dtype is not BYTES
         and src.dtype is not BYTES
     ):
+        kind = dtype_name(dst.dtype)
         raise InputError(
-            f"a copy takes the bytes as they are, and {src.dtype.name} is not converted to "
-            f"{dst.dtype.name}: convert on the host (dst.copy_from(src.to_numpy(stream), stream)) "
-            f'or in a kernel, or say that the bytes are meant (src.view(dtype="{dst.dtype.name}"))'
+            f"a copy takes the bytes as they are, and {dtype_name(src.dtype)} is not converted to "
+            f"{kind}: convert on the host (dst.set(src.to_numpy(stream), stream)) "
+            f'or in a kernel, or say that the bytes are meant (src.view(dtype="{kind}"))'
         )
+    if dst.shape != src.shape and dst.dtype is not BYTES and src.dtype is not BYTES:
+        _require_shape(dst, src.shape)
     if dst.context is not src.context:
         dst.context.space.require(src, "src", "dst is of")
     if 0 < abs(dst.address - src.address) < dst.nbytes:
@@ -532,13 +569,20 @@ def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
 def copy(stream: Stream, dst: Buffer, src: Buffer) -> None:
     """Copies the bytes of `src` into `dst` (as many) in stream order; capturable.
 
-    Raises InputError if the sizes or the dtypes differ (unless one is "bytes"), for buffers of
-    another device, for buffers that overlap in part, and for objects that are no Buffer.
+    Raises InputError if the sizes differ, or, unless one is "bytes", the dtypes or the shapes (axes
+    of one element apart, and unless one has a single axis), for buffers of another device, for
+    those that overlap in part, and for what is no Buffer.
     """
     require_stream(stream, "copy(stream, dst, src)")
-    params = copy_params(dst, src)
+    operation = copy_operation(dst, src)
     if dst.nbytes:
-        stream.submit(Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src)))
+        stream.submit(operation)
+
+
+def copy_operation(dst: Buffer, src: Buffer) -> Operation:
+    """Returns the operation that `copy` submits, for buffers of at least one byte."""
+    params = copy_params(dst, src)
+    return Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src))
 
 
 def fill(stream: Stream, dst: Buffer, value: float) -> None:
@@ -564,7 +608,7 @@ def fill_operation(dst: Buffer, value: float) -> Operation:
     if size not in (1, 2, 4):
         raise InputError(
             f"a fill repeats 1, 2 or 4 bytes; {value!r} in {dst.dtype.name} is not one: use "
-            "buffer.copy_from, or a kernel"
+            "buffer.set, or a kernel"
         )
     params = MemsetNodeParams(
         dst.address, int.from_bytes(pattern, "little"), size, dst.nbytes // size

@@ -17,7 +17,7 @@ import numpy as np
 
 from ostinato.driver.context import Context
 from ostinato.driver.interrupts import uninterrupted
-from ostinato.driver.signature import array_interface
+from ostinato.driver.signature import BF16, array_interface
 from ostinato.errors import InputError
 from ostinato.memory.buffer import Buffer, device_dtype
 
@@ -75,7 +75,7 @@ def _of_interface(context: Context, array: object, interface: Mapping[str, Any])
     try:
         shape = tuple(operator.index(n) for n in interface["shape"])
         typestr = interface["typestr"]
-        named = np.dtype(np.uint16 if typestr == "<V2" else typestr)  # torch's bfloat16
+        named = BF16 if typestr == "<V2" else np.dtype(typestr)  # torch's bfloat16
         strides = interface.get("strides")
         strides = None if strides is None else [operator.index(n) for n in strides]
         address = operator.index(interface["data"][0])
@@ -144,7 +144,9 @@ def _from_dlpack(context: Context, array: Any) -> Buffer:
 
 
 def _dtype(kind: _DataType) -> np.dtype[Any]:
-    names = {0: "i", 1: "u", 2: "f", 4: "u", 5: "c", 6: "u"}  # 4: bfloat16's bits, 6: bool
+    if (kind.code, kind.bits, kind.lanes) == (4, 16, 1):
+        return BF16
+    names = {0: "i", 1: "u", 2: "f", 5: "c", 6: "u"}  # 6: bool
     if kind.lanes != 1 or kind.code not in names or kind.bits % 8:
         raise InputError(f"DLPack type code {kind.code} with {kind.bits} bits is not supported")
     return np.dtype(f"{names[kind.code]}{kind.bits // 8}")

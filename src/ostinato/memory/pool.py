@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ostinato.driver.api import CaptureMode, whole_number
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context, HasContext, context_of
+from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.location import caller_location
 from ostinato.driver.signature import BYTES
@@ -73,7 +73,7 @@ class CapturePool(Closeable):
 
     def __init__(
         self,
-        device: Context | HasContext,
+        context: Context,
         *,
         reserve: int = 0,
         slab: int = 1 << 20,
@@ -85,7 +85,7 @@ class CapturePool(Closeable):
                 f"reserve={reserve!r} must be a whole number of 0 bytes or more, slab={slab!r} of "
                 "1 or more"
             )
-        self.context = context = context_of(device)
+        self.context = context
         self.name = name
         self._slab = least
         self._state = PoolState.OPEN

@@ -144,7 +144,7 @@ class BufferPlan:
         from zero, and kernels read whole buffers.  Kernels read the KV cache only at positions that
         were written.
         """
-        c, context = weights.config, device.context
+        c = weights.config
         f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
         cleared: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
             "live": ((sizes.rows, 4), i32),
@@ -172,9 +172,9 @@ class BufferPlan:
             c,
             sizes,
             weights,
-            DeviceArray(context, sizes.rows, ROW),
-            DeviceArray(context, sizes.sequences, OPTIONS),
-            DeviceArray(context, STOP_TOKENS, np.int32),
+            DeviceArray(device, sizes.rows, ROW),
+            DeviceArray(device, sizes.sequences, OPTIONS),
+            DeviceArray(device, STOP_TOKENS, np.int32),
             ring,
             buffers,
         )

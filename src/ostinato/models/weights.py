@@ -268,7 +268,7 @@ def _upload(device: Device, checkpoint: Checkpoint, weights: Weights, threads: i
             parts = (_parts(weights.config, name, array) for name, array in values.items())
             checkpoint.load(dict(itertools.chain.from_iterable(parts)), threads=threads)
             for name, buffer in group.items():
-                buffer.copy_from(values[name], stream)
+                buffer.set(values[name], stream)
         stream.synchronize()
     finally:
         stream.close()

@@ -29,7 +29,7 @@ from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.launcher import packer
-from ostinato.driver.signature import PLAIN_CODES, Signature, pack_untyped
+from ostinato.driver.signature import Signature, pack_untyped
 from ostinato.errors import ClosedError, DriverError, InputError, Status
 
 
@@ -277,8 +277,8 @@ def _codes(signature: Signature | None, slots: tuple[object, ...]) -> str | None
     """Returns the parameters' codes for `packer`; None if it does not support one of them."""
     if signature is None or signature.layout != slots:
         return None
-    codes = [parameter.code for parameter in signature.parameters]
-    return "".join(codes) if PLAIN_CODES.issuperset(codes) else None
+    codes = [parameter.plain for parameter in signature.parameters]
+    return "".join(codes) if all(codes) else None
 
 
 def _pack_nothing(values: tuple[object, ...]) -> bytes | None:

@@ -255,7 +255,8 @@ def _uploaded(device: Device, stream: Stream, name: str, array: npt.NDArray[Any]
         array = array.data
     require_no_capture(stream)
     buffer = device.empty(array.shape, array.dtype)
-    return buffer.copy_from(array, stream)
+    buffer.set(array, stream)
+    return buffer
 
 
 def _of_library(device: Device, stream: Stream, name: str, array: Any) -> Buffer:

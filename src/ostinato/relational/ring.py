@@ -159,7 +159,7 @@ class Ring:
         self._under_way.clear()
         # A turn may have run without being counted here: its word already reports its number done.
         self.turns += 1
-        self.state.copy_from(np.array([self.turns], np.uint64), self._stream)
+        self.state.set(np.array([self.turns], np.uint64), self._stream)
 
     # --- lifetime
     def close(self) -> None:

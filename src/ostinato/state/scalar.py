@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ostinato.device import Device
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context, HasContext, Watcher, context_of
-from ostinato.driver.signature import Element, exact_array, exact_bytes
+from ostinato.driver.context import Context, Watcher, context_of
+from ostinato.driver.signature import Element, dtype_name, exact_array, exact_bytes
 from ostinato.driver.stream import Stream
 from ostinato.errors import InputError
 from ostinato.memory import Buffer, allocate
-from ostinato.memory.buffer import device_dtype
+from ostinato.memory.buffer import refuse_memory
 from ostinato.state.staging import StagingRing
 
 LARGEST = 64 << 10
@@ -37,14 +38,18 @@ class DeviceArray(Closeable):
 
     def __init__(
         self,
-        device: Context | HasContext,
+        device: Device,
         shape: int | tuple[int, ...],
         dtype: npt.DTypeLike,
         *,
         depth: int = 4,
     ) -> None:
-        context, kind = context_of(device), device_dtype(dtype)
-        self.buffer = allocate(context, shape, kind)
+        self._make(context_of(device), shape, dtype, depth)
+
+    def _make(
+        self, context: Context, shape: int | tuple[int, ...], dtype: npt.DTypeLike, depth: int
+    ) -> None:
+        self.buffer = allocate(context, shape, dtype)
         if not 1 <= self.buffer.nbytes <= LARGEST:
             nbytes = self.buffer.nbytes
             self.buffer.close()
@@ -52,7 +57,7 @@ class DeviceArray(Closeable):
         self._ring = StagingRing(context, self.buffer.nbytes, depth=depth)
 
     def __repr__(self) -> str:
-        kind, shape = self.dtype.name, list(self.shape) or ""
+        kind, shape = dtype_name(self.dtype), list(self.shape) or ""
         state = " closed" if self.closed else ""
         at, where = f"{self.range.address:#x}", self.buffer.context.driver.name
         return f"<{type(self).__name__} {kind}{shape} at {at} on {where}{state}>"
@@ -103,7 +108,7 @@ class DeviceArray(Closeable):
         array = as_exact(value, self.dtype, self.shape)
         self._ring.write(self.buffer, array.tobytes(), stream)
 
-    def read(self, stream: Stream) -> npt.NDArray[Any]:
+    def to_numpy(self, stream: Stream) -> npt.NDArray[Any]:
         """Returns the content after the stream's work so far, for which it waits."""
         return self.buffer.to_numpy(stream)
 
@@ -138,7 +143,7 @@ class DeviceScalar(DeviceArray):
 
     def __init__(
         self,
-        device: Context | HasContext,
+        device: Device,
         dtype: npt.DTypeLike,
         *,
         initial: object = None,
@@ -153,6 +158,13 @@ class DeviceScalar(DeviceArray):
             self.set(initial, stream)
 
 
+def scalar_on(context: Context, dtype: npt.DTypeLike) -> DeviceScalar:
+    """Makes a `DeviceScalar` where only the context is known."""
+    made = DeviceScalar.__new__(DeviceScalar)
+    made._make(context, (), dtype, depth=4)
+    return made
+
+
 def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
     """Converts `value` to an array of exactly this dtype and shape.
 
@@ -161,6 +173,7 @@ def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt
     """
     if shape == () and type(value) is {"i": int, "u": int, "f": float}.get(dtype.kind):
         return np.frombuffer(exact_bytes(dtype, value, "the value"), dtype).reshape(())
+    refuse_memory(value)
     # `exact_array` raises for a value that is not an array.
     given = exact_array(dtype, _with_tuples(value, dtype, shape))  # type: ignore[arg-type]
     if given.shape != shape:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
 
+from ostinato.device import Device
 from ostinato.driver.api import whole_number
 from ostinato.driver.closeable import Closeable
-from ostinato.driver.context import Context, HasContext, context_of, members
+from ostinato.driver.context import context_of, members
 from ostinato.driver.forking import new_lock
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.stream import Stream
@@ -294,7 +295,7 @@ class GraphCache(Closeable):
 
     def __init__(
         self,
-        device: Context | HasContext,
+        device: Device,
         *,
         buckets: Buckets | None = None,
         budget: int | str | None = None,

@@ -26,7 +26,7 @@ from ostinato.explain.races import unordered
 from ostinato.graph import GraphExec, operations
 from ostinato.memory.restoring import put_back
 from ostinato.step.check import Cause, Finding, Memory
-from ostinato.step.slots import Role, Slot, Values
+from ostinato.step.slots import Role, Slot, Values, everywhere
 from ostinato.step.undeclared import Undeclared
 
 _OUTPUT_POISONS = (0xA5, 0x5A)
@@ -127,7 +127,7 @@ class Declared(Memory[_Content]):
             ):
                 values = slot.poisoned(values, rows, padding, place)
             start[slot.name] = values
-            slot.buffer.copy_from(values, self._stream)
+            slot.buffer.set(values, self._stream)
         return _Content(start, before.undeclared)
 
     def accept(self, before: _Content) -> None:
@@ -135,15 +135,15 @@ class Declared(Memory[_Content]):
         for slot in self._slots:
             rows = self._rows[slot.name]
             if slot.role is Role.INPUT:
-                slot.buffer.copy_from(before.slots[slot.name], self._stream)
+                slot.buffer.set(before.slots[slot.name], self._stream)
             elif rows is not None and self._has_padding(slot):
-                slot.buffer[rows:].copy_from(before.slots[slot.name][rows:], self._stream)
+                slot.buffer[rows:].set(before.slots[slot.name][rows:], self._stream)
         self._stream.synchronize()
 
     def restore(self, before: _Content) -> None:
         def write() -> None:
             for slot in self._slots:
-                slot.buffer.copy_from(before.slots[slot.name], self._stream)
+                slot.buffer.set(before.slots[slot.name], self._stream)
             self._memory.restore()
             self._stream.synchronize()
 
@@ -237,7 +237,7 @@ class Declared(Memory[_Content]):
 def _output_poison(slot: Slot, which: int, shape: tuple[int, ...] = (1,)) -> Values:
     dtype = slot.buffer.dtype
     if slot.poison is not None:
-        return np.full(shape, slot.poison[which], dtype)
+        return np.full(shape, everywhere(dtype, slot.poison[which]), dtype)
     filled = np.full(math.prod(shape) * dtype.itemsize, _OUTPUT_POISONS[which], np.uint8)
     return filled.view(dtype).reshape(shape)
 

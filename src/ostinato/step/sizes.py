@@ -15,7 +15,7 @@ from ostinato.driver.stream import Stream
 from ostinato.errors import CaptureError, InputError
 from ostinato.graph import Recording
 from ostinato.memory import fill
-from ostinato.state import DeviceScalar
+from ostinato.state.scalar import DeviceScalar, scalar_on
 from ostinato.step.buckets import Buckets
 
 
@@ -198,7 +198,7 @@ class DeviceSizes:
 
     def _allocate(self, name: str) -> None:
         if name not in self._scalars:
-            self._scalars[name] = DeviceScalar(self._context, "uint32")
+            self._scalars[name] = scalar_on(self._context, "uint32")
 
     def begin(self, sizes: Mapping[str, int], stream: Stream) -> None:
         """Prepares a run outside of captures: allocates memory for the sizes, and writes them."""

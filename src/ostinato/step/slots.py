@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.context import Context
+from ostinato.driver.signature import dtype_name, exact_array
 from ostinato.errors import InputError
 from ostinato.memory import Buffer
 
@@ -92,10 +93,10 @@ class Slot:
         """Raises InputError unless the two values fit the slot and differ there."""
         dtype = self.buffer.dtype
         try:
-            made = [np.full(1, value, dtype) for value in poison]
-        except (OverflowError, ValueError, TypeError) as error:
+            made = [everywhere(dtype, value) for value in poison]
+        except (InputError, TypeError) as error:
             raise InputError(
-                f"slot {self.name!r}: poisons {poison} do not fit {dtype.name}: {error}"
+                f"slot {self.name!r}: poisons {poison} do not fit {dtype_name(dtype)}: {error}"
             ) from None
         if len(made) != 2 or made[0].tobytes() == made[1].tobytes():
             raise InputError(
@@ -133,7 +134,7 @@ class Slot:
         kind = values.dtype.kind
         if self.poison is not None:
             if which < 2:
-                padding[...] = self.poison[which]
+                padding[...] = everywhere(self.buffer.dtype, self.poison[which])
         elif kind == "f":
             large = np.finfo(values.dtype).max / 4
             padding[...] = (np.nan, large, -large)[which]
@@ -151,6 +152,17 @@ class Slot:
         elif len(used) and which < 2:  # structs: copies of used rows, which are valid as a whole
             padding[...] = used[0] if (which + turn) % 2 == 0 else used[-1]
         return padded
+
+
+def everywhere(dtype: np.dtype[Any], value: float) -> Values:
+    """One element that is this number; of a struct all numbers.  Raises InputError if one does not
+    fit."""
+    if dtype.names is None:
+        return exact_array(dtype, value)
+    made = np.zeros((), dtype)
+    for name in dtype.names:
+        made[name] = everywhere(dtype[name].base, value)
+    return made
 
 
 def check_slots(slots: Sequence[Slot], context: Context) -> None:

@@ -21,7 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ostinato.driver.context import Context, HasContext, context_of
+from ostinato.device import Device
+from ostinato.driver.context import context_of
 from ostinato.driver.forking import new_lock
 from ostinato.errors import (
     ContextPoisonedError,
@@ -74,7 +75,7 @@ class GraphStore:
 
     def __init__(
         self,
-        device: Context | HasContext,
+        device: Device,
         folder: str | Path,
         *,
         tag: str = "",

@@ -122,7 +122,7 @@ class Undeclared:
             if not saved.lost:
                 now = saved.memory.to_numpy(self._stream)
                 for start, stop in _changed_pieces(saved.before, now):
-                    saved.memory[start:stop].copy_from(saved.before[start:stop], self._stream)
+                    saved.memory[start:stop].set(saved.before[start:stop], self._stream)
 
 
 class _Saver(Tap):

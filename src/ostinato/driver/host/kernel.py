@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import Dim3, ParameterSlot
-from ostinato.driver.signature import Access, Signature, buffer_struct
+from ostinato.driver.signature import Access, Signature, buffer_struct, numpys_dtype
 from ostinato.errors import InputError
 
 DEFAULT_MAX_THREADS = 1024
@@ -100,7 +100,7 @@ class HostKernel(_Prepared):
         layout = signature.layout
         buffer = buffer_struct([p.code for p in signature.parameters], layout)
         pointers = tuple(
-            PointerParameter(i, p.name, p.dtype, Access.WRITE in p.access)
+            PointerParameter(i, p.name, numpys_dtype(p.dtype), Access.WRITE in p.access)
             for i, p in enumerate(signature.parameters)
             if p.pointer
         )

@@ -136,7 +136,7 @@ def _staged(
     for start in range(0, raw.rows, step):
         rows = min(step, raw.rows - start)
         part = staging.view(0, rows * row_bytes, np.uint8)
-        part.copy_from(stored[start * row_bytes : (start + rows) * row_bytes], stream)
+        part.set(stored[start * row_bytes : (start + rows) * row_bytes], stream)
         yield start, rows, part
 
 

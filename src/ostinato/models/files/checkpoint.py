@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.closeable import Closeable
+from ostinato.driver.signature import to_bfloat16
 from ostinato.errors import (
     ClosedError,
     InputError,
@@ -322,30 +323,6 @@ def check_tensors(
                 f"says {list(shape)} ([out, in])"
             )
     return {name: found[name] for name in shapes}
-
-
-def to_bfloat16(
-    values: npt.NDArray[np.float32],
-    out: npt.NDArray[np.uint16] | None = None,
-    words: npt.NDArray[np.uint32] | None = None,
-) -> npt.NDArray[np.uint16]:
-    """Rounds to bit patterns of bfloat16, ties to even; NaN stays NaN, overflow becomes infinity.
-
-    `out`: the array to write to; `words`: working memory.  Both have the shape of `values`.
-    """
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = np.right_shift(bits, np.uint32(16), out=words)
-    rounded &= np.uint32(1)
-    rounded += np.uint32(0x7FFF)
-    rounded += bits
-    if out is None:
-        out = np.empty(values.shape, np.uint16)
-    np.right_shift(rounded, np.uint32(16), out=out, casting="unsafe")
-    # A NaN's payload could carry into the sign or round to infinity: cut it, set the quiet bit.
-    if values.size and np.isnan(values.max()):
-        nan = np.isnan(values)
-        out[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x40)
-    return out
 
 
 def _make_quiet(halves: npt.NDArray[np.uint16]) -> None:

@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ostinato.driver.signature import to_bfloat16
 from ostinato.errors import ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted
-from ostinato.models.files.checkpoint import RawTensor, to_bfloat16
+from ostinato.models.files.checkpoint import RawTensor
 from ostinato.models.files.dequantise import BLOCK_TYPES, dequantise_rows
 
 Read = Callable[[RawTensor], npt.NDArray[np.uint8]]

@@ -188,7 +188,7 @@ class StepMeter(Closeable):
         state = np.zeros(self.rows, STATE)
         state["token"], state["position"], state["length"] = 1, context, context + 1
         buffer = self.plan.buffers["state"]
-        buffer.copy_from(state.view(np.int32).reshape(buffer.shape), self.stream)
+        buffer.set(state.view(np.int32).reshape(buffer.shape), self.stream)
 
     def microseconds(
         self, tuning: Tuning, context: int, *, careful: bool = False, enough: float = math.inf
