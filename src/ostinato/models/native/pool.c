@@ -3,10 +3,10 @@
  *
  * Helper threads poll for a round for `AWAKE_NS`, which bridges the gap between two kernels of a
  * step, and then sleep.  When no part is left, the caller closes the round and waits for the
- * helpers inside.  If that takes `LATE_NS` longer than some parts do, a helper lost its processor in
- * the middle of a part, since other processes use it.  Then one helper fewer is used for a while,
- * since a step has some hundred rounds, each of which would wait.  After `backoff_ns`, which doubles
- * with each such wait, the helper is used again.
+ * helpers inside.  If that takes `LATE_NS` longer than some parts do, a helper lost its processor
+ * in the middle of a part, since other processes use it.  Then one helper fewer is used for a while,
+ * since a step has some hundred rounds, each of which would wait.  After `backoff_ns`, which
+ * doubles with each such wait, the helper is used again.
  *
  * Entering and leaving.  A helper increments `inside`, and then reads whether the round is still
  * open; the caller closes the round, and then reads `inside`.  All of these are sequentially
