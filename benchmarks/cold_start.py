@@ -1,4 +1,4 @@
-"""From process start to the first replay of each graph: captured, or restored from a store.
+"""Time from process start to the first replay of each graph: captured, or restored from a store.
 
     python -m benchmarks.cold_start [--shape 1B] [--batches 8] [--compile]
     python -m benchmarks.cold_start --device host       our own kernels only

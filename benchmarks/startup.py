@@ -1,4 +1,4 @@
-"""From process start to the first token, split by phase: fresh processes, warm caches.
+"""Time from process start to the first token, by phase: fresh processes, warm caches.
 
     python -m benchmarks.startup                  the real model (OSTINATO_MODEL_FILE, or fetched)
     python -m benchmarks.startup --shape 135M     random weights of that shape; needs no file

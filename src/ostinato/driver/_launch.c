@@ -131,8 +131,7 @@ static PyType_Spec prepared_spec = {
  * Hot:  `stream` is the stream of the last launch and `prepared` its prepared call.  If `prepared`
  *       is a Prepared, `call` is a copy of its call, so that a launch reads no other object;
  *       otherwise `call.function` is NULL.
- * The fields change together: they are read and written with the GIL held and without running
- * Python code in between. */
+ * The fields change together: the GIL is held, and no Python code runs in between. */
 typedef struct {
     PyObject_HEAD
     PyObject *stream;
@@ -445,8 +444,7 @@ repeat_taken(PyObject *op, PyObject *Py_UNUSED(none))
     return PyLong_FromSsize_t(count);
 }
 
-/* 1 if the dicts have equal items and all values of `given` are exact ints, 0 if not, -1 with an
- * exception set. */
+/* 1 if the dicts have equal items, and exact ints in `given`; else 0, or -1 with an exception. */
 static int
 same_sizes(PyObject *given, PyObject *sizes)
 {
@@ -760,8 +758,7 @@ pack_word(PyObject *number, unsigned char *to)
     return 1;
 }
 
-/* Packs the address of memory.  Returns 0 if the slot does not accept the memory, or with an
- * exception set. */
+/* Packs an address.  Returns 0 if the slot does not accept the value; an exception may be set. */
 static int
 pack_pointer(Packer *self, const Slot *slot, PyObject *value, unsigned char *to)
 {
@@ -787,8 +784,7 @@ pack_pointer(Packer *self, const Slot *slot, PyObject *value, unsigned char *to)
     return packed;
 }
 
-/* Packs one value.  Returns 0 if the value does not have exactly the slot's type; an exception may
- * be set then. */
+/* Packs one value.  Returns 0 if its type is not exactly the slot's; an exception may be set. */
 static int
 pack_one(Packer *self, const Slot *slot, PyObject *value, unsigned char *to)
 {
@@ -828,8 +824,7 @@ pack_one(Packer *self, const Slot *slot, PyObject *value, unsigned char *to)
     return 1;
 }
 
-/* Packs a tuple of values.  Returns 1, 0 if a value does not have exactly its slot's type, or -1
- * with an exception set that must propagate. */
+/* Packs a tuple of values.  Returns 1; 0 if a value does not fit; -1 if `interrupted`. */
 static int
 pack_all(Packer *self, PyObject *values, unsigned char *bytes)
 {
@@ -1313,8 +1308,8 @@ set_node(KernelNode *node)
     return status;
 }
 
-/* Makes all writes, with one driver call for adjacent writes to the same node.  If a call fails,
- * undoes the earlier ones; `undone` is the first status of undoing that is not 0, or 0. */
+/* Makes all writes, with one driver call for adjacent writes to a node.  If a call fails, undoes
+ * the earlier ones; `undone` is the first status of undoing that is not 0, or 0. */
 static int
 set_all(const Write *writes, size_t count, unsigned char *before, int *undone)
 {
@@ -1339,8 +1334,7 @@ set_all(const Write *writes, size_t count, unsigned char *before, int *undone)
     return status;
 }
 
-/* Reads an offset and bytes that lie within the arguments.  Returns 0 with an exception set if they
- * do not. */
+/* Reads an offset and bytes within the arguments.  Returns 0 with an exception set on failure. */
 static int
 take_write(KernelNode *self, PyObject *const *args, Py_ssize_t count, Write *write)
 {
@@ -1441,8 +1435,7 @@ static PyType_Spec kernel_node_spec = {
     .slots = kernel_node_slots,
 };
 
-/* Makes the writes.  Returns their status and the status of undoing them, or None if another
- * context is current. */
+/* Makes the writes: (status, status of undoing them), or None if another context is current. */
 static PyObject *
 make_writes(const Write *writes, size_t count, unsigned char *before)
 {

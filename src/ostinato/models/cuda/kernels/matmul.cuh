@@ -92,8 +92,7 @@ template <int WIDTH, int HALF> struct CarriedResidual : ResidualProduct<WIDTH> {
     }
 };
 
-// Properties of a product on rounded inputs: FILLS (see OfRounded), SCALED: sums are scaled by the norm's
-// factor, CARRIES: it writes the next product's inputs.
+// Properties of a product: FILLS, SCALED (by the norm's factor), CARRIES (writes the next product's inputs).
 template <class P> struct Rounded;
 template <class P, bool FILLS_, int HALF> struct Rounded<OfRounded<P, FILLS_, HALF>> {
     static constexpr bool FILLS = FILLS_, SCALED = P::NORMED, CARRIES = false;
@@ -124,8 +123,7 @@ struct Shape {
     static_assert(SLAB % (32 * SPLIT) == 0 && SLAB % 64 == 0 && STEPS % DEPTH == 0, "shape");
     static_assert(CLUSTER == 1 || CLUSTER == BLOCKS_K, "a cluster has all inputs");
     static_assert(RING > 1, "a slab is copied while another is used");
-    // The block's number among those that share its outputs and have different inputs, and its number among
-    // those with different outputs.  Clusters lie along x.
+    // The numbers of the block's part of the inputs and of its part of the outputs.  Clusters lie along x.
     DEVICE static int input_block() { return CLUSTER > 1 ? blockIdx.x : blockIdx.y; }
     DEVICE static int output_block() { return CLUSTER > 1 ? blockIdx.y : blockIdx.x; }
 };
@@ -137,9 +135,8 @@ struct PackedMatrixShape : Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, R
     static constexpr int RESIDENT = DEPTH == 8 && ROW_TILES <= 4 ? larger(1, 16 / (TILES * SPLIT)) : 1;
 };
 
-// A lane's weights of S::DEPTH steps.  `advance` moves on by DEPTH steps; `refill` loads the weights of a new
-// step into the registers of a used one.  FIRST, PAIRS: the first pair in the matrix and the number of pairs;
-// `tile` counts from FIRST.
+// A lane's weights of S::DEPTH steps.  `advance` moves on by DEPTH steps; `refill` loads a step's weights into
+// the registers of a used one.  FIRST, PAIRS: the first pair and the number of pairs; `tile` counts from FIRST.
 template <class S, class P> struct PlainWeights {
     static constexpr int FIRST = 0, PAIRS = P::PAIRS, K = P::INPUTS;
     static constexpr bool REORDERED = false;  // true: a lane has inputs from 4 t and from 4 t + 16 on
