@@ -11,8 +11,8 @@ million take at least 2 s; making a graph of a few nodes takes the driver some 5
 
 Memory is read at ten points of each part, on the device and in the process (resident set), after a
 part's first tenth, which warms pools up.  Memory is flat if from there to the end the device loses
-at most 4 MiB, and the process grows by at most 16 MiB.  At the end no closed graph may be left that
-is not destroyed.
+at most 4 MiB, and the process grows by at most 16 MiB.  At the end no closed object may be left
+that is not destroyed.
 
     python -m benchmarks.soak [--out DIR] [--device cuda:0|host] [--quick]
 
@@ -65,9 +65,9 @@ class Part:
     seconds: float = 0.0
     patches: int = 0
     most_retired: int = 0
-    """The greatest number of closed graphs that were not destroyed yet."""
+    """The greatest number of closed objects that were not destroyed yet."""
     left: int = 0
-    """The number of those at the end."""
+    """The number of closed objects that are not destroyed at the end."""
 
     def sample(self, device: ost.Device, done: int) -> None:
         gc.collect()
@@ -146,7 +146,7 @@ def replays(device: ost.Device, number: int) -> Part:
 
 
 def _finished(part: Part, device: ost.Device) -> Part:
-    """Notes the number of graphs that are still not destroyed after all were dropped."""
+    """Notes the number of objects that are still not destroyed after all were dropped."""
     gc.collect()
     device.synchronize()
     part.left = device.context.retired
