@@ -41,7 +41,7 @@ DEVICE void make_digits(u8* digits, const float4& a, const float4& b, int lane) 
 #pragma unroll
     for (int i = 0; i < 8; i++) most = larger(most, magnitude(v[i]));
     most = __reduce_max_sync(0xffffffffu, most);
-    // The largest input gets 22 bits; if it is below 2^-104, all become 0.
+    // The largest input gets 22 bits; if it is below 2^-104, fewer: the least unit is 2^-125.
     const u32 exponent = larger(static_cast<int>(most >> 23), 23);
     const float up = __uint_as_float((275 - exponent) << 23);
     // An input that is not finite makes all sums NaN.
