@@ -65,7 +65,7 @@ INLINE void k_scales(const uint8_t *block, float *out)
         out[i] *= least;
 }
 
-/* `…_values` unpacks thirty-two values, part `sub` of block `i` of a group, with the same bits as
+/* NAME_values unpacks thirty-two values, part `sub` of block `i` of a group, with the same bits as
  * `models.dequantise`. */
 
 #define NOTHING_TO_GATHER(NAME)                                                                    \
@@ -171,7 +171,7 @@ INLINE void q6_k_values(const uint8_t *block, const float *scales, uint32_t i, i
     *b = lanes_mul(bytes_second(codes), lanes_set(scales[0] * (float)its[1]));
 }
 
-/* For each type: `…_unpack` unpacks a row, and `…_rows` computes the products of one row of x with
+/* For each type: NAME_unpack unpacks a row, and NAME_rows computes the products of one row of x with
  * `count` rows of weights, four at a time to hide the latency of additions. */
 
 #define AT_A_TIME 4

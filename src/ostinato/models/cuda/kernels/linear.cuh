@@ -18,7 +18,7 @@
 #define RESIDUAL_PARTS 0
 #endif
 
-// Adds the products of 8 weights with 8 inputs to two sums: two dependent chains of four.
+// Adds the products of 8 weights with 8 inputs to two sums: two independent chains of four.
 DEVICE void dot8(float& even, float& odd, const uint4& w, const float4& a, const float4& b) {
     even = fmaf(low_half(w.x), a.x, even);
     odd = fmaf(high_half(w.x), a.y, odd);
