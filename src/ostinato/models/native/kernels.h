@@ -171,8 +171,8 @@ INLINE void q6_k_values(const uint8_t *block, const float *scales, uint32_t i, i
     *b = lanes_mul(bytes_second(codes), lanes_set(scales[0] * (float)its[1]));
 }
 
-/* For each type: NAME_unpack unpacks a row, and NAME_rows computes the products of one row of x with
- * `count` rows of weights, four at a time to hide the latency of additions. */
+/* For each type: NAME_unpack unpacks a row, and NAME_rows computes the products of one row of x
+ * with `count` rows of weights, four at a time to hide the latency of additions. */
 
 #define AT_A_TIME 4
 
