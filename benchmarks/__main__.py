@@ -1,7 +1,7 @@
 """`python -m benchmarks [NAME …] [--out DIR] [--device cuda:0|host] [--quick]`
 
 Runs all benchmarks, or those named, each in a process of its own, so that none inherits another's
-allocator, contexts or clocks.  Every one prints a table and ends with one line of JSON.
+allocator, contexts or clocks.  Each benchmark prints a table, and one line of JSON at the end.
 """
 
 from __future__ import annotations

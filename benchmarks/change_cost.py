@@ -1,23 +1,23 @@
-"""What a change to an executable costs the CPU, beside the same driver calls made from C.
+"""CPU cost of a change to an executable, beside the same driver calls made from C.
 
-What bounds it: each change is one or more calls of libcuda, and the C figures are those calls and
-nothing else: `cuGraphExecKernelNodeSetParams` once, or for each of 280 nodes; `cuGraphExecUpdate`;
-or a whole capture, instantiate and destroy.  What ours adds is finding the words, checking them,
-and keeping what is needed to take a refused change back.
+Lower bound: each change is one or more calls of libcuda, and the C figures are the time of these
+calls alone: `cuGraphExecKernelNodeSetParams` once, or for each of 280 nodes; `cuGraphExecUpdate`;
+or a whole capture, instantiate and destroy.  Our cost above that is finding the arguments, checking
+them, and keeping the data to undo a refused change.
 
   first patch      one argument of an executable that was just made, of 1,000 nodes
   patch one        a pointer of one node
   patch a number   a number of one node
   patch prepared   the same, by a patcher
   patch all        a number of every node, in one call
-  rebind all       every pointer into one buffer, in all nodes (two a node)
-  inventory        the graph's nodes as records, with all arguments (no C beside it)
-  add a node       to a graph of 100, and to one of 2,000 nodes (no C beside it)
+  rebind all       every pointer into one buffer, in all nodes (two for each node)
+  inventory        the graph's nodes as records, with all arguments (no C figure)
+  add a node       to a graph of 100, and to one of 2,000 nodes (no C figure)
   update           all parameters from another definition of the same topology
   recapture        capture all launches again and instantiate
 
-`at_most_us` is what is aimed at on a GPU.  After each timed change the graph runs, untimed, so that
-no change is made in vain, and the answers are compared with NumPy.
+`at_most_us` is the goal on a GPU.  After each timed change the graph runs, untimed, so that every
+change takes effect, and the answers are compared with NumPy.
 
     python -m benchmarks.change_cost [--out DIR] [--device cuda:0|host] [--quick]
 
@@ -62,7 +62,7 @@ AT_MOST = {
     "add to 2,000": 20,
     "recapture": 4000,
 }
-"""Microseconds."""
+"""The goals, in microseconds."""
 
 C_CHANGES = r"""
 #include <stdint.h>
@@ -170,7 +170,7 @@ class _Kernel(ctypes.Structure):
 
 
 class C:
-    """The driver's calls from C on graphs of ours."""
+    """The driver's calls from C, on graphs that this library made."""
 
     def __init__(self, stream: ost.Stream) -> None:
         self.library = common.build_c(C_CHANGES)
@@ -186,7 +186,7 @@ class C:
         return self.call("cuGraphLaunch"), self.call("cuStreamSynchronize")
 
     def kernels(self, nodes: Sequence[ost.Node]) -> ctypes.Array[_Kernel]:
-        """The nodes' parameters as the driver takes them."""
+        """Returns the nodes' parameters as an array for the driver."""
         array = (_Kernel * len(nodes))()
         for slot, node in zip(array, nodes, strict=True):
             kernel = node.kernel
@@ -204,7 +204,8 @@ class C:
     def set_nodes(
         self, run: ost.GraphExec, one: Sequence[ost.Node], two: Sequence[ost.Node], count: int
     ) -> list[int]:
-        """Sets all of the nodes, whose handles are those of `one`."""
+        """Sets the parameters of all nodes by turns to those of `one` and `two`; the handles are
+        those of `one`."""
         handles = (ctypes.c_void_p * len(one))(*[node.handle for node in one])
         return self._times(
             count,
@@ -257,7 +258,7 @@ class C:
 
 
 def timed(count: int, change: Callable[[int], object], settle: Callable[[], object]) -> list[int]:
-    """Nanoseconds of each `change(i)`; `settle` is not timed."""
+    """Times each `change(i)`, in nanoseconds; `settle` runs untimed after each."""
     times = []
     for i in range(count):
         start = time.perf_counter_ns()
@@ -286,7 +287,7 @@ class Ours:
         self.stream.synchronize()
 
     def answer(self, what: str, arena: int) -> None:
-        """The next run ends in the right arena, with the right numbers."""
+        """Runs the graph, and checks that the right arena has the right numbers."""
         self.settle()
         self.chain.check(what, self.stream, self.arenas[arena])
 
@@ -299,7 +300,7 @@ class Ours:
         return times
 
     def first_patch(self, count: int, nodes: int) -> list[int]:
-        """Of executables that were just made, of that many nodes."""
+        """Times the first patch of new executables with that many nodes."""
         chain = Chain(self.chain.device, nodes)
         with ost.capture(self.stream) as capture:
             chain.submit(self.stream)
@@ -315,14 +316,15 @@ class Ours:
         return times
 
     def patch_number(self, count: int, patch: Callable[[int], object], what: str) -> list[int]:
-        """By turns one number of a cell and all of them; ends with all."""
+        """Times patches of a kernel's number of floats, by turns to 1 and to all of a cell; ends
+        with all."""
         times = timed(count, lambda i: patch(common.CELL if i % 2 else 1), self.settle)
         patch(common.CELL)
         self.answer(what, 0)
         return times
 
     def patch_all(self, count: int) -> list[int]:
-        """Ends where it began."""
+        """Times patches of a number of every node; ends with the initial values."""
         all_nodes = range(self.chain.length)
         patches = [[(node, "n", cells) for node in all_nodes] for cells in (1, common.CELL)]
         times = timed(count, lambda i: self.run.patch_all(patches[i % 2]), self.settle)
@@ -338,7 +340,7 @@ class Ours:
         return timed(count, read, lambda: None)
 
     def add(self, count: int, nodes: int) -> list[int]:
-        """To a chain of that many nodes."""
+        """Times adding a node to a chain of that many nodes."""
         chain = self.chain
         first, last = chain.arena[0], chain.arena[1]
         operands = (first, chain.other, last, common.CELL)
@@ -354,7 +356,7 @@ class Ours:
         return times
 
     def rebind(self, count: int) -> list[int]:
-        """Ends where it began."""
+        """Times rebinding between two arenas; ends with the initial one."""
         count += count % 2
 
         def change(i: int) -> None:
@@ -436,7 +438,7 @@ def measure(
 def _in_c(ours: Ours, counts: dict[str, int], results: dict[str, dict[str, list[int]]]) -> None:
     c, stream, chain = C(ours.stream), ours.stream, ours.chain
     one, two = (graph.nodes for graph in ours.graphs)
-    # An executable of its own: what C sets is not in the shadow of ours.
+    # C has an executable of its own: the shadow of ours does not know values that C sets.
     with ours.graphs[0].instantiate(upload=stream) as run:
         stream.synchronize()
         middle = slice(chain.length // 2, chain.length // 2 + 1)

@@ -1,28 +1,28 @@
-"""From process start to the first replay of each graph: captured, or restored from a store.
+"""Time from process start to the first replay of each graph: captured, or restored from a store.
 
     python -m benchmarks.cold_start [--shape 1B] [--batches 8] [--compile]
-    python -m benchmarks.cold_start --device host       our own kernels alone
+    python -m benchmarks.cold_start --device host       our own kernels only
 
-Each figure is of a process of its own.  Two works:
+Each figure is measured in a process of its own.  Two works:
 
-  keys     graphs of our own kernels, one a key
+  keys     graphs of our own kernels, one for each key
   decode   one greedy decode step of transformers' Llama (random weights of a shape) over a static
            cache, a graph for each batch size from 1 on; needs torch and transformers on a GPU
 
 and up to three ways:
 
-  capture  as a process without a store does: eager runs that warm up, then captures
-  compile  torch.compile(mode="reduce-overhead"), if it is asked for; its caches on disk are cold
+  capture  without a store: eager runs that warm up, then captures
+  compile  torch.compile(mode="reduce-overhead"), with `--compile`; its caches on disk are cold
   restore  `GraphStore.restore`, bound to the live weights and caches
 
 Before, another process saves all graphs (`save_ms`, not part of any start).  `ready_ms` is the time
-until the device is open and the weights are there, `graphs_ms` from there to the end of the first
-replay of the last graph, and `first_ms` to that of the first one, which loads the code that all
-have (`--profile`: functions by their time, of one more restoring process).  Then, outside of that
-time, all ways must give the same bytes from the same state.  Files are in the page cache.
+until the device is open and the weights are loaded; `graphs_ms` is the time from there to the end
+of the first replay of the last graph, and `first_ms` to that of the first graph, which loads the
+code that all share (`--profile`: functions by their time, of one more restoring process).  Then,
+untimed, all ways must give the same bytes from the same state.  Files are in the page cache.
 
-What bounds a restore: reading graphs and code (`store_mib`), which is measured with the check of
-their digests.
+Lower bound of a restore: reading graphs and code (`store_mib`) and checking their digests, which
+is measured too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ostinato.graphfile.show import file_json
 
 KEYS = 64
 LENGTH = 192
-"""Positions in the static cache."""
+"""The number of positions in the static cache."""
 PLACE = 64
 """The position that the step decodes."""
 _SECONDS = 500
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(error.stderr, file=sys.stderr)
                 continue
             answers = {one["way"]: one.pop("answer") for one in (saved, *found)}
-            # What is compiled rounds otherwise; all others are the same kernels.
+            # Compiled code rounds differently; all other ways run the same kernels.
             exact = {answer for way, answer in answers.items() if way != "compile"}
             if len(exact) != 1:
                 skipped[work] = f"the ways give other bytes: {answers}"
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _needed(store: Path) -> list[Path]:
-    """The files of a store that a restore reads: graphs and code, each once."""
+    """Returns the files of a store that a restore reads: graphs and code, each once."""
     graphs = sorted(store.glob("graphs/*.graph"))
     functions = [f for path in graphs for f in cast(Any, file_json(path))["functions"]]
     digests = {f["digest"] for f in functions if f["digest"]}
@@ -135,7 +135,7 @@ def _needed(store: Path) -> list[Path]:
 
 
 def start(way: str, command: Sequence[str]) -> dict[str, Any]:
-    """What one process says of itself.  Raises CalledProcessError with its stderr."""
+    """Runs one process, and returns its figures.  Raises CalledProcessError with its stderr."""
     spawned = time.monotonic_ns()
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.cold_start", "--child", way, str(spawned), *command],
@@ -154,7 +154,7 @@ def start(way: str, command: Sequence[str]) -> dict[str, Any]:
 def child(
     way: str, spawned: str, work: str, device: str, what: str, shape: str, folder: str
 ) -> dict[str, object]:
-    """One process: all graphs of a work, in one way."""
+    """Measures, in this process, all graphs of a work in one way."""
     made = _keys if work == "keys" else _decode
     return made(way, int(spawned), device, what, shape, Path(folder))
 
@@ -170,7 +170,8 @@ class _Clock:
             self._profile.enable()
 
     def lap(self) -> None:
-        """To be called after each graph: the first one loads the code that all have."""
+        """Notes the time of the first graph, which loads the code that all share.  Must be called
+        after each graph."""
         self._first = self._first or time.monotonic_ns()
 
     def row(self, graphs: int, answer: str) -> dict[str, object]:
@@ -283,25 +284,25 @@ def _decode(
 
 
 def _empty(kinds: Mapping[str, tuple[list[int], str]]) -> dict[str, Any]:
-    """Tensors of zeros by name."""
+    """Returns tensors of zeros by name."""
     import torch
 
     made = {
         name: torch.zeros(shape, dtype=getattr(torch, dtype), device="cuda")
         for name, (shape, dtype) in kinds.items()
     }
-    torch.cuda.synchronize()  # they are used on a stream of ours
+    torch.cuda.synchronize()  # they are used on another stream
     return made
 
 
 def weights_of(model: Any) -> dict[str, Any]:
-    """The tensors that a step reads alone, by name."""
+    """Returns the tensors that a step only reads, by name."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     return {name: tensor for name, tensor in tensors.items() if tensor.is_cuda and tensor.numel()}
 
 
 def state_of(loop: Any) -> dict[str, Any]:
-    """The tensors that a step reads and writes besides the weights."""
+    """Returns the other tensors of a step, which it reads and writes, by name."""
     import torch
 
     state = {"token": loop._token, "position": loop._position}
@@ -315,7 +316,7 @@ def state_of(loop: Any) -> dict[str, Any]:
 def _saved(
     device: ost.Device, store: ost.GraphStore, batch: int, loop: Any, state: Mapping[str, Any]
 ) -> Callable[[], object]:
-    """Captures one step and saves it; a replay of it."""
+    """Captures one step and saves it.  Returns a function that replays it."""
     import torch
 
     from ostinato.interop.torch import adopt_graph
@@ -324,7 +325,7 @@ def _saved(
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         loop._advance()
     graph.instantiate()
-    # The check in a fresh process would write out the weights; the replays are compared instead.
+    # A check in a fresh process would have to write out the weights; replays are compared instead.
     named = _memory(state)
     store.save(batch, adopt_graph(device, graph), inputs=named, outputs=named, check=False)
     replay: Callable[[], object] = graph.replay
@@ -339,7 +340,7 @@ def _memory(tensors: Mapping[str, Any]) -> dict[str, ost.MemoryRange]:
 
 
 def settle(state: Mapping[str, Any], seed: int, token: int = 7, place: int = PLACE) -> None:
-    """Puts the same into the state in every process."""
+    """Sets the state to the same values in every process."""
     import torch
 
     generator = torch.Generator("cuda").manual_seed(seed)

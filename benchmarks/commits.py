@@ -1,9 +1,9 @@
-"""What this tree's calls cost beside those of another one: "no slower than before", in one run.
+"""Compares the cost of this tree's calls with those of another tree, for "no slower than before".
 
-Each tree runs in processes of its own, in turns (before, after, before, after, …), so that a clock
-that changes meets both.  A process times every call by itself and reports medians; the figure of a
-call is the median over all turns of (after / before), with the range of these ratios, which says
-how much of it is noise.
+Each tree runs in processes of its own, in turns (before, after, before, after, …), so that changes
+of the clock rate affect both.  A process times every call by itself and reports medians.  The
+figure of a call is the median over all turns of (after / before), with the range of these ratios
+as a measure of the noise.
 
   start         from the start of `import ostinato` until a device is open
   launch        `ostinato.launch` with two pointers and a number
@@ -57,7 +57,7 @@ COUNTS = {
 
 
 def measure(device_name: str, quick: bool) -> dict[str, float]:
-    """Microseconds by call, in this process, of the `ostinato` that it imports."""
+    """Measures, in this process, the `ostinato` that it imports: microseconds by call."""
     begun = time.perf_counter_ns()
     import ostinato as ost
 
@@ -105,7 +105,7 @@ def measure(device_name: str, quick: bool) -> dict[str, float]:
     y = device.array(np.resize(values, (8, 32)))
     slots = [ost.Slot("x", x, ost.Role.INPUT, "rows"), ost.Slot("y", y, ost.Role.OUTPUT, "rows")]
 
-    def run(stream: ost.Stream, *_: object, **rows: object) -> None:  # before `Sizes` too
+    def run(stream: ost.Stream, *_: object, **rows: object) -> None:  # or before `Sizes`
         ost.launch(stream, kernel, config, x, y, 256)
 
     cache = ost.GraphCache(device, buckets=ost.PowersOfTwo(8))
@@ -136,7 +136,7 @@ def measure(device_name: str, quick: bool) -> dict[str, float]:
 
 
 def child(tree: Path, device: str, quick: bool) -> dict[str, float]:
-    """The figures of one tree, by a process of its own."""
+    """Measures one tree in a process of its own, and returns the figures."""
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     environment["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
     command = [sys.executable, str(Path(__file__).resolve()), "--child", device, str(int(quick))]
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for _ in range(1 + (1 if options.quick else options.turns)):
         pair = [child(tree, options.device, options.quick) for tree in (options.before, ROOT)]
         turns.append((pair[0], pair[1]))
-    del turns[0]  # kernels were compiled, files read for the first time
+    del turns[0]  # it compiled kernels, and read files for the first time
     rows: list[dict[str, object]] = []
     for name in turns[0][0]:
         ratios = sorted(after[name] / before[name] for before, after in turns)

@@ -1,9 +1,9 @@
-"""What all benchmarks share: the machine in words, medians, tables, result files.
+"""Code that all benchmarks share: machine descriptions, medians, tables, result files.
 
 A result file is `{out}/{benchmark}-{device}.json`; the same object, on one line, is the last line
-on stdout.  Its keys: `schema`, `benchmark`, `ceiling` (the physics that bounds the numbers, with
-the numbers), `machine`, `settings`, `rows` (one record a line of the table), `skipped` (what could
-not be measured here, and why).
+on stdout.  Its keys: `schema`, `benchmark`, `ceiling` (the physical limits of the figures, as
+numbers), `machine`, `settings`, `rows` (one record for each line of the table), `skipped` (parts
+that could not be measured here, with the reasons).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark takes."""
+    """Returns a parser with the options of every benchmark."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,7 +60,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Times of one thing, in microseconds."""
+    """Statistics of the times of one thing, in microseconds."""
 
     median: float
     p90: float
@@ -68,7 +68,7 @@ class Measured:
     count: int
 
     def fields(self, prefix: str = "") -> dict[str, float]:
-        """For a row: `{prefix}median_us`, `{prefix}p90_us`, …"""
+        """Returns the fields of a row: `{prefix}median_us`, `{prefix}p90_us`, …"""
         return {
             f"{prefix}median_us": round(self.median, 3),
             f"{prefix}p90_us": round(self.p90, 3),
@@ -78,15 +78,15 @@ class Measured:
 
 
 def measured(nanoseconds: Sequence[int]) -> Measured:
-    """Median, 90th percentile and least of samples in nanoseconds."""
+    """Returns median, 90th percentile and minimum of samples in nanoseconds."""
     ordered = sorted(nanoseconds)
     p90 = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
     return Measured(statistics.median(ordered) / 1e3, p90 / 1e3, ordered[0] / 1e3, len(ordered))
 
 
 def torch_with_cuda(device: str) -> Any:
-    """torch, if it is installed and has the CUDA device that is asked for; else None, and why is
-    printed."""
+    """Returns torch if it is installed and has a CUDA device; else prints the reason, and returns
+    None."""
     try:
         import torch
     except ImportError as error:
@@ -102,7 +102,7 @@ def torch_with_cuda(device: str) -> Any:
 
 
 def table(title: str, rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
-    """Plain text, numbers to the right."""
+    """Formats a table as plain text, with numbers aligned to the right."""
     cells = [[_cell(row.get(name)) for name in columns] for row in rows]
     widths = [max([len(n), *(len(line[i]) for line in cells)]) for i, n in enumerate(columns)]
     right = [any(isinstance(row.get(n), int | float) for row in rows) for n in columns]
@@ -132,7 +132,7 @@ def emit(
     skipped: Mapping[str, str],
     summary: Mapping[str, object] | None = None,
 ) -> Path:
-    """Writes the result file, says where, and prints it on one line: the last."""
+    """Writes the result file, prints its path, and prints the result as the last line."""
     result = Result(benchmark, ceiling, summary or {}, machine(device), settings, rows, skipped)
     path = result.write(out)
     for name, why in skipped.items():
@@ -145,7 +145,7 @@ def emit(
 # ------------------------------------------------------------------------------- what is measured
 
 CELL = 256
-"""Floats that one kernel reads and writes: as small as a launch is worth."""
+"""The number of floats that one kernel reads and writes, so few that the launch dominates."""
 BLOCK = 256
 
 CUDA = r"""
@@ -173,7 +173,8 @@ SOURCE = ost.Source(cuda=CUDA, host=[blend, count], name="benchmarks")
 
 
 class Chain:
-    """`length` kernels in a row: cell i+1 of an arena is half of cell i and half of a second input.
+    """`length` dependent kernels: each makes cell i+1 of an arena, half of cell i and half of a
+    second input.
 
     Inputs are random; halving is exact, so NumPy gives the same bits (`check`).
     """
@@ -193,19 +194,18 @@ class Chain:
             self._expected = np.float32(0.5) * self._expected + np.float32(0.5) * self._other
 
     def new_arena(self) -> ost.Buffer:
-        """All cells: the first holds the input, the others zeros."""
+        """Makes the memory of all cells: the first has the input, the others zeros."""
         cells = np.zeros((self.length + 1, CELL), np.float32)
         cells[0] = self._first
         return self.device.array(cells)
 
     def submit(self, stream: ost.Stream, arena: ost.Buffer | None = None) -> None:
-        """Launches it on a stream: eagerly, or into whichever capture is under way there."""
+        """Launches the kernels on a stream, eagerly or into the capture that is active there."""
         for operands in self.operands(self.arena if arena is None else arena):
             ost.launch(stream, self.kernel, self.config, *operands)
 
     def operands(self, arena: ost.Buffer) -> list[tuple[object, ...]]:
-        """What each kernel is launched with; made once for each arena, as a program's buffers
-        are."""
+        """Returns each kernel's arguments, which are made once for each arena, as in a program."""
         known = self._operands.get(arena.address)
         if known is None:
             cells = list(arena)
@@ -214,7 +214,7 @@ class Chain:
         return known
 
     def check(self, what: str, stream: ost.Stream, arena: ost.Buffer | None = None) -> None:
-        """The last cell is right; it is cleared for who comes next."""
+        """Checks the last cell, and clears it for the next run."""
         last = (self.arena if arena is None else arena)[self.length]
         if not np.array_equal(last.to_numpy(stream), self._expected):
             raise AssertionError(f"{what}: the last cell of {self.length} is wrong")
@@ -226,7 +226,7 @@ class Chain:
 
 
 def build_c(source: str) -> ctypes.CDLL:
-    """Compiles C to a shared library (gcc -O2).  Raises RuntimeError with the compiler's words."""
+    """Compiles C to a shared library (gcc -O2).  Raises RuntimeError with the compiler's output."""
     with tempfile.TemporaryDirectory() as folder:
         code, library = Path(folder, "loop.c"), Path(folder, "loop.so")
         code.write_text(source, encoding="utf-8")
@@ -245,15 +245,13 @@ def build_c(source: str) -> ctypes.CDLL:
 
 
 def address_of_function(library: ctypes.CDLL, name: str) -> ctypes.c_void_p:
-    """A C function's address, to be given to other C."""
+    """Returns a C function's address, to pass to other C functions."""
     return ctypes.cast(library[name], ctypes.c_void_p)
 
 
 def optional(skipped: dict[str, str], name: str, make: Callable[[], object]) -> object | None:
-    """What `make` gives, or None with the reason noted: one missing library ends no benchmark.
-
-    A wrong answer does (AssertionError).
-    """
+    """Returns the result of `make`, or None if it fails, with the reason in `skipped`, so that a
+    missing library does not end a benchmark.  AssertionError, a wrong answer, propagates."""
     try:
         return make()
     except AssertionError:

@@ -1,13 +1,13 @@
-"""Decoding in turns: our ways (`ostinato bench`) beside the libraries that are installed here.
+"""Decoding in turns: our ways (`ostinato bench`) beside other libraries that are installed.
 
-    python -m benchmarks.decode                     the shapes 135M and 1B (135M alone on the host)
+    python -m benchmarks.decode                     the shapes 135M and 1B (on the host only 135M)
     python -m benchmarks.decode --shape 8B          another one of `ostinato.bench.shapes`
     python -m benchmarks.decode --shape 1B --batch 1,8,32 --peers torch.compile --seconds 600
     python -m benchmarks.decode --device host --model smollm2-135m      a real model
 
-Each shape has a result file of its own.  The other options are as for `ostinato bench`; an empty
-`--peers` leaves ours alone.  Peers: transformers' Llama in bfloat16 with a static cache, eagerly,
-its step captured by `torch.cuda.graph`, and compiled; llama.cpp on the CPU, on a GGUF file.
+Each shape has a result file of its own.  The other options are those of `ostinato bench`; with an
+empty `--peers` only ours is measured.  Peers: transformers' Llama in bfloat16 with a static cache,
+eagerly, captured by `torch.cuda.graph`, and compiled; llama.cpp on the CPU, on a GGUF file.
 """
 
 from __future__ import annotations

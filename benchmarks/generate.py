@@ -1,25 +1,25 @@
-"""`model.generate` of transformers: as it is, graphed, accelerated, and with torch.compile.
+"""`model.generate` of transformers: eager, graphed, accelerated, and with torch.compile.
 
     python -m benchmarks.generate                     the 1B shape with random weights (GPU)
     python -m benchmarks.generate --device host       the tiny shape on the CPU: shows that it runs
 
-Greedy, 128 tokens after a prompt of 16, batches of 1 and 8; nothing but `generate` is called, and a
+Greedy, 128 tokens after a prompt of 16, batches of 1 and 8.  Only `generate` is called, and a
 streamer notes when each token arrives.  Ways:
 
-    eager         as transformers does it without being asked for anything else
+    eager         transformers with default options
     static        over a static cache, eagerly
-    graphed       interop.transformers.graphed: each step a replay, over a static cache
+    graphed       interop.transformers.graphed: each step is a replay, over a static cache
     accelerated   interop.transformers.accelerate: our decoder on the model's own weights
-    compile       cache_implementation="static", for which transformers compiles the step itself
-    nothing       over a static cache, with a step that does nothing: the loop on the host
+    compile       cache_implementation="static", for which transformers compiles the step
+    nothing       over a static cache, with an empty step: the time of the loop on the host
     decoder       not through `generate`: the accelerated model's decoder by itself
     step          not through `generate`: the device's time for the step of transformers, from a
                   graph that is replayed without waiting
 
-`token_us`: from the first token on, the median of several calls.  `setup_seconds`: before a way can
-be called.  `first_seconds`: of its first call, with all that it compiles and captures.  `equal`: of
-all tokens, those before the first one of their row that is not that of "static"; in bfloat16 two
-kernels may choose differently where two logits are nearly the same.
+`token_us`: time for each token after the first one, the median of several calls.  `setup_seconds`:
+time until a way can be called.  `first_seconds`: time of the first call, including compilation and
+capture.  `equal`: the fraction of tokens before their row's first difference from "static"; in
+bfloat16 two kernels may choose differently if two logits are nearly equal.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ COLUMNS = (
 
 
 class Arrivals:
-    """A streamer that notes times."""
+    """A streamer that notes the times at which tokens arrive."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -63,7 +63,7 @@ class Arrivals:
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is kept back."""
+        """Does nothing, since no tokens are held back."""
 
 
 class Nothing:
@@ -85,7 +85,7 @@ class Nothing:
 
 
 def one_call(model: Any, ids: Any, tokens: int, **options: Any) -> tuple[list[float], Any]:
-    """Seconds at which each token arrived, counted from the call, and the answer."""
+    """Calls `generate`.  Returns each token's time in seconds from the call, and the answer."""
     arrivals = Arrivals()
     began = time.perf_counter()
     answer = model.generate(
@@ -97,7 +97,7 @@ def one_call(model: Any, ids: Any, tokens: int, **options: Any) -> tuple[list[fl
 def measured(
     name: str, model: Any, ids: Any, tokens: int, calls: int, **options: Any
 ) -> tuple[dict[str, object], list[list[int]]]:
-    """A row, and the tokens."""
+    """Measures calls of `generate`.  Returns a row, and the tokens."""
     began = time.perf_counter()
     one_call(model, ids, tokens, **options)
     first = time.perf_counter() - began
@@ -123,7 +123,7 @@ def measured(
 
 
 def equal(tokens: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> float:
-    """The part of all tokens that comes before the first difference of their row."""
+    """Returns the fraction of all tokens that come before the first difference of their row."""
     same = 0
     for one, other in zip(tokens, reference, strict=True):
         pairs = zip(one, other, strict=True)
@@ -132,7 +132,7 @@ def equal(tokens: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -
 
 
 def device_step(model: Any, batch: int, tokens: int) -> float:
-    """Microseconds of the device for a step of transformers in the middle of such an answer."""
+    """Returns the device's microseconds for a step of transformers in the middle of an answer."""
     from benchmarks.peers.transformers_loop import DecodeLoop
 
     loop = DecodeLoop(model, batch=batch, length=PROMPT + tokens, how="graph")
@@ -148,7 +148,7 @@ def device_step(model: Any, batch: int, tokens: int) -> float:
 
 
 def by_decoder(handle: Any, prompts: list[list[int]], tokens: int, calls: int) -> float:
-    """Microseconds a token of the decoder by itself."""
+    """Returns the microseconds for a token of the decoder by itself."""
     decoder, times = handle.decoder, []
     for _ in range(calls):
         for row, prompt in enumerate(prompts):
@@ -169,7 +169,7 @@ def by_decoder(handle: Any, prompts: list[list[int]], tokens: int, calls: int) -
 
 @dataclass
 class Opened:
-    """A way that is set up: options for `generate`, what it says of itself, its handle."""
+    """A way that is set up: options for `generate`, further fields of the row, its handle."""
 
     options: dict[str, Any] = field(default_factory=dict)
     details: Callable[[], dict[str, object]] = dict
@@ -262,7 +262,7 @@ def run_way(
     tokens: int,
     calls: int,
 ) -> tuple[list[dict[str, object]], list[list[int]]]:
-    """The rows of a way, and the tokens that it chose."""
+    """Measures a way.  Returns its rows, and the tokens that it chose."""
     batch, began = ids.shape[0], time.perf_counter()
     with way(model, device, batch) as opened:
         set_up = round(time.perf_counter() - began, 2)

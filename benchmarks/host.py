@@ -3,11 +3,11 @@
     python -m benchmarks.host                        SmolLM2-135M as it comes (Q4_1), BF16 and F32
     python -m benchmarks.host --types Q4_1 --quick
 
-Every run is a process of its own, so that its memory is its own too; the two take turns, and a row
-has the median of its rounds.  BF16 and F32 are the same model, its weights written out so.  Busy is
-a process that computes on one core all the time.  `load`: the machine's load average when a row's
-last run began, of which the runs themselves are a part.  Without `llama_cpp` (llama-cpp-python, in
-this interpreter) ours is measured alone.  `--device` makes no difference.
+Every run is a process of its own, so that its memory can be measured; the two libraries take turns,
+and a row has the median of its rounds.  BF16 and F32 are the same model with converted weights.
+Busy: another process computes on one core all the time.  `load`: the machine's load average when a
+row's last run began, which includes the runs themselves.  Without `llama_cpp` (llama-cpp-python, in
+this interpreter) only ours is measured.  `--device` has no effect.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def compare(
     kind: str, path: Path, ways: Sequence[str], busy: bool, chosen: Any
 ) -> list[dict[str, object]]:
-    """A row for each way: they take turns."""
+    """Measures all ways in turns.  Returns a row for each."""
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     loads = {}
     with one_core_busy() if busy else nullcontext():
@@ -118,7 +118,7 @@ def run_child(way: str, path: Path, chosen: Any) -> dict[str, float]:
 
 
 def measure(way: str, path: str, *, tokens: int, prompt: int) -> dict[str, float]:
-    """In this process: one way's numbers, its memory at the most."""
+    """Measures, in this process, one way's figures and its peak memory."""
     if way == LLAMA_CPP:
         peer = LlamaCpp(Path(path))
         peer.reserve(1, _POSITIONS)
@@ -151,7 +151,7 @@ def numbers(one: Contestant, tokens: int, prompt: int) -> dict[str, float]:
 
 
 def peak_bytes() -> int:
-    """Of this process' memory.  What getrusage calls so begins with the parent's."""
+    """Returns the peak memory of this process.  getrusage's value would include the parent's."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -169,7 +169,7 @@ def one_core_busy() -> Iterator[None]:
 
 
 def model_of(kind: str, folder: Path) -> Path:
-    """SmolLM2-135M: its file, or a copy with its matrices' values written out as this type."""
+    """Returns the file of SmolLM2-135M, or of a copy with its matrices converted to this type."""
     original = pull("smollm2-135m")
     if kind == "Q4_1":
         return original

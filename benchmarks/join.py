@@ -1,26 +1,26 @@
 """Joins a second: by replay, by eager launches, by pyarrow on the CPU, by cuDF; and one large join.
 
-What bounds a small join: the kernels of its chain, which depend on each other (a kernel with two
-or three dependent reads takes the GPU some 2 µs), or the CPU that launches them.  A replay is one
-launch; eager launches are one a kernel.  What bounds a large join: reads of random sectors.  A left
-row reads a slot of the hash table, the right key of that slot and the matching row number; so the
-large join stands beside a kernel that reads as many random sectors of arrays of the same sizes,
-with no reads that depend on each other.
+A small join is limited by its chain of dependent kernels (a kernel with two or three dependent
+reads takes the GPU some 2 µs), or by the CPU that launches them: once for a replay, once for each
+kernel for eager launches.  A large join is limited by reads of random sectors: a left row reads a
+slot of the hash table, the right key of that slot and the matching row number.  So the large join
+is compared with a kernel that reads as many random sectors of arrays of the same sizes, without
+dependent reads.
 
-Three figures each for small joins:
+Three figures for each way of a small join:
 
   read                 each join's count is read before the next begins
-  not read             joins are submitted one after the other, and the last is waited for
+  not read             joins are submitted one after the other; only the last is waited for
   not read, 8 joiners  the same by eight joiners in turn, each with its own stream: the chains of
-                       eight joins overlap, and what bounds them is the CPU that submits them
+                       eight joins overlap, and the limit is the CPU that submits them
 
-Eager launches are those of the same kernels, one by one, each by the library's fast launch, with
-configurations and arguments made once a key.  `times_eager` compares a replay with the fastest of
-the eager ways, with one joiner or with eight, that reads or does not read as it does.
+Eager launches run the same kernels, one by one, by the library's fast launch, with configurations
+and arguments made once for each key.  `times_eager` compares a replay with the fastest eager way,
+of one joiner or eight, that reads counts or not like the replay.
 
-Tables are random: equal numbers of rows on both sides, keys uniform over that many values, so a
-join gives about as many rows.  They lie on the device beforehand (for pyarrow, in Arrow tables).
-All ways take turns; each one's answers are compared with NumPy.
+Tables are random: equal numbers of rows on both sides, keys uniform over that many values, so that
+a join gives about as many rows.  They are on the device beforehand (for pyarrow, in Arrow tables).
+All ways take turns; the answers of each are compared with NumPy.
 
     python -m benchmarks.join [--out DIR] [--device cuda:0|host] [--quick]
 
@@ -50,11 +50,11 @@ from ostinato.relational import Joiner, JoinIndex, KeyColumns, PendingJoin
 TURNS = 5
 SIZES = (1_000, 10_000, 100_000)
 JOINS = {1_000: 2000, 10_000: 1000, 100_000: 500}
-"""Joins of one size in a turn."""
+"""The number of joins in a turn, by the number of rows."""
 MIXED_JOINS, MIXED_TABLES = 10_000, 64
 LARGE = (10_000_000, 1_000_000)
 SIDE_BY_SIDE = 8
-"""Joiners that take turns."""
+"""The number of joiners that take turns."""
 
 CUDA = r"""
 // Each thread reads one random sector of each of three arrays.
@@ -97,7 +97,7 @@ class Tables:
     right: npt.NDArray[np.int64]
     total: int = 0
     made: dict[object, Any] = field(default_factory=dict)
-    """By contender: the tables as it takes them."""
+    """The tables in each contender's form, by contender."""
 
     @classmethod
     def random(cls, rows: int, rng: np.random.Generator) -> Tables:
@@ -115,16 +115,16 @@ class Tables:
 
 @dataclass(slots=True)
 class Contender:
-    """One way to join.  `run` joins tables one after the other and waits for the last."""
+    """One way to join.  `run` joins tables one after the other, and waits for the last join."""
 
     name: str
     prepare: Callable[[Tables], object]
     run: Callable[[Sequence[Tables]], object]
     check: Callable[[Tables], object]
     share: float = 1.0
-    """Of the joins of a turn: what is slow does fewer."""
+    """The fraction of a turn's joins that this way does; less for slow ways."""
     seconds: list[float] = field(default_factory=list)
-    """Per join, by turn."""
+    """Seconds for each join, by turn."""
 
 
 def ours(joiners: Sequence[Joiner], way: str, *, read: bool, indexed: bool) -> Contender:
@@ -190,7 +190,8 @@ def library(
     *,
     share: float,
 ) -> Contender:
-    """A library of tables, which `table` makes of columns and `join` joins by the column "k"."""
+    """Makes the contender of a library: `table` makes a table from columns, and `join` joins two
+    tables by the column "k"."""
 
     def prepare(tables: Tables) -> None:
         rows = np.arange(tables.rows, dtype=np.uint32)
@@ -235,7 +236,7 @@ def measure(
     turns: int,
     rng: np.random.Generator,
 ) -> list[dict[str, object]]:
-    """Rows of all contenders over the same random sequence of tables."""
+    """Measures all contenders over the same random sequence of tables.  Returns their rows."""
     for contender in found:
         contender.seconds.clear()
         for tables in pool:
@@ -270,7 +271,7 @@ def measure(
 
 
 def submission(joiner: Joiner, tables: Tables, *, count: int) -> float:
-    """Median microseconds that `submit` takes the CPU, a wait after every eight."""
+    """Returns the median CPU time of `submit` in microseconds, with a wait after every eight."""
     left, right = tables.made[id(joiner), "inner"]
     times: list[int] = []
     for i in range(count):
@@ -286,7 +287,8 @@ def submission(joiner: Joiner, tables: Tables, *, count: int) -> float:
 def large(
     joiner: Joiner, sizes: tuple[int, int], turns: int, rng: np.random.Generator
 ) -> list[dict[str, object]]:
-    """One large join, with and without an index, beside the gathering of as many sectors."""
+    """Measures one large join, with and without an index, and a kernel that gathers as many
+    sectors."""
     device, stream = joiner.device, joiner.stream
     rows, keys = sizes
     right = rng.permutation(keys)

@@ -1,13 +1,13 @@
-"""What one eager launch costs the CPU: ours beside C, cuda.bindings, cuda.core, CuPy and PyTorch.
+"""CPU cost of one eager launch: ours beside C, cuda.bindings, cuda.core, CuPy and PyTorch.
 
-The same tiny kernel with four arguments, three of them pointers, on random inputs; PyTorch adds two
-vectors of the same size into a third.  What bounds it: the driver's own `cuLaunchKernelEx` (`C`:
-timed inside C, with everything prepared).  A call is timed by itself, with a wait after every 16,
-so that none finds the launch queue full.  All take turns, and each one's answer is compared with
-NumPy.
+All launch the same tiny kernel with four arguments, three of them pointers, on random inputs;
+PyTorch adds two vectors of the same size into a third.  Lower bound: the driver's own
+`cuLaunchKernelEx` (`C`: timed inside C, with everything prepared).  Each call is timed by itself,
+with a wait after every 16, so that none finds the launch queue full.  All take turns, and the
+answers of each are compared with NumPy.
 
 Ours: `launch` takes a buffer or number for each argument and packs them, as users call it; `submit`
-runs an operation that was prepared before, as a decoder does that is not graphed.
+runs an operation that was prepared before, as the decoder does without graphs.
 
     python -m benchmarks.launch_cost [--out DIR] [--device cuda:0|host] [--quick]
 
@@ -46,7 +46,7 @@ class _Prepared(ctypes.Structure):
 
 
 class Subject:
-    """The kernel and its operands, once for each who launches it."""
+    """The kernel and its operands, in the form of each contender."""
 
     def __init__(self, device: ost.Device) -> None:
         self.device = device
@@ -59,7 +59,7 @@ class Subject:
 
 
 def contenders(subject: Subject, skipped: dict[str, str]) -> list[Contender]:
-    """All that can be had here; C comes first."""
+    """Makes all contenders that can run here; C comes first."""
     stream = subject.stream
     wait = stream.synchronize
     found: list[object] = []

@@ -1,17 +1,17 @@
-"""A model's file to weights in device memory, in bfloat16: converted by the device, or by the host.
+"""Loads a model's file to bfloat16 weights in device memory, converted by the device or the host.
 
     python -m benchmarks.load [--shape 1B] [--types Q4_0,Q8_0]
 
-Files of random bits in the model's shape, each written once and read from the page cache after
-that.  What bounds it: the file's bytes have to get to the device, and no faster than a copy of them
-takes (`the bytes alone`).  Ways take turns:
+The files have random bits in the model's shape; each is written once, and read from the page cache
+afterwards.  Lower bound: a copy of the file's bytes to the device (`the bytes alone`).  The ways
+take turns:
 
-  device              their own bytes are copied, and converted there
-  host, N threads     NumPy converts, in memory that is used again, and bfloat16 is copied
+  device              the file's bytes are copied, and converted on the device
+  host, N threads     NumPy converts, in memory that is reused, and bfloat16 is copied
   gguf and torch      `gguf.dequantize`, then torch's copy and conversion, a tensor at a time, as
                       transformers loads GGUF files
 
-Every way's weights are compared with the others', bit by bit.  The last line is one JSON object.
+All ways' weights are compared bit by bit.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from ostinato.models.files.dequantise import BLOCK_TYPES
 from ostinato.models.weights import load_weights
 
 _PIECE = 64 << 20  # bytes
-# Bits of an F16 scale of about 0.01, and where the scales are in a block.
+# Bits of an F16 scale of about 0.01, and the offsets of the scales in a block.
 _SCALE = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-# Of numbers: what stays random, and an exponent for values of about 0.01.
+# For float types: the mask of the bits that stay random, and an exponent for values of about 0.01.
 _EXPONENTS = {
     "F32": (np.uint32, 0x807FFFFF, 0x3C000000),
     "F16": (np.uint16, 0x83FF, 0x2000),
@@ -58,7 +58,7 @@ _BOUND, _HOST, _PEER = "the bytes alone", "host, 4 threads", "gguf and torch"
 
 
 class RandomFile(StoredCheckpoint):
-    """A mapped file of random values whose matrices are of one type."""
+    """A mapped file of random values, whose matrices have one type."""
 
     def __init__(self, path: Path, config: LlamaConfig, kind: str) -> None:
         tensors, at = {}, 0
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def compared(
     device: ost.Device, checkpoint: RandomFile, kind: str, rounds: int, skipped: dict[str, str]
 ) -> Iterator[dict[str, object]]:
-    """A row for each way."""
+    """Measures all ways in turns; yields a row for each."""
     ways: dict[str, Callable[[], Loaded]] = {_BOUND: lambda: copied(device, checkpoint)}
     if not device.capabilities.host_memory_is_device_memory:
         ways["device"] = lambda: ours(device, checkpoint)
@@ -141,7 +141,7 @@ def compared(
         ways[_PEER] = torch
     times: dict[str, list[float]] = {name: [] for name in ways}
     answers: dict[str, dict[str, str]] = {}
-    for turn in range(rounds + 1):  # the first warms up, and is checked
+    for turn in range(rounds + 1):  # the first turn warms up, and is checked
         for name, way in ways.items():
             begin = time.perf_counter()
             made = way()
@@ -169,7 +169,7 @@ def compared(
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a way made: tensors by name, each as a function that reads it back."""
+    """The weights that a way loaded: functions that read them back, by name."""
 
     tensors: dict[str, Callable[[], npt.NDArray[Any]]]
     close: Callable[[], None]
@@ -179,7 +179,8 @@ class Loaded:
 
 
 def ours(device: ost.Device, checkpoint: RandomFile, threads: int | None = None) -> Loaded:
-    """`threads`: by the host, with so many; by the device if None."""
+    """Loads with this library.  `threads`: number of host threads that convert; None: the device
+    converts."""
     convert = partial(convert_on_device, device) if threads is None else None
     made = load_weights(device, checkpoint, np.uint16, threads=threads, convert=convert)
     reads = {name: partial(device.to_numpy, buffer) for name, buffer in made.tensors.items()}
@@ -187,7 +188,7 @@ def ours(device: ost.Device, checkpoint: RandomFile, threads: int | None = None)
 
 
 def copied(device: ost.Device, checkpoint: RandomFile) -> Loaded:
-    """The file's bytes as they are, to memory that is used again."""
+    """Copies the file's bytes to device memory, which is reused."""
     with device.empty(_PIECE, "bytes") as buffer, device.create_stream() as stream:
         for name in checkpoint.tensor_names():
             stored = checkpoint.stored(name)
@@ -198,7 +199,8 @@ def copied(device: ost.Device, checkpoint: RandomFile) -> Loaded:
 
 
 def with_torch(device: ost.Device, checkpoint: RandomFile) -> Callable[[], Loaded]:
-    """As transformers does, without its renaming and without rope's order.  Raises ImportError."""
+    """Makes a function that loads like transformers, without its renaming and its order of rows for
+    rope.  Raises ImportError."""
     import torch
     from gguf import GGMLQuantizationType, dequantize
 

@@ -1,20 +1,21 @@
 """First compile, disk hit in a new process, memory hit: ours, cuda.core's program cache, CuPy.
 
-What bounds it: a disk hit has to read some 5 KiB, to authenticate them and to have the driver load
-them; a first compile has to load NVRTC (10 ms) and to run it (20 to 40 ms for a small kernel); a
-memory hit is a dictionary look-up of 40 ns.
+Lower bounds: a disk hit reads some 5 KiB, authenticates them, and lets the driver load them; a
+first compile loads NVRTC (10 ms) and runs it (20 to 40 ms for a small kernel); a memory hit is a
+dictionary look-up of 40 ns.
 
-Each first compile and each disk hit is a process of its own, so nothing is warm but the operating
-system's page cache; they take turns, so that a slow minute meets everyone.  Times, all medians
-over the processes, from the question with the device open and the libraries imported:
+Each first compile and each disk hit has a process of its own, so that only the operating system's
+page cache is warm; the libraries take turns, so that a slow minute affects all of them.  Times are
+medians over the processes, from the request of the kernel, with the device open and the libraries
+imported:
 
-  call      until the library answers with its kernel
-  loaded    until the code is on the GPU: cuFuncLoad for those whose answer is only registered
+  call      until the library returns its kernel
+  loaded    until the code is on the GPU: cuFuncLoad for libraries that load at the first launch
   launched  until a first launch has finished; its answer is compared with NumPy, on random inputs
-  total     the same from the start of the process, as who runs a program waits for it
+  total     the same from the start of the process
 
-`again` is the same question in the same process, a memory hit; cuda.core keeps no loaded kernels,
-so there it reads the file again.
+`again` is the same request in the same process, a memory hit; cuda.core keeps no loaded kernels,
+and reads the file again.
 
 With `--device host` nothing can be loaded: all stop at the compiled bytes, CuPy is left out, and
 ours has a memory hit of the host driver.
@@ -40,8 +41,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Probes are this file in a new process, and must not pay for what they do not measure: what is not
-# the standard library's is imported by those who use it.
+# A probe runs this file in a new process, and must not import modules that it does not measure:
+# only the standard library is imported at the top.
 
 SOURCE = r"""
 extern "C" __global__ void __launch_bounds__(256) scale(float* x, float factor, unsigned n) {
@@ -54,7 +55,7 @@ GRID = (N + BLOCK - 1) // BLOCK
 
 PROCESSES = 7
 SECONDS = 75.0
-"""No round begins later: a slow machine gives fewer processes, and not no answer."""
+"""No round begins later than this, so that a slow machine measures fewer processes."""
 AGAIN = 20_000
 AGAIN_SLOW = 50
 
@@ -63,7 +64,7 @@ STEPS = ("call", "loaded", "launched", "total")
 
 
 def per_call(call: Callable[[], object], rounds: int) -> float:
-    """The best of five means, in microseconds."""
+    """Returns the smallest of five mean times of a call, in microseconds."""
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()
@@ -77,7 +78,7 @@ def per_call(call: Callable[[], object], rounds: int) -> float:
 
 
 class Clock:
-    """The times of one probe, in seconds: each step since the question, the total since `begin`."""
+    """The times of one probe in seconds: steps since the request, the total since `begin`."""
 
     def __init__(self, begin: float) -> None:
         self.begin = begin
@@ -91,7 +92,7 @@ class Clock:
 
 
 class Operands:
-    """Random inputs, and what must come out."""
+    """Random inputs, and the expected result."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -124,7 +125,7 @@ class Loader:
         self.function(function.value)
 
     def copy(self, call: Any, address: int, array: Any) -> None:
-        """cuMemcpyHtoD or cuMemcpyDtoH, between device memory and an array."""
+        """Calls cuMemcpyHtoD or cuMemcpyDtoH for device memory and an array."""
         device, host = ctypes.c_uint64(address), ctypes.c_void_p(array.ctypes.data)
         pair = (device, host) if call is self.lib.cuMemcpyHtoD_v2 else (host, device)
         status = call(*pair, ctypes.c_size_t(array.nbytes))
@@ -148,7 +149,7 @@ def probe_ours(begin: float, folder: Path, device_name: str) -> dict[str, float]
     clock = Clock(begin)
     kernel = modules.get_or_compile(SOURCE, "scale")
     clock.lap("call")
-    clock.lap("loaded")  # it is
+    clock.lap("loaded")  # the kernel is loaded already
     launch(stream, kernel, config, x, operands.factor, operands.n)
     stream.synchronize()
     clock.lap("launched")
@@ -259,17 +260,17 @@ PROBES: dict[str, Callable[[float, Path, str], dict[str, float]]] = {
 
 
 class ProbeError(Exception):
-    """A probe's process failed; says why."""
+    """A probe's process failed; the message has the reason."""
 
 
 def run_probe(who: str, folder: str, device_name: str) -> dict[str, float]:
-    """One probe in a process of its own.  Raises ProbeError."""
+    """Runs one probe in a process of its own, and returns its times.  Raises ProbeError."""
     words = ["--probe", who, "--folder", folder, "--device", device_name]
     environment = {
         **os.environ,
         "OSTINATO_CACHE_DIR": folder,
         "CUPY_CACHE_DIR": str(Path(folder) / "cupy"),
-        "CUDA_CACHE_DISABLE": "1",  # the driver's own cache would flatter who loads PTX
+        "CUDA_CACHE_DISABLE": "1",  # the driver's own cache would favour libraries that load PTX
     }
     begin = time.monotonic()  # one clock for all processes of a machine
     answer = subprocess.run(
@@ -289,7 +290,7 @@ def run_probe(who: str, folder: str, device_name: str) -> dict[str, float]:
 
 
 class Samples:
-    """What the processes of one library measured, by kind ("first", "disk")."""
+    """The times measured by the processes of one library, by kind ("first", "disk")."""
 
     def __init__(self) -> None:
         self.by_kind: dict[str, list[dict[str, float]]] = {"first": [], "disk": []}
@@ -310,7 +311,7 @@ class Samples:
 def measure(
     device_name: str, processes: int, skipped: dict[str, str]
 ) -> tuple[dict[str, Samples], int]:
-    """The samples of all libraries there are, and the number of rounds."""
+    """Measures all installed libraries.  Returns the samples, and the number of rounds."""
     who = {"ours": Samples()}
     for name, module in (("cuda.core", "cuda"), ("cupy", "cupy")):
         if name == "cupy" and device_name == "host":
@@ -336,7 +337,7 @@ def measure(
 
 
 def ratios(row: dict[str, object], ours: dict[str, object]) -> dict[str, float]:
-    """How many times as long as ours, by column."""
+    """Returns the ratios of a library's times to ours, by column."""
     found = {}
     for column, value in row.items():
         own = ours.get(column)
@@ -346,7 +347,7 @@ def ratios(row: dict[str, object], ours: dict[str, object]) -> dict[str, float]:
 
 
 def rows_of(who: dict[str, Samples]) -> list[dict[str, object]]:
-    """A row a library, in milliseconds; `again_us` in microseconds."""
+    """Returns a row for each library, in milliseconds; `again_us` in microseconds."""
     rows: list[dict[str, object]] = []
     for name, samples in who.items():
         row: dict[str, object] = {"library": NAMES[name]}

@@ -1,12 +1,12 @@
 """`python -m benchmarks.prompt_attention --out DIR`: a prompt's attention beside torch's.
 
-The attention of a whole prompt in one layer, in the pieces that the decoder reads it in, beside
-`scaled_dot_product_attention` of PyTorch by each of its ways, over the same queries, keys and
-values in bfloat16.  All in CUDA graphs, in turns; medians.  Ends with one line of JSON, which is
+Compares the attention of a whole prompt in one layer, in the decoder's pieces, with PyTorch's
+`scaled_dot_product_attention` by several backends, over the same queries, keys and values in
+bfloat16.  All run in CUDA graphs, in turns; figures are medians.  The last line is JSON, which is
 also in `DIR/prompt_attention-{device}.json`.
 
-The physics: scores and mixed values are 4 * heads * head_size operations for each pair of a token
-and one that it sees, over the rate of a large product of torch in the same run.
+The physics: scores and mixed values need 4 * heads * head_size operations for each token and each
+position that it attends to; their rate is compared with a large product of torch in the same run.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from ostinato.models.program import ACTIVE, BufferArgument, decode_program
 
 SHAPES, TOKENS = ("1B", "8B"), (1024, 4096, 16384)
 _WAYS = ("FLASH_ATTENTION", "CUDNN_ATTENTION")
-_SIDE = 8192  # of the matrices whose product is the ceiling
+_SIDE = 8192  # rows and columns of the matrices whose product gives the ceiling
 _ROUNDS = 7
 
 
 def _launch(config: LlamaConfig, rows: int) -> CudaLaunch:
-    """The attention of a piece of so many rows, as a decoder launches it."""
+    """Returns the decoder's launch for the attention of a piece of that many rows."""
     step = library.lower_with_library(
         decode_program(config, sampled=False),
         config,
@@ -53,7 +53,8 @@ def _launch(config: LlamaConfig, rows: int) -> CudaLaunch:
 def ours(
     device: ost.Device, config: LlamaConfig, tokens: int, queries: Any, cache: Any, repeats: int
 ) -> tuple[Callable[[], float], Callable[[], np.ndarray]]:
-    """What times a prompt's attention (µs), and what reads its result, [tokens, heads, size]."""
+    """Returns a function that times a prompt's attention (µs), and one that reads the result,
+    [tokens, heads, size]."""
     sizes = PlanSizes(rows=library.piece_rows(config), context=tokens)
     stream = device.create_stream()
     held = {"q": device.array(queries), "cache": device.array(cache)}
@@ -94,7 +95,7 @@ def ours(
 def theirs(
     torch: Any, way: str, queries: Any, cache: Any, repeats: int
 ) -> tuple[Callable[[], float], Callable[[], Any]]:
-    """The same by one of torch's ways."""
+    """Returns the same functions for one of torch's backends."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -121,7 +122,7 @@ def theirs(
 
 
 def _rate(torch: Any) -> float:
-    """Operations a second of a large product of random matrices."""
+    """Measures the operations a second of a large product of random matrices."""
     a, b = (torch.randn(_SIDE, _SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     marks, found = [torch.cuda.Event(enable_timing=True) for _ in range(2)], []
     for _ in range(_ROUNDS + 2):

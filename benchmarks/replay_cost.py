@@ -1,29 +1,29 @@
-"""What one replay costs the CPU: ours beside C, cuda.bindings, cuda.core, PyTorch and CuPy.
+"""CPU cost of one replay: ours beside C, cuda.bindings, cuda.core, PyTorch and CuPy.
 
-What bounds it: the driver's own `cuGraphLaunch`, timed inside C on the same executable; nothing
-above it can be cheaper.  The GPU needs about a microsecond a kernel of a chain in any case, so a
-graph of 280 keeps it busy for a quarter of a millisecond: a dearer launch costs time only where
-graphs are short, or where the CPU has other work to do.
+Lower bound: the driver's own `cuGraphLaunch`, timed inside C on the same executable.  The GPU needs
+about a microsecond for each kernel of a chain in any case, so a graph of 280 kernels keeps it busy
+for a quarter of a millisecond: a slower launch costs time only for short graphs, or if the CPU has
+other work to do.
 
-Two figures each, both on graphs of the same kernels (a chain of tiny ones, random inputs):
+Two figures for each, both on graphs of the same kernels (a chain of tiny ones, random inputs):
 
   launch        one call, timed by itself; a wait after every few, so that no call finds the launch
                 queue full (then it would time the GPU).  Median and 90th percentile of all calls.
-  back to back  many calls and one wait at the end, for each replay: the larger of what the CPU and
-                what the GPU need.
+  back to back  many calls and one wait at the end, divided by the number of replays: the larger of
+                the CPU's and the GPU's time.
 
-Ours is measured twice: with the compiled hot path (`driver/_launch.c`), where it was built, and
-with the one in Python over a ctypes call, on an executable of its own of the same graph.
+Ours is measured twice: with the compiled hot path (`driver/_launch.c`), if it is built, and with
+the one in Python over a ctypes call, on another executable of the same graph.
 
-What the checks of a launch that are always on cost is the difference of `GraphExec.launch` and the
-prepared driver call under it, which asks nothing.  A `GraphedStep` is called with the same size
-again and again, and with another size at each call (of the same bucket, so its graph is the same);
-a `HeldReplay` looks its graph up once.
+The cost of the checks of a launch is the difference of `GraphExec.launch` and the prepared driver
+call under it, which checks nothing.  A `GraphedStep` is called with the same size again and again,
+and with a new size at each call (in the same bucket, so with the same graph); a `HeldReplay` looks
+its graph up once.
 
-All Python callables are called without arguments, those that take some as a `functools.partial`: no
-frame of ours in between.  Python's clock costs some 40 ns a reading, which is in the Python
-figures; C reads its own.  All take turns, so that a clock that changes meets everyone.  Each one's
-answer is compared with NumPy.
+All Python callables are called without arguments; those with arguments are a `functools.partial`,
+so that there is no Python frame in between.  Python's clock costs some 40 ns for each reading,
+which is in the Python figures; C reads its own.  All take turns, so that changes of the clock rate
+affect all.  The answers of each are compared with NumPy.
 
     python -m benchmarks.replay_cost [--out DIR] [--device cuda:0|host] [--quick]
 
@@ -48,7 +48,7 @@ from ostinato.driver import launcher
 from ostinato.step import ExplicitBuckets, GraphCache, HeldReplay
 
 CALLS = {1: 2000, 32: 2000, 280: 600, 1000: 200}
-"""Graph length to calls a turn: the longer ones take the GPU longer."""
+"""The number of calls in a turn, by the graph's length; long graphs take the GPU longer."""
 TURNS = 5
 
 C_LOOP = r"""
@@ -98,9 +98,9 @@ class Contender:
 
     name: str
     bursts: Callable[[int, int], Sequence[int]]
-    """(count, burst) to nanoseconds of each call."""
+    """(count, burst) -> nanoseconds of each of `count` calls, with a wait after every `burst`."""
     back_to_back: Callable[[int], int]
-    """count to nanoseconds of all."""
+    """count -> nanoseconds of all calls and one wait."""
     keep: object = None
     calls: list[int] = field(default_factory=list)
     totals: list[float] = field(default_factory=list)
@@ -113,7 +113,7 @@ def python_contender(
     keep: object = None,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Contender:
-    """A launch from Python, timed from Python; `around` what is timed."""
+    """Makes a contender that launches and is timed in Python; `around` is entered while timing."""
     clock = time.perf_counter_ns
 
     def bursts(count: int, burst: int) -> list[int]:
@@ -160,7 +160,7 @@ class CLoop:
         stream: int,
         keep: object = None,
     ) -> Contender:
-        """A C launch and a C wait (their addresses), timed inside C."""
+        """Makes a contender from the addresses of a C launch and a C wait, timed inside C."""
         handles = (ctypes.c_void_p(executable), ctypes.c_void_p(stream))
 
         def bursts(count: int, burst: int) -> Sequence[int]:
@@ -186,12 +186,13 @@ def _check(status: int) -> None:
 def contenders(
     chain: Chain, stream: ost.Stream, skipped: dict[str, str]
 ) -> tuple[list[Contender], list[ost.GraphExec]]:
-    """All that can be had here, and our executables.  C comes first: the others are compared."""
+    """Makes all contenders that can run here; C, with which the others are compared, comes first.
+    Returns our executables too."""
     device = chain.device
     with ost.capture(stream) as capture:
         chain.submit(stream)
     run = capture.graph.instantiate(upload=stream)
-    with launcher.without_extension():  # what is prepared here is a ctypes call
+    with launcher.without_extension():  # its launches are ctypes calls
         plain = capture.graph.instantiate(upload=stream)
     cuda = device.capabilities.source_language == "cuda"
     found: list[Contender | None] = []
@@ -219,11 +220,11 @@ def _ours(
     stream: ost.Stream,
     around: Callable[[], AbstractContextManager[None]],
 ) -> list[Contender]:
-    """The prepared call by itself, and the method that users call."""
+    """Makes contenders for the prepared call by itself, and for the method that users call."""
     wait, driver = stream.synchronize, stream.context.driver
     with around():
         prepared = driver.exec_prepare_launch(run.handle, stream.handle)
-        launch = partial(run.launch, stream)  # bound to the path that is in use here
+        launch = partial(run.launch, stream)  # bound to the path of `around`
     return [
         python_contender(f"ostinato {path}, prepared call", prepared, wait, run, around),
         python_contender(f"ostinato {path}, GraphExec.launch", launch, wait, run, around),
@@ -231,7 +232,7 @@ def _ours(
 
 
 def _steps(chain: Chain, stream: ost.Stream) -> list[Contender]:
-    """Calls of a step that replays the same work."""
+    """Makes contenders that call a step which replays the same work."""
 
     def run(stream: ost.Stream, _: ost.Sizes) -> None:
         chain.submit(stream)
@@ -302,7 +303,7 @@ def _torch(chain: Chain, stream: ost.Stream) -> Contender:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=on, capture_error_mode="thread_local"):
         chain.submit(stream)
-    torch.cuda.set_stream(on)  # where replay() goes, without a context manager in the timing
+    torch.cuda.set_stream(on)  # the stream of replay(), without a context manager in the timing
     return python_contender("PyTorch", graph.replay, on.synchronize, graph)
 
 
@@ -320,8 +321,8 @@ def _cupy(chain: Chain) -> Contender:
 def measure(
     length: int, stream: ost.Stream, chain: Chain, *, quick: bool, skipped: dict[str, str]
 ) -> list[dict[str, object]]:
-    """The rows of one length."""
-    chain.submit(stream)  # everything is loaded before it is captured
+    """Measures all contenders for one length of graphs.  Returns their rows."""
+    chain.submit(stream)  # loads everything before the capture
     chain.check("eager", stream)
     found, executables = contenders(chain, stream, skipped)
     calls = 8 if quick else CALLS[length]
@@ -358,7 +359,7 @@ def measure(
 
 
 def _difference(rows: list[dict[str, object]], one: str, other: str) -> dict[str, float]:
-    """Medians of one less those of another, by number of kernels."""
+    """Returns the differences of two contenders' medians, by number of kernels."""
     median = {(r["kernels"], r["launched by"]): r["median_us"] for r in rows}
     found = {}
     for (length, name), us in median.items():

@@ -2,14 +2,14 @@
 
     python -m benchmarks.serve [--shape 1B] [--clients 1,8,32,64] [--soak 100000]
 
-Random weights in the model's shape; prompts are token ids, so that no text is encoded.  Clients are
-a process of their own.  Each asks for one answer after the other, with a prompt of its own, as a
-stream; all answers have the same length.  What bounds it: a step of so many sequences, with nothing
-else to do (`decode`, which `ostinato bench` calls capture), and the same with the prompts read
-before (`prompts and decode`), both on the decoder that then serves.
+The weights are random, in the model's shape; prompts are token ids, so that no text is encoded.
+Clients run in a process of their own.  Each requests one answer after the other, with a prompt of
+its own, as a stream; all answers have the same length.  Upper bounds: decoding as many sequences
+without a server (`decode`, called capture by `ostinato bench`), and the same including the reading
+of prompts (`prompts and decode`), both with the decoder that then serves.
 
-`--soak`: so many answers of four tokens after that, by 64 clients, and what memory grew by in the
-second half of them.  The last line is one JSON object.
+`--soak`: the number of answers of four tokens that 64 clients request afterwards; the growth of
+memory in the second half is measured.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SECONDS = 600.0
 
 @dataclass
 class RandomGenerator:
-    """What the server needs of a `TextGenerator`: the tokenizer's words are numbers."""
+    """The part of a `TextGenerator` that the server uses; the tokenizer's words are numbers."""
 
     device: ost.Device
     decoder: Decoder
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for count in clients:
                 load = Load(server.url, count, chosen.requests, chosen.prompt, chosen.tokens,
                             config.vocabulary)  # fmt: skip
-                ask(load.with_requests(1))  # the first ones of a process are slower
+                ask(load.with_requests(1))  # the first requests of a process are slower
                 rows.append(row(server, load, bounds[count]))
                 print(rows[-1], file=sys.stderr, flush=True)
             if chosen.soak:
@@ -128,7 +128,7 @@ class Bound:
 
 
 def bound(decoder: Decoder, count: int, prompt: int, tokens: int) -> Bound:
-    """The median of three, after one that captures."""
+    """Measures the bounds: the median of three runs, after one that captures."""
     way = DecoderWay(LaunchMode("capture"), decoder, owns=False)
     decode, both = [], []
     for _ in range(4):
@@ -148,7 +148,7 @@ def bound(decoder: Decoder, count: int, prompt: int, tokens: int) -> Bound:
 
 @contextmanager
 def served(generator: TextGenerator, slots: int) -> Iterator[Server]:
-    """A server in a thread of this process, until the end of the block."""
+    """Runs a server in a thread of this process until the end of the block."""
     options = ServeOptions(
         model="random", queue=slots, reuse=False, grace_seconds=10, sampling=SamplingOptions()
     )
@@ -166,7 +166,7 @@ def served(generator: TextGenerator, slots: int) -> Iterator[Server]:
 
 
 def ask(load: Load) -> Outcome:
-    """All clients' requests, by a process of their own."""
+    """Makes the requests of all clients in a process of their own."""
     command = [sys.executable, "-m", "benchmarks.serve_clients", json.dumps(asdict(load))]
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -204,7 +204,7 @@ def row(server: Server, load: Load, bound: Bound) -> dict[str, object]:
 def soak(
     server: Server, device: ost.Device, answers: int, vocabulary: int, slots: int
 ) -> dict[str, object]:
-    """Two halves; memory after each."""
+    """Runs the soak in two halves, and reads memory after each."""
     clients = min(slots, answers)
     each = max(1, answers // (2 * clients))
     load = Load(server.url, clients, each, 4, _SOAK_TOKENS, vocabulary)

@@ -1,7 +1,7 @@
-"""The clients of `benchmarks.serve`: a process that asks a server, and prints what came as JSON.
+"""The clients of `benchmarks.serve`: a process that sends requests, and prints times as JSON.
 
-As little work as can be, so that it is the server that is measured: bytes are looked through and
-not parsed, and connections are kept.
+The clients do as little work as possible, so that the server is measured: bytes are searched, but
+not parsed, and connections are kept open.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 @dataclass(frozen=True)
 class Load:
-    """`clients` at once, each with `requests` one after the other; numbers of tokens of each."""
+    """The load: `clients` at once, each with `requests` requests in sequence, and the numbers of
+    tokens of a request."""
 
     url: str
     clients: int
@@ -36,7 +37,8 @@ class Load:
 
 @dataclass
 class Outcome:
-    """`seconds` of all, `first`: seconds to each answer's first token, `events` that came."""
+    """`seconds`: time of all requests.  `first`: seconds to each answer's first token.  `events`:
+    number of events received."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -87,7 +89,7 @@ async def all_clients(load: Load) -> Outcome:
     async with asyncio.TaskGroup() as group:
         for number in range(load.clients):
             group.create_task(one_client(load, number, outcome, begin))
-        await asyncio.sleep(0.2)  # all are connected
+        await asyncio.sleep(0.2)  # until all are connected
         start = time.perf_counter()
         begin.set()
     outcome.seconds = time.perf_counter() - start

@@ -1,17 +1,18 @@
 """A million replays with patches in between, then ten thousand graphs made and destroyed.
 
-What bounds it: a replay of one tiny kernel costs the CPU some 2 µs from C and the GPU no less, so a
-million take 2 s at the very least; making a graph of a few nodes takes the driver some 50 µs.
+Lower bound: a replay of one tiny kernel costs the CPU some 2 µs from C, and the GPU no less, so a
+million take at least 2 s; making a graph of a few nodes takes the driver some 50 µs.
 
-  replays  One thread replays a counting kernel.  Between replays its number, and which of two
-           counters it counts on, are patched.  Every counted value is known, so one replay lost,
-           doubled, or run with an old argument is seen at the end.
+  replays  One thread replays a counting kernel.  Between replays its number, and the pointer to one
+           of two counters, are patched.  The final counts are known, so a replay that is lost,
+           doubled, or run with an old argument is detected.
   rounds   Two threads, each on a stream of its own, capture, instantiate, launch, and drop a graph
-           over and over, each counting on a counter of its own.
+           over and over, each with a counter of its own.
 
 Memory is read at ten points of each part, on the device and in the process (resident set), after a
-part's first tenth, which warms pools up.  Flat: the device loses no more than 4 MiB from there to
-the end, and the process 16 MiB.  What was closed but not destroyed yet must be nothing at the end.
+part's first tenth, which warms pools up.  Memory is flat if from there to the end the device loses
+at most 4 MiB, and the process grows by at most 16 MiB.  At the end no closed object may be left
+that is not destroyed.
 
     python -m benchmarks.soak [--out DIR] [--device cuda:0|host] [--quick]
 
@@ -64,9 +65,9 @@ class Part:
     seconds: float = 0.0
     patches: int = 0
     most_retired: int = 0
-    """Closed, and waiting to be destroyed: the most at any time."""
+    """The greatest number of closed objects that were not destroyed yet."""
     left: int = 0
-    """The same at the very end."""
+    """The number of closed objects that are not destroyed at the end."""
 
     def sample(self, device: ost.Device, done: int) -> None:
         gc.collect()
@@ -74,7 +75,7 @@ class Part:
         self.samples.append(Sample(done, total - free, resident(), device.context.retired))
 
     def drift(self, name: str) -> int:
-        """Bytes at the end over those after the first tenth."""
+        """Returns the growth in bytes from the first tenth to the end."""
         return int(getattr(self.samples[-1], name) - getattr(self.samples[0], name))
 
     @property
@@ -102,13 +103,13 @@ class Part:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Returns the resident memory of this process, in bytes."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def replays(device: ost.Device, number: int) -> Part:
-    """One executable, launched `number` times, patched in between."""
+    """Launches one executable `number` times, with patches in between."""
     part = Part("replays with patches")
     stream = device.create_stream()
     kernel = device.modules.get_or_compile(SOURCE, "count")
@@ -124,7 +125,7 @@ def replays(device: ost.Device, number: int) -> Part:
         expected[on] += by
         if i % PATCH_EVERY == 0:
             patches = i // PATCH_EVERY
-            if patches % 4 == 0:  # the pointer, now and then; the number, mostly
+            if patches % 4 == 0:  # every fourth patch is of the pointer, the others of the number
                 on = 1 - on
                 run.patch(0, "counter", counters[on])
             else:
@@ -145,7 +146,7 @@ def replays(device: ost.Device, number: int) -> Part:
 
 
 def _finished(part: Part, device: ost.Device) -> Part:
-    """Everything is dropped: what is still not destroyed now never will be."""
+    """Notes the number of objects that are still not destroyed after all were dropped."""
     gc.collect()
     device.synchronize()
     part.left = device.context.retired
@@ -157,7 +158,7 @@ def _points(number: int) -> set[int]:
 
 
 def rounds(device: ost.Device, number: int) -> Part:
-    """`number` graphs made, run and dropped, shared out among the threads."""
+    """Makes, runs and drops `number` graphs, distributed over the threads."""
     part = Part("capture-instantiate-destroy rounds")
     kernel = device.modules.get_or_compile(SOURCE, "count")
     failures: list[BaseException] = []
@@ -170,7 +171,7 @@ def rounds(device: ost.Device, number: int) -> Part:
         try:
             stream, counter = device.create_stream(), device.zeros(1, np.uint64)
             for tenth in tenths:
-                barrier.wait()  # all begin a tenth together
+                barrier.wait()  # all threads begin a tenth together
                 while done[index] < tenth:
                     by = done[index] % 7 + 1
                     with ost.capture(stream) as capture:
@@ -199,7 +200,7 @@ def rounds(device: ost.Device, number: int) -> Part:
             start = time.perf_counter()
             barrier.wait()
             part.seconds += time.perf_counter() - start
-            device.synchronize()  # all wait here: what was closed is destroyed
+            device.synchronize()  # destroys closed graphs while all threads wait
             part.sample(device, sum(done))
         barrier.wait()
     except threading.BrokenBarrierError:

@@ -1,10 +1,10 @@
-"""From process start to the first token, split by phase: fresh processes, warm caches.
+"""Time from process start to the first token, by phase: fresh processes, warm caches.
 
     python -m benchmarks.startup                  the real model (OSTINATO_MODEL_FILE, or fetched)
     python -m benchmarks.startup --shape 135M     random weights of that shape; needs no file
 
-The first process compiles what is not on disk yet, Python's bytecode too, and is not counted.  The
-others find the file in the page cache and the kernels on disk, and each of them is: interpreter,
+The first process compiles kernels and bytecode that are not on disk yet, and is not counted.  The
+others find the file in the page cache and the kernels on disk.  Their phases are: interpreter,
 imports, device, file, weights (read, uploaded, converted), buffers, kernels (found and loaded),
 prompt, first token.  The tokenizer is built while the weights are read.
 """
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = [chosen.device, model, chosen.shape or "", str(CONTEXT)]
     found, bare = [], []
     with tempfile.TemporaryDirectory() as folder:
-        # As an installed package has its bytecode, whatever this machine's Python is told to keep.
+        # Installed packages have bytecode, so it is kept here, whatever the environment sets.
         keeping = os.environ | {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
         start_up(command, keeping)  # compiles, and brings the file into the page cache
         for _ in range(rounds):
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def start_up(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """One process's answer.  Raises CalledProcessError with what it said on stderr shown."""
+    """Runs one process, and returns its figures.  Raises CalledProcessError; stderr is shown."""
     spawned = time.monotonic_ns()
     answer = subprocess.run(
         [sys.executable, "-m", "benchmarks.startup_child", str(spawned), *command],
@@ -92,7 +92,7 @@ def start_up(command: Sequence[str], environment: Mapping[str, str]) -> dict[str
 
 
 def row(phase: str, nanoseconds: Sequence[int]) -> dict[str, Any]:
-    """A line of the table, in milliseconds."""
+    """Returns a row of the table, in milliseconds."""
     return {
         "phase": phase,
         "median_ms": round(statistics.median(nanoseconds) / 1e6, 2),

@@ -1,6 +1,6 @@
-"""One process from its start to the first token, for `benchmarks.startup`; prints one JSON object.
+"""Times one process from its start to the first token, for `benchmarks.startup`; prints JSON.
 
-Nothing is imported before the clock is read, and each import belongs to the phase that needs it.
+The clock is read before anything is imported, and each import belongs to the phase that needs it.
 """
 
 import time
@@ -13,7 +13,7 @@ def main(spawned: int, device_name: str, model: str, shape: str, context: int) -
     last = BEGAN
 
     def done(phase: str, known: float = 0.0) -> None:
-        """Notes the time since the last phase; `known` seconds of it are noted elsewhere."""
+        """Notes the time since the last phase, less `known` seconds that belong to other phases."""
         nonlocal last
         now = time.monotonic_ns()
         marks[phase] = now - last - int(known * 1e9)

@@ -1,10 +1,10 @@
-"""What a replay costs before and after a process has put work into one stream, or into two.
+"""The time of a replay before and after a process has put work into one stream, or into two.
 
-On the GPUs that were measured, launches, fills or copies on the device in a second stream make
-every kernel of a graph begin later, for as long as the process lives; so each case has a process of
-its own.  So does a graph of many kernels that is uploaded, until it is launched.  A case is a
-replay of a chain of tiny kernels, back to back, by the device's clock: first in a new process, then
-after some work in streams, whatever these do meanwhile (nothing).
+On the measured GPUs, launches, fills or copies on the device in a second stream delay every kernel
+of a graph for the rest of the process; so each case has a process of its own.  A graph of many
+kernels that is uploaded has the same effect until it is launched.  A case measures replays of a
+chain of tiny kernels, back to back, by the device's clock: first in a new process, then after some
+work in streams, which are idle by then.
 
     python -m benchmarks.streams [--out DIR] [--device cuda:0|host] [--quick]
 
@@ -29,7 +29,7 @@ from ostinato.bench.floor import device_us
 
 _LENGTH, _REPLAYS, _ROUNDS = 100, 200, 5
 _MANY = 300
-"""Submissions to a stream: of a second one, or of the graph's own."""
+"""The number of submissions to a stream: a second one, or the graph's own."""
 _SECONDS = 120
 
 CASES = {
@@ -45,11 +45,11 @@ CASES = {
     "a graph uploaded": (("own", "upload a graph"),),
     "a graph uploaded, and launched": (("own", "upload a graph"), ("own", "launch it")),
 }
-"""Kinds of work by stream, in order."""
+"""The work of each case, in order: pairs of a stream and a kind of work."""
 
 
 def child(device_name: str, case: str, many: int) -> dict[str, object]:
-    """One process: microseconds a kernel before the case's work, and after it."""
+    """Measures, in this process, the microseconds for a kernel before and after the case's work."""
     with ost.open_device(device_name) as device:
         chain, one = Chain(device, _LENGTH), Chain(device, 1)
         streams = {"own": device.create_stream(), "other": device.create_stream()}
@@ -90,7 +90,7 @@ def _per_kernel_us(device: ost.Device, stream: ost.Stream, graph: ost.GraphExec)
 
 
 def _of_process(device: str, case: str, many: int) -> dict[str, Any]:
-    """What a new process measures.  Raises CalledProcessError with its stderr."""
+    """Measures a case in a new process.  Raises CalledProcessError with its stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.streams", "--child", device, case, str(many)],
         cwd=common.ROOT.parent,

@@ -2,23 +2,24 @@
 
     python -m benchmarks.tensor_parallel                     1B and 8B, 1 and 2 GPUs, batch 1 and 32
     python -m benchmarks.tensor_parallel --shape 1B --ranks 2 --way exchange
-    python -m benchmarks.tensor_parallel --soak 100000       and so many tokens by the first shape
+    python -m benchmarks.tensor_parallel --soak 100000       also a soak of that many tokens
     python -m benchmarks.tensor_parallel --device host --quick
 
-The physics.  A rank reads its share of the weights for a token, so the floor is the weights' bytes
-over the ranks' bandwidth together.  What does not get smaller are hops: two sums over the ranks for
-each layer, and one exchange at the end of the step, each some microseconds long, in which nothing
-is read.  Each number of ranks above one is measured with what they exchange by: "exchange", small
+The physics.  A rank reads its share of the weights for a token, so the minimum time is the weights'
+bytes over the bandwidth of all ranks.  The time of hops does not decrease: two sums over the ranks
+for each layer, and one exchange at the end of the step, each of some microseconds, in which nothing
+is read.  Each number of ranks above one is measured with both ways to exchange: "exchange", small
 messages in each other's memory, and "library", all by NCCL.
 
 The peer is transformers' Llama of the same shape, split by its own plan (`tp_plan="auto"`) under
 torchrun: launch by launch, and one step as a `torch.cuda.graph`.
 
-`--soak`: answers of 100 tokens by four sequences, over and over, and how many of them differ from
-the first of the same sequence, on any rank; with what memory grew by in the second half.
+`--soak`: four sequences generate answers of 100 tokens over and over, with the first shape; the
+answers that differ from the first one of their sequence, on any rank, and the growth of memory in
+the second half are counted.
 
-Each measurement is a stage in processes of its own, one a GPU, with a time limit: a stage that
-fails or hangs is a line under `skipped`, and the next one begins anew.
+Each measurement is a stage in processes of its own, one for each GPU, with a time limit: a stage
+that fails or hangs is listed under `skipped`, and the next one starts new processes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from ostinato.models import Decoder, LlamaConfig
 
 PROMPT = 16
 WARMUP = 32
-"""Tokens."""
+"""The number of tokens of a warm-up."""
 ANSWER = 100
 COLUMNS = (
     "shape", "weights", "ranks", "batch", "way", "tokens_per_second", "token_us", "step_us",
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for weights in kinds
         for shape in shapes
         for count in ranks
-        # The first kind of weights takes all ways: what ranks exchange is the same for all.
+        # Only the first kind of weights runs all ways: the exchanges are the same for all kinds.
         for way in (["one"] if count == 1 else ways if weights == kinds[0] else ways[:1])
     ]
     plan += [one for one in decoding if one["weights"] == kinds[0]]
@@ -153,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_stage(given: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str]:
-    """One process a rank; the rows of rank 0, and what went wrong."""
+    """Runs a stage, with one process for each rank.  Returns the rows of rank 0, and the error."""
     size = given["ranks"]
     program = ["-m", "benchmarks.tensor_parallel", "--stage"]
     if given["kind"] == "torch":
@@ -163,7 +164,7 @@ def run_stage(given: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any
         group = new_group_id(size, deadline=60) if size > 1 else ""
         ranks = ({**given, "rank": rank, "group": group} for rank in range(size))
         commands = [[*program, json.dumps(rank)] for rank in ranks]
-    # The environment as it is: a machine's own settings of NCCL must reach the ranks.
+    # The ranks inherit the environment, with the machine's settings for NCCL.
     processes = [
         subprocess.Popen(
             [sys.executable, *one],
@@ -191,7 +192,7 @@ def run_stage(given: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any
 
 
 def _ended(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Ends a process, and what it printed.  torchrun ends its workers when it is told to end."""
+    """Ends a process, and returns its output.  torchrun ends its workers when it is terminated."""
     process.terminate()
     try:
         return process.communicate(timeout=10)
@@ -201,7 +202,7 @@ def _ended(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def stage(given: dict[str, Any]) -> int:
-    """One rank of a stage; rank 0 prints a line of JSON for each row."""
+    """Runs one rank of a stage; rank 0 prints a line of JSON for each row."""
     if given["kind"] == "torch":
         for row in peer(given):
             if os.environ["RANK"] == "0":
@@ -231,7 +232,7 @@ def stage(given: dict[str, Any]) -> int:
 def open_decoder(
     given: dict[str, Any], device: ost.Device, group: Group | None, most: int
 ) -> Decoder:
-    """Of random weights, for up to `most` sequences."""
+    """Opens a decoder with random weights, for up to `most` sequences."""
     config, on_host = shape_named(given["shape"]), given["device"] == "host"
     recipe = None if given["weights"] == "bf16" else given["weights"]
     with random_checkpoint(config, recipe=recipe) as checkpoint:
@@ -249,7 +250,8 @@ def open_decoder(
 
 
 def answers_of(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """The token after each prompt and `count` more, by as many sequences, from nothing."""
+    """Resets the decoder, and returns the token after each prompt and `count` more, with one
+    sequence for each prompt."""
     decoder.reset()
     answers = [[decoder.prefill(prompt, one)] for one, prompt in enumerate(prompts)]
     for step in decoder.run_batch(list(range(len(prompts))), count=count):
@@ -310,7 +312,8 @@ def decode(given: dict[str, Any], device: ost.Device, group: Group | None) -> An
 
 
 def soak(given: dict[str, Any], device: ost.Device, group: Group | None) -> Any:
-    """The same answers until all tokens are done, compared with the first ones on every rank."""
+    """Generates the same answers over and over, and compares them with the first ones on every
+    rank."""
     assert group is not None
     prompts = prompts_of(shape_named(given["shape"]), 4, np.random.default_rng(6))
     rounds = max(2, -(-given["tokens"] // (ANSWER * len(prompts))))
@@ -346,7 +349,7 @@ def soak(given: dict[str, Any], device: ost.Device, group: Group | None) -> Any:
 
 
 def peer(given: dict[str, Any]) -> Any:
-    """A rank of transformers' own tensor parallel decoding, started by torchrun."""
+    """Runs a rank of transformers' own tensor parallel decoding, started by torchrun."""
     import torch
     import transformers
 
@@ -363,7 +366,7 @@ def peer(given: dict[str, Any]) -> Any:
     for name, shape in shapes.items():
         count = shape.numel()
         weights[name] = some.repeat(-(-count // len(some)))[:count].view(shape)
-        weights[name] += len(shape) == 1  # a norm's
+        weights[name] += len(shape) == 1  # weights of norms are around 1
     begin = time.perf_counter()
     model = transformers.LlamaForCausalLM.from_pretrained(
         None, config=llama, state_dict=weights, tp_plan="auto", dtype=torch.bfloat16
@@ -403,7 +406,7 @@ def peer(given: dict[str, Any]) -> Any:
 
 
 def collectives(given: dict[str, Any], device: ost.Device, group: Group | None) -> Any:
-    """Microseconds of one collective among many in a graph."""
+    """Measures the microseconds of one collective among many in a graph."""
     assert group is not None
     count = 4 if given["device"] == "host" else 200
     for way in given["ways"]:

@@ -1,30 +1,30 @@
-"""What `graphed` costs: host time of a call, and the time from the first call to steady state.
+"""The cost of `graphed`: host time of a call, and the time from the first call to steady state.
 
     python -m benchmarks.torch_graphed [--only host|compile] [--works mlp,dropout] [--out DIR]
 
-What bounds it: a graph needs its inputs copied and one launch.  The bound is measured: `copy_` of
-each input and `replay()` of a graph that was captured by hand (`by hand`).  Ways:
+Lower bound: a graph needs its inputs copied and one launch.  The bound is measured: `copy_` of each
+input and `replay()` of a graph that was captured by hand (`by hand`).  Ways:
 
   eager             the function itself
   by hand           torch.cuda.graph, `copy_` of each input, `replay()`; the result is overwritten
   make_graphed      torch.cuda.make_graphed_callables
-  compile           torch.compile(mode="reduce-overhead"), nothing in its caches
+  compile           torch.compile(mode="reduce-overhead"), with empty caches
   graphed           `ostinato.interop.torch.graphed`; results are new tensors
-  graphed, static   the same with results="static": as `by hand`
-  given up          `graphed` of the function with a wait in it, which no capture takes; as a ratio
-                    of `plainly`, the same function without `graphed`
+  graphed, static   the same with results="static", overwritten like those of `by hand`
+  given up          `graphed` of the function with a wait in it, which cannot be captured; as a
+                    ratio of `plainly`, the same function without `graphed`
 
-`--only host`: all but `compile`, whose calls are timed in turns, block by block.  Host time is that
-of the call alone; the device is waited for between blocks.  Rows of `graphed` have its parts too:
-`match_us` the checks, `replay_us` copies and launch, `patch_us` the change of a node, `bare_us` the
-launch alone, also right after a change (`patched_us`); rows `by hand` have `copy_us` and
-`replay_us`.  Calls get the same tensors each time, so no node is changed; `moved_us` is a call with
-tensors that lie elsewhere than those of the call before.  `short`: how many calls took the short
-way.
+`--only host`: all ways except `compile`; their calls are timed in turns, block by block.  Host time
+is that of the call alone; the host waits for the device between blocks.  Rows of `graphed` have its
+parts too: `match_us` the checks, `replay_us` copies and launch, `patch_us` the change of a node,
+`bare_us` the launch alone, `patched_us` the launch right after a change; rows `by hand` have
+`copy_us` and `replay_us`.  Calls get the same tensors each time, so no node is changed; `moved_us`
+is a call with tensors at other addresses than those of the previous call.  `short`: number of calls
+by the short way.
 
-`--only compile`: `compile` and `graphed` alone, after `eager`, so that torch has loaded its
-libraries before both.  `steady_ms` is the time until the end of the last
-of the first calls that took more than twice as long as the later ones, waiting for the device.
+`--only compile`: only `compile` and `graphed`, after `eager`, so that torch has loaded its
+libraries before both.  `steady_ms` is the time until the end of the last of the first calls that
+took more than twice as long as the later ones, including the wait for the device.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ HOST = ("eager", "by hand", "make_graphed", "graphed", "graphed, static", "plain
 COMPILE = ("eager", "compile", "graphed")
 BLOCK = 20
 FIRST = 12
-"""Calls among which the steady state is looked for."""
+"""The number of first calls in which the steady state must be reached."""
 
 
 def _by_hand(work: Work, args: tuple[Any, ...]) -> Callable[..., Any]:
-    """What the documentation of torch.cuda.graph says, with static inputs."""
+    """Captures as in the documentation of torch.cuda.graph, with static inputs."""
     import torch
 
     count = len(args) - len(work.static)
@@ -101,7 +101,7 @@ def _way(way: str, work: Work, args: tuple[Any, ...], device: ost.Device) -> Cal
         if not all(isinstance(a, torch.Tensor) for a in args) or work.static:
             raise ValueError("takes tensors alone, and copies each")
         function: Any = work.function
-        if isinstance(function, torch.nn.Module):  # it replaces the forward of a module in place
+        if isinstance(function, torch.nn.Module):  # torch would replace a module's forward in place
             function = function.forward
             plain = lambda *a: function(*a)  # noqa: E731
         else:
@@ -133,7 +133,7 @@ def _way(way: str, work: Work, args: tuple[Any, ...], device: ost.Device) -> Cal
 
 @dataclass
 class Way:
-    """One way of calling a work, set up, and the times of its calls in nanoseconds."""
+    """One way to call a work, set up, and the times of its calls in nanoseconds."""
 
     name: str
     call: Callable[..., Any]
@@ -149,7 +149,7 @@ def _synchronize() -> None:
 
 
 def _block(call: Callable[..., Any], args: tuple[Any, ...]) -> list[int]:
-    """Nanoseconds of host time of each call of one block."""
+    """Times one block.  Returns the host time of each call, in nanoseconds."""
     times, clock = [], time.perf_counter_ns
     _synchronize()
     for _ in range(BLOCK):
@@ -161,13 +161,13 @@ def _block(call: Callable[..., Any], args: tuple[Any, ...]) -> list[int]:
 
 
 def _median(call: Callable[..., Any], args: tuple[Any, ...], calls: int) -> float:
-    """Microseconds."""
+    """Returns the median host time of a call, in microseconds."""
     times = [t for _ in range(max(1, calls // BLOCK)) for t in _block(call, args)]
     return round(statistics.median(times) / 1e3, 3)
 
 
 def _start(name: str, work: Work, args: tuple[Any, ...], device: ost.Device) -> Way:
-    """Sets a way up, and calls it until it is steady."""
+    """Sets up a way, and calls it until it is steady."""
     _synchronize()
     began = time.perf_counter()
     call = _way(name, work, args, device)
@@ -185,7 +185,7 @@ def _start(name: str, work: Work, args: tuple[Any, ...], device: ost.Device) -> 
 def _parts(
     way: Way, args: tuple[Any, ...], moved: tuple[Any, ...], calls: int
 ) -> dict[str, object]:
-    """What a call is made of, in microseconds.  `moved`: such arguments elsewhere."""
+    """Times the parts of a call, in microseconds.  `moved`: equal arguments at other addresses."""
     parts = getattr(way.call, "parts", None)
     if parts is not None:
         return {name: _median(part, args, calls) for name, part in parts.items()}
@@ -207,7 +207,7 @@ def _parts(
         row["replay_us"] = _median(replay, (), calls)
         with step.cache.hold(hot.line.name) as run:
             if captured.moves is not None:
-                # To nowhere: safe by itself.  The last word is that of a 32nd array.
+                # Addresses of 0: nothing is copied.  The last word belongs to a 32nd array.
                 words = [bytes(16 * MOST - 1) + bytes([last]) for last in range(2)]
                 changes = itertools.cycle([*map(captured.moves.change, words)])
 
@@ -222,7 +222,7 @@ def _parts(
 
 
 def _after(change: Callable[[Any], object], run: Any) -> Callable[..., Any]:
-    """A launch after a change."""
+    """Returns a function that makes a change and launches."""
 
     def call(stream: Any) -> None:
         change(run)
@@ -234,7 +234,7 @@ def _after(change: Callable[[Any], object], run: Any) -> Callable[..., Any]:
 def measure(
     name: str, device: ost.Device, calls: int, ways: tuple[str, ...], skipped: dict[str, str]
 ) -> list[dict[str, object]]:
-    """Rows of one work."""
+    """Measures one work in several ways.  Returns the rows."""
     import torch
 
     made: list[tuple[Way, tuple[Any, ...]]] = []
@@ -284,7 +284,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=400)
     chosen = parser.parse_args()
     skipped: dict[str, str] = {}
-    os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # a first call, each time
+    os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # each first call compiles
     torch = common.torch_with_cuda(chosen.device)
     if torch is None:
         return 0

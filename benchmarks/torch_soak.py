@@ -2,11 +2,11 @@
 
     python -m benchmarks.torch_soak [--out DIR] [--quick]
 
-What bounds it: a key that is evicted all the time is captured up to eight times in 1,000 uses, and
-runs eagerly otherwise; both are counted.  Each answer is compared with eager torch, bit by bit.
-The threads call on streams of their own; half of the calls are of a few keys, so that there are
-replays between the evictions.  Memory is read, and counts as flat, as in benchmarks.soak: on the
-device all that is in use, torch's cached memory included.
+Limits: a key that is evicted all the time is captured up to eight times in 1,000 uses, and runs
+eagerly otherwise; both are counted.  Each answer is compared with eager torch, bit by bit.  The
+threads call on streams of their own; half of the calls have one of a few keys, so that there are
+replays between the evictions.  Memory is read, and counts as flat, as in benchmarks.soak; on the
+device it is all memory in use, including torch's cached memory.
 
 Exits with 1 if an answer is wrong or memory is not flat.  The last line is one JSON object.
 """
@@ -29,17 +29,17 @@ CALLS = 100_000
 KEYS = 50
 GRAPHS = 10
 OFTEN = 5
-"""Keys that half of the calls are of."""
+"""The number of keys that half of the calls have."""
 
 
 def soak(device: ost.Device, calls: int) -> tuple[Part, dict[str, object]]:
-    """The part, and counts."""
+    """Runs the soak.  Returns its memory figures, and counts."""
     import torch
 
     from ostinato.interop.torch import graphed
 
     torch.manual_seed(0)
-    weight = torch.randint(-3, 4, (32, 32), device="cuda").float()  # whole numbers: sums are exact
+    weight = torch.randint(-3, 4, (32, 32), device="cuda").float()  # integers: sums are exact
 
     def function(x: Any) -> Any:
         return (x @ weight).relu() + 1, x.sum(dim=-1)

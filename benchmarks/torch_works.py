@@ -1,5 +1,5 @@
-"""Functions and models of torch and transformers as people have them: what `graphed` is measured on
-and, in tests/gpu, compared with eager runs on."""
+"""Typical functions and models of torch and transformers, for measuring `graphed` and, in
+tests/gpu, for comparing it with eager runs."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ NAMES = (
     "encoder",
 )
 MODELS = ("Llama", "Qwen2", "GPT-2", "encoder")
-"""Those of transformers."""
+"""The names of the works that are models of transformers."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One function, and arguments for it: `draw()` gives others of the same shapes."""
+    """One function, and its arguments: `draw()` makes new ones of the same shapes."""
 
     name: str
     function: Callable[..., Any]
     draw: Callable[[], tuple[Any, ...]]
     static: tuple[str, ...] = ()
     fresh: Callable[[], tuple[Any, ...]] = field(default=lambda: ())
-    """New static arguments, which come behind the drawn ones."""
+    """Makes new static arguments, which follow the drawn ones."""
 
 
 def make_work(name: str) -> Work:
-    """One of `NAMES`, with weights of the same seed each time; raises ImportError without its
-    library."""
+    """Makes one of `NAMES`, with weights from the same seed each time.  Raises ImportError without
+    its library."""
     import torch
 
     torch.manual_seed(0)
@@ -115,7 +115,7 @@ def _unet_block(torch: Any) -> Any:
     nn, functional = torch.nn, torch.nn.functional
 
     class Block(nn.Module):  # type: ignore[misc, name-defined]
-        """Two convolutions with a time embedding, attention over the pixels, one step up."""
+        """Two convolutions with a time embedding, attention over the pixels, and an upsampling."""
 
         def __init__(self, width: int = 32) -> None:
             super().__init__()

@@ -1,10 +1,10 @@
 """`python -m benchmarks.tuning --out DIR [--plan 1B:1,8]`: the default launch shapes of a step, and
 the best that `ostinato tune` finds.
 
-A search for each shape and number of rows begins with the default, times whole steps in loops of
-replays, and takes only what agrees with the default.  `of_found_20` is the default's time over the
-best one's at position 20, each measured with care.  Ends with one line of JSON, which is also in
-`DIR/tuning-{device}.json`.
+A search for each model shape and number of rows begins with the default, times whole steps in loops
+of replays, and accepts only shapes whose results agree with the default's.  `of_found_20` is the
+default's time over the best one's at position 20, both from longer measurements.  The last line is
+JSON, which is also in `DIR/tuning-{device}.json`.
 
 The physics: a step reads each weight once, so it takes no less than their bytes over the memory's
 bandwidth, which is measured in the same run.
@@ -34,9 +34,9 @@ from ostinato.models.weights import load_weights
 PLANS = ("135M:1,8,32,64", "1B:1,8,32,64", "8B:1,8,32,64")
 QUICK = ("135M:8",)
 _SECONDS = 40.0
-"""Of each search."""
+"""The duration of each search."""
 _CONTEXTS = (20, 500)
-"""Where steps are timed."""
+"""The positions at which steps are timed."""
 
 
 def rows_of(

@@ -1,7 +1,7 @@
 """`python -m benchmarks.weights --out DIR [--plan 1B:q8_0,q4_0:1,8]`: packed and bfloat16 weights.
 
-One decoder for each kind of random weights of a shape, as a user has it: loading, graphs by
-capture, tokens through a run that goes ahead.  Ends with one line of JSON, which is also in
+Measures one decoder for each kind of random weights of a shape, as users run it: loading, graphs by
+capture, tokens from a run that launches ahead.  The last line is JSON, which is also in
 `DIR/weights-{device}.json`.
 
 The physics: a step reads each weight once, so it takes no less than their bytes over the memory's
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plans = chosen.plan or (QUICK if chosen.quick else PLANS)
     rows: list[dict[str, object]] = []
     skipped: dict[str, str] = {}
-    # One stream for all of them: with a second one the driver replays more slowly.
+    # One stream for all decoders: with a second one the driver replays more slowly.
     with ost.open_device(chosen.device) as device, device.create_stream() as stream:
         bandwidth = measure_bandwidth(device).best
         for plan in plans:

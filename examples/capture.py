@@ -1,4 +1,4 @@
-"""Capture two kernels once, play them again, look at the graph, point it elsewhere."""
+"""Captures two kernels once, replays them, prints the graph, and points it at another buffer."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ extern "C" __global__ void add(const float* x, float* y, unsigned n) {
 """
 
 
-# The same kernels for machines without a GPU.  The signature also says what is read and written.
+# The same kernels for machines without a GPU.  Signatures state which memory is read and written.
 @ost.host_kernel("x: *f32, factor: f32, n: u32")
 def scale(launch, x, factor, n):
     x[:n] *= np.float32(factor)

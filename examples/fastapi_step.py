@@ -1,4 +1,4 @@
-"""A step behind FastAPI: requests wait for the GPU in asyncio, and the event loop goes on.
+"""A step behind FastAPI: requests wait for the GPU in asyncio without blocking the event loop.
 
     python examples/fastapi_step.py           # two requests in this process
     uvicorn examples.fastapi_step:app         # a server
@@ -33,7 +33,7 @@ def scale(launch: ost.lowlevel.HostLaunch, x: Any, rows: Any) -> None:
 
 
 class Model:
-    """A step with its memory.  One request at a time uses the slots."""
+    """A step with its memory.  Only one request at a time may use the slots."""
 
     def __init__(self) -> None:
         self.device = ost.open_device()
@@ -45,7 +45,7 @@ class Model:
         graphs = ost.GraphCache(self.device, buckets=ost.PowersOfTwo(ROWS))
         slots = [ost.Slot("x", self.x, ost.Role.STATE, size="rows")]
         self.step = ost.GraphedStep(self.run, stream=self.stream, cache=graphs, slots=slots)
-        self.step(rows=ROWS)  # a warm-up, and then all graphs: no request waits for a capture
+        self.step(rows=ROWS)  # warm-up; then build all graphs, so that no request waits for one
         for rows in graphs.buckets:
             self.step.prepare(rows=rows)
 
@@ -86,7 +86,7 @@ def make_app() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`app` is made when a server asks for it."""
+    """Makes `app` when a server first reads it."""
     if name != "app":
         raise AttributeError(name)
     return make_app()

@@ -1,4 +1,4 @@
-"""A real model through captured graphs: text as it comes, then what it took.
+"""Generates text with a real model through captured graphs, then prints times.
 
     python examples/generate.py "Why is the sky blue?" --max-tokens 60
     python examples/generate.py "Once upon a time" --raw --temperature 0.8 --seed 7
@@ -44,7 +44,7 @@ def main() -> None:
             for piece in answer:
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
-            pass  # the summary says how far it came
+            pass  # the summary covers the tokens so far
         print("\n")
         print(answer.summary())
 

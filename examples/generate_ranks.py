@@ -1,4 +1,4 @@
-"""A model over several GPUs, one process each, whoever starts the processes.
+"""Runs a model on several GPUs, one process for each, with any of several launchers.
 
     torchrun --nproc-per-node 2 examples/generate_ranks.py "Why is the sky blue?"
     mpirun -n 2 python examples/generate_ranks.py "Why is the sky blue?"
@@ -6,10 +6,10 @@
     torchrun --nproc-per-node 3 examples/generate_ranks.py --host        # on the CPU
     python examples/generate_ranks.py                                    # one device
 
-The launcher's environment says which rank a process is and where the others are.  All ranks do the
-same and get the same tokens; the first one prints.  On several hosts mpirun needs MASTER_ADDR and
-MASTER_PORT (`-x`).  The model's heads, inner width and vocabulary must be multiples of the ranks:
-3 for the default model.
+The launcher's environment variables give the process' rank and the addresses of the others.  All
+ranks do the same and get the same tokens; rank 0 prints them.  On several hosts mpirun needs
+MASTER_ADDR and MASTER_PORT (`-x`).  The model's heads, inner width and vocabulary must be multiples
+of the number of ranks: 3 for the default model.
 """
 
 from __future__ import annotations

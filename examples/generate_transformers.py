@@ -1,10 +1,10 @@
-"""A transformers Llama, as it is and accelerated: the same call, on the same weights.
+"""Runs a transformers Llama eagerly and accelerated: the same call, on the same weights.
 
     python examples/generate_transformers.py                          # a small random model
     python examples/generate_transformers.py --model path/to/a/llama --prompt "Why is the sky blue?"
 
 It needs PyTorch and transformers.  On a GPU the model is in bfloat16; on the CPU it is in float32,
-and NumPy decodes it: that shows what happens, and is slow.
+and NumPy decodes, which is slow.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main() -> None:
 
     def generate(name: str) -> Any:
         arguments = {**inputs, "max_new_tokens": options.max_new_tokens, "do_sample": False}
-        model.generate(**arguments)  # what comes first compiles, captures, allocates
+        model.generate(**arguments)  # the first call compiles, captures, allocates
         began = time.perf_counter()
         answer = model.generate(**arguments)
         seconds = time.perf_counter() - began
@@ -70,7 +70,7 @@ def main() -> None:
     generate("transformers")
     with accelerate(model) as accelerated:
         answer = generate("accelerated")
-        model.generate(**inputs, max_new_tokens=4, num_beams=2)  # transformers does this one
+        model.generate(**inputs, max_new_tokens=4, num_beams=2)  # beams: not accelerated
         print(accelerated.statistics())
     print(answer.tolist() if tokenizer is None else tokenizer.decode(answer))
 

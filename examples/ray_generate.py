@@ -1,12 +1,11 @@
-"""A model over several of Ray's actors, one GPU each.
+"""Runs a model on several Ray actors with one GPU each.
 
     python examples/ray_generate.py --ranks 2 "Why is the sky blue?"
     python examples/ray_generate.py --ranks 3             # on the CPU, where there is no GPU
 
-Needs Ray (`pip install ray`), which nothing else here does.  The driver makes the group's id and
-gives it to the actors; it must live as long as they work, and its machine must be reachable at
-`--address` if actors run on others.  An actor that dies is an error in the others' calls, so that
-`ray.get` raises.
+Needs Ray (`pip install ray`).  The driver process makes the group's id and passes it to the actors;
+it must live as long as they do, and if actors run on other machines, they must be able to reach it
+at `--address`.  If an actor dies, the calls of the others fail, so that `ray.get` raises.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ class Worker:
 
     def __init__(self, group_id: str, rank: int, size: int, model: str, *, host: bool) -> None:
         self.group = join_group(group_id, rank=rank, size=size)
-        # Ray shows an actor its own GPU alone, by CUDA_VISIBLE_DEVICES.
+        # Ray sets CUDA_VISIBLE_DEVICES to the actor's own GPU.
         self.device = ost.open_device("host" if host else "cuda:0")
         self.generator = TextGenerator(self.device, model, group=self.group)
 
     def generate(self, prompt: str, max_tokens: int) -> str:
-        """The same text on all ranks.  All of them must be called."""
+        """Returns the answer, the same text on all ranks.  Must be called on all ranks."""
         answer = self.generator.generate(prompt, max_tokens=max_tokens)
         return "".join(answer)
 
     def close(self) -> None:
-        """Gives everything back.  A rank that leaves before is an error for the others."""
+        """Releases everything.  If a rank closes while others generate, their calls fail."""
         self.generator.close()
         self.group.close()
         self.device.close()

@@ -1,7 +1,7 @@
 """A step that runs eagerly, then as a captured graph, with sizes in buckets and a check.
 
-Three rows run in the graph of four.  The fourth is padding, and a state must keep it: the kernel
-reads the real number of rows on the device (`sizes.on_device`).
+Three rows run in the graph for four.  The fourth row is padding, and its state must not change: the
+kernel reads the actual number of rows on the device (`sizes.on_device`).
 """
 
 import numpy as np

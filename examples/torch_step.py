@@ -1,9 +1,9 @@
-"""A PyTorch decode step that replays a graph of itself.
+"""A PyTorch decode step that is replayed as a graph.
 
     python examples/torch_step.py
 
-Needs torch and a GPU.  The step has a key-value cache that it writes in place, sizes that change,
-and dropout that draws new numbers at each replay.
+Needs torch and a GPU.  The step writes a key-value cache in place, has sizes that change, and has
+dropout, which draws new numbers at each replay.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ def main() -> int:
     torch.manual_seed(0)
     model = torch.nn.TransformerEncoderLayer(256, 8, 1024, batch_first=True).cuda().eval()
 
-    # One line: the same call, replayed.
+    # One line makes the same call a replay.
     step = graphed(model)
     with torch.inference_mode():
         for _ in range(5):
             x = torch.randn(2, 32, 256, device="cuda")
             assert torch.equal(step(x), model(x))
 
-    # A cache is static: the graph writes to it in place, and follows it when it moves.
+    # A cache is static: the graph writes to it in place, and is patched if it moves.
     def decode(x: Any, place: Any, cache: Any) -> Any:
         cache.index_copy_(0, place, x)
         seen = torch.arange(64, device="cuda")[:, None] <= place
         return (cache * seen).sum(0)
 
     decode_step = graphed(decode, static=("cache",))
-    # Sizes share the graph of their bucket; the check replays it with poisoned padding too.
+    # Sizes share the graph of their bucket; the check also replays it with poisoned padding.
     scale = graphed(
         lambda tokens: torch.relu(tokens) * 2,
         dynamic={"tokens": 0},
         buckets=ost.PowersOfTwo(64),
         verify="first",
     )
-    # Random numbers are new in each replay, the same as in eager runs from the same seed.
+    # Each replay draws new random numbers, the same as eager runs from the same seed.
     noisy = graphed(lambda x: torch.nn.functional.dropout(x, 0.5))
     with torch.no_grad():
         for _ in range(2):

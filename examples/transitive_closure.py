@@ -3,9 +3,9 @@
     path(x, y) :- edge(x, y).
     path(x, z) :- path(x, y), edge(y, z).
 
-In each round only the paths that the last round found are joined with the edges.  The join runs on
-the device, with an index of the edges that is built once; taking out the pairs that are known, and
-those found twice, is NumPy's on the host.
+Each round joins only the paths that the last round found with the edges.  The join runs on the
+device, with an index of the edges that is built once; NumPy removes known pairs and duplicates on
+the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Pairs = npt.NDArray[np.int64]
 
 
 def closure(joiner: Joiner, edges: Pairs, nodes: int) -> Pairs:
-    """All (x, y) such that a path of one edge or more leads from x to y; a row each, in order."""
+    """Returns all (x, y) such that a path of one edge or more leads from x to y, one row each, in
+    order."""
     index = joiner.build_index({"node": edges[:, 0]}, on="node")
     known = np.zeros(nodes * nodes, bool)
     found = edges
@@ -37,7 +38,7 @@ def closure(joiner: Joiner, edges: Pairs, nodes: int) -> Pairs:
 
 
 def by_squaring(edges: Pairs, nodes: int) -> Pairs:
-    """The same from powers of the adjacency matrix."""
+    """Computes the same from powers of the adjacency matrix."""
     reach = np.zeros((nodes, nodes), np.float32)
     reach[edges[:, 0], edges[:, 1]] = 1
     for _ in range(nodes.bit_length()):
@@ -46,7 +47,7 @@ def by_squaring(edges: Pairs, nodes: int) -> Pairs:
 
 
 def random_edges(rng: np.random.Generator, nodes: int) -> Pairs:
-    """A ring of three quarters of the nodes, so that there are long paths, and some other edges."""
+    """Returns a ring of three quarters of the nodes, for long paths, and some other edges."""
     ring = rng.permutation(nodes)[: 3 * nodes // 4]
     others = rng.integers(0, nodes, (nodes // 20, 2))
     return np.concatenate([np.stack([ring, np.roll(ring, -1)], axis=1), others])

@@ -2,9 +2,9 @@
 
     python -m tools.check_dist [--demo]
 
-The wheel is built from the sdist, and its page for a package index is looked at; `tools.first_hour`
-installs and uses it.  `--demo` does so with the real model, which is fetched if it is not there;
-else it is a small random one.  Exit status 0 if all of it is so.
+The wheel is built from the sdist, and the README in it is checked as a package index shows it;
+`tools.first_hour` installs and uses the wheel.  `--demo`: with the real model, which is fetched if
+it is missing, instead of a small random one.  The exit status is 0 if all checks pass.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["ROOT", "build", "check", "run", "use"]
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """An sdist, and a wheel that is built from it, with what this environment has installed."""
+    """Builds an sdist, and a wheel from it, with the build tools of this environment."""
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     return sdist, wheel
 
 
 def check(files: Sequence[Path]) -> None:
-    """What can be said of an sdist and wheels without installing them."""
+    """Checks an sdist and wheels without installing them."""
     run(sys.executable, "-m", "twine", "check", "--strict", *files)
     for wheel in (file for file in files if file.suffix == ".whl"):
         run(sys.executable, "-m", "check_wheel_contents", wheel)
@@ -38,7 +38,7 @@ def check(files: Sequence[Path]) -> None:
 
 
 def check_page(wheel: Path) -> None:
-    """The page that a package index makes of the README: its links lead out of it."""
+    """Checks that the README in a wheel has no relative links, which fail on a package index."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         page = archive.read(name).decode()

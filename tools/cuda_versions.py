@@ -1,17 +1,17 @@
-"""What each version of CUDA has of what this library uses of libcuda, read from its headers.
+"""Writes a table of the parts of libcuda that this library uses, by CUDA version, from cuda.h.
 
     python -m tools.cuda_versions FOLDER
 
-FOLDER is searched for cuda.h, of as many versions as there are: the wheels of
-nvidia-cuda-runtime-cu12 (12.x) and nvidia-cuda-runtime (13.x) hold it.  A C compiler reads them:
+FOLDER is searched for the cuda.h of all versions: the wheels of nvidia-cuda-runtime-cu12 (12.x) and
+nvidia-cuda-runtime (13.x) contain it.  A C compiler is needed to read the headers:
 
     pip download --no-deps -d wheels nvidia-cuda-runtime-cu12==12.4.127  # and so on
     for w in wheels/*.whl; do unzip -q -d headers/$(basename $w .whl) $w '*.h'; done
 
-It writes tests/data/cuda_versions.json, with which tests compare prototypes, structures and numbers
-where there is neither a header nor a compiler.  Run it again after a change of `PROTOTYPES`,
-`STRUCTURES` or `NUMBERS`, and when a new CUDA is out.  Raises SystemExit if a header disagrees with
-a prototype: no table is written then.
+The table is tests/data/cuda_versions.json.  Tests compare prototypes, structures and numbers with
+it on machines without a header or a compiler.  Run the tool again after a change of `PROTOTYPES`,
+`STRUCTURES` or `NUMBERS`, and for a new CUDA version.  Raises SystemExit, and writes no table, if a
+header disagrees with a prototype.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TABLE = Path(__file__).parents[1] / "tests" / "data" / "cuda_versions.json"
 
 T = TypeVar("T")
 
-# Ours to the header's, where the header nests deeper than we need; and what is ours alone.
+# Our field names to the header's, where the header nests deeper; and fields that only we have.
 _RENAMED = {"deviceUpdatable": "deviceUpdatableKernelNode.deviceUpdatable"}
 _OURS_ONLY = {"words"}
 
@@ -57,11 +57,11 @@ NUMBERS = (
     *("CU_GRAPH_DEPENDENCY_TYPE_DEFAULT", "CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC"),
     *("CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC", "CU_GRAPH_KERNEL_NODE_PORT_LAUNCH_ORDER"),
 )
-"""The header's numbers that later versions added to, or may."""
+"""Enumerators of the header that later versions added, or whose enumerations may grow."""
 
 
 def fields_of(kind: Any, prefix: str = "", base: int = 0) -> dict[str, int]:
-    """Every field by the header's name, and where it lies: "alloc.poolProps.usage" and the like."""
+    """Returns the offset of every field, by the header's name, such as "alloc.poolProps.usage"."""
     found: dict[str, int] = {}
     anonymous = set(getattr(kind, "_anonymous_", ()))
     for name, field_type in kind._fields_:
@@ -81,7 +81,7 @@ def fields_of(kind: Any, prefix: str = "", base: int = 0) -> dict[str, int]:
 
 
 class Header:
-    """One version's cuda.h, which `compiler` reads."""
+    """The cuda.h of one version, read with a C compiler, `compiler`."""
 
     def __init__(self, path: Path, compiler: str = "cc") -> None:
         self.path, self._compiler = path, compiler
@@ -99,7 +99,7 @@ class Header:
         return re.search(rf"\b{name}\b", self._text) is not None
 
     def complaints(self, lines: Iterable[str]) -> dict[int, str]:
-        """What the compiler says against each of some lines of C, by their index."""
+        """Compiles lines of C after the header.  Returns the errors by the line's index."""
         code = '#include <stddef.h>\n#include <cuda.h>\n#line 1 "checked"\n' + "\n".join(lines)
         flags = ("-fsyntax-only", "-Werror", "-fmax-errors=0", "-x", "c", f"-I{self.path.parent}")
         done = subprocess.run(
@@ -113,7 +113,7 @@ class Header:
         return found
 
     def wrong_prototypes(self, prototypes: dict[str, tuple[str, ...]]) -> list[str]:
-        """Those of its calls that it declares otherwise."""
+        """Describes the prototypes that this header declares otherwise."""
         symbols = [symbol for symbol in prototypes if self.has(symbol)]
         lines = [
             f"CUresult (CUDAAPI *check_{symbol})({', '.join(prototypes[symbol]) or 'void'})"
@@ -123,13 +123,14 @@ class Header:
         return [f"{symbols[at]}: {words}" for at, words in self.complaints(lines).items()]
 
     def numbers(self, names: Iterable[str]) -> dict[str, int]:
-        """The values of the names that it has."""
+        """Returns the values of those of the names that this header has."""
         return self._values({name: name for name in names if self.has(name)})
 
     def layouts(self, structures: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-        """Where the fields of some structures of ours lie in this version's of those names.
+        """Returns the offsets of fields in this version's structures, by structure and field.
 
-        "" is the size.  A structure or a field that this version does not have is left out.
+        `structures`: ours, by the header's names.  Field "" is the size.  A structure or a field
+        that this version does not have is left out.
         """
         asked: dict[tuple[str, str], str] = {}
         for name, kind in structures.items():
@@ -141,7 +142,7 @@ class Header:
         return found
 
     def _values(self, expressions: Mapping[T, str]) -> dict[T, int]:
-        """Those of some constant expressions that compile, by their names."""
+        """Returns the values of those of the constant expressions that compile, by name."""
         names = list(expressions)
         lines = [f"enum {{ a{i} = (int)({expressions[name]}) }};" for i, name in enumerate(names)]
         for at in self.complaints(lines):
@@ -160,9 +161,10 @@ class Header:
 
 
 def table_of(headers: list[Header]) -> dict[str, Any]:
-    """The table as it is written; versions are "12.4".  Raises SystemExit for a wrong prototype.
+    """Makes the table; versions are written as "12.4".  Raises SystemExit for a wrong prototype.
 
-    A structure's fields stand under the first version that has them so; "" is its size.
+    A field's offset stands under the first version that has it at this offset; field "" is the
+    structure's size.
     """
     prototypes = cu.parse_prototypes()
     wrong = [
@@ -202,7 +204,7 @@ def table_of(headers: list[Header]) -> dict[str, Any]:
 
 
 def _text(table: dict[str, Any]) -> str:
-    """JSON with a line for each entry, so that a change of one is one line."""
+    """Formats the table as JSON with one line for each entry, for small diffs."""
     groups = []
     for name, entries in table.items():
         if isinstance(entries, dict):

@@ -1,12 +1,12 @@
-"""Measured figures of README.md and docs/, taken from the files that they were measured in.
+"""Fills measured figures of README.md and docs/ from the results files of the measurements.
 
-A table is written whole by a function of `TABLES`, between two comments:
+A table is written by a function of `TABLES`, between two comments:
 
     <!-- table: replay_cost, written by make docs -->
     <!-- end -->
 
-A figure in a sentence is listed in a comment right after its paragraph, with the others of the
-paragraph in the order of the text, the file of benchmarks/results and the place in it:
+The figures of a paragraph are listed in a comment right after it, in the order of the text, with
+the file of benchmarks/results and the place in that file:
 
     A kernel comes from disk in 1.6 ms.
     <!-- figures
@@ -14,19 +14,19 @@ paragraph in the order of the text, the file of benchmarks/results and the place
     1.6 = rows[library=ostinato].disk_loaded_ms
     -->
 
-A list at the end of the page says which paragraph it is of, by its first words:
+A list at the end of the page names its paragraph by the first words:
 
     <!-- figures of: A kernel comes from disk
     modules-nvidia-h200.json
     1.6 = rows[library=ostinato].disk_loaded_ms
     -->
 
-`filled` writes the file's value in both places, with as many decimals as the page has.  A place may
-be a product or quotient: `100 * rows[batch=8; way=capture].of_floor`.  A figure that no results
-file has is listed without a place, under the file of the repository that says it (`docs/log: its
-heading` for an entry of the log); it must stand there as it stands in the page.
+`filled` writes the file's value in the paragraph and in the list, with as many decimals as the page
+has.  A place may be a product or quotient: `100 * rows[batch=8; way=capture].of_floor`.  A figure
+that no results file has is listed without a place, under the file of the repository that contains
+it (`docs/log: its heading` for an entry of the log), written as in the page.
 
-`unlisted` finds figures with a unit of time, speed or size that neither way covers.
+`unlisted` finds figures with a unit of time, speed or size that are in no table and no list.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["PAGES", "TABLES", "FigureError", "filled", "unlisted"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-# docs/log.md and docs/log are history; docs/cli.md and docs/errors.md are written whole.
+# docs/log.md and docs/log are history; docs/cli.md and docs/errors.md are generated whole.
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
@@ -68,7 +68,7 @@ _MEASURED_CELL = re.compile(r"\|\s*\**(?:\d[\d,]*\.\d+|\d{1,3}(?:,\d{3})+)\**(?=
 
 
 class FigureError(Exception):
-    """A figure's comment cannot be followed: says the page's words and why."""
+    """A figure cannot be filled in; the message has the text of the page and the reason."""
 
 
 # ------------------------------------------------------------------------------- figures in a text
@@ -80,7 +80,8 @@ def results(name: str) -> Any:
 
 
 def value_at(document: Any, place: str) -> float:
-    """`rows[kernels=1; launched by=C].median_us`, and products and quotients of such places."""
+    """Returns the value at a place, such as `rows[kernels=1; launched by=C].median_us`, or of a
+    product or quotient of places."""
     first, *others = re.split(r" ([*/]) ", place)
     value = _one_value(document, first)
     for operator, operand in zip(others[::2], others[1::2], strict=True):
@@ -102,7 +103,7 @@ def _one_value(document: Any, place: str) -> float:
 
 
 def row(rows: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> dict[str, Any]:
-    """The one row with these values."""
+    """Returns the only row with these values.  Raises FigureError if there is not exactly one."""
     found = [r for r in rows if all(str(r.get(k)) == str(v) for k, v in wanted.items())]
     if len(found) != 1:
         raise FigureError(f"{len(found)} rows have {wanted}")
@@ -110,19 +111,19 @@ def row(rows: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> dict[str, Any
 
 
 def written(value: float, like: str) -> str:
-    """The value with as many decimals as the text has."""
+    """Formats the value with as many decimals as the text `like`."""
     return f"{value:,.{len(like.partition('.')[2])}f}"
 
 
 def filled(page: str) -> str:
-    """The page with its tables and figures as the files have them.  Raises FigureError."""
+    """Returns the page with its tables and figures filled from the files.  Raises FigureError."""
 
     def table(found: re.Match[str]) -> str:
         return found[1] + "\n".join(TABLES[found["name"]]()) + "\n"
 
     page = _TABLE.sub(table, page)
     for number in range(len(_LIST.findall(page))):
-        found = list(_LIST.finditer(page))[number]  # those before it may have moved it
+        found = list(_LIST.finditer(page))[number]  # searched again: earlier changes may move it
         start, end = _paragraph_of(page, found)
         text, lines, _ = _follow(page[start:end], found["lines"].splitlines())
         page = page[: found.start("lines")] + "\n".join([*lines, ""]) + page[found.end("lines") :]
@@ -131,7 +132,7 @@ def filled(page: str) -> str:
 
 
 def unlisted(page: str) -> list[str]:
-    """What reads like a measured figure and is neither in a written table nor in a list."""
+    """Returns the texts that look like measured figures and are in no table and no list."""
     page = re.sub(r"^```.*?^```", "", page, flags=re.S | re.M)
     page = re.sub(r"<!-- [\w ]+:[^\n]* -->\n.*?<!-- end -->", "", page, flags=re.S)
     found = []
@@ -145,7 +146,7 @@ def unlisted(page: str) -> list[str]:
 
 
 def _paragraphs(page: str) -> Iterator[tuple[str, list[str]]]:
-    """Each paragraph with the lines of its list of figures, if it has one."""
+    """Yields each paragraph with the lines of its list of figures; no lines if it has none."""
     lists = {_paragraph_of(page, found): found["lines"] for found in _LIST.finditer(page)}
     position = 0
     for start, end in (*sorted(lists), (len(page), len(page))):
@@ -156,8 +157,8 @@ def _paragraphs(page: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _paragraph_of(page: str, found: re.Match[str]) -> tuple[int, int]:
-    """Where the paragraph of a list begins and ends."""
-    if found["words"] is None:  # it ends there, and begins behind a blank line or another comment
+    """Returns the begin and the end of a list's paragraph in the page."""
+    if found["words"] is None:  # ends at the list, begins after a blank line or another comment
         before, end = page[: found.start()], found.start()
         ends = [before.rfind(mark) + len(mark) for mark in ("\n\n", "-->\n") if mark in before]
         return max(ends, default=0), end
@@ -169,7 +170,7 @@ def _paragraph_of(page: str, found: re.Match[str]) -> tuple[int, int]:
 
 
 def _follow(text: str, lines: Iterable[str]) -> tuple[str, list[str], set[tuple[int, int]]]:
-    """A paragraph and its list with the files' values, and where its figures stand in the text."""
+    """Returns the paragraph and its list with the files' values, and the spans of its figures."""
     document: Any = None
     position, new_lines, spans = 0, [], set()
     for line in lines:
@@ -198,7 +199,8 @@ def _follow(text: str, lines: Iterable[str]) -> tuple[str, list[str], set[tuple[
 
 
 def _source(line: str) -> Any:
-    """What a line names: a results file, a file of the repository, or an entry of the log."""
+    """Reads the source that a line names: a results file, which is parsed, or the text of a file of
+    the repository or of an entry of the log."""
     if line.endswith(".json"):
         return results(line)
     name, _, heading = line.partition(": ")
@@ -357,7 +359,7 @@ def lengths_h200() -> Iterable[str]:
 
 
 def front() -> Iterable[str]:
-    """Of the site's first page: the best of the functions that were measured, and the worst."""
+    """The table of the site's first page: the best and the worst of the measured functions."""
     rows = results("torch_graphed-nvidia-h200.json")["rows"]
     ways = {
         "eager": "PyTorch, eager",
@@ -377,7 +379,7 @@ def front() -> Iterable[str]:
 
 
 def summary() -> Iterable[str]:
-    """Strong and weak figures for the README: a line compares ways that one file has."""
+    """The README's table of strong and weak figures; a line compares ways from one file."""
     torch, replays, changes = (
         f"{name}-nvidia-h200" for name in ("torch_graphed", "replay_cost", "change_cost")
     )
@@ -506,7 +508,7 @@ def _profiles(titles: Sequence[str], names: Sequence[str]) -> Iterable[str]:
         "gate and up": ("rounded_gate_up",),
         "down": ("rounded_down",),
         "head": ("rounded_head",),
-        "embed, sample": ("embed", "sample", "advance"),  # which was a kernel once
+        "embed, sample": ("embed", "sample", "advance"),  # "advance": a kernel in older files
     }
     found = [results(name) for name in names]
 
@@ -712,16 +714,16 @@ def weights_h100() -> Iterable[str]:
 
 
 def streams() -> Iterable[str]:
-    """What work in streams costs the kernels of a graph."""
+    """The table of the cost of work in streams for the kernels of a graph."""
     rows = results("streams-nvidia-h200.json")["rows"]
     cells = ((r["work"], f"{r['before_us']:.2f}", f"{r['after_us']:.2f}") for r in rows)
     return _table(("work of the process", "µs before", "after"), cells)
 
 
 def tuning() -> Iterable[str]:
-    """The rule beside what a search found: microseconds a step, and one over the other."""
+    """The table of default and found launch shapes: microseconds a step, and their ratio."""
     rows = {
-        (row["shape"], row["rows"]): row  # what was searched again counts
+        (row["shape"], row["rows"]): row  # a repeated search replaces the first
         for name in ("tuning", "tuning-again")
         for row in results(f"{name}-nvidia-h200.json")["rows"]
     }
@@ -773,7 +775,7 @@ def _decoded(name: str, way: str, **wanted: int) -> dict[str, Any]:
 
 
 def _of_peer(name: str, peer: str, batch: int) -> str:
-    """Tokens a second; a peer for which a run had no time left has none."""
+    """Tokens a second of a peer; "not measured" if the run had no time left for it."""
     if f"{peer}, batch {batch}, context 20" in results(name)["skipped"]:
         return "not measured"
     return _speed(_decoded(name, peer, batch=batch))
@@ -792,7 +794,7 @@ def _count(value: float) -> str:
 
 
 def _short(us: float) -> str:
-    """Three figures, or all before the point."""
+    """Formats with three significant digits, or all digits before the point if there are more."""
     return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:,.0f}"
 
 

@@ -1,13 +1,13 @@
 """Plays the first hour of a new user in an environment of its own, and asserts what is printed.
 
-    make first-hour                     with the real model, which is fetched if it is not there
-    python -m tools.first_hour --tiny   with a small random model: nothing is fetched but packages
+    make first-hour                     with the real model, which is fetched if it is missing
+    python -m tools.first_hour --tiny   with a small random model: only packages are fetched
 
-The base install comes first: the command's help, what it says of the machine and of what is
-missing, and the samples of the README and of the pages that a beginner reads.  Then the extras: a
-prompt and a file through a pipe, a conversation of five turns on a terminal, and the server with
-OpenAI's own client.  All of it runs on the host driver.  `tools.check_dist` plays it with the
-wheel, here it is the checkout.  Exit status 0 if all of it is as it should be.
+The base install comes first: the command's help, its report on the machine and on what is missing,
+and the samples of the README and of the pages for beginners.  Then the extras: a prompt and a file
+through a pipe, a conversation of five turns on a terminal, and the server with OpenAI's own client.
+All of it runs on the host driver.  This tool installs the checkout; `tools.check_dist` plays the
+same with the wheel.  The exit status is 0 if all checks pass.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ MODEL = "smollm2-135m"
 BASE = {
     *("ostinato", "numpy", "rich", "markdown-it-py", "mdurl", "pygments", "filelock"),
     *("platformdirs", "typer", "click", "shellingham", "annotated-doc"),
-    # Of typer too, in its newer versions.
+    # Needed by newer versions of typer.
     *("pydantic", "pydantic-core", "annotated-types", "typing-extensions", "typing-inspection"),
 }
-"""All that the base install may bring: our needs with theirs, and ourselves."""
+"""The packages that the base install may bring: this one, its dependencies, and theirs."""
 COMMANDS = ("generate", "chat", "serve", "inspect", "bench", "doctor", "tune", "model", "cache")
 PAGES = ("README.md", "docs/index.md", "docs/tutorial.md")
-KERNELS = "docs/howto/kernels.md"  # which compiles CUDA C++
+KERNELS = "docs/howto/kernels.md"  # compiles CUDA C++
 
 PLAY_PAGES = """
 import sys
@@ -89,11 +89,12 @@ else:
 print(text)
 """
 WAIT = 120.0
-"""Seconds for the server's first word: against hangs alone."""
+"""Seconds to wait for the server's first output; a guard against hangs only."""
 
 
 def run(*command: str | Path, ok: int = 0, said: str = "", **environ: str) -> str:
-    """Both streams of a command that must give this exit status; `said` is its standard input."""
+    """Runs a command, whose exit status must be `ok`, with standard input `said`.  Returns stdout
+    and stderr together."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=tempfile.gettempdir(),
@@ -115,15 +116,15 @@ def _environment(**environ: str) -> dict[str, str]:
 
 
 def pip(environment: Path, *arguments: str) -> str:
-    """What pip does to an environment that has none itself."""
+    """Runs pip of this environment on another one, which has no pip."""
     python = environment / "bin" / "python"
     return run(sys.executable, "-m", "pip", "--python", python, *arguments)
 
 
 def use(what: Path, *, demo: bool) -> None:
-    """The whole hour, with this wheel or folder; `demo`: with the real model.
+    """Plays the whole hour with this wheel or folder; `demo`: with the real model.
 
-    Raises SystemExit or AssertionError for what is not as it should be.
+    Raises SystemExit or AssertionError if a check fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder) / "fresh"
@@ -149,7 +150,7 @@ def use(what: Path, *, demo: bool) -> None:
 
 
 def tiny_model(folder: Path) -> Path:
-    """A model with random weights, with room for five turns."""
+    """Writes a model with random weights, whose context has room for five turns."""
     return write_gguf(folder / "tiny.gguf", config=replace(CONFIG, context_length=4096))
 
 
@@ -196,7 +197,7 @@ def generate(fresh: Path, model: str) -> None:
 
 
 def chat(fresh: Path, model: str, file: Path) -> None:
-    """Five turns on a terminal, without an option for how tokens are chosen."""
+    """Plays five turns on a terminal, without sampling options."""
     turns = (
         "My name is Ada.",
         "What is a graph?",

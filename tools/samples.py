@@ -1,15 +1,15 @@
-"""The Python samples of the docs, and what they print.
+"""Runs the Python samples of the docs, and fills in their output.
 
-The ```python blocks of a page are one program, in order, with the lines that they would have in one
-file.  A ```text block right after one holds what it prints.  In front of a block may stand
+The ```python blocks of a page form one program, in order, with line numbers as in one file.  A
+```text block right after a block has its output.  A block may follow one of these comments:
 
-    <!-- needs a GPU -->                it runs where one is (tests/gpu), and nowhere else
-    <!-- needs a GPU and torch -->      it runs where both are, and so for any other library
-    <!-- a test file -->                it is a file of its own, and pytest passes it
-    <!-- run by tests/test_x.py -->     that test runs it, because it needs more than its page
+    <!-- needs a GPU -->                runs only on machines with a GPU (tests/gpu)
+    <!-- needs a GPU and torch -->      the same, with torch or another library
+    <!-- a test file -->                a file of its own, which must pass in pytest
+    <!-- run by tests/test_x.py -->     runs in that test, since it needs more than its page
 
-and a comment that begins with `<!-- python` holds a part of the program that a reader need not see.
-`filled` runs a page on the host driver, and returns it with what was printed.
+A comment that begins with `<!-- python` contains a part of the program that the reader need not
+see.  `filled` runs a page on the host driver, and returns the page with the output.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def _pages_with(text: str) -> tuple[str, ...]:
 
 
 PAGES = _pages_with("\n```python\n")
-"""The pages with samples."""
+"""Names of the pages with samples."""
 PAGES_FOR_GPUS = _pages_with("\n<!-- needs a GPU")
-"""Those with samples that run only where one is."""
+"""Names of the pages with samples that need a GPU."""
 
 _BLOCK = re.compile(
     r"""
@@ -57,7 +57,7 @@ _BLOCK = re.compile(
 
 
 class SampleError(Exception):
-    """A sample does not do what its page says: names the page and the line."""
+    """A sample fails or has output without a place; the message has the page and the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +66,21 @@ class Sample:
 
     code: str
     note: str
-    """The comment in front of it, or nothing."""
+    """The comment before the block, or an empty text."""
     output: tuple[int, int] | None
-    """Where in the page its output stands."""
+    """The span of the output in the page; None without output."""
     line: int
-    """The line of the page on which its code begins."""
+    """The number of the page's line on which the code begins."""
 
     @property
     def library(self) -> str:
-        """The library that it needs besides a GPU, or nothing."""
+        """The library that the sample needs besides a GPU, or an empty text."""
         before, _, library = self.note.partition("needs a GPU and ")
         return "" if before else library
 
 
 def samples(text: str) -> list[Sample]:
-    """The blocks of a page, in order."""
+    """Returns the blocks of a page, in order."""
     found = []
     for match in _BLOCK.finditer(text):
         part = "hidden" if match["code"] is None else "code"
@@ -96,18 +96,18 @@ def samples(text: str) -> list[Sample]:
 
 
 def run(page: str, blocks: list[Sample]) -> list[str]:
-    """Runs blocks as one program, in an empty folder; returns what each of them prints."""
+    """Runs blocks as one program, in an empty folder.  Returns the output of each block."""
     name, end = f"{Path(page).stem}.py", 0
     names: dict[str, object] = {"__name__": "__main__"}
     said = []
     with _empty_folder() as folder, mock.patch.dict(os.environ, COLUMNS="120", TERM="dumb"):
-        # As a reader's file has them: errors and tables of graphs quote its lines.
+        # Errors and tables of graphs quote lines of the file.
         (folder / name).write_text("\n".join(block.code for block in blocks), encoding="utf-8")
         linecache.checkcache(name)
         for block in blocks:
             printed = io.StringIO()
             try:
-                # Keys that are quarantined are logged, and pages speak of that.
+                # Quarantined keys are logged, as the pages explain.
                 with (
                     contextlib.redirect_stdout(printed),
                     contextlib.redirect_stderr(io.StringIO()),
@@ -126,9 +126,9 @@ def run(page: str, blocks: list[Sample]) -> list[str]:
 
 
 def filled(page: str, text: str) -> str:
-    """The text of a page, its samples run on the host driver, with what they print.
+    """Runs the samples of a page on the host driver.  Returns the page's text with their output.
 
-    Raises SampleError if one fails, or prints what the page has no place for.
+    Raises SampleError if a sample fails, or if the page has no place for its output.
     """
     found = samples(text)
     _run_test_files(page, [block for block in found if block.note == "a test file"])
@@ -171,8 +171,8 @@ def _empty_folder() -> Iterator[Path]:
 
 
 def _plain(text: str) -> str:
-    """What was printed, without blanks at the ends of lines, and with handles and addresses, which
-    differ from run to run, numbered in the order in which they appear."""
+    """Strips blanks at the ends of lines, and replaces handles and addresses, which differ from run
+    to run, by numbers in the order in which they appear."""
     numbers: dict[str, int] = {}
 
     def number(match: re.Match[str]) -> str:

@@ -1,18 +1,17 @@
-"""compute-sanitizer over the GPU tests, in parts side by side, and one file of what it found.
+"""Runs compute-sanitizer over the GPU tests, in parallel parts, and writes one file of results.
 
     PYTHONPATH=src python3 -m tools.sanitize [--out DIR] [--only NAME ...] [--jobs N] [--gpus N]
         [--within S] [--after FILE]
 
 A part is one tool over one selection of tests, in a process of its own; the parts share the GPU,
-or take the GPUs in turn.
-Tests that are marked `alone` come last, by themselves.  racecheck, initcheck and synccheck run over
-small cases of the kernels (marked `sanitize`), memcheck over all tests of drivers, graphs and
-decoder but those in LEFT_OUT.
+or are distributed over the GPUs in turn.  Tests that are marked `alone` come last, one at a time.
+racecheck, initcheck and synccheck run over small cases of the kernels (marked `sanitize`), memcheck
+over all tests of drivers, graphs and decoder except those in LEFT_OUT.
 
-`--after FILE`: a run before this one, of the same code, that was cut off.  Its sound parts are not
-run again; their rows come from that file, with the commit and the date of that run.
+`--after FILE`: results of an earlier run of the same code that was cut off.  Its sound parts are
+not run again; their rows are taken from FILE, with the commit and the date of that run.
 
-Each part has two logs under DIR/sanitize-logs: what pytest printed, and what the tool did.  The
+Each part has two logs under DIR/sanitize-logs: the output of pytest, and that of the tool.  The
 result is DIR/sanitize-{device}.json.  Exit status: 0 if every part is complete and sound; 1 if one
 reports an error, fails a test, selects none, or was cut off; 2 if nothing could be run.
 """
@@ -52,11 +51,12 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = "ostinato.sanitize/1"
 FOUND_ERRORS = 9
-"""The sanitizer's exit status when it reports something."""
+"""The sanitizer's exit status if it reports an error."""
 FIRST_PORT, PORTS = 49152, 16
-"""Where the tool and what it watches meet: the first port, and how many each part may use."""
+"""Ports for the connection of the tool to its program: the first one, and the number for each
+part."""
 GRACE = 10.0
-"""Seconds that a part which is cut off has to write its summaries."""
+"""Seconds for a part that is cut off to write its summaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +69,22 @@ class Part:
     marks: str = "gpu and not alone"
     keyword: str = ""
     timeout: float = 500
-    """Seconds."""
+    """The time limit, in seconds."""
     alone: bool = False
-    """Nothing else runs beside it."""
+    """True if no other part may run at the same time."""
     share: tuple[int, int] = (1, 1)
     """(k, n): the k-th of n equal shares of the tests."""
 
     def command(self, sanitizer: str, log: Path, port: int) -> list[str]:
-        """What is run; the tool's own words go to `log`.  It may use PORTS ports from `port` on."""
+        """Returns the command; the tool's output goes to `log`.  It may use PORTS ports from `port`
+        on."""
         tool = [sanitizer, "--tool", self.tool, "--target-processes", "all"]
-        # Tests provoke refused calls on purpose, and what they start may fail on purpose: those
-        # are pytest's to judge, and only what happens on the device is the tool's.
+        # Tests provoke failed calls and processes on purpose: pytest judges these, and the tool
+        # only errors on the device.
         tool += ["--report-api-errors", "no", "--check-exit-code", "no"]
         tool += ["--error-exitcode", str(FOUND_ERRORS), "--log-file", str(log)]
-        # By default all try the same ten ports.  It waits for its program as long as the part may.
+        # By default all parts would try the same ten ports.  Launch timeout 0: no limit, since the
+        # part has one.
         tool += ["--port", str(port), "--max-connections", str(PORTS), "--launch-timeout", "0"]
         pytest = [sys.executable, "-m", "pytest", *self.tests, "-v", "--color=no", "--require-gpu"]
         pytest += ["-p", "no:cacheprovider", "-m", self.marks, "--timeout", str(int(self.timeout))]
@@ -110,12 +112,12 @@ _DECODER = tuple(
 _GPU = "tests/gpu/"
 _ADOPTION = (_GPU + "test_adoption_handles.py", _GPU + "test_lifetime.py")
 _WAYS = _GPU + "test_twelve_ways.py"
-# While a host function holds a stream back, memcheck holds launches on other streams back too: a
-# test that waits for one of them waits until the hold gives up.  Tests of just that are left out by
-# name: `held_stream_holds_nobody`, `two_threads_on_two_streams` and `columns_live`.  memcheck also
-# reads the Python frames of a launch, whose locals CPython then keeps alive: `held_and_dropped`,
-# `memory_comes_back`, `is_used_again`, `that_is_dropped`, `lets_go_of_what` and `leaves_no_graph`
-# test that objects are gone.
+# While a host function blocks a stream, memcheck blocks launches on other streams too, and a test
+# that waits for such a launch waits until the host function's timeout.  Tests of this behaviour are
+# left out by name: `held_stream_holds_nobody`, `two_threads_on_two_streams` and `columns_live`.
+# memcheck also reads the Python frames of a launch, whose locals CPython then keeps alive:
+# `held_and_dropped`, `memory_comes_back`, `is_used_again`, `that_is_dropped`, `lets_go_of_what` and
+# `leaves_no_graph` test that objects are freed.
 LEFT_OUT = {
     _GPU + "test_poison.py": "breaks contexts on purpose",
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
@@ -138,9 +140,9 @@ LEFT_OUT = {
     "tests/models/test_tuning.py": "runs candidates of the kernels that the decoder's tests run",
     "tests/cli/test_tune.py": "a search for so many seconds; what it launches others launch",
 }
-"""Files of GPU tests that no part runs, and why."""
-# Of the decoder's tests: not those whose size is the point (a whole model, real widths, hundreds of
-# steps), nor those that run another library or loops.  Their kernels are those of the others.
+"""Files of GPU tests that no part runs, with the reasons."""
+# Leaves out the decoder's tests that need their size (a whole model, real widths, hundreds of
+# steps), and those that run another library or loops.  The other tests run the same kernels.
 _SMALL = " and ".join(
     f"not {name}"
     for name in (
@@ -176,7 +178,7 @@ def _shares(part: Part, count: int) -> list[Part]:
 
 
 PARTS: tuple[Part, ...] = (
-    # The longest first, so that none of them begins last.
+    # The longest parts come first, so that none of them begins last.
     *_kernels("racecheck", 24),
     *_memcheck(24, "decoder", *_DECODER, keyword=_SMALL),
     *_memcheck(
@@ -240,8 +242,8 @@ PARTS: tuple[Part, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What pytest said: how many tests were selected and how they ended; whether it came to its
-    end."""
+    """Numbers from pytest's output: tests selected, and their outcomes.  `ended`: True if pytest
+    printed its last line."""
 
     selected: int | None = None
     passed: int = 0
@@ -259,11 +261,11 @@ _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
 
 def read_pytest(text: str) -> Ran:
-    """From `pytest -v` output, also of a run that was cut off."""
+    """Reads the output of `pytest -v`, also of a run that was cut off."""
     counts: dict[str, int] = {}
     ended = False
     for line in text.splitlines():
-        if _LAST.match(line):  # the last word: a line of a test may have been torn by output
+        if _LAST.match(line):  # decides: lines of tests may be torn by other output
             ended = True
             counts = {word.rstrip("s"): int(n) for n, word in _COUNT.findall(line)}
         elif not ended and (found := _OUTCOME.search(line)):
@@ -278,14 +280,14 @@ def read_pytest(text: str) -> Ran:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the sanitizer said, over all processes of a part."""
+    """Numbers from the sanitizer's output, over all processes of a part."""
 
     errors: int = 0
     warnings: int = 0
     summaries: int = 0
-    """How many summaries there were; none means that it was cut off, or never began."""
+    """Number of summaries; 0 if the tool was cut off, or never began."""
     trouble: str = ""
-    """Its first word of trouble of its own."""
+    """The first message about a failure of the tool itself."""
 
 
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) errors?\s*$")
@@ -296,9 +298,9 @@ _TROUBLE = re.compile(
 
 
 def read_tool(text: str) -> Found:
-    """From the lines that start with "=========".
+    """Reads the tool's lines, which start with "=========".
 
-    "ERROR SUMMARY: 4 errors were not printed" says again what the line before has counted.
+    "ERROR SUMMARY: 4 errors were not printed" repeats errors that the line before has counted.
     """
     errors = warnings = summaries = 0
     trouble = ""
@@ -319,23 +321,23 @@ def read_tool(text: str) -> Found:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a part went."""
+    """The outcome of a part."""
 
     part: Part
     ran: Ran = field(default_factory=Ran)
     found: Found = field(default_factory=Found)
     seconds: float = 0.0
     status: int | None = None
-    """The exit status; None if it was cut off or never began."""
+    """The exit status; None if the part was cut off or never began."""
 
     @property
     def complete(self) -> bool:
-        """Whether it came to its end by itself, with both summaries."""
+        """True if the part ended by itself, with the summaries of pytest and of the tool."""
         return self.status is not None and self.ran.ended and self.found.summaries > 0
 
     @property
     def objections(self) -> list[str]:
-        """Why the part is not sound, in words; empty if it is."""
+        """Returns the reasons why the part is not sound; empty if it is."""
         ran, found = self.ran, self.found
         said = []
         if not self.complete:
@@ -353,7 +355,7 @@ class Outcome:
         return said
 
     def row(self) -> dict[str, object]:
-        """For the result file."""
+        """Returns the part's row of the result file."""
         return {
             "part": self.part.name,
             "tool": self.part.tool,
@@ -376,7 +378,7 @@ def result(
     machine: Mapping[str, object],
     before: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The result file's content.  `before`: rows of an earlier run (`sound_rows`)."""
+    """Returns the content of the result file.  `before`: rows of an earlier run (`sound_rows`)."""
     rows: list[Mapping[str, Any]] = [*before, *(o.row() for o in outcomes)]
     return {
         "schema": SCHEMA,
@@ -399,10 +401,10 @@ def result(
 
 
 def sound_rows(path: Path, parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """The rows of a result file whose parts were sound and select the same tests now.
+    """Returns the rows of a result file whose parts are sound and select the same tests now.
 
-    Each says by which run it was made: `commit` and `date`.  Raises OSError and ValueError for a
-    file that is none.
+    Each row has the `commit` and the `date` of its run.  Raises OSError if the file cannot be read,
+    ValueError if it is no result file.
     """
     found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
@@ -427,10 +429,10 @@ def run_part(
     command: Callable[[Part, Path], list[str]],
     gpus: Sequence[int] = (),
 ) -> Outcome:
-    """Runs a part until it ends, its own time is up or the `deadline` (time.monotonic) is there.
+    """Runs a part until it ends, or to its time limit or the `deadline` (time.monotonic).
 
-    `gpus`: their order for it, the system's by default.  What is cut off is interrupted first, so
-    that it can still write its summaries.
+    `gpus`: the order of the GPUs for the part, by default the system's.  A part that is cut off is
+    interrupted first, so that it can still write its summaries.
     """
     start = time.monotonic()
     seconds = min(part.timeout, deadline - start)
@@ -451,7 +453,7 @@ def run_part(
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # so that all of it can be ended
+            start_new_session=True,  # so that all of its processes can be ended
         )
         try:
             status = process.wait(seconds)
@@ -484,12 +486,12 @@ def run_all(
     run: Callable[[Part], Outcome],
     say: Callable[[str], None] = print,
 ) -> list[Outcome]:
-    """All parts, `jobs` at a time; those that must be alone one by one at the end."""
+    """Runs all parts, `jobs` at a time, and then those marked `alone` one by one."""
 
     def one(part: Part) -> Outcome:
         outcome = run(part)
         if outcome.status is not None and outcome.ran.selected is None:
-            # Not one test was looked for: a port that it wanted was taken, say.
+            # No test was collected, for example because a port was taken.
             say(f"{outcome.seconds:6.1f} s  {part.name}: did not begin, once more")
             outcome = run(part)
         ran, verdict = outcome.ran, "; ".join(outcome.objections) or "sound"
@@ -564,7 +566,7 @@ def _machine() -> dict[str, object]:
     try:
         with ost.open_device("cuda:0") as device:
             return common.machine(device)
-    except ost.OstinatoError as error:  # the parts' outcomes are worth keeping all the same
+    except ost.OstinatoError as error:  # the outcomes are written nevertheless
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return {"device": "unknown", "why": str(error), "commit": common.commit(), "date": now}
 

@@ -1,15 +1,15 @@
-"""Opens the documentation site in a headless browser and looks at what readers see.
+"""Checks the documentation site in a headless browser.
 
     make site-check                             checks; pictures under build/site-check
-    python -m tools.site_check SITE PICTURES    the same, of a site that is built already
+    python -m tools.site_check SITE PICTURES    the same for a site that is built already
 
-Each page of `PAGES` is opened in light and dark at the width of a desk, and at the width of a
-phone.  It must not be wider than the window, and each of its pictures must be there.  Each word of
-`SEARCHES` is typed into the site's own search, whose first result must be the page beside it.  Exit
-status 0 if all of it is so.
+Each page of `PAGES` is opened in light and dark at the width of a desktop, and at the width of a
+phone.  The page must not be wider than the window, and each of its pictures must load.  Each word
+of `SEARCHES` is typed into the site's search, whose first result must be one of the word's pages.
+The exit status is 0 if all checks pass.
 
-It needs Playwright, which `make site-check` installs, and Chromium or Chrome on the path:
-`apt-get install chromium` on Debian.  So it is no part of continuous integration.
+The tool needs Playwright, which `make site-check` installs, and Chromium or Chrome on the path
+(`apt-get install chromium` on Debian).  Therefore continuous integration does not run it.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ SEARCHES = {
     "join": "reference/relational/ relational/",
     "get_or_compile": "reference/kernels/",
 }
-"""What a reader types, and the pages of which one has to come first."""
+"""Search words, and for each the pages of which one must be the first result."""
 
 LONGEST = 3000
-"""Pixels of a page in its picture, at the most."""
+"""The greatest height of a page's picture, in pixels."""
 _DARK = "document.body.dataset.mdColorScheme == 'slate'"
 _WIDTHS = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
 _MISSING = """[...document.images].filter(one => !one.complete || !one.naturalWidth)
@@ -76,7 +76,7 @@ _FOUND = """[...document.querySelectorAll(".md-search-result__list > li")].map(
 
 
 def reader(browser: Browser, look: str) -> Page:
-    """The window of a new reader, of whom the site remembers nothing."""
+    """Opens a window without stored state of the site."""
     width, height, scheme = LOOKS[look]
     size = {"width": width, "height": height}
     return browser.new_page(viewport=size, color_scheme=scheme, is_mobile=width < 600)
@@ -84,7 +84,7 @@ def reader(browser: Browser, look: str) -> Page:
 
 @contextlib.contextmanager
 def served(site: Path) -> Iterator[str]:
-    """The site's address, while it is served from this process."""
+    """Serves the site from this process until the end of the block; yields its address."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:

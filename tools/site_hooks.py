@@ -1,8 +1,8 @@
-"""What mkdocs.yml cannot say of the documentation site.
+"""Hooks for the documentation site, beyond what mkdocs.yml can express.
 
-Links that leave docs/ lead to the repository.  In a copy of it they are relative and work as they
-are; its address stands in pyproject.toml alone, and until it does they are their text.  The
-reference begins with what users call.
+Links out of docs/ are relative in the sources, so that they work in every copy of the repository.
+The site needs the repository's address, which is in pyproject.toml; without one, a link becomes its
+text.  The members of classes in the reference are ordered for users.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _LINK = re.compile(
     r"(?P<image>!?)(?P<text>\[[^]]*\])\((?P<target>(?:\.\./)+[^)#\s]+)(?P<anchor>#[^)]*)?\)"
 )
-# In the search: a history has every word; what fewer readers look for comes after the rest.
+# Search: the log is excluded, since it contains every word; pages for fewer readers come last.
 _SEARCH: dict[str, dict[str, Any]] = {
     "log.md": {"exclude": True},
     "log/": {"exclude": True},
@@ -44,7 +44,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """The page with whole links to what is not in docs/, and how it is to be shown."""
+    """Makes links out of docs/ absolute, and sets the page's display and search options."""
     for start, search in _SEARCH.items():
         if page.file.src_uri.startswith(start):
             page.meta["search"] = search
@@ -69,7 +69,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     return _LINK.sub(whole, markdown)
 
 
-# What other packages of ours call or read, and no user.
+# Members that other packages of this project use, and users do not.
 _INTERNAL = re.compile(
     r"""
     \w+\.(enter|guarded|announce|report|submitted|entering|lose|lost|reader|recount|attach|claim)
@@ -96,10 +96,10 @@ _LAUNCH = "ostinato.driver.launcher.PythonLauncher.launch"
 
 
 class OfUsers(griffe.Extension):
-    """Orders the members of classes for those who call them, and leaves out what they do not call.
+    """Orders the members of classes for users, and leaves out internal ones.
 
-    Calls come first, then attributes; records and enumerations are as they are written.  Left out
-    are `_INTERNAL`, what an `__init__` sets without a docstring, and the labels of attributes.
+    Methods come first, then attributes; records and enumerations keep their order.  Left out are
+    `_INTERNAL`, attributes that an `__init__` sets without a docstring, and labels of attributes.
     """
 
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
@@ -108,7 +108,7 @@ class OfUsers(griffe.Extension):
         calls: dict[str, Any] = {}
         attributes: dict[str, Any] = {}
         if cls.path == "ostinato.graph.executable.GraphExec":
-            # Its base is the compiled launcher or the one in Python, which only a run can tell.
+            # Its base, the compiled launcher or the one in Python, is chosen at run time.
             calls["launch"] = griffe.Alias("launch", _LAUNCH, parent=cls)
         for name, member in cls.members.items():
             if _INTERNAL.fullmatch(f"{cls.name}.{name}"):

@@ -1,12 +1,12 @@
-"""What the GPU suite said, as a results file.
+"""Writes the outcome of the GPU suite as a results file.
 
     PYTHONPATH=src python3 -m tools.suite JUNIT ... [--out DIR] [--device cuda:0]
 
 JUNIT: files of `pytest --junitxml`, of one commit and one kind of device.  The result is
-DIR/suite-{device}.json: how many tests passed, failed, were skipped, and were unfinished when a
-run was cut off; each that failed with its reason, how many were skipped for which reason, and the
-slowest.  Tests that a run did not begin are in no file.  Exit status: 0 if tests passed and none
-failed or was unfinished, else 1; 2 if a file cannot be read.
+DIR/suite-{device}.json: the numbers of tests that passed, failed, were skipped, and were unfinished
+when a run was cut off; each failed test with its reason, the number of skipped tests by reason, and
+the slowest tests.  Tests that a run did not begin are in no file.  Exit status: 0 if tests passed
+and none failed or was unfinished, else 1; 2 if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SLOWEST = 10
 
 
 def read(path: Path) -> list[dict[str, object]]:
-    """The tests of a file: `name`, `outcome` ("passed", "failed", "skipped", "unfinished"), `why`,
-    `seconds`.  Raises OSError, and ValueError for what is no such file."""
+    """Returns the tests of a file: `name`, `outcome` ("passed", "failed", "skipped", "unfinished"),
+    `why`, `seconds`.  Raises OSError, and ValueError if the file is not JUnit XML."""
     try:
         root = ElementTree.parse(path).getroot()
     except ElementTree.ParseError as error:
@@ -40,7 +40,7 @@ def read(path: Path) -> list[dict[str, object]]:
             if (said := case.find(kind)) is not None:
                 outcome = "skipped" if kind == "skipped" else "failed"
                 why = (said.get("message") or "").split("\n")[0]
-        if case.get("name") is None:  # pytest was interrupted in the middle of it
+        if case.get("name") is None:  # pytest was interrupted during the test
             outcome, why = "unfinished", "the run was cut off"
         name = f"{case.get('classname')}::{case.get('name')}"
         seconds = round(float(case.get("time", 0)), 2)

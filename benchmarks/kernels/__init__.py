@@ -1,1 +1,1 @@
-"""The decoder's CUDA kernels by themselves: correct against NumPy, and how fast, on one GPU."""
+"""Checks the decoder's CUDA kernels against NumPy, and times them, on one GPU."""

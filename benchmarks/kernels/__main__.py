@@ -1,12 +1,12 @@
 """`python -m benchmarks.kernels --out DIR [--shapes 135M,1B] [--skip-checks]`
 
-Checks every CUDA kernel against NumPy, then times one decode step as a graph.  Prints a table, and
-ends with one line of JSON; `DIR/kernels-{device}.json` has the same.  The kernels are cut by the
-default rule; `ostinato tune` looks for better shapes.
+Checks every CUDA kernel against NumPy, then times one decode step as a graph.  Prints a table and
+one line of JSON, which is also in `DIR/kernels-{device}.json`.  The kernels have the default launch
+shapes; `ostinato tune` searches for better ones.
 
-The physics: a step of one row reads every weight once, so its floor is bytes over bandwidth (269 MB
-and 88 µs for the 135M shape, 2.47 GB and 810 µs for the 1B shape); what it takes above that is the
-latency of 94 and 84 dependent kernels.
+The physics: a step of one row reads every weight once, so its minimum time is bytes over bandwidth
+(269 MB and 88 µs for the 135M shape, 2.47 GB and 810 µs for the 1B shape); the time above that is
+the latency of 94 and 84 dependent kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from benchmarks.kernels.rig import Gpu
 
 
-# Head sizes 16 to 128, grouped heads 1, 3, 4, 5 and 8, odd vocabularies, widths that fill no tile.
+# Head sizes 16 to 128; 1, 3, 4, 5 and 8 query heads for a KV head; odd vocabularies; widths that
+# fill no tile.
 CHECKED = {
     "135M": (config_of(9, 3, 64, inner=1536, vocabulary=49152, tied_embeddings=True), (1, 8, 64)),
     "1B": (config_of(32, 8, 64, inner=8192, vocabulary=8191, layers=1), (1, 16, 64)),
@@ -61,7 +62,7 @@ def check(machine: Any, names: Any, *, clusters: bool = False) -> dict[str, Any]
 
 
 def repeat_check(machine: Any, times: int) -> None:
-    """One step again and again from the same state: the same bits."""
+    """Checks that repeated steps from the same state give the same bits."""
     config, _ = CHECKED["135M"]
     for rows in (1, 8):
         bench = Bench(machine, config, max_rows=rows, sequences=8, context=600)
@@ -117,7 +118,7 @@ def main() -> int:
 
 
 def _of_shape(gpu: Gpu, name: str, clusters: bool) -> Iterator[dict[str, Any]]:
-    """Steps, pieces of prompts, sampling, and a step kernel by kernel."""
+    """Times steps, pieces of prompts, sampling, and the kernels of a step; yields rows."""
     config = SHAPES[name]
     bench = StepBench(gpu, config, sequences=64 if name == "1B" else 1)
     device: dict[str, Any] = {"multiprocessors": gpu.multiprocessors, "clusters": clusters}

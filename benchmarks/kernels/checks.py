@@ -1,9 +1,9 @@
-"""Every kernel against its NumPy namesake, on random inputs, on any machine that can launch it.
+"""Compares every kernel with the NumPy kernel of the same name, on random inputs.
 
-A machine has `array`, `read`, `write`, `launch` and `synchronize`: rig.Gpu, and
-the emulator of the tests.
-After each launch what the kernel may write is compared, what it may not write must be as it was,
-and the next kernel starts from the device's own results: an error is the kernel's own.
+A machine, which launches kernels, has `array`, `read`, `write`, `launch` and `synchronize`:
+rig.Gpu, and the emulator of the tests.  After each launch the kernel's outputs are compared, all
+other memory must be unchanged, and the next kernel starts from the device's results, so that errors
+do not add up.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from ostinato.models.program import (
 )
 from ostinato.modules import CompileOptions
 
-# Relative errors |out - ref| / |ref| that are accepted: float32 sums, bfloat16 inputs, and
-# bfloat16 inputs with weights that are rounded to it too.
+# Accepted relative errors |out - ref| / |ref|: for float32 sums, bfloat16 inputs, and bfloat16
+# inputs with packed weights that are rounded to bfloat16.
 FLOAT32, BFLOAT16, PACKED = 2e-5, 6e-3, 9e-3
 
 
@@ -56,7 +56,7 @@ class Machine(Protocol):
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
-    """The bits of float32 values as bfloat16, rounded to nearest even."""
+    """Rounds float32 values to bfloat16, to nearest even, and returns the bits."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
@@ -66,13 +66,13 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def config_of(heads: int, kv_heads: int, head_size: int, **sizes: Any) -> LlamaConfig:
-    """A model of two layers: more are launches, and no other code."""
+    """Makes the configuration of a model of two layers: more layers would run the same code."""
     values = {"hidden": heads * head_size, "layers": 2, "context_length": 8192, **sizes}
     return LlamaConfig(heads=heads, kv_heads=kv_heads, head_size=head_size, **values)
 
 
 def resolved(value: object, where: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
-    """What stands for an argument of a launch: memory by its name, a size, or itself."""
+    """Returns the value of a launch's argument: memory by its name, a size, or the value itself."""
     if isinstance(value, str):
         return sizes[value]
     if not isinstance(value, BufferArgument):
@@ -87,8 +87,8 @@ def resolved(value: object, where: Mapping[str, Any], sizes: Mapping[str, int]) 
 def packed_matrices(
     machine: Machine, config: LlamaConfig, stored: Mapping[str, tuple[str, np.ndarray]]
 ) -> dict[str, tuple[Packing, Any]]:
-    """The matrices on the machine that these tensors, bytes as a file has them, make up.  Tensors
-    that are only a part of a matrix are left out."""
+    """Packs tensors, given as bytes of a file, to matrices on the machine.  A matrix is left out
+    unless all of its tensors are given."""
     made: dict[str, tuple[Packing, Any]] = {}
     for name, shape in weight_shapes(config).items():
         names = [part for part, _ in part_rows(config, name, shape[0])]
@@ -116,7 +116,7 @@ def packed_matrices(
 
 @dataclass
 class Case:
-    """One step: its rows, and how sequences sample."""
+    """One step: its rows, and the sampling options of the sequences."""
 
     name: str
     rows: np.ndarray
@@ -125,7 +125,7 @@ class Case:
 
 
 class Bench:
-    """A model with random weights and all buffers of a plan, on the host and on a machine."""
+    """A model with random weights and all buffers of a plan, on the host and on the machine."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Bench:
         types: Mapping[str, str] | None = None,
         multiprocessors: int = 132,
     ) -> None:
-        """`types`: of tensors that are packed, by their names in a layer ("wq", "embed", …)."""
+        """`types`: types of packed tensors, by their names in a layer ("wq", "embed", …)."""
         self.machine, self.config = machine, config
         self.sequences, self.context, self.ring = sequences, context, 16
         self.tunings, self.multiprocessors = tunings or {}, multiprocessors
@@ -172,7 +172,7 @@ class Bench:
         self.formats = {name: how for name, (how, _) in packed.items()}
         matrices = {name for name, values in host.items() if values.ndim == 2}
         matrices -= packed.keys()
-        for name in matrices:  # whatever they were before
+        for name in matrices:  # matrices that are not packed are bfloat16
             host[name] = from_bf16(to_bf16(host[name]))
         cache = random.standard_normal((c.layers, 2, sequences, c.kv_heads, context, c.head_size))
         host["cache"] = from_bf16(to_bf16(cache))
@@ -245,7 +245,7 @@ class Bench:
         return from_bf16(values) if name in self.halves else values
 
     def _stored(self, name: str) -> np.ndarray:
-        """What `_compare` takes: the cache, which is large, as it is stored."""
+        """Returns a buffer for `_compare`; the cache, which is large, as stored bits."""
         return self.machine.read(self.device[name]) if name == "cache" else self.read(name)
 
     def set_case(self, case: Case) -> None:
@@ -260,16 +260,17 @@ class Bench:
         assert rows <= len(self.host["rows"])
 
     def check(self, case: Case) -> dict[str, float]:
-        """Runs one step, kernel by kernel; the largest error of each.  Raises AssertionError."""
+        """Runs one step, kernel by kernel.  Returns the largest error of each kernel.  Raises
+        AssertionError."""
         self.set_case(case)
         rows = len(case.rows)
         program = list(decode_program(self.config))
         errors: dict[str, float] = {}
-        parts = 0  # of the residual, in the workspace
+        parts = 0  # number of parts of the residual in the workspace
         launches = self.launches(rows)
         exact = all(launch.kernel != "norm_rows" for launch in launches)
         for launch in launches:
-            if launch.kernel == "norm_rows":  # seen in what reads it
+            if launch.kernel == "norm_rows":  # checked through the product that reads its output
                 self.launch(launch, rows)
                 continue
             calls, program = program[: launch.calls], program[launch.calls :]
@@ -277,14 +278,14 @@ class Bench:
             assert launch.calls > 1 or rounded or calls[0].kernel == launch.kernel
             before = {name: self._stored(name) for call in calls for name in self._written(call)}
             places = self._rounded_places(launch, rows)
-            for name in places.keys() & before.keys():  # where rows are padding, zeros
+            for name in places.keys() & before.keys():  # padding rows become zeros
                 before[name] = places[name]()
                 if name == "attended" or (self.host["live"][:rows, 3] & ACTIVE).any():
                     before[name][:rows] = 0
             self.launch(launch, rows)
             self.machine.synchronize()
             inside: tuple[str, ...] = ()
-            if launch.calls > 1:  # what its calls hand each other goes through shared memory
+            if launch.calls > 1:  # data between its calls stays in shared memory
                 active = self.host["live"][0, 3] & ACTIVE
                 parts = launch.config.grid[1] if active else 0
                 inside = ("q", "attended", *(["qkv"] if self.config.qk_norm else []))
@@ -301,7 +302,7 @@ class Bench:
                     new, most = self._stored(name), limit
                     if name == "x" and parts:
                         new += self._parts(parts)
-                    if name in places:  # rounded besides, by at most half a unit of 8 bits
+                    if name in places:  # also rounded, by at most half a unit of 8 bits
                         new, most = places[name](), limit + 2.0**-9
                     where = f"{case.name}: {launch.kernel}: {call}: {name}"
                     error = self._compare(name, before[name], new, rows, most, where)
@@ -314,7 +315,8 @@ class Bench:
         return errors
 
     def _rounded_places(self, launch: CudaLaunch, rows: int) -> dict[str, Callable[[], np.ndarray]]:
-        """Where a launch leaves what the program's call leaves in a buffer of its own."""
+        """Returns functions that read a launch's rounded outputs, by the names of the buffers that
+        the program's calls write."""
         names = {value.name for _, value in launch.arguments if isinstance(value, BufferArgument)}
         panels = dict(launch.options.defines).get("PANELS")
 
@@ -333,7 +335,7 @@ class Bench:
         return found
 
     def _parts(self, count: int) -> np.ndarray:
-        """The sum of the parts of the one row's residual."""
+        """Returns the sum of the parts of the residual of the only row."""
         end = (1 << 14) + count * self.config.hidden
         workspace = self.machine.read(self.device["workspace"][1 << 14 : end])
         return workspace.reshape(count, -1).sum(axis=0)
@@ -361,7 +363,8 @@ class Bench:
     def _compare(
         self, name: str, old: np.ndarray, new: np.ndarray, rows: int, limit: float, where: str
     ) -> float:
-        """Compares the device's buffer with the host's, and makes the host's equal to it."""
+        """Compares the device's buffer with the host's, then copies it to the host's.  Returns the
+        largest error."""
         host = self.host[name]
         live = self.host["live"][:rows]
         active = (live[:, 3] & ACTIVE) != 0
@@ -371,7 +374,7 @@ class Bench:
                 new[:rows] if name == "live" else new, host[:rows] if name == "live" else host
             ), f"{where}: {new[:rows].tolist()} is not {host[:rows].tolist()}"
             return 0.0
-        if name in ("history", "adjusted"):  # of the same logits, so the same bits
+        if name in ("history", "adjusted"):  # made from the same logits, so the bits are the same
             same = np.array_equal(new, host, equal_nan=True)
             assert same, f"{where}: {np.argwhere(new != host)[:5].tolist()} differ"
             return 0.0
@@ -380,7 +383,7 @@ class Bench:
             kept = new.copy()
             kept[written] = old[written]
             assert np.array_equal(kept, old), f"{where}: wrote elsewhere"
-            # Each rounds to bfloat16 by itself: half a unit in the last place of 8 bits and more.
+            # Device and host each round to bfloat16: an error of half a unit of 8 bits and more.
             found, wanted = from_bf16(new[written]), host[written]
             good = np.abs(found - wanted) <= 2.0**-7 * np.abs(wanted) + limit * 2
             assert good.all(), f"{where}: {np.abs(found - wanted).max()}"
@@ -406,8 +409,8 @@ class Bench:
 
 
 def from_panels(values: np.ndarray, *, bricks: bool) -> np.ndarray:
-    """Rows that lie in panels of 64 columns, whose chunks of 8 are swapped: for warpgroups, or for
-    bricks (common.cuh)."""
+    """Returns the rows of panels of 64 columns, whose chunks of 8 are permuted for warpgroups or
+    for bricks (common.cuh)."""
     rows, width = values.shape
     chunks = values.reshape(width // 64, rows, 8, 8)
     row, chunk = np.ogrid[:rows, :8]
@@ -419,7 +422,7 @@ def from_panels(values: np.ndarray, *, bricks: bool) -> np.ndarray:
 
 
 def cases(bench: Bench, rows: int) -> Iterator[Case]:
-    """Steps of `rows` rows: single tokens, batches, pieces of prompts, mixtures, padding."""
+    """Yields steps of `rows` rows: single tokens, batches, pieces of prompts, mixtures, padding."""
     c, random, sequences, context = bench.config, bench.random, bench.sequences, bench.context
     on = ACTIVE | SAMPLE
 
@@ -467,10 +470,10 @@ def cases(bench: Bench, rows: int) -> Iterator[Case]:
 
 
 def sampling_cases(bench: Bench) -> Iterator[Case]:
-    """Single tokens, at the ends of the context too, draws of each way to sample.
+    """Yields steps of a single token with each way to sample, also at the ends of the context.
 
-    Random logits are far apart, a tied embedding's above all, and each draw would be the likeliest
-    token: so it is hot.
+    Random logits are far apart, especially with a tied embedding, and every draw would give the
+    likeliest token: so the temperature is high.
     """
     (model, *_), positions = cases(bench, 1), (0, bench.context // 2, bench.context - 1)
     for position, values in itertools.product(positions, _OPTIONS):
@@ -512,7 +515,7 @@ def run_checks(
     tunings: dict[int, Tuning] | None = None,
     types: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
-    """All cases of all numbers of rows; the largest relative error of each kernel."""
+    """Checks all cases of all numbers of rows.  Returns each kernel's largest relative error."""
     bench = Bench(
         machine,
         config,

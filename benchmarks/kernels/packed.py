@@ -1,12 +1,12 @@
 """`python -m benchmarks.kernels.packed --out DIR [--shape 1B] [--skip-checks] [--steps-only]`
 
 Products of one row with packed weights: checks every type against NumPy, then times each product
-of a shape by itself for several ways to cut it, then whole steps.  Ends with one line of JSON;
-`DIR/packed-{device}.json` has the same.
+of a model shape by itself with several launch shapes, then whole steps.  The last line is JSON,
+which is also in `DIR/packed-{device}.json`.
 
-The physics: a product reads its packed weights once, so its floor is bytes over bandwidth.  A
-product alone is timed in a chain of launches over copies of its weights that do not fit L2
-together, each launch overlapping with the one before as in a step.
+The physics: a product reads its packed weights once, so its minimum time is bytes over bandwidth.
+A product by itself is timed in a chain of launches over copies of its weights that together do not
+fit L2; each launch overlaps with the previous one, as in a step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TYPES = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
 
 _MULTIPROCESSORS = 132
 _WARPS = ((4, 2), (8, 1), (8, 2), (16, 1), (7, 1), (7, 2), (14, 1))  # split, teams
-_RESIDENT_WARPS = 24  # of a multiprocessor, at most
+_RESIDENT_WARPS = 24  # the most warps of a multiprocessor
 
 
 def rule_of(name: str, product: Product, kind: str) -> PackedShape:
@@ -67,8 +67,8 @@ def rule_of(name: str, product: Product, kind: str) -> PackedShape:
 
 
 def cuts(name: str, product: Product, kind: str) -> list[PackedShape]:
-    """Cuts worth a try: blocks that fill the chip once or some times over, whose warps hold as many
-    bricks as the registers have room for."""
+    """Returns launch shapes to try: blocks that fill the chip once or several times, whose warps
+    hold as many bricks as the registers have room for."""
     bricks, tiles = -(-product.inputs // BRICK), -(-product.pairs // 8)
     rule = rule_of(name, product, kind)
     made: dict[PackedShape, None] = {rule: None}
@@ -96,7 +96,7 @@ RAGGED = config_of(9, 3, 64, inner=480, vocabulary=301, layers=1)
 
 
 def check(gpu: Gpu) -> None:
-    """Every type against NumPy."""
+    """Checks every type against NumPy."""
     benches = []
     for config, kinds in (
         (CHECKED, ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")),
@@ -119,7 +119,7 @@ def check(gpu: Gpu) -> None:
 
 
 class ProductBench:
-    """A product of a shape by itself, over copies of packed weights."""
+    """A product of a model shape by itself, over copies of packed weights."""
 
     def __init__(self, gpu: Gpu, step: StepBench) -> None:
         self.gpu, self.step, self.config = gpu, step, step.config
@@ -154,7 +154,7 @@ class ProductBench:
         return self._copies[key]
 
     def time(self, name: str, kind: str, shape: PackedShape) -> tuple[float, int]:
-        """µs of a launch, and its bytes."""
+        """Times a launch.  Returns µs, and the bytes of its weights."""
         launch, copies = self.launch(name, kind, shape), self.copies(name, kind)
 
         def submit() -> None:
@@ -231,7 +231,8 @@ def time_steps(
     recipes: Sequence[str | None],
     best: Mapping[tuple[str, str], PackedShape],
 ) -> Iterator[dict[str, Any]]:
-    """By the rule, by the rule with one change, and with what is best alone."""
+    """Times steps with the default launch shapes, with one of them changed, and with each product's
+    best shape by itself; yields rows."""
     for recipe in recipes:
         bench = StepBench(gpu, config, recipe=recipe)
         rule = default_tuning(

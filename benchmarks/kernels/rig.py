@@ -1,6 +1,6 @@
 """A GPU behind the few driver calls that these measurements need, through ctypes.
 
-On purpose not the library's own driver: what is measured and checked here are the kernels alone.
+It is not the library's own driver, on purpose: only the kernels are measured and checked here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Config(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Memory:
-    """Device memory that looks enough like an array: indexing gives a part of it."""
+    """Device memory with a shape and a dtype; indexing returns a part of it."""
 
     address: int
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ def _compile_parts(parts: tuple[Any, ...]) -> bytes:
 
 
 class Gpu:
-    """Device 0.  Every call raises RuntimeError with the driver's status."""
+    """Device 0.  Every method raises RuntimeError with the driver's status if a call fails."""
 
     name = "cuda"
 
@@ -156,7 +156,8 @@ class Gpu:
         )
 
     def pinned(self, values: np.ndarray) -> tuple[Memory, np.ndarray]:
-        """Pinned host memory with these values: as the device sees it, and as the host does."""
+        """Makes pinned host memory with these values.  Returns it as device memory, and as an array
+        of the host."""
         pointer = ctypes.c_void_p()
         size = ctypes.c_size_t(values.nbytes)
         self._call("cuMemHostAlloc", ctypes.byref(pointer), size, 1)
@@ -204,16 +205,16 @@ class Gpu:
                 launch.kernel.encode(),
             )
             self._functions[key] = function
-        if launch.config.shared > 40 * 1024:  # with the static memory it may be over 48
+        if launch.config.shared > 40 * 1024:  # with static shared memory it may exceed 48 KiB
             self._call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, launch.config.shared)
         return function
 
     def launch(self, launch: CudaLaunch, values: Mapping[str, Any]) -> None:
-        """`values`: by parameter name, `Memory` or numbers."""
+        """Launches a kernel.  `values`: `Memory` or numbers, by parameter name."""
         holders: list[Any] = []
         for parameter in launch.signature.parameters:
             value = values[parameter.name]
-            if parameter.pointer:  # a number: the null pointer
+            if parameter.pointer:  # a number stands for the null pointer
                 holders.append(ctypes.c_void_p(getattr(value, "address", value)))
             elif parameter.type == "f32":
                 holders.append(ctypes.c_float(value))
@@ -248,7 +249,7 @@ class Gpu:
 
     # --- graphs and time
     def capture(self, submit: Callable[[], None]) -> ctypes.c_void_p:
-        """A graph of what `submit` launches, instantiated."""
+        """Captures the launches of `submit` to a graph, and instantiates it."""
         submit()  # loads everything first
         self.synchronize()
         self._call("cuStreamBeginCapture_v2", self.stream, _THREAD_LOCAL)
@@ -280,7 +281,8 @@ class Gpu:
         rounds: int = 5,
         before: Callable[[], None] | None = None,
     ) -> float:
-        """Median over rounds of the µs of one replay; `before` each round."""
+        """Returns the median over rounds of the µs of one replay; calls `before` before each
+        round."""
         start, stop = ctypes.c_void_p(), ctypes.c_void_p()
         for event in (start, stop):
             self._call("cuEventCreate", ctypes.byref(event), 0)

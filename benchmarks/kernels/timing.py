@@ -1,6 +1,6 @@
-"""One decode step as a CUDA graph, timed: whole, and kernel by kernel.
+"""Times one decode step as a CUDA graph, whole and kernel by kernel.
 
-The floor: every weight once and the KV cache up to the position, over BANDWIDTH.
+The minimum time: the bytes of every weight and of the KV cache up to the position over BANDWIDTH.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StepBench:
         sequences: int = 1,
         recipe: str | None = None,
     ) -> None:
-        """`recipe`: of `random_weights.RECIPES`, for packed matrices of random bits."""
+        """`recipe`: one of `random_weights.RECIPES`, for packed matrices of random bits."""
         self.gpu, self.config, self.sequences, self.context = gpu, config, sequences, CONTEXT
         self.formats: Formats = {}
         if recipe is not None:
@@ -90,14 +90,14 @@ class StepBench:
         self.where["workspace"] = gpu.array(np.zeros(1 << 24, np.uint8))
 
     def packed(self, how: Packing, columns: int) -> Memory:
-        """Bricks of random bits, whose halves are numbers below 2^-7."""
+        """Makes bricks of random bits, in which every float16 is a number below 2^-7."""
         count = matrix_bytes(how, columns) // 2
         made = self._noisy((count,), mask=0x9FFF)
         return Memory(made.address, (2 * count,), np.dtype(np.uint8))
 
     def _noisy(self, shape: tuple[int, ...], mask: int | None = None) -> Memory:
-        """Random bits of small normal numbers, not the same in any two matrices; with a mask, any
-        bits but those that it leaves out."""
+        """Makes random bits, different for each matrix: small normal bfloat16 numbers, or, with a
+        mask, any bits within the mask."""
         made = self.gpu.empty(shape, np.uint16)
         done = 0
         if mask is not None and self._bits is None:
@@ -113,13 +113,14 @@ class StepBench:
         return made
 
     def floor(self, rows: int, position: int) -> float:
-        """µs."""
+        """Returns the minimum time of a step, in µs."""
         return self.weight_bytes() / BANDWIDTH * 1e6 + (
             rows * (position + 1) * self.config.layers * 4 * self.config.kv_size / BANDWIDTH * 1e6
         )
 
     def weight_bytes(self, kernel: str | None = None) -> int:
-        """Of a step, or of one launch of a kernel (the mean of its launches)."""
+        """Returns the bytes of weights of a step, or of one launch of a kernel (the mean of its
+        launches)."""
         c = self.config
         names = {
             "norm_qkv_rope": ("wqkv",),
@@ -142,7 +143,7 @@ class StepBench:
         return sum(layers.values()) + head
 
     def set_position(self, rows: int, position: int, options: tuple[float, ...] = ()) -> None:
-        """Every row decodes the next token of its sequence, from this position."""
+        """Sets rows and states so that every row decodes its sequence's token at this position."""
         table = np.zeros((self.where["rows"].shape[0], 4), np.int32)
         table[:rows, 2] = np.arange(rows)
         table[:rows, 3] = ACTIVE | SAMPLE | FROM_STATE
@@ -177,7 +178,7 @@ class StepBench:
     def time_step(
         self, rows: int, tuning: Tuning, position: int, *, options: tuple[float, ...] = ()
     ) -> float:
-        """µs of one replayed step, the position rising from `position` in each round."""
+        """Returns µs of one replayed step; positions increase from `position` in each round."""
         launches = self.launches(rows, tuning)
         executable = self.gpu.capture(lambda: self.submit(launches, rows))
         try:
@@ -190,7 +191,8 @@ class StepBench:
             self.gpu.destroy(executable)
 
     def time_piece(self, rows: int, tuning: Tuning, position: int) -> float:
-        """µs of a piece of a prompt: rows of sequence 0 from `position`, none of which samples."""
+        """Returns µs of a piece of a prompt: rows of sequence 0 from `position` on, which do not
+        sample."""
         program = decode_program(self.config, sampled=False)
         launches = lower(
             program,
@@ -212,10 +214,11 @@ class StepBench:
             self.gpu.destroy(executable)
 
     def profile(self, rows: int, tuning: Tuning, position: int) -> dict[str, dict[str, float]]:
-        """By kernel: µs alone (its launches one after the other) and µs that it adds to a step.
+        """Returns, by kernel, µs alone (its launches in sequence) and µs that it adds to a step.
 
-        A step without `head` must do without `sample` as well, whose token would be anything, and
-        its row then not active: so what `head` adds is what both do, less `sample`.
+        A step without `head` needs to leave out `sample` too, which would choose an arbitrary token
+        and might make the row inactive: so the time that `head` adds is that of both, less
+        `sample`.
         """
         launches = self.launches(rows, tuning)
         whole = self.time_step(rows, tuning, position)
@@ -228,7 +231,7 @@ class StepBench:
             times = -(-60 // len(own))
             graph = self.gpu.capture(lambda own=own, times=times: self.submit(own * times, rows))
 
-            # Rows as they are in a step; no other embed, so they stay.
+            # Makes rows as in a step; without another `embed` they do not change.
             def before(embed: list[CudaLaunch] = embed) -> None:
                 self.set_position(rows, position)
                 self.submit(embed, rows)

@@ -1,4 +1,4 @@
-"""The other libraries that decode, as far as they are installed here."""
+"""Other libraries that decode, as far as they are installed here."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ PEERS: dict[str, str] = {
     "torch.compile": "compile",
     LLAMA_CPP: "",
 }
-"""Peers by name, and how `transformers_loop.DecodeLoop` calls their way.  These are
-transformers' Llama in bfloat16 with a static cache: as it is, one step captured by torch, and
-compiled in the mode "reduce-overhead".  llama.cpp reads the model's own GGUF file, on the CPU."""
+"""The `how` of `transformers_loop.DecodeLoop`, by the peer's name.  These peers are transformers'
+Llama in bfloat16 with a static cache: eager, one step captured by torch, and compiled in the mode
+"reduce-overhead".  llama.cpp reads the model's own GGUF file, on the CPU."""
 
-# What torch.compile was seen to take, at the least, with some to spare (seconds).
+# The least time that torch.compile needs, as observed, with a margin (seconds).
 _COMPILING = 45.0
-# A cache's length is a multiple of this, as a careful user would choose it.
+# The length of a cache is a multiple of this, as a careful user would choose.
 _ROUND = 64
 
 
 class Peers:
-    """The peers that were asked for and can run here, on one model that they share.
+    """The requested peers that can run here, on one model that they share.
 
-    `skipped` says why the others cannot.  The rest is as for `ostinato.bench.decode.OpenOthers`.
+    `skipped` has the reasons of the others.  Implements `ostinato.bench.decode.OpenOthers`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Peers:
             return
         try:
             why = self._open(device, config, positions)
-        except Exception as error:  # whatever another library cannot do here is no error of ours
+        except Exception as error:  # a library that fails here is left out
             why = first_line(error)
         if why:
             self.skipped.update(dict.fromkeys(wanted, why))
@@ -74,7 +74,7 @@ class Peers:
         self.contestants += [Peer(name, self._library, self._model, left) for name in wanted]
 
     def _open(self, device: ost.Device, config: LlamaConfig, positions: int) -> str:
-        """Makes the model.  Returns why it could not, or an empty text."""
+        """Makes the model.  Returns an empty text, or the reason if it cannot run here."""
         if device.driver.cuda_context is None:
             return f"runs on CUDA devices, and this is {device.name}"
         missing = [n for n in ("torch", "transformers") if importlib.util.find_spec(n) is None]
@@ -88,17 +88,17 @@ class Peers:
         return ""
 
     def close(self) -> None:
-        """Gives the memory back.  Idempotent."""
+        """Frees the memory.  Idempotent."""
         for peer in self.contestants:
             peer.close()
         self.contestants, self._model = [], None
         if self._library is not None:
-            gc.collect()  # modules refer to each other
+            gc.collect()  # modules are in reference cycles
             self._library.release()
 
 
 class Peer:
-    """One of the peers.  Making it ready for another batch or length compiles it anew."""
+    """One of the peers.  `reserve` for another batch or length compiles again."""
 
     ours = False
     multiple = 1
@@ -112,11 +112,11 @@ class Peer:
         if PEERS[name] != "eager":
             self.no_prompts = "what it prepares is a step of one token"
         self.ready_seconds = 0.0
-        """What making it ready took the last time: compiling, capturing."""
+        """Seconds that the last `reserve` took for compiling and capturing."""
 
     def reserve(self, batch: int, positions: int) -> None:
-        """Makes a cache of so many positions and few more: its attention reads all of them, used or
-        not.  Raises what the library raises, and TimeoutError."""
+        """Makes a cache of that many positions and few more, since the attention reads all of them,
+        used or not.  Raises the library's errors, and TimeoutError."""
         length = -(-positions // _ROUND) * _ROUND
         if self._loop is not None and self._at == (batch, length):
             return
@@ -157,4 +157,4 @@ class Peer:
         if self._loop is not None:
             self._loop = None
             if PEERS[self.name] == "compile":
-                self._library.release()  # torch compiles a function anew only a few times
+                self._library.release()  # torch recompiles a function only a few times

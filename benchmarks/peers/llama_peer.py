@@ -1,4 +1,4 @@
-"""llama.cpp on the CPU, through llama-cpp-python, on the GGUF file that our decoder reads too."""
+"""llama.cpp on the CPU, through llama-cpp-python, with the GGUF file of our decoder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ostinato.models.host.packed_kernels import default_threads
 __all__ = ["LLAMA_CPP", "LlamaCpp", "open_llama_cpp"]
 
 LLAMA_CPP = "llama.cpp"
-# Of llama.cpp's own: how many tokens of a prompt it takes at once.
+# The number of prompt tokens that llama.cpp reads at once, its default.
 _PIECE = 512
 
 
 def open_llama_cpp(device: ost.Device, path: Path | None) -> LlamaCpp | str:
-    """The peer, or why it cannot run here."""
+    """Returns the peer, or the reason if it cannot run here."""
     if not device.capabilities.host_memory_is_device_memory:
         return f"is measured on the CPU, and this is {device.name}"
     if path is None or path.suffix != ".gguf":
@@ -35,7 +35,7 @@ def open_llama_cpp(device: ost.Device, path: Path | None) -> LlamaCpp | str:
 
 
 class LlamaCpp:
-    """One sequence, greedily, with as many threads as our decoder."""
+    """Greedy decoding of one sequence, with as many threads as our decoder."""
 
     name = LLAMA_CPP
     ours = False
@@ -53,7 +53,8 @@ class LlamaCpp:
         self.load_seconds = 0.0
 
     def reserve(self, batch: int, positions: int) -> None:
-        """Raises ValueError for more than one sequence."""
+        """Loads the model with room for that many positions, unless it has it.  Raises ValueError
+        for more than one sequence."""
         if batch != 1:
             raise ValueError("decodes one sequence here")
         if self._model is not None and self._positions >= positions:

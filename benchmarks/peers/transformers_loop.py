@@ -1,13 +1,13 @@
-"""transformers: its Llama with random weights, decoding greedily over a static cache.
+"""transformers' Llama with random weights, decoding greedily over a static cache.
 
     model = random_llama(config)
     loop = DecodeLoop(model, batch=1, length=192, how="compile")
     loop.place(64)
     tokens = loop.run(100)
 
-It is what our decoder is measured against, so it does what a careful user of transformers
-would: static key and value cache, scaled dot product attention, the next token chosen on the
-device and fed back there, no synchronise before the last token.  torch is imported with this file.
+Our decoder is measured against this loop, so it does what a careful user of transformers would: a
+static key and value cache, scaled dot product attention, the next token chosen on the device and
+fed back there, no synchronisation before the last token.  Importing this module imports torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ except ImportError as error:
 __all__ = ["DecodeLoop", "How", "llama_config", "random_llama", "release", "versions"]
 
 How = Literal["eager", "graph", "compile"]
-"""Kernel by kernel; `torch.cuda.graph` over one step; `torch.compile(mode="reduce-overhead")`."""
+"""The ways to run a step: kernel by kernel, `torch.cuda.graph` over one step, or
+`torch.compile(mode="reduce-overhead")`."""
 
 _SEED = 11
 _WIDTH = 0.02
@@ -38,12 +39,12 @@ _WARMUPS = 4  # torch.compile runs once, records its graph, then replays
 
 
 def versions() -> dict[str, str]:
-    """Of torch and transformers."""
+    """Returns the versions of torch and transformers."""
     return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def llama_config(config: LlamaConfig, *, context: int | None = None) -> Any:
-    """transformers' `LlamaConfig` of a model of ours; for so many positions, if they are given."""
+    """Makes transformers' `LlamaConfig` from ours; `context`: positions, by default the model's."""
     return transformers.LlamaConfig(
         hidden_size=config.hidden,
         intermediate_size=config.inner,
@@ -65,10 +66,10 @@ def random_llama(
     device: str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Any:
-    """A `LlamaForCausalLM` made on the device, every weight random and none zero.  `context` as for
-    `llama_config`.
+    """Makes a `LlamaForCausalLM` on the device, with random weights, none of which is zero.
+    `context` as for `llama_config`.
 
-    Raises what torch does, as for too little memory.
+    Raises torch's errors, for example for too little memory.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -90,10 +91,10 @@ def random_llama(
 class DecodeLoop:
     """Greedy decoding of `batch` sequences in step, in a static cache of `length` positions.
 
-    `how`: see `How`; "graph" needs a CUDA device.  Making one runs a few steps, so that all is
-    compiled and captured; "compile" may take a minute.  `whole_graph`: whether torch took the step
-    as one graph without breaks (True for the other two).  Raises what torch and transformers do,
-    whatever they cannot do here.
+    `how`: see `How`; "graph" needs a CUDA device.  The constructor runs a few steps, so that
+    everything is compiled and captured; "compile" may take a minute.  `whole_graph`: True if torch
+    compiled the step as one graph without breaks (always True for the other two).  Raises the
+    errors of torch and transformers.
     """
 
     def __init__(self, model: Any, *, batch: int, length: int, how: How) -> None:
@@ -106,17 +107,17 @@ class DecodeLoop:
         self._model = model
         self._device = next(model.parameters()).device
         self._cache = _static_cache(model, batch, length)
-        # Releases before 5.3 are told the place in the cache; later ones keep it in the cache.
+        # Releases before 5.3 need the position as an argument; later ones keep it in the cache.
         known = inspect.signature(model.forward).parameters
         self._told = "cache_position" in known
-        # Releases before 4.50 call it otherwise.
+        # Releases before 4.50 have another name for it.
         self._kept = "logits_to_keep" if "logits_to_keep" in known else "num_logits_to_keep"
         self._held = "cache" if "cache" in known else "past_key_values"  # releases before 5.24
         ids = torch.randint(0, model.config.vocab_size, (batch, 1), device=self._device)
         self._token = ids
         self._position = torch.zeros((1, 1), dtype=torch.long, device=self._device)
         with torch.no_grad():
-            self._step(self._token, self._position)  # makes the cache
+            self._step(self._token, self._position)  # allocates the cache
             self._randomise()
             self._once = self._prepared()
         self.place(0)
@@ -138,7 +139,7 @@ class DecodeLoop:
         self._position.add_(1)
 
     def _prepared(self) -> Callable[[], None]:
-        """One step as a call that does not wait."""
+        """Returns a function that runs one step without waiting."""
         if self.how == "graph":
             return self._captured()
         if self.how == "compile":
@@ -189,7 +190,8 @@ class DecodeLoop:
         return list(zip(self._cache.key_cache, self._cache.value_cache, strict=True))
 
     def place(self, position: int) -> None:
-        """The next step decodes the token at this position, after so many in the cache.
+        """Sets the position of the token that the next step decodes; the cache has that many
+        positions before it.
 
         Raises InputError beyond the cache.
         """
@@ -205,7 +207,8 @@ class DecodeLoop:
         self.synchronize()
 
     def run(self, tokens: int) -> list[int]:
-        """Decodes so many tokens of each sequence; the last of each, once it is on the host."""
+        """Decodes that many tokens of each sequence.  Returns the last of each, once it is on the
+        host."""
         with torch.no_grad():
             for _ in range(tokens):
                 self._once()
@@ -213,11 +216,11 @@ class DecodeLoop:
         return last
 
     def prompt(self, tokens: Sequence[int]) -> int:
-        """The token chosen after a prompt, once it is on the host: all of the prompt in one eager
-        pass from position 0, whatever `how` is, with the logits of its last position alone.
+        """Reads a prompt from position 0 on in one eager pass, for every `how`, with logits of the
+        last position only.  Returns the token chosen after it, once it is on the host.
 
-        `place(0)` goes before it, and `place` before another `run`.  Raises InputError for more
-        than one sequence, and for no tokens or more than the cache holds.
+        `place(0)` must be called before, and `place` before another `run`.  Raises InputError for
+        more than one sequence, and for no tokens or more than the cache holds.
         """
         if self.batch != 1 or not 1 <= len(tokens) <= self.length:
             raise InputError(
@@ -244,7 +247,7 @@ class DecodeLoop:
 
 
 def _static_cache(model: Any, batch: int, length: int) -> Any:
-    """A static cache; releases before 4.56 want to know more than later ones."""
+    """Makes a static cache; releases before 4.56 need more arguments."""
     known = inspect.signature(transformers.StaticCache.__init__).parameters
     options: dict[str, object] = {"config": model.config, "max_cache_len": length}
     parameter = next(model.parameters())
@@ -254,7 +257,7 @@ def _static_cache(model: Any, batch: int, length: int) -> Any:
 
 
 def release() -> None:
-    """Forgets compiled code, and gives memory that torch only keeps back to the device."""
+    """Drops compiled code, and returns cached memory of torch to the device."""
     torch._dynamo.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

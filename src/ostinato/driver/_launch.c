@@ -1,14 +1,14 @@
 /* The hot paths of replays, launches and changes of graphs, compiled.
  *
  * Launcher and Prepared replay a graph: one comparison and one C call without the GIL.  Repeat
- * replays one that has a Seat in a cache, if all is as it was.
- * Packer turns the arguments of a kernel into bytes, KernelCall launches bytes that are packed
- * already, and FunctionCall packs and launches in one call.  KernelNode sets the arguments of an
- * executable's node, and read_nodes reads a definition.  module_listener is what CUPTI calls.
+ * replays the graph of a Seat in a cache if nothing that decides the replay has changed.
+ * Packer turns the arguments of a kernel into bytes, KernelCall launches with packed bytes, and
+ * FunctionCall packs and launches in one call.  KernelNode sets the arguments of an executable's
+ * node, and read_nodes reads a definition.  module_listener returns the callback for CUPTI.
  *
- * driver/launcher.py, driver/cuda/launch.py and driver/cuda/frozen.py hold the same in Python, which
- * serves where this was not built; but for module_listener, which must not take the interpreter's
- * lock.  Only the limited API of CPython 3.11 is used, so that one build serves every later one.
+ * driver/launcher.py, driver/cuda/launch.py and driver/cuda/frozen.py implement the same in Python,
+ * for installations without this module.  module_listener has no such twin, since the callback must
+ * not take the GIL.  The limited API of CPython 3.11 lets one build serve every later version.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -25,7 +25,7 @@ typedef struct {
     PyTypeObject *prepared_type, *launcher_type, *seat_type, *packer_type, *kernel_node_type;
 } State;
 
-/* Handles and addresses come as non-negative integers. */
+/* Converts a handle or an address, a non-negative int, for PyArg_Parse ("O&"). */
 static int
 as_pointer(PyObject *number, void *result)
 {
@@ -43,7 +43,7 @@ new_object(PyTypeObject *type)
     return alloc(type, 0);
 }
 
-/* The end of a deallocation. */
+/* Frees an object whose own fields are released already. */
 static void
 free_object(PyObject *self)
 {
@@ -53,7 +53,7 @@ free_object(PyObject *self)
     Py_DECREF(type);
 }
 
-/* cuGraphLaunch(CUgraphExec, CUstream): any C function of two pointers that returns a status. */
+/* The signature of cuGraphLaunch(CUgraphExec, CUstream). */
 typedef int (*graph_function)(void *executable, void *stream);
 
 typedef struct {
@@ -127,11 +127,11 @@ static PyType_Spec prepared_spec = {
 
 /* ------------------------------------------------------------------------------------- Launcher */
 
-/* Cold: `stream` is NULL, which no argument of `launch` is.
- * Hot:  `stream` is the stream of the last launch and `prepared` its call.  If that is a Prepared,
- *       `call` is what it holds, so that the launch itself touches nothing else; otherwise
- *       `call.function` is NULL.
- * All are read and written with the GIL held and no Python code in between: as one. */
+/* Cold: `stream` is NULL, which equals no argument of `launch`.
+ * Hot:  `stream` is the stream of the last launch and `prepared` its prepared call.  If `prepared`
+ *       is a Prepared, `call` is a copy of its call, so that a launch reads no other object;
+ *       otherwise `call.function` is NULL.
+ * The fields change together: the GIL is held, and no Python code runs in between. */
 typedef struct {
     PyObject_HEAD
     PyObject *stream;
@@ -139,7 +139,7 @@ typedef struct {
     Call call;
 } Launcher;
 
-/* Launches on the hot stream; -1 with an exception if that failed. */
+/* Launches on the hot stream.  Returns 0, or -1 with an exception set. */
 static int
 launch_hot(Launcher *self, PyObject *stream)
 {
@@ -148,7 +148,7 @@ launch_hot(Launcher *self, PyObject *stream)
         status = call_without_gil(self->call);
     }
     else {
-        PyObject *prepared = Py_NewRef(self->prepared); /* it may be cooled while it is called */
+        PyObject *prepared = Py_NewRef(self->prepared); /* `cool` may run during the call */
         PyObject *answer = PyObject_CallNoArgs(prepared);
         Py_DECREF(prepared);
         if (answer == NULL)
@@ -193,7 +193,7 @@ set_hot(Launcher *self, PyObject *stream, PyObject *prepared, Call call)
     self->stream = Py_XNewRef(stream);
     self->prepared = Py_XNewRef(prepared);
     self->call = call;
-    Py_XDECREF(old_stream); /* last: this may run anything */
+    Py_XDECREF(old_stream); /* last: a finalizer may run any code */
     Py_XDECREF(old_prepared);
 }
 
@@ -247,7 +247,7 @@ launcher_dealloc(PyObject *self)
     free_object(self);
 }
 
-PyDoc_STRVAR(launch_doc, /* word for word that of PythonLauncher.launch */
+PyDoc_STRVAR(launch_doc, /* the same text as PythonLauncher.launch */
 "launch($self, stream)\n--\n\n"
 "Runs the graph once, in stream order; returns without waiting.  Releases the GIL.\n"
 "\n"
@@ -281,7 +281,7 @@ static PyType_Spec launcher_spec = {
 
 /* ----------------------------------------------------------------------------------------- Seat */
 
-/* Read and written with the GIL held and no Python code in between, so each call is whole. */
+/* Each method is atomic: it holds the GIL and runs no Python code. */
 typedef struct {
     PyObject_HEAD
     Py_ssize_t leases, uses;
@@ -346,7 +346,7 @@ static PyType_Spec seat_spec = {
 
 /* --------------------------------------------------------------------------------------- Repeat */
 
-/* Cold: `sizes` is NULL.  Armed: all of the second group is set. */
+/* Cold: `sizes` is NULL.  Armed: all objects of the second line are set. */
 typedef struct {
     PyObject_HEAD
     PyObject *acquire, *unlock, *answer, *guarded, *table, *latest, *touch, *release;
@@ -401,7 +401,7 @@ set_armed(Repeat *self, PyObject *sizes, PyObject *wanted, PyObject *seat, PyObj
     self->launcher = Py_XNewRef(launcher);
     self->stream = Py_XNewRef(stream);
     for (int i = 0; i < 5; i++)
-        Py_XDECREF(old[i]); /* last: this may run anything */
+        Py_XDECREF(old[i]); /* last: a finalizer may run any code */
 }
 
 static PyObject *
@@ -444,7 +444,7 @@ repeat_taken(PyObject *op, PyObject *Py_UNUSED(none))
     return PyLong_FromSsize_t(count);
 }
 
-/* Whether two dicts have the same items, all of them exact whole numbers; -1 with an exception. */
+/* 1 if the dicts have equal items, and exact ints in `given`; else 0, or -1 with an exception. */
 static int
 same_sizes(PyObject *given, PyObject *sizes)
 {
@@ -465,7 +465,7 @@ same_sizes(PyObject *given, PyObject *sizes)
     return 1;
 }
 
-/* Whether each guarded attribute is the object that is wanted; -1 with an exception. */
+/* 1 if each guarded attribute is the object in `wanted`, 0 if not, -1 with an exception set. */
 static int
 all_guarded(PyObject *guarded, PyObject *wanted)
 {
@@ -482,12 +482,14 @@ all_guarded(PyObject *guarded, PyObject *wanted)
     return 1;
 }
 
-/* The launch, with the lock held: 1 if it was made, 0 if not, -1 with an exception. */
+/* Launches the armed graph; the caller holds the lock.  Returns 1 if the graph was launched, 0 if
+ * not, -1 with an exception set.  Python code that runs in between may cool or re-arm `self`, hence
+ * the repeated comparison of `sizes`. */
 static int
 repeat_launch(Repeat *self, PyObject *sizes)
 {
     if (self->sizes != sizes || self->left <= 0)
-        return 0; /* another thread's call came in between */
+        return 0; /* another thread re-armed or cooled it before this one had the lock */
     PyObject *wanted = Py_NewRef(self->wanted);
     int made = all_guarded(self->guarded, wanted);
     Py_DECREF(wanted);
@@ -497,7 +499,7 @@ repeat_launch(Repeat *self, PyObject *sizes)
         return 0;
     PyObject *kept = Py_NewRef(self->seat);
     PyObject *latest = PyObject_GetAttr(self->table, self->latest);
-    Py_XDECREF(latest); /* only compared */
+    Py_XDECREF(latest); /* from here on only the address is compared */
     if (latest != NULL && latest != kept) {
         latest = PyObject_CallFunctionObjArgs(self->touch, kept, NULL);
         Py_XDECREF(latest);
@@ -511,7 +513,7 @@ repeat_launch(Repeat *self, PyObject *sizes)
     Launcher *launcher = (Launcher *)self->launcher;
     if (launcher->stream != self->stream || seat->leaving)
         return 0;
-    PyObject *stream = Py_NewRef(self->stream); /* it may be cooled meanwhile */
+    PyObject *stream = Py_NewRef(self->stream); /* `cool` may run during the launch */
     Py_INCREF((PyObject *)seat);
     Py_INCREF((PyObject *)launcher);
     seat->leases++;
@@ -647,8 +649,8 @@ static PyType_Spec repeat_spec = {
 
 /* --------------------------------------------------------------------------------------- Packer */
 
-/* `element` and `raw` are what a pointer takes, and NULL for other slots, and for a pointer that takes
- * any memory. */
+/* `element` and `raw`: the element types that a pointer slot accepts; NULL for a pointer to any
+ * memory and for all other slots. */
 typedef struct {
     char code;
     uint32_t offset;
@@ -657,9 +659,9 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *pointer;     /* the name of the attribute that buffers have: (address, element) */
-    PyObject *address_for; /* called with a value and an element, for the address of all others */
-    PyObject *elements;    /* owns those of the slots */
+    PyObject *pointer;     /* "_pointer", the attribute of a buffer: (address, element) */
+    PyObject *address_for; /* (value, element) -> address, for values without that attribute */
+    PyObject *elements;    /* owns `element` and `raw` of the slots */
     Slot *slots;
     Py_ssize_t count, size;
 } Packer;
@@ -737,7 +739,7 @@ packer_dealloc(PyObject *op)
     free_object(op);
 }
 
-/* Whether an exception is set that is not about a value, such as KeyboardInterrupt. */
+/* True if an exception is set that is no Exception, such as KeyboardInterrupt. */
 static int
 interrupted(void)
 {
@@ -752,11 +754,11 @@ pack_word(PyObject *number, unsigned char *to)
     uint64_t bits = PyLong_AsUnsignedLongLong(number);
     if (bits == UINT64_MAX && PyErr_Occurred())
         return 0;
-    memcpy(to, &bits, sizeof bits); /* little endian, as every machine with a GPU of NVIDIA's is */
+    memcpy(to, &bits, sizeof bits); /* little-endian, as are all hosts that CUDA supports */
     return 1;
 }
 
-/* The address of memory that the slot takes; 0 if it takes other memory. */
+/* Packs an address.  Returns 0 if the slot does not accept the value; an exception may be set. */
 static int
 pack_pointer(Packer *self, const Slot *slot, PyObject *value, unsigned char *to)
 {
@@ -782,7 +784,7 @@ pack_pointer(Packer *self, const Slot *slot, PyObject *value, unsigned char *to)
     return packed;
 }
 
-/* One value; 0 if it does not have exactly the type of its slot.  An exception may be set then. */
+/* Packs one value.  Returns 0 if its type is not exactly the slot's; an exception may be set. */
 static int
 pack_one(Packer *self, const Slot *slot, PyObject *value, unsigned char *to)
 {
@@ -818,11 +820,11 @@ pack_one(Packer *self, const Slot *slot, PyObject *value, unsigned char *to)
         if (width < 8 && bits >> (8 * width))
             return 0;
     }
-    memcpy(to, &bits, width); /* little endian, as above */
+    memcpy(to, &bits, width); /* little-endian, as in `pack_word` */
     return 1;
 }
 
-/* All values of a tuple; 0 if one does not have exactly its slot's type, -1 if interrupted. */
+/* Packs a tuple of values.  Returns 1; 0 if a value does not fit; -1 if `interrupted`. */
 static int
 pack_all(Packer *self, PyObject *values, unsigned char *bytes)
 {
@@ -834,7 +836,7 @@ pack_all(Packer *self, PyObject *values, unsigned char *bytes)
         if (!pack_one(self, slot, PyTuple_GetItem(values, i), bytes + slot->offset)) {
             if (interrupted())
                 return -1;
-            PyErr_Clear(); /* Signature.pack looks again, and words the error */
+            PyErr_Clear(); /* Signature.pack checks the values again and raises the error */
             return 0;
         }
     }
@@ -899,7 +901,6 @@ typedef int (*launch_function)(const LaunchConfig *config, void *function, void 
                                void **extra);
 typedef int (*current_function)(void **context);
 
-/* What is launched, and in which context. */
 typedef struct {
     void *launch, *current; /* the C functions */
     void *context, *function;
@@ -930,7 +931,7 @@ is_current(current_function current, void *context)
     return current(&found) == 0 && found == context;
 }
 
-/* The status, or None if another context is current: then nothing was launched. */
+/* Launches.  Returns the status, or None without a launch if another context is current. */
 static PyObject *
 launch_target(const Target *target, const LaunchConfig *config, void **params)
 {
@@ -947,7 +948,7 @@ typedef struct {
     PyObject_HEAD
     Target target;
     LaunchConfig config;
-    void **params; /* one allocation: the pointers, then the bytes that they point to */
+    void **params; /* one allocation: the pointers, then the bytes that the pointers address */
 } KernelCall;
 
 static int
@@ -978,7 +979,8 @@ as_dimensions(PyObject *three, void *result)
     return 1;
 }
 
-/* A pointer to each argument, from a tuple of offsets.  0 if one is wrong: an exception is set. */
+/* Fills `pointers` with the address of each argument, from a tuple of offsets into `data`.  Returns
+ * 0 with an exception set if an offset is wrong. */
 static int
 point_into(void **pointers, PyObject *offsets, char *data, Py_ssize_t size)
 {
@@ -1127,14 +1129,14 @@ function_call_launch(PyObject *op, PyObject *const *args, Py_ssize_t count)
     }
     if (!as_pointer(args[0], &config.stream) || !as_dimensions(args[1], config.grid) ||
         !as_dimensions(args[2], config.block) || !as_u32(args[3], &config.shared)) {
-        PyErr_Clear(); /* `launch_kernel` looks again, and words the error */
+        PyErr_Clear(); /* `launch_kernel` checks the arguments again and raises the error */
         Py_RETURN_NONE;
     }
     unsigned char *from = data;
-    if (PyBytes_CheckExact(args[4])) { /* packed before */
+    if (PyBytes_CheckExact(args[4])) { /* already packed */
         if (PyBytes_Size(args[4]) != packer->size)
             Py_RETURN_NONE;
-        from = (unsigned char *)PyBytes_AsString(args[4]); /* which the driver copies */
+        from = (unsigned char *)PyBytes_AsString(args[4]); /* the driver copies the bytes */
     } else {
         int packed = pack_all(packer, args[4], data);
         if (packed < 0)
@@ -1186,7 +1188,7 @@ _Static_assert(sizeof(NodeParams) == 72, "as in cuda.h");
 /* cuGraphExecKernelNodeSetParams_v2 */
 typedef int (*set_function)(void *executable, void *node, const NodeParams *params);
 
-enum { EXTRA_WORDS = 5 }; /* two pairs, and the end */
+enum { EXTRA_WORDS = 5 }; /* two pairs of key and value, and the end marker */
 
 typedef struct {
     PyObject_HEAD
@@ -1195,9 +1197,9 @@ typedef struct {
     void *context, *executable, *node;
     NodeParams params;
     size_t size;
-    void **words; /* one allocation: kernelParams or extra, then the bytes that they point to */
+    void **words; /* one allocation: kernelParams or extra, then the argument bytes */
     unsigned char *data;
-    int held; /* whether the driver took `data`: it is as of the last call, which succeeded */
+    int held; /* true if the last call succeeded, so that the executable's arguments equal `data` */
 } KernelNode;
 
 static PyObject *
@@ -1265,7 +1267,7 @@ kernel_node_dealloc(PyObject *op)
     free_object(op);
 }
 
-/* Whether `size` bytes at `offset` are among the arguments; sets ValueError if not. */
+/* True if `size` bytes at `offset` lie within the arguments; sets ValueError if not. */
 static int
 inside(const KernelNode *self, Py_ssize_t offset, Py_ssize_t size)
 {
@@ -1281,10 +1283,11 @@ typedef struct {
     const char *raw;
 } Write;
 
+/* Makes the writes and saves the old bytes in `before`; with `back`, restores the old bytes. */
 static void
 exchange(const Write *first, const Write *end, unsigned char *before, int back)
 {
-    /* The other way round on the way back: two writes may meet. */
+    /* Restoring runs in reverse order, since two writes may overlap. */
     for (Py_ssize_t i = 0, n = end - first; i < n; i++) {
         const Write *write = back ? end - 1 - i : first + i;
         unsigned char *at = write->node->data + write->offset;
@@ -1305,7 +1308,8 @@ set_node(KernelNode *node)
     return status;
 }
 
-/* All writes, one call a node; those next to each other that are one node's go together. */
+/* Makes all writes, with one driver call for adjacent writes to a node.  If a call fails, undoes
+ * the earlier ones; `undone` is the first status of undoing that is not 0, or 0. */
 static int
 set_all(const Write *writes, size_t count, unsigned char *before, int *undone)
 {
@@ -1330,7 +1334,7 @@ set_all(const Write *writes, size_t count, unsigned char *before, int *undone)
     return status;
 }
 
-/* An offset and bytes that are inside; 0 with an exception. */
+/* Reads an offset and bytes within the arguments.  Returns 0 with an exception set on failure. */
 static int
 take_write(KernelNode *self, PyObject *const *args, Py_ssize_t count, Write *write)
 {
@@ -1373,7 +1377,7 @@ kernel_node_set(PyObject *op, PyObject *const *args, Py_ssize_t count)
         return NULL;
     if (!is_current(self->current, self->context))
         Py_RETURN_NONE;
-    /* A call that changes nothing would take as long, and the next launch longer. */
+    /* A driver call costs as much if it changes nothing, and makes the next launch slower. */
     if (is_held(&write))
         return PyLong_FromLong(0);
     unsigned char small[64], *before = write.size <= 64 ? small : PyMem_Malloc(write.size);
@@ -1431,7 +1435,7 @@ static PyType_Spec kernel_node_spec = {
     .slots = kernel_node_slots,
 };
 
-/* The status and that of taking back, or None if another context is current. */
+/* Makes the writes: (status, status of undoing them), or None if another context is current. */
 static PyObject *
 make_writes(const Write *writes, size_t count, unsigned char *before)
 {
@@ -1488,7 +1492,7 @@ end:
     return result;
 }
 
-/* The same for whole words: `counts` of them for each node, one after the other. */
+/* Like `set_nodes`, for words of 8 bytes: `counts` holds the number of words of each node. */
 static PyObject *
 set_words(PyObject *module, PyObject *args)
 {
@@ -1546,8 +1550,8 @@ typedef int (*attribute_function)(void *node, int identity, void *value);
 
 enum { MOST_ATTRIBUTES = 16, VALUE_BYTES = 16, LAUNCH_BYTES = 28, MOST_EXTRA = 64 };
 
-/* How a node is launched: sizes, then for each attribute whether the device has it, and its value.
- * Compared and looked up as bytes. */
+/* The launch configuration of a kernel node: grid, block and shared memory, then for each attribute
+ * whether it could be read, and its value.  Compared and looked up as bytes. */
 typedef struct {
     uint32_t launch[7];
     struct {
@@ -1585,8 +1589,8 @@ read_raw(type_function type, params_function params, attribute_function attribut
     return 0;
 }
 
-/* The bytes that a node's kernelParams point to, laid out as `layout` says: pairs of 32-bit offset
- * and size. */
+/* Copies the arguments that kernelParams point to into bytes.  `layout`: a 32-bit offset and a
+ * 32-bit size for each argument. */
 static PyObject *
 gather(void *const *params, PyObject *layout)
 {
@@ -1615,8 +1619,8 @@ gather(void *const *params, PyObject *layout)
     return made;
 }
 
-/* The bytes that a node's `extra` says: pairs of key and value up to key 0.  Key 1: the buffer; key
- * 2: where its size is. */
+/* Returns the argument bytes of a node's `extra`: pairs of key and value up to key 0.  Key 1: the
+ * buffer; key 2: the address of its size. */
 static PyObject *
 packed_bytes(void *const *extra)
 {
@@ -1631,7 +1635,7 @@ packed_bytes(void *const *extra)
     return PyBytes_FromStringAndSize(buffer, buffer == NULL ? 0 : (Py_ssize_t)size);
 }
 
-/* Shapes that were made into bytes: most nodes share one of a few, and its bytes. */
+/* The last shapes and their bytes objects: most nodes have one of a few shapes, and share them. */
 enum { RECENT = 8 };
 
 typedef struct {
@@ -1656,7 +1660,7 @@ shape_bytes(const Shape *shape, Py_ssize_t size, Recent *recent)
     return made;
 }
 
-/* What a node gives: its kind if it is no kernel, None for a kernel that Python must read. */
+/* Returns the entry of a node for `read_nodes`; None for a kernel that Python must read. */
 static PyObject *
 as_entry(const Raw *raw, Py_ssize_t shape_size, Recent *recent, PyObject *layouts,
          PyObject *missing)
@@ -1748,7 +1752,7 @@ static PyObject *
 capture_info(PyObject *Py_UNUSED(module), PyObject *args)
 {
     void *info, *current, *context, *stream, *graph = NULL, *const *nodes = NULL;
-    const void *edges = NULL; /* without a place for them it fails after programmatic launches */
+    const void *edges = NULL; /* the driver fails without it if edges are programmatic */
     int state = 0;
     uint64_t number = 0;
     size_t count = 0;
@@ -1757,7 +1761,7 @@ capture_info(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     if (!is_current((current_function)current, context))
         Py_RETURN_NONE;
-    /* With the GIL: the nodes are the driver's array until the next call, of any thread. */
+    /* The GIL is held: the driver's array of nodes is valid until the next call of any thread. */
     int status = ((info_function)info)(stream, &state, &number, &graph, &nodes, &edges, &count);
     if (status)
         return PyLong_FromLong(status);
@@ -1776,9 +1780,9 @@ capture_info(PyObject *Py_UNUSED(module), PyObject *args)
 
 /* ------------------------------------------------------------------------------------- Collector
  *
- * CUPTI calls `note_module` inside the driver's loading of a module, on any thread and with locks
- * of the driver held: it takes no lock of the interpreter, and only copies the code to a list of
- * the process.  `drain_modules` gives the list to Python. */
+ * CUPTI calls `note_module` while the driver loads a module, on any thread and with locks of the
+ * driver held.  `note_module` must not take the GIL: it copies the code to a lock-free list of the
+ * process, which `drain_modules` returns to Python. */
 
 typedef struct Noted {
     struct Noted *next;
@@ -1787,7 +1791,7 @@ typedef struct Noted {
 } Noted;
 
 static _Atomic(Noted *) noted;
-static atomic_ullong noted_lost; /* modules that there was no memory for */
+static atomic_ullong noted_lost; /* number of modules lost for lack of memory */
 
 /* CUpti_ResourceData and CUpti_ModuleResourceData */
 typedef struct {
@@ -1883,7 +1887,7 @@ static PyMethodDef module_methods[] = {
 
 /* --------------------------------------------------------------------------------------- module */
 
-/* Adds a type to the module; `keep`, if it is given, gets a reference of its own. */
+/* Adds a type to the module; `keep`, if not NULL, receives a reference of its own. */
 static int
 add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **keep)
 {

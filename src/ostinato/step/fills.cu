@@ -1,4 +1,4 @@
-// A fill as a kernel (step/fills.py).
+// A kernel that fills memory (step/fills.py).
 
 #ifndef EMULATED
 #define KERNEL extern "C" __global__ void
@@ -6,7 +6,7 @@
 
 typedef unsigned long long Word;
 
-// `pattern` again and again, from the first byte on.
+// Repeats the 4 bytes of `pattern` from the first byte on; the last repetition may be cut.
 KERNEL ostinato_fill(char* to, const unsigned pattern, const Word nbytes) {
     const Word step = (Word)gridDim.x * blockDim.x;
     const Word first = (Word)blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,4 +1,4 @@
-// What NCCL's collectives need besides: a sum into the residual, and gathered lines put in order.
+// Kernels around NCCL's collectives: adding a sum to the residual, and ordering gathered lines.
 typedef unsigned int u32;
 typedef unsigned char u8;
 
@@ -10,7 +10,7 @@ extern "C" __global__ void add_reduced(float* target, float* partial, u32 count)
     partial[i] = 0.0f;
 }
 
-// out[line][rank] = parts[rank][line], pieces of so many words; a block a piece.
+// out[line][rank] = parts[rank][line], in pieces of `words` words; one block for each piece.
 extern "C" __global__ void interleave(const u32* parts, u32* out, u32 lines, u32 ranks, u32 words) {
     const unsigned long long line = blockIdx.x, rank = blockIdx.y;
     const u32* from = parts + (rank * lines + line) * words;

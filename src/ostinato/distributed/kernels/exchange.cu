@@ -1,26 +1,26 @@
-// Collectives of small messages in the ranks' own memory: each rank stores its values into every
-// other rank's window, and waits in its own window for theirs (`exchange.py`).
+// Collectives of small messages in the ranks' own memory: each rank stores its values into the
+// window of every other rank, and waits for the others' values in its own window (`exchange.py`).
 //
-// A window begins with a counter for each block (`epochs`), then has the words of two exchanges:
+// A window begins with a counter for each block (`epochs`); the words of two exchanges follow:
 //
 //     words[epoch % 2][rank][block][2 * THREADS]        (words.cuh)
 //
 // Block b of a rank exchanges with block b of every other rank, and with no other block.  Its counter
-// says how many exchanges it has had; all ranks launch the same grids in the same order, so it is the
-// same on all of them.  It is on the device, hence a replay, an iteration of a loop, or a launch by
-// hand is counted without the host.
+// is the number of its exchanges.  All ranks launch the same grids in the same order, so the counter is
+// the same on all ranks.  The counter is on the device, so that replays, iterations of a loop and single
+// launches are counted without the host.
 //
-// Two halves are enough.  Let rank A send epoch e to rank B: it overwrites e - 2 there.  A has ended
-// e - 1 (kernels of one rank run one after the other), so it had all words of B's block for e - 1.
-// B stored those after it had ended e - 2, which means after it had read what A now overwrites.  A rank
-// can so be one exchange ahead of another and never two.
+// Two halves are enough.  When rank A sends epoch e to rank B, it overwrites the words of e - 2 there.
+// A has completed e - 1 (kernels of a rank run one after the other), so A has received all words that
+// B's block sent for e - 1.  B sent these after completing e - 2, hence after reading the words that A
+// now overwrites.  So a rank can be one exchange ahead of another, but never two.
 //
-// A block stores all of its words each time, also those that nobody reads, so that no word is older
-// than two exchanges of its block: after 2^32 exchanges, when an epoch comes again, no word of the
-// last time is left.
+// A block stores all of its words in each exchange, including unused ones, so that no word is older
+// than two exchanges of its block: when epochs repeat after 2^32 exchanges, no word of the previous
+// round is left.
 //
-// A wait ends when the word at `lost` is not 0: the host of this rank sets it if the group fails.
-// The results are NaN then.  The group's memory is not used for another exchange after that.
+// A wait also ends when the word at `lost` is not 0: the host of this rank sets it if the group fails.
+// The results are NaN then, and the group's memory is not used for another exchange.
 //
 // All blocks of a grid must be resident at once, on all ranks: the caller keeps grids that small.
 #include "words.cuh"
@@ -38,10 +38,10 @@ DEVICE void start_next() {}
 #endif
 #endif
 
-// `table`: the windows' addresses by rank, that of `lost`, and this rank's own window again.  Gives
-// every rank's two values of this thread, which are those at `first`, 2 * (the thread's number in the
-// grid).  `wanted`: how many of the two are among the `count` that there are; with none the thread
-// only sends.
+// Exchanges two values of each thread: those at `first`, 2 * (the thread's number in the grid).
+// `table`: addresses of all ranks' windows, of `lost`, and of this rank's window again.  `wanted`: how
+// many of the two values are among the first `count`; with 0 the thread only sends.  `values`: the two
+// values of every rank.
 struct Exchange {
     u64* windows[RANKS];
     u64* own;
@@ -49,7 +49,7 @@ struct Exchange {
     u32 rank, first, wanted, epoch;
     u32 values[RANKS][2];
 
-    // Before the wait: the table never changes.
+    // May run before the wait: the table never changes.
     DEVICE Exchange(const u64* table, u32 count, u32 rank)
         : rank(rank),
           first(2 * (blockIdx.x * THREADS + threadIdx.x)),
@@ -72,7 +72,7 @@ struct Exchange {
         if (wanted) receive_from_ranks(values, rank, one, other, own + half, WORDS, epoch, lost);
     }
     DEVICE float sum(u32 i) const { return sum_of_ranks(values, i); }
-    // Every thread of the block, last.
+    // Called last, by every thread of the block.
     DEVICE void end() {
         __syncthreads();
         if (threadIdx.x == 0) *counter() = epoch;

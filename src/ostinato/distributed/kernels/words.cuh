@@ -1,7 +1,7 @@
 // Words of 8 bytes that ranks store into each other's memory: 4 bytes of value, 4 bytes of epoch.
 //
-// A word is one access of 8 bytes, so who finds the epoch finds its value.  Nothing else orders them,
-// and no word is read with a plain load.
+// A word is read and written in one access of 8 bytes, so a reader that finds the epoch has its value.
+// No fence orders the words, and no word is read with a plain load.
 #pragma once
 
 typedef unsigned int u32;
@@ -11,7 +11,7 @@ typedef unsigned long long u64;
 #ifndef DEVICE
 #define DEVICE __device__ __forceinline__
 #endif
-// Two words beside each other, each one access of its own.
+// Stores or loads two adjacent words, each of them atomically.
 DEVICE void send_words(u64* p, u64 one, u64 other) {
     asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(one), "l"(other)
                  : "memory");
@@ -27,21 +27,22 @@ DEVICE u32 told_by_host(const u32* p) {
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-constexpr u32 POLLS = 4096;  // between two looks at `lost`, which go over the bus to the host's memory
+constexpr u32 POLLS = 4096;  // polls between two reads of `lost`, which is in the host's memory
 #endif
 
 constexpr u32 NOT_A_NUMBER = 0x7fc00000u;
 
 DEVICE u64 word_of(u32 value, u32 epoch) { return static_cast<u64>(epoch) << 32 | value; }
 
-// Every rank's two values, from its words at `from` + rank * `stride`, once these have this epoch; those
-// of rank `known` (RANKS: of none) are `one` and `other`.  All are NaN once the word at `lost` is not 0.
+// Waits for every rank's two words of this epoch at `from` + rank * `stride`, and returns their values.
+// The values of rank `known` are `one` and `other` (RANKS: no rank is known).  All values are NaN once the
+// word at `lost` is not 0.
 DEVICE void receive_from_ranks(u32 (&values)[RANKS][2], u32 known, u32 one, u32 other, const u64* from,
                                u64 stride, u32 epoch, const u32* lost) {
     bool all = false;
     for (u32 polls = 1; !all; polls++) {
         u64 found[RANKS][2];
-        // All loads are on their way before the first is looked at.
+        // All loads are issued before the first result is used.
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++) {
             found[r][0] = word_of(one, epoch);
@@ -64,7 +65,7 @@ DEVICE void receive_from_ranks(u32 (&values)[RANKS][2], u32 known, u32 one, u32 
     }
 }
 
-// In the order of ranks, so that all have the same bits.
+// Adds in the order of ranks, so that all ranks compute the same bits.
 DEVICE float sum_of_ranks(const u32 (&values)[RANKS][2], u32 i) {
     float total = __uint_as_float(values[0][i]);
 #pragma unroll

@@ -1,8 +1,8 @@
-/* Whether all that decided a call is still the same, compiled.
+/* Checks whether everything that decided a call's key is unchanged, compiled.
  *
- * A Recheck is made of what `recheck.py` noted while it read the key of a call: a flat list of
- * checks.  `match` makes them for another call, without a key.  Only the limited API of CPython 3.11
- * is used.
+ * A Recheck is built from a flat list of checks that `recheck.py` notes while it reads the key of a
+ * call.  `match` makes the checks for a later call, without building a key.  Only the limited API
+ * of CPython 3.11 is used.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -14,57 +14,57 @@
 #include <structmember.h>
 #include <time.h>
 
-/* Of what is checked: the value in a slot (arguments, then what was unpacked out of them), or an
- * object that does not depend on the call. */
+/* The kinds of checks.  The subject of a check is the value in a slot (slots hold the arguments,
+ * then the values unpacked from them), or an object that does not depend on the call. */
 enum {
-    TYPE,       /* has exactly the type values[0] */
-    TYPES,      /* keys are objects, which have exactly these types */
-    IS,         /* is values[0] */
-    EQUAL,      /* is values[0], or has the same exact type (a built-in one) and is equal */
-    READS,      /* keys are names of attributes, or functions of it; each gives its value */
-    ATTRIBUTES, /* keys are names of attributes, which are the very values */
-    DICT,       /* its attributes are in the very dict values[0], whatever its class does to reads */
-    ITEMS,      /* a dict of exactly these keys and values, in order */
-    KINDS,      /* a dict of exactly these keys, in order, whose values have these types */
-    LOOKUP,     /* a dict of `next` items, or -1 for any number, with these among them */
+    TYPE,       /* the subject has exactly the type values[0] */
+    TYPES,      /* each object in keys has exactly the type in values */
+    IS,         /* the subject is values[0] */
+    EQUAL,      /* the subject is values[0], or is equal to it and of the same built-in type */
+    READS,      /* each key, an attribute's name or a function of the subject, yields its value */
+    ATTRIBUTES, /* each attribute named in keys is the same object as its value */
+    DICT,       /* the subject's __dict__ is values[0], even if its class overrides reads */
+    ITEMS,      /* a dict with exactly these keys and values, in order */
+    KINDS,      /* a dict with exactly these keys, in order, and values of these types */
+    LOOKUP,     /* a dict of `next` items (-1: any number) that contains these keys and values */
     SEQUENCE,   /* a list of exactly these values */
-    SIZE,       /* dicts of as many items as `next` */
-    CALLS,      /* keys are functions without arguments; each gives its value */
-    ADDRESSES,  /* a function that gives its value for each of the keys */
-    WORDS,      /* a reader, as a tuple, that gives its value for each of the keys */
-    UNPACK,     /* a tuple or a list (values[0]) of `count` values, which go into the next slots */
-    UNPACK_DICT, /* a dict of exactly these keys, in order, whose values go into the next slots */
-    LEAF,       /* belongs to the result of `match` */
+    SIZE,       /* each dict in keys has `next` items */
+    CALLS,      /* each key, a function without arguments, returns its value */
+    ADDRESSES,  /* the subject, a function, returns for each key its value */
+    WORDS,      /* the subject, a Reader as a tuple, reads for each key its value */
+    UNPACK,     /* a tuple or a list (values[0]) of `count` values; they go into the next slots */
+    UNPACK_DICT, /* a dict with exactly these keys, in order; its values go into the next slots */
+    LEAF,       /* always holds; the subject belongs to the result of `match` */
     OPERATIONS
 };
 
 enum { MOST_SLOTS = 64 };
 
-/* How a library's C function tells the address of an array: its handle is what lies in the Python
- * object at `offset`, and it gives 0 if it could be read. */
+/* A library's C function that reads the address of an array.  The array's handle lies in the Python
+ * object, `offset` bytes from its start; the function returns 0 if it succeeds. */
 typedef struct {
     int32_t (*read)(void *handle, void **result);
     Py_ssize_t offset;
 } Reader;
 
 typedef struct {
-    int operation, slot; /* slot: -1 for an object */
+    int operation, slot; /* slot: -1 if the subject is `object` */
     PyObject *object, **key, **value;
     Py_ssize_t count, next;
-    size_t *word;        /* LOOKUP: where PyDict_Next found each item.  ADDRESSES, WORDS: the values.
-                          * CALLS: each function in C, if it is a built-in one, or 0 */
-    PyCFunction address; /* ADDRESSES: the function itself, if it is known and all values are words */
+    size_t *word;        /* LOOKUP: the position of each item, for PyDict_Next.  ADDRESSES, WORDS:
+                          * the values.  CALLS: the C function of each built-in one, or 0 */
+    PyCFunction address; /* ADDRESSES: the C function, if it is known and all values are words */
     Reader reader;       /* WORDS */
-    uint64_t changes;    /* ITEMS, KINDS, LOOKUP: of the dict, when the check held last; 0: not known */
+    uint64_t changes;    /* ITEMS, KINDS, LOOKUP: the dict's version when the check held, or 0 */
 } Check;
 
 typedef struct {
     PyObject_HEAD
     Py_ssize_t positional, slots, leaves, count;
-    PyObject *names; /* of keyword arguments, in order */
-    PyObject *given; /* the checks as they were given, which own all that is in `checks` */
+    PyObject *names; /* names of the keyword arguments, in order */
+    PyObject *given; /* the tuple of checks, which owns all objects in `checks` */
     Check *checks;
-    void *words;     /* what `key`, `value` and `word` point into, in the order of the checks */
+    void *words;     /* the allocation that `key`, `value` and `word` of all checks point into */
 } Recheck;
 
 static int
@@ -73,7 +73,7 @@ is_dict(PyObject *value)
     return Py_TYPE(value) == &PyDict_Type;
 }
 
-/* 1 if it is the same or equal, 0 if it is not, -1 with an exception. */
+/* 1 if the objects are identical or equal, 0 if not, -1 with an exception set. */
 static int
 equal(PyObject *found, PyObject *value)
 {
@@ -84,7 +84,7 @@ equal(PyObject *found, PyObject *value)
     return PyObject_RichCompareBool(found, value, Py_EQ);
 }
 
-/* The same for a new reference, which is taken; NULL stands for an exception. */
+/* Like `equal`, but consumes the reference `found`; -1 if `found` is NULL. */
 static int
 gives(PyObject *found, PyObject *value)
 {
@@ -95,9 +95,9 @@ gives(PyObject *found, PyObject *value)
     return same;
 }
 
-/* Whether each dict counts its changes here: CPython 3.11 and 3.12 give it a number after each one
- * that no dict had before (PEP 509), in its fourth word; the third one is its size.  From 3.13 on
- * attributes may be stored past their dict. */
+/* True if dicts have a version: CPython 3.11 and 3.12 store a number that is unique over all dicts
+ * in the fourth word of a dict at each change (PEP 509); the third word is its size.  Since 3.13
+ * attributes may be stored without a change of their dict. */
 static int dicts_count;
 
 static uint64_t
@@ -120,7 +120,7 @@ size_of(PyObject *dict)
     return dicts_count ? (Py_ssize_t)word_of(dict, 2) : PyDict_Size(dict);
 }
 
-/* Finds out whether dicts count their changes; -1 with an exception. */
+/* Sets `dicts_count` by an experiment.  Returns -1 with an exception set if that fails. */
 static int
 try_counts(void)
 {
@@ -142,13 +142,14 @@ try_counts(void)
     return failed ? -1 : 0;
 }
 
-/* Whether a check of a dict holds: it does while the dict is as it was when it held last. */
+/* Makes a check of a dict with `same`, unless the dict's version shows that the dict has not
+ * changed since the check held. */
 static int
 holds_of_dict(Check *check, PyObject *dict, int (*same)(const Check *, PyObject *))
 {
     if (check->slot >= 0 || !dicts_count || !PyDict_Check(dict))
         return same(check, dict);
-    uint64_t now = changes_of(dict); /* before: what `same` calls may change it */
+    uint64_t now = changes_of(dict); /* read first: code that `same` runs may change the dict */
     if (now != 0 && check->changes == now)
         return 1;
     int result = same(check, dict);
@@ -156,7 +157,7 @@ holds_of_dict(Check *check, PyObject *dict, int (*same)(const Check *, PyObject 
     return result;
 }
 
-/* One array's address into `word`; 0 if it cannot be read. */
+/* Reads an array's address into `word`.  Returns 0 if that fails. */
 static int
 read_word(const Reader *reader, PyObject *array, size_t *word)
 {
@@ -200,7 +201,8 @@ some_items(const Check *check, PyObject *dict)
     if (check->next >= 0 && PyDict_Size(dict) != check->next)
         return 0;
     for (Py_ssize_t i = 0; i < check->count; i++) {
-        /* Without hashing, where it was.  Whatever a place means, these are a key and its value. */
+        /* Try the old position first, without hashing.  Any key and value that PyDict_Next returns
+         * are an item of the dict, so a stale position does no harm. */
         PyObject *key, *value;
         Py_ssize_t place = (Py_ssize_t)check->word[i];
         if (PyDict_Next(dict, &place, &key, &value) && key == check->key[i] &&
@@ -240,7 +242,7 @@ unpack(const Check *check, PyObject *from, PyObject **slots)
     return 1;
 }
 
-/* Whether each address is the one that it was; as `gives`, but without comparing objects. */
+/* True if each address has its earlier value, compared as words; -1 with an exception set. */
 static int
 same_addresses(const Check *check)
 {
@@ -269,7 +271,7 @@ same_words(const Check *check)
     return 1;
 }
 
-/* What a function without arguments gives. */
+/* Calls a function without arguments; `in_c`: its C function, or 0. */
 static PyObject *
 call(PyObject *function, size_t in_c)
 {
@@ -277,14 +279,14 @@ call(PyObject *function, size_t in_c)
                 : PyObject_CallNoArgs(function);
 }
 
-/* 1 if a check holds, 0 if not, -1 with an exception. */
+/* 1 if a check holds, 0 if not, -1 with an exception set. */
 static int
 holds(Check *check, PyObject **slots)
 {
     PyObject *subject = check->slot < 0 ? check->object : slots[check->slot];
     PyObject **keys = check->key, **values = check->value, *found;
     int same = 1;
-    if (subject == NULL) /* a slot that nothing was unpacked into */
+    if (subject == NULL) /* an empty slot */
         return 0;
     switch (check->operation) {
     case TYPE:
@@ -362,7 +364,7 @@ holds(Check *check, PyObject **slots)
     }
 }
 
-/* Keyword arguments into their slots; 0 if they have other names or another order. */
+/* Puts keyword arguments into their slots.  Returns 0 if their names or their order differ. */
 static int
 take_named(Recheck *self, PyObject *kwargs, PyObject **slots)
 {
@@ -379,7 +381,7 @@ take_named(Recheck *self, PyObject *kwargs, PyObject **slots)
     return 1;
 }
 
-/* Whether no object comes twice. */
+/* True if no object is a leaf twice. */
 static int
 are_distinct(Recheck *self, PyObject **slots)
 {
@@ -410,7 +412,7 @@ leaves_of(Recheck *self, PyObject **slots)
     return leaves;
 }
 
-/* A tuple and a dict: those of a call. */
+/* True if `args` are a tuple and a dict, the arguments of a call; else sets TypeError. */
 static int
 are_arguments(PyObject *const *args, Py_ssize_t count)
 {
@@ -420,7 +422,7 @@ are_arguments(PyObject *const *args, Py_ssize_t count)
     return 0;
 }
 
-/* The arrays of a call that is like the one of the checks, None for another call. */
+/* Returns a list of the call's arrays if all checks hold, else None. */
 static PyObject *
 matched(Recheck *self, PyObject *args, PyObject *kwargs)
 {
@@ -437,12 +439,12 @@ matched(Recheck *self, PyObject *args, PyObject *kwargs)
         same = are_distinct(self, slots);
     PyObject *result = same == 1 ? leaves_of(self, slots) : NULL;
     if (same < 0 && PyErr_ExceptionMatches(PyExc_Exception)) {
-        PyErr_Clear(); /* what cannot be read is not the same; KeyboardInterrupt goes on */
+        PyErr_Clear(); /* a failed read counts as a difference; KeyboardInterrupt propagates */
         same = 0;
     }
     if (same == 0)
         result = Py_NewRef(Py_None);
-    PyObject *kind, *value, *trace; /* the ends of slots must not meet an exception that is set */
+    PyObject *kind, *value, *trace; /* finalizers must not run with an exception set */
     PyErr_Fetch(&kind, &value, &trace);
     for (Py_ssize_t i = 0; i < self->slots; i++)
         Py_XDECREF(slots[i]);
@@ -470,8 +472,8 @@ static int
 recheck_clear(PyObject *op)
 {
     Recheck *self = (Recheck *)op;
-    self->count = self->leaves = 0; /* first: what follows may run anything */
-    self->positional = -1;          /* no call has as many arguments */
+    self->count = self->leaves = 0; /* first: a finalizer below may run any code */
+    self->positional = -1;          /* so that no call matches */
     PyMem_Free(self->checks);
     PyMem_Free(self->words);
     self->checks = NULL;
@@ -492,7 +494,7 @@ recheck_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* Whether a check is one that `holds` may make. */
+/* True if the numbers and types of a check are such that `holds` cannot read out of bounds. */
 static int
 is_sound(const Check *check, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t slots)
 {
@@ -538,8 +540,8 @@ is_sound(const Check *check, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t slot
     }
 }
 
-/* The C function behind a method of a built-in type without arguments, if each of some objects has
- * it; else NULL. */
+/* Returns the C function of a built-in method without arguments, if it is the same for all objects;
+ * else NULL. */
 static PyCFunction
 function_of(PyObject *method, PyObject **objects, Py_ssize_t count)
 {
@@ -561,7 +563,7 @@ function_of(PyObject *method, PyObject **objects, Py_ssize_t count)
     return found;
 }
 
-/* Fills `word` with the functions in C of built-in ones without arguments. */
+/* Fills `word` with the C functions of the built-in functions without arguments. */
 static void
 find_functions(Check *check)
 {
@@ -571,7 +573,8 @@ find_functions(Check *check)
             check->word[i] = (size_t)PyCFunction_GetFunction(check->key[i]);
 }
 
-/* A tuple of the address of a C function and an offset; 0 with an exception. */
+/* Reads a tuple of the address of a C function and an offset.  Returns 0 with an exception set if
+ * `given` is no such tuple. */
 static int
 take_reader(PyObject *given, Reader *reader)
 {
@@ -586,7 +589,7 @@ take_reader(PyObject *given, Reader *reader)
     return 1;
 }
 
-/* Fills `word` with places; what is not there has any. */
+/* Fills `word` with the positions of the items; an item that is missing keeps 0. */
 static void
 find_places(Check *check)
 {
@@ -598,7 +601,7 @@ find_places(Check *check)
                 check->word[i] = (size_t)before;
 }
 
-/* Fills `word` with the values; 0 if one is no whole number that fits. */
+/* Fills `word` with the values.  Returns 0 if a value is no int or does not fit a word. */
 static int
 are_words(Check *check)
 {
@@ -614,7 +617,7 @@ are_words(Check *check)
     return 1;
 }
 
-/* A check as it was given; 0 with an exception. */
+/* Reads a check from its tuple.  Returns 0 with an exception set if it is not sound. */
 static int
 take_check(Check *check, PyObject *one, PyObject ***words, Py_ssize_t slots)
 {
@@ -660,7 +663,7 @@ take_check(Check *check, PyObject *one, PyObject ***words, Py_ssize_t slots)
     return 1;
 }
 
-/* How many words `take_check` fills for all checks, at most. */
+/* An upper bound of the number of words that `take_check` fills for all checks. */
 static Py_ssize_t
 words_of(PyObject *list)
 {
@@ -743,28 +746,28 @@ static PyType_Spec recheck_spec = {
 
 /* ------------------------------------------------------------------------------------------ Way
  *
- * A whole call by the short way, for a graph that copies its arrays itself.  Every call out of here
- * is one of an object that `recheck.py` gave; the lock of the graphed function is held meanwhile. */
+ * Makes a whole call by the short way, for a graph whose nodes copy its arrays.  Way calls only
+ * objects that `recheck.py` passed to it, with the lock of the graphed function held. */
 
 enum { MOST_WORDS = 32, TIMED = 16 };
 
 typedef struct {
     PyObject_HEAD
     PyObject *recheck;
-    PyObject *acquire, *release;   /* of the lock */
-    PyObject *captured;            /* a weak reference, which owns nothing of the graph */
-    PyObject *turns, *stream;      /* `turns.last` is the stream, or `turns.take()` is called */
+    PyObject *acquire, *release;   /* methods of the lock */
+    PyObject *captured;            /* a weak reference to the graph's Captured */
+    PyObject *turns, *stream;      /* `turns.take()` is called unless `turns.last` is the stream */
     PyObject *maker, *address;
-    PyObject *reader;              /* as that of WORDS, for what `address` gives; or None */
-    PyObject *node;                /* the index of the first node, whose argument 0 is patched */
+    PyObject *reader;              /* a Reader as a tuple, faster than `address`; or None */
+    PyObject *node;                /* index of the graph's first node, which copies the inputs */
     PyObject *replay, *name;
-    PyObject *missed;              /* the result of a call that is not like the one noted */
-    PyObject *timed;               /* is given the microseconds of one call in TIMED */
-    PyObject *written;             /* bytes: words, where memory begins and ends that is written */
+    PyObject *missed;              /* the result if the call does not match */
+    PyObject *timed;               /* called with the microseconds of every TIMED-th call */
+    PyObject *written;             /* bytes: begin and end address of each range that is written */
     PyObject *last_word, *recipes_word, *give_word, *patch_word, *zero;
-    PyObject *bytes;               /* for the first node, while `replay` runs */
-    Py_ssize_t count;              /* replays */
-    Reader read;                   /* `reader` */
+    PyObject *bytes;               /* new argument 0 of that node, while `replay` runs */
+    Py_ssize_t count;              /* number of replays */
+    Reader read;                   /* `reader`, parsed */
     int ended;
 } Way;
 
@@ -776,7 +779,7 @@ way_objects(Way *self)
     return &self->recheck;
 }
 
-/* Appends the addresses of the arrays in a list; 0 with an exception. */
+/* Appends the addresses of the arrays in a list.  Returns 0 with an exception set if that fails. */
 static int
 add_addresses(Way *self, PyObject *arrays, uint64_t *words, Py_ssize_t *used)
 {
@@ -804,7 +807,7 @@ add_addresses(Way *self, PyObject *arrays, uint64_t *words, Py_ssize_t *used)
     return 1;
 }
 
-/* Whether no address is in memory that the function writes; -1 with an exception. */
+/* 1 if no address lies in memory that the function writes, else 0; -1 with an exception set. */
 static int
 are_apart(Way *self, const uint64_t *words, Py_ssize_t used)
 {
@@ -822,7 +825,7 @@ are_apart(Way *self, const uint64_t *words, Py_ssize_t used)
     return 1;
 }
 
-/* New arrays for the outputs that the graph copies. */
+/* Makes new arrays for the outputs that the graph copies. */
 static PyObject *
 new_outputs(Way *self, PyObject *captured)
 {
@@ -849,12 +852,12 @@ new_outputs(Way *self, PyObject *captured)
     return made;
 }
 
-/* Launches the graph with the addresses of its inputs and outputs: 1, or 0 if it is not there, -1
- * with an exception. */
+/* Launches the graph with the addresses of its inputs and outputs.  Returns 1, 0 if the graph is
+ * gone, or -1 with an exception set. */
 static int
 way_launch(Way *self, const uint64_t *words)
 {
-    PyObject *before = self->bytes; /* of a call that this one came into: a finalizer may make it */
+    PyObject *before = self->bytes; /* of an outer call: a finalizer may have made this one */
     PyObject *bytes = PyBytes_FromStringAndSize((char *)words, MOST_WORDS * sizeof *words);
     self->bytes = bytes;
     PyObject *answer = bytes == NULL
@@ -868,7 +871,7 @@ way_launch(Way *self, const uint64_t *words)
     return launched;
 }
 
-/* Changes the executable that `replay` is about to launch: a Way is the change of its call. */
+/* Patches the executable that `replay` is about to launch: `replay` calls the Way for this. */
 static PyObject *
 way_change(PyObject *op, PyObject *args, PyObject *kwargs)
 {
@@ -884,7 +887,7 @@ way_change(PyObject *op, PyObject *args, PyObject *kwargs)
                                       self->bytes, NULL);
 }
 
-/* The stream's turn; 0 with an exception. */
+/* Takes the turn of the stream.  Returns 0 with an exception set if that fails. */
 static int
 way_turn(Way *self)
 {
@@ -908,7 +911,7 @@ way_run(Way *self, PyObject *args, PyObject *kwargs)
     if (launched == 1) {
         launched = add_addresses(self, leaves, words, &used) ? are_apart(self, words, used) : -1;
         if (launched < 0 && PyErr_ExceptionMatches(PyExc_Exception)) {
-            PyErr_Clear(); /* an array without memory of its own: its key has the reason */
+            PyErr_Clear(); /* an array without memory of its own: its key states the reason */
             launched = 0;
         }
     }
@@ -936,7 +939,7 @@ way_run(Way *self, PyObject *args, PyObject *kwargs)
     return result;
 }
 
-/* `way_run`, whose time is noted if it replayed. */
+/* Runs `way_run`, and reports its time to `timed` if it replayed. */
 static PyObject *
 way_run_timed(Way *self, PyObject *args, PyObject *kwargs)
 {
@@ -948,7 +951,7 @@ way_run_timed(Way *self, PyObject *args, PyObject *kwargs)
     timespec_get(&ended, TIME_UTC);
     double us = 1e6 * (double)(ended.tv_sec - began.tv_sec) +
                 1e-3 * (double)(ended.tv_nsec - began.tv_nsec);
-    PyObject *number = PyFloat_FromDouble(us < 0 ? 0 : us); /* the clock may have been set */
+    PyObject *number = PyFloat_FromDouble(us < 0 ? 0 : us); /* the clock may be set back */
     PyObject *noted =
         number == NULL ? NULL : PyObject_CallFunctionObjArgs(self->timed, number, NULL);
     Py_XDECREF(number);
@@ -979,7 +982,7 @@ way_call(PyObject *op, PyObject *const *args, Py_ssize_t count)
     PyObject *released = PyObject_CallNoArgs(self->release);
     Py_XDECREF(released);
     if (released == NULL)
-        PyErr_Clear(); /* it is not held: nothing is to be done */
+        PyErr_Clear(); /* the lock is not held: there is nothing to release */
     PyErr_Restore(kind, value, trace);
     return result;
 }

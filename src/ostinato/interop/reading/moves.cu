@@ -1,8 +1,8 @@
-// Copies of a graph's inputs and outputs, as its first and its last node (moves.py).
+// Kernels that copy a graph's inputs and outputs, as its first and its last node (moves.py).
 //
-// `Moves` is set before each replay: where the caller's arrays lie, and where the outputs are to go.
-// The last node finds the latter in a table in device memory, where the first one leaves it.  An
-// address of 0 means that nothing is copied.  `Plan` stays as it was when the graph was captured.
+// `Moves` is set before each replay: the addresses of the caller's arrays and of the new outputs.  The
+// first node stores the outputs' addresses in a table in device memory, and the last node reads them
+// there.  An address of 0 means that nothing is copied.  `Plan` is fixed at capture.
 
 #ifndef EMULATED
 #define DEVICE static __device__ __forceinline__
@@ -14,16 +14,16 @@ typedef unsigned long long Word;
 enum { MOST = 16 };
 
 struct Moves {
-    Word address[2 * MOST];  // of `count` inputs, then of outputs
+    Word address[2 * MOST];  // of `Plan::count` inputs, then of the outputs
 };
 
 struct Plan {
-    Word place[MOST], nbytes[MOST];  // the graph's own arrays: inputs or outputs
+    Word place[MOST], nbytes[MOST];  // addresses and sizes of the graph's own inputs or outputs
     Word table;
     unsigned count, outs;
 };
 
-// All threads of the blocks with one blockIdx.y together.
+// Copies with all threads of the blocks that have the same blockIdx.y.
 DEVICE void copy_bytes(char* to, const char* from, Word nbytes) {
     const Word step = (Word)gridDim.x * blockDim.x;
     const Word first = (Word)blockIdx.x * blockDim.x + threadIdx.x;

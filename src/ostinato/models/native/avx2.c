@@ -1,4 +1,4 @@
-/* The kernels for AVX2 with fused multiply-add and half floats: x86 processors since 2013. */
+/* The kernels for AVX2 with FMA and F16C: x86 processors since 2013. */
 
 #include "native.h"
 

@@ -1,4 +1,4 @@
-/* The kernels for AVX-512 (F, BW, DQ and VL, which all server processors with it have). */
+/* The kernels for AVX-512 F, BW, DQ and VL, which all server processors with AVX-512 have. */
 
 #include "native.h"
 

@@ -1,9 +1,9 @@
-/* Four-bit codes by arithmetic, where no instruction looks sixteen values up, and loads and stores
- * of fewer than sixteen floats, where none leaves lanes out. */
+/* Four-bit codes by arithmetic, for processors without a look-up of sixteen values, and loads and
+ * stores of fewer than sixteen floats, for processors without masked ones. */
 
 typedef struct {
     lanes scale, offset;
-    int centred; /* known at compile time: (code - offset) * scale, else code * scale + offset */
+    int centred; /* a constant.  1: (code - offset) * scale; 0: code * scale + offset */
 } codebook;
 
 INLINE codebook codes_affine(lanes scale, lanes offset) { return (codebook){scale, offset, 0}; }

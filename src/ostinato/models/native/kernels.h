@@ -1,5 +1,5 @@
-/* The kernels, in terms of sixteen lanes.  Included once for each instruction set, after its lanes;
- * native.h says what each one does. */
+/* The kernels, in terms of sixteen lanes; native.h documents them.  Included once for each
+ * instruction set, after the definition of its lanes. */
 
 /* -------------------------------------------------------------------------------- packed values */
 
@@ -23,13 +23,14 @@ INLINE lanes f32_part(const uint8_t *from, uint32_t count)
     return lanes_load_part((const float *)from, count);
 }
 
-/* Scales are converted for a *group* of blocks at once: 64 of 32 values, or one of 256.  They lie
- * apart in the file, and one by one cost more than the values.  First they are gathered, for all
- * rows, and then converted: what was just stored in small pieces is slow to load as a whole. */
+/* Scales are converted for a *group* of blocks at once: 64 blocks of 32 values, or one of 256.
+ * Scales are not adjacent in the file, and converted one by one they cost more than the values.
+ * They are gathered for all rows first, and then converted, since a wide load is slow right after
+ * the small stores that wrote its bytes. */
 
 #define GROUP_SCALES 128
 
-/* Of blocks that begin with one half float, or two. */
+/* Gathers the half floats, `each` of them, at the start of each block. */
 INLINE void gather_halves(const uint8_t *block, uint32_t count, size_t size, uint32_t each,
                           uint16_t *halves)
 {
@@ -45,7 +46,7 @@ INLINE void convert_halves(const uint16_t *halves, uint32_t count, float *out)
         lanes_store(out + i, f16_lanes((const uint8_t *)(halves + i)));
 }
 
-/* Eight scales and eight offsets of a block of 256: six bits each, in twelve bytes. */
+/* Converts the eight scales and eight offsets of a block of 256: six bits each, in twelve bytes. */
 INLINE void k_scales(const uint8_t *block, float *out)
 {
     uint32_t a, b, c, parts[8] = {0};
@@ -64,8 +65,8 @@ INLINE void k_scales(const uint8_t *block, float *out)
         out[i] *= least;
 }
 
-/* Thirty-two values, the `sub`th of block `i` of a group; each as `models.dequantise` gives it, bit
- * by bit. */
+/* NAME_values unpacks thirty-two values, part `sub` of block `i` of a group, with the same bits as
+ * `models.dequantise`. */
 
 #define NOTHING_TO_GATHER(NAME)                                                                    \
     INLINE void NAME##_gather(const uint8_t *block, uint32_t count, uint16_t *halves)              \
@@ -84,7 +85,7 @@ INLINE void k_scales(const uint8_t *block, float *out)
         convert_halves(halves, (count) * (EACH), out);                                             \
     }
 
-/* Memory gives these bytes more slowly than one scale after the other is converted. */
+/* Converting these scales one by one is fast enough: memory is slower. */
 NOTHING_TO_GATHER(q8_0)
 INLINE void q8_0_scales(const uint8_t *block, const uint16_t *halves, uint32_t count, float *out)
 {
@@ -170,13 +171,13 @@ INLINE void q6_k_values(const uint8_t *block, const float *scales, uint32_t i, i
     *b = lanes_mul(bytes_second(codes), lanes_set(scales[0] * (float)its[1]));
 }
 
-/* For each type: a row's values, and the products of one row of x with `count` rows of weights.
- * Four at a time hide how long an addition takes. */
+/* For each type: NAME_unpack unpacks a row, and NAME_rows computes the products of one row of x
+ * with `count` rows of weights, four at a time to hide the latency of additions. */
 
 #define AT_A_TIME 4
 
-/* Weights come from memory.  Processors fetch one stream of bytes ahead by themselves, and not four
- * rows beside each other: so the rows after these, and somewhat more, are asked for in one line. */
+/* Weights come from memory.  Processors prefetch one stream of bytes, but not four rows at once: so
+ * the rows after these are prefetched by instructions, as one stream. */
 #define AHEAD 2048
 
 #define BLOCKS(NAME, SUBS, BYTES)                                                                  \
@@ -239,7 +240,8 @@ INLINE void q6_k_values(const uint8_t *block, const float *scales, uint32_t i, i
     }                                                                                              \
     ROWS(NAME)
 
-/* One row after the other: one stream, which needs no asking; the processor works on several. */
+/* Rows one after the other: one stream, which the processor prefetches; out-of-order execution
+ * overlaps several rows. */
 #define FLOATS(NAME, BYTES)                                                                        \
     static void NAME##_unpack(const uint8_t *row, uint32_t columns, float *out)                    \
     {                                                                                              \
@@ -360,7 +362,7 @@ static void single_tile(const float *a, const float *b, uint32_t width, float *o
     tile(a, 0, b, 0, width, out, 0, 0, 1, 1);
 }
 
-/* The same for any numbers of rows. */
+/* Like `tile`, for any numbers of rows. */
 static void tiles(const float *a, size_t a_stride, uint32_t a_count, const float *b,
                   size_t b_stride, uint32_t b_count, uint32_t width, float *out, size_t out_a,
                   size_t out_b)
@@ -379,7 +381,7 @@ static void tiles(const float *a, size_t a_stride, uint32_t a_count, const float
     for (; j < b_count; j++) {
         const float *right = b + (size_t)j * b_stride;
         uint32_t i = 0;
-        for (; i + TILE <= a_count; i += TILE) /* the sides change places: products commute */
+        for (; i + TILE <= a_count; i += TILE) /* with swapped sides: products commute */
             thin_tile(right, b_stride, a + (size_t)i * a_stride, a_stride, width,
                       out + (size_t)i * out_a + (size_t)j * out_b, out_b, out_a);
         for (; i < a_count; i++)
@@ -424,10 +426,10 @@ static void product(const matrix *weight, uint32_t first, uint32_t last, const f
 
 /* ----------------------------------------------------------------------------- between products */
 
-/* The exponential, within 2 units of the last place. */
+/* The exponential, with an error of up to 2 units in the last place. */
 INLINE lanes exponential(lanes x)
 {
-    /* Beyond these the result is infinite, or 0.  NaN stays, as the second operand. */
+    /* Beyond these limits the result is infinity or 0.  NaN, the second operand, is kept. */
     x = lanes_max(lanes_set(-104.0f), lanes_min(lanes_set(89.0f), x));
     lanes whole = lanes_round(lanes_mul(x, lanes_set(1.44269504088896341f)));
     lanes rest = lanes_sub(x, lanes_mul(whole, lanes_set(0.693359375f)));
@@ -439,7 +441,7 @@ INLINE lanes exponential(lanes x)
     sum = lanes_fma(sum, rest, lanes_set(1.6666665459e-1f));
     sum = lanes_fma(sum, rest, lanes_set(5.0000001201e-1f));
     sum = lanes_add(lanes_fma(sum, lanes_mul(rest, rest), rest), lanes_set(1.0f));
-    /* In two steps: the power itself may be too large, or too small, for a float. */
+    /* In two steps, since the power itself may be outside the range of a float. */
     lanes half = lanes_round(lanes_mul(whole, lanes_set(0.5f)));
     sum = lanes_mul(sum, lanes_power_of_two(half));
     return lanes_mul(sum, lanes_power_of_two(lanes_sub(whole, half)));
@@ -504,8 +506,8 @@ static void rotate(const float *x, const float *cosine, const float *sine, uint3
 
 /* ------------------------------------------------------------------------------------ attention */
 
-/* out[i] = the sum over positions of scores[i, position] * values[position], times `by`[i], for
- * `vectors` vectors of sixteen values of each row; the last holds `last` of them. */
+/* out[i] = the sum over positions of scores[i, position] * values[position], divided by totals[i],
+ * for `vectors` vectors of sixteen values of each row; each has `last` valid values. */
 INLINE void mix(const float *scores, size_t scores_stride, const float *values, uint32_t head_size,
                 uint32_t positions, const float *totals, float *out, const int queries,
                 const int vectors, const uint32_t last)
@@ -537,7 +539,7 @@ INLINE void mix(const float *scores, size_t scores_stride, const float *values, 
         }
 }
 
-/* Scores to weights, which are still to be divided by their total: that is returned. */
+/* Replaces scores by their exponentials, relative to the highest.  Returns the sum of these. */
 static float weigh(float *scores, uint32_t count)
 {
     float highest = -INFINITY;
@@ -583,7 +585,7 @@ static size_t attend_scratch(const attention_piece *piece)
 static void attend(const attention_piece *piece, float *scratch)
 {
     uint32_t size = piece->head_size, queries = piece->queries;
-    uint32_t first = begin_of(piece, 0); /* of the first row; later rows begin behind it */
+    uint32_t first = begin_of(piece, 0); /* the first row's; later rows begin there or later */
     uint32_t all = piece->rows * queries, count = piece->position + piece->rows - first;
     size_t stride = ((size_t)count + 15) / 16 * 16;
     float *scaled = scratch, *scores = scaled + (size_t)all * size;
@@ -596,7 +598,7 @@ static void attend(const attention_piece *piece, float *scratch)
           1);
     for (uint32_t row = 0; row < piece->rows; row++) {
         uint32_t begin = begin_of(piece, row);
-        uint32_t positions = piece->position + row + 1 - begin; /* the others are not attended to */
+        uint32_t positions = piece->position + row + 1 - begin; /* the row attends to these alone */
         float *ours = scores + (size_t)row * queries * stride + (begin - first);
         const float *values = piece->values + (size_t)begin * size;
         float *out = piece->out + (size_t)row * piece->row_stride;

@@ -41,7 +41,7 @@ INLINE lanes lanes_sub(lanes x, lanes y)
 {
     return EACH(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b));
 }
-/* The second operand where either is NaN. */
+/* Lanes where either operand is NaN receive the second operand. */
 INLINE lanes lanes_max(lanes x, lanes y)
 {
     return EACH(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b));
@@ -60,7 +60,7 @@ INLINE __m256 power_of_two_8(__m256 x)
     __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
 }
-/* 2 to the power of whole numbers between -126 and 127. */
+/* 2 to the power of x, for integers between -126 and 127. */
 INLINE lanes lanes_power_of_two(lanes x)
 {
     return EACH(power_of_two_8(x.a), power_of_two_8(x.b));
@@ -89,7 +89,7 @@ INLINE lanes floats_16(__m128i x)
     return EACH(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(x, x))));
 }
-/* Signed bytes as numbers: the first sixteen, the others. */
+/* Convert the first or the second sixteen signed bytes to float. */
 INLINE lanes bytes_first(bytes32 x) { return floats_16(_mm256_castsi256_si128(x)); }
 INLINE lanes bytes_second(bytes32 x) { return floats_16(_mm256_extracti128_si256(x, 1)); }
 INLINE bytes32 bytes_of_nibbles(const uint8_t *from)

@@ -2,11 +2,11 @@
 
 #include "bytes_x86.h"
 
-#define TILE 4 /* rows of each side whose products are held in registers */
+#define TILE 4 /* rows of each side whose products are kept in registers */
 #define MIX_VECTORS 4
 
 typedef __m512 lanes;
-typedef __m512 codebook; /* the sixteen values that a four-bit code may mean */
+typedef __m512 codebook; /* the sixteen values of a four-bit code */
 
 INLINE lanes lanes_load(const float *from) { return _mm512_loadu_ps(from); }
 INLINE void lanes_store(float *to, lanes a) { _mm512_storeu_ps(to, a); }
@@ -24,14 +24,14 @@ INLINE lanes lanes_mul(lanes a, lanes b) { return _mm512_mul_ps(a, b); }
 INLINE lanes lanes_div(lanes a, lanes b) { return _mm512_div_ps(a, b); }
 INLINE lanes lanes_add(lanes a, lanes b) { return _mm512_add_ps(a, b); }
 INLINE lanes lanes_sub(lanes a, lanes b) { return _mm512_sub_ps(a, b); }
-/* The second operand where either is NaN. */
+/* Lanes where either operand is NaN receive the second operand. */
 INLINE lanes lanes_max(lanes a, lanes b) { return _mm512_max_ps(a, b); }
 INLINE lanes lanes_min(lanes a, lanes b) { return _mm512_min_ps(a, b); }
 INLINE lanes lanes_round(lanes a)
 {
     return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-/* 2 to the power of whole numbers between -126 and 127. */
+/* 2 to the power of a, for integers between -126 and 127. */
 INLINE lanes lanes_power_of_two(lanes a)
 {
     __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(a), _mm512_set1_epi32(127));
@@ -54,7 +54,7 @@ INLINE lanes bf16_lanes(const uint8_t *from)
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
-/* Signed bytes as numbers: the first sixteen, the others. */
+/* Convert the first or the second sixteen signed bytes to float. */
 INLINE lanes bytes_first(bytes32 a)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(a)));
@@ -76,7 +76,7 @@ INLINE codebook codes_centred(lanes scale, float centre)
 {
     return _mm512_mul_ps(_mm512_sub_ps(sixteen_codes(), _mm512_set1_ps(centre)), scale);
 }
-/* The permutation looks at the low four bits of each index alone. */
+/* The permutation uses only the low four bits of each index. */
 INLINE void codes_of_16_bytes(codebook book, const uint8_t *from, lanes *low, lanes *high)
 {
     __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));

@@ -30,11 +30,11 @@ INLINE lanes lanes_mul(lanes x, lanes y) { EACH(vmulq_f32(x.v[i], y.v[i])); }
 INLINE lanes lanes_div(lanes x, lanes y) { EACH(vdivq_f32(x.v[i], y.v[i])); }
 INLINE lanes lanes_add(lanes x, lanes y) { EACH(vaddq_f32(x.v[i], y.v[i])); }
 INLINE lanes lanes_sub(lanes x, lanes y) { EACH(vsubq_f32(x.v[i], y.v[i])); }
-/* NaN where either is NaN. */
+/* Lanes where either operand is NaN receive NaN. */
 INLINE lanes lanes_max(lanes x, lanes y) { EACH(vmaxq_f32(x.v[i], y.v[i])); }
 INLINE lanes lanes_min(lanes x, lanes y) { EACH(vminq_f32(x.v[i], y.v[i])); }
 INLINE lanes lanes_round(lanes x) { EACH(vrndnq_f32(x.v[i])); }
-/* 2 to the power of whole numbers between -126 and 127. */
+/* 2 to the power of x, for integers between -126 and 127. */
 INLINE lanes lanes_power_of_two(lanes x)
 {
     EACH(vreinterpretq_f32_s32(
@@ -95,7 +95,7 @@ INLINE lanes floats_16(int8x16_t x)
                     vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))),
                     vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
 }
-/* Signed bytes as numbers: the first sixteen, the others. */
+/* Convert the first or the second sixteen signed bytes to float. */
 INLINE lanes bytes_first(bytes32 x) { return floats_16(vreinterpretq_s8_u8(x.a)); }
 INLINE lanes bytes_second(bytes32 x) { return floats_16(vreinterpretq_s8_u8(x.b)); }
 INLINE bytes32 bytes_of_nibbles(const uint8_t *from)

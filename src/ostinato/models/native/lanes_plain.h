@@ -1,6 +1,6 @@
-/* Sixteen float32 lanes in vectors of 16 bytes, which GCC and Clang have for any processor.  Products
- * and sums are rounded one by one: a fused operation would be a call of the C library where the
- * processor has none. */
+/* Sixteen float32 lanes in vectors of 16 bytes, which GCC and Clang provide for any processor.
+ * Products and sums are rounded separately: a fused operation would be a call of the C library on
+ * processors without one. */
 
 #define TILE 2
 #define MIX_VECTORS 1
@@ -41,7 +41,7 @@ INLINE lanes lanes_mul(lanes x, lanes y) { EACH(x.v[i] * y.v[i]); }
 INLINE lanes lanes_div(lanes x, lanes y) { EACH(x.v[i] / y.v[i]); }
 INLINE lanes lanes_add(lanes x, lanes y) { EACH(x.v[i] + y.v[i]); }
 INLINE lanes lanes_sub(lanes x, lanes y) { EACH(x.v[i] - y.v[i]); }
-/* The second operand where either is NaN. */
+/* Lanes where either operand is NaN receive the second operand. */
 INLINE lanes lanes_max(lanes x, lanes y)
 {
     EACH(floats_choose(x.v[i] > y.v[i], x.v[i], y.v[i]));
@@ -53,17 +53,17 @@ INLINE lanes lanes_min(lanes x, lanes y)
 INLINE floats floats_round(floats x)
 {
     words sign = (words)x & 0x80000000, magnitude = (words)x ^ sign;
-    floats large = (floats)((words)floats_set(0x1p23f) | sign); /* from there on all are whole */
+    floats large = (floats)((words)floats_set(0x1p23f) | sign); /* larger floats are integers */
     return floats_choose(magnitude < 0x4B000000, (floats)((words)(x + large - large) | sign), x);
 }
 INLINE lanes lanes_round(lanes x) { EACH(floats_round(x.v[i])); }
 INLINE floats floats_power_of_two(floats x)
 {
-    /* A NaN has no whole number; what it gives is multiplied with the NaN. */
+    /* A NaN cannot be converted to int; its result is multiplied with the NaN later. */
     floats known = floats_choose(x == x, x, floats_set(0));
     return (floats)((__builtin_convertvector(known, ints) + 127) << 23);
 }
-/* 2 to the power of whole numbers between -126 and 127. */
+/* 2 to the power of x, for integers between -126 and 127. */
 INLINE lanes lanes_power_of_two(lanes x) { EACH(floats_power_of_two(x.v[i])); }
 INLINE float lanes_sum(lanes x)
 {
@@ -80,7 +80,7 @@ INLINE words words_of_halves(const uint8_t *from)
 INLINE floats floats_of_f16(const uint8_t *from)
 {
     words half = words_of_halves(from), sign = (half & 0x8000) << 16, magnitude = half & 0x7FFF;
-    /* Below the normal numbers: whole multiples of 2^-24. */
+    /* Subnormal numbers are multiples of 2^-24. */
     floats below = __builtin_convertvector((ints)magnitude, floats) * 0x1p-24f;
     floats normal = (floats)((magnitude + ((127 - 15) << 10)) << 13);
     floats above = (floats)(0x7F800000 | (magnitude & 0x3FF) << 13);
@@ -128,7 +128,7 @@ INLINE lanes lanes_of_signed(bytes x)
     memcpy(four, &wide, sizeof four);
     EACH(__builtin_convertvector(four[i], floats));
 }
-/* Signed bytes as numbers: the first sixteen, the others. */
+/* Convert the first or the second sixteen signed bytes to float. */
 INLINE lanes bytes_first(bytes32 x) { return lanes_of_signed(x.v[0]); }
 INLINE lanes bytes_second(bytes32 x) { return lanes_of_signed(x.v[1]); }
 INLINE bytes32 bytes_of_nibbles(const uint8_t *from)

@@ -1,10 +1,10 @@
 /* ostinato.models._native: the layer program's host kernels on packed weights.
  *
- * models/host/packed_kernels.py says what it is for; models/host/kernels.py is the same in NumPy, and
- * serves where this was not built.  A kernel checks that everything it touches lies inside of its
- * arguments, lets go of the GIL, and shares its rows out to a pool of threads.
+ * models/host/packed_kernels.py documents the module; models/host/kernels.py implements the same in
+ * NumPy, for installations without it.  A kernel checks that all of its accesses lie within its
+ * arguments, releases the GIL, and distributes its rows to a pool of threads.
  *
- * Only the limited API of CPython 3.11 is used, so that one build serves every later one. */
+ * The limited API of CPython 3.11 lets one build serve every later version. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -23,10 +23,10 @@
 #define MOST_ARRAYS 9
 #define MOST_THREADS 1024
 
-/* A part of a product is worth about so many values of one row: some microseconds, so that taking
- * parts costs little and the last one is not waited for long. */
+/* The approximate size of a part of a product, in weights for one row: some microseconds, so that
+ * taking parts costs little and the wait for the last one is short. */
 #define PART_VALUES 32768
-/* Scores that one piece of attention holds at most, unless it is a single row. */
+/* The most scores of a piece of attention, unless it is a single row. */
 #define PIECE_SCORES (1 << 18)
 #define PIECE_ROWS 8
 
@@ -46,8 +46,8 @@ typedef struct {
     int array_count;
 } arguments;
 
-/* The kernels, whose threads start where the first one runs, and anew in a forked child; NULL with
- * TypeError for another number of arguments. */
+/* Begins to read a kernel's arguments.  Returns the object with the kernels, whose threads the
+ * first call in a process starts; NULL with TypeError if the number of arguments is wrong. */
 static Kernels *
 begin_arguments(arguments *self, PyObject *op, const char *kernel, PyObject *const *given,
                 Py_ssize_t count, Py_ssize_t wanted)
@@ -56,7 +56,7 @@ begin_arguments(arguments *self, PyObject *op, const char *kernel, PyObject *con
     pool_prepare(kernels->pool);
     self->kernel = kernel;
     self->given = given;
-    self->at = 1; /* after the launch, of which nothing is asked */
+    self->at = 1; /* after the launch, which is not used */
     self->array_count = 0;
     if (count == wanted + 1)
         return kernels;
@@ -85,7 +85,7 @@ take_array(arguments *self, int writable)
     return array->buf;
 }
 
-/* NULL for the null pointer, which the driver gives as None; no error then. */
+/* Returns NULL without an error for the null pointer, which the driver passes as None. */
 static void *
 take_optional(arguments *self)
 {
@@ -116,7 +116,7 @@ take_float(arguments *self)
     return PyErr_Occurred() ? 0.0f : (float)PyFloat_AsDouble(given);
 }
 
-/* a * b, or what no array has. */
+/* a * b, or a number larger than any array if that overflows. */
 static uint64_t
 times(uint64_t a, uint64_t b)
 {
@@ -124,7 +124,7 @@ times(uint64_t a, uint64_t b)
     return __builtin_mul_overflow(a, b, &result) ? UINT64_MAX : result;
 }
 
-/* Raises IndexError unless array `index` holds so many bytes: what a fault of memory is here. */
+/* Raises IndexError, the host's memory fault, unless array `index` has `nbytes` bytes. */
 static void
 need(const arguments *self, int index, const char *name, uint64_t nbytes)
 {
@@ -136,7 +136,7 @@ need(const arguments *self, int index, const char *name, uint64_t nbytes)
 
 /* ------------------------------------------------------------------------------------- matrices */
 
-/* What a packed matrix begins with; models/packed.py writes it. */
+/* The header of a packed matrix; models/packed.py writes it. */
 typedef struct {
     char magic[8];
     uint32_t rows, columns, part_count, unused;
@@ -163,7 +163,7 @@ block_of(uint32_t kind, uint32_t *values, uint32_t *bytes)
     }
 }
 
-/* Raises ValueError for what is no matrix, or none of these sizes; IndexError for one cut short. */
+/* Raises ValueError if the array is no matrix of these sizes, IndexError if it is too short. */
 static void
 read_matrix(const arguments *self, int index, uint64_t rows, uint32_t columns, matrix *out)
 {
@@ -214,7 +214,7 @@ typedef struct {
     int32_t token, position, sequence, flags;
 } row;
 
-/* Rows up to the last active one. */
+/* The number of rows up to the last active one. */
 static uint32_t
 used_rows(const row *live, uint32_t count)
 {
@@ -223,7 +223,7 @@ used_rows(const row *live, uint32_t count)
     return count;
 }
 
-/* Raises IndexError for an active row outside of the cache. */
+/* Raises IndexError for an active row outside the cache. */
 static void
 require_inside(const arguments *self, const row *live, uint32_t used, uint32_t sequences,
                uint32_t context)
@@ -243,16 +243,16 @@ typedef struct {
     const float *x;
     size_t x_stride;
     uint32_t rows;
-    uint32_t outputs;  /* how many of the matrix' rows are shared out */
-    uint32_t per_part; /* of them, in each part */
+    uint32_t outputs;  /* number of outputs to compute */
+    uint32_t per_part; /* number of outputs of a part */
     float *out;        /* [rows, out_stride] */
     size_t out_stride;
     float *scratch;
     size_t scratch_each;
-    /* Of the one or the other kernel. */
+    /* Each is used by some kernels. */
     float *residual;   /* [rows, outputs] */
     float *inner;      /* [rows, outputs] */
-    float **places;    /* where each row's outputs belong */
+    float **places;    /* the address of each row's outputs */
 } product_work;
 
 typedef struct {
@@ -311,7 +311,7 @@ gate_part(void *context, int index, int thread)
     }
 }
 
-/* Each row's outputs to a place of its own, by way of the thread's scratch. */
+/* Stores each row's outputs at its place, by way of the thread's scratch. */
 static void
 scattered_part(void *context, int index, int thread)
 {
@@ -325,7 +325,7 @@ scattered_part(void *context, int index, int thread)
         memcpy(work->places[r] + part.first, here + (size_t)r * count, count * sizeof(float));
 }
 
-/* Runs a product in parts.  -1 without memory; the GIL is let go of. */
+/* Runs a product in parts; called without the GIL.  Returns -1 without memory. */
 static int
 share_product(Kernels *self, product_work *work, pool_task task, uint32_t weight_rows_each)
 {
@@ -358,7 +358,7 @@ normalise(const kernel_set *set, const float *x, const float *weight, uint32_t r
 
 /* -------------------------------------------------------------------------------------- kernels */
 
-/* After the arguments were taken: what the kernel gives. */
+/* Releases the arguments, and returns the kernel's result. */
 static PyObject *
 finish(arguments *given, int status)
 {
@@ -370,7 +370,8 @@ finish(arguments *given, int status)
     Py_RETURN_NONE;
 }
 
-/* Rows up to the last active one; 0 with IndexError if `live`, the first array, is too short. */
+/* Returns the number of rows up to the last active one; 0 with IndexError if `live`, the first
+ * array, is too short. */
 static uint32_t
 need_rows(const arguments *self, const row *live, uint32_t row_count)
 {
@@ -378,7 +379,7 @@ need_rows(const arguments *self, const row *live, uint32_t row_count)
     return PyErr_Occurred() ? 0 : used_rows(live, row_count);
 }
 
-/* What a product of a normed residual begins with; `weight` is the array after these. */
+/* The first arguments of a product of a normed residual; `weight` is the array after these. */
 typedef struct {
     const row *live;
     const float *x, *norm;
@@ -395,7 +396,7 @@ take_normed(arguments *self)
     return in;
 }
 
-/* As need_rows, and raises IndexError unless the rows and the norm's weights are there. */
+/* Like need_rows, and raises IndexError unless `x` has the rows and `norm` its weights. */
 static uint32_t
 need_normed(const arguments *self, const normed_rows *in, uint32_t row_count, uint32_t hidden)
 {
@@ -463,7 +464,7 @@ kernels_embed(PyObject *op, PyObject *const *args, Py_ssize_t count)
     return finish(&a, 0);
 }
 
-/* Where the heads of queries, keys and values go. */
+/* The destinations of the heads of queries, keys and values. */
 typedef struct {
     uint32_t heads, kv_heads, size, sequences, context;
     const float *rope; /* [context, 2, size / 2]: cosines, sines */
@@ -471,7 +472,8 @@ typedef struct {
     float *q;          /* [rows, heads, size] */
 } head_places;
 
-/* Rope; queries to q, keys and values to the cache.  `parts` is the row's, [all heads, size]. */
+/* Applies rope, and stores queries in q, keys and values in the cache.  `parts`: the row's heads,
+ * [all heads, size]. */
 static void
 place_heads(const kernel_set *set, const head_places *to, const row *live, uint32_t index,
             const float *parts)
@@ -490,7 +492,7 @@ place_heads(const kernel_set *set, const head_places *to, const row *live, uint3
         memcpy(values + h * head_stride, parts, size * sizeof *parts);
 }
 
-/* Raises IndexError unless rope, cache and q, the arrays from `index` on, hold what is placed. */
+/* Raises IndexError unless rope, cache and q, the arrays from `index` on, are large enough. */
 static void
 need_places(const arguments *self, int index, const head_places *to, uint32_t used)
 {
@@ -661,7 +663,7 @@ attention_part(void *context, int index, int thread)
     work->set->attend(&work->pieces[index], work->scratch + (size_t)thread * work->scratch_each);
 }
 
-/* The next piece of a run of rows from `start` on: how many rows. */
+/* Returns the number of rows of the next piece, which begins with row `start`. */
 static uint32_t
 rows_of_piece(const row *live, uint32_t start, uint32_t used, uint32_t queries, uint32_t window)
 {
@@ -683,7 +685,7 @@ share_attention(Kernels *self, const row *live, uint32_t used, const attention_p
                 const float *cache, uint32_t kv_heads, size_t head_stride, uint32_t sequences)
 {
     uint32_t group = whole->queries, splits = 1;
-    /* Few rows: a query head each, so that all threads find something to do. */
+    /* With few rows a piece has one query head, so that all threads have work. */
     if ((uint64_t)used * kv_heads < 2 * (uint64_t)pool_threads(self->pool))
         splits = group;
     attention_piece *pieces = malloc(times(times(used, kv_heads), splits * sizeof *pieces));
@@ -986,7 +988,7 @@ static PyType_Spec kernels_spec = {
 static int
 module_exec(PyObject *module)
 {
-    static int set_up = 0; /* a process' handlers for forks are for good */
+    static int set_up = 0; /* handlers for forks cannot be removed: register them once */
     if (!set_up && pool_set_up() != 0) {
         PyErr_SetString(PyExc_ImportError, "no handler for forks can be registered");
         return -1;

@@ -1,4 +1,4 @@
-/* What the parts of ostinato.models._native share. */
+/* Types that the parts of ostinato.models._native share. */
 
 #ifndef OSTINATO_NATIVE_H
 #define OSTINATO_NATIVE_H
@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Tensor types by their numbers in GGUF. */
+/* Tensor types, with their numbers in GGUF. */
 enum kind {
     KIND_F32 = 0,
     KIND_F16 = 1,
@@ -19,7 +19,7 @@ enum kind {
     KIND_BF16 = 30,
 };
 
-/* Rows of one type below each other. */
+/* Consecutive rows of one type. */
 typedef struct {
     enum kind kind;
     uint32_t rows;
@@ -29,21 +29,21 @@ typedef struct {
 
 #define MOST_PARTS 3 /* queries, keys and values */
 
-/* [rows, columns]: parts below each other. */
+/* A matrix, [rows, columns]: the rows of its parts, one part after the other. */
 typedef struct {
     uint32_t rows, columns, part_count;
     part parts[MOST_PARTS];
 } matrix;
 
-/* Rows of one sequence at rising positions, and the key head that they attend with. */
+/* A piece of attention: rows of one sequence at increasing positions, and one KV head. */
 typedef struct {
-    const float *q;          /* of the first row and the first query head */
-    float *out;              /* likewise */
-    const float *keys;       /* [positions, head_size] of the sequence and the key head */
-    const float *values;     /* likewise */
+    const float *q;          /* queries of the first row and the first query head */
+    float *out;              /* the result of the first row and the first query head */
+    const float *keys;       /* [positions, head_size] of the sequence and the KV head */
+    const float *values;     /* [positions, head_size], likewise */
     size_t row_stride;       /* floats from a row's queries to the next row's */
-    uint32_t rows, queries;  /* query heads of each row */
-    uint32_t position;       /* of the first row */
+    uint32_t rows, queries;  /* `queries`: query heads of each row */
+    uint32_t position;       /* position of the first row */
     uint32_t window;         /* positions that a row attends to, its own included; 0: all */
     uint32_t head_size;
     float scale;
@@ -52,13 +52,13 @@ typedef struct {
 /* The kernels for one instruction set.
  *
  * Every sum runs over sixteen lanes in order of the index, then over the lanes as a tree.  So an
- * output depends on its inputs alone: not on how many rows are computed, by which thread, in which
- * pieces; and instruction sets with a fused multiply-add give the same bits. */
+ * output depends on its inputs alone, and not on the number of rows, the thread or the split into
+ * pieces.  Instruction sets with a fused multiply-add give the same bits. */
 typedef struct {
     const char *name;
-    /* A row's values. */
+    /* Unpacks a row's values. */
     void (*unpack)(enum kind kind, const uint8_t *row, uint32_t columns, float *out);
-    /* Floats of working memory that `product` needs. */
+    /* The number of floats of scratch memory that `product` needs. */
     size_t (*product_scratch)(uint32_t columns);
     /* out[r, n - first] = x[r] . weight[n] for `first` <= n < `last` and `rows` rows of x. */
     void (*product)(const matrix *weight, uint32_t first, uint32_t last, const float *x,
@@ -70,20 +70,20 @@ typedef struct {
     void (*gate)(const float *gate, const float *up, uint32_t count, float *out);
     /* x += y */
     void (*add)(float *x, const float *y, uint32_t count);
-    /* Rope in the half-split order. */
+    /* Rope in the half-split order; `out` may not overlap `x`. */
     void (*rotate)(const float *x, const float *cosine, const float *sine, uint32_t half,
                    float *out);
     size_t (*attend_scratch)(const attention_piece *piece);
     void (*attend)(const attention_piece *piece, float *scratch);
 } kernel_set;
 
-/* NULL where the processor has not the instructions. */
+/* The kernels for an instruction set; NULL if the processor does not have its instructions. */
 const kernel_set *ostinato_avx512(void);
 const kernel_set *ostinato_avx2(void);
 const kernel_set *ostinato_neon(void);
 const kernel_set *ostinato_plain(void);
 
-/* Those that are compiled for this kind of processor, the best first. */
+/* The kernel sets that are compiled for this architecture, the best first. */
 #if defined(__x86_64__)
 #define KERNEL_SETS ostinato_avx512, ostinato_avx2, ostinato_plain
 #elif defined(__aarch64__) && defined(__ARM_NEON)

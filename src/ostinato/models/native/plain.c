@@ -1,4 +1,4 @@
-/* The kernels without a processor's own instructions, for those that lack the others'. */
+/* The kernels without instructions of a particular processor, for all other processors. */
 
 #include "native.h"
 

@@ -1,18 +1,17 @@
-/* One call at a time opens a *round*; its parts are taken one by one from a counter, so that a
- * thread that is slow, or comes late, takes fewer.
+/* A call of `pool_run` opens a *round*, one at a time.  Threads take the parts one by one from a
+ * counter, so that a thread that is slow, or starts late, takes fewer.
  *
- * Helpers look for a round for `AWAKE_NS`, which bridges the gap between two kernels of a step, and
- * then sleep.  A caller who finds no part left closes the round and waits for those inside.
- * If that takes `LATE_NS` longer than some parts do, a helper lost its processor in the middle of
- * one: other processes want it.  Then one helper fewer is asked for a while, since a step of some
- * hundred rounds would wait as often.  After `backoff_ns`, which grows from one such wait to the
- * next, it is tried again.
+ * Helper threads poll for a round for `AWAKE_NS`, which bridges the gap between two kernels of a
+ * step, and then sleep.  When no part is left, the caller closes the round and waits for the
+ * helpers inside.  If that takes `LATE_NS` longer than some parts do, a helper lost its processor
+ * in the middle of a part, since other processes use it.  Then one helper fewer is used for a while,
+ * since a step has some hundred rounds, each of which would wait.  After `backoff_ns`, which
+ * doubles with each such wait, the helper is used again.
  *
- * Entering and leaving.  A helper counts itself in (`inside`), and then looks whether the round is
- * still open; the caller closes the round, and then looks whether anybody is inside.  All of these
- * are sequentially consistent, so one of the two sees the other.  In the same way a helper that
- * goes to sleep says so and then looks for a round, and a caller opens a round and then looks who
- * sleeps. */
+ * Entering and leaving.  A helper increments `inside`, and then reads whether the round is still
+ * open; the caller closes the round, and then reads `inside`.  All of these are sequentially
+ * consistent, so at least one of the two notices the other.  Likewise a helper sets `sleeping` and
+ * then checks for a round, and a caller opens a round and then checks `sleeping`. */
 
 #define _GNU_SOURCE
 #include "pool.h"
@@ -29,7 +28,7 @@
 #define LATE_NS 300000
 #define FIRST_BACKOFF_NS 8000000
 #define LAST_BACKOFF_NS 500000000
-#define CALM_ROUNDS 2000 /* without a late one, until the backoff is the first again */
+#define CALM_ROUNDS 2000 /* rounds without a late one that reset the backoff */
 #define LINE 64
 
 typedef struct {
@@ -38,23 +37,24 @@ typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t wake;
     atomic_int sleeping;
-    int woken; /* under the lock */
+    int woken; /* guarded by `lock` */
     int index;
 } helper;
 
 struct pool {
-    /* Apart, since all threads change them. */
+    /* In cache lines of their own, since all threads change them. */
     _Alignas(LINE) atomic_int next;
     _Alignas(LINE) atomic_int inside;
-    /* What a round is.  Written while it is closed and no thread is inside. */
-    _Alignas(LINE) atomic_uint open; /* the round's number, 0 for none */
+    /* The round.  `count`, `task` and `context` are written while no round is open and no thread is
+     * inside. */
+    _Alignas(LINE) atomic_uint open; /* the open round's number; 0 if none is open */
     atomic_int allowed;              /* helpers that may take part */
     atomic_int stopping;
     atomic_int caller_waits;
     int count;
     pool_task task;
     void *context;
-    /* Of the caller who holds `busy`. */
+    /* Used by the caller that holds `busy`. */
     pthread_mutex_t busy;
     pthread_mutex_t lock;
     pthread_cond_t done;
@@ -67,7 +67,7 @@ struct pool {
     helper *helpers;
 };
 
-static atomic_uint forks; /* how many forks lie between this process and the first */
+static atomic_uint forks; /* number of forks between this process and the first */
 
 static void
 forked(void)
@@ -99,7 +99,7 @@ pause_briefly(void)
 #endif
 }
 
-/* How many it took. */
+/* Runs parts until none is left.  Returns the number of parts run. */
 static int
 take_parts(pool *self, int thread)
 {
@@ -169,8 +169,8 @@ help(void *argument)
 
 /* -------------------------------------------------------------------------------------- callers */
 
-/* Returns once no thread is inside of the closed round, which began at `opened`; the caller took
- * `taken` of its parts. */
+/* Waits until no thread is inside the closed round, which began at `opened`; the caller has run
+ * `taken` of its parts.  Allows one helper fewer if the wait was long. */
 static void
 wait_for_helpers(pool *self, int64_t opened, int taken)
 {
@@ -202,7 +202,7 @@ wait_for_helpers(pool *self, int64_t opened, int taken)
     }
 }
 
-/* How many helpers are asked for the next round. */
+/* Returns the number of helpers for the next round. */
 static int
 allow(pool *self)
 {
@@ -296,10 +296,10 @@ void
 pool_prepare(pool *self)
 {
     if (self->forks != atomic_load(&forks))
-        reset(self); /* the threads are the parent's, and one of them may have held the locks */
+        reset(self); /* the threads are the parent's, and one of them may hold the locks for good */
     if (self->started == self->wanted)
         return;
-    /* Signals are for the threads that the program knows. */
+    /* Helpers block all signals, which the program's own threads handle. */
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -312,7 +312,7 @@ pool_prepare(pool *self)
         pthread_mutex_init(&one->lock, NULL);
         pthread_cond_init(&one->wake, NULL);
         if (pthread_create(&one->thread, NULL, help, one) != 0) {
-            self->wanted = self->started; /* as many as this process may have */
+            self->wanted = self->started; /* the process may have no more threads */
             break;
         }
         self->started++;

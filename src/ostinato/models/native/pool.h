@@ -5,21 +5,21 @@
 
 typedef struct pool pool;
 
-/* A part of the work, `index` of so many; `thread` is below the pool's number of threads, and no
- * two calls at a time have the same. */
+/* Runs part `index` of the work.  `thread` is below the pool's number of threads; concurrent calls
+ * have different ones. */
 typedef void (*pool_task)(void *context, int index, int thread);
 
-/* Once in a process, before any pool.  Not 0 if it failed. */
+/* Must be called once in a process, before any pool is created.  Returns 0 on success. */
 int pool_set_up(void);
-/* NULL without memory.  Threads are started by `pool_prepare`. */
+/* Returns NULL without memory.  Starts no threads; `pool_prepare` does. */
 pool *pool_create(int threads);
-/* Before `pool_run`, with no other `pool_prepare` at the same time: starts the threads that are
- * missing, anew in a forked child.  With fewer than wanted the pool works as well. */
+/* Starts the missing threads, all of them in a forked child.  Must be called before `pool_run`, and
+ * by one thread at a time.  The pool also works if not all threads can be started. */
 void pool_prepare(pool *self);
-/* Runs parts 0 to count - 1, and returns when all are done.  The caller works too; alone, while
- * another call has the pool. */
+/* Runs parts 0 to count - 1, and returns when all are done.  The calling thread works too, and runs
+ * all parts itself while another call uses the pool. */
 void pool_run(pool *self, int count, pool_task task, void *context);
-/* No call may be under way. */
+/* Ends the threads and frees the pool.  No `pool_run` may be in progress. */
 void pool_destroy(pool *self);
 int pool_threads(const pool *self);
 

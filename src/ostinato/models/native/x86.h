@@ -1,9 +1,9 @@
-/* What an x86 processor has, and the operating system saves.  Asked directly: compilers differ in
- * the names that their own question knows. */
+/* Finds the instruction sets that the processor has and whose registers the operating system saves.
+ * Uses cpuid directly, since compilers differ in the names that __builtin_cpu_supports accepts. */
 
 #include <cpuid.h>
 
-/* AVX2 with fused multiply-add and half floats; `wide`: also AVX-512 F, BW, DQ and VL. */
+/* True for AVX2 with FMA and F16C; `wide`: also AVX-512 F, BW, DQ and VL. */
 static int
 x86_has(int wide)
 {

@@ -1,25 +1,24 @@
 // A hash join: count, scan, materialize.  Every kernel reads its sizes and addresses from one block in
-// device memory (layout.cuh, made from ostinato/relational/block.py), so that a captured graph of them
+// device memory (layout.cuh, generated from ostinato/relational/block.py), so that one captured graph
 // serves every join of its key.
 //
-//   begin        takes the block of this join from the host's ring
-//   insert       each right row finds or claims the slot of its key, and a place in the slot's group
-//   starts       each group gets its part of `grouped`
-//   probe        each left row looks its slot up; the first level of the scan over the counts.  The blocks
-//                behind those put right rows into their groups (`fill`)
-//   scan, add    the upper levels of the scan; the last `scan` compares the total with the capacity
+//   begin        copies the block of this join from the host's ring
+//   insert       finds or claims, for each right row, the slot of its key and a place in the slot's group
+//   starts       allots to each group its part of `grouped`
+//   probe        looks up the slot of each left row, and scans the counts within blocks.  The blocks after
+//                these put right rows into their groups, as `fill` does
+//   scan, add    compute the upper levels of the scan; the last `scan` compares the total with the capacity
 //   materialize  adds the lowest level's block sums to the offsets as it reads them, and writes pairs of
-//                row numbers, the same number of them in each block.  The blocks behind those empty the
-//                table
+//                row numbers, the same number in each block.  The blocks after these clear the table
 //
 // Memory rules:
-// * What `begin` wrote and the input columns do not change until the graph ends, and they are read as
-//   ordinary memory: `begin` starts only when all work before it has ended, so L1 holds no old line of
+// * The block written by `begin` and the input columns do not change until the graph ends, and are read with
+//   ordinary loads: `begin` starts only when all earlier work has ended, so L1 holds no stale line of
 //   them.  No pointer to them is __restrict__, or the loads could move to before the wait.
-// * What other kernels of the graph write is read past L1 (`fresh`): a kernel may become resident before
-//   the one before it has ended (programmatic launch), so L1 may hold old lines.
-// * Every block waits for the previous kernel first, also one with nothing to do: the next kernel's wait
-//   stands for all before.
+// * Data that other kernels of the graph write is read past L1 (`fresh`): a kernel may become resident
+//   before the previous one has ended (programmatic launch), so L1 may hold stale lines.
+// * Every block first waits for the previous kernel, even a block without work: the next kernel's wait then
+//   covers all earlier kernels.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #ifndef EMULATED  // tests compile this file as C++ and define these otherwise
@@ -41,12 +40,12 @@ DEVICE void start_next() {}
 
 constexpr u32 THREADS = 256, WARPS = THREADS / 32, FULL = 0xffffffffu;
 constexpr u32 ITEMS = TILE / THREADS;
-constexpr u32 SPAN = 2048;  // left rows that `materialize` keeps in shared memory at most
-constexpr u32 STRIDE = TILE + THREADS;  // how many of them it reads at a time
+constexpr u32 SPAN = 2048;  // the most left rows that `materialize` keeps in shared memory
+constexpr u32 STRIDE = TILE + THREADS;  // left rows that `materialize` reads at a time
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr u32 RESIDENT = 8;  // its blocks on a multiprocessor: all threads that there may be
+constexpr u32 RESIDENT = 8;  // blocks of `materialize` on a multiprocessor: the most threads it can hold
 #else
-constexpr u32 RESIDENT = 4;  // with more of them the compiler spills registers
+constexpr u32 RESIDENT = 4;  // with more blocks the compiler spills registers
 #endif
 static_assert(TILE % THREADS == 0, "tile");
 
@@ -67,7 +66,7 @@ DEVICE u64 mixed(u64 h) {  // the finalizer of MurmurHash3
     return h ^ h >> 33;
 }
 
-// The key columns of a join.  What the host wrote does not change after `begin`.
+// The key columns of a join, as written by the host; they do not change after `begin`.
 struct Keys {
     const Column* columns;
     u32 arity;
@@ -86,7 +85,7 @@ struct Keys {
         }
         return h;
     }
-    // Whether a row of the left (or, with RIGHT, of the right) side has the key of a right row.
+    // True if a row of the left (with RIGHT: of the right) side has the key of a right row.
     template <bool RIGHT> DEVICE bool same(u32 row, u32 right) const {
         for (u32 c = 0; c < arity; c++) {
             const u64 other = columns[c].right;
@@ -102,7 +101,8 @@ DEVICE u32 tag_of(u64 hash) { return static_cast<u32>(hash >> 32); }
 
 // ------------------------------------------------------------------------------------------- scan
 
-// The sum of `value` over the threads before this one; `sum` is that of all.  All threads call it.
+// Returns the sum of `value` over the threads before this one; `sum` is the sum over all threads.  All threads
+// must call it.
 DEVICE u64 scanned(u64 value, u64& sum) {
     __shared__ u64 warps[WARPS];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -111,7 +111,7 @@ DEVICE u64 scanned(u64 value, u64& sum) {
         const u64 other = __shfl_up_sync(FULL, upto, distance);
         if (lane >= distance) upto += other;
     }
-    __syncthreads();  // `warps` of a call before
+    __syncthreads();  // all threads have read `warps` of the previous call
     if (lane == 31) warps[warp] = upto;
     __syncthreads();
     u64 before = 0;
@@ -130,8 +130,8 @@ DEVICE void set_total(Block* block, u64 total) {
 
 // ------------------------------------------------------------------------------------------ kernels
 
-// One block.  `state`: joins that began so far.  The entry of the ring must be of the next join; if it is
-// not (this graph was launched by somebody else), there is nothing to do, and nothing is counted.
+// One block.  `state`: number of joins that began so far.  The entry of the ring must belong to the next join;
+// if not (something other than the joiner launched the graph), the block becomes empty, and `state` stays.
 KERNEL __launch_bounds__(THREADS) begin(const u64* ring, u64* state, Block* block, u32 words) {
     const u64 turn = fresh(state);
     const volatile u64* const entry = ring + turn % RING_DEPTH * (RING_PITCH / 8);
@@ -141,7 +141,7 @@ KERNEL __launch_bounds__(THREADS) begin(const u64* ring, u64* state, Block* bloc
         const u64 word = entry[i];
         own[i] = next ? word : 0;
     }
-    __syncthreads();  // all have read `state`
+    __syncthreads();  // all threads have read `state`
     if (threadIdx.x == 0 && next) *state = turn + 1;
     start_next();
 }
@@ -155,8 +155,8 @@ KERNEL __launch_bounds__(THREADS) insert(Block* block) {
     u32* const slot_of = pointer<u32>(block->slot_of);
     u32* const rank = pointer<u32>(block->rank);
     const u32 lane = threadIdx.x % 32;
-    // A look at a slot before it is claimed keeps rows with equal keys from claiming it in turns.  With few
-    // rows that costs less than the look.
+    // Reading a slot before claiming it saves atomics of rows with equal keys.  With few rows the atomics cost
+    // less than the reads.
     const bool look = rows > 1 << 16;
     for (u64 first = static_cast<u64>(blockIdx.x) * THREADS; first < rows;
          first += static_cast<u64>(gridDim.x) * THREADS) {
@@ -180,7 +180,7 @@ KERNEL __launch_bounds__(THREADS) insert(Block* block) {
                 at = (at + 1) & mask;
             }
         }
-        // Rows of a warp with the same slot count together: all keys may be equal.
+        // Rows of a warp with the same slot are counted by one atomic, since all keys may be equal.
         const u32 peers = __match_any_sync(FULL, active ? static_cast<u64>(at) : ~0ull);
         const int leader = __ffs(peers) - 1;
         u32 before = 0;
@@ -215,7 +215,7 @@ KERNEL __launch_bounds__(THREADS) starts(Block* block) {
         if (threadIdx.x == 0) given = sum ? atomicAdd(&block->groups, static_cast<u32>(sum)) : 0;
         __syncthreads();
         if (count) slots[at].start = given + before;
-    }  // `scanned` of the next round keeps `given` until all have read it
+    }  // the barriers in `scanned` keep `given` until all threads have read it
 }
 
 // Puts right rows into their groups.
@@ -232,12 +232,12 @@ DEVICE void fill_groups(const Block* block, u32 first_block) {
             static_cast<u32>(row);
 }
 
-// How many of `blocks` blocks have work if each takes `each` things at a time; at least one.
+// The number of `blocks` blocks that have work if each takes `each` things at a time; at least 1.
 DEVICE u32 busy(u64 things, u32 each, u32 blocks) {
     return static_cast<u32>(max(min((things + each - 1) / each, static_cast<u64>(blocks)), 1ull));
 }
 
-// This block's work is in memory; the last of `blocks` that call it tells the host.
+// Called by a block when its work is done; the last of `blocks` callers publishes the result to the host.
 DEVICE void finish(Block* block, u32 blocks) {
     __syncthreads();
     if (threadIdx.x) return;
@@ -269,7 +269,7 @@ KERNEL __launch_bounds__(THREADS) probe(Block* block, u32 probe_blocks) {
     const u32 rows = block->left_rows;
     const u64 wide = static_cast<u64>(blockIdx.x) * THREADS + threadIdx.x;
     const u32 row = static_cast<u32>(wide);
-    if (wide - threadIdx.x >= rows && probe_blocks > 1) return;  // a whole block has nothing to do
+    if (wide - threadIdx.x >= rows && probe_blocks > 1) return;  // the whole block has nothing to do
     u32 count = 0, start = 0;
     if (wide < rows) {
         const Keys keys(block);
@@ -291,7 +291,7 @@ KERNEL __launch_bounds__(THREADS) probe(Block* block, u32 probe_blocks) {
     u64 sum;
     const u64 before = scanned(count, sum);
     if (wide < rows) {
-        // In the block.  Over 32 bits, the total is too, and nothing reads them.
+        // The offset within the block.  If it exceeds 32 bits, so does the total, and no offset is read.
         pointer<u32>(block->offsets)[row] = static_cast<u32>(before);
         pointer<u32>(block->found)[row] = start;
     }
@@ -301,13 +301,13 @@ KERNEL __launch_bounds__(THREADS) probe(Block* block, u32 probe_blocks) {
     }
 }
 
-// How many elements a level of the scan has: level 0 are the left rows.
+// The number of elements of a level of the scan; level 0 is the left rows.
 DEVICE u64 level_size(const Block* block, u32 level) {
     return (block->left_rows + (1ull << 8 * level) - 1) >> 8 * level;
 }
 
-// Scans level `level` of the block sums, which begins at `own`, block by block; a block's sum goes to the
-// level above, at `above`.
+// Scans level `level` of the block sums, which begins at index `own`, within blocks; a block's sum goes to the
+// level above, which begins at `above`.
 KERNEL __launch_bounds__(THREADS) scan(Block* block, u32 level, u32 own, u32 above) {
     begin_kernel();
     const u64 size = level_size(block, level);
@@ -326,7 +326,7 @@ KERNEL __launch_bounds__(THREADS) scan(Block* block, u32 level, u32 own, u32 abo
     }
 }
 
-// Adds the level above, at `above`, to level `level` (1 or more) of the block sums, at `own`.
+// Adds the level above, from index `above` on, to level `level` (1 or more) of the block sums, from `own` on.
 KERNEL __launch_bounds__(THREADS) add(Block* block, u32 level, u32 own, u32 above) {
     begin_kernel();
     const u64 at = static_cast<u64>(blockIdx.x) * THREADS + threadIdx.x;
@@ -335,13 +335,13 @@ KERNEL __launch_bounds__(THREADS) add(Block* block, u32 level, u32 own, u32 abov
     sums[own + at] = fresh(sums + own + at) + fresh(sums + above + blockIdx.x);
 }
 
-// Rows of the result that this join writes.
+// The number of rows of the result that this join writes.
 DEVICE u64 written(const Block* block) {
     const u64 total = fresh(&block->total);
     return fresh(&block->overflow) ? 0 : total;
 }
 
-// Where the matches of a left row start in the output.
+// The offsets in the output at which the matches of left rows start.
 struct Offsets {
     const u32* in_block;
     const u64* blocks;
@@ -353,8 +353,8 @@ struct Offsets {
     }
 };
 
-// The last of `size` block sums that is `output` or less, searched by all threads of a block; the first
-// is 0.
+// Returns the index of the last of `size` block sums that is `output` or less; the first sum is 0.  All threads
+// of a block search together.
 DEVICE u32 last_block(const u64* sums, u32 size, u32 output) {
     u32 first = 0;
     while (size > 1) {
@@ -374,7 +374,7 @@ KERNEL __launch_bounds__(THREADS, RESIDENT) materialize(Block* block, u32 tile_b
     const u64 slot_count = static_cast<u64>(block->mask) + 1;
     const u32 others = gridDim.x - tile_blocks;
     const u32 clearing = block->clear && others ? busy(slot_count, THREADS, others) : 0;
-    if (blockIdx.x >= tile_blocks) {  // the probe is over: the table is emptied for the next join
+    if (blockIdx.x >= tile_blocks) {  // the probe is over: clear the table for the next join
         const u32 own = blockIdx.x - tile_blocks;
         if (own >= clearing) return;
         uint4* const slots = pointer<uint4>(block->slots);
@@ -393,17 +393,17 @@ KERNEL __launch_bounds__(THREADS, RESIDENT) materialize(Block* block, u32 tile_b
     u32* const right_out = pointer<u32>(block->right_out);
     const u32 rows = block->left_rows;
     const u32 row_blocks = static_cast<u32>((static_cast<u64>(rows) + THREADS - 1) / THREADS);
-    // Each block has tiles one after the other: where one ends the next begins.
+    // Each block has consecutive tiles.
     const u64 tiles = (total + TILE - 1) / TILE, each = (tiles + tile_blocks - 1) / tile_blocks;
     const u64 begin = blockIdx.x * each * TILE, stop = min(begin + each * TILE, total);
-    // The matches of this row start at or before those of the tile.
+    // A row whose matches start at or before the tile.
     u32 first = begin < stop && rows > SPAN
                     ? last_block(offsets.blocks, row_blocks, static_cast<u32>(begin)) * THREADS
                     : 0;
     for (u64 start = begin; start < stop; start += TILE) {
         const u32 end = static_cast<u32>(min(start + TILE, total));
-        // Rows from `first` on, until the matches of one start behind the tile: where they start, and what
-        // to add to the number of an output for its place in `grouped`.
+        // Rows from `first` on, up to one whose matches start behind the tile.  `near`: the start of a row's
+        // matches.  `places`: the difference between the place in `grouped` and the output's number.
         const u32 most = min(rows - first, SPAN);
         u32 span = 0;
         do {
@@ -416,15 +416,15 @@ KERNEL __launch_bounds__(THREADS, RESIDENT) materialize(Block* block, u32 tile_b
             __syncthreads();
             span = next;
         } while (span < most && near[span - 1] < end);
-        // Where many rows have no match, not all of them fit: they are read where they are needed.
+        // If many rows have no match, not all of them fit; the offsets are read from memory then.
         const bool close = first + span == rows || near[span - 1] >= end;
         if (!close) {
             const u64 last = last_block(offsets.blocks, row_blocks, end - 1);
             span = static_cast<u32>(min((last + 1) * THREADS, static_cast<u64>(rows))) - first;
         }
-        // All items of a thread together, so that their reads overlap.
+        // All items of a thread are searched together, so that their reads overlap.
         u32 output[ITEMS];
-        u32 at[ITEMS];  // left rows, from `first`
+        u32 at[ITEMS];  // left rows, counted from `first`
 #pragma unroll
         for (u32 i = 0; i < ITEMS; i++) {
             output[i] = min(static_cast<u32>(start) + i * THREADS + threadIdx.x, end - 1);
@@ -452,9 +452,9 @@ KERNEL __launch_bounds__(THREADS, RESIDENT) materialize(Block* block, u32 tile_b
                 right_out[output[i]] = right;
             }
         }
-        // The next tile's matches are of the last output's row or of later ones.
+        // The next tile's matches belong to the last output's row or to later rows.
         if (threadIdx.x == THREADS - 1) last_row = first + at[ITEMS - 1];
-        __syncthreads();  // all have read what is near
+        __syncthreads();  // all threads have read `near` and `places`
         first = last_row;
     }
     finish(block, tiling + clearing);

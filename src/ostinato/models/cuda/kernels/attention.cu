@@ -1,28 +1,28 @@
-// Attention of each row over positions 0 to its own, of its sequence, split over blocks; with a window
-// only over the last ones of these.
+// Attention of each row over the positions of its sequence from 0 (with a window: from the window's begin) to
+// its own, split over blocks.
 //
-// Physics.  Keys and values of a head are read once for all query heads that a block has: 4 * HEAD_SIZE
-// bytes a position and KV head.  At short contexts that is nothing, and what counts is the chain
-// q -> scores -> exponentials -> mix -> merge; at long ones of many rows it is all.  So a warp asks for all
-// keys and values of a tile at once and (but for the newest position, which the previous kernel writes)
-// before the wait, and keeps its own partial softmax; these are merged once at the end: over the warps of
-// the block, over the blocks of a head.  A warp multiplies on the tensor cores (tile_softmax.cuh), or, with
-// ATTENTION_TILED 0, as lanes that hold a part of a position each (softmax.cuh).
+// Physics.  Keys and values of a head are read once for all query heads of a block: 4 * HEAD_SIZE bytes for
+// each position and KV head.  At short contexts that is little, and latency is that of the chain q -> scores
+// -> exponentials -> mix -> merge; at long contexts of many rows the reads dominate.  So a warp issues the
+// loads of all keys and values of a tile at once, before the wait (except for the newest position, which the
+// previous kernel writes), and keeps its own partial softmax.  These are merged once at the end: over the
+// warps of the block, then over the blocks of a head.  A warp multiplies on the tensor cores
+// (tile_softmax.cuh), or, with ATTENTION_TILED 0, with lanes that hold a part of a position each
+// (softmax.cuh).
 //
-// A row's positions are cut evenly over as many blocks as they need: one for each PASSES tiles, up to
-// SPLITS.  How a row is cut, and with it every bit of its result, depends on its own length alone.  The
-// grid is (SPLITS, kv heads * parts of their queries, rows), fixed by the longest context, and blocks that
-// a row does not need leave at once; or, with SHARES_ROWS, it is as many blocks as the device holds (or one
-// for each row and head, if that is more), which share what all rows have to do, so that one long row is not
-// left to one block.
+// A row's positions are split evenly over one block for each PASSES tiles, at most SPLITS blocks.  The split,
+// and with it every bit of the result, depends on the row's length alone.  The grid is (SPLITS, kv heads *
+// parts of their queries, rows), fixed by the longest context, and blocks that a row does not need exit at
+// once.  With SHARES_ROWS the grid has as many blocks as the device holds (or one for each row and head, if
+// that is more), and these share the work of all rows, so that no block has a long row to itself.
 //
-// One block alone writes the result itself.  The CLUSTER blocks of a cluster send what they found to the
-// shared memory of the first of them, which merges it; where more than one cluster (or block, without
-// clusters) worked, the last of them merges what all left in the workspace, in their order, and sets the
-// counter back.  That costs a fence, an atomic and two ways to L2: 2.1 us a layer on an H100, more than
-// all the rest.
+// If a single block has all positions, it writes the result.  The CLUSTER blocks of a cluster send their
+// partial results to the shared memory of the first of them, which merges them.  If several clusters (or
+// blocks, without clusters) worked on a row, the last to finish merges the partial results in the workspace,
+// in their order, and resets the counter.  That costs a fence, an atomic and two round trips to L2: 2.1 us a
+// layer on an H100, more than everything else.
 //
-// With ROUND_ATTENDED the result is bfloat16, for a product that reads it so; padding rows get zeros then.
+// With ROUND_ATTENDED the result is bfloat16 for the next product, and padding rows are set to zero.
 #include "tile_softmax.cuh"
 
 #ifndef ROUND_ATTENDED
@@ -40,22 +40,22 @@ DEVICE float to_attended(float x) { return x; }
 constexpr int QUERIES = ATTENTION_QUERIES;              // query heads of a block
 constexpr int PARTS = HEADS / KV_HEADS / QUERIES;       // blocks that share a KV head
 constexpr int WARPS = ATTENTION_WARPS, STEPS = ATTENTION_STEPS, SPLITS = ATTENTION_SPLITS;
-constexpr int CLUSTER = ATTENTION_CLUSTER;              // blocks that merge by themselves
+constexpr int CLUSTER = ATTENTION_CLUSTER;              // blocks that merge through shared memory
 constexpr int UNITS = SPLITS / CLUSTER;                 // clusters that share a head
-constexpr int PASSES = ATTENTION_PASSES;                // tiles of a block before there is another unit
+constexpr int PASSES = ATTENTION_PASSES;                // tiles of a block before another unit is used
 constexpr int RESIDENT = ATTENTION_RESIDENT;            // blocks of a multiprocessor that share all rows
-// Whether blocks take parts of any row.
+// True if blocks take shares of any row.
 #define SHARES_ROWS (ATTENTION_RESIDENT && ATTENTION_SPLITS > 1)
-constexpr int BATCH = smaller(SHARES_ROWS ? 4 : 8, UNITS);  // partials that a merge asks for at once
-// Whether `live`, and what earlier steps left in the cache, may be read before the wait: not if the
-// previous kernel (norm_qkv_rope) lets this one start before its own wait.
+constexpr int BATCH = smaller(SHARES_ROWS ? 4 : 8, UNITS);  // partials that a merge loads at once
+// True if `live` and cache entries of earlier steps may be read before the wait: not if the previous kernel
+// (norm_qkv_rope) lets this one start before its own wait.
 constexpr bool EARLY = PREVIOUS_STARTS != AT_START;
 static_assert(HEADS % KV_HEADS == 0 && HEADS / KV_HEADS % QUERIES == 0, "query heads");
 static_assert(SPLITS % CLUSTER == 0 && (CLUSTER == 1 || !SHARES_ROWS), "clusters");
 static_assert(!SHARES_ROWS || (ATTENTION_TILED && ROWS <= 64), "a list of shares");
 static_assert(!ATTENTION_TILED || ROUND_ATTENDED, "tiles are for results that are rounded");
 
-// As TileMix, without tensor cores.
+// Like TileMix, without tensor cores.
 struct LaneMix {
     static constexpr int POSITIONS = GROUPS * STEPS, STRIDE = WARPS * POSITIONS;
 
@@ -131,13 +131,13 @@ typedef LaneMix WarpMix;
 #endif
 constexpr int TILE = WarpMix::STRIDE;  // positions of a block at once
 
-// How the positions of a row are cut.
+// The split of a row's positions.
 struct Spans {
-    int first, length;  // from `first` on, before `length`
-    int span, blocks;   // of a block, and how many have any
+    int first, length;  // the row attends to positions from `first` to `length` - 1
+    int span, blocks;   // positions of a block, and the number of blocks that have any
 
     DEVICE static int length_of(const Row& row) { return row.flags & ACTIVE ? row.position + 1 : 0; }
-    // Whether more than one block has positions of the row (without clusters).
+    // True if more than one block has positions of the row (without clusters).
     DEVICE static bool is_cut(const Row& row, u32 window) {
         const int length = length_of(row);
         return length - first_position(length, window) > PASSES * TILE;
@@ -154,7 +154,8 @@ struct Spans {
     DEVICE int units() const { return blocks == 1 ? 1 : ceil_div(blocks, CLUSTER); }
 };
 
-// What a block does at a time: positions from `begin` to `end` of row `index`, for a part of its query heads.
+// A share: positions from `begin` to `end` of row `index`, for a part of its query heads.  A block computes one
+// share at a time.
 struct Share {
     int index, part, split, sequence, length, blocks, units, begin, end;
 
@@ -167,9 +168,9 @@ struct Share {
     DEVICE int kv_head() const { return part / PARTS; }
     DEVICE int first_head() const { return kv_head() * (HEADS / KV_HEADS) + part % PARTS * QUERIES; }
     DEVICE int unit() const { return split / CLUSTER; }
-    // One block needs no others.  Else all blocks of a cluster stay for its barrier.
+    // True if the block may exit.  All blocks of a cluster stay for its barrier if the row has several blocks.
     DEVICE bool idle() const { return blocks == 1 ? split > 0 : unit() >= units; }
-    // Whether the first warp has all positions of the row.
+    // True if the first warp has all positions of the row.
     DEVICE bool of_one_warp() const { return ATTENTION_TILED && blocks == 1 && end - begin <= WarpMix::POSITIONS; }
 };
 
@@ -181,13 +182,13 @@ struct Attention {
     int sequences, context;
     float scale;
 
-    // Where a value of the result goes; those of eight neighbours lie side by side.
+    // The address of a value of the result; eight adjacent values are contiguous.
     DEVICE Attended* out(const Share& share, int item) const {
         const int at = share.first_head() * HEAD_SIZE + item;
         return attended + rounded_at(ROWS, HEADS * HEAD_SIZE, share.index, at / 8) * 8 + at % 8;
     }
     DEVICE float* partial_at(const Share& share, int unit, int query) const {
-        float* const partials = workspace + COUNTER_BYTES / sizeof(float);  // partials_of: more code
+        float* const partials = workspace + COUNTER_BYTES / sizeof(float);  // partials_of compiles to more code
         const long long head = static_cast<long long>(share.index) * HEADS + share.first_head() + query;
         return partials + (head * UNITS + unit) * PARTIAL;
     }
@@ -205,16 +206,17 @@ struct Attention {
         const long long values_after = static_cast<long long>(sequences) * KV_HEADS;  // lines
         mix.turn_to(cache + line * context * HEAD_SIZE, cache + (values_after + line) * context * HEAD_SIZE);
     }
-    // Before the wait for the kernel before, which writes the newest position of each row: asks for what the
-    // warp needs first but for that.  Rows of one piece of a prompt read each other's, and nothing is asked
-    // for then; rows of states are of different sequences.  Returns whether it asked.
+    // Called before the wait for the previous kernel, which writes the newest position of each row: issues the
+    // loads of the warp's first tile, except for that position.  Rows of a piece of a prompt read each other's
+    // newest positions, so nothing is loaded for them; rows of states belong to different sequences.  Returns
+    // true if the loads were issued.
     DEVICE bool begin_early(WarpMix& mix, const Share& share, u32 flags) const {
         if (!EARLY || !(ROWS == 1 || flags & FROM_STATE)) return false;
         turn_to(mix, share);
         mix.ask(own_of(share), smaller(share.end, share.length - 1));
         return true;
     }
-    // After the wait: what `begin_early` did not ask for.
+    // Called after the wait: issues the loads that `begin_early` left out.
     DEVICE void begin(WarpMix& mix, const Share& share, bool early = false) const {
         if (!early) {
             turn_to(mix, share);
@@ -223,7 +225,7 @@ struct Attention {
             mix.ask_for(own_of(share), share.length - 1);
         }
     }
-    // Before the warp mixes what it has of a share.
+    // Loads the queries of a share and clears the warp's partial softmax.
     DEVICE void prepare(WarpMix& mix, const Share& share, bool there = true) const {
         // The scale and log2(e), so that the exponentials are powers of two.
         mix.set_queries(q + (share.index * HEADS + share.first_head()) * HEAD_SIZE, scale * 1.44269504f, there);
@@ -234,7 +236,7 @@ struct Attention {
         return share.begin + uniform(threadIdx.x / 32) * WarpMix::POSITIONS;
     }
 
-    // What a unit found: the result if it is the only one.
+    // Stores a unit's partial result, or the final result if the row has only one unit.
     DEVICE void deliver(const Share& share, int item, float maximum, float sum, float value) const {
         if (share.units == 1) {
             *out(share, item) = to_attended(value / sum);
@@ -252,8 +254,8 @@ struct Attention {
         mix.deliver([&](int query, int chunk) { return out(share, query * HEAD_SIZE + chunk * 8); });
     }
 
-    // One thread, after all of the block have delivered: how many other units had before it, and whether
-    // these were all.
+    // Called by one thread after all threads of the block have delivered.  `arrive` returns the number of units
+    // that arrived before; `is_last` is true if these are all others.
     DEVICE u32 arrive(const Share& share) const {
         __threadfence();
         return atomicAdd(counter_of(share), 1u);
@@ -267,13 +269,13 @@ struct Attention {
     DEVICE u32* counter_of(const Share& share) const {
         return counters_of(workspace) + share.index * (KV_HEADS * PARTS) + share.part;
     }
-    // All threads of the block that came last, after a barrier.
+    // Merges the partial results.  Called by all threads of the block that arrived last, after a barrier.
     DEVICE void merge_units(const Share& share) const {
         const int units = share.units;
         for (int item = threadIdx.x; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) {
             const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
             float maximum = MINUS_INFINITY, sum = 0.0f, value = 0.0f;
-            // Asked for in batches: one by one each would cost a way to L2 and back.
+            // Loaded in batches: one by one, each would cost a round trip to L2.
             for (int start = 0; start < units; start += BATCH) {
                 float ones[BATCH], sums[BATCH], values[BATCH];
 #pragma unroll
@@ -300,8 +302,8 @@ struct Attention {
             *out(share, item) = to_attended(value / sum);
         }
     }
-    // All threads, after a barrier behind what they delivered: merges the units if this one is the last.
-    // `last`: in shared memory.
+    // Called by all threads, after a barrier that follows `deliver`: merges the units if this one is the last.
+    // `last` is in shared memory.
     DEVICE void finish(const Share& share, bool& last) const {
         if (threadIdx.x == 0) last = is_last(share, arrive(share));
         __syncthreads();
@@ -312,14 +314,14 @@ struct Attention {
 #if SHARES_ROWS
 #define BOUNDS __launch_bounds__(32 * WARPS, RESIDENT)
 #else
-#define BOUNDS __launch_bounds__(32 * WARPS)  // 1 is not the same: it lets the compiler take more registers
+#define BOUNDS __launch_bounds__(32 * WARPS)  // with a minimum of 1 block the compiler uses more registers
 #endif
 KERNEL BOUNDS
     attention(const int* live, const float* q, const bf16* cache, Attended* attended, float* workspace,
               u32 row_count, u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context,
               u32 window, float scale) {
     DYNAMIC_SHARED(dynamic);
-    auto shared = reinterpret_cast<float(*)[QUERIES][PARTIAL]>(dynamic);  // of warps
+    auto shared = reinterpret_cast<float(*)[QUERIES][PARTIAL]>(dynamic);  // partials of the warps
     start_next_at<AT_START>();
     const Attention all{q, cache, attended, workspace, static_cast<int>(sequences),
                         static_cast<int>(context), scale};
@@ -328,13 +330,13 @@ KERNEL BOUNDS
     if constexpr (!EARLY) wait_for_previous();
 
 #if SHARES_ROWS
-    // The first share of each row and head has a block of its own, which needs to know nothing of other rows.
-    // All others are in a list, row by row: the blocks before those take the first of them, and then every
-    // block that has done its share takes the next that nobody has taken.
+    // The first share of each row and head has a block of its own, which does not depend on other rows.  All
+    // other shares are in a list, row by row: the blocks with lower numbers take the first of them, and then every
+    // block that has done its share takes the next free one.
     constexpr int EACH = KV_HEADS * PARTS, OWN = ROWS * EACH, HALVES = ceil_div(ROWS, 32);
     __shared__ Row rows[ROWS];
-    __shared__ int ends[ROWS];   // where the other shares of a row end in the list
-    __shared__ Share shares[3];  // the one before, the one that is done, and the next
+    __shared__ int ends[ROWS];   // the end of each row's shares in the list
+    __shared__ Share shares[3];  // the previous, the current and the next share
     __shared__ bool more, last;
     const int extra = gridDim.x - OWN;  // blocks without a share of their own
     const int block = static_cast<int>(blockIdx.x) - extra;
@@ -345,10 +347,10 @@ KERNEL BOUNDS
         if (thread == 0) shares[0] = first;
         early = all.begin_early(mix, first, row.flags);
     }
-    // Of all lanes of the first warp together: writes down a share of the list.
+    // Computes share `item` of the list.  Called by all lanes of the first warp.
     auto note = [&](Share& share, int item) {
         const int at = item / EACH;
-        int index = 0;  // rows whose shares all lie before it
+        int index = 0;  // number of rows whose shares all lie before `at`
 #pragma unroll
         for (int half = 0; half < HALVES; half++)
             index += __popc(__ballot_sync(0xffffffffu, half * 32 + lane < ROWS && ends[half * 32 + lane] <= at));
@@ -357,14 +359,14 @@ KERNEL BOUNDS
     };
     if (warp == 0) {
         Row each[HALVES];
-        bool cut = false;  // the lane's rows
+        bool cut = false;  // true if a row of this lane has several shares
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
             each[half] = load_row(live, smaller(half * 32 + lane, ROWS - 1));
             cut |= Spans::is_cut(each[half], window);
         }
         int before = 0;
-        if (__ballot_sync(0xffffffffu, cut) == 0) {  // short contexts, often: the list is empty
+        if (__ballot_sync(0xffffffffu, cut) == 0) {  // common at short contexts: the list is empty
             if (lane == 0) ends[ROWS - 1] = 0;
         } else {
 #pragma unroll
@@ -385,21 +387,22 @@ KERNEL BOUNDS
         if (block < 0 && extra + block < before * EACH) note(shares[0], extra + block);
     }
     __syncthreads();
-    // A block that leaves makes room for others of this kernel, which can begin before the wait.
+    // A block that exits makes room for other blocks of this kernel, which can begin before the wait.
     if (block < 0 && extra + block >= ends[ROWS - 1] * EACH) return;
     if constexpr (EARLY) wait_for_previous();
     start_next_at<AFTER_WAIT>();
     all.begin(mix, shares[0], early);
-    // Those that ask for a share are all blocks that have one; whoever asks last sets the count back.
+    // Every block that has a share takes from the list until the list is empty; the last to find it empty resets
+    // the count.
     auto taken = [&]() { return counters_of(workspace) + COUNTER_BYTES / sizeof(u32) - 1; };
-    auto left = [&]() { return ends[ROWS - 1] * EACH - extra; };  // when each has its first
-    bool waiting = false;  // for the other units of the share before
+    auto left = [&]() { return ends[ROWS - 1] * EACH - extra; };  // shares left after each block's first
+    bool waiting = false;  // true while the previous share has other units to merge with
     int turn = 0, earlier = 2;
     while (true) {
         const Share& share = shares[turn];
         const int following = 3 - turn - earlier;
-        // Their answers are read when the tiles have been mixed.  A block asks for its next share when it has
-        // little left to do, or one that works on a long share would keep another one waiting.
+        // The atomics' results are used after the tiles have been mixed.  A block takes its next share when little
+        // of the current one is left; otherwise a block with a long share would hold back another share.
         u32 arrived = 0, have = 0;
         if (waiting && thread == 0) arrived = all.arrive(shares[earlier]);
         all.prepare(mix, share, share.blocks > 0);
@@ -447,7 +450,7 @@ KERNEL BOUNDS
     start_next_at<BEFORE_OUTPUT>();
     if (waiting) all.finish(shares[earlier], last);
 #else
-    auto sent = shared + WARPS;  // of blocks, and their bytes
+    auto sent = shared + WARPS;  // partials of the cluster's blocks, then the count of their bytes
     auto arrivals = reinterpret_cast<u64*>(sent + CLUSTER);
     __shared__ bool last;
     const Row row = load_row(live, blockIdx.z);
@@ -488,7 +491,7 @@ KERNEL BOUNDS
     if constexpr (CLUSTER > 1) {
         if (blocks > 1) wait_for_cluster<CLUSTER>();  // until all blocks have begun
     }
-    // Over the warps; a thread a value.
+    // Merge over the warps, each thread one value.
     for (int item = thread; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) {
         const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
         const Merged found = merge_partials<WARPS>(d, [&](int i) { return shared[i][j]; });
@@ -504,7 +507,7 @@ KERNEL BOUNDS
     }
     if (blocks == 1) return;
 
-    // Over the blocks of the cluster, in the first of them; a thread a value.
+    // Merge over the blocks of the cluster in the first of them, each thread one value.
     if constexpr (CLUSTER > 1) {
         if (rank) return;
         wait_for_bytes(arrivals);

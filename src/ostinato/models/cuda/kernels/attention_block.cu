@@ -1,26 +1,26 @@
-// For one row: norm, queries, keys and values, rope, attention and the output projection, in one
-// kernel.  What three kernels would hand each other through L2 goes from block to block of a cluster.
+// For one row: norm, queries, keys and values, rope, attention and the output projection, in one kernel.
+// Data that three kernels would pass through L2 goes from block to block of a cluster.
 //
-// Physics.  In a small model these three are 5 us of a layer's 8 while their weights are 2 MB, 0.6 us
-// of the memory: they are hops (docs/performance.md), each 1.2 us and more, of which 0.6 are the end
-// of a grid and the start of the next.  Between blocks of a cluster the same is a store into the
-// other's shared memory that counts itself there: one way, some 200 cycles.  So:
+// Physics.  In a small model these three kernels take 5 us of a layer's 8 us, while their weights are 2 MB,
+// 0.6 us of memory time: the cost is hops (docs/performance.md) of 1.2 us and more each, of which 0.6 us are
+// the end of a grid and the start of the next.  Between blocks of a cluster a hop is a store to the other
+// block's shared memory, with a count of its bytes: one way, some 200 cycles.  So:
 //
-//   before the wait   all weights of the block into registers; keys and values of earlier positions
+//   before the wait   loads all weights of the block to registers; keys and values of earlier positions
 //   x -> shared memory, norm and dot -> rope -> q, k, v sent to the blocks that have positions
-//   QK_NORM: each of these norms and turns what it got; a norm needs a whole head
-//   each such block   attends to its own positions, and sends its partial to all
-//   every block       merges them, and makes its rows of W_o for the cluster's heads
+//   QK_NORM: these blocks apply norm and rope to the received heads, since a norm needs a whole head
+//   each such block   attends to its own positions, and sends its partial result to all blocks
+//   every block       merges the partial results, and computes its rows of W_o for the cluster's heads
 //
-// A cluster of CLUSTER blocks does QUERIES query heads of one KV head.  Their part of the output
-// projection is a sum over their heads alone: it is left in the workspace, [UNITS, HIDDEN], and who
-// reads the residual next adds the parts to it in their order (RESIDUAL_PARTS in linear.cuh).
+// A cluster of CLUSTER blocks computes QUERIES query heads of one KV head.  Its part of the output projection
+// is a sum over these heads, stored in the workspace, [UNITS, HIDDEN]; the next kernel that reads the
+// residual adds the parts in their order (RESIDUAL_PARTS in linear.cuh).
 //
-// The kernel before it must be done with `live` when this one starts: in the first layer, where that
-// is `embed`, it is launched without programmatic launch.  What is read of the cache before the wait
-// was written by earlier steps.
+// The previous kernel must be done with `live` when this one starts: in the first layer, where the previous
+// kernel is `embed`, this one is launched without programmatic launch.  Cache entries that are read before
+// the wait were written by earlier steps.
 //
-// Clusters: compute capability 9.0 and up.
+// Clusters need compute capability 9.0.
 #include "linear.cuh"
 #include "softmax.cuh"
 
@@ -29,12 +29,12 @@ constexpr int QUERIES = BLOCK_QUERIES, STEPS = BLOCK_STEPS;
 constexpr int GROUP = HEADS / KV_HEADS, UNIT_PARTS = GROUP / QUERIES;
 static_assert(GROUP % QUERIES == 0, "query heads");
 
-// The first product: PAIR_LANES lanes share a pair of rows; a block's pairs lie beside each other.
+// The first product: PAIR_LANES lanes share a pair of rows; a block's pairs are consecutive.
 constexpr int PAIR_LANES = BLOCK_LANES, PAIR_GROUPS = WARPS * (32 / PAIR_LANES);
 constexpr int HALF = HEAD_SIZE / 2, PAIRS = (QUERIES + 2) * HALF;
 constexpr int BLOCK_PAIRS = ceil_div(PAIRS, CLUSTER), PAIR_TURNS = ceil_div(BLOCK_PAIRS, PAIR_GROUPS);
 constexpr int PAIR_CHUNKS = HIDDEN / 8, PAIR_STEPS = ceil_div(PAIR_CHUNKS, PAIR_LANES);
-// The second one: ROW_LANES lanes share a row.
+// The second product: ROW_LANES lanes share a row.
 constexpr int WIDTH = QUERIES * HEAD_SIZE, ROW_LANES = BLOCK_OUTPUT_LANES;
 constexpr int ROW_GROUPS = WARPS * (32 / ROW_LANES), BLOCK_ROWS = ceil_div(HIDDEN, CLUSTER);
 constexpr int ROW_TURNS = ceil_div(BLOCK_ROWS, ROW_GROUPS);
@@ -44,18 +44,18 @@ constexpr int QUADS = HIDDEN / 4, STAGES = ceil_div(QUADS, THREADS);
 constexpr int INPUT_STRIDE = round_up(PAIR_CHUNKS, 8) + 4, MIXED_STRIDE = round_up(ROW_CHUNKS, 8) + 4;
 constexpr int TILE = WARPS * GROUPS * STEPS;  // positions of a block at once
 
-// Dynamic shared memory; kernels_cuda.py adds the same up.
+// Dynamic shared memory; shapes.py computes the same size.
 struct alignas(16) Shared {
     float4 input[2][INPUT_STRIDE];
-    float4 mixed[2][MIXED_STRIDE];                  // the cluster's heads, attended
+    float4 mixed[2][MIXED_STRIDE];                  // the attention's result for the cluster's heads
     float fresh[QUERIES + 2][HEAD_SIZE];            // this position's queries, key and value
-    float partials[CLUSTER][QUERIES][PARTIAL];      // of the cluster's blocks
+    float partials[CLUSTER][QUERIES][PARTIAL];      // partial results of the cluster's blocks
     float of_warps[WARPS][QUERIES][PARTIAL];
-    u64 arrivals[2];                                // of q, k and v; of partials or the result
+    u64 arrivals[2];                                // counts: of q, k and v; of partials or the result
     float squares[WARPS];
 };
 
-// Where value `item` of the attended heads stands in `mixed`.
+// The address of value `item` of the attention's result in `mixed`.
 DEVICE float* mixed_at(Shared& shared, int item) {
     return reinterpret_cast<float*>(&shared.mixed[item / 4 % 2][item / 8]) + item % 4;
 }
@@ -75,7 +75,7 @@ KERNEL __launch_bounds__(THREADS)
 
     // Weights of the first product.  A pair is dimensions i and i + HALF of a head.
     const int pair_group = thread / PAIR_LANES, pair_sub = thread % PAIR_LANES;
-    auto pair_of = [&](int turn) { return turn * PAIR_GROUPS + pair_group; };  // of the block
+    auto pair_of = [&](int turn) { return turn * PAIR_GROUPS + pair_group; };  // within the block
     uint4 w[PAIR_TURNS][PAIR_STEPS][2];
     float2 added[QKV_BIAS ? PAIR_TURNS : 1];
 #pragma unroll
@@ -113,7 +113,7 @@ KERNEL __launch_bounds__(THREADS)
         start_next_at<AFTER_WAIT>();
         return;
     }
-    // The live length is cut evenly into tiles over as many blocks as it needs.
+    // The row's positions are split evenly, in whole tiles, over as many blocks as they need.
     const int newest = row.position, length = newest + 1;
     const int first = first_position(length, window);
     const int span = ceil_div(ceil_div(length - first, TILE), CLUSTER) * TILE;
@@ -136,7 +136,7 @@ KERNEL __launch_bounds__(THREADS)
     auto position_of = [&](int start, int step) {
         return start + (step * WARPS + warp) * GROUPS + group;
     };
-    auto load_tile = [&](int start) {  // but for the newest position
+    auto load_tile = [&](int start) {  // except for the newest position
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             const int position = position_of(start, step);
@@ -149,19 +149,19 @@ KERNEL __launch_bounds__(THREADS)
         }
     };
     load_tile(begin);
-    float2 turned[PAIR_TURNS];  // cosine and sine; values are not turned
+    float2 turned[PAIR_TURNS];  // cosine and sine; values are not rotated
 #pragma unroll
     for (int turn = 0; turn < PAIR_TURNS; turn++) {
         const int pair = rank * BLOCK_PAIRS + pair_of(turn);
         turned[turn] = make_float2(1.0f, 0.0f);
         if (!QK_NORM && pair < (QUERIES + 1) * HALF) {
             const float* at = rope + static_cast<long long>(newest) * HEAD_SIZE + pair % HALF;
-            turned[turn] = make_float2(load_fresh(at), load_fresh(at + HALF));  // stays here
+            turned[turn] = make_float2(load_fresh(at), load_fresh(at + HALF));  // not moved by the compiler
         }
     }
-    // For QK_NORM: a warp a head, a lane every 32nd pair of it.
+    // For QK_NORM: a warp has a head, a lane every 32nd pair of it.
     constexpr int LANE_PAIRS = QK_NORM ? ceil_div(HALF, 32) : 1;
-    float2 head_turn[LANE_PAIRS], head_norm[2][LANE_PAIRS];  // of queries, of keys
+    float2 head_turn[LANE_PAIRS], head_norm[2][LANE_PAIRS];  // norms: of queries, of keys
     if constexpr (QK_NORM) {
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; i++) {
@@ -174,7 +174,7 @@ KERNEL __launch_bounds__(THREADS)
     }
     // Weights of the second product.
     const int row_group = thread / ROW_LANES, row_sub = thread % ROW_LANES;
-    auto row_of = [&](int turn) { return turn * ROW_GROUPS + row_group; };  // of the block
+    auto row_of = [&](int turn) { return turn * ROW_GROUPS + row_group; };  // within the block
     uint4 o[ROW_TURNS][ROW_STEPS];
 #pragma unroll
     for (int turn = 0; turn < ROW_TURNS; turn++) {
@@ -194,7 +194,7 @@ KERNEL __launch_bounds__(THREADS)
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
 
-    // The residual into shared memory, times the norm's weights; its squares on the way.
+    // Copy the residual, times the norm's weights, to shared memory, and add up its squares.
     float4 in[STAGES];
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
@@ -250,7 +250,7 @@ KERNEL __launch_bounds__(THREADS)
             send_to_block<CLUSTER>(&shared.fresh[local][i], &shared.arrivals[0], to, left);
             send_to_block<CLUSTER>(&shared.fresh[local][i + HALF], &shared.arrivals[0], to, right);
         }
-        // One of the clusters of a KV head writes it.
+        // One cluster of each KV head writes the cache.
         if (!QK_NORM && local >= QUERIES && pair_sub == 0 && unit % UNIT_PARTS == 0) {
             bf16* const to = (local == QUERIES ? keys : values) +
                              static_cast<long long>(newest) * HEAD_SIZE + i;
@@ -311,7 +311,7 @@ KERNEL __launch_bounds__(THREADS)
             if (start != begin) load_tile(start);
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
-                // As the cache holds it, so that later steps see the same.
+                // Rounded as in the cache, so that later steps use the same values.
                 if (position_of(start, step) == newest && sub < CHUNKS) {
                     auto rounded = [&](int of) {
                         const float4* from =
@@ -336,7 +336,7 @@ KERNEL __launch_bounds__(THREADS)
         for (int item = thread; item < WIDTH; item += THREADS) {
             const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
             const Merged all = merge_partials<WARPS>(d, [&](int i) { return shared.of_warps[i][j]; });
-            if (blocks == 1) {  // the whole of it
+            if (blocks == 1) {  // this block has all positions
                 const float value = all.value / all.sum;
                 for (int to = 0; to < CLUSTER; to++)
                     send_to_block<CLUSTER>(mixed_at(shared, item), &shared.arrivals[1], to, value);
@@ -355,7 +355,7 @@ KERNEL __launch_bounds__(THREADS)
     if (blocks > 1) {
         for (int item = thread; item < WIDTH; item += THREADS) {
             const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
-            // A block that had no positions has no weight; its partial is whatever was there.
+            // Blocks without positions are left out; their partials hold arbitrary data.
             float maximum = MINUS_INFINITY, sum = 0.0f, value = 0.0f;
 #pragma unroll
             for (int i = 0; i < CLUSTER; i++)

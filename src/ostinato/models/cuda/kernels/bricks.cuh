@@ -1,19 +1,19 @@
-// Matrices as a GGUF file packs them, in the order in which tensor cores read them: bricks.
+// Packed matrices of GGUF files, reordered for tensor cores into *bricks*.
 //
 // A *brick* is 16 rows (8 pairs of outputs, the first of each pair above the second) of 256 inputs.
-// A row of bricks lies together, so a block reads one piece of memory.  In a brick, for
+// A row of bricks is contiguous, so a block reads one piece of memory.  In a brick, for
 // lane 4 g + t, rows g and g + 8, and inputs 32 j + 4 t + i and 32 j + 16 + 4 t + i of group j (i < 4):
 //
 //     codes     4 bits: [j / 2][lane][j % 2][row], a word: byte i has the first input's bits below the
 //               second's.  8 bits: [j][lane][first, second][row], a word: byte i
 //     high      the bits above the lower four.  One: [lane][row][j / 4], a word: bit 2 (j % 4) + second
 //               of byte i.  Two: [row][lane][j / 2], a word: bits 4 (j % 2) + 2 second of byte i
-//     scales    [row][g], 16 bytes: 8 halves, one a group; of K types what the file has: scale and
-//               scale of minima (halves), 12 bytes of scales and minima; of Q6_K 16 signed bytes
+//     scales    [row][g], 16 bytes: 8 halves, one for each group; for K types as in the file: scale and
+//               scale of minima (halves), 12 bytes of scales and minima; for Q6_K 16 signed bytes
 //     extra     Q4_1: minima, [lane][row], 2 halves (groups 2 t and 2 t + 1).  Q6_K: scale, [g][row],
 //               a half
 //
-// Where a row's inputs end within a brick, codes end with the last pair of groups that has any.
+// If a row's inputs end within a brick, its codes end with the last pair of groups that has inputs.
 #pragma once
 
 #include "common.cuh"
@@ -23,7 +23,7 @@ constexpr int BRICK = 256;  // inputs
 
 // ---------------------------------------------------------------------------------------- formats
 
-// BITS of a code; K types have whole-number scales in blocks of 256.
+// BITS: bits of a code.  K types have integer scales in blocks of 256 inputs.
 struct Q8_0 {
     static constexpr int BITS = 8, EXTRA = 0, OFFSET = 0;
     static constexpr bool K_TYPE = false, MINIMA = false, HALVES = false;
@@ -44,7 +44,7 @@ struct Q5_K {
     static constexpr int BITS = 5, EXTRA = 0, OFFSET = 0;
     static constexpr bool K_TYPE = true, MINIMA = true, HALVES = false;
 };
-struct Q6_K {  // a scale for 16 inputs
+struct Q6_K {  // one scale for 16 inputs
     static constexpr int BITS = 6, EXTRA = 32, OFFSET = 32;
     static constexpr bool K_TYPE = true, MINIMA = false, HALVES = true;
 };
@@ -55,12 +55,12 @@ template <class F> struct Brick {
     static constexpr int REST = HIGH_LOADS * 512 + 256 + F::EXTRA;
     static constexpr int BYTES = 4 * UNIT + REST;
     static constexpr DEVICE int units(int inputs) { return ceil_div(inputs, 64); }
-    static constexpr DEVICE int row_bytes(int inputs) {  // of a row of bricks
+    static constexpr DEVICE int row_bytes(int inputs) {  // bytes of a row of bricks
         return inputs / BRICK * BYTES + (inputs % BRICK ? units(inputs % BRICK) * UNIT + REST : 0);
     }
 };
 
-// Rows of bricks that lie below each other: a matrix, or a part of one whose types differ.
+// Rows of bricks of one format: a matrix, or a part of a matrix whose parts have different formats.
 template <class F, int PAIRS_> struct Rows {
     typedef F Format;
     static constexpr int PAIRS = PAIRS_;
@@ -72,7 +72,7 @@ DEVICE int byte_of(u32 w, int i) { return static_cast<int>(w >> (8 * i) & 0xff);
 DEVICE int signed_byte_of(u32 w, int i) { return static_cast<int>(static_cast<signed char>(byte_of(w, i))); }
 DEVICE u32 word_of(const uint4& v, int t) { return t & 1 ? (t & 2 ? v.w : v.y) : (t & 2 ? v.z : v.x); }
 
-// The scales and the minima of the 8 groups of a K type's block, bytes.
+// The scales and the minima of the 8 groups of a K type's block, one byte each.
 DEVICE uint2 k_scales(const uint4& v) {
     return make_uint2(v.y & 0x3f3f3f3fu, (v.w & 0x0f0f0f0fu) | (v.y >> 2 & 0x30303030u));
 }
@@ -80,8 +80,8 @@ DEVICE uint2 k_minima(const uint4& v) {
     return make_uint2(v.z & 0x3f3f3f3fu, (v.w >> 4 & 0x0f0f0f0fu) | (v.z >> 2 & 0x30303030u));
 }
 
-// The place of a row of a matrix: pairs are neighbours (size 2), or a row and that half of `size` rows
-// further on.
+// The place of a matrix row among the pairs.  A pair is two adjacent rows (`size` 2), or a row and the row
+// `size` / 2 further on.
 struct Place {
     int pair, which;
 };
@@ -90,7 +90,8 @@ DEVICE Place place_of(int row, int size) {
     return {row / size * half + in % half, in / half};
 }
 
-// 8 weights of a row, with the bits of dequantise.cu: 4 inputs from 32 j + 4 t on and 4 from 16 further.
+// Unpacks 8 weights of a row, with the same bits as dequantise.cu: those of 4 inputs from 32 j + 4 t on, and of
+// 4 inputs from 32 j + 4 t + 16 on.
 template <class F>
 DEVICE void brick_values(float (&v)[8], const u8* bricks, int columns, const Place& place, int brick,
                          int j, int t) {
@@ -148,12 +149,12 @@ DEVICE void brick_values(float (&v)[8], const u8* bricks, int columns, const Pla
 
 // ------------------------------------------------------------------------- what a lane multiplies
 
-// A lane's share of a brick.
+// A lane's share of a brick, in registers.
 template <class F> struct Held {
     uint4 codes[Brick<F>::CODE_LOADS], high[Brick<F>::HIGH_LOADS ? Brick<F>::HIGH_LOADS : 1], scales[2];
     u32 extra[2];
 
-    // `units`: of 64 inputs, that there are.
+    // `units`: the number of units of 64 inputs that the brick has.
     DEVICE void load_codes(const u8* brick, int lane, int load, int units) {
         constexpr int PER_UNIT = Brick<F>::UNIT / 512;
         codes[load] = load < units * PER_UNIT ? load_weights(brick + load * 512 + lane * 16)
@@ -183,7 +184,7 @@ template <class F> struct Held {
     }
 };
 
-// The four operands of a group's product.  `high`: of row g and of row g + 8.
+// Unpacks the codes of a group into the four operand words of its product.
 template <class F>
 DEVICE void part_codes(u32 (&a)[4], const Held<F>& held, const uint4& codes, int group) {
     if constexpr (F::BITS == 8) {
@@ -210,15 +211,15 @@ DEVICE void part_codes(u32 (&a)[4], const Held<F>& held, const uint4& codes, int
     }
 }
 
-// Code i of a word of four as a float, exactly: the byte becomes the last bits of 2^23.
+// Converts code i of a word of four to float, exactly: the byte becomes the low bits of 2^23.
 template <class F> DEVICE float code_float(u32 codes, int i) {
     const u32 bytes = F::BITS == 8 ? codes ^ 0x80808080u : codes;
     const float base = 8388608.0f + (F::BITS == 8 ? 128.0f : static_cast<float>(F::OFFSET));
     return __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440u | i)) - base;
 }
 
-// The 8 weights of row g (`which` 0) or g + 8 of a group that a lane holds, in the order of its codes, as
-// bfloat16; the bits of dequantise.cu.  All lanes of a warp call it.
+// Unpacks the 8 weights of a group that a lane holds of row g (`which` 0) or g + 8 (1) to bfloat16, in the
+// order of the codes, with the same bits as dequantise.cu.  All lanes of a warp must call it.
 template <class F> DEVICE uint4 held_weights(const Held<F>& held, const u32 (&a)[4], int group, int which) {
     const int lane = threadIdx.x % 32;
     const uint4 own = held.scales[which];
@@ -237,7 +238,7 @@ template <class F> DEVICE uint4 held_weights(const Held<F>& held, const u32 (&a)
     } else {
         const u32 pair = word_of(own, group / 2);
         scale[0] = scale[1] = group % 2 ? high_f16(pair) : low_f16(pair);
-        if constexpr (F::MINIMA) {  // lane t of a row has those of groups 2 t and 2 t + 1
+        if constexpr (F::MINIMA) {  // lane t of a row holds the minima of groups 2 t and 2 t + 1
             const u32 minima = __shfl_sync(0xffffffffu, held.extra[which], lane / 4 * 4 + group / 2);
             least = group % 2 ? high_f16(minima) : low_f16(minima);
         }

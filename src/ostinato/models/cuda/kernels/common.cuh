@@ -1,18 +1,18 @@
-// What all kernels of the decoder share: rows, bfloat16, loads, programmatic launch, reductions.
+// Code that all kernels of the decoder share: rows, bfloat16, loads, programmatic launch, reductions.
 //
-// Compiled by NVRTC for one shape (macros; see lowering.py).  No header of the toolkit is needed.
-// Tests compile the kernels as C++, with EMULATED and their own definitions in place of a GPU's.
+// NVRTC compiles the kernels for one shape (macros; see lowering.py), without headers of the toolkit.
+// Tests compile the kernels as C++, with EMULATED and their own definitions in place of the GPU's.
 //
-// Memory rules, which every kernel keeps:
-// * Weights, norms and the rope table never change while a step runs: they may be read before
-//   `wait_for_previous`.  Not with ld.global.nc: ptxas (13.0 to 13.5) moves such loads, volatile or
-//   not, behind griddepcontrol.wait, and the whole prefetch is gone.  Weak loads stay where they
-//   are; look for ACQBULK behind the LDG.E.NA.128 in the disassembly.
-// * Everything that a step writes is read after `wait_for_previous`, past L1 (`load_fresh`), with
-//   no __restrict__: the compiler must not take it for constant and move a load over the wait.
-//   What a kernel before the previous one wrote may be read earlier if the previous one's
-//   START_NEXT is not AT_START: then all its blocks were past their own wait.
-// * Every block waits, also one with nothing to do: the next kernel's wait stands for all before.
+// Memory rules for every kernel:
+// * Weights, norms and the rope table do not change while a step runs, so they may be read before
+//   `wait_for_previous`; but not with ld.global.nc: ptxas (13.0 to 13.5) moves such loads, volatile or
+//   not, behind griddepcontrol.wait, and nothing is prefetched.  Weak loads stay where they are: in the
+//   disassembly, ACQBULK comes after the LDG.E.NA.128.
+// * Everything that a step writes is read after `wait_for_previous`, past L1 (`load_fresh`), and without
+//   __restrict__, which would let the compiler assume constant data and move a load before the wait.
+//   Results of a kernel before the previous one may be read earlier if the previous one's START_NEXT is
+//   not AT_START: all blocks of the previous one have passed their own wait then.
+// * Every block waits, even one without work: the next kernel's wait then covers all earlier kernels.
 #pragma once
 
 typedef unsigned int u32;
@@ -25,9 +25,8 @@ typedef u8 Weight;  // bricks.cuh
 typedef bf16 Weight;
 #endif
 
-// Where a kernel lets the next one start, in the order in which a kernel passes them.  AFTER_INPUT is
-// where all that it reads has been asked for: what the next kernel prefetches from there on comes
-// while this one computes.
+// Points at which a kernel lets the next one start, in the order of execution.  At AFTER_INPUT the kernel
+// has issued all of its loads, so that the next kernel's prefetches are served while this one computes.
 #define AT_START 0
 #define AFTER_WAIT 1
 #define AFTER_INPUT 2
@@ -37,8 +36,8 @@ typedef bf16 Weight;
 #define START_NEXT AFTER_WAIT
 #endif
 
-// What a family adds to Llama's layers (LlamaConfig): vectors that are added to queries, keys and
-// values; norms of each head of queries and keys; layers that do not attend to all positions.
+// Additions of model families to Llama's layers (LlamaConfig): a bias on queries, keys and values; a norm
+// of each head of queries and keys; layers with a sliding window.
 #ifndef QKV_BIAS
 #define QKV_BIAS 0
 #endif
@@ -64,7 +63,7 @@ struct alignas(16) Row {
 
 // ---------------------------------------------------------------------------------------- loads
 
-// 16 bytes of weights: read once by one multiprocessor, so they do not displace anything in L1.
+// Loads 16 bytes of weights.  One multiprocessor reads them once, so they are not allocated in L1.
 DEVICE uint4 load_weights(const void* p) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -82,7 +81,7 @@ DEVICE u32 load_weights4(const void* p) {
     asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
-// 16 bytes of a norm's weights: read by every block.
+// Loads 16 bytes of a norm's weights, which every block reads.
 DEVICE float4 load_norm(const float4* p) {
     float4 v;
     asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -91,14 +90,14 @@ DEVICE float4 load_norm(const float4* p) {
     return v;
 }
 
-// Asks for weights (a multiple of 16 bytes) to be brought into L2; nothing waits for them.
+// Prefetches weights (a multiple of 16 bytes) into L2, without waiting.
 DEVICE void prefetch_weights(const void* p, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
 #endif
 }
 
-// What another kernel of this step wrote, or will have written once the wait is over.
+// Loads data that another kernel of this step writes, past L1.
 DEVICE float4 load_fresh(const float4* p) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -138,7 +137,7 @@ DEVICE int load_fresh(const int* p) {
 DEVICE u32 load_fresh(const u32* p) { return load_fresh(reinterpret_cast<const int*>(p)); }
 
 // Copies 16 bytes that another kernel of this step wrote to shared memory, past L1 and without registers;
-// zeros if they are not `there`.  What is copied up to an `end_copies` is one group.
+// writes zeros if not `there`.  `end_copies` ends a group of copies.
 DEVICE void copy_async(void* to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                      static_cast<u32>(__cvta_generic_to_shared(to))),
@@ -146,7 +145,8 @@ DEVICE void copy_async(void* to, const void* from, bool there) {
                  : "memory");
 }
 DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until no more than so many groups of this thread are under way; the others' are seen after a barrier.
+// Waits until at most GROUPS groups of this thread are pending.  Copies of other threads are visible after
+// a barrier.
 template <int GROUPS> DEVICE void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
@@ -166,9 +166,9 @@ DEVICE void start_next() {
 
 // ------------------------------------------------------------------------------------- clusters
 
-// A barrier of all threads of the BLOCKS blocks of a cluster, in two halves.  Of what was written before it only
-// `begin_arrivals` and `expect_bytes` are sure to be seen: a release would wait for every load and store that is
-// under way (MEMBAR.ALL.GPU, a microsecond).
+// A barrier of all threads of the BLOCKS blocks of a cluster, in two halves.  Of the writes before it, only
+// those of `begin_arrivals` and `expect_bytes` are visible after it: a release would wait for all pending
+// loads and stores (MEMBAR.ALL.GPU, a microsecond).
 template <int BLOCKS> DEVICE void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -180,12 +180,12 @@ template <int BLOCKS> DEVICE void wait_for_cluster() {
 #endif
 }
 
-// Values are stored in another block's shared memory, and their bytes are counted there.  A thread
-// that has waited for so many bytes sees the values, after one transfer between multiprocessors.
+// Sending values to another block: they are stored in its shared memory, and their bytes are counted there
+// (an mbarrier).  The values are visible to a thread that has waited for the expected number of bytes.
 //
-// One thread begins a block's count and sets how many bytes are expected, before it arrives at the cluster's
-// barrier.  A block sends only after it has waited for that barrier, and must not end while bytes are sent to it.
-// Once all bytes are there, more can be expected: that is the count's next phase.
+// One thread initialises a block's count and sets the number of bytes to expect, before it arrives at the
+// cluster's barrier.  A block sends only after it has waited for that barrier, and must not exit while bytes
+// are sent to it.  When all bytes have arrived, more may be expected in the count's next phase.
 DEVICE void begin_arrivals(u64* arrivals) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -228,7 +228,7 @@ template <int BLOCKS> DEVICE void send_to_block(float2* own, u64* arrivals, int 
         : "memory");
 #endif
 }
-// `odd`: whether the phase that is waited for is the second, fourth, … one.
+// Waits for all expected bytes of a phase; `odd`: of the second, fourth, … phase.
 DEVICE void wait_for_bytes(u64* arrivals, bool odd = false) {
 #if __CUDA_ARCH__ >= 900
     const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
@@ -244,8 +244,8 @@ DEVICE void wait_for_bytes(u64* arrivals, bool odd = false) {
     }
 #endif
 }
-// Copies what another kernel of this step wrote to this block's shared memory, where its bytes (a multiple of 16)
-// are counted.  A block must not end before they are there.
+// Copies `bytes` bytes (a multiple of 16) that another kernel of this step wrote to this block's shared memory,
+// and counts them in `arrivals`.  The block must not exit before they have arrived.
 DEVICE void copy_bytes(void* to, const void* from, u32 bytes, u64* arrivals) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -257,7 +257,7 @@ DEVICE void copy_bytes(void* to, const void* from, u32 bytes, u64* arrivals) {
 
 // ------------------------------------------------------------------------------- arithmetic units
 
-// Two floats to bfloat16, round to nearest even; `a` in the lower half.
+// Rounds two floats to bfloat16, to nearest even; `a` is in the lower half.
 DEVICE u32 pack_bf16(float a, float b) {
     u32 v;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(b), "f"(a));
@@ -273,16 +273,17 @@ DEVICE void multiply_tile(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four tiles of 8x8 bfloat16 in shared memory, turned: lane 8 i + r gives row r of tile i (16 bytes), and
-// v[i] of lane 4 g + t are columns g of its rows 2 t and 2 t + 1, as b0 and b1 of `multiply_tile` want them.
+// Loads four tiles of 8x8 bfloat16 from shared memory, transposed.  Lane 8 i + r passes the address of row r
+// of tile i (16 bytes).  v[i] of lane 4 g + t receives column g of rows 2 t and 2 t + 1 of tile i, the layout
+// of b0 and b1 of `multiply_tile`.
 DEVICE void load_turned(u32 (&v)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                  : "r"(static_cast<u32>(__cvta_generic_to_shared(row))));
 }
 
-// c += a b on the tensor cores, exactly: a 16x32 (row g = lane / 4) of 8 bits with a sign or without,
-// b 32x8 with a sign; c 16x8, 32 bits.
+// c += a b on the tensor cores, exactly: a 16x32 (row g = lane / 4) of signed or unsigned bytes, b 32x8 of
+// signed bytes; c 16x8 of 32 bits.
 template <bool SIGNED>
 DEVICE void multiply_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     if constexpr (SIGNED) {
@@ -300,14 +301,15 @@ DEVICE void multiply_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
     }
 }
 
-// Four warps that multiply together (compute capability 9.0 alone).  Operands are in panels of 64 columns in shared
-// memory: `panel_at` below says where.
-DEVICE u64 panel_descriptor(const void* p) {  // rows of 128 bytes, in groups of 8, swizzled
+// Products of a warpgroup, four warps (compute capability 9.0 only).  Operands are in panels of 64 columns in
+// shared memory, laid out by `panel_at` below.
+DEVICE u64 panel_descriptor(const void* p) {  // rows of 128 bytes, in groups of 8, 128-byte swizzle
     const u64 at = __cvta_generic_to_shared(p);
     return (at & 0x3ffff) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
 }
-// c += a b, 16 columns of each, at panel + 32 i bytes: a 64 rows, 16 for each warp, b N rows, bfloat16; c as of N / 8
-// multiply_tile.  Between `start_group` and `end_group`; c is there after `wait_group`.
+// c += a b^T over 16 columns: a has 64 rows, 16 for each warp, b has N rows, both bfloat16, at panel + 32 i
+// bytes; c is laid out as by N / 8 calls of `multiply_tile`.  Called between `start_group` and `end_group`; c is
+// valid after `wait_group`.
 template <int N> DEVICE void multiply_group(float (&c)[N / 8][4], const void* a, const void* b);
 #define SUMS(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 template <> DEVICE void multiply_group<32>(float (&c)[4][4], const void* a, const void* b) {
@@ -346,19 +348,19 @@ template <int GROUPS, int TILES> DEVICE void wait_group(float (&c)[TILES][4]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
     if constexpr (GROUPS == 0) {
 #pragma unroll
-        for (int i = 0; i < TILES; i++)  // what follows must not be moved before it
+        for (int i = 0; i < TILES; i++)  // keeps later uses of c behind the wait
             asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
     }
 #endif
 }
-// What this thread's copies brought is seen by multiply_group, after a barrier.
+// Makes this thread's completed copies visible to `multiply_group`, after a barrier.
 DEVICE void publish_copies() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// The two float16 of a word, as floats.
+// Converts the two float16 of a word to floats.
 DEVICE float low_f16(u32 w) {
     float v;
     asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(v) : "r"(w));
@@ -376,17 +378,17 @@ DEVICE float exp2_fast(float x) {
     return y;
 }
 
-// What is the same in all lanes, so that the compiler knows it.
+// Marks a value as equal in all lanes of the warp, for the compiler.
 DEVICE int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// Two units in the last place off; 0 where b is above 2^126.
+// Divides with an error of up to two units in the last place; the result is 0 if b is above 2^126.
 DEVICE float divide_fast(float a, float b) { return __fdividef(a, b); }
 
 template <class T> DEVICE T exchange(T value, int mask) {
     return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
-// One 8-byte store that the host sees whole, in pinned memory.
+// Stores 8 bytes to pinned memory, atomically for the host.
 DEVICE void store_for_host(int2* p, int2 v) {
     asm volatile("st.relaxed.sys.global.v2.s32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y)
                  : "memory");
@@ -404,9 +406,9 @@ DEVICE constexpr int power_of_two_above(int n) {
     return p;
 }
 
-// The weights of a product that comes later in the step; null if there is none.  A product prefetches the
-// first BYTES of them into L2, each block a share, once its own first loads are under way: the memory has
-// little to do while this kernel ends and those in between run.
+// The weights of a product that comes later in the step, or null.  A product prefetches the first BYTES of
+// them into L2 after its own first loads, each block a share: memory is mostly idle while this kernel ends
+// and the kernels in between run.
 template <u32 BYTES> struct Later {
     const u8* weights = nullptr;
 
@@ -414,7 +416,7 @@ template <u32 BYTES> struct Later {
         if constexpr (BYTES > 0) {
             constexpr u32 PIECE = 2048;
             static_assert(BYTES % PIECE == 0, "whole pieces");
-            const u32 lane = threadIdx.x + 32 - blockDim.x;  // of the last warp
+            const u32 lane = threadIdx.x + 32 - blockDim.x;  // a lane of the last warp if below 32
             if (weights == nullptr || lane >= 32) return;
             const u32 blocks = gridDim.x * gridDim.y * gridDim.z;
             const u32 block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
@@ -424,7 +426,7 @@ template <u32 BYTES> struct Later {
     }
 };
 
-// How kernels leave rounded inputs for products: ROWS_OF_INPUTS, or in panels for warpgroups or for bricks.
+// The layout of rounded inputs of products: rows, panels for warpgroups, or panels for bricks.
 #define ROWS_OF_INPUTS 0
 #define WARPGROUP_PANELS 1
 #define BRICK_PANELS 2
@@ -433,16 +435,16 @@ template <u32 BYTES> struct Later {
 #endif
 constexpr bool IN_PANELS = PANELS != ROWS_OF_INPUTS;
 
-// A panel: rows of 64 bfloat16, 128 bytes, whose 16-byte chunks are swapped so that what is read at once lies in
-// different banks: a chunk of 8 rows by warpgroups, two of 4 rows by a warp with bricks.  For warpgroups it begins at
-// a multiple of 1,024 bytes in shared memory.
+// A panel has rows of 64 bfloat16, 128 bytes.  The 16-byte chunks of a row are permuted so that chunks read
+// together lie in different banks: one chunk of 8 rows by a warpgroup, two chunks of 4 rows by a warp with
+// bricks.  A panel for warpgroups begins at a multiple of 1,024 bytes in shared memory.
 constexpr int PANEL_WIDTH = 128;
 DEVICE constexpr int panel_at(int row, int chunk) {
     return row * PANEL_WIDTH + (chunk ^ (PANELS == BRICK_PANELS ? row % 4 * 2 : row % 8)) * 16;
 }
 
-// Where 8 rounded values of a row stand that a kernel leaves for a product, in units of 16 bytes: rows of `width`
-// values, or panels one after the other.
+// The position of a chunk of 8 rounded values of a row, in units of 16 bytes: in rows of `width` values, or in
+// consecutive panels.
 DEVICE int rounded_at(int rows, int width, int row, int chunk) {
     if constexpr (IN_PANELS) return (chunk / 8 * rows * PANEL_WIDTH + panel_at(row, chunk % 8)) / 16;
     return row * (width / 8) + chunk;
@@ -458,8 +460,8 @@ DEVICE Row load_row(const int* live, int index) {
                static_cast<int>(v.w)};
 }
 
-// The workspace, in bytes: counters that are zero between kernels, then what a kernel leaves for
-// its own last block or for the next kernel.
+// The workspace: COUNTER_BYTES of counters that are zero between kernels, then partial results of a kernel
+// for its own last block or for the next kernel.
 constexpr int COUNTER_BYTES = 1 << 16;
 
 DEVICE u32* counters_of(float* workspace) { return reinterpret_cast<u32*>(workspace); }
@@ -468,17 +470,17 @@ DEVICE u64* keys_of(float* workspace) { return reinterpret_cast<u64*>(partials_o
 
 #define MINUS_INFINITY __uint_as_float(0xff800000u)
 
-// The two bfloat16 of a word, as floats.
+// Converts the two bfloat16 of a word to floats.
 DEVICE float low_half(u32 w) { return __uint_as_float(w << 16); }
 DEVICE float high_half(u32 w) { return __uint_as_float(w & 0xffff0000u); }
 
-// The first position that a row attends to whose own is `length` - 1; `window` is 0 for all.
+// The first position that a row at position `length` - 1 attends to; `window` is 0 for all positions.
 DEVICE int first_position(int length, u32 window) {
     const int most = static_cast<int>(window);
     return WINDOWED && most && length > most ? length - most : 0;
 }
 
-// Sums over groups of WIDTH lanes (a power of two); every lane gets it.  The order is fixed.
+// The sum over each group of WIDTH lanes (a power of two), in all of its lanes.  The order is fixed.
 template <int WIDTH> DEVICE float sum_lanes(float v) {
 #pragma unroll
     for (int mask = WIDTH / 2; mask > 0; mask /= 2) v += exchange(v, mask);
@@ -494,7 +496,7 @@ DEVICE u64 largest_of_warp(u64 v) {
     return static_cast<u64>(high) << 32 | low;
 }
 
-// A float32 as an integer with the same order.  -0 is 0; NaN is not meant to come here.
+// Maps a float32 to an integer with the same order.  -0 is mapped as 0; NaN is not allowed.
 DEVICE u32 ordered(float x) {
     const u32 bits = __float_as_uint(x + 0.0f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -503,8 +505,8 @@ DEVICE float from_ordered(u32 key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// A logit with its index: the larger the logit, and the lower the index on ties, the larger the
-// key.  NaN is above all, so that one NaN anywhere is what comes out.
+// The key of a logit and its index: larger for a larger logit, and for a lower index on ties.  NaN has the
+// largest key, so that a single NaN determines the result.
 constexpr u64 NAN_KEY = ~0ull;
 DEVICE u64 logit_key(float logit, u32 index) {
     if (logit != logit) return NAN_KEY;

@@ -1,8 +1,8 @@
-// GGUF's tensor types to float32 or bfloat16, with the bits of dequantise.py (and so of `gguf`):
-// the same products and sums in the same order, none of them fused.  Of NaN only that it is one.
+// Converts GGUF's tensor types to float32 or bfloat16, with the same bits as dequantise.py (and so as
+// `gguf`): the same products and sums in the same order, none of them fused.  Bits of NaN may differ.
 //
-// A block of threads for each row, a thread for each value of it in turn.  Rows come as the file
-// has them, at any address.  Layouts are those of ggml-common.h; halves, words: little endian.
+// A block converts a row.  Rows are laid out as in the file (ggml-common.h), at any address; halves and
+// words are little-endian.
 #include "common.cuh"
 
 typedef unsigned char u8;
@@ -14,11 +14,12 @@ DEVICE float half_value(const u8* p) {
     const u32 bits = half_bits(p), exponent = bits >> 10 & 31, fraction = bits & 1023;
     const float small = __fmul_rn(static_cast<float>(fraction), __uint_as_float(0x33800000));
     const u32 large = (exponent == 31 ? 0x7f800000 : (exponent + 112) << 23) | fraction << 13;
-    const u32 magnitude = exponent == 0 ? __float_as_uint(small) : large;  // small is in 2^-24
+    const u32 magnitude = exponent == 0 ? __float_as_uint(small) : large;  // subnormal: units of 2^-24
     return __uint_as_float((bits & 0x8000) << 16 | magnitude);
 }
 
-// The value `i` of a row.  Four bits: low ones first, for half a block, then the high ones.
+// `value` returns value `i` of a row.  Codes of four bits: the low halves of the bytes hold the first half
+// of a block, the high halves the second.
 
 struct F32 {
     static DEVICE float value(const u8* row, u32 i) { return __uint_as_float(word_bits(row + 4 * i)); }
@@ -31,17 +32,17 @@ struct BF16 {
         return __uint_as_float(half_bits(row + 2 * i) << 16);
     }
 };
-struct Q8_0 {  // scale, 32 x 8 bits with a sign
+struct Q8_0 {  // scale, 32 signed bytes
     static DEVICE float value(const u8* row, u32 i) {
         const u8* const block = row + i / 32 * 34;
         const float q = static_cast<float>(static_cast<signed char>(block[2 + i % 32]));
         return __fmul_rn(q, half_value(block));
     }
 };
-DEVICE float four_bits(const u8* packed, u32 i) {  // of 32 values
+DEVICE float four_bits(const u8* packed, u32 i) {  // code i of 32
     return static_cast<float>(packed[i % 16] >> (i / 16 * 4) & 15);
 }
-struct Q4_0 {  // scale, 32 x 4 bits, less 8
+struct Q4_0 {  // scale, 32 x 4 bits; a value is (code - 8) * scale
     static DEVICE float value(const u8* row, u32 i) {
         const u8* const block = row + i / 32 * 18;
         return __fmul_rn(four_bits(block + 2, i % 32) - 8.0f, half_value(block));
@@ -54,12 +55,12 @@ struct Q4_1 {  // scale, minimum, 32 x 4 bits
         return __fadd_rn(scaled, half_value(block + 2));
     }
 };
-// A block of 256 values in 8 parts of 32: scale, scale of minima, 8 x (6 bits of scale, 6 of minimum)
+// A block of 256 values in 8 parts of 32: scale, scale of minima, 8 x (6 bits of scale, 6 bits of minimum).
 DEVICE float part_value(const u8* block, u32 part, u32 q) {
     const u8* const scales = block + 4;
     const u32 four = part % 4;
     u32 scale = scales[four] & 63, minimum = scales[four + 4] & 63;
-    if (part >= 4) {  // the upper two bits are those that the first four left
+    if (part >= 4) {  // the upper two bits lie in the bytes of the first four parts
         scale = (scales[four + 8] & 15) | (scales[four] >> 2 & 48);
         minimum = scales[four + 8] >> 4 | (scales[four + 4] >> 2 & 48);
     }
@@ -67,14 +68,14 @@ DEVICE float part_value(const u8* block, u32 part, u32 q) {
     const float least = __fmul_rn(half_value(block + 2), static_cast<float>(minimum));
     return __fadd_rn(__fmul_rn(step, static_cast<float>(q)), -least);
 }
-struct Q4_K {  // then 256 x 4 bits
+struct Q4_K {  // the block's header, 256 x 4 bits
     static DEVICE float value(const u8* row, u32 i) {
         const u8* const block = row + i / 256 * 144;
         const u32 part = i % 256 / 32;
         return part_value(block, part, block[16 + part / 2 * 32 + i % 32] >> (part % 2 * 4) & 15);
     }
 };
-struct Q5_K {  // then 256 x the fifth bit, 256 x the lower 4 bits
+struct Q5_K {  // the block's header, 256 x the fifth bit, 256 x the lower 4 bits
     static DEVICE float value(const u8* row, u32 i) {
         const u8* const block = row + i / 256 * 176;
         const u32 part = i % 256 / 32;
@@ -83,7 +84,7 @@ struct Q5_K {  // then 256 x the fifth bit, 256 x the lower 4 bits
         return part_value(block, part, low | high << 4);
     }
 };
-struct Q6_K {  // 256 x lower 4 bits, 256 x upper 2 bits, 16 x 8 bits of scale with a sign, scale
+struct Q6_K {  // 256 x lower 4 bits, 256 x upper 2 bits, 16 signed bytes of scale, scale
     static DEVICE float value(const u8* row, u32 i) {
         const u8* const block = row + i / 256 * 210;
         const u32 half = i % 256 / 128, at = i % 128;
@@ -96,14 +97,15 @@ struct Q6_K {  // 256 x lower 4 bits, 256 x upper 2 bits, 16 x 8 bits of scale w
 };
 
 DEVICE void put(float* out, float v) { *out = v; }
-DEVICE void put(bf16* out, float v) {  // nearest, ties to even; NaN stays NaN, overflow is infinity
+DEVICE void put(bf16* out, float v) {  // to nearest, ties to even; NaN stays NaN, overflow gives infinity
     const u32 bits = __float_as_uint(v);
     const u32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     *out = static_cast<bf16>(v != v ? bits >> 16 | 64 : rounded);
 }
 
-// `head`: rows of a head that lie interleaved (a pair's two beside each other, as llama.cpp has them
-// for rope) and are to be its first half, then its second; 0 if they stay where they are.
+// `head`: the number of rows of a head whose rows are interleaved in the file (both rows of a rope pair
+// adjacent, as in llama.cpp); they are written as the head's first half, then its second.  0: rows keep
+// their order.
 template <class Format, class T>
 DEVICE void dequantise(const u8* stored, T* out, u32 row_bytes, u32 columns, u32 head) {
     const u32 row = blockIdx.x;

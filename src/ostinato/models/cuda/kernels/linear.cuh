@@ -1,24 +1,24 @@
-// The decoder's five products, each as the struct that `matvec` (one row) and `matmul` (more rows)
-// are specialised with: which weights belong together, and what becomes of the sums.
+// The decoder's five products.  Each is a struct that `matvec` (one row) and `matmul` (more rows) are
+// specialised with; it defines which weight rows form a pair, and what is done with the sums.
 //
-// Outputs are made in *pairs*, because three of five need two at once: rope turns dimensions i and
-// i + size / 2 of a head, the MLP multiplies gate i with up i, and the residual is read and written
-// two floats at a time.  `weight_row(pair, which)` says which two rows of the [out, in] matrix those
-// are; the thread that computes a pair has both sums and calls `finish`.
+// Outputs are computed in *pairs*, because three of five products need two at once: rope rotates
+// dimensions i and i + size / 2 of a head, the MLP multiplies gate i with up i, and the residual is read
+// and written two floats at a time.  `weight_row(pair, which)` returns the pair's rows in the [out, in]
+// matrix; the thread that computes a pair has both sums and calls `finish`.
 //
-// Bytes: every weight once (2 * OUTPUTS * INPUTS).  All else comes from L2.
+// Traffic: every weight once (2 * OUTPUTS * INPUTS bytes).  All else comes from L2.
 #pragma once
 
 #include "common.cuh"
 
-// The residual of a layer after its attention is x and so many parts in the workspace, [HIDDEN] each,
-// which attention_block.cu left there: `norm_gate_up` leaves their sum behind them, and
-// `down_residual` goes on from that.  None: it is x.
+// The number of parts, [HIDDEN] each, that attention_block.cu leaves in the workspace.  The residual after
+// a layer's attention is the sum of x and these parts: `norm_gate_up` stores the sum behind the parts, and
+// `down_residual` reads it there.  0: the residual is x.
 #ifndef RESIDUAL_PARTS
 #define RESIDUAL_PARTS 0
 #endif
 
-// Adds the products of 8 weights with 8 inputs to two sums, which makes two chains of four.
+// Adds the products of 8 weights with 8 inputs to two sums: two independent chains of four.
 DEVICE void dot8(float& even, float& odd, const uint4& w, const float4& a, const float4& b) {
     even = fmaf(low_half(w.x), a.x, even);
     odd = fmaf(high_half(w.x), a.y, odd);
@@ -34,9 +34,9 @@ DEVICE float silu(float x) { return x / (1.0f + exp2_fast(-1.44269504f * x)); }
 
 DEVICE bf16 to_bf16(float x) { return static_cast<bf16>(pack_bf16(x, 0.0f)); }
 
-// The sum of squares of a row of the residual, in two halves in turns, since one is read while the other is
-// cleared: [2, rows], the whole numbers and so many parts of 2^40 of one.  Blocks add to it as they finish,
-// and whole numbers have the same sum in any order.
+// The sums of squares of the rows of the residual, [2, rows]: two halves are used in turn, since one is read
+// while the other is cleared.  A sum is two integers, the whole part and the fraction in units of 2^-40.
+// Blocks add to it as they finish; sums of integers do not depend on the order.
 DEVICE u64* squares_of(u64* squares, int half, int rows, int index) {
     return squares + 2 * (half * rows + index);
 }
@@ -51,7 +51,7 @@ DEVICE float square_at(const u64* square) {
     return whole + static_cast<float>(load_fresh(square + 1)) * (1.0f / 1099511627776.0f);
 }
 
-// W_q h, W_k h and W_v h for norm_rope.cu; h is the normed residual.
+// qkv = W_q h, W_k h and W_v h, read by norm_rope.cu; h is the normed residual.
 struct PlainQkvProduct {
     static constexpr int INPUTS = HIDDEN, OUTPUTS = (HEADS + 2 * KV_HEADS) * HEAD_SIZE;
     static constexpr int PAIRS = OUTPUTS / 2;
@@ -74,8 +74,8 @@ struct PlainQkvProduct {
     }
 };
 
-// q = rope(W_q h + b), and rope(W_k h + b), W_v h + b into the cache; h is the normed residual, and b
-// is there with QKV_BIAS.
+// q = rope(W_q h + b); rope(W_k h + b) and W_v h + b go to the cache.  h is the normed residual; b exists
+// with QKV_BIAS only.
 struct QkvProduct {
     static constexpr int INPUTS = HIDDEN, OUTPUTS = (HEADS + 2 * KV_HEADS) * HEAD_SIZE;
     static constexpr int PAIRS = OUTPUTS / 2, HALF = HEAD_SIZE / 2;
@@ -95,7 +95,7 @@ struct QkvProduct {
     int sequences, context;
 
     DEVICE static int weight_row(int pair, int which) {
-        return pair + (pair / HALF + which) * HALF;  // head * size + i, and half a head further
+        return pair + (pair / HALF + which) * HALF;  // head * size + i, plus half a head for `which` 1
     }
     DEVICE float2 turn_of(const Row& row, int pair) const {
         if (pair >= (HEADS + KV_HEADS) * HALF) return make_float2(1.0f, 0.0f);  // values
@@ -103,7 +103,7 @@ struct QkvProduct {
         return make_float2(__ldg(at), __ldg(at + HALF));
     }
 #if QKV_BIAS
-    typedef float4 Prepared;  // cosine, sine, and what is added
+    typedef float4 Prepared;  // cosine, sine, and the bias of both outputs
     DEVICE float4 prepare(const Row& row, int, int pair) const {
         const float2 turn = turn_of(row, pair);
         return make_float4(turn.x, turn.y, __ldg(bias + weight_row(pair, 0)),
@@ -113,7 +113,7 @@ struct QkvProduct {
     typedef float2 Prepared;  // cosine, sine
     DEVICE float2 prepare(const Row& row, int, int pair) const { return turn_of(row, pair); }
 #endif
-    // Brings the bias near before the wait: of what `prepare` reads it alone comes from memory.
+    // Prefetches the bias before the wait: `prepare` reads everything else from L2.
     DEVICE void ask_for_bias() const {
         if constexpr (QKV_BIAS) {
             if (threadIdx.x) return;
@@ -158,7 +158,7 @@ struct GateUpProduct {
     const float* norm;
     float epsilon;
     float* inner;
-    float* parts = nullptr;  // of the residual, [PARTS + 1, HIDDEN]; its sum goes to the last
+    float* parts = nullptr;  // parts of the residual, [PARTS + 1, HIDDEN]; the last receives the sum
 
     DEVICE static int weight_row(int pair, int which) { return pair + which * INNER; }
     DEVICE float2 prepare(const Row&, int, int) const { return make_float2(0.0f, 0.0f); }
@@ -168,7 +168,7 @@ struct GateUpProduct {
     }
 };
 
-// x += W y: the output projection (y attended) and the MLP's way down (y inner).
+// x += W y: the output projection (y: attended) and the MLP's down projection (y: inner).
 template <int WIDTH> struct ResidualProduct {
     static constexpr int INPUTS = WIDTH, OUTPUTS = HIDDEN, PAIRS = HIDDEN / 2;
     static constexpr bool NORMED = false;
@@ -179,7 +179,7 @@ template <int WIDTH> struct ResidualProduct {
     const Weight* weight;
     const float* input;
     const float* before;  // the residual
-    float* x;             // where it goes on; may be the same
+    float* x;             // the new residual; may be the same memory
     const float* norm = nullptr;
     float epsilon = 0.0f;
 
@@ -197,17 +197,17 @@ template <int WIDTH> struct ResidualProduct {
 #ifdef RANKS
 #include "words.cuh"
 
-// As ResidualProduct, of a rank that has a part of the inputs, and adds the sums of all ranks: `finish`
-// stores its own into every rank's window, and `receive` waits for the others' (distributed/kernels).
-// Its part of a window, `sums`, which starts from zero:
+// Like ResidualProduct, for a rank that has a part of the inputs; adds the sums of all ranks.  `finish`
+// stores this rank's sums into every rank's window, and `receive` waits for the others' sums
+// (distributed/kernels).  `sums` is this product's part of a window, initially zero:
 //
 //     table     the addresses of every rank's `sums`, then of `lost`        SUM_TABLE words of 8 bytes
-//     epochs    of each pair, how many exchanges it has had                 [SUM_SLOTS / 2], 4 bytes
+//     epochs    the number of exchanges of each pair                        [SUM_SLOTS / 2], 4 bytes
 //     words     [epoch % 2][rank][SUM_SLOTS]
 //
-// Two halves are enough, as in exchange.cu, pair by pair: who sends epoch e has had all words of e - 1,
-// and their senders had read those of e - 2.  So the grids of one pair's exchanges need not be alike.
-// All blocks must be resident at once, on all ranks, and `receive` comes after all of a block's `finish`.
+// Two halves are enough for each pair, as in exchange.cu: a rank that sends epoch e has received all words
+// of e - 1, whose senders had read those of e - 2.  So different grids may make a pair's exchanges.
+// All blocks must be resident at once, on all ranks.  `receive` comes after all `finish` of a block.
 template <int WIDTH> struct ResidualOfRanks {
     static constexpr int INPUTS = WIDTH, OUTPUTS = HIDDEN, PAIRS = HIDDEN / 2;
     static constexpr bool NORMED = false;
@@ -224,7 +224,7 @@ template <int WIDTH> struct ResidualOfRanks {
     const float* norm = nullptr;
     float epsilon = 0.0f;
 
-    // Before the wait: the table never changes.
+    // May run before the wait: the table never changes.
     DEVICE ResidualOfRanks(const Weight* weight, const float* input, float* x, u64* sums, u32 rank)
         : weight(weight), input(input), x(x), sums(sums), rank(rank) {
 #pragma unroll
@@ -232,7 +232,7 @@ template <int WIDTH> struct ResidualOfRanks {
     }
     DEVICE static int weight_row(int pair, int which) { return 2 * pair + which; }
     DEVICE u32* epoch_of(int pair) const { return reinterpret_cast<u32*>(sums + SUM_TABLE) + pair; }
-    // Where the words of a pair begin in a rank's window: those of rank 0.
+    // The address of a pair's first words, those of rank 0, in a rank's window.
     DEVICE static u64* words_of(u64* window, int pair, u32 epoch) {
         return window + SUM_TABLE + SUM_SLOTS / 4 + static_cast<u64>(epoch & 1) * RANKS * SUM_SLOTS +
                2 * pair;
@@ -258,7 +258,7 @@ template <int WIDTH> struct ResidualOfRanks {
 };
 #endif
 
-// logits = W h of the rows that sample, each sequence's at its own place; and each block's largest.
+// logits = W h for the rows that sample, stored by sequence.  `finish` returns the pair's larger key.
 struct HeadProduct {
     static constexpr int INPUTS = HIDDEN, OUTPUTS = VOCAB, PAIRS = ceil_div(VOCAB, 2);
     static constexpr bool NORMED = true;

@@ -1,17 +1,17 @@
-// Several steps in one launch: what decides, on the device, whether another one runs.
+// Decides on the device whether another step of a launch of several steps runs.
 //
-// In a file of its own, because only a driver that has conditional nodes can load it.
+// This kernel has a file of its own, since only drivers with conditional nodes can load it.
 #include "common.cuh"
 
 #ifndef EMULATED
-// The device runtime's; the compiler and the driver know it without a header or a library.
+// A function of the device runtime; it needs neither a header nor a library.
 extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(
     cudaGraphConditionalHandle handle, unsigned int value);
 #endif
 
-// One block; a thread a row.  With `start` it is launched before the loop and sets the count, else it is
-// the last of the loop's body and counts one step.  Rows that are not FROM_STATE stay what they are, so
-// only the first step would compute them.
+// One block, with a thread for each row.  With `start` above 0 the kernel runs before the loop and sets the
+// number of steps; with 0 it is the last node of the loop's body and counts one step.  Rows that are not
+// FROM_STATE do not advance, so they count as live before the first step only.
 KERNEL __launch_bounds__(64)
     continue_loop(cudaGraphConditionalHandle condition, int* counter, const int* rows,
                   const int* state, u32 row_count, u32 sequences, u32 start) {
@@ -25,7 +25,7 @@ KERNEL __launch_bounds__(64)
         if ((row.flags & (ACTIVE | SAMPLE)) == (ACTIVE | SAMPLE) &&
             static_cast<u32>(row.sequence) < sequences) {
             bool live = start > 0;
-            if (row.flags & FROM_STATE) live = load_row(state, row.sequence).flags == 0;  // stopped
+            if (row.flags & FROM_STATE) live = load_row(state, row.sequence).flags == 0;  // not stopped
             if (live) any = true;
         }
     }

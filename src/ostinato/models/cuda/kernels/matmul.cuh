@@ -1,40 +1,40 @@
-// A product for 2 to 64 rows, on the tensor cores: weights are read once for all rows.  Its inputs are
-// bfloat16; the kernels are those of rounded.cu.
+// A product for 2 to 64 rows on the tensor cores; weights are read once for all rows.  Inputs are bfloat16;
+// the kernels are in rounded.cu.
 //
-// Physics.  Weights come from memory once, 2 * OUTPUTS * INPUTS bytes; the inputs come from L2 once
-// a *block*, 2 * ROWS * INPUTS bytes, so with many rows a block must own many outputs (TILES * 16) or
-// L2 becomes the limit.  They are copied to shared memory without passing through registers, RING - 1
-// slabs before they are used: no warp waits for them after the first.  Sums and all that follows them
-// are float32.  The arithmetic is far from its limit at 64 rows.
+// Physics.  Weights come from memory once, 2 * OUTPUTS * INPUTS bytes.  Inputs come from L2 once for each
+// *block*, 2 * ROWS * INPUTS bytes, so with many rows a block must own many outputs (TILES * 16), or L2
+// becomes the limit.  Inputs are copied to shared memory without passing through registers, RING - 1 slabs
+// before they are used, so that warps wait for the first slab only.  Sums and everything after them are
+// float32.  The arithmetic is far from its limit at 64 rows.
 //
-// A warp makes 8 pairs of outputs (16 rows of the matrix: the `m16` of mma.m16n8k16) for all rows
-// (`n`, 8 at a time) over its share of the inputs (`k`).  Which input stands at which place of a
-// fragment is free as long as both operands agree, so a lane takes 16 neighbouring bytes of a
-// weight row, straight from memory into registers, as the fragments of two instructions:
+// A warp computes 8 pairs of outputs (16 rows of the matrix: the `m16` of mma.m16n8k16) for all rows (`n`,
+// 8 at a time) over its share of the inputs (`k`).  The order of the inputs in a fragment is free as long as
+// both operands agree, so a lane loads 16 adjacent bytes of a weight row from memory into registers as the
+// fragments of two instructions:
 //
 //     lane 4 g + t:  weight rows g and g + 8 (a pair), inputs k + 8 t … k + 8 t + 7 of 32
 //
-// and 16 bytes of input row g of 8 at the same place, from shared memory.  SPLIT warps share the
-// inputs of a slab; BLOCKS_K blocks share the inputs of a whole product where there are few outputs:
-// a cluster of them adds up through shared memory, or the last of them to finish adds up what all of
-// them left in the workspace.  Orders are fixed.
+// and 16 bytes of input row g of 8 at the same place, from shared memory.  SPLIT warps share the inputs of
+// a slab.  If there are few outputs, BLOCKS_K blocks share the inputs of a product: a cluster adds their
+// sums through shared memory, or the last block to finish adds the sums in the workspace.  All orders are
+// fixed.
 //
-// Or, on compute capability 9.0, four warps (a warpgroup) multiply 64 rows of the matrix out of shared
-// memory: WARPGROUP, `WarpgroupWeights` below.  A warp reads all inputs of its steps from shared memory for 16
-// rows; a warpgroup reads them once for 64, and holds no weights in registers.
+// With WARPGROUP (compute capability 9.0; `WarpgroupWeights` below), four warps multiply 64 rows of the
+// matrix from shared memory.  A warp by itself reads all inputs of its steps from shared memory for 16 rows
+// of the matrix; a warpgroup reads them once for 64, and holds no weights in registers.
 //
-// A warp has the weights of DEPTH steps under way at any time, whatever the slab is.  Where one warp has
-// all inputs of its outputs, a lane has whole sums, and warps do not wait for each other after the inputs
-// are there.
+// A warp always has the loads of DEPTH steps' weights in flight, independently of the slab.  If one warp has
+// all inputs of its outputs, a lane has whole sums, and warps need not wait for each other after the inputs
+// have arrived.
 //
-// Of a packed matrix (bricks.cuh) a warp takes whole bricks, whose lanes hold just such rows; its weights
-// become bfloat16 in registers, the same bits as those of a matrix that is kept in bfloat16.
+// For a packed matrix (bricks.cuh) a warp takes whole bricks, whose lanes hold the same rows; the weights are
+// converted to bfloat16 in registers, with the same bits as in a matrix that is stored in bfloat16.
 //
-// With PANELS the kernel before left the inputs in panels (common.cuh), of which one thread copies a slab at once;
-// else all threads copy them, 16 bytes each.
+// With PANELS the previous kernel left the inputs in panels (common.cuh), and one thread copies a whole slab;
+// otherwise all threads copy the inputs, 16 bytes each.
 //
-// All rows of the step are multiplied, and those that are not wanted (padding; for the head all that do
-// not sample) are left out at the end.
+// All rows of the step are multiplied.  Rows that are not wanted (padding; for the head all that do not
+// sample) are left out at the end.
 #pragma once
 
 #include "bricks.cuh"
@@ -42,30 +42,31 @@
 
 constexpr int ROW_TILES = ceil_div(ROWS, 8), PADDED_ROWS = ROW_TILES * 8;
 
-// Registers of weights and sums that leave a thread enough of 128 for all else.
+// The most registers for weights and sums that leave a thread enough of 128 for everything else.
 constexpr int MOST_HELD = 84;
 
-// A product whose inputs are `rounded`, [ROWS, INPUTS] in bfloat16, as `rounded_at` says.  Where they are to be normed, they
-// are the residual times the norm's weights, and sums are scaled by what `squares` say (linear.cuh):
-// those of its HALF; it clears the others.  FILLS: `fill` writes zeros to rows that are not wanted.
+// A product with inputs `rounded`, [ROWS, INPUTS] in bfloat16, laid out by `rounded_at`.  If the product norms
+// its inputs, they are the residual times the norm's weights, and the sums are scaled by the norm's factor,
+// computed from half HALF of `squares` (linear.cuh); the product clears the other half.  FILLS: `fill` writes
+// zeros to rows that are not wanted.
 template <class PRODUCT, bool FILLS = false, int HALF_ = 0> struct OfRounded : PRODUCT {
     static constexpr int HALF = HALF_;
     const bf16* rounded;
     u64* squares = nullptr;
 };
 
-// x += W y, and what the next product reads of it: x times its norm's weights, rounded, and the squares.
-// Nothing of that if `next` is null.  `finish` gives the bits of a pair's squares.
+// x += W y, and, unless `next` is null, the inputs of the next product: x times its norm's weights, rounded,
+// and the sums of squares.  `finish` returns the bits of a pair's sum of squares.
 template <int WIDTH, int HALF> struct CarriedResidual : ResidualProduct<WIDTH> {
     const float* next_norm;
-    bf16* next;  // [ROWS, HIDDEN], as `rounded_at` says
+    bf16* next;  // [ROWS, HIDDEN], laid out by `rounded_at`
     u64* next_squares;
 
     DEVICE u32* next_pair(int index, int pair) const {
         return reinterpret_cast<u32*>(next) + rounded_at(ROWS, HIDDEN, index, pair / 4) * 4 + pair % 4;
     }
 
-    // Brings the norm's weights near before the wait: of what `prepare` reads they alone come from memory.
+    // Prefetches the norm's weights before the wait: `prepare` reads everything else from L2.
     DEVICE void ask_for_norm() const {
         if (threadIdx.x || next == nullptr) return;
         const int block = blockIdx.y * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y;
@@ -91,7 +92,7 @@ template <int WIDTH, int HALF> struct CarriedResidual : ResidualProduct<WIDTH> {
     }
 };
 
-// What a product does besides.
+// Properties of a product: FILLS, SCALED (by the norm's factor), CARRIES (writes the next product's inputs).
 template <class P> struct Rounded;
 template <class P, bool FILLS_, int HALF> struct Rounded<OfRounded<P, FILLS_, HALF>> {
     static constexpr bool FILLS = FILLS_, SCALED = P::NORMED, CARRIES = false;
@@ -101,47 +102,47 @@ struct Rounded<OfRounded<CarriedResidual<WIDTH, TO>, FILLS_, HALF>> {
     static constexpr bool FILLS = FILLS_, SCALED = false, CARRIES = true;
 };
 
-// Tiles of 8 pairs of a block (one a warp), warps that share a tile's inputs, blocks that do, inputs
-// of a slab, steps whose weights a warp holds (0: of a whole slab), whether the blocks that share
-// inputs are a cluster (their number, or 1), slabs of inputs in shared memory, and whether warpgroups multiply.
+// A launch shape.  TILES: tiles of 8 pairs of a block (one for each warp).  SPLIT: warps that share a tile's
+// inputs.  BLOCKS_K: blocks that do.  SLAB: inputs of a slab.  DEPTH: steps whose weights a warp holds (0: of
+// a whole slab).  CLUSTER: BLOCKS_K if these blocks are a cluster, else 1.  RING: slabs of inputs in shared
+// memory.  WARPGROUP: 1 if warpgroups multiply.
 template <int TILES_, int SPLIT_, int BLOCKS_K_, int SLAB_, int DEPTH_, int CLUSTER_, int RING_, int WARPGROUP_>
 struct Shape {
     static constexpr bool WARPGROUP = WARPGROUP_;
     static constexpr int TILES = TILES_, SPLIT = SPLIT_, BLOCKS_K = BLOCKS_K_, SLAB = SLAB_;
     static constexpr int CLUSTER = CLUSTER_, RING = RING_;
     static constexpr int WARPS = TILES * SPLIT, THREADS = 32 * WARPS;
-    static constexpr int STEPS = SLAB / (32 * SPLIT);     // of a warp in a slab
+    static constexpr int STEPS = SLAB / (32 * SPLIT);     // steps of a warp in a slab
     static constexpr int DEPTH = DEPTH_ ? DEPTH_ : STEPS;
-    static constexpr bool WHOLE_SUMS = SPLIT == 1 && BLOCKS_K == 1;  // a warp's
-    static constexpr bool STAGED = !WHOLE_SUMS && (SPLIT > 1 || CLUSTER == 1);  // through the block's memory
+    static constexpr bool WHOLE_SUMS = SPLIT == 1 && BLOCKS_K == 1;  // a warp has whole sums
+    static constexpr bool STAGED = !WHOLE_SUMS && (SPLIT > 1 || CLUSTER == 1);  // sums go to shared memory
     // Blocks that a multiprocessor must have registers for: 16 warps of 128 registers each, so that the
-    // next kernel's are asked for their weights while these still work.
+    // next kernel's blocks can load their weights while these still compute.
     static constexpr int RESIDENT = WARPGROUP || 8 * DEPTH + 4 * ROW_TILES <= MOST_HELD ? larger(1, 16 / WARPS) : 1;
     static_assert(!WARPGROUP || TILES % 4 == 0, "four warps multiply together");
     static_assert(SLAB % (32 * SPLIT) == 0 && SLAB % 64 == 0 && STEPS % DEPTH == 0, "shape");
     static_assert(CLUSTER == 1 || CLUSTER == BLOCKS_K, "a cluster has all inputs");
     static_assert(RING > 1, "a slab is copied while another is used");
-    // Of the blocks that share inputs, and of those that share outputs: clusters lie along x.
+    // The numbers of the block's part of the inputs and of its part of the outputs.  Clusters lie along x.
     DEVICE static int input_block() { return CLUSTER > 1 ? blockIdx.x : blockIdx.y; }
     DEVICE static int output_block() { return CLUSTER > 1 ? blockIdx.y : blockIdx.x; }
 };
 
-// The same for a packed matrix, and its parts.
+// The launch shape for a packed matrix, with the matrix's parts.
 template <int TILES, int SPLIT, int BLOCKS_K, int SLAB, int DEPTH, int CLUSTER, int RING, int WARPGROUP, class... PARTS>
 struct PackedMatrixShape : Shape<TILES, SPLIT, BLOCKS_K, SLAB, DEPTH, CLUSTER, RING, 0> {
     static_assert(SLAB % (BRICK * SPLIT) == 0 && DEPTH % 8 == 0, "a warp takes whole bricks");
     static constexpr int RESIDENT = DEPTH == 8 && ROW_TILES <= 4 ? larger(1, 16 / (TILES * SPLIT)) : 1;
 };
 
-// A lane's weights of S::DEPTH steps.  `advance` turns to the next steps of the warp; `refill` loads
-// those in the place of what was used.
-// FIRST, PAIRS: the pairs of the matrix that they are of; `tile`: of these.
+// A lane's weights of S::DEPTH steps.  `advance` moves on by DEPTH steps; `refill` loads a step's weights into
+// the registers of a used one.  FIRST, PAIRS: the first pair and the number of pairs; `tile` counts from FIRST.
 template <class S, class P> struct PlainWeights {
     static constexpr int FIRST = 0, PAIRS = P::PAIRS, K = P::INPUTS;
-    static constexpr bool REORDERED = false;  // whether a lane has inputs 4 t and on, 4 t + 16 and on
-    const bf16 *row0, *row1;  // at the lane's inputs of what is loaded next
+    static constexpr bool REORDERED = false;  // true: a lane has inputs from 4 t and from 4 t + 16 on
+    const bf16 *row0, *row1;  // the lane's inputs of the step that is loaded next
     int part;
-    int first;  // the first of these
+    int first;  // the first of these inputs
     uint4 w[S::DEPTH][2];
 
     DEVICE static constexpr int ring_bytes() { return S::RING * PADDED_ROWS * (S::SLAB + 32) * 2; }
@@ -151,7 +152,7 @@ template <class S, class P> struct PlainWeights {
         row0 = weight + static_cast<long long>(P::weight_row(pair, 0)) * K + first;
         row1 = weight + static_cast<long long>(P::weight_row(pair, 1)) * K + first;
     }
-    // Which 32 inputs of a slab a step takes: steps go around the SPLIT warps.
+    // The group of 32 inputs of a slab that a step takes: groups are dealt to the SPLIT warps in turn.
     DEVICE int group(int step) const { return step * S::SPLIT + part; }
     DEVICE void advance() {
         constexpr int MORE = S::DEPTH * S::SPLIT * 32;
@@ -171,13 +172,13 @@ template <class S, class P> struct PlainWeights {
     DEVICE void refill(int i) { load(i); }
 };
 
-// K inputs in panels of PANEL bytes, slab by slab in a ring, which one thread copies.  A slab has SLAB_BYTES, and its
-// inputs begin after FIRST of them; behind the ring are the counts of what has arrived.
+// K inputs in panels of PANEL bytes, copied by one thread to a ring of slabs.  A slab has SLAB_BYTES bytes; its
+// inputs begin at byte FIRST.  The counts of arrived bytes lie behind the ring.
 template <class S, int K, int SLAB_BYTES, int FIRST, int PANEL> struct InputPanels {
     static constexpr int EACH = S::SLAB / 64;
     static_assert(K % 64 == 0, "whole panels");
     u8* ring;
-    int first_slab;  // of the matrix
+    int first_slab;  // this block's first slab of the matrix
 
     DEVICE u64* arrivals(int slab) const {
         return reinterpret_cast<u64*>(ring + S::RING * SLAB_BYTES) + slab % S::RING;
@@ -203,10 +204,10 @@ template <class S, int K, int SLAB_BYTES, int FIRST, int PANEL> struct InputPane
     DEVICE void wait_for(int slab) const { wait_for_bytes(arrivals(slab), slab / S::RING % 2); }
 };
 
-// Weights that a warpgroup multiplies out of shared memory, 64 rows of the matrix and all rows of the step in
-// one instruction (`multiply_group`).  Both operands are in panels (common.cuh), slab by slab in one ring.  Weights
-// are copied by all threads, which swap the chunks.
-// GROUP_ROWS: of inputs; those that the step does not have are whatever was there, and so are their sums.
+// Weights that a warpgroup multiplies from shared memory: 64 rows of the matrix and all rows of the step in one
+// instruction (`multiply_group`).  Both operands are in panels (common.cuh), in one ring of slabs.  All threads
+// copy weights, and permute the chunks.
+// GROUP_ROWS: rows of inputs.  Rows that the step does not have hold arbitrary data, and so do their sums.
 constexpr int GROUP_ROWS = ROWS <= 32 ? 32 : 64;
 
 template <class S, class P> struct WarpgroupWeights {
@@ -218,12 +219,12 @@ template <class S, class P> struct WarpgroupWeights {
     static_assert(S::RING > 2, "a slab is copied while two are multiplied");
     static_assert(K % S::SLAB == 0, "whole panels");
     static_assert(static_cast<long long>(PAIRS) * 2 * K < 1ll << 32, "places of 32 bits");
-    static constexpr int COPIES = ceil_div(MATRIX_ROWS * CHUNKS, S::THREADS);  // of a thread, in a slab
+    static constexpr int COPIES = ceil_div(MATRIX_ROWS * CHUNKS, S::THREADS);  // copies of a thread in a slab
     static constexpr bool EVEN = MATRIX_ROWS * CHUNKS % S::THREADS == 0;
     const bf16* weight;
     int group, part;
     InputPanels<S, K, SLAB_BYTES, PANELS_OF_SLAB * WEIGHT_PANEL, INPUT_PANEL> inputs;
-    u32 from[COPIES];  // in the first slab of the matrix
+    u32 from[COPIES];  // source indices in the first slab of the matrix
 
     DEVICE WarpgroupWeights(const bf16* weight, int first_pair, int first_slab, int tile, int part, u8* shared)
         : weight(weight), group(tile / 4), part(part), inputs{shared, first_slab} {
@@ -265,9 +266,9 @@ template <class S, class P, class R, int FIRST_> struct BrickWeights {
     static constexpr int PER_UNIT = Brick<F>::UNIT / 512;
     static constexpr bool REORDERED = true;
     static_assert(K % 4 == 0 && (!F::K_TYPE || K % BRICK == 0), "rows are whole blocks");
-    const u8* row;  // of bricks
+    const u8* row;  // the row of bricks
     int part;
-    int first;  // brick of what is loaded next
+    int first;  // the brick that is loaded next
     Held<F> held[S::DEPTH / 8];
 
     static constexpr int INPUT_PANEL = ROWS * PANEL_WIDTH, SLAB_BYTES = S::SLAB / 64 * INPUT_PANEL;
@@ -283,7 +284,7 @@ template <class S, class P, class R, int FIRST_> struct BrickWeights {
     DEVICE int group(int step) const { return (step / 8 * S::SPLIT + part) * 8 + step % 8; }
     DEVICE void advance() { first += S::DEPTH / 8 * S::SPLIT; }
     DEVICE int brick(int i) const { return first + i * S::SPLIT; }
-    DEVICE static int units(int brick) {  // none of a brick that is not there
+    DEVICE static int units(int brick) {
         return K % BRICK == 0 || brick < BRICKS - 1 ? 4 : Brick<F>::units(K % BRICK);
     }
     DEVICE void load(int i) {
@@ -303,7 +304,7 @@ template <class S, class P, class R, int FIRST_> struct BrickWeights {
         part_codes<F>(a, held[i], held[i].codes[PER_UNIT == 2 ? j : j / 2], j);
         a0 = held_weights<F>(held[i], a, j, 0), a1 = held_weights<F>(held[i], a, j, 1);
     }
-    // Codes as they are used up; all else with the last of them.
+    // Replaces codes as they are used up, and everything else with the last of them.
     DEVICE void refill(int step) {
         const int i = step / 8, j = step % 8;
         const int at = brick(i), lane = threadIdx.x % 32;
@@ -326,7 +327,7 @@ template <class S, class P, class R, int FIRST_> struct BrickWeights {
     }
 };
 
-// The rows of the step, how many of them are wanted, and what sums are scaled by.
+// The rows of the step, the number of wanted rows, and the scales of the rows' sums.
 struct StepRows {
     int wanted;
     Row row[PADDED_ROWS];
@@ -350,24 +351,24 @@ DEVICE void find_rows(StepRows& found, const int* live, int flags) {
     __syncthreads();
 }
 
-// `block`: of those that share the pairs of these weights.
+// Computes a block's part of a product with weights W; `block` counts the blocks of these weights.
 template <class S, class W, class P, class M, class L>
 DEVICE void matmul_part(const P& product, const M* matrix, int block, const int* live,
                         float* workspace, StepRows& rows, L later, u64* bests) {
     constexpr int K = P::INPUTS, TILE_COUNT = ceil_div(W::PAIRS, 8), BLOCK_PAIRS = S::TILES * 8;
-    // Of an input row in shared memory, so that a warp's reads have no bank conflicts.
+    // STRIDE: values of an input row in shared memory, such that a warp's reads have no bank conflicts.
     constexpr int STRIDE = S::SLAB + (W::REORDERED ? 16 : 32), SLAB_VALUES = IN_PANELS ? ROWS * S::SLAB : PADDED_ROWS * STRIDE;
     constexpr int SLABS = ceil_div(K, S::SLAB), BLOCK_SLABS = ceil_div(SLABS, S::BLOCKS_K);
     static_assert(S::BLOCKS_K == 1 || S::CLUSTER > 1 || W::PAIRS == P::PAIRS, "partial sums are of whole matrices");
     static_assert(!Rounded<P>::SCALED || K == HIDDEN, "a norm is of the residual");
     constexpr int OWN_PANELS = S::WARPGROUP ? WARPGROUP_PANELS : W::REORDERED ? BRICK_PANELS : ROWS_OF_INPUTS;
     static_assert(PANELS == OWN_PANELS || (!IN_PANELS && !S::WARPGROUP), "inputs lie as these weights need them");
-    // What a thread finishes: pairs of rows, one after the other.  The blocks of a cluster share them.
+    // Items: the pairs of the block for all rows, which its threads finish.  The blocks of a cluster share them.
     constexpr int ITEMS = BLOCK_PAIRS * ROWS, NEXT_ITEM = S::CLUSTER * S::THREADS;
     constexpr int BLOCK_ITEMS = smaller(ITEMS, ceil_div(ITEMS, NEXT_ITEM) * S::THREADS);  // at most
-    ALIGNED_SHARED(shared, 1024);  // panels
+    ALIGNED_SHARED(shared, 1024);  // panels need this alignment
     bf16* const inputs = reinterpret_cast<bf16*>(shared);
-    // Later, in the same place: sums of the blocks of the cluster, [CLUSTER][BLOCK_ITEMS]; and the block's own.
+    // Later in the same memory: sums of the cluster's blocks, [CLUSTER][BLOCK_ITEMS], then the block's own sums.
     float2* const received = reinterpret_cast<float2*>(shared);
     float2* const sums = received + (S::CLUSTER > 1 ? S::CLUSTER * BLOCK_ITEMS : 0);
     constexpr int LATER_BYTES = ((S::CLUSTER > 1 ? S::CLUSTER * BLOCK_ITEMS : 0) +
@@ -380,8 +381,8 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     const int tile = warp % S::TILES, part = S::SPLIT > 1 ? warp / S::TILES : 0, g = lane / 4, t = lane % 4;
     const int first_pair = block * BLOCK_PAIRS;
     const int first_slab = S::input_block() * BLOCK_SLABS;
-    const int slabs = smaller(BLOCK_SLABS, SLABS - first_slab);  // at most 0: nothing to do
-    constexpr int AHEAD = S::RING - !S::WARPGROUP;               // slabs of inputs that are asked for at first
+    const int slabs = smaller(BLOCK_SLABS, SLABS - first_slab);  // 0 or less: nothing to do
+    constexpr int AHEAD = S::RING - !S::WARPGROUP;               // slabs of inputs that are copied at the start
 
     auto weights = [&] {
         if constexpr (S::WARPGROUP)
@@ -397,7 +398,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         else
             return 0;
     }();
-    // Copies a slab of inputs into the ring; without PANELS `wait_copies` counts the slabs.
+    // Copies a slab of inputs into the ring.  Without PANELS each slab is one group for `wait_copies`.
     auto copy_slab = [&](int slab) {
         if constexpr (IN_PANELS) {
             if (slab < slabs) panels.copy(product.rounded, slab);
@@ -416,7 +417,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         end_copies();
     };
     if constexpr (S::CLUSTER > 1) {
-        if (thread == 0) {  // of the bytes that the blocks send to this one
+        if (thread == 0) {  // the count of the bytes that the cluster's blocks send to this one
             constexpr int REST = ITEMS % NEXT_ITEM;
             const int last = larger(0, smaller(S::THREADS, REST - S::input_block() * S::THREADS));
             begin_arrivals(arrivals);
@@ -444,7 +445,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
             copy_slab(slab);
     }
     later.prefetch();
-    if constexpr (Rounded<P>::SCALED) {  // beside the first warp, which finds the rows
+    if constexpr (Rounded<P>::SCALED) {  // by other warps than the first, which finds the rows
         constexpr int FIRST = S::WARPS > 1 ? 32 : 0, MANY = S::THREADS - FIRST;
         const bool clears = blockIdx.x == 0 && blockIdx.y == 0;
         for (int n = thread - FIRST; n < ROWS && thread >= FIRST; n += MANY) {
@@ -471,7 +472,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                                                               : Prepared{};
     };
     constexpr int EARLY = S::WARPGROUP && !P::KEYS ? smaller(4, ceil_div(ITEMS, NEXT_ITEM)) : 1;
-    Prepared early[EARLY]{};  // for the first
+    Prepared early[EARLY]{};  // for the thread's first items
     if constexpr (!S::WHOLE_SUMS) {
 #pragma unroll
         for (int i = 0; i < EARLY; i++) early[i] = prepare_item(first_item + i * NEXT_ITEM);
@@ -488,7 +489,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                 wait_copies<S::RING - 3>();
             panels.wait_for(slab);
             publish_copies();
-            __syncthreads();  // and before the slab before the last is overwritten, which all have multiplied
+            __syncthreads();  // also: all warps have multiplied the slab that is overwritten next
             if (slab == 0) start_next_at<AFTER_INPUT>();
             weights.multiply(c, slab);
             if (slab > 1) {
@@ -502,10 +503,10 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
             wait_group<1>(c);
         }
         wait_group<0>(c);
-        if (S::STAGED) __syncthreads();  // before the sums take their place
+        if (S::STAGED) __syncthreads();  // before the sums overwrite the ring
     } else {
-        // A lane's inputs of step `i` and of row n * 8 + g: 16 neighbouring bytes, or twice 8 for a brick's order.
-        // Panels have no rows but those of the step: in their place are other inputs, whose sums nobody wants.
+        // A lane's inputs of step `i` and of row n * 8 + g: 16 adjacent bytes, or twice 8 in the order of a brick.
+        // Panels have the rows of the step only; beyond them other inputs are read, whose sums are unused.
         auto load_inputs = [&](const bf16* slab_inputs, int group, int i, int n) {
             if constexpr (IN_PANELS) {
                 const u8* const panel = reinterpret_cast<const u8*>(slab_inputs) + group / 2 * W::INPUT_PANEL + t % 2 * 8;
@@ -524,12 +525,12 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                 return *reinterpret_cast<const uint4*>(from);
             }
         };
-        // `left`: inputs from the slab's first one on.  `more`: a constant at each call.
+        // `left`: number of inputs from the slab's first one on.  `more`: true to refill; a constant at each call.
         auto multiply_steps = [&](const bf16* slab_inputs, int left, int step, bool more) {
 #pragma unroll
             for (int i = 0; i < S::DEPTH; i++) {
                 const int group = weights.group(step + i);
-                // In rows, inputs that there are not are zeros; in panels they are whatever was there.
+                // Inputs beyond the last one are zeros in rows, and arbitrary data in panels.
                 const bool there = !IN_PANELS || K % S::SLAB == 0 || group * 32 < left;
                 uint4 a0, a1;
                 weights.take(a0, a1, i);
@@ -548,7 +549,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                 panels.wait_for(slab);
             else
                 wait_copies<S::RING - 2>();
-            __syncthreads();  // and before the slab that was used last is overwritten
+            __syncthreads();  // also: all warps have used the slab that is overwritten next
             copy_slab(slab + S::RING - 1);
             if (slab == 0) start_next_at<AFTER_INPUT>();
             const bf16* const slab_inputs = inputs + slab % S::RING * SLAB_VALUES;
@@ -562,12 +563,12 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                     multiply_steps(slab_inputs, left, step, false);
                 }
             }
-            if (S::STAGED && slab + 1 == slabs) __syncthreads();  // before the sums take their place
+            if (S::STAGED && slab + 1 == slabs) __syncthreads();  // before the sums overwrite the ring
         }
     }
     start_next_at<BEFORE_OUTPUT>();
 
-    if constexpr (S::WHOLE_SUMS) {  // a lane's: of pair g, and of rows 2 t and 2 t + 1 of each tile
+    if constexpr (S::WHOLE_SUMS) {  // a lane has the sums of pair g and of rows 2 t and 2 t + 1 of each tile
         const int mine = first_pair + tile * 8 + g;
 #pragma unroll
         for (int n = 0; n < ROW_TILES; n++) {
@@ -593,16 +594,16 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                 if constexpr (P::KEYS) {
 #pragma unroll
                     for (int mask = 16; mask > 2; mask /= 2) key = largest(key, exchange(key, mask));
-                    // A largest one: no order matters.
+                    // A maximum does not depend on the order.
                     if (g == 0 && wanted < ROWS) atomicMax(&bests[wanted], key);
                 }
             }
         }
         return;
     }
-    if constexpr (S::CLUSTER > 1) arrive_at_cluster<S::CLUSTER>();  // this thread needs the ring no more
-    // Every warp's sums, [part][row][pair][2], so that a thread can finish whole pairs; rows are apart as
-    // far as lets a warp store without bank conflicts.
+    if constexpr (S::CLUSTER > 1) arrive_at_cluster<S::CLUSTER>();  // this thread no longer needs the ring
+    // Every warp's sums, [part][row][pair][2], so that a thread can finish whole pairs.  Rows are padded so
+    // that a warp stores without bank conflicts.
     auto sum_at = [&](int of_part, int n, int p) {
         return sums + (of_part * PADDED_ROWS + n) * (BLOCK_PAIRS + 2) + p;
     };
@@ -629,7 +630,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         return partials + (static_cast<long long>(block) * PADDED_ROWS + n) * (TILE_COUNT * 8) + p;
     };
     if constexpr (S::CLUSTER > 1) {
-        auto send = [&](int item, float2 sum) {  // to the block that finishes it
+        auto send = [&](int item, float2 sum) {  // sends a sum to the block that finishes the item
             float2* const to = received + S::input_block() * BLOCK_ITEMS;
             send_to_block<S::CLUSTER>(to + item / NEXT_ITEM * S::THREADS + item % S::THREADS, arrivals,
                                       item / S::THREADS % S::CLUSTER, sum);
@@ -667,7 +668,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         __syncthreads();
         if (!last) return;
     }
-    constexpr int WHOLE = Rounded<P>::CARRIES ? round_up(ITEMS, 32) : ITEMS;  // of warps
+    constexpr int WHOLE = Rounded<P>::CARRIES ? round_up(ITEMS, 32) : ITEMS;  // whole warps for `sum_lanes`
     auto finish = [&](int item, const Prepared& prepared) {
         const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS, mine = first_pair + p;
         u64 key = 0;
@@ -697,10 +698,10 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         if constexpr (P::KEYS) {
             static_assert(BLOCK_PAIRS % 32 == 0, "a warp's pairs are of one row");
             key = largest_of_warp(key);
-            if (lane == 0) atomicMax(&bests[n], key);  // a largest one: no order matters
+            if (lane == 0) atomicMax(&bests[n], key);  // a maximum does not depend on the order
         }
         if constexpr (Rounded<P>::CARRIES) {
-            constexpr int LANES = BLOCK_PAIRS % 32 == 0 ? 32 : BLOCK_PAIRS % 16 == 0 ? 16 : 8;  // of one row
+            constexpr int LANES = BLOCK_PAIRS % 32 == 0 ? 32 : BLOCK_PAIRS % 16 == 0 ? 16 : 8;  // with one row
             const float square = sum_lanes<LANES>(__uint_as_float(static_cast<u32>(key)));
             if (lane % LANES == 0 && is_wanted(n)) product.add(n, square);
         }
@@ -708,12 +709,12 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
 #pragma unroll
     for (int i = 0; i < EARLY; i++) {
         const int item = first_item + i * NEXT_ITEM;
-        if (item < WHOLE) finish(item, early[i]);  // all lanes of a warp
+        if (item < WHOLE) finish(item, early[i]);  // true for all lanes of a warp or for none
     }
     for (int item = first_item + EARLY * NEXT_ITEM; item < WHOLE; item += NEXT_ITEM) finish(item, prepare_item(item));
 }
 
-// `bests`: of the head, the largest key of each wanted row in this block, in shared memory.
+// Computes a product.  `bests` (head only): the largest key of each wanted row in this block, in shared memory.
 template <int... N, class P, class L>
 DEVICE void matmul(Shape<N...>, const P& product, const int* live, float* workspace, StepRows& rows,
                    L later, u64* bests = nullptr) {
@@ -725,7 +726,8 @@ DEVICE void matmul(Shape<N...>, const P& product, const int* live, float* worksp
         matmul_part<S, PlainWeights<S, P>>(product, product.weight, block, live, workspace, rows, later, bests);
 }
 
-// Parts of a packed matrix below each other are rows of bricks of their own: every block works on one.
+// Computes a product with a packed matrix.  Each part of the matrix has its own rows of bricks, and a block works
+// on one part.
 template <class S, int FIRST, class R, class... MORE, class P, class L>
 DEVICE void matmul_parts(const P& product, const u8* bricks, int block, const int* live,
                          float* workspace, StepRows& rows, L later, u64* bests) {

@@ -1,50 +1,50 @@
 // The five products for one row: matrix times vector, all in float32 after the bfloat16 loads.
 //
-// Physics.  A product reads each weight once, so its floor is 2 * OUTPUTS * INPUTS bytes over the
-// memory's bandwidth; but a multiprocessor must have about 32 KiB of loads in flight to draw its
-// share of 3 TB/s at 0.8 us latency, and a small product is over before that: what counts there is
-// the chain  x from L2 (0.3 us) -> shared memory -> dot -> lanes' sum -> store.  So
-// * a thread asks for all of its weights at once, before it waits for the previous kernel, and keeps
-//   them in registers: STEPS * GROUP_PAIRS * 2 loads of 16 bytes;
-// * one barrier stands between x and the dot; the norm's scale is applied to the finished sums, and
-//   the sum of squares goes over the same barrier;
-// * what `finish` needs (residual, cosines) is asked for before the dot.
+// Physics.  A product reads each weight once, so its minimum time is 2 * OUTPUTS * INPUTS bytes over the
+// memory's bandwidth.  A multiprocessor needs about 32 KiB of loads in flight for its share of 3 TB/s at
+// 0.8 us latency, and a small product ends before that; its time is that of the chain  x from L2 (0.3 us)
+// -> shared memory -> dot -> lanes' sum -> store.  So
+// * a thread issues the loads of all of its weights at once, before it waits for the previous kernel, and
+//   keeps the weights in registers: STEPS * GROUP_PAIRS * 2 loads of 16 bytes;
+// * there is one barrier between x and the dot; the norm's scale is applied to the finished sums, and the
+//   sum of squares passes through the same barrier;
+// * data for `finish` (residual, cosines) is loaded before the dot.
 //
-// A product with more weights than the chip's registers hold is done in TURNS: a block stages its
-// input once and then makes other pairs in each turn, asking for the weights of the next one as it
-// uses up those of this one.  Without turns the input comes from L2 once for every 64 KB of weights,
-// and with 8,192 inputs that is half as much again as the weights themselves.  AHEAD turns are asked
-// into L2 before the wait, so that the memory has work while the previous kernel ends.
+// A product with more weights than the chip's registers hold is computed in TURNS: a block stages its input
+// once and computes other pairs in each turn, loading the next turn's weights as it uses up those of the
+// current one.  Without turns the input would come from L2 once for every 64 KB of weights: with 8,192
+// inputs, half as many bytes as the weights.  AHEAD turns are prefetched into L2 before the wait, so that
+// the memory is busy while the previous kernel ends.
 //
-// Who computes what: LANES lanes of SPLIT warps share a pair of outputs (linear.cuh) and take 8
-// inputs (16 bytes) each in turn; a block has WARPS warps.  All sums go in a fixed order.
+// LANES lanes of SPLIT warps share a pair of outputs (linear.cuh) and take 8 inputs (16 bytes) each in turn;
+// a block has WARPS warps.  All sums have a fixed order.
 #include "packed.cuh"
 
-// Lanes of a pair, warps of a pair, pairs of a group of lanes, warps of a block, turns of a block,
-// turns that are prefetched.
+// A launch shape.  LANES: lanes of a pair.  SPLIT: warps of a pair.  GROUP_PAIRS: pairs of a group of lanes.
+// WARPS: warps of a block.  TURNS: turns of a block.  AHEAD: turns that are prefetched.
 template <int LANES_, int SPLIT_, int GROUP_PAIRS_, int WARPS_, int TURNS_, int AHEAD_>
 struct Shape {
     static constexpr int LANES = LANES_, SPLIT = SPLIT_, GROUP_PAIRS = GROUP_PAIRS_, WARPS = WARPS_;
     static constexpr int TURNS = TURNS_, AHEAD = AHEAD_;
     static constexpr int GROUPS = 32 / LANES, TEAMS = WARPS / SPLIT, THREADS = 32 * WARPS;
     static constexpr int TURN_PAIRS = TEAMS * GROUPS * GROUP_PAIRS, BLOCK_PAIRS = TURN_PAIRS * TURNS;
-    static constexpr int RESIDENT = 0;  // as many as the compiler likes
+    static constexpr int RESIDENT = 0;  // no limit on registers
     static_assert(AHEAD < TURNS, "the first turn's weights are loaded, not prefetched");
     static_assert(32 % LANES == 0 && WARPS % SPLIT == 0 && 2 * GROUP_PAIRS <= LANES, "shape");
 };
 
-// Gives the key of the largest logit that this thread made.
+// Computes a product.  Returns the largest key of the thread's logits; 0 for products other than the head.
 template <class S, class P, class L> DEVICE u64 matvec(const P& product, const int* live, L later) {
     constexpr int CHUNKS = P::INPUTS / 8, QUADS = P::INPUTS / 4;
     constexpr int STRIDE = S::LANES * S::SPLIT, STEPS = ceil_div(CHUNKS, STRIDE);
     constexpr int STAGES = ceil_div(QUADS, S::THREADS);
-    // The input as [first or second half of a chunk][chunk], so that neighbouring lanes read
-    // neighbouring 16 bytes; the halves lie 64 bytes apart modulo the 128 of all banks.
+    // The input as [first or second half of a chunk][chunk], so that adjacent lanes read adjacent 16 bytes;
+    // the halves lie 64 bytes apart modulo the 128 bytes of all banks.
     constexpr int HALF_STRIDE = round_up(CHUNKS, 8) + 4;
     DYNAMIC_SHARED(shared);
     auto inputs = reinterpret_cast<float4(*)[HALF_STRIDE]>(shared);
     __shared__ float squares[S::WARPS];
-    // Two turns' sums: a block's warps are at most one barrier apart.
+    // Sums of two turns are enough: the warps of a block are at most one barrier apart.
     constexpr int SUMS = S::TURNS > 1 ? 2 : 1;
     __shared__ float sums[SUMS][S::SPLIT > 1 ? S::WARPS : 1][S::GROUPS][S::GROUP_PAIRS][2];
 
@@ -59,7 +59,7 @@ template <class S, class P, class L> DEVICE u64 matvec(const P& product, const i
                           : smaller(S::TURNS, ceil_div(P::PAIRS - blockIdx.x * S::BLOCK_PAIRS,
                                                        S::TURN_PAIRS));
 
-    // The weights of a turn, all at once.
+    // The weights of a turn.
     uint4 w[STEPS][S::GROUP_PAIRS][2];
     auto weights_at = [&](int turn, int j, int which) {
         const int pair = smaller(first + turn * S::TURN_PAIRS + j, P::PAIRS - 1);
@@ -80,7 +80,7 @@ template <class S, class P, class L> DEVICE u64 matvec(const P& product, const i
         }
     }
     if constexpr (S::AHEAD > 0) {
-        // A lane a row: GROUP_PAIRS * 2 of them lie with each group of lanes.
+        // Each lane prefetches one of the GROUP_PAIRS * 2 rows of its group of lanes.
         if (part == 0 && sub < 2 * S::GROUP_PAIRS) {
             for (int turn = 1; turn <= S::AHEAD && turn < turns; turn++)
                 prefetch_weights(weights_at(turn, sub / 2, sub % 2), P::INPUTS * 2);
@@ -98,7 +98,7 @@ template <class S, class P, class L> DEVICE u64 matvec(const P& product, const i
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
 
-    // The input into shared memory, times the norm's weights; its squares on the way.
+    // Copy the input, times the norm's weights, to shared memory, and add up its squares.
     const Row row = load_row(live, 0);
     float4 x[STAGES];
 #pragma unroll

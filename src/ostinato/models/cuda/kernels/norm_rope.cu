@@ -1,13 +1,13 @@
-// Rope where it is not a part of a product: where heads are normed before it (QK_NORM), and where a
-// library multiplies.  Queries go to `q`, keys (turned) and values into the cache.
+// Rope as a kernel of its own, for heads that are normed before it (QK_NORM) and for products of a library.
+// Queries go to `q`, rotated keys and values go to the cache.
 //
-// Physics.  It reads what the kernel before left in L2 and writes what the next one reads from there,
-// some KB a row: nothing but the way to L2 and back.  Blocks are a part of a row.  Nothing here is
-// compiled for a number of rows.
+// Physics.  The kernel reads the previous kernel's results from L2 and writes the next one's inputs, some KB
+// for each row: its time is a round trip to L2.  A block computes a part of a row.  The code does not depend
+// on the number of rows.
 #include "common.cuh"
 
 constexpr int HALF = HEAD_SIZE / 2, TURNED = HEADS + KV_HEADS, ALL_HEADS = TURNED + KV_HEADS;
-// A thread has four pairs of a head, so its lanes lie within a warp: their sums are sum_lanes.
+// A thread has four pairs of a head, so the threads of a head lie within a warp, and `sum_lanes` adds them.
 constexpr int PARTS = HALF / 4, LANES = power_of_two_above(PARTS);
 static_assert(HEAD_SIZE % 8 == 0 && LANES <= 32, "head size");
 
@@ -19,7 +19,7 @@ DEVICE float4 plus(const float4& a, const float4& b) {
 }
 DEVICE float sum_of(const float4& a) { return a.x + a.y + a.z + a.w; }
 
-// A row is blockIdx.y.
+// blockIdx.y is the row.
 KERNEL __launch_bounds__(ROPE_THREADS)
     norm_rope(const int* live, const float* qkv, const float* bias, const float* q_norm,
               const float* k_norm, const float* rope, bf16* cache, float* q, u32 row_count,

@@ -1,13 +1,13 @@
 // Products with packed matrices (bricks.cuh), for one row of inputs.
 //
-// The sums of a group are exact: an input is 23 bits with a sign under a power of
-// two that 256 neighbours share, written as three digits of 8 bits, and the tensor cores multiply
-// codes with digits in whole numbers (three columns of the eight that they have anyway).  What is
-// lost, 2^-23 of the largest of 256 inputs, is what float32 sums lose.  A group's sum of at most 19 bits
-// becomes a float by what is in the accumulator before: 1.5 2^23, whose last bit is 1.
+// The sums of a group are exact.  An input is converted to a signed integer of 23 bits, with one power of two
+// for 256 adjacent inputs, and written as three digits of 8 bits; the tensor cores multiply codes with digits
+// as integers (three of the eight columns that they have anyway).  The rounding error, 2^-23 of the largest
+// of 256 inputs, is of the size of that of float32 sums.  A group's sum has at most 19 bits, and is converted
+// to float by the accumulator's initial value, the bits of 1.5 2^23, whose last bit has the value 1.
 //
-// So of 512 weights a lane computes: 6 instructions to part the codes (none for 8 bits), one product,
-// two subtractions, two fused multiplications with the scales.  Minima and offsets come once a
+// So for 512 weights a lane executes 6 instructions to unpack the codes (none for 8 bits), one product, two
+// subtractions, and two fused multiplications with the scales.  Minima and offsets are applied once for each
 // brick, from the sums of the inputs.
 #pragma once
 
@@ -17,15 +17,15 @@
 constexpr int WHOLE = 0x4b400000;  // the bits of 1.5 2^23
 #define WHOLE_FLOAT 12582912.0f
 
-// 256 inputs in shared memory: the digits, a row of 256 bytes each and one of zeros, 64 bytes off all
-// banks, so that a lane reads 16 bytes of one row, [first, second][group % 2] of a unit; then the sums
-// of 16 inputs each, and the value of the lowest digit's 1.
+// The layout of 256 inputs in shared memory: a row of 256 bytes for each digit, then a row of zeros that is
+// shifted by 64 bytes to other banks.  A lane reads 16 bytes of one row, [group % 2][first, second] of a unit.
+// The sums of 16 inputs each follow, then the unit: the value of the lowest digit's 1.
 constexpr int DIGIT_ROWS = 3, ZERO_ROW = DIGIT_ROWS * BRICK + 64, SUM_ROW = ZERO_ROW + BRICK;
 constexpr int DIGIT_BYTES = SUM_ROW + 80;
 
-// Which row a lane reads: columns 0, 2 and 4 of the product are the digits, so that a lane's first
-// column is digit t, or nothing.  HALVES: columns 1, 3 and 5 are the digits of the second inputs, and
-// those others of the first; the masks leave out what is not a column's.
+// The offset that a lane reads from.  Columns 0, 2 and 4 of the product are the digits, so that a lane's first
+// column is digit t, or zeros.  HALVES: columns 0, 2 and 4 are the digits of the first inputs, columns 1, 3 and
+// 5 those of the second inputs; masks set the other inputs of a column to zero.
 template <bool HALVES> DEVICE int digits_of(int lane) {
     const int g = lane / 4;
     const bool zero = HALVES ? g >= 6 : g % 2 == 1 || g >= 6;
@@ -34,17 +34,17 @@ template <bool HALVES> DEVICE int digits_of(int lane) {
 
 DEVICE u32 magnitude(float v) { return __float_as_uint(v) & 0x7fffffffu; }
 
-// 8 inputs of a lane (4 of a group's first 16, 4 of its second) to digits in shared memory.
+// Converts 8 inputs of a lane (4 of a group's first 16, 4 of its second 16) to digits in shared memory.
 DEVICE void make_digits(u8* digits, const float4& a, const float4& b, int lane) {
     const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
     u32 most = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) most = larger(most, magnitude(v[i]));
     most = __reduce_max_sync(0xffffffffu, most);
-    // The largest becomes 22 bits; below 2^-104 all are nothing.
+    // The largest input gets 22 bits; if it is below 2^-104, fewer: the least unit is 2^-125.
     const u32 exponent = larger(static_cast<int>(most >> 23), 23);
     const float up = __uint_as_float((275 - exponent) << 23);
-    // What is not finite makes all sums no number.
+    // An input that is not finite makes all sums NaN.
     const float unit = most < 0x7f800000u ? __uint_as_float((exponent - 21) << 23)
                                           : __uint_as_float(0x7fc00000u);
     u32 whole[8];
@@ -54,7 +54,7 @@ DEVICE void make_digits(u8* digits, const float4& a, const float4& b, int lane) 
         whole[i] = __float_as_uint(fmaf(v[i], up, WHOLE_FLOAT)) - WHOLE;
         (i < 4 ? first : second) += static_cast<int>(whole[i]);
     }
-    // Digits from -128 to 127: with half a digit more, bytes are digits and 128.
+    // Digits are from -128 to 127: after adding 128 to each, the bytes are the digits plus 128.
     u32 words[2][DIGIT_ROWS];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -82,21 +82,21 @@ DEVICE void make_digits(u8* digits, const float4& a, const float4& b, int lane) 
     if (lane == 0) sums[8].x = unit;
 }
 
-// Adds a brick's products with its inputs to a lane's share of the sums of rows g and g + 8.
-// `next`: called with each load of codes that was used up, and once for all else.
+// Adds a brick's products with its inputs to a lane's share of the sums of rows g and g + 8.  Calls `next` with
+// the index of each load of codes once it is used up, and with -1 at the end for the rest of the brick.
 template <class F, class Next>
 DEVICE void multiply_brick(float& low, float& high, Held<F>& held, const u8* digits, int lane, int units,
                            const Next& next) {
     const int t = lane % 4;
-    // Of groups 2 t and 2 t + 1, two each; and the value of this lane's digit (none has digits of zeros).
+    // The sums of groups 2 t and 2 t + 1, two each, and the weight of this lane's digit.
     const float4 sums = *reinterpret_cast<const float4*>(digits + SUM_ROW + t * 16);
     const float unit = *reinterpret_cast<const float*>(digits + SUM_ROW + 64);
     const float weight = unit * __uint_as_float((143 - 8 * t) << 23);
     const u8* const own = digits + digits_of<F::HALVES>(lane);
     const u32 first_mask = F::HALVES && lane / 4 % 2 == 0 && lane < 24 ? ~0u : 0;
     const u32 second_mask = F::HALVES && lane / 4 % 2 == 1 && lane < 24 ? ~0u : 0;
-    float sum0 = 0.0f, sum1 = 0.0f;  // of rows g and g + 8
-    int whole0 = 0, whole1 = 0;      // of K types
+    float sum0 = 0.0f, sum1 = 0.0f;  // sums of rows g and g + 8
+    int whole0 = 0, whole1 = 0;      // the same for K types, as integers
     const uint4 scales0 = held.scales[0], scales1 = held.scales[1];
     const uint2 k0 = k_scales(scales0), k1 = k_scales(scales1);
     constexpr int PER_UNIT = Brick<F>::UNIT / 512;
@@ -136,7 +136,7 @@ DEVICE void multiply_brick(float& low, float& high, Held<F>& held, const u8* dig
         sum0 = static_cast<float>(whole0), sum1 = static_cast<float>(whole1);
         if constexpr (!F::HALVES) sum0 *= low_f16(scales0.x), sum1 *= low_f16(scales1.x);
     }
-    float least0 = 0.0f, least1 = 0.0f;  // what the groups of this lane have to be less
+    float least0 = 0.0f, least1 = 0.0f;  // to be subtracted: minima or offsets of this lane's groups
     if constexpr (F::HALVES) {
         const u32 w0 = word_of(scales0, t), w1 = word_of(scales1, t);
 #pragma unroll
@@ -172,9 +172,9 @@ DEVICE void multiply_brick(float& low, float& high, Held<F>& held, const u8* dig
     next(-1);
 }
 
-// Warps that share the inputs of a tile (the bricks of 16 rows), tiles that a block makes at once, and
-// one after the other, how many bricks a warp asks for before it uses the first, and how many blocks
-// a multiprocessor must have registers for; the parts of the matrix.
+// A launch shape.  SPLIT: warps that share the inputs of a tile (the bricks of 16 rows).  TEAMS: tiles that a
+// block computes at once.  TURNS: how often it does.  DEPTH: bricks that a warp loads ahead.  RESIDENT: blocks
+// that a multiprocessor must have registers for.  PARTS: the parts of the matrix.
 template <int SPLIT_, int TEAMS_, int TURNS_, int DEPTH_, int RESIDENT_, class... PARTS>
 struct PackedShape {
     static constexpr int SPLIT = SPLIT_, TEAMS = TEAMS_, TURNS = TURNS_, DEPTH = DEPTH_;
@@ -183,9 +183,9 @@ struct PackedShape {
     static constexpr int BLOCK_TILES = TEAMS * TURNS, BLOCK_PAIRS = 8 * BLOCK_TILES;
 };
 
-// A product of one row with a part of a matrix, whose first pair is FIRST of all: block `block` of those
-// that work on it.  Each warp makes the digits of its own inputs, so no barrier stands before the
-// products; one is after all turns of a block, whose pairs its threads then finish.
+// A product of one row with a part of a matrix, whose first pair in the matrix is FIRST; `block` counts the
+// blocks of this part.  Each warp computes the digits of its own inputs, so no barrier is needed before the
+// products.  One barrier follows all turns of a block, whose threads then finish the pairs.
 template <class S, class R, int FIRST, class P, class L>
 DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, int block, L later) {
     typedef typename R::Format F;
@@ -217,7 +217,7 @@ DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, in
         return bricks + static_cast<long long>(tile) * Brick<F>::row_bytes(K) +
                brick_of(i) * Brick<F>::BYTES;
     };
-    // A warp's bricks, in the order of its turns.
+    // The number of a warp's bricks, in the order of its turns.
     const int count = turns * SPAN;
     auto load = [&](Held<F>& into, int n) {
         if (there(n % SPAN)) into.load(brick_at(n / SPAN, n % SPAN), lane, units_of(n % SPAN));
@@ -226,7 +226,7 @@ DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, in
 #pragma unroll
     for (int n = 0; n < S::DEPTH; n++)
         if (n < count) load(held[n], n);
-    // The inputs of this lane: 4 of a group's first 16, 4 of its second.
+    // The inputs of this lane: 4 of a group's first 16, 4 of its second 16.
     auto input_of = [&](int i, int half) {
         return brick_of(i) * BRICK + lane / 4 * 32 + half * 16 + lane % 4 * 4;
     };
@@ -246,7 +246,7 @@ DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, in
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
 
-    // BATCH bricks' inputs at once.
+    // Inputs of BATCH bricks are loaded at once.
     constexpr int BATCH = smaller(4, SPAN);
     float4 x[BATCH][2];
     auto load_inputs = [&](int start) {
@@ -299,8 +299,8 @@ DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, in
     __syncwarp();
     if (count <= S::DEPTH) start_next_at<AFTER_INPUT>();
 
-    // The turn and the brick of it that are used up, and those that are asked for meanwhile.  They are counted,
-    // since compilers made wrong addresses of n / SPAN and n % SPAN (13.0: SPAN 6, DEPTH 2, 2 turns).
+    // The turn and its brick that are multiplied, and those that are loaded meanwhile.  They are counted, since
+    // NVRTC 13.0 computed wrong addresses from n / SPAN and n % SPAN (SPAN 6, DEPTH 2, 2 turns).
     int turn = 0, i = 0, then_turn = S::DEPTH / SPAN, then_i = S::DEPTH % SPAN;
     auto step = [](int& to_turn, int& to_i) {
         if (++to_i == SPAN) to_i = 0, to_turn++;
@@ -367,8 +367,8 @@ DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, in
     return key;
 }
 
-// Parts of a matrix below each other (of queries, keys and values) are rows of bricks of their own:
-// every block works on one of them.
+// Computes a product with a matrix of several parts (of queries, keys and values).  Each part has its own rows
+// of bricks, and a block works on one part.
 template <class S, int FIRST, class R, class... MORE, class P, class L>
 DEVICE u64 multiply_parts(const P& product, const int* live, const u8* bricks, int block, L later) {
     constexpr int BLOCKS = ceil_div(R::PAIRS, S::BLOCK_PAIRS);

@@ -1,34 +1,32 @@
-// Attention of a piece of a prompt: rows of one sequence at rising positions, on the tensor cores.
+// Attention of a piece of a prompt, rows of one sequence at increasing positions, on the tensor cores.
 //
-// Physics.  attention.cu reads all keys and values before a row for that row alone.  Here the rows of a block
-// and PIECE_QUERIES query heads of a KV head share them, so that arithmetic is the bound: 4 * HEADS *
-// HEAD_SIZE operations for a row and a position.  A warp has PIECE_TILES times 16 rows of one query head,
-// and each fragment of keys and values that it reads from shared memory serves all of them.  While the
-// scores of one tile of positions become shares, those of the next are multiplied, and the one after that
-// is copied.
+// Physics.  attention.cu reads all earlier keys and values for each row separately.  Here the rows of a block
+// and PIECE_QUERIES query heads of a KV head share them, so that arithmetic is the limit: 4 * HEADS *
+// HEAD_SIZE operations for a row and a position.  A warp has PIECE_TILES times 16 rows of one query head, and
+// each fragment of keys and values that it reads from shared memory is used for all of them.  While one tile's
+// scores are converted to weights, the next tile's scores are multiplied, and the tile after that is copied.
 //
-// Scores are q k^T with q and k in bfloat16; their exponentials go into the product with the values as
-// bfloat16, sums are float32.  Exponentials are relative to a base of the row, which follows its largest
-// score only once that is far above it, so that sums are rarely rescaled; any base gives the same shares.
-// Fragments: see matmul.cuh; a lane takes 16 neighbouring bytes of a row of q or k as the operands of two
-// instructions.  Scores leave the first product where the second one wants them.
+// Scores are q k^T with q and k in bfloat16; their exponentials are rounded to bfloat16 for the product with
+// the values; sums are float32.  Exponentials are relative to a base of the row.  The base is raised to the
+// largest score only once that is far above it, so that sums are rarely rescaled; the result does not depend
+// on the base.  Fragments: see matmul.cuh; a lane takes 16 adjacent bytes of a row of q or k as the operands of
+// two instructions.  The first product leaves the scores in the layout of the second one's operands.
 #include "common.cuh"
 
 constexpr int GROUP = HEADS / KV_HEADS, PARTS = GROUP / PIECE_QUERIES;
 constexpr int TILES = PIECE_TILES, WARP_ROWS = 16 * TILES;
 constexpr int THREADS = PIECE_ROWS / WARP_ROWS * PIECE_QUERIES * 32;
-constexpr int TILE = PIECE_POSITIONS;                   // positions in a place of shared memory
-constexpr int CHUNKS = ceil_div(HEAD_SIZE, 32);         // of 32 dimensions; those that are missing are zero
-constexpr int LINE = round_up(HEAD_SIZE, 64) / 8;       // 16 bytes each, of a position in shared memory
-constexpr float FAR = 8.0f;                             // a score above the base: 2^8 times its share
+constexpr int TILE = PIECE_POSITIONS;                   // positions of a tile in shared memory
+constexpr int CHUNKS = ceil_div(HEAD_SIZE, 32);         // chunks of 32 dimensions; missing ones are zero
+constexpr int LINE = round_up(HEAD_SIZE, 64) / 8;       // units of 16 bytes of a position in shared memory
+constexpr float FAR = 8.0f;                             // the base is raised if a score is above base + FAR
 static_assert(GROUP % PIECE_QUERIES == 0 && PIECE_ROWS % WARP_ROWS == 0 && TILE % 16 == 0, "shape");
 static_assert(HEAD_SIZE % 8 == 0 && HEAD_SIZE <= 128, "head size");
 
 typedef float Scores[TILES][TILE / 8][4];
 
-// Where 16 bytes of a position lie in its tile.  The order within a line changes from position to position,
-// so that neither eight lanes that read four parts of two positions meet in a bank, nor eight that read one
-// part of eight positions.
+// The place of 16 bytes of a position in its tile.  The order within a line depends on the position, so that
+// there are no bank conflicts for eight lanes that read four parts of two positions, or one part of eight.
 DEVICE int order_of(int position) { return (position & 1) << 2 | (position >> 1 & 3); }
 DEVICE int place_of(int position, int part) { return position * LINE + (part ^ order_of(position)); }
 
@@ -47,13 +45,13 @@ KERNEL __launch_bounds__(THREADS)
     constexpr int NEVER_SEEN = 1 << 30;
     DYNAMIC_SHARED(shared);
     __shared__ Row rows[PIECE_ROWS];
-    uint4* const tiles = reinterpret_cast<uint4*>(shared);  // two of keys and two of values
+    uint4* const tiles = reinterpret_cast<uint4*>(shared);  // two tiles of keys, two of values
     start_next_at<AT_START>();
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int g = lane / 4, t = lane % 4;
     const int kv_head = blockIdx.x / PARTS;
     const int head = kv_head * GROUP + blockIdx.x % PARTS * PIECE_QUERIES + warp % PIECE_QUERIES;
-    const int first = (gridDim.y - 1 - blockIdx.y) * PIECE_ROWS;  // the last rows see most keys
+    const int first = (gridDim.y - 1 - blockIdx.y) * PIECE_ROWS;  // last rows first: they have most keys
     const int own = warp / PIECE_QUERIES * WARP_ROWS;             // this warp's rows of the block
 
     wait_for_previous();
@@ -63,8 +61,8 @@ KERNEL __launch_bounds__(THREADS)
         rows[i] = index < static_cast<int>(row_count) ? load_row(live, index) : Row{};
     }
     __syncthreads();
-    // The block's rows see nothing before `begin` and from `end` on; all rows of the warp see what is from
-    // `whole_begin` to `whole_end`.
+    // The block's rows attend to positions in [`begin`, `end`) only; all rows of the warp attend to all
+    // positions in [`whole_begin`, `whole_end`).
     int end = 0, sequence = 0, begin = NEVER_SEEN, whole_begin = 0, whole_end = NEVER_SEEN;
 #pragma unroll
     for (int i = lane; i < PIECE_ROWS; i += 32) {
@@ -158,10 +156,10 @@ KERNEL __launch_bounds__(THREADS)
     float base[TILES][2], sum[TILES][2] = {};
 #pragma unroll
     for (int m = 0; m < TILES; m++) base[m][0] = base[m][1] = MINUS_INFINITY;
-    // Takes a tile from `start` on, whose keys and values are at `place`; leaves the scores of the next.
+    // Computes the tile from `start` on, whose keys and values are at `place`, and the next tile's scores.
     auto step = [&](Scores& score, Scores& next, int start, int place) {
         wait_copies<0>();
-        __syncthreads();  // they are there, and nobody reads what is copied over
+        __syncthreads();  // the tile has arrived, and no warp still reads what is overwritten next
         if (start + TILE < end) {
             copy_keys(start + 2 * TILE, place);
             copy_values(start + TILE, place ^ 1);
@@ -178,7 +176,7 @@ KERNEL __launch_bounds__(THREADS)
                 }
             }
         }
-        multiply_keys(next, place ^ 1);  // of no use after the last tile
+        multiply_keys(next, place ^ 1);  // unused after the last tile
 
         float shrinks[TILES][2];
         bool rescaled = false;
@@ -192,7 +190,7 @@ KERNEL __launch_bounds__(THREADS)
                     most = fmaxf(most, fmaxf(score[m][n][half * 2], score[m][n][half * 2 + 1]));
                 most = fmaxf(most, exchange(most, 1));
                 most = fmaxf(most, exchange(most, 2));
-                // A row that has seen no position has no base, and no sum to rescale.
+                // A row without positions so far has no base, and no sum to rescale.
                 const float old = base[m][half], now = most > old + FAR ? most : old;
                 const float zero = now == MINUS_INFINITY ? 0.0f : now;
                 shrinks[m][half] = now == old ? 1.0f : exp2_fast(old - now);
@@ -229,7 +227,7 @@ KERNEL __launch_bounds__(THREADS)
             }
 #pragma unroll
             for (int n = 0; n < HEAD_SIZE / 8; n += 2) {
-                // Lanes name positions 0 to 7 and 8 to 15 of 8 dimensions, then of the next 8.
+                // Lanes pass the addresses of positions 0 to 15 of 8 dimensions, then of the next 8.
                 const bool two = n + 1 < HEAD_SIZE / 8;
                 u32 b[4];
                 load_turned(b, values + place_of(k * 16 + lane % 16, two ? n + lane / 16 : n));

@@ -1,18 +1,17 @@
-// What stands between the products of a layer where a library multiplies (library.py): the norms and SiLU
-// that our own products have inside.  The first norm of a step of several rows is made here too (rounded.cu).
+// The kernels between a layer's products if a library multiplies (library.py): the norms and SiLU, which our
+// own products compute inside.  The first norm of a step of several rows is computed here too (rounded.cu).
 //
 //     norm_rows  [product]  norm_rope  attention  [product]
 //     norm_rows  [product]  silu_rows  [product]
 //
-// Physics.  Each reads what the kernel before left in L2 and writes what the next one reads from
-// there, 4 to 24 KB a row: at 512 rows 2 to 7 us each, at 16 rows nothing but the way to L2 and back.
-// Blocks are a row, or a part of one, so that a few rows fill many multiprocessors.  Nothing here is
-// compiled for a number of rows.
+// Physics.  Each kernel reads the previous kernel's results from L2 and writes the next one's inputs, 4 to
+// 24 KB for each row: 2 to 7 us at 512 rows, a round trip to L2 at 16 rows.  A block computes a row or a
+// part of one, so that a few rows fill many multiprocessors.  The code does not depend on the number of rows.
 //
 // A library's kernel does not use programmatic launch.  So the kernels before and after it are launched
-// without it (`LaunchConfig.programmatic`), and then both calls do nothing.
+// without it (`LaunchConfig.programmatic`), and `wait_for_previous` and `start_next` do nothing then.
 //
-// Padding rows become zeros where a product reads them.  They may hold anything before, and a NaN in
+// Padding rows are set to zero if a product reads them.  They may hold arbitrary data before, and a NaN in
 // them would make a check of the memory report rows that no kernel uses.
 #include "linear.cuh"
 
@@ -23,8 +22,8 @@ DEVICE uint4 pack_eight(const float4& u, const float4& v) {
                       pack_bf16(v.z, v.w));
 }
 
-// out = x / rms(x) * norm, in bfloat16; or x * norm where the scale is left to the product that reads it, and
-// `squares` has what it is made of.  A block a row, which stays in registers.
+// out = x / rms(x) * norm, in bfloat16.  With `squares`, out = x * norm, and the sum of squares is stored for the
+// product that reads `out` and applies the scale.  A block computes a row, which it keeps in registers.
 KERNEL __launch_bounds__(NORM_THREADS)
     norm_rows(const int* live, const float* x, const float* norm, bf16* out, u64* squares, u32 half,
               u32 row_count, u32 hidden, float epsilon) {
@@ -77,7 +76,7 @@ KERNEL __launch_bounds__(NORM_THREADS)
     }
 }
 
-// out = silu(gate) * up, all in bfloat16; sums is [rows, gate and up].  A thread makes eight values;
+// out = silu(gate) * up, in bfloat16; `sums` is [rows, gate and up].  A thread computes eight values;
 // blockIdx.y is the row.
 KERNEL __launch_bounds__(ROW_THREADS)
     silu_rows(const int* live, const float* sums, bf16* out, u32 row_count, u32 width) {

@@ -1,9 +1,9 @@
-// A GGUF file's rows to bricks.
+// Converts rows of a GGUF file to bricks.
 #include "bricks.cuh"
 
 // ----------------------------------------------------------------------------------- from the file
 
-// The code of input k of a row as the file has it, 8 bits.  Layouts are those of ggml-common.h.
+// Blocks as stored in the file (ggml-common.h).  `code` returns the code of input k of a block, up to 8 bits.
 template <class F> struct Stored;
 template <> struct Stored<Q8_0> {
     static constexpr int VALUES = 32, BYTES = 34, SCALE = 0;
@@ -43,9 +43,9 @@ DEVICE void put_half(u8* to, const u8* from, bool there = true) {
     to[0] = there ? from[0] : 0, to[1] = there ? from[1] : 0;
 }
 
-// Rows from `first` on of a matrix of `pairs` pairs, a block each.  `head`: as in dequantise.cu, 0 or the
-// rows of a head whose order is interleaved.  `size`: of place_of, or 0 for rows that are all the first
-// of their pairs, 1 for those that are the second.
+// Writes rows from `first` on of a matrix to bricks, one block each.  `head`: as in dequantise.cu, the number of
+// rows of a head with interleaved rows, or 0.  `size`: as for `place_of`; or 0 if all rows are the first of
+// their pairs, 1 if they are the second.
 template <class F>
 DEVICE void repack(const u8* stored, u8* bricks, u32 row_bytes, u32 columns, u32 first, u32 head,
                    u32 size) {
@@ -68,7 +68,7 @@ DEVICE void repack(const u8* stored, u8* bricks, u32 row_bytes, u32 columns, u32
         u8* const high = to + units * Brick<F>::UNIT;
         u8* const scales = high + Brick<F>::HIGH_LOADS * 512;
         u8* const extra = scales + 256;
-        const bool there = j * 32 < rest;  // a block of 32, at the least
+        const bool there = j * 32 < rest;  // rows are whole blocks of at least 32 inputs
         auto code = [&](int group, int second, int i) {
             const int k = start + group * 32 + second * 16 + t * 4 + i;
             return From::code(from + k / From::VALUES * From::BYTES, k % From::VALUES);

@@ -1,16 +1,17 @@
-// The five products for 2 to 64 rows over bfloat16 inputs (matmul.cuh), which the attention or the product
-// before left in memory; before the first layer `norm_rows` does.
+// The five products for 2 to 64 rows over bfloat16 inputs (matmul.cuh), which the previous attention or
+// product writes; `norm_rows` writes them before the first layer.
 //
-// Physics.  A step of many rows over float32 inputs waits for them: every block brings 4 * ROWS * INPUTS
-// bytes through its registers, norms and rounds them, while its weights stand still.  Rounded once, they
-// are half as many bytes, and are copied while the steps before them are computed.  The norm's scale, which
-// needs a whole row, is left to the product that reads it.
+// Physics.  With float32 inputs a step of many rows would wait for them: every block would bring 4 * ROWS *
+// INPUTS bytes through its registers, and norm and round them, while no weights are loaded.  Inputs that are
+// rounded once have half as many bytes, and are copied while earlier steps are multiplied.  The norm's scale
+// needs a whole row, so the product that reads the inputs applies it.
 #include "matmul.cuh"
 
-// Gate and up, whose result is rounded, with zeros in rows that are padding.  Its quotients are two units in the
-// last place off before that.  (One row's are not: the compiler takes 159 registers for them in place of 128.)
+// Gate and up with a rounded result, which is zero in padding rows.  Before the rounding, its quotients are off
+// by up to two units in the last place.  (The product for one row divides exactly: with this division it would
+// need 159 registers instead of 128.)
 struct RoundedGateUpProduct : GateUpProduct {
-    bf16* out;  // [ROWS, INNER], as `rounded_at` says
+    bf16* out;  // [ROWS, INNER], laid out by `rounded_at`
 
     DEVICE bf16& at(int index, int pair) const {
         return out[rounded_at(ROWS, INNER, index, pair / 8) * 8 + pair % 8];

@@ -1,42 +1,40 @@
-// The next token of each row that samples, and its sequence's new state; a block a row.
-// `sampling.sample` is the definition.
+// Chooses the next token of each row that samples, and writes its sequence's new state; a block for each
+// row.  `sampling.sample` is the reference.
 //
-// Greedy: the largest of the keys that the blocks of `head` left in the workspace; logits are not
-// touched.  1,000 to 8,000 keys come from L2 in one or a few rounds of 0.4 us.
+// Greedy: the token of the largest key that the blocks of `head` left in the workspace; logits are not
+// read.  1,000 to 8,000 keys come from L2 in one or a few rounds of 0.4 us.
 //
-// Else tokens stand in one order, likeliest first and lower index first on ties, and three things
-// are asked of it: where the top_k tokens end, where top_p of their mass is reached, and where a
-// drawn mass is passed.  All three are one question: the first token with which the running sum of
-// weights (1 for top_k) reaches a target.  It is answered without sorting the vocabulary:
-//   1. weights are summed into bins of equal width of the scaled logit, one scan of the logits;
-//   2. the bin in which the target lies is found, and its tokens (a few hundred, mostly) are put
-//      into a list, a second scan;
-//   3. in the list the token is found digit by digit of its 53-bit key (logit, then index).
-// Where more tokens share the bin than the list holds, step 3 scans all logits instead.
+// Otherwise tokens are ordered by logit, largest first, and by index, lowest first.  Three tokens are needed
+// in this order: the last of the top_k tokens, the one that reaches top_p of their mass, and the one that
+// reaches a drawn mass.  Each is the first token at which the running sum of weights (1 for top_k) reaches a
+// target, and is found without sorting the vocabulary:
+//   1. a scan of the logits sums the weights into bins of equal width of the scaled logit;
+//   2. the bin with the target is found, and a second scan lists its tokens (mostly a few hundred);
+//   3. the token in the list is found digit by digit of its 53-bit key (logit, then index).
+// If the bin has more tokens than the list holds, step 3 scans all logits instead.
 //
-// min_p needs no search: it is a least scaled logit.
+// min_p needs no search: it is a lower limit of the scaled logit.
 //
-// With a repetition penalty the logits are copied first, and those of the sequence's tokens changed in
-// the copy, always from the model's own: a token that the history has twice is penalised once.  The
-// copy is then what is looked at, also for the largest.
+// With a repetition penalty the logits are copied, and those of the sequence's tokens are changed in the
+// copy, computed from the model's own logits: a token that is in the history twice is penalised once.  All
+// else, including greedy, uses the copy then.
 //
-// Weights are integers, exp(scaled) * 2^SHIFT rounded: sums do not depend on the order in which
-// atomics come, and so a draw gives the same token every time.  The reference sums float32 ratios
-// in float64; the two differ by some 1e-7 of the mass, and tokens differ only where a draw falls
-// that close to a boundary.
+// Weights are integers, exp(scaled) * 2^SHIFT rounded: sums do not depend on the order of atomics, so a draw
+// gives the same token every time.  The reference sums float32 ratios in float64; the sums differ by some
+// 1e-7 of the mass, and tokens differ only if a draw is that close to a boundary.
 //
 // Physics: one multiprocessor reads 513 KB of logits (128,256 tokens) in about 6 us a scan.
 #include "sampled.cuh"
 
 constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32;
 constexpr int BINS = 2048, LISTED = 3072;
-constexpr float BIN_WIDTH = 1.0f / 64;  // in scaled logits; the last bin takes all below -32
-constexpr int INDEX_BITS = 21;          // config: a vocabulary has at most 2^21 tokens
+constexpr float BIN_WIDTH = 1.0f / 64;  // in scaled logits; the last bin has all below -32
+constexpr int INDEX_BITS = 21;          // a vocabulary has at most 2^21 tokens (config)
 DEVICE constexpr int bits_of(int n) { return n <= 1 ? 0 : 1 + bits_of((n + 1) / 2); }
 constexpr int SHIFT = 62 - bits_of(VOCAB);  // so that the sum of all weights fits
 static_assert(VOCAB <= 1 << INDEX_BITS && BINS % THREADS == 0, "vocabulary");
 
-// A token's place in the order: the larger, the earlier.
+// A token's place in the order; a larger place is earlier.
 typedef u64 Place;
 DEVICE Place place_of(float scaled, int index) {
     return static_cast<u64>(ordered(scaled)) << INDEX_BITS | ((1 << INDEX_BITS) - 1 - index);
@@ -52,7 +50,7 @@ DEVICE u64 weight_of(float scaled) {
     return __float2ull_rn(expf(scaled) * static_cast<float>(1ull << SHIFT));
 }
 
-// Philox4x32-10, the first word's upper 24 bits: `sampling.uniform` times 2^24.
+// Returns the upper 24 bits of Philox4x32-10's first word: `sampling.uniform` times 2^24.
 DEVICE u32 draw(u64 seed, u32 position) {
     u32 c0 = position, c1 = 0, c2 = 0, c3 = 0;
     u32 k0 = static_cast<u32>(seed), k1 = static_cast<u32>(seed >> 32);
@@ -75,18 +73,18 @@ struct Workbench {
     Place list[LISTED];
     int listed;
     int found;    // the bin or digit in which the target lies
-    u64 before;   // the sum of all bins before it
-    u64 total;    // of all bins
+    u64 before;   // the sum of all bins before `found`
+    u64 total;    // the sum of all bins
 };
 
-// The tokens of one row: their logits, and which of them take part (a prefix of the order).
+// The tokens of one row: their logits, and the prefix of the order that may be chosen.
 struct Tokens {
     const float* logits;
     float largest, temperature;
-    Place last;  // tokens after this place take no part
+    Place last;  // tokens after this place are left out
 
     DEVICE float scaled(float logit) const {
-        // A temperature that is 0 in float32 makes 0 / 0 of the largest.
+        // With a temperature that is 0 in float32 the largest would be 0 / 0.
         return logit == largest ? 0.0f : __fdiv_rn(logit - largest, temperature);
     }
 
@@ -118,7 +116,7 @@ struct Tokens {
     }
 };
 
-// Finds the bin in which the running sum reaches `target` (1 or more), and the sum before it.
+// Finds the bin in which the running sum reaches `target` (1 or more), and the sum before that bin.
 DEVICE void find_bin(Workbench& bench, u64 target) {
     constexpr int EACH = BINS / THREADS;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -126,7 +124,7 @@ DEVICE void find_bin(Workbench& bench, u64 target) {
     u64 own = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) own += bench.sums[thread * EACH + i];
-    u64 sum = own;  // up to and with this thread's bins, in the warp
+    u64 sum = own;  // running sum within the warp, including this thread's bins
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
         const u64 other = __shfl_up_sync(0xffffffffu, sum, distance);
@@ -159,7 +157,7 @@ DEVICE void clear_bins(Workbench& bench) {
     __syncthreads();
 }
 
-// Sums the weights (COUNTED: ones) of the tokens that take part into bins of their scaled logit.
+// Sums the weights (COUNTED: ones) of the tokens up to `tokens.last` into bins of their scaled logit.
 template <bool COUNTED> DEVICE void fill_bins(Workbench& bench, const Tokens& tokens) {
     clear_bins(bench);
     tokens.scan([&](float scaled, int index) {
@@ -169,7 +167,7 @@ template <bool COUNTED> DEVICE void fill_bins(Workbench& bench, const Tokens& to
     });
 }
 
-// The first token with which the running sum reaches `target`; the bins are filled.
+// Returns the first token at which the running sum reaches `target`.  The bins must be filled.
 template <bool COUNTED>
 DEVICE Place find_token(Workbench& bench, const Tokens& tokens, u64 target) {
     const int thread = threadIdx.x;
@@ -189,7 +187,7 @@ DEVICE Place find_token(Workbench& bench, const Tokens& tokens, u64 target) {
     const bool complete = listed <= LISTED;
     // Digits of a place, largest first: 11, 11 and 10 bits of the logit, 11 and 10 of the index.
     Place prefix = 0;
-    int above = 32 + INDEX_BITS;  // bits that are not found yet
+    int above = 32 + INDEX_BITS;  // number of bits not found yet
 #pragma unroll 1
     for (int round = 0; round < 5; round++) {
         const int digit_bits = round == 2 || round == 4 ? 10 : 11, shift = above - digit_bits;
@@ -229,8 +227,8 @@ DEVICE u64 largest_of_block(Workbench& bench, u64 key) {
     return largest_of_warp(lane < WARPS ? bench.warps[lane] : 0);
 }
 
-// Puts the logits into `adjusted`, those of `count` tokens with the penalty; the largest one's key.
-// Products are rounded by themselves: contracted with a later subtraction they would differ from
+// Copies the logits to `adjusted`, those of `count` tokens with the penalty.  Returns the largest one's key.
+// Products are rounded separately: contracted with a later subtraction they would differ from
 // `sampling.penalised`.
 DEVICE u64 penalise(Workbench& bench, const float* logits, const int* tokens, int count,
                     float penalty, float* adjusted) {
@@ -270,7 +268,7 @@ DEVICE int sample_row(Workbench& bench, const SampledRow& sampled, const float* 
     const float logit = from_ordered(static_cast<u32>(key >> 32));
     if (isinf(logit)) return -1;
     if (temperature == 0.0) return best;
-    __syncthreads();  // before the bench is used anew
+    __syncthreads();  // before the bench is reused
 
     Tokens tokens{logits, logit, static_cast<float>(temperature), 0};
     const int top_k = options[row.sequence].top_k;
@@ -287,7 +285,7 @@ DEVICE int sample_row(Workbench& bench, const SampledRow& sampled, const float* 
         const u64 wanted = static_cast<u64>(ceil(top_p * static_cast<double>(mass)));
         tokens.last = find_token<false>(bench, tokens, min(max(wanted, 1ull), mass));
     }
-    if (min_p > 0.0) {  // all of the least scaled logit that may be, whatever their index
+    if (min_p > 0.0) {  // keeps all tokens with the least allowed scaled logit, whatever their index
         const Place least = static_cast<u64>(ordered(static_cast<float>(log(min_p)))) << INDEX_BITS;
         tokens.last = largest(tokens.last, least);
     }
@@ -303,14 +301,14 @@ DEVICE int sample_row(Workbench& bench, const SampledRow& sampled, const float* 
 }
 
 #ifdef RANKS
-// Of several ranks: all have all logits, and a key of each rank in place of those of `head`'s blocks.
+// For several ranks: each rank has all logits, and one key of each rank instead of those of `head`'s blocks.
 static_assert(HEAD_BLOCKS == RANKS, "a key a rank");
 KERNEL __launch_bounds__(THREADS, 1)
     sample_of_ranks(const int* live, const float* logits, const Options* options, const int* stops,
                     int* state, int2* ring, const int* history, float* adjusted, const u64* keys,
                     u32 row_count, u32 vocabulary, u32 stop_count, u32 context, u32 ring_size,
                     u32 ranks) {
-    constexpr bool EARLY = false;  // another rank's keys are no kernel's of this step
+    constexpr bool EARLY = false;  // other ranks' keys are not written by kernels of this step
 #else
 KERNEL __launch_bounds__(THREADS, 1)
     sample(const int* live, const float* logits, const Options* options, const int* stops, int* state,
@@ -320,7 +318,7 @@ KERNEL __launch_bounds__(THREADS, 1)
     const u64* const keys = keys_of(workspace);
 #endif
     __shared__ Workbench bench;
-    __shared__ Ending endings[32];  // a thread's own: registers are few
+    __shared__ Ending endings[32];  // one for each thread of the first warp, to save registers
     start_next_at<AT_START>();
     if constexpr (!EARLY) wait_for_previous();
     const SampledRow sampled(live, options);

@@ -1,5 +1,5 @@
-// A row that samples: how, and what its token changes.  The host changes options and end tokens between steps
-// only, so all of it may be read before `wait_for_previous` where `live` may be.
+// A row that samples: its options, and the state that its token changes.  The host changes options and end
+// tokens between steps only, so they may be read before `wait_for_previous` wherever `live` may be.
 #pragma once
 
 #include "common.cuh"
@@ -26,7 +26,7 @@ struct SampledRow {
     }
 };
 
-// What may end a sequence, for the threads of a warp: its limit, and an end token each.
+// The conditions that end a sequence, held by a warp: the limit, and one end token for each lane.
 struct Ending {
     int limit, token;
 };
@@ -37,7 +37,7 @@ DEVICE Ending ending_of(const SampledRow& sampled, const Options* options, const
                   lane < STOPS ? load_fresh(stops + lane) : -1};
 }
 
-// The sequence's state, and its token in the ring that the host reads.  By one whole warp.
+// Writes the sequence's new state, and its token to the ring that the host reads.  One whole warp calls it.
 DEVICE void advance(const Row& row, int token, const Ending& ending, int* state, int2* ring, u32 context,
                     u32 ring_size) {
     const int next = row.position + 1;

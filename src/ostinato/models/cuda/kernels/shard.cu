@@ -1,11 +1,11 @@
-// What only a step of several ranks has: the best logit of this rank's part of the vocabulary, and
-// the best of all ranks' (`sharding`, `host/shard_kernels.py`).  A block a row, one warp.
+// Kernels for steps of several ranks only: the best logit of this rank's part of the vocabulary, and the
+// best one of all ranks (`sharding`, `host/shard_kernels.py`).  A block of one warp computes a row.
 //
-// A key is `logit_key` of a logit and its token; the largest is the best logit with the lowest token.
+// A key is `logit_key` of a logit and its token; the largest key is the best logit with the lowest token.
 #include "common.cuh"
 
 #ifdef HEAD_BLOCKS
-// `head` left a key of each of its blocks in the workspace, with tokens counted from 0.
+// Reads the keys that the blocks of `head` left in the workspace; their tokens count from 0.
 KERNEL __launch_bounds__(32)
     best_of_part(const int* live, const float* logits, u64* keys, float* workspace, u32 row_count,
                  u32 vocabulary, u32 first) {
@@ -20,7 +20,7 @@ KERNEL __launch_bounds__(32)
 #pragma unroll 8
     for (int i = threadIdx.x; i < HEAD_BLOCKS; i += 32) key = largest(key, load_fresh(found + i));
     key = largest_of_warp(key);
-    // The lower word is 2^32 - 1 - token, so the subtraction stays inside of it.
+    // The lower word is 2^32 - 1 - token, so the subtraction does not borrow from the upper word.
     if (threadIdx.x == 0) keys[index] = key == NAN_KEY ? key : key - first;
 }
 #endif
@@ -28,7 +28,7 @@ KERNEL __launch_bounds__(32)
 #ifdef RANKS
 #include "sampled.cuh"
 
-// A row that is not greedy needs more than the best: it gets no token (-1), as for NaN and infinity.
+// A row that is not greedy needs more than the best logit: it gets no token (-1), as for NaN and infinity.
 KERNEL __launch_bounds__(32)
     best_of_ranks(const int* live, const float* logits, const Options* options, const int* stops,
                   int* state, int2* ring, const int* history, float* adjusted, const u64* keys,

@@ -1,24 +1,24 @@
 // One row's attention over a tile of positions, as partial softmaxes that are merged later.
 //
-// A position of a head is held by LANES lanes with 16 bytes of its key and of its value each; a warp
-// holds GROUPS positions side by side, and STEPS of them one after the other.  Each group of lanes
-// keeps its own running maximum, sum and mix.
+// LANES lanes hold a position of a head, with 16 bytes of its key and of its value each.  A warp holds
+// GROUPS * STEPS positions: GROUPS groups of lanes with STEPS positions each.  Each group of lanes keeps its
+// own running maximum, sum and weighted sum of values (*mix*).
 #pragma once
 
 #include "common.cuh"
 
 constexpr int CHUNKS = HEAD_SIZE / 8;             // lanes of a position
-constexpr int LANES = power_of_two_above(CHUNKS);  // the same, with idle ones
+constexpr int LANES = power_of_two_above(CHUNKS);  // the same, with idle lanes
 constexpr int GROUPS = 32 / LANES;                // positions that a warp holds at once
 constexpr int PARTIAL = HEAD_SIZE + 2;            // floats: maximum, sum, mix
 static_assert(HEAD_SIZE % 8 == 0 && LANES <= 32, "head size");
 
-// A partial softmax: sum of 2^(score - maximum), and that sum over the values.
+// A partial softmax: the sum of 2^(score - maximum), and the sum of the values with these weights.
 struct Mix {
     float maximum, sum, values[8];
 };
 
-// Factor for what was summed under `from` when the maximum is `to`; both may be minus infinity.
+// The factor for sums relative to maximum `from` if the maximum becomes `to`; both may be minus infinity.
 DEVICE float rescale(float from, float to) { return from == to ? 1.0f : exp2_fast(from - to); }
 
 DEVICE void clear(Mix& mix) {
@@ -28,7 +28,7 @@ DEVICE void clear(Mix& mix) {
     for (int d = 0; d < 8; d++) mix.values[d] = 0.0f;
 }
 
-// Eight floats of a query, times the factor.
+// Sets eight floats of a query, times the factor.
 DEVICE void set_query(float (&query)[8], const float4& a, const float4& b, float factor) {
     query[0] = a.x * factor, query[1] = a.y * factor;
     query[2] = a.z * factor, query[3] = a.w * factor;
@@ -36,7 +36,7 @@ DEVICE void set_query(float (&query)[8], const float4& a, const float4& b, float
     query[6] = b.z * factor, query[7] = b.w * factor;
 }
 
-// Adds a tile to the mix of its group; `inside(step)` says which positions count.
+// Adds a tile to the group's mix; `inside(step)` is true for the positions that count.
 template <int STEPS, class F>
 DEVICE void mix_tile(Mix& mix, const float (&query)[8], const uint4 (&k)[STEPS],
                      const uint4 (&v)[STEPS], const F& inside) {
@@ -62,7 +62,7 @@ DEVICE void mix_tile(Mix& mix, const float (&query)[8], const uint4 (&k)[STEPS],
     for (int d = 0; d < 8; d++) mix.values[d] *= before;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        // A group whose positions all lie past the end has no maximum, and no weight.
+        // A group whose positions all lie past the end has no maximum: its weights are 0.
         const float weight = score[step] == MINUS_INFINITY ? 0.0f : exp2_fast(score[step] - maximum);
         mix.sum += weight;
         mix.values[0] = fmaf(weight, low_half(v[step].x), mix.values[0]);
@@ -76,7 +76,7 @@ DEVICE void mix_tile(Mix& mix, const float (&query)[8], const uint4 (&k)[STEPS],
     }
 }
 
-// Merges the groups of a warp, and leaves the warp's partial in shared memory.
+// Merges the groups of a warp, and stores the warp's partial softmax in shared memory.
 DEVICE void leave_partial(const Mix& mix, int lane, float (&partial)[PARTIAL]) {
     const int group = lane / LANES, sub = lane % LANES;
     float maximum = mix.maximum;

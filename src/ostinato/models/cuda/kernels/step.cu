@@ -1,9 +1,9 @@
-// The beginning of a step: rows and states to embeddings.
+// The first kernel of a step: turns rows and states into embeddings.
 //
-// A chain of a few dependent loads (0.3 us each from L2, 0.7 from memory) and nothing else.
+// Physics: a chain of a few dependent loads (0.3 us each from L2, 0.7 us from memory).
 #include "bricks.cuh"
 
-// A block a row.  Rows that would reach outside of anything are not active afterwards.
+// A block computes a row.  A row whose sequence, token or position is out of range becomes inactive.
 KERNEL __launch_bounds__(EMBED_THREADS)
     embed(const int* rows, const int* state, int* live, const Weight* table, float* x, int* history,
           u32 row_count, u32 hidden, u32 vocabulary, u32 sequences, u32 context) {

@@ -1,45 +1,44 @@
-// The attention of a warp on the tensor cores: all query heads that a block has of a KV head, over 16
-// positions times STEPS at once, as a partial softmax.
+// A warp's attention on the tensor cores: all query heads of a block, which share a KV head, over 16 * STEPS
+// positions at once, as a partial softmax.
 //
-// Physics.  A warp multiplies 16 rows of queries at least, and here a position's keys have QUERIES of them
-// alone (8 at most).  So each query takes two rows: its rounding to bfloat16, and what that left.  So do
-// the shares that go into the product with the values.  The result is exact to some 17 bits, more than the
-// bfloat16 that it is rounded to, and a position takes a fraction of the instructions that it takes
-// without tensor cores.
+// Physics.  The instruction multiplies 16 rows of queries, and here there are only QUERIES (8 at most).  So
+// each query takes two rows: its value rounded to bfloat16, and the remainder.  The weights for the product
+// with the values are split likewise.  The result is exact to some 17 bits, more than the bfloat16 that it is
+// rounded to, and a position takes a fraction of the instructions needed without tensor cores.
 //
-// Keys and values go from memory straight into registers, as operands.  Which dimension stands where in a
-// fragment is free as long as both operands agree, and so is which one a column of the result is:
+// Keys and values go from memory directly to registers, as operands.  The order of the dimensions in a
+// fragment is free as long as both operands agree, and so is the order of the result's columns:
 //
-//     lane 4 g + t:  of keys, of positions g and g + 8, 16 bytes: dimensions 32 c + 8 t and on;
-//                    of values, of positions 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: dimensions 64 e + 8 g and on
+//     lane 4 g + t:  keys of positions g and g + 8, 16 bytes: dimensions from 32 c + 8 t on;
+//                    values of positions 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: dimensions from 64 e + 8 g on
 //
-// Scores leave the first product where the second one wants them, and a lane ends up with 16 neighbouring
-// dimensions of the mix of query g.  What is asked for next comes while the rest of the tile is used:
-// keys as soon as there are scores, values as soon as they are mixed.
+// The first product leaves the scores in the layout of the second one's operands, and a lane ends up with 16
+// adjacent dimensions of the mix of query g.  The next tile is loaded while the rest of this one is used:
+// keys once the scores are computed, values once they are mixed.
 //
-// Exponentials are relative to a base of the query that follows its largest score only once that is far
-// above it, so that sums are rarely rescaled; any base gives the same shares.
+// Exponentials are relative to a base of the query.  The base is raised to the largest score only once that is
+// far above it, so that sums are rarely rescaled; the result does not depend on the base.
 #pragma once
 
 #include "softmax.cuh"
 
 template <int QUERIES, int STEPS, int WARPS> struct TileMix {
-    static constexpr int POSITIONS = 16 * STEPS;           // of a warp at once
-    static constexpr int STRIDE = WARPS * POSITIONS;       // and of the block: a warp's next are so far on
-    static constexpr int PARTS = ceil_div(HEAD_SIZE, 32);  // of a key; dimensions that are missing are zero
-    static constexpr int SETS = ceil_div(HEAD_SIZE, 64);   // of a value
-    static constexpr float FAR = 8.0f;                     // a score above the base: 2^8 times its share
+    static constexpr int POSITIONS = 16 * STEPS;           // positions of a warp at once
+    static constexpr int STRIDE = WARPS * POSITIONS;       // of the block: from a warp's tile to its next
+    static constexpr int PARTS = ceil_div(HEAD_SIZE, 32);  // parts of a key; missing dimensions are zero
+    static constexpr int SETS = ceil_div(HEAD_SIZE, 64);   // parts of a value
+    static constexpr float FAR = 8.0f;                     // a score above base + FAR raises the base
     static_assert(QUERIES <= 8 && HEAD_SIZE % 8 == 0, "two rows a query");
 
-    const bf16 *keys, *values;  // of the head, at the lane's dimensions
+    const bf16 *keys, *values;  // the head's, at the lane's dimensions
     int g, t;
     uint4 k[STEPS][2][PARTS], v[STEPS][4][SETS];
-    uint4 query[PARTS][2];  // rounded, and the rest
+    uint4 query[PARTS][2];  // rounded, and the remainder
     float base, sum, mixed[8 * SETS][4];
 
     DEVICE explicit TileMix(int lane) : g(lane / 4), t(lane % 4) {}
 
-    // Keys and values are those of another head from here on.
+    // Sets the keys and values to those of another head.
     DEVICE void turn_to(const bf16* of_keys, const bf16* of_values) {
         keys = of_keys + 8 * t;
         values = of_values + 8 * g;
@@ -58,7 +57,7 @@ template <int QUERIES, int STEPS, int WARPS> struct TileMix {
     DEVICE bool has_key(int part) const { return HEAD_SIZE % 32 == 0 || part * 4 + t < CHUNKS; }
     DEVICE bool has_value(int set) const { return HEAD_SIZE % 64 == 0 || set * 8 + g < CHUNKS; }
 
-    // Asks for the keys, or the values, of the positions from `start` on that lie before `end`.
+    // Issue the loads of the keys or the values of positions from `start` on, up to `end`.
     DEVICE void ask_keys(int start, int end) {
         const bf16* const from = keys + static_cast<long long>(start + g) * HEAD_SIZE;
 #pragma unroll
@@ -95,7 +94,7 @@ template <int QUERIES, int STEPS, int WARPS> struct TileMix {
         ask_keys(start, end);
         ask_values(start, end);
     }
-    // Asks for one position's, which was left out.
+    // Issues the loads of one position that was left out.
     DEVICE void ask_for(int start, int position) {
         const long long at = static_cast<long long>(position) * HEAD_SIZE;
 #pragma unroll
@@ -127,7 +126,8 @@ template <int QUERIES, int STEPS, int WARPS> struct TileMix {
         return pack_bf16(a - low_half(pair), b - high_half(pair));
     }
 
-    // `q`: [QUERIES, HEAD_SIZE].  Times the scale and log2(e), so that the exponentials are powers of two.
+    // Loads queries `q`, [QUERIES, HEAD_SIZE].  `factor` is the scale times log2(e), so that the exponentials are
+    // powers of two.
     DEVICE void set_queries(const float* q, float factor, bool there) {
 #pragma unroll
         for (int c = 0; c < PARTS; c++) {
@@ -146,8 +146,8 @@ template <int QUERIES, int STEPS, int WARPS> struct TileMix {
         }
     }
 
-    // Mixes positions from `start` on, whose first have been asked for, in steps that begin before `stop`;
-    // there is nothing from `end` on.  Returns where it goes on.
+    // Mixes positions from `start` on, up to `end`, in tiles that begin before `stop`.  The first tile's loads
+    // have been issued.  Returns the begin of the next tile.
     DEVICE int over(int start, int stop, int end) {
         for (; start < stop; start += STRIDE) {
             const int next = start + STRIDE;
@@ -213,7 +213,7 @@ template <int QUERIES, int STEPS, int WARPS> struct TileMix {
     }
     DEVICE static u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-    // Calls f(query, chunk of 8 dimensions, their mix), which together name all that this lane has.
+    // Calls f(query, chunk of 8 dimensions, their mix) for all chunks of this lane.
     template <class F> DEVICE void each(const F& f) const {
         if (g >= QUERIES) return;
 #pragma unroll
@@ -228,10 +228,10 @@ template <int QUERIES, int STEPS, int WARPS> struct TileMix {
             }
         }
     }
-    // The sum of a query's shares, in all of its lanes.
+    // The sum of a query's weights, in all of its lanes.
     DEVICE float whole_sum() const { return sum_lanes<4>(sum); }
 
-    // Stores the result in bfloat16, if this warp had all positions; `to(query, chunk)` is where.
+    // Stores the result in bfloat16 at `to(query, chunk)`, if this warp had all positions.
     template <class F> DEVICE void deliver(const F& to) const {
         const float whole = whole_sum();
         each([&](int query, int chunk, const float(&x)[8]) {
@@ -241,7 +241,7 @@ template <int QUERIES, int STEPS, int WARPS> struct TileMix {
             *reinterpret_cast<uint4*>(to(query, chunk)) = rounded(y);
         });
     }
-    // Leaves the partial softmax: the base, the sum, the mix of each query.
+    // Stores the partial softmax of each query: the base, the sum and the mix.
     DEVICE void leave(float (*partials)[PARTIAL]) const {
         const float whole = whole_sum();
         each([&](int query, int chunk, const float(&x)[8]) {

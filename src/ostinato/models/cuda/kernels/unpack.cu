@@ -1,7 +1,8 @@
-// Bricks to bfloat16, for the products of a library.
+// Converts bricks to bfloat16, for the products of a library.
 #include "bricks.cuh"
 
-// Rows from `first` on of a matrix, a block each: those of a part whose bricks begin at byte `offset`.
+// Writes rows from `first` on of a matrix, one block each: the rows of a part whose bricks begin at byte
+// `offset`.
 template <class F>
 DEVICE void unpack(const u8* bricks, bf16* out, u64 offset, u32 columns, u32 first, u32 size) {
     const Place place = place_of(blockIdx.x, size);
