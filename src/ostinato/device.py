@@ -211,7 +211,7 @@ class Device(Closeable):
         *,
         name: str = "",
     ) -> Buffer:
-        """Allocates memory whose elements are `fill_value` when this returns; `dtype` as for `empty`.
+        """Allocates memory whose elements are `fill_value` when this returns; `dtype`: see `empty`.
 
         `fill_value`: a number, or a tuple of the fields for structs.  Raises InputError
         for a value that the dtype cannot hold, as `array` does, and for an array; and
