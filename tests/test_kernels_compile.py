@@ -28,11 +28,15 @@ pytestmark = needs_nvrtc()
 
 
 def quick(wanted: KernelCheck, arch: str) -> bool:
-    """Each file once: of the models, the one whose sizes are odd."""
+    """Each file once: of the models, the one whose sizes are odd; of the packed weights, those with
+    offsets for a row and for 8, those without for 64 and in panels."""
     if arch in SMALL_ARCHITECTURES:
-        return arch != "sm_89" and wanted.name.startswith("small odd-bf16")
-    several = wanted.name.endswith("-8-panels")  # of 32 rows they are as many files
-    return arch == "sm_90" and not wanted.name.startswith(REAL_MODELS) and not several
+        return arch == "sm_86" and wanted.name.startswith("small odd-bf16")
+    if wanted.name.startswith("packed-"):
+        many = "-64" in wanted.name or wanted.name.endswith("-32-panels")
+        if many != ("Q6_K" in wanted.name) or wanted.name.endswith("-8-panels"):
+            return False
+    return arch == "sm_90" and not wanted.name.startswith(REAL_MODELS)
 
 
 REAL_MODELS = tuple(name for name in (*MODELS, *OF_WARPGROUPS) if name != "odd")
