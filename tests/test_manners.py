@@ -358,7 +358,7 @@ def test_all_that_is_made_on_a_device_takes_it(device: Device, stream: ost.Strea
     scalar.set(3, stream)
     assert scalar.to_numpy(stream) == 3
     assert {one.context for one in (pool, graph, cache)} == {device.context}
-    for make in (ost.CapturePool, ost.Graph.create, ost.GraphCache):
+    for make in (ost.Graph.create, ost.GraphCache):
         with pytest.raises(InputError, match=r"[Dd]evice"):
             make("host")
 

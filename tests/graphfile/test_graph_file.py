@@ -182,6 +182,20 @@ def test_constants_by_name_are_bound_to_live_memory_or_read_from_a_file(
     assert result(loaded, stream, [1, 1, 1]) == [10, 10, 10]
 
 
+def test_bfloat16_is_a_number_after_loading_too(
+    host_device: Device, stream: ost.Stream, path: Path
+) -> None:
+    x, y = host_device.array([1.0, 2.5], "bf16"), host_device.zeros(2, "bf16")
+    with ost.capture(stream) as under_way:
+        ost.copy(stream, y, x)
+    ost.graphfile.save(under_way.graph, path, inputs={"x": x}, outputs={"y": y})
+    loaded = ost.graphfile.load(host_device, path)
+    loaded.inputs["x"].set([1.0, 7.0], stream)
+    with loaded.instantiate() as run:
+        run.launch(stream)
+    assert loaded.outputs["y"].to_numpy(stream).tolist() == [0x3F80, 0x40E0]
+
+
 def test_state_is_an_input_and_an_output(
     host_device: Device, stream: ost.Stream, path: Path
 ) -> None:

@@ -37,7 +37,7 @@ from ostinato.driver.api import (
     ParameterSlot,
 )
 from ostinato.driver.context import Context
-from ostinato.driver.signature import BYTES, Signature, array_interface, element_bytes
+from ostinato.driver.signature import BF16, BYTES, Signature, array_interface, element_bytes
 from ostinato.graph.words import copy_extent, fill_extent
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target
@@ -79,6 +79,10 @@ def machine_of(context: Context) -> MachineRecord:
     )
 
 
+BFLOAT16 = "<V2"
+"""The type of bfloat16 in the array interface, as torch gives it: NumPy lacks one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """Type (in the array interface's form: "<f4"), shape, and strides in bytes of an array; None
@@ -98,7 +102,8 @@ def look_of(target: Target) -> Look | None:
     if isinstance(target, MemoryRange) or (isinstance(target, Buffer) and target.dtype is BYTES):
         return None
     if isinstance(target, Buffer | np.ndarray):
-        return Look(target.dtype.str, tuple(target.shape), None)
+        typestr = BFLOAT16 if target.dtype is BF16 else target.dtype.str
+        return Look(typestr, tuple(target.shape), None)
     interface = array_interface(target)
     if interface is None:
         return None
