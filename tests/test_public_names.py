@@ -7,7 +7,8 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -104,6 +105,61 @@ def test_every_error_is_ours() -> None:
         if inspect.isclass(value) and issubclass(value, Exception):
             assert issubclass(value, errors.OstinatoError)
             assert public in (errors.__doc__ or ""), f"{public} is not in the tree at the top"
+
+
+# ----------------------------------------------------------------------------------- vocabularies
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
+
+
+def declared() -> Iterator[tuple[str, str, str]]:
+    """Where, what and how annotated: the parameters and fields of all that the reference names, of
+    libraries that are here.  What a function returns has the function's own name."""
+    pages = [page.read_text(encoding="utf-8") for page in sorted(REFERENCE.glob("*.md"))]
+    for path in re.findall(r"^::: (\S+)$", "".join(pages), re.M):
+        try:
+            value = pkgutil.resolve_name(path)
+        except (ImportError, ost.OstinatoError):
+            assert path.startswith("ostinato.interop."), path
+            continue
+        if not inspect.isclass(value):
+            yield from annotated(path, value)
+            continue
+        for each in value.__mro__:
+            if not each.__module__.startswith("ostinato"):
+                continue
+            yield from annotated(path, each)
+            for name, member in vars(each).items():
+                if isinstance(member, property):
+                    member = member.fget
+                if not name.startswith("_") or name in ("__init__", "__call__"):
+                    yield from annotated(f"{path}.{name}", getattr(member, "__func__", member))
+
+
+def annotated(path: str, value: object) -> Iterator[tuple[str, str, str]]:
+    """What one function or class says of its parameters or fields."""
+    if not (inspect.isclass(value) or callable(value)):
+        return
+    for name, annotation in inspect.get_annotations(inspect.unwrap(value)).items():
+        what = path.rpartition(".")[2] if name == "return" else name
+        if not what.startswith("_"):
+            yield path, what, str(annotation)
+
+
+def test_the_reference_is_read() -> None:
+    found = set(declared())
+    for each in (
+        ("ostinato.Stream.submit", "operation", "Operation"),
+        ("ostinato.Event.elapsed_since", "elapsed_since", "float"),
+        ("ostinato.step.CacheStatistics", "nbytes", "int"),
+        ("ostinato.CaptureLimits.__init__", "seconds", "float | None"),
+    ):
+        assert each in found, each
+
+
+def test_times_are_in_seconds() -> None:
+    unit = re.compile(r"(.*_)?(ms|us|ns|milliseconds|microseconds|nanoseconds)")
+    found = [(path, name) for path, name, _ in declared() if unit.fullmatch(name)]
+    assert found == [], "fields and parameters have seconds; other units are for texts"
 
 
 # --------------------------------------------------------------------------------------- __repr__

@@ -170,7 +170,7 @@ def test_events_with_timing_have_the_times_of_the_last_replay(
         opened.set()
         stream.synchronize()
         assert in_time.pop()
-        assert stop.elapsed_since(start) >= 1e3 * seconds[0]
+        assert stop.elapsed_since(start) >= seconds[0]
 
 
 def test_a_timing_event_is_recorded_before_the_work_it_forks(
@@ -192,7 +192,7 @@ def test_a_timing_event_is_recorded_before_the_work_it_forks(
     for expected in (6, 36):
         run.launch(stream)
         assert (x.to_numpy(stream) == expected).all()
-        assert stop.elapsed_since(start) >= 200
+        assert stop.elapsed_since(start) >= 0.2
 
 
 @pytest.mark.parametrize("of", ["nothing", "another stream", "a capture", "a replay"])

@@ -304,7 +304,7 @@ def test_profiling_times_every_operation_eagerly(decoder: Decoder) -> None:
     by_kernel = times.by_kernel()
     assert by_kernel["attention"].launches == 3 * CONFIG.layers
     assert by_kernel["head"].launches == 3
-    assert all(time.milliseconds > 0 for time in by_kernel.values())
+    assert all(time.seconds > 0 for time in by_kernel.values())
     replayed = decoder.statistics().launches_replayed
     decoder.decode()
     assert decoder.statistics().launches_replayed == replayed + 1

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -602,8 +603,9 @@ def test_a_refused_replay_is_run_eagerly(host_device: Device) -> None:
 
 
 def test_profile_as_events(device: Device, tmp_path: object) -> None:
-    seen = []
-    profile = ReplayProfile(print_every=2, sinks=(seen.append,))
+    said: list[str] = []
+    seen, began = [], time.perf_counter()
+    profile = ReplayProfile(print_every=2, printer=said.append, sinks=(seen.append,))
     rows = Rows(
         device,
         warmups=0,
@@ -612,16 +614,20 @@ def test_profile_as_events(device: Device, tmp_path: object) -> None:
     )
     for _ in range(5):
         rows.step(rows=8)
+    spent = time.perf_counter() - began
     assert profile.count == 5
     assert [e.number for e in seen] == [1, 2, 3, 4, 5]
     for event in profile.events:
         assert min(event.upload, event.launch, event.synchronize) > 0
         assert event.total == pytest.approx(event.upload + event.launch + event.synchronize)
+        assert event.start + event.total <= spent, "in seconds"
+    assert said[0].endswith(f"total {1e6 * seen[0].total:.1f} us"), "a text has its unit"
     lines = [json.loads(line) for line in profile.to_json_lines().splitlines()]
     assert len(lines) == 5
     trace = profile.to_chrome_trace()["traceEvents"]
     assert len(trace) == 15
     assert {e["name"] for e in trace} == {"upload", "launch", "synchronize"}
+    assert (trace[0]["ts"], trace[0]["dur"]) == (1e6 * seen[0].start, 1e6 * seen[0].upload)
     p = profile.percentiles()
     assert 0 < p.p50 <= p.p90 <= p.p99 <= p.largest
     for part in ("count", "wait"):

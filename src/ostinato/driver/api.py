@@ -1034,7 +1034,7 @@ class Driver(Protocol):
     def event_synchronize(self, event: EventHandle) -> None: ...
 
     def event_elapsed(self, start: EventHandle, end: EventHandle) -> float:
-        """Milliseconds between two recorded events made with `timing`."""
+        """Seconds between two recorded events made with `timing`."""
         ...
 
     def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:

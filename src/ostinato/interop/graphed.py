@@ -300,7 +300,7 @@ class Graphed(Guarded):
             if not line.unmatched & (line.unmatched - 1):
                 self._heat(line, work, key, work.words(decision) if made is None else "")
         if began and not work.slow:
-            line.times.append((time.perf_counter_ns() - began) / 1000)
+            line.times.append((time.perf_counter_ns() - began) / 1e9)
         return work.result
 
     def _key(

@@ -131,7 +131,7 @@ class Table:
         key: Hashable,
         executable: GraphExec,
         footprint: Footprint,
-        capture_ms: float | None,
+        capture_seconds: float | None,
     ) -> list[CachedGraph]:
         """Puts a graph under a key, in place of another, and trims.
 
@@ -147,7 +147,7 @@ class Table:
         else:
             if before is not None:
                 out += self.remove([entry], "replaced")
-            kept = CachedGraph(executable, footprint, capture_ms)
+            kept = CachedGraph(executable, footprint, capture_seconds)
             entry.graph = kept
             self.gone.pop(key, None)
             self.entries[key] = entry
@@ -576,7 +576,7 @@ class GraphCache(Closeable):
             taken = meter.taken if flight.alone else None
             charge = footprint(executable, given=nbytes, taken=taken, free=meter.free)
             try:
-                self._put(flight.key, executable, charge, 1e3 * seconds)
+                self._put(flight.key, executable, charge, seconds)
             except ClosedError:  # the cache was closed meanwhile: nothing else has the executable
                 executable.close()
                 raise
@@ -619,12 +619,12 @@ class GraphCache(Closeable):
         key: Hashable,
         executable: GraphExec,
         charge: Footprint,
-        capture_ms: float | None,
+        capture_seconds: float | None,
     ) -> None:
         with uninterrupted, self.lock:
             self._require_open()
-            out = self.table.put(key, executable, charge, capture_ms)
-            if capture_ms is None:
+            out = self.table.put(key, executable, charge, capture_seconds)
+            if capture_seconds is None:
                 for entry in self.table.counting(key):
                     entry.installed += 1
         self._close(out)
@@ -719,7 +719,7 @@ class GraphCache(Closeable):
                 captures=total.captures,
                 capture_failures=total.failures,
                 joined=self._joined,
-                capture_ms=1e3 * total.capture_seconds,
+                capture_seconds=total.capture_seconds,
                 installed=total.installed,
                 replaced=total.left["replaced"],
                 evictions=total.evictions,

@@ -530,7 +530,7 @@ class Engine:
                 change(kept.executable)
                 run(self.settings, self.profile)
         if begin:
-            counts.times.append((time.perf_counter_ns() - begin) / 1e3)
+            counts.times.append((time.perf_counter_ns() - begin) / 1e9)
 
     def _arm(self, work: Work, counts: Counts, kept: CachedGraph) -> None:
         """Lets calls like this one, which was like the one before, go the short way."""
@@ -894,7 +894,7 @@ class Engine:
             decision=decision,
             reason=reason,
             restored=entry.installed,
-            us=Percentiles.of(counts.times),
+            seconds=Percentiles.of(counts.times),
             graph=self.cache.key_statistics(entry.key),
             **counts.fields(),
         )

@@ -74,7 +74,7 @@ class KeyStatistics:
     nbytes: int
     """Bytes that its graph is charged with."""
     nbytes_source: FootprintSource | None
-    capture_ms: float | None
+    capture_seconds: float | None
     """What the capture of its graph took; None if it was installed ready-made."""
     misses: int = 0
     captures: int = 0
@@ -82,7 +82,7 @@ class KeyStatistics:
     capture_failures: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
     """Captures that the limits refused to `get_or_capture`, by reason."""
-    all_captures_ms: float = 0.0
+    all_captures_seconds: float = 0.0
     """What all captures of the key took, failed ones too."""
     installed: int = 0
     replaced: int = 0
@@ -114,7 +114,7 @@ class CacheStatistics:
     capture_failures: int
     joined: int
     """Calls of get_or_capture that waited for another thread's capture of the key."""
-    capture_ms: float
+    capture_seconds: float
     """Time spent in captures, also in failed ones; the sum over all threads."""
     installed: int
     """By `install`."""
@@ -140,16 +140,17 @@ class CacheStatistics:
         from ostinato.graph.show.outline import bytes_text
 
         budget = f" of {bytes_text(self.budget)}" if self.budget is not None else ""
+        took = f"{1e3 * self.capture_seconds:.1f} ms"
         words = [
             f"graphs {self.graphs}, {bytes_text(self.nbytes)}{budget}; hits {self.hits}, misses "
-            f"{self.misses}, captures {self.captures} in {self.capture_ms:.1f} ms, failed "
+            f"{self.misses}, captures {self.captures} in {took}, failed "
             f"{self.capture_failures}, evicted {self.evictions.total}",
             *counted(self.refused),
         ]
         rows = [("key", "hits", "bytes", "captures", "ms", "evicted")]
         for line in (*self.keys, *self.gone):
             nbytes = "-" if line.nbytes_source is None else bytes_text(line.nbytes)
-            took = f"{line.all_captures_ms:.1f}"
+            took = f"{1e3 * line.all_captures_seconds:.1f}"
             counts = (str(line.captures), took, str(line.evictions.total))
             rows.append((key_text(line.key), str(line.hits), nbytes, *counts))
         return "\n".join([*words, *([table(rows)] if len(rows) > 1 else [])])
@@ -195,7 +196,7 @@ class _Counted:
 class StepKeyStatistics(_Counted):
     """What a step, or a graphed function, did so far for one key.
 
-    `us`: host time of the latest timed replays in microseconds.  Of a step one replay in 32 is
+    `seconds`: host time of the latest timed replays.  Of a step one replay in 32 is
     timed, without what comes before the launch, and launches of held graphs are not; it includes
     what the step's settings add to a launch: with `synchronize`, also the time of the device.  Of a
     graphed function one call in 16 is timed, as a whole.
@@ -208,9 +209,9 @@ class StepKeyStatistics(_Counted):
     decision: Literal["warmed up", "replayed", "evicted", "eager"]
     reason: str
     """Why its calls run eagerly from now on; empty if they do not."""
-    us: Percentiles
+    seconds: Percentiles
     graph: KeyStatistics | None
-    """The cache's record of the key (bytes, capture ms, hits, evictions); None if it has none."""
+    """The cache's record of the key (bytes, capture, hits, evictions); None if it has none."""
 
     @property
     def nbytes(self) -> int:
@@ -248,7 +249,8 @@ class StepStatistics(_Counted):
         ]
         for line in self.keys:
             counts = (line.calls, line.replays, line.eager, line.captures)
-            times = [f"{time:.1f}" if line.us.count else "-" for time in (line.us.p50, line.us.p99)]
+            spent = (line.seconds.p50, line.seconds.p99)
+            times = [f"{1e6 * each:.1f}" if line.seconds.count else "-" for each in spent]
             why = line.reason and f"quarantined: {line.reason}"
             share = f"{line.padding_waste:.0%}"
             rows.append((key_text(line.words), *map(str, counts), share, *times, why))
@@ -272,7 +274,7 @@ class Counts:
     eager_reasons: Counter[str] = field(default_factory=Counter)
     capture_reasons: Counter[str] = field(default_factory=Counter)
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
-    """Microseconds of host time of the replays that were timed."""
+    """Seconds of host time of the replays that were timed."""
 
     def ran_eagerly(self, launches: int, reason: str, runs: int = 1) -> None:
         """Eager runs, of so many operations."""

@@ -133,7 +133,7 @@ class Line(Call):
 
     @property
     def times(self) -> deque[float]:
-        """Microseconds of the whole calls that were timed."""
+        """Seconds of the whole calls that were timed."""
         assert self.counts is not None
         return self.counts.times
 
