@@ -240,7 +240,7 @@ def capture_by_hand(world: World) -> Case:
 @scenario
 def capture_into(world: World) -> Case:
     graph = ost.Graph.create(world.device)
-    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(default=1))
+    branch = graph.add_conditional("if", graph.condition(default=1))
 
     def work() -> None:
         with ost.capture(world.stream, into=branch.bodies[0]):
@@ -303,7 +303,7 @@ def build_by_hand(world: World) -> Case:
         graph = ost.Graph.create(world.device)
         graph.add_child(world.other)
         graph = graph.clone()
-        graph.add_conditional(ost.ConditionalKind.IF, graph.condition(default=1))
+        graph.add_conditional("if", graph.condition(default=1))
         made.append(graph.instantiate(upload=world.stream))
 
     def check(error: OstinatoError | None) -> None:
@@ -440,8 +440,8 @@ def _step(build: str, verify: Any, **options: Any) -> Scenario:
             stream=device.create_stream(),
             cache=ost.GraphCache(device, buckets=ost.ExplicitBuckets([2, 4])),
             slots=[
-                ost.Slot("x", x, ost.Role.INPUT, size="rows"),
-                ost.Slot("total", total, ost.Role.STATE, size="rows"),
+                ost.Slot("x", x, "input", size="rows"),
+                ost.Slot("total", total, "state", size="rows"),
             ],
             build=build,
             verify=verify,
@@ -662,13 +662,13 @@ def step_restored(world: World) -> Case:
     folder = _folder(world)
 
     def stored() -> ost.GraphedStep:
-        outs = [ost.Slot(str(i), out, ost.Role.OUTPUT) for i, out in enumerate(world.outs)]
+        outs = [ost.Slot(str(i), out, "output") for i, out in enumerate(world.outs)]
         return ost.GraphedStep(
             lambda stream, _: world.submit(world.a),
             stream=world.stream,
             cache=ost.GraphCache(world.device),
             name="sums",
-            slots=[ost.Slot("a", world.a, ost.Role.INPUT), *outs],
+            slots=[ost.Slot("a", world.a, "input"), *outs],
             store=ost.GraphStore(world.device, folder),
         )
 
@@ -906,7 +906,7 @@ def _body(world: Nulls) -> Callable[[], object]:
     graph = ost.Graph.create(world.device)
     condition = graph.condition(1)
     world.give_inside(bodies=(0,))
-    return lambda: graph.add_conditional(ost.ConditionalKind.IF, condition)
+    return lambda: graph.add_conditional("if", condition)
 
 
 NULLS: dict[str, tuple[str, Callable[[Nulls], Callable[[], object]]]] = {

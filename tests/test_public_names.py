@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import enum
 import importlib
 import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
@@ -57,14 +59,14 @@ def test_every_public_name_has_a_docstring(name: str) -> None:
 
 
 FACE = """
-Buffer Capture CaptureLimits CaptureMode CapturePool ConditionalKind Device DeviceArray DeviceScalar
+Buffer Capture CaptureLimits CapturePool Device DeviceArray DeviceScalar
 Event ExplicitBuckets Graph GraphCache GraphExec GraphStore GraphedStep HostKernel Kernel
-LaunchConfig MemoryRange Node NodeKind Operation OstinatoError PowersOfTwo Role Sizes Slot Source
+LaunchConfig MemoryRange Node NodeKind Operation OstinatoError PowersOfTwo Sizes Slot Source
 Stream capture capture_function compile copy fill host_kernel kernel launch lift open_device prepare
 record errors explain graphfile lowlevel settings step testing
 """
 LOWLEVEL = """
-Call Change Closeable Counts Engine FILL HostLaunch InstantiateFlags Memory Options Work causes
+Call Change Closeable Counts Engine FILL HostLaunch Memory Options Work causes
 check_runs every_node fill_kernel load_extension new_lock
 replace_small_fills table uninterrupted whole_number
 """
@@ -113,7 +115,8 @@ REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 
 def declared() -> Iterator[tuple[str, str, str]]:
     """Where, what and how annotated: the parameters and fields of all that the reference names, of
-    libraries that are here.  What a function returns has the function's own name."""
+    libraries that are here.  What a function returns has the function's own name; what a dataclass
+    is made of are its fields."""
     pages = [page.read_text(encoding="utf-8") for page in sorted(REFERENCE.glob("*.md"))]
     for path in re.findall(r"^::: (\S+)$", "".join(pages), re.M):
         try:
@@ -131,7 +134,8 @@ def declared() -> Iterator[tuple[str, str, str]]:
             for name, member in vars(each).items():
                 if isinstance(member, property):
                     member = member.fget
-                if not name.startswith("_") or name in ("__init__", "__call__"):
+                special = ("__call__",) if is_dataclass(each) else ("__init__", "__call__")
+                if not name.startswith("_") or name in special:
                     yield from annotated(f"{path}.{name}", getattr(member, "__func__", member))
 
 
@@ -145,13 +149,22 @@ def annotated(path: str, value: object) -> Iterator[tuple[str, str, str]]:
             yield path, what, str(annotation)
 
 
+def parameters() -> Iterator[tuple[str, str, str]]:
+    """Those of `declared` that are parameters of functions."""
+    for path, name, annotation in declared():
+        value = pkgutil.resolve_name(path)
+        if inspect.isroutine(value) and name != value.__name__:
+            yield path, name, annotation
+
+
 def test_the_reference_is_read() -> None:
     found = set(declared())
     for each in (
         ("ostinato.Stream.submit", "operation", "Operation"),
         ("ostinato.Event.elapsed_since", "elapsed_since", "float"),
         ("ostinato.step.CacheStatistics", "nbytes", "int"),
-        ("ostinato.CaptureLimits.__init__", "seconds", "float | None"),
+        ("ostinato.CaptureLimits", "seconds", "float | None"),
+        ("ostinato.GraphCache.__init__", "max_graphs", "int | None"),
     ):
         assert each in found, each
 
@@ -160,6 +173,22 @@ def test_times_are_in_seconds() -> None:
     unit = re.compile(r"(.*_)?(ms|us|ns|milliseconds|microseconds|nanoseconds)")
     found = [(path, name) for path, name, _ in declared() if unit.fullmatch(name)]
     assert found == [], "fields and parameters have seconds; other units are for texts"
+
+
+def test_options_are_words_and_results_are_enumerations() -> None:
+    """The driver's protocol has the driver's numbers; packages built on the engine make results."""
+    modules = [importlib.import_module(name) for name in (*PUBLIC, "ostinato.driver.api")]
+    public = {getattr(module, name): name for module in modules for name in module.__all__}
+    enums = [name for each, name in public.items() if isinstance(each, enum.EnumMeta)]
+    assert {"NodeKind", "CaptureMode", "Reason"} <= {*enums}
+    ours = re.compile(rf"\b({'|'.join(enums)})\b")
+    found = [
+        each
+        for each in parameters()
+        if ours.search(each[2])
+        and not each[0].startswith(("ostinato.driver.", "ostinato.lowlevel."))
+    ]
+    assert found == []
 
 
 # --------------------------------------------------------------------------------------- __repr__

@@ -256,7 +256,7 @@ def test_a_body_records_no_event(device: Device, stream: ost.Stream, kept: bool)
     """CUDA has no event nodes in bodies.  A fork within the capture needs none."""
     side, x, y = device.create_stream(), ones(device), ones(device)
     graph = ost.Graph.create(device)
-    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(default=1))
+    branch = graph.add_conditional("if", graph.condition(default=1))
     (body,) = branch.bodies
     events = []
 

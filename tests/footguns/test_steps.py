@@ -21,7 +21,7 @@ from tests.sources import config, kernel
 def test_a_step_with_state_advances_once_a_call(device: Device, stream: ost.Stream) -> None:
     counter = device.zeros(1, np.int32)
     cache = ost.GraphCache(device)
-    slots = [ost.Slot("counter", counter, ost.Role.STATE)]
+    slots = [ost.Slot("counter", counter, "state")]
     for verify in ("off", "first", 1):
         options = {"stream": stream, "slots": slots, "verify": verify, "name": f"count {verify}"}
         step = count_step(device, counter, cache, 1, **options)
@@ -235,7 +235,7 @@ def test_more_rows_than_a_slot_has_are_refused(device: Device) -> None:
         work,
         stream=device.create_stream(),
         cache=cache,
-        slots=[ost.Slot("x", x, ost.Role.STATE, size="rows")],
+        slots=[ost.Slot("x", x, "state", size="rows")],
         warmups=0,
     )
     with pytest.raises(InputError, match="only 8 rows"):
@@ -257,7 +257,7 @@ def test_a_bucket_ends_with_the_rows_of_a_slot(device: Device) -> None:
         work,
         stream=device.create_stream(),
         cache=ost.GraphCache(device),
-        slots=[ost.Slot("x", x, ost.Role.STATE, size="rows", scratch_padding=True)],
+        slots=[ost.Slot("x", x, "state", size="rows", scratch_padding=True)],
         warmups=0,
     )
     for rows in (5, 6, 5):
@@ -285,7 +285,7 @@ def test_a_bucket_that_is_too_small_for_its_size_is_refused(device: Device) -> N
         lambda stream, sizes: work.append(sizes.rows),
         stream=device.create_stream(),
         cache=ost.GraphCache(device, buckets=Own()),
-        slots=[ost.Slot("x", x, ost.Role.STATE, size="rows")],
+        slots=[ost.Slot("x", x, "state", size="rows")],
     )
     step(rows=4)
     for call in (step, step.prepare, step.hold, step.key):

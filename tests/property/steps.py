@@ -16,7 +16,7 @@ from ostinato.step import Action, Buckets, HeldReplay, Multiples, Reason, StepKe
 from tests.property.engine import BYTE, booleans, integers, rule, sampled, tuples
 from tests.property.kernels import config, kernel
 from tests.property.oracle import SIZE, Box
-from tests.property.world import Lane, World
+from tests.property.world import MODES, Lane, World
 
 ROWS, WIDTH = 8, 4
 REFUSALS = 3
@@ -87,7 +87,7 @@ class Work:
         given = [self.buffer(a) if isinstance(a, Box) else a for a in arguments]
         ost.launch(stream, kernel(self.world.device, name), config(n), *given)
 
-    def slot(self, name: str, box: Box, role: ost.Role, *, size: str | None = "rows") -> ost.Slot:
+    def slot(self, name: str, box: Box, role: Any, *, size: str | None = "rows") -> ost.Slot:
         buffer = self.buffer(box)
         if size is not None:
             buffer = buffer.view(0, (ROWS, WIDTH))
@@ -107,8 +107,8 @@ class Pure(Work):
 
     def slots(self) -> list[ost.Slot]:
         return [
-            self.slot("x", self.x, ost.Role.INPUT),
-            self.slot("out", self.own[0], ost.Role.OUTPUT),
+            self.slot("x", self.x, "input"),
+            self.slot("out", self.own[0], "output"),
         ]
 
     def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
@@ -140,10 +140,10 @@ class Scratch(Work):
     def slots(self) -> list[ost.Slot]:
         tmp, acc, total = self.own
         return [
-            self.slot("x", self.x, ost.Role.INPUT),
-            self.slot("tmp", tmp, ost.Role.SCRATCH),
-            self.slot("acc", acc, ost.Role.STATE),
-            self.slot("total", total, ost.Role.STATE, size=None),
+            self.slot("x", self.x, "input"),
+            self.slot("tmp", tmp, "scratch"),
+            self.slot("acc", acc, "state"),
+            self.slot("total", total, "state", size=None),
         ]
 
     def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
@@ -183,8 +183,8 @@ class Corner(Work):
 
     def slots(self) -> list[ost.Slot]:
         return [
-            self.slot("x", self.x, ost.Role.INPUT),
-            self.slot("acc", self.own[0], ost.Role.STATE),
+            self.slot("x", self.x, "input"),
+            self.slot("acc", self.own[0], "state"),
         ]
 
     def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
@@ -228,7 +228,7 @@ class Looped(Work):
         )
         begin = kernel(device, "begin_loop"), config(1), count, condition
         decide = graph.add_kernel(*begin, after=[times])
-        loop = graph.add_conditional(ost.ConditionalKind.WHILE, condition, after=[decide])
+        loop = graph.add_conditional("while", condition, after=[decide])
         last = loop.bodies[0].add_kernel(kernel(device, "total"), shape, acc, acc, tmp, SIZE)
         again = kernel(device, "next_round"), config(1), count, condition
         loop.bodies[0].add_kernel(*again, after=[last])
@@ -249,9 +249,9 @@ class Escaping(Work):
 
     def slots(self) -> list[ost.Slot]:
         return [
-            self.slot("x", self.x, ost.Role.INPUT),
-            self.slot("a", self.own[0], ost.Role.STATE, size=None),
-            self.slot("b", self.own[1], ost.Role.STATE, size=None),
+            self.slot("x", self.x, "input"),
+            self.slot("a", self.own[0], "state", size=None),
+            self.slot("b", self.own[1], "state", size=None),
         ]
 
     def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
@@ -422,7 +422,7 @@ class StepRules(World):
                 strict=bool(more // 4 % 2),
                 preconditions={"it is ready": lambda: ready["it is ready"]},
                 builder=build if isinstance(work, Looped) else None,
-                mode=list(ost.CaptureMode)[more // 8 % 3],
+                mode=MODES[more // 8 % 3],
                 settings=ost.settings.ReplaySettings(
                     upload=bool(more // 16 % 2), synchronize=more // 32 % 4 == 3
                 ),

@@ -278,7 +278,7 @@ def test_a_loop_is_saved_beside_its_executable(host_device: Device, tmp_path: Pa
     def make() -> ost.GraphExec:
         graph = ost.Graph.create(device)
         again = graph.condition(1, reset_at_launch=True)
-        body = graph.add_conditional(ost.ConditionalKind.WHILE, again).bodies[0]
+        body = graph.add_conditional("while", again).bodies[0]
         counted = body.add_kernel(countdown, ONE, left, again)
         body.add_kernel(step, ONE, y, y, 1, 10, 1, after=[counted])
         return graph.instantiate()

@@ -49,8 +49,8 @@ class Rows:
         self.factor = ost.DeviceScalar(device.context, np.float32, initial=1, stream=self.stream)
         self.axpy = kernel(device, "axpy_rows")
         self.slots = [
-            ost.Slot("x", self.x, ost.Role.INPUT, size="rows"),
-            ost.Slot("total", self.total, ost.Role.STATE, size="rows"),
+            ost.Slot("x", self.x, "input", size="rows"),
+            ost.Slot("total", self.total, "state", size="rows"),
         ]
         self.cache = GraphCache(device, buckets=PowersOfTwo(ROWS))
         self.runs = 0
@@ -176,7 +176,7 @@ def test_a_slot_names_the_size_that_a_call_lacks(device: Device) -> None:
     with pytest.raises(InputError, match=r"the size 'rows', which this call.*gives row\)"):
         rows.step(row=3)
     with pytest.raises(InputError, match="size=3: the name of a size argument is needed"):
-        ost.Slot("x", rows.x, ost.Role.INPUT, size=3)  # type: ignore[arg-type]
+        ost.Slot("x", rows.x, "input", size=3)  # type: ignore[arg-type]
 
 
 def test_device_state_is_seen_by_replays(device: Device) -> None:
@@ -481,7 +481,7 @@ def test_the_same_work_with_other_answers_is_run_eagerly(device: Device) -> None
         work,
         stream=device.create_stream(),
         cache=GraphCache(device),
-        slots=[ost.Slot("out", out, ost.Role.OUTPUT)],
+        slots=[ost.Slot("out", out, "output")],
         verify="first",
         warmups=0,
     )
@@ -505,7 +505,7 @@ def test_an_output_that_is_read_before_it_is_written_is_told_from_a_frozen_numbe
         work,
         stream=device.create_stream(),
         cache=GraphCache(device),
-        slots=[ost.Slot("x", x, ost.Role.INPUT), ost.Slot("out", out, ost.Role.OUTPUT)],
+        slots=[ost.Slot("x", x, "input"), ost.Slot("out", out, "output")],
         warmups=0,
         verify="first",
     )
@@ -938,7 +938,7 @@ def test_a_builder_makes_the_graph_by_itself(device: Device) -> None:
     ("wrong", "needed"),
     [
         ({"cache": None}, "cache: a GraphCache is needed, not None"),
-        ({"mode": "global"}, "mode: a CaptureMode is needed, not 'global'"),
+        ({"mode": 1}, 'mode=1: "global", "thread_local" or "relaxed" is needed'),
         ({"pool": "x"}, "pool: a CapturePool is needed, not 'x'"),
         ({"settings": {}}, "settings: a ReplaySettings is needed, not {}"),
         ({"profile": True}, "profile: a ReplayProfile is needed, not True"),
@@ -968,7 +968,7 @@ def test_memory_of_another_device_is_refused(device: Device) -> None:
     """At once: a graph that points at it would end the context of a GPU."""
     stream, cache = device.create_stream(), GraphCache(device)
     with ost.open_device("host") as other:
-        slot = ost.Slot("x", other.zeros(8, "bytes"), ost.Role.STATE)
+        slot = ost.Slot("x", other.zeros(8, "bytes"), "state")
         for wrong in ({"slots": [slot]}, {"pool": other.pool()}):
             with pytest.raises(InputError, match="of another device"):
                 ost.GraphedStep(lambda stream, _: None, stream=stream, cache=cache, **wrong)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import CaptureError, ContextPoisonedError, InputError, StateLostError, Status
-from ostinato.step import Role, Slot
+from ostinato.step import Slot
 from ostinato.step.policy import Action, Decision, Reason
 from ostinato.step.store import StoreStatistics
 from ostinato.step.work import work_digest
@@ -56,9 +56,9 @@ class Rig:
 
     def named(self) -> list[Slot]:
         return [
-            Slot("x", self.x, Role.INPUT, "rows"),
-            Slot("y", self.y, Role.OUTPUT, "rows"),
-            Slot("total", self.total, Role.STATE),
+            Slot("x", self.x, "input", "rows"),
+            Slot("y", self.y, "output", "rows"),
+            Slot("total", self.total, "state"),
         ]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:

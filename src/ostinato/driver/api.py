@@ -289,6 +289,24 @@ def whole_number(value: object) -> int | None:
         return None
 
 
+def require_word(what: str, value: object, words: Iterable[str]) -> str:
+    """The value of an option that is one of some words.  Raises InputError, which has the words."""
+    words = [*words]
+    if not (isinstance(value, str) and value in words):
+        *others, last = (f'"{word}"' for word in words)
+        raise InputError(f"{what}={value!r}: {', '.join(others)} or {last} is needed")
+    return value
+
+
+_Choice = TypeVar("_Choice", bound=enum.Enum)
+
+
+def named_choice(what: str, value: object, choices: type[_Choice]) -> _Choice:
+    """The member of an enumeration that an option names in lower case.  Raises InputError, which
+    has the names."""
+    return choices[require_word(what, value, map(str.lower, choices.__members__)).upper()]
+
+
 @dataclass(frozen=True, slots=True)
 class _LaunchFields:
     """`LaunchConfig` as it is kept, every size with three dimensions."""

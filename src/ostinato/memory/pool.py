@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy.typing as npt
 
-from ostinato.driver.api import CaptureMode, whole_number
+from ostinato.driver.api import whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.forking import new_lock
@@ -170,12 +170,8 @@ class CapturePool(Closeable):
         size = max(piece, self._slab)
         if self.context.captures_under_way:
             growth = Growth(size, caller_location(), owner)
-            driver = self.context.driver
-            before = driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
-            try:
+            with self.context.relaxed():
                 slab = allocate(self.context, size, BYTES)
-            finally:
-                driver.thread_exchange_capture_mode(before)
             self._growth.append(growth)
             _log.warning(
                 "pool %r grew by %d bytes during a capture, for %r at %s; reserve more beforehand",

@@ -18,14 +18,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from ostinato import (
-    ConditionalKind,
     Device,
     Graph,
     GraphCache,
     GraphedStep,
     GraphExec,
     Operation,
-    Role,
     Sizes,
     Slot,
     Stream,
@@ -359,7 +357,7 @@ class StepGraphs:
             condition = graph.condition()
             (start,) = self._operations((begin,), rows, condition)
             started = graph.add_operation(start)
-            loop = graph.add_conditional(ConditionalKind.WHILE, condition, after=[started])
+            loop = graph.add_conditional("while", condition, after=[started])
             body = loop.bodies[0]
             operations = self._operations((*step, chained), rows, condition)
             if self._build == "record":
@@ -420,8 +418,8 @@ def _slots_to_verify(plan: BufferPlan) -> tuple[Slot, ...]:
     state = {name: plan.buffers[name] for name in ("cache", "history", "state", "logits")}
     scratch = {name: buffer for name, buffer in plan.buffers.items() if name not in state}
     return (
-        Slot("rows", plan.rows.buffer, Role.INPUT, size="rows", poison=_POISON_ROWS),
-        Slot("ring", plan.ring, Role.STATE),
-        *(Slot(name, buffer, Role.STATE) for name, buffer in state.items()),
-        *(Slot(name, buffer, Role.SCRATCH) for name, buffer in scratch.items()),
+        Slot("rows", plan.rows.buffer, "input", size="rows", poison=_POISON_ROWS),
+        Slot("ring", plan.ring, "state"),
+        *(Slot(name, buffer, "state") for name, buffer in state.items()),
+        *(Slot(name, buffer, "scratch") for name, buffer in scratch.items()),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.driver.api import CaptureMode, CaptureStatus, MemcpyNodeParams, whole_number
+from ostinato.driver.api import CaptureStatus, MemcpyNodeParams, whole_number
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.interrupts import uninterrupted
@@ -79,11 +79,8 @@ class StagingRing:
             self._next = (index + 1) % self.depth
             context = self._memory.context
             if context.captures:  # of other streams; they forbid this thread to ask for events
-                before = context.driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
-                try:
+                with context.relaxed():
                     self._wait_for(index)
-                finally:
-                    context.driver.thread_exchange_capture_mode(before)
             else:
                 self._wait_for(index)
             self._views[index][:size] = np.frombuffer(data, np.uint8)

@@ -22,7 +22,7 @@ from ostinato.step.held import HeldReplay
 from ostinato.step.limits import CaptureLimits, Refusal, Refused
 from ostinato.step.policy import Action, Decision, Reason, Situation, decide
 from ostinato.step.sizes import Sizes, StepKey
-from ostinato.step.slots import Role, Slot
+from ostinato.step.slots import Slot
 from ostinato.step.statistics import (
     CacheStatistics,
     Evictions,
@@ -53,7 +53,6 @@ __all__ = [
     "Reason",
     "Refusal",
     "Refused",
-    "Role",
     "Situation",
     "Sizes",
     "Slot",

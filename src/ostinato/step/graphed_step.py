@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from ostinato import settings as _settings
-from ostinato.driver.api import CaptureMode, whole_number
+from ostinato.driver.api import CaptureMode, named_choice, require_word, whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.stream import Stream, require_stream
 from ostinato.errors import (
@@ -48,7 +48,7 @@ from ostinato.step.engine import Call, Change, Engine, Work
 from ostinato.step.held import HeldReplay
 from ostinato.step.policy import REPLAY, Action, Decision, Reason
 from ostinato.step.sizes import NONE_READ, Sizes, StepKey, bucket_of, checked_sizes, sizes_of
-from ostinato.step.slots import Role, Slot, check_slots, check_verify
+from ostinato.step.slots import Slot, check_slots, check_verify
 from ostinato.step.statistics import StepStatistics
 from ostinato.step.work import work_digest
 
@@ -156,7 +156,7 @@ class GraphedStep(Closeable):
         preload: Callable[[], object] | None = None,
         builder: Builder | None = None,
         repeatable: bool = False,
-        mode: CaptureMode = CaptureMode.THREAD_LOCAL,
+        mode: Literal["global", "thread_local", "relaxed"] = "thread_local",
         pool: CapturePool | None = None,
         settings: ReplaySettings | None = None,
         profile: ReplayProfile | None = None,
@@ -187,13 +187,12 @@ class GraphedStep(Closeable):
         given = [option for option in options if option[1] is not None]
         for what, value, kind in [
             ("cache", cache, GraphCache),
-            ("mode", mode, CaptureMode),
             *given,
         ]:
             if not isinstance(value, kind):
                 raise InputError(f"{what}: a {kind.__name__} is needed, not {value!r}")
-        if build not in ("capture", "record"):
-            raise InputError(f'build={build!r}: "capture" or "record"')
+        require_word("build", build, ("capture", "record"))
+        named_choice("mode", mode, CaptureMode)
         if builder is not None and build == "record":
             raise InputError("a builder makes the graph itself, so nothing is recorded for it")
         least = whole_number(warmups)
@@ -396,12 +395,12 @@ class GraphedStep(Closeable):
 
     def _memory(self) -> tuple[dict[str, object], dict[str, object]]:
         """What a launch reads and what it writes, by the slots' names and the sizes'."""
-        read, written = (Role.INPUT, Role.STATE), (Role.OUTPUT, Role.STATE)
+        read, written = ("input", "state"), ("output", "state")
         inputs: dict[str, object] = {
             # The padding of an output is left as it was.
             slot.name: slot.buffer
             for slot in self.slots
-            if slot.role in read or (slot.role is Role.OUTPUT and slot.size is not None)
+            if slot.role in read or (slot.role == "output" and slot.size is not None)
         }
         outputs: dict[str, object] = {s.name: s.buffer for s in self.slots if s.role in written}
         return inputs | self._sizes.memory, outputs
