@@ -307,7 +307,7 @@ def test_other_buckets_are_other_graphs(device: Device) -> None:
 
 def test_a_step_forgets_sizes_that_it_has_not_seen_for_long(host_device: Device) -> None:
     x = host_device.zeros(1, np.int32)
-    step = count_step(host_device, x, ost.GraphCache(host_device), 1, enabled=False)
+    step = count_step(host_device, x, ost.GraphCache(host_device), 1, graphs=False)
     step.run = lambda stream, sizes: None
     tracemalloc.start()
     try:

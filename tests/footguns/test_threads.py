@@ -319,7 +319,7 @@ def test_a_step_inside_of_a_step_and_beside_it(device: Device) -> None:
     outer = ost.GraphedStep(
         lambda stream, sizes: inner(rows=sizes.rows), stream=stream, cache=cache
     )
-    outer.enabled = False
+    outer.graphs = False
     calls = 300
     threads = [
         threading.Thread(target=lambda s=step: [s(rows=4) for _ in range(calls)], daemon=True)

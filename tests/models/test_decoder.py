@@ -714,7 +714,7 @@ def test_replays_of_a_decoder_are_profiled_as_a_steps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Those of single steps and those of a run that is ahead are counted together."""
-    monkeypatch.setenv("OSTINATO_PROFILE", "")
+    monkeypatch.setenv("OSTINATO_PROFILE", "1")
     with Decoder(host_device, tiny, stop_tokens=(), warmups=0) as decoder:
         decoder.prefill([1])  # one row, as each that follows
         for _ in range(30):

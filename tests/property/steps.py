@@ -609,13 +609,13 @@ class StepRules(World):
         step = modelled.step
         match how % 4:
             case 0:
-                step.enabled = not step.enabled
+                step.graphs = not step.graphs
             case 1:
                 step.profiling = not step.profiling
             case 2:
                 modelled.ready["it is ready"] ^= True
             case _:
-                step.enabled, step.profiling = True, False
+                step.graphs, step.profiling = True, False
                 modelled.ready["it is ready"] = True
 
     @rule(1, when=lambda self: self.steps, which=BYTE, size=BYTE)

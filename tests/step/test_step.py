@@ -24,6 +24,7 @@ from ostinato.errors import (
     DriverError,
     EagerRunError,
     InputError,
+    SettingsError,
     StateLostError,
     Status,
     VerificationError,
@@ -225,9 +226,9 @@ def test_switched_off_profiling_and_preconditions(device: Device) -> None:
     assert (unmet.reason, unmet.detail) == (Reason.PRECONDITION, "workspace ready")
     ready[0] = True
     rows.step(rows=1)
-    rows.step.enabled = False
+    rows.step.graphs = False
     assert rows.step(rows=1).reason is Reason.GRAPHS_OFF
-    rows.step.enabled, rows.step.profiling = True, True
+    rows.step.graphs, rows.step.profiling = True, True
     assert rows.step(rows=1).reason is Reason.PROFILING
     rows.step.profiling = False
     assert rows.step(rows=1).action is Action.REPLAY
@@ -456,10 +457,10 @@ def test_a_step_with_state_on_the_host_is_refused(device: Device) -> None:
         with pytest.raises(VerificationError, match="on the host"):
             call(rows=8)
     assert counting.step.hold(rows=8).reason is Reason.HOST_STATE
-    counting.step.enabled = False
+    counting.step.graphs = False
     counting.step(rows=8)
     assert counting.totals()[0, 0] == counting.value
-    counting.step.enabled, counting.step.verify = True, "off"
+    counting.step.graphs, counting.step.verify = True, "off"
     counting.step.forget(rows=8)
     assert counting.step(rows=8).action is Action.BUILD
 
@@ -563,10 +564,10 @@ def test_state_that_a_check_cannot_put_back_is_said(host_device: Device) -> None
     for size in (8, 3):
         with pytest.raises(StateLostError):
             rows.step(rows=size)
-    rows.step.enabled = False
+    rows.step.graphs = False
     with pytest.raises(StateLostError):  # an eager run would read the lost state
         rows.step(rows=8)
-    rows.step.enabled = True
+    rows.step.graphs = True
     with pytest.raises(InputError):
         rows.step.forget(rows=9)
     with pytest.raises(StateLostError):  # so nothing was released
@@ -644,11 +645,11 @@ def test_settings_from_the_environment() -> None:
     off = replay_settings(environ={})
     assert (off.upload, off.synchronize, off.profile, off.print_every) == (False, False, False, 64)
     assert off.plain
-    profiled = {"OSTINATO_PROFILE": ""}
+    profiled = {"OSTINATO_PROFILE": "1"}
     asked = replay_settings(environ=profiled)
     assert (asked.upload, asked.synchronize, asked.profile, asked.printed) == (True,) * 4
     assert not replay_settings(environ=profiled | {"OSTINATO_SKIP_UPLOAD": "1"}).upload
-    assert replay_settings(environ=profiled | {"OSTINATO_SKIP_UPLOAD": "yes"}).upload
+    assert replay_settings(environ=profiled | {"OSTINATO_SKIP_UPLOAD": "no"}).upload
     assert not replay_settings(environ=profiled | {"OSTINATO_SKIP_SYNC": "1"}).synchronize
     assert replay_settings(environ={"OSTINATO_PROFILE_EVERY": "8"}).print_every == 8
     with pytest.raises(ost.OstinatoError, match="OSTINATO_PROFILE_EVERY"):
@@ -656,8 +657,21 @@ def test_settings_from_the_environment() -> None:
     with pytest.raises(InputError, match="print_every=0"):
         replay_settings(ReplaySettings(print_every=0))
     assert graphs_enabled(environ={})
-    assert not graphs_enabled(environ={"OSTINATO_NO_GRAPHS": "1"})
-    assert graphs_enabled(environ={"OSTINATO_NO_GRAPHS": "yes"})
+
+
+SWITCHES = "NO_GRAPHS PROFILE SKIP_UPLOAD SKIP_SYNC COLLECT_MODULES BLOCKING_CAPTURES"
+
+
+@pytest.mark.parametrize("name", SWITCHES.split())
+def test_a_variable_is_on_or_off_by_any_of_the_usual_words(name: str) -> None:
+    variable = getattr(ost.settings, name)
+    for words, on in (("1 true yes on TRUE Yes", True), ("0 false no off Off", False)):
+        for word in words.split():
+            assert variable.read({f"OSTINATO_{name}": word}) is on, word
+    assert not variable.read({}) and not variable.read({f"OSTINATO_{name}": ""})
+    for word in ("2", "yess", "-", "none"):
+        with pytest.raises(SettingsError, match=f"^OSTINATO_{name}='{word}': 1, true, yes or on"):
+            variable.read({f"OSTINATO_{name}": word})
 
 
 def test_what_is_given_in_code_wins_over_the_environment() -> None:
@@ -681,7 +695,7 @@ def test_the_environment_switches_graphs_off(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OSTINATO_NO_GRAPHS", "1")
-    rows, typed = Rows(device, warmups=0), Rows(device, warmups=0, enabled=True)
+    rows, typed = Rows(device, warmups=0), Rows(device, warmups=0, graphs=True)
     assert rows.step(rows=2).reason is Reason.GRAPHS_OFF
     assert typed.step(rows=2).action is Action.BUILD
 
@@ -728,7 +742,7 @@ def test_the_environments_profile_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Whoever replays: the first, and then one in so many."""
-    monkeypatch.setenv("OSTINATO_PROFILE", "")
+    monkeypatch.setenv("OSTINATO_PROFILE", "1")
     if every is not None:
         monkeypatch.setenv("OSTINATO_PROFILE_EVERY", every)
     replay = by(device)
@@ -848,7 +862,7 @@ def test_what_is_held_and_dropped_is_let_go_outside_of_captures(device: Device) 
     ("options", "reason"),
     [
         ({"warmups": 1}, Reason.WARMING_UP),
-        ({"enabled": False}, Reason.GRAPHS_OFF),
+        ({"graphs": False}, Reason.GRAPHS_OFF),
         ({"build": "record"}, Reason.FIRST_USE),
         ({"warmups": 0, "verify": "first"}, Reason.FIRST_USE),
         ({"warmups": 0, "verify": 2}, Reason.FIRST_USE),
@@ -995,7 +1009,7 @@ def test_a_closed_cache_refuses_calls_that_run_eagerly_too(device: Device, why: 
         raise ValueError("no plan")
 
     rows = Rows(device, warmups=0, builder=build)
-    rows.step.enabled = why != "switched off"
+    rows.step.graphs = why != "switched off"
     if why == "over the buckets":
         rows.cache.buckets = PowersOfTwo(4)
     for _ in range(3):

@@ -409,7 +409,7 @@ def test_the_way_of_a_call(host_device: Device, launcher: str) -> None:
 
 
 def switch_off(case: Counting) -> None:
-    case.step.enabled = False
+    case.step.graphs = False
 
 
 def profile(case: Counting) -> None:
@@ -487,7 +487,7 @@ def test_a_step_that_is_switched_off_replays_no_graph_of_another(device: Device)
     other = ost.GraphedStep(case.run, stream=case.stream, cache=case.cache, share="count")
     for step in (case.step, other) * 3:
         step(rows=2)
-    other.enabled = False
+    other.graphs = False
     for _ in range(3):
         assert case.step(rows=2).action is Action.REPLAY
         assert other(rows=2).reason is Reason.GRAPHS_OFF
@@ -586,9 +586,9 @@ def test_a_strict_step_runs_eagerly_where_that_was_asked_for(device: Device) -> 
     case = Counting(device, strict=True)
     assert case.step(rows=1).reason is Reason.WARMING_UP
     assert case.step(rows=1).action is Action.BUILD
-    case.step.enabled = False
+    case.step.graphs = False
     assert case.step(rows=1).reason is Reason.GRAPHS_OFF
-    case.step.enabled, case.step.profiling = True, True
+    case.step.graphs, case.step.profiling = True, True
     assert case.step(rows=1).reason is Reason.PROFILING
     case.step.profiling = False
     with ost.capture(case.stream):

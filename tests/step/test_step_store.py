@@ -194,10 +194,10 @@ def test_a_step_that_reads_no_size_is_restored_and_joins_captures(
 def test_a_step_whose_graphs_are_off_restores_nothing(folder: Path) -> None:
     with ost.open_device("host") as device:
         rig = Rig(device, folder, weight=100)
-        rig.step.enabled = False
+        rig.step.graphs = False
         assert rig.call(3) == (Action.EAGER, [0, 100, 200], 3)
         assert rig.store.statistics() == StoreStatistics(0, 0, {})
-        rig.step.enabled = True
+        rig.step.graphs = True
         assert rig.call(3) == (Action.REPLAY, [0, 100, 200], 6)
 
 

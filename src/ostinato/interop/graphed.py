@@ -238,7 +238,7 @@ class Graphed(Guarded):
         began = 0 if self._calls % TIMED else time.perf_counter_ns()
         line: Line | None
         try:
-            if self._engine.broken or not self._options.enabled:
+            if self._engine.broken or not self._options.graphs:
                 # Whatever the key, which may be another one at each call.
                 key, given = _ALL, ReadCall(args, kwargs)
             else:
@@ -760,7 +760,7 @@ class Graphed(Guarded):
             for hot in self._hot:
                 hot.count()
             broken = "" if self._engine.broken is None else self._engine.broken[1]
-            if not self._options.enabled:
+            if not self._options.graphs:
                 broken = _OFF
             closed = self.cache.closed  # it knows no new keys
             lines = [one for one in self._lines.values() if one.entry is not None or not closed]

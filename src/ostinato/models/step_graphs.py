@@ -108,7 +108,7 @@ class StepGraphs:
             stream=self.stream,
             cache=self.graph_cache,
             slots=_slots_to_verify(plan) if verify != "off" else (),
-            enabled=graphs,
+            graphs=graphs,
             verify=verify,
             # Only `sample`, the last launch, changes what a step begins from: the rows' state.
             repeatable=ranks is None,

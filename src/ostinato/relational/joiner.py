@@ -478,7 +478,7 @@ class Joiner(Closeable):
 class _JoinOptions:
     """Graphs are made at once: the kernels are loaded, and a chain has nothing to initialise."""
 
-    enabled: bool
+    graphs: bool
     profiling: bool = False
     strict: bool = False
     verify: Literal["off"] = "off"

@@ -93,7 +93,7 @@ class Options(Protocol):
     """What the user of a door may set, at any time; a door changes the epoch then."""
 
     @property
-    def enabled(self) -> bool: ...
+    def graphs(self) -> bool: ...
     @property
     def profiling(self) -> bool: ...
     @property
@@ -418,7 +418,7 @@ class Engine:
     def _situation(self, work: Work, entry: Entry, has_graph: bool) -> Situation:
         options, context = work.options, self.cache.context
         return Situation(
-            enabled=options.enabled,
+            graphs=options.graphs,
             profiling=options.profiling,
             inside_capture=bool(context.captures)
             and work.stream.capture_info.status is not CaptureStatus.NONE,
@@ -748,7 +748,7 @@ class Engine:
     def _restore(self, work: Work, entry: Entry) -> None:
         """Takes a key's graph from its store, if there is one that fits.  What is wrong with the
         store raises nothing: the store counts it, and the key is built."""
-        if not work.options.enabled or self.cache.context.captures:
+        if not work.options.graphs or self.cache.context.captures:
             return
         entry.looked = True
         made = work.restored()

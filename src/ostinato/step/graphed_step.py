@@ -99,7 +99,7 @@ class GraphedStep(Closeable):
 
     `strict`: a call that would run eagerly although graphs are on raises EagerRunError, and nothing
     of it runs; later calls of a key whose check failed raise VerificationError.  Warm-ups, recorded
-    runs, calls inside another capture, and calls while `enabled` is False or `profiling` is set run
+    runs, calls inside another capture, and calls while `graphs` is False or `profiling` is set run
     eagerly without an error.  `Reason.silent` says which reasons are errors.
 
     `preconditions` are called before each call; assign the attribute to have others.  If one
@@ -128,7 +128,7 @@ class GraphedStep(Closeable):
     `mode` and `pool` as for `Capture`.  `name` is the first part of its keys' text; None: the name
     of `run`.
 
-    `enabled` None: graphs are on unless OSTINATO_NO_GRAPHS is "1".  `settings` take precedence over
+    `graphs` None: graphs are on unless OSTINATO_NO_GRAPHS is.  `settings` take precedence over
     the environment; giving a `profile` switches profiling on.
 
     Calls of one step are serialised, and so are calls of several steps on one stream.  Not
@@ -148,7 +148,7 @@ class GraphedStep(Closeable):
         slots: Sequence[Slot] = (),
         build: Literal["capture", "record"] = "capture",
         warmups: int = 1,
-        enabled: bool | None = None,
+        graphs: bool | None = None,
         verify: Literal["off", "first"] | int = "off",
         strict: bool = False,
         check_limit: int | str = "64 MiB",
@@ -217,7 +217,7 @@ class GraphedStep(Closeable):
         self.build = build
         self.warmups = least
         self.repeatable = repeatable
-        self.enabled = _settings.graphs_enabled(enabled)
+        self.graphs = _settings.graphs_enabled(graphs)
         self.profiling = False
         """Set it while a profiler times single operations: calls run eagerly then."""
         self.verify = verify
@@ -433,7 +433,7 @@ class GraphedStep(Closeable):
         Makes the graph first if the next call would capture it.  Returns a Decision, and holds
         nothing, if a call would do more than replay (run eagerly, record, check, count replays for
         `verify=N`) or would raise: call the step then.  A `with` block of a Decision raises
-        InputError.  `enabled`, `preconditions` and the other conditions are not looked at again
+        InputError.  `graphs`, `preconditions` and the other conditions are not looked at again
         while the graph is held.
         Raises ContextPoisonedError and InputError as a call does.
         """

@@ -74,7 +74,7 @@ _EXPECTED = {
 class Situation:
     """All that the decision depends on."""
 
-    enabled: bool = True
+    graphs: bool = True
     profiling: bool = False
     inside_capture: bool = False
     quarantine: tuple[Reason, str] | None = None
@@ -127,7 +127,7 @@ def decide(situation: Situation) -> Decision:
     s = situation
     if s.quarantine is not None and s.quarantine[0] is Reason.STATE_LOST:
         return Decision(Action.REFUSE, *s.quarantine)  # an eager run would read lost state too
-    if not s.enabled:
+    if not s.graphs:
         return Decision(Action.EAGER, Reason.GRAPHS_OFF)
     if s.profiling:
         return Decision(Action.EAGER, Reason.PROFILING)
