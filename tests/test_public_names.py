@@ -67,7 +67,7 @@ record errors explain graphfile lowlevel settings step testing
 """
 LOWLEVEL = """
 Call Change Closeable Counts Engine FILL HostLaunch Memory Options Work causes
-check_runs every_node fill_kernel load_extension new_lock
+check_runs every_node fill_kernel load_extension new_lock parse_bytes
 replace_small_fills table uninterrupted whole_number
 """
 
@@ -189,6 +189,19 @@ def test_options_are_words_and_results_are_enumerations() -> None:
         and not each[0].startswith(("ostinato.driver.", "ostinato.lowlevel."))
     ]
     assert found == []
+
+
+def test_sizes_in_bytes_are_numbers_or_texts() -> None:
+    told = {"nbytes", "max_bytes", "budget", "check_limit", "reserve", "slab", "shared"}
+    measured = ("holds", "programmatic", "occupancy")  # of what is there, and not asked for
+    found = {
+        (path, name): "str" in annotation
+        for path, name, annotation in parameters()
+        if (name in told or name.endswith("_bytes")) and name != "key_bytes"
+        if not path.startswith("ostinato.driver.") and not path.endswith(measured)
+    }
+    assert {name for _, name in found} == told
+    assert [each for each, text in found.items() if not text] == []
 
 
 # --------------------------------------------------------------------------------------- __repr__

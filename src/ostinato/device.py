@@ -213,7 +213,9 @@ class Device(Closeable):
         """Page-locked host memory, for copies that do not wait; `.array` is the NumPy view."""
         return allocate(self.context, shape, dtype, pinned=True)
 
-    def pool(self, *, reserve: int = 0, slab: int = 1 << 20, name: str = "pool") -> CapturePool:
+    def pool(
+        self, *, reserve: int | str = 0, slab: int | str = "1 MiB", name: str = "pool"
+    ) -> CapturePool:
         """A pool that captures allocate from; sizes in bytes.  See `CapturePool`."""
         return CapturePool(self.context, reserve=reserve, slab=slab, name=name)
 

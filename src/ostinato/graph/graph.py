@@ -32,6 +32,7 @@ from ostinato.driver.api import (
     NodeParams,
     named_choice,
     not_null,
+    parse_bytes,
     whole_number,
 )
 from ostinato.driver.closeable import Closeable, elsewhere
@@ -495,17 +496,15 @@ class Graph(Closeable):
             EventWaitNodeParams(handle_of(event, self.context)), after=after, keep=(event.owner,)
         )
 
-    def add_alloc(self, nbytes: int, *, after: Sequence[NodeRef] = ()) -> Node:
-        """Adds an allocation; `node.alloc.address` is where it will be, for nodes after it.
+    def add_alloc(self, nbytes: int | str, *, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds an allocation of so many bytes (4096, "4 KiB"); `node.alloc.address` is where it
+        will be, for nodes after it.
 
         Without a free node in this graph the memory stays after a launch, until a graph with a free
         node for it is launched or the executable is closed, which frees it.  Meanwhile the
-        executable cannot be launched again, unless it was instantiated with AUTO_FREE_ON_LAUNCH.
+        executable cannot be launched again, unless it was instantiated with `auto_free_on_launch`.
         """
-        size = whole_number(nbytes)
-        if size is None or size < 1:
-            raise InputError(f"nbytes={nbytes!r}: a whole number of 1 or more is needed")
-        return self.add(AllocNodeParams(size), after=after)
+        return self.add(AllocNodeParams(parse_bytes(nbytes, "nbytes", 1)), after=after)
 
     def add_free(self, address: int, *, after: Sequence[NodeRef] = ()) -> Node:
         """Frees the memory of an alloc node."""

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 import numpy.typing as npt
 
-from ostinato.driver.api import whole_number
+from ostinato.driver.api import parse_bytes
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of
 from ostinato.driver.forking import new_lock
 from ostinato.driver.location import caller_location
 from ostinato.driver.signature import BYTES
-from ostinato.errors import ClosedError, InputError, PoolSealedError
+from ostinato.errors import ClosedError, PoolSealedError
 from ostinato.memory.buffer import Buffer, allocate, as_shape, device_dtype
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class PoolStatistics:
 class CapturePool(Closeable):
     """Memory for captured graphs to point at.
 
-        pool = device.pool(reserve=1 << 20)
+        pool = device.pool(reserve="1 MiB")
         with ost.capture(stream, pool=pool) as capture:
             y = pool.empty(1024, "f4")
 
@@ -75,16 +75,11 @@ class CapturePool(Closeable):
         self,
         device: Context | HasContext,
         *,
-        reserve: int = 0,
-        slab: int = 1 << 20,
+        reserve: int | str = 0,
+        slab: int | str = "1 MiB",
         name: str = "pool",
     ) -> None:
-        first, least = whole_number(reserve), whole_number(slab)
-        if first is None or least is None or first < 0 or least < 1:
-            raise InputError(
-                f"reserve={reserve!r} must be a whole number of 0 bytes or more, slab={slab!r} of "
-                "1 or more"
-            )
+        first, least = parse_bytes(reserve, "reserve"), parse_bytes(slab, "slab", 1)
         self.context = context = context_of(device)
         self.name = name
         self._slab = least

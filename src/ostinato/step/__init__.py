@@ -14,7 +14,7 @@ from ostinato.step.buckets import (
     PowersOfTwo,
     capacity_class,
 )
-from ostinato.step.budget import Footprint, FootprintSource, parse_bytes
+from ostinato.step.budget import Footprint, FootprintSource
 from ostinato.step.cache import GraphCache
 from ostinato.step.check import Cause, CheckReport, Finding
 from ostinato.step.graphed_step import GraphedStep
@@ -62,5 +62,4 @@ __all__ = [
     "Touch",
     "capacity_class",
     "decide",
-    "parse_bytes",
 ]

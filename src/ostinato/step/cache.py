@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from ostinato.driver.api import whole_number
+from ostinato.driver.api import parse_bytes, whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context, HasContext, context_of, members
 from ostinato.driver.forking import new_lock
@@ -30,7 +30,7 @@ from ostinato.graph.words import Touch
 from ostinato.memory.ranges import Target, range_of
 from ostinato.settings import ReplaySettings
 from ostinato.step.buckets import Buckets, PowersOfTwo
-from ostinato.step.budget import Footprint, MemoryMeter, SharedBlocks, footprint, parse_bytes
+from ostinato.step.budget import Footprint, MemoryMeter, SharedBlocks, footprint
 from ostinato.step.entry import CachedGraph, Entry, Left
 from ostinato.step.flight import Flight, Flights
 from ostinato.step.limits import CaptureLimits, Refused, Spent, refuse
@@ -322,7 +322,7 @@ class GraphCache(Closeable):
         # Reentrant, because the garbage collector may run a user's finaliser, which may use the
         # cache, between any two lines here.
         self.lock = new_lock()
-        self.table = Table(None if budget is None else parse_bytes(budget), max_graphs)
+        self.table = Table(None if budget is None else parse_bytes(budget, "budget", 1), max_graphs)
         self._flights = Flights(self.lock)
         self.settings, self.profile = resolved(settings, profile)
         self._plain = self.settings.plain
@@ -475,7 +475,9 @@ class GraphCache(Closeable):
         kept.executable.close()
 
     # --- putting in
-    def install(self, key: Hashable, executable: GraphExec, *, nbytes: int | None = None) -> None:
+    def install(
+        self, key: Hashable, executable: GraphExec, *, nbytes: int | str | None = None
+    ) -> None:
         """Puts an executable under a key; the cache owns it from here on.
 
         One that was there before is replaced, and closed once no replay uses it.  `nbytes` are the
@@ -485,7 +487,7 @@ class GraphCache(Closeable):
         self._put(key, executable, footprint(self._checked(executable), given=nbytes), None)
 
     def get_or_capture(
-        self, key: Hashable, make: Callable[[], GraphExec], *, nbytes: int | None = None
+        self, key: Hashable, make: Callable[[], GraphExec], *, nbytes: int | str | None = None
     ) -> GraphExec:
         """The executable under a key; made by `make()`, uploaded or not, if there is none.
 
@@ -566,7 +568,7 @@ class GraphCache(Closeable):
             self.table.entry(key).note_capture(self.limits.per_key)
 
     def _capture(
-        self, flight: Flight, make: Callable[[], GraphExec], nbytes: int | None
+        self, flight: Flight, make: Callable[[], GraphExec], nbytes: int | str | None
     ) -> GraphExec:
         started, landed = time.perf_counter(), False
         try:

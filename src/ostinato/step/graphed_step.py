@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from ostinato import settings as _settings
-from ostinato.driver.api import CaptureMode, named_choice, require_word, whole_number
+from ostinato.driver.api import CaptureMode, named_choice, parse_bytes, require_word, whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.stream import Stream, require_stream
 from ostinato.errors import (
@@ -41,7 +41,6 @@ from ostinato.graph import (
 )
 from ostinato.memory import CapturePool, PoolState
 from ostinato.settings import ReplaySettings
-from ostinato.step.budget import parse_bytes
 from ostinato.step.cache import GraphCache
 from ostinato.step.check import CheckReport, Finding, check_runs
 from ostinato.step.engine import Call, Change, Engine, Work
@@ -239,7 +238,7 @@ class GraphedStep(Closeable):
         self._lock = self._engine.lock
         self._work = "" if store is None else work_digest(run, builder)
         self._claim = None if store is None or share is not None else store.claim(self.name)
-        self._check_limit = parse_bytes(check_limit)
+        self._check_limit = parse_bytes(check_limit, "check_limit", 1)
         self._calls: dict[tuple[tuple[str, int], ...], SizedCall] = {}
         self._buckets, self._epoch = cache.buckets, cache.epoch
         self._finalizer = weakref.finalize(
