@@ -204,6 +204,16 @@ def test_sizes_in_bytes_are_numbers_or_texts() -> None:
     assert [each for each, text in found.items() if not text] == []
 
 
+def test_a_name_that_may_be_left_out_is_none() -> None:
+    """Fields that are empty where a thing has no name are results."""
+    found = []
+    for path, name, _ in parameters():
+        given = inspect.signature(pkgutil.resolve_name(path)).parameters[name]
+        if name == "name" and given.default not in (None, inspect.Parameter.empty):
+            found.append(path)
+    assert [path for path in found if not path.startswith("ostinato.driver.")] == []
+
+
 # --------------------------------------------------------------------------------------- __repr__
 
 

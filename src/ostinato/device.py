@@ -150,7 +150,9 @@ class Device(Closeable):
         return Event(self.context, timing=timing, blocking=blocking)
 
     # --- memory
-    def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str = "") -> Buffer:
+    def empty(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str | None = None
+    ) -> Buffer:
         """Device memory; its content is undefined.  Raises OutOfMemoryError, and InputError for a
         shape or dtype that device memory cannot have, as the methods below do.
 
@@ -162,7 +164,7 @@ class Device(Closeable):
         return allocate(self.context, shape, dtype, name=name)
 
     def array(
-        self, values: npt.ArrayLike, dtype: npt.DTypeLike | None = None, *, name: str = ""
+        self, values: npt.ArrayLike, dtype: npt.DTypeLike | None = None, *, name: str | None = None
     ) -> Buffer:
         """Device memory with these values; they are there when this returns.
 
@@ -188,7 +190,9 @@ class Device(Closeable):
         stream.synchronize()
         return buffer
 
-    def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str = "") -> Buffer:
+    def zeros(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str | None = None
+    ) -> Buffer:
         """Device memory filled with zero bytes when this returns; `dtype` as for `empty`."""
         buffer = allocate(self.context, shape, dtype, name=name)
         if buffer.nbytes:
@@ -209,12 +213,14 @@ class Device(Closeable):
         """
         return adopt_array(self.context, array)
 
-    def pinned(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Buffer:
+    def pinned(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str | None = None
+    ) -> Buffer:
         """Page-locked host memory, for copies that do not wait; `.array` is the NumPy view."""
-        return allocate(self.context, shape, dtype, pinned=True)
+        return allocate(self.context, shape, dtype, pinned=True, name=name)
 
     def pool(
-        self, *, reserve: int | str = 0, slab: int | str = "1 MiB", name: str = "pool"
+        self, *, reserve: int | str = 0, slab: int | str = "1 MiB", name: str | None = None
     ) -> CapturePool:
         """A pool that captures allocate from; sizes in bytes.  See `CapturePool`."""
         return CapturePool(self.context, reserve=reserve, slab=slab, name=name)

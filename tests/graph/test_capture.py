@@ -208,7 +208,7 @@ def test_an_unjoined_fork_is_named(device: Device, stream: ost.Stream, x: ost.Bu
 def test_sealed_pool_is_refused_before_it_begins(device: Device, stream: ost.Stream) -> None:
     pool = device.pool(reserve=4096, name="weights")
     with ost.capture(stream, pool=pool) as capture:
-        y = pool.empty(16, np.float32, owner="step")
+        y = pool.empty(16, np.float32, name="step")
         ost.fill(stream, y, 1)
     for _ in range(2):  # sealed twice is as once
         pool.seal()
@@ -229,12 +229,12 @@ def test_pool_growth_in_a_capture_is_reported_with_its_line(
 ) -> None:
     pool = device.pool(reserve=1024, slab=1 << 16)
     with ost.capture(stream, pool=pool) as capture:
-        y = pool.empty(8192, np.uint8, owner="too much")  # grows here
+        y = pool.empty(8192, np.uint8, name="too much")  # grows here
         ost.fill(stream, y, 5)
     (growth,) = pool.statistics().grown_in_capture
-    assert growth.owner == "too much"
+    assert growth.name == "too much"
     assert "grows here" in growth.location
-    assert pool.statistics().by_owner["too much"] >= 8192
+    assert pool.statistics().by_name["too much"] >= 8192
     capture.graph.instantiate().launch(stream)
     assert (y.to_numpy(stream) == 5).all()
 
@@ -243,7 +243,9 @@ def test_pieces_of_a_pool_share_its_memory(device: Device) -> None:
     pool = device.pool(reserve=1024, slab=512)
     pieces = [pool.empty(size, "bytes") for size in (1, 256, 257)]  # of 256, 256 and 512 bytes
     assert pool.statistics().reserved == pool.statistics().allocated == 1024
-    pieces += [pool.empty(4, "bytes"), pool.empty(2048, "bytes")]
+    pieces += [pool.empty(4, "bytes"), pool.empty(2048, "bytes", name="more")]
+    assert pool.statistics().by_name == {None: 1024 + 256, "more": 2048}
+    assert repr(pool).startswith("<CapturePool of 3584 bytes")
     assert pool.statistics().reserved == 1024 + 512 + 2048
     assert pool.statistics().grown_in_capture == ()  # there was no capture
     ends = sorted((piece.address, piece.address + piece.nbytes) for piece in pieces)

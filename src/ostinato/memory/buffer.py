@@ -105,11 +105,11 @@ class Buffer(Closeable):
         *,
         pinned: bool = False,
         base: object = None,
-        name: str = "",
+        name: str | None = None,
     ) -> None:
         self.context = context
         self.name = name
-        """Tables and pictures of graphs show it in place of the address."""
+        """Tables and pictures of graphs show it in place of the address.  None: there is none."""
         self.shape = shape
         self.dtype = dtype
         self.pinned = pinned
@@ -466,7 +466,7 @@ def allocate(
     dtype: npt.DTypeLike,
     *,
     pinned: bool = False,
-    name: str = "",
+    name: str | None = None,
 ) -> Buffer:
     """A new buffer.  Raises OutOfMemoryError, InputError, or DriverError (900) in a capture."""
     context.require_open()

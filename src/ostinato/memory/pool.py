@@ -45,18 +45,24 @@ class Growth:
 
     nbytes: int
     location: str
-    owner: str
+    name: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """Bytes taken from the driver, given out, and given out by owner; growth during captures."""
+    """Bytes taken from the driver, given out, and given out by name (None: without one); growth
+    during captures."""
 
     state: PoolState
     reserved: int
     allocated: int
-    by_owner: dict[str, int] = field(default_factory=dict)
+    by_name: dict[str | None, int] = field(default_factory=dict)
     grown_in_capture: tuple[Growth, ...] = ()
+
+
+def _for(name: str | None) -> str:
+    """What memory is for, in a text."""
+    return "" if name is None else f" for {name!r}"
 
 
 class CapturePool(Closeable):
@@ -77,7 +83,7 @@ class CapturePool(Closeable):
         *,
         reserve: int | str = 0,
         slab: int | str = "1 MiB",
-        name: str = "pool",
+        name: str | None = None,
     ) -> None:
         first, least = parse_bytes(reserve, "reserve"), parse_bytes(slab, "slab", 1)
         self.context = context = context_of(device)
@@ -87,7 +93,7 @@ class CapturePool(Closeable):
         self._lock = new_lock()
         self._slabs: list[Buffer] = []
         self._used = 0  # bytes used of the last slab
-        self._allocated: Counter[str] = Counter()
+        self._allocated: Counter[str | None] = Counter()
         self._growth: list[Growth] = []
         if first:
             self._slabs.append(allocate(context, first, BYTES))
@@ -95,7 +101,12 @@ class CapturePool(Closeable):
     def __repr__(self) -> str:
         kept = f"{sum(slab.nbytes for slab in self._slabs)} bytes"
         where = self.context.driver.name
-        return f"<CapturePool {self.name!r} of {kept} on {where}, {self._state.value}>"
+        return f"<CapturePool{self._named} of {kept} on {where}, {self._state.value}>"
+
+    @property
+    def _named(self) -> str:
+        """Its name in a text, with a space before it."""
+        return "" if self.name is None else f" {self.name!r}"
 
     @property
     def state(self) -> PoolState:
@@ -108,12 +119,12 @@ class CapturePool(Closeable):
         if self._state is PoolState.SEALED:
             raise PoolSealedError(self.sealed_text(what))
         if self._state is PoolState.CLOSED:
-            raise ClosedError(f"{what}: the pool {self.name!r} is closed")
+            raise ClosedError(f"{what}: the pool{self._named} is closed")
 
     def sealed_text(self, what: str) -> str:
         """What PoolSealedError says of `what`."""
         return (
-            f"{what} needs memory from the sealed pool {self.name!r}: "
+            f"{what} needs memory from the sealed pool{self._named}: "
             "call pool.open() first, or seal it only after the last capture"
         )
 
@@ -131,7 +142,7 @@ class CapturePool(Closeable):
         """Allows allocations and captures again after `seal`.  Raises ClosedError after `close`."""
         with self._lock:
             if self._state is PoolState.CLOSED:
-                raise ClosedError(f"the pool {self.name!r} is closed; make another")
+                raise ClosedError(f"the pool{self._named} is closed; make another")
             self._state = PoolState.OPEN
 
     def empty(
@@ -139,40 +150,40 @@ class CapturePool(Closeable):
         shape: int | Sequence[int],
         dtype: npt.DTypeLike,
         *,
-        owner: str = "unnamed",
+        name: str | None = None,
     ) -> Buffer:
         """A buffer from the pool, aligned to 256 bytes; its content is undefined.  `dtype` as for
         `Device.empty`.
 
-        `owner` labels the bytes in the statistics.  If the reserved memory is not enough during a
+        `name` labels the bytes in the statistics.  If the reserved memory is not enough during a
         capture, the pool grows, logs a warning, and keeps the line that needed the memory.  Raises
         PoolSealedError, ClosedError, OutOfMemoryError.
         """
         dims, kind = as_shape(shape), device_dtype(dtype)
         nbytes = math.prod(dims) * kind.itemsize
         with self._lock:
-            self.require_open(f"an allocation of {nbytes} bytes for {owner!r}")
+            self.require_open(f"an allocation of {nbytes} bytes{_for(name)}")
             piece = -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
-            slab = self._slab_with(piece, owner)
+            slab = self._slab_with(piece, name)
             start = self._used
             self._used += piece
-            self._allocated[owner] += piece
+            self._allocated[name] += piece
         return slab.view(start, dims, kind)
 
-    def _slab_with(self, piece: int, owner: str) -> Buffer:
+    def _slab_with(self, piece: int, name: str | None) -> Buffer:
         if self._slabs and self._used + piece <= self._slabs[-1].nbytes:
             return self._slabs[-1]
         size = max(piece, self._slab)
         if self.context.captures_under_way:
-            growth = Growth(size, caller_location(), owner)
+            growth = Growth(size, caller_location(), name)
             with self.context.relaxed():
                 slab = allocate(self.context, size, BYTES)
             self._growth.append(growth)
             _log.warning(
-                "pool %r grew by %d bytes during a capture, for %r at %s; reserve more beforehand",
-                self.name,
+                "pool%s grew by %d bytes during a capture%s at %s; reserve more beforehand",
+                self._named,
                 size,
-                owner,
+                _for(name),
                 growth.location,
             )
         else:
@@ -182,7 +193,7 @@ class CapturePool(Closeable):
         return slab
 
     def statistics(self) -> PoolStatistics:
-        """Bytes reserved, allocated and by owner; what grew during captures."""
+        """Bytes reserved, allocated and by name; what grew during captures."""
         with self._lock:
             return PoolStatistics(
                 self._state,

@@ -165,11 +165,13 @@ class DiskStore:
         self._count(rejected=1, misses=1)
 
     # --- writing
-    def save(self, key: bytes, compiled: Compiled, *, name: str = "", arch: str = "") -> bool:
+    def save(
+        self, key: bytes, compiled: Compiled, *, name: str | None = None, arch: str = ""
+    ) -> bool:
         """Writes the code of a key; returns whether it is on disk now.  Never raises OSError."""
         if self._off is not None:
             return False
-        data = _encode(key, compiled, name, arch)
+        data = _encode(key, compiled, name or "", arch)
         if len(data) > min(self.max_bytes, _MAX_FILE):
             return False
         path = self.path(key)

@@ -46,14 +46,14 @@ class LoadedModule(Closeable):
         context: Context,
         image: Image,
         *,
-        name: str = "module",
+        name: str | None = None,
         lowered: Mapping[str, str] | None = None,
         keep: object = None,
         log: str = "",
     ) -> None:
         context.require_open()
         self.context = context
-        self.name = name
+        self.name = "module" if name is None else name
         self.kind = image.kind
         self.nbytes = len(image.data)
         self.log = log

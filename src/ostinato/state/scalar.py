@@ -31,7 +31,7 @@ class DeviceArray(Closeable):
     `dtype`: a number or a struct, in words of signatures ("u32") or as NumPy takes it; the whole is
     1 byte to 64 KiB.  Its content is undefined until it is set.  Writes go through pinned memory in
     stream order, so no replay reads a half-written value.  `depth`: writes that may be under way
-    before `set` waits for the oldest.
+    before `set` waits for the oldest.  `name`: as for `Device.empty`.
     Raises InputError, OutOfMemoryError.
     """
 
@@ -42,9 +42,10 @@ class DeviceArray(Closeable):
         dtype: npt.DTypeLike,
         *,
         depth: int = 4,
+        name: str | None = None,
     ) -> None:
         context, kind = context_of(device), device_dtype(dtype)
-        self.buffer = allocate(context, shape, kind)
+        self.buffer = allocate(context, shape, kind, name=name)
         if not 1 <= self.buffer.nbytes <= LARGEST:
             nbytes = self.buffer.nbytes
             self.buffer.close()
@@ -144,8 +145,9 @@ class DeviceScalar(DeviceArray):
         initial: object = None,
         stream: Stream | None = None,
         depth: int = 4,
+        name: str | None = None,
     ) -> None:
-        super().__init__(device, (), dtype, depth=depth)
+        super().__init__(device, (), dtype, depth=depth, name=name)
         if initial is not None:
             if stream is None:
                 self.close()
