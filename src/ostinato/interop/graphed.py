@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from ostinato import GraphCache, GraphExec, MemoryRange, Stream
 from ostinato.errors import (
@@ -66,7 +66,16 @@ from ostinato.interop.reading.slots import Maker
 from ostinato.interop.reading.statistics import GraphedStatistics, explained
 from ostinato.interop.reading.stored import Stored
 from ostinato.interop.reading.trees import Unknown
-from ostinato.lowlevel import Change, Counts, Engine, Work, causes, check_runs, new_lock
+from ostinato.lowlevel import (
+    Change,
+    Closeable,
+    Counts,
+    Engine,
+    Work,
+    causes,
+    check_runs,
+    new_lock,
+)
 from ostinato.settings import blocking_captures
 from ostinato.step import Action, CheckReport, Decision, Reason
 
@@ -91,7 +100,7 @@ _ALL: tuple[Any, ...] = (_EVERY,)
 """The words and the key of a function that runs eagerly whatever it is given."""
 
 
-class Graphed(Guarded):
+class Graphed(Guarded, Closeable):
     """A function whose calls replay a graph.  Made by `graphed` of a library's interop.
 
     Called like the function.  Thread-safe: calls on one stream or on several, one after the other.
@@ -829,12 +838,6 @@ class Graphed(Guarded):
             self._guards = None
         if self._owns_cache:
             self.cache.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 _UNSEEN = (
