@@ -360,7 +360,7 @@ def test_an_object_of_the_wrong_type_is_named_in_the_error(
         ),
         (lambda: add.allow_shared(cast(Any, 2.5)), "nbytes=2.5"),
         (lambda: add.occupancy(cast(Any, float("nan"))), "threads=nan"),
-        (lambda: add.occupancy(32, cast(Any, "1")), "shared='1'"),
+        (lambda: add.occupancy(32, "1 x"), "shared='1 x'"),
         (lambda: ost.CapturePool(device, reserve="1 Mi"), "reserve='1 Mi'"),
         (lambda: ost.CapturePool(device, slab=cast(Any, 1.5)), "slab=1.5"),
         (lambda: ost.DeviceScalar(device, "u4", depth=cast(Any, 2.5)), "depth=2.5"),
