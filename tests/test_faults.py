@@ -32,6 +32,7 @@ from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import (
     ContextPoisonedError,
     GraphError,
+    NotHeldError,
     OstinatoError,
     StateLostError,
     Status,
@@ -39,7 +40,6 @@ from ostinato.errors import (
 from ostinato.graphfile import child
 from ostinato.memory.buffer import fill_operation
 from ostinato.relational import Joiner
-from ostinato.step import HeldReplay
 from ostinato.testing import FaultyDriver
 from tests.relational.tables import expected, pairs
 from tests.sources import config, kernel, preload
@@ -509,10 +509,13 @@ def step_held(world: World) -> Case:
         for _ in range(2):
             step()
             replays[0] += 1
-        held = step.hold()
-        with held if isinstance(held, HeldReplay) else nullcontext():
+        try:
+            around, launch = (held := step.hold()), held.launch
+        except NotHeldError:
+            around, launch = nullcontext(), step
+        with around:
             for _ in range(3):
-                held.launch() if isinstance(held, HeldReplay) else step()
+                launch()
                 replays[0] += 1
 
     def check(error: OstinatoError | None) -> None:

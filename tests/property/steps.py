@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
-from ostinato.errors import CaptureError, ClosedError, EagerRunError, InputError, OstinatoError
+from ostinato.errors import (
+    CaptureError,
+    ClosedError,
+    EagerRunError,
+    InputError,
+    NotHeldError,
+    OstinatoError,
+)
 from ostinato.step import Action, Buckets, HeldReplay, Multiples, Reason, StepKey
 from tests.property.engine import BYTE, booleans, integers, rule, sampled, tuples
 from tests.property.kernels import config, kernel
@@ -509,8 +516,8 @@ class StepRules(World):
         if modelled.refusals_of(sizes) or isinstance(work, Escaping):
             return
         self.order(modelled.lane, modelled.boxes)
-        held = modelled.step.hold(**sizes)
-        if isinstance(held, HeldReplay):
+        with contextlib.suppress(NotHeldError):
+            held = modelled.step.hold(**sizes)
             self.held.append(Held(held, modelled, sizes, modelled.reached(sizes), work.w))
         if len(self.held) > 3:
             self.held.pop(0).held.close()

@@ -19,6 +19,7 @@ from ostinato.errors import (
     ClosedError,
     GraphError,
     InputError,
+    NotHeldError,
     OstinatoError,
     OutOfMemoryError,
     Status,
@@ -61,8 +62,8 @@ def cache(device: Device) -> Iterator[ost.GraphCache]:
 def test_a_miss_says_so_and_runs_nothing(cache: ost.GraphCache, counter: Counter) -> None:
     assert cache.replay("unknown", counter.stream) is False
     assert cache.get("unknown") is None
-    with cache.hold("unknown") as run:
-        assert run is None
+    with pytest.raises(NotHeldError, match="under key 'unknown'"), cache.hold("unknown"):
+        raise AssertionError("the block runs")
     assert counter.value == 0
     assert cache.statistics().misses == 3
 

@@ -24,6 +24,7 @@ from ostinato.errors import (
     DriverError,
     EagerRunError,
     InputError,
+    NotHeldError,
     SettingsError,
     StateLostError,
     Status,
@@ -32,7 +33,7 @@ from ostinato.errors import (
 )
 from ostinato.explain import ReplayProfile
 from ostinato.settings import ReplaySettings
-from ostinato.step import Action, Decision, GraphCache, HeldReplay, PowersOfTwo, Reason
+from ostinato.step import Action, Decision, GraphCache, PowersOfTwo, Reason
 from ostinato.testing import FaultyDriver
 from tests.sources import config, kernel, preload
 
@@ -203,7 +204,6 @@ def test_a_replay_reads_the_real_size_of_its_own_call(device: Device, held: bool
         if replay is None:
             assert rows.step(rows=n).action is Action.REPLAY
         else:
-            assert isinstance(replay, HeldReplay)
             replay.launch()
         expected[:n] += x[:n]
         np.testing.assert_array_equal(rows.totals(), expected)
@@ -456,7 +456,7 @@ def test_a_step_with_state_on_the_host_is_refused(device: Device) -> None:
     for call in (counting.step, lambda rows: counting.step(rows=4)):
         with pytest.raises(VerificationError, match="on the host"):
             call(rows=8)
-    assert counting.step.hold(rows=8).reason is Reason.HOST_STATE
+    assert not_held(counting.step, rows=8).reason is Reason.HOST_STATE
     counting.step.graphs = False
     counting.step(rows=8)
     assert counting.totals()[0, 0] == counting.value
@@ -560,7 +560,7 @@ def test_state_that_a_check_cannot_put_back_is_said(host_device: Device) -> None
         rows.step(rows=8)
     assert "slots 'x', 'total' is not valid" in str(raised.value)
     rows.step.run = rows.run
-    assert rows.step.hold(rows=8).reason is Reason.STATE_LOST
+    assert not_held(rows.step, rows=8).reason is Reason.STATE_LOST
     for size in (8, 3):
         with pytest.raises(StateLostError):
             rows.step(rows=size)
@@ -717,9 +717,7 @@ def _by_step(device: Device) -> Callable[[], object]:
 
 
 def _by_held_step(device: Device) -> Callable[[], object]:
-    held = Rows(device, warmups=0).step.hold(rows=8)
-    assert isinstance(held, HeldReplay)
-    return held.launch
+    return Rows(device, warmups=0).step.hold(rows=8).launch
 
 
 def _by_cache(
@@ -811,6 +809,14 @@ def test_preload_comes_before_the_first_capture_and_once(device: Device) -> None
 # ------------------------------------------------------------------------------- held and built
 
 
+def not_held(step: ost.GraphedStep, **sizes: int) -> Decision:
+    """Why nothing is held."""
+    with pytest.raises(NotHeldError) as caught:
+        step.hold(**sizes)
+    assert isinstance(caught.value.decision, Decision)
+    return caught.value.decision
+
+
 def test_a_held_graph_replays_as_calls_do_and_counts_as_they_do(device: Device) -> None:
     rows = Rows(device, warmups=0)
     x = rows.x.to_numpy(rows.stream)
@@ -830,7 +836,6 @@ def test_a_held_graph_replays_as_calls_do_and_counts_as_they_do(device: Device) 
 def test_what_is_held_outlives_an_eviction(device: Device) -> None:
     rows = Rows(device, warmups=0)
     held = rows.step.hold(rows=8)
-    assert isinstance(held, HeldReplay)
     rows.cache.evict_all()
     held.launch()
     np.testing.assert_array_equal(rows.totals(), rows.x.to_numpy(rows.stream))
@@ -843,7 +848,6 @@ def test_what_is_held_outlives_an_eviction(device: Device) -> None:
 def test_what_is_held_and_dropped_is_let_go_outside_of_captures(device: Device) -> None:
     rows = Rows(device, warmups=0)
     held = rows.step.hold(rows=8)
-    assert isinstance(held, HeldReplay)
     held.launch()
     rows.cache.evict_all()
     with ost.capture(rows.stream):
@@ -873,26 +877,20 @@ def test_nothing_is_held_where_a_call_does_more_than_replay(
     device: Device, options: dict[str, object], reason: Reason
 ) -> None:
     rows = Rows(device, **options)
-    decision = rows.step.hold(rows=2)
-    assert isinstance(decision, Decision)
-    assert decision.reason is reason
+    assert not_held(rows.step, rows=2).reason is reason
     assert rows.runs == 0
     assert rows.step.statistics().calls == 0
     rows.cache.buckets = PowersOfTwo(4)
-    over = rows.step.hold(rows=8)
-    assert isinstance(over, Decision)
-    assert over.action is Action.EAGER
+    assert not_held(rows.step, rows=8).action is Action.EAGER
 
 
 def test_a_check_now_and_then_keeps_replays_from_being_held(device: Device) -> None:
     rows = Rows(device, warmups=0, verify=2)
     rows.step(rows=2)
-    decision = rows.step.hold(rows=2)
-    assert isinstance(decision, Decision)
-    assert decision.action is Action.REPLAY
+    assert not_held(rows.step, rows=2).action is Action.REPLAY
     first = Rows(device, warmups=0, verify="first")
     first.step(rows=2)
-    assert isinstance(first.step.hold(rows=2), HeldReplay)
+    first.step.hold(rows=2).close()
 
 
 @pytest.mark.parametrize(
@@ -903,18 +901,15 @@ def test_a_check_now_and_then_keeps_replays_from_being_held(device: Device) -> N
         ({"warmups": 0, "verify": 2, "called": True}, "verify=2"),
     ],
 )
-def test_a_with_block_of_what_was_not_held_says_why(
+def test_what_cannot_be_held_says_why(
     device: Device, options: dict[str, object], said: str
 ) -> None:
     called = options.pop("called", False)
     rows = Rows(device, **options)
     if called:
         rows.step(rows=2)
-    with (
-        pytest.raises(InputError, match=f"no replay is held.*{said}.*call the step"),
-        rows.step.hold(rows=2),
-    ):
-        raise AssertionError("the block runs")
+    with pytest.raises(NotHeldError, match=f"no replay is held.*{said}.*call the step"):
+        rows.step.hold(rows=2)
 
 
 def test_held_replays_are_profiled_too(device: Device) -> None:
@@ -995,8 +990,7 @@ def test_a_builder_that_fails_quarantines_its_key(device: Device) -> None:
         raise ValueError("no plan")
 
     rows = Rows(device, warmups=0, builder=build)
-    decision = rows.step.hold(rows=8)
-    assert isinstance(decision, Decision)
+    decision = not_held(rows.step, rows=8)
     assert (decision.reason, decision.detail) == (Reason.BUILD_FAILED, "no plan")
     rows.step(rows=8)
     np.testing.assert_array_equal(rows.totals(), rows.x.to_numpy(rows.stream))

@@ -19,6 +19,7 @@ from ostinato.errors import (
     ClosedError,
     DriverError,
     EagerRunError,
+    NotHeldError,
     PoolSealedError,
     Status,
 )
@@ -28,7 +29,6 @@ from ostinato.step import (
     CaptureLimits,
     Decision,
     GraphCache,
-    HeldReplay,
     PowersOfTwo,
     Reason,
     engine,
@@ -110,8 +110,7 @@ def test_replays_are_timed_now_and_then(device: Device) -> None:
 def test_held_launches_count_for_their_key(device: Device) -> None:
     case = Counting(device, warmups=0)
     case.step(rows=1)
-    with case.step.hold(rows=3) as held:  # type: ignore[union-attr]
-        assert isinstance(held, HeldReplay)
+    with case.step.hold(rows=3) as held:
         for _ in range(5):
             held.launch()
         during = case.step.statistics().keys[1]
@@ -124,7 +123,6 @@ def test_keys_that_were_dropped_count_on(device: Device, monkeypatch: pytest.Mon
     monkeypatch.setattr(cache_module, "_REMEMBERED", 2)
     case = Counting(device, warmups=0)
     held = case.step.hold(rows=1)
-    assert isinstance(held, HeldReplay)
     for rows in (2, 4, 8):
         case.step(rows=rows)
     case.cache.evict_all()  # keys with a graph are not dropped
@@ -170,8 +168,8 @@ def test_the_time_of_captures_runs_out(device: Device) -> None:
     late = case.step(rows=8)
     assert (late.action, late.reason) == (Action.EAGER, Reason.CAPTURE_TIME)
     assert case.step.prepare(rows=8).reason is Reason.CAPTURE_TIME
-    held = case.step.hold(rows=8)
-    assert isinstance(held, Decision) and held.reason is Reason.CAPTURE_TIME
+    with pytest.raises(NotHeldError, match=Reason.CAPTURE_TIME.value):
+        case.step.hold(rows=8)
     assert case.value == 3
 
 
@@ -573,8 +571,9 @@ def test_a_strict_step_says_what_its_next_call_would_do(device: Device) -> None:
     case = Counting(device, warmups=0, strict=True)
     broken(case)
     assert case.step.prepare(rows=2).reason is Reason.BUILD_FAILED
-    decision = case.step.hold(rows=2)
-    assert isinstance(decision, Decision) and decision.action is Action.REFUSE
+    with pytest.raises(NotHeldError) as caught:
+        case.step.hold(rows=2)
+    assert caught.value.decision.action is Action.REFUSE
     with pytest.raises(EagerRunError):
         case.step(rows=2)
     case.broken = False

@@ -19,7 +19,7 @@ from ostinato.device import Device
 from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import CaptureError, ContextPoisonedError, InputError, StateLostError, Status
 from ostinato.step import Slot
-from ostinato.step.policy import Action, Decision, Reason
+from ostinato.step.policy import Action, Reason
 from ostinato.step.store import StoreStatistics
 from ostinato.step.work import work_digest
 from ostinato.testing import FaultyDriver
@@ -107,9 +107,7 @@ def test_prepare_and_hold_restore_too(folder: Path) -> None:
     with ost.open_device("host") as device:
         rig = Rig(device, folder, weight=100)
         assert rig.step.prepare(rows=3).action is Action.REPLAY
-        held = rig.step.hold(rows=8)
-        assert not isinstance(held, Decision)
-        with held:
+        with rig.step.hold(rows=8) as held:
             held.launch()
         assert rig.y.to_numpy(rig.stream).tolist() == [100 * n for n in range(8)]
         assert rig.runs == 0 and rig.store.statistics().restored == 2
@@ -119,9 +117,7 @@ def test_a_held_graph_that_was_restored_reads_its_own_size(folder: Path) -> None
     """Also after a call of another size: no run has said which sizes are read."""
     with ost.open_device("host") as device:
         rig = Rig(device, folder, weight=100)
-        held = rig.step.hold(rows=8)
-        assert not isinstance(held, Decision)
-        with held:
+        with rig.step.hold(rows=8) as held:
             assert rig.call(3) == (Action.REPLAY, [0, 100, 200], 3)
             held.launch()
         assert rig.y.to_numpy(rig.stream).tolist() == [100 * n for n in range(8)]
@@ -388,7 +384,6 @@ def test_a_changed_graph_is_not_saved(host_device: Device, tmp_path: Path) -> No
     rig.call(3), rig.call(3)
     (key,) = rig.step.cache.keys()
     with rig.step.cache.hold(key) as run:
-        assert run is not None
         run.set_enabled(0, False)
     assert "was changed since it was made" in "".join(rig.step.save().values())
 

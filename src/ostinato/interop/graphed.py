@@ -33,6 +33,7 @@ from ostinato.errors import (
     ContextPoisonedError,
     InputError,
     NotAvailableError,
+    NotHeldError,
     OstinatoError,
     OutOfMemoryError,
 )
@@ -805,9 +806,8 @@ class Graphed(Guarded, Closeable):
         parts = []
         with self._lock:
             for line in self._lines.values():
-                with self.cache.hold(line.name) as run:
-                    if run is not None:
-                        parts.append(f"{line.name}: {line.words}\n{run.graph}")
+                with suppress(NotHeldError), self.cache.hold(line.name) as run:
+                    parts.append(f"{line.name}: {line.words}\n{run.graph}")
         return "\n\n".join(parts) or f"graphed {self.name} keeps no graph yet"
 
     def forget(self) -> int:

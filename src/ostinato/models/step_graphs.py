@@ -138,11 +138,10 @@ class StepGraphs:
         self.last_decision = self._step(rows, sampled, tokens)(rows=rows)
         return self.last_decision
 
-    def hold(self, rows: int, *, tokens: int = 1) -> HeldReplay | Decision:
-        """The graph of that for many launches in a row, or why there is none; see `GraphedStep`."""
+    def hold(self, rows: int, *, tokens: int = 1) -> HeldReplay:
+        """The graph of that for many launches in a row, as `GraphedStep.hold` gives it."""
         held = self._step(rows, True, tokens).hold(rows=rows)
-        if isinstance(held, HeldReplay):
-            self.last_decision = Decision(Action.REPLAY, Reason.REPLAYED)
+        self.last_decision = Decision(Action.REPLAY, Reason.REPLAYED)
         return held
 
     def _step(self, rows: int, sampled: bool, tokens: int) -> GraphedStep:

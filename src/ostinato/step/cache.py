@@ -23,7 +23,7 @@ from ostinato.driver.context import Context, HasContext, context_of, members
 from ostinato.driver.forking import new_lock
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.stream import Stream
-from ostinato.errors import CaptureLimitError, ClosedError, InputError
+from ostinato.errors import CaptureLimitError, ClosedError, InputError, NotHeldError
 from ostinato.explain.times import ReplayProfile, replay_as_set, resolved
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.words import Touch
@@ -253,9 +253,11 @@ class _Hold:
         self._key = key
         self._kept: CachedGraph | None = None
 
-    def __enter__(self) -> GraphExec | None:
+    def __enter__(self) -> GraphExec:
         self._kept = self._cache._leased(self._key)
-        return None if self._kept is None else self._kept.executable
+        if self._kept is None:
+            raise NotHeldError(f"the cache has no graph under key {self._key!r} to hold")
+        return self._kept.executable
 
     def __exit__(
         self,
@@ -418,13 +420,13 @@ class GraphCache(Closeable):
                 self.let_go(kept)
         return True
 
-    def hold(self, key: Hashable) -> AbstractContextManager[GraphExec | None]:
-        """For a `with` block: the executable under a key, or None; inside it is not closed.
+    def hold(self, key: Hashable) -> AbstractContextManager[GraphExec]:
+        """For a `with` block: the executable under a key; inside it is not closed.
 
         For several calls on one graph, such as a rebinding and its launch.  An eviction inside the
         block takes the key away at once, and closes the executable at the block's end.  Entering
-        counts as a use, and raises ClosedError.  Not guaranteed: that no other thread changes the
-        executable meanwhile.
+        counts as a use, and raises NotHeldError if there is none, ClosedError.  Not guaranteed:
+        that no other thread changes the executable meanwhile.
         """
         return _Hold(self, key)
 

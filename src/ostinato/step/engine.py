@@ -39,6 +39,7 @@ from ostinato.errors import (
     ContextPoisonedError,
     DriverError,
     EagerRunError,
+    NotHeldError,
     OstinatoError,
     PoolSealedError,
     StateLostError,
@@ -823,9 +824,12 @@ class Engine:
                 return failure
             entry, _ = self.entered(call)
         lease = ExitStack()
-        executable = lease.enter_context(self.cache.hold(call.key))
+        try:
+            executable = lease.enter_context(self.cache.hold(call.key))
+        except NotHeldError:  # evicted at once, by another thread
+            return Decision(Action.BUILD, Reason.FIRST_USE)
         kept = entry.graph
-        if executable is None or kept is None:  # evicted at once, by another thread
+        if kept is None:
             lease.close()
             return Decision(Action.BUILD, Reason.FIRST_USE)
         if verify != "off" and not kept.is_checked(self, call.padded):

@@ -14,6 +14,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -28,6 +29,7 @@ from ostinato.errors import (
     ClosedError,
     ContextPoisonedError,
     InputError,
+    NotHeldError,
     OstinatoError,
     StateLostError,
 )
@@ -373,9 +375,7 @@ class GraphedStep(Closeable):
         with self._turn, self._lock:
             inputs, outputs = self._memory()
             for key in [key for key in self._engine.keys if isinstance(key, StepKey)]:
-                with self.cache.hold(key) as executable:
-                    if executable is None:
-                        continue
+                with suppress(NotHeldError), self.cache.hold(key) as executable:
                     self._sizes.set(dict(key.sizes), self.stream)  # the check launches it
                     try:
                         why = self.store.save_executable(
@@ -426,14 +426,13 @@ class GraphedStep(Closeable):
                 return self._engine.make(work, entry) or decision
             return decision
 
-    def hold(self, **sizes: int) -> HeldReplay | Decision:
+    def hold(self, **sizes: int) -> HeldReplay:
         """The graph of these sizes, for many replays in a row that each cost only a launch.
 
-        Makes the graph first if the next call would capture it.  Returns a Decision, and holds
-        nothing, if a call would do more than replay (run eagerly, record, check, count replays for
-        `verify=N`) or would raise: call the step then.  A `with` block of a Decision raises
-        InputError.  `graphs`, `preconditions` and the other conditions are not looked at again
-        while the graph is held.
+        Makes the graph first if the next call would capture it.  Raises NotHeldError, with the
+        Decision, if a call would do more than replay (run eagerly, record, check, count replays for
+        `verify=N`) or would raise: call the step then.  `graphs`, `preconditions` and the other
+        conditions are not looked at again while the graph is held.
         Raises ContextPoisonedError and InputError as a call does.
         """
         with self._turn, self._lock:
@@ -441,7 +440,11 @@ class GraphedStep(Closeable):
                 with self._sizes.nested(self.stream):
                     return self.hold(**sizes)
             work = _StepWork(self, self._call(sizes))
-            return self._engine.hold(work, work.relaunch)
+            held = self._engine.hold(work, work.relaunch)
+        if isinstance(held, Decision):
+            why = f"no replay is held, because a call would do more than replay: {held}"
+            raise NotHeldError(f"{why}; call the step", held)
+        return held
 
     def forget(self, **sizes: int) -> None:
         """Ends the quarantine of the key of these sizes, and allows calls again after an error of

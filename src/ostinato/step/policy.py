@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NoReturn
 
-from ostinato.errors import InputError
 from ostinato.step.limits import Refusal
 
 
@@ -107,15 +105,6 @@ class Decision:
     def __str__(self) -> str:
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.action.value}: {self.reason.value}{detail}"
-
-    def __enter__(self) -> NoReturn:
-        """For `with step.hold(...)` where nothing is held.  Raises InputError, which says why."""
-        raise InputError(
-            f"no replay is held, because a call would do more than replay: {self}. Look whether "
-            "hold returned a HeldReplay, and call the step if not"
-        )
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 REPLAY = Decision(Action.REPLAY, Reason.REPLAYED)
