@@ -97,11 +97,11 @@ def test_statistics_print_as_tables(device: Device) -> None:
         rows.step(rows=size)
     first, second = (str(key.key) for key in rows.step.statistics().keys)
     assert str(rows.step.statistics()).splitlines() == [
-        "calls 4: replayed 2, eager 2, checked 0; graphs built 1; padding 25%",
+        "calls 4: replays 2, eager 2, verified 0; captures 1; padding 25%",
         "  2 x warming up before the capture",
-        "key" + " " * (len(first) - 3) + "  calls  replayed  eager  built  padding  µs p50  p99",
-        f"{first}      3         2      1      1      17%  -       -",
-        f"{second}      1         0      1      0      38%  -       -",
+        "key" + " " * (len(first) - 3) + "  calls  replays  eager  captures  padding  µs p50  p99",
+        f"{first}      3        2      1         1      17%  -       -",
+        f"{second}      1        0      1         0      38%  -       -",
     ]
     one, heading, *lines = str(rows.cache.statistics()).splitlines()
     assert one.startswith("graphs 1, ") and "captures 1 in" in one

@@ -74,7 +74,7 @@ class KeyStatistics:
     nbytes: int
     """Bytes that its graph is charged with."""
     nbytes_source: FootprintSource | None
-    capture_seconds: float | None
+    last_capture_seconds: float | None
     """What the capture of its graph took; None if it was installed ready-made."""
     misses: int = 0
     captures: int = 0
@@ -82,8 +82,8 @@ class KeyStatistics:
     capture_failures: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
     """Captures that the limits refused to `get_or_capture`, by reason."""
-    all_captures_seconds: float = 0.0
-    """What all captures of the key took, failed ones too."""
+    capture_seconds: float = 0.0
+    """Time spent in captures of the key, also in failed ones."""
     installed: int = 0
     replaced: int = 0
     evictions: Evictions = Evictions()
@@ -150,7 +150,7 @@ class CacheStatistics:
         rows = [("key", "hits", "bytes", "captures", "ms", "evicted")]
         for line in (*self.keys, *self.gone):
             nbytes = "-" if line.nbytes_source is None else bytes_text(line.nbytes)
-            took = f"{1e3 * line.all_captures_seconds:.1f}"
+            took = f"{1e3 * line.capture_seconds:.1f}"
             counts = (str(line.captures), took, str(line.evictions.total))
             rows.append((key_text(line.key), str(line.hits), nbytes, *counts))
         return "\n".join([*words, *([table(rows)] if len(rows) > 1 else [])])
@@ -240,12 +240,12 @@ class StepStatistics(_Counted):
     def __str__(self) -> str:
         """What was done, why calls ran eagerly, and a table of the keys."""
         words = [
-            f"calls {self.calls}: replayed {self.replays}, eager {self.eager}, checked "
-            f"{self.verified}; graphs built {self.captures}; padding {self.padding_waste:.0%}",
+            f"calls {self.calls}: replays {self.replays}, eager {self.eager}, verified "
+            f"{self.verified}; captures {self.captures}; padding {self.padding_waste:.0%}",
             *counted(self.eager_reasons),
         ]
         rows: list[tuple[str, ...]] = [
-            ("key", "calls", "replayed", "eager", "built", "padding", "µs p50", "p99", "")
+            ("key", "calls", "replays", "eager", "captures", "padding", "µs p50", "p99", "")
         ]
         for line in self.keys:
             counts = (line.calls, line.replays, line.eager, line.captures)
