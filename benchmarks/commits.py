@@ -103,7 +103,7 @@ def measure(device_name: str, quick: bool) -> dict[str, float]:
 
     x = device.array(np.resize(values, (8, 32)))
     y = device.array(np.resize(values, (8, 32)))
-    slots = [ost.Slot("x", x, ost.Role.INPUT, "rows"), ost.Slot("y", y, ost.Role.OUTPUT, "rows")]
+    slots = [ost.Slot("x", x, "input", "rows"), ost.Slot("y", y, "output", "rows")]
 
     def run(stream: ost.Stream, *_: object, **rows: object) -> None:  # or before `Sizes`
         ost.launch(stream, kernel, config, x, y, 256)

@@ -43,7 +43,7 @@ class Model:
         self.answer = self.device.pinned(ROWS, np.float32)
         self.turn = asyncio.Lock()
         graphs = ost.GraphCache(self.device, buckets=ost.PowersOfTwo(ROWS))
-        slots = [ost.Slot("x", self.x, ost.Role.STATE, size="rows")]
+        slots = [ost.Slot("x", self.x, "state", size="rows")]
         self.step = ost.GraphedStep(self.run, stream=self.stream, cache=graphs, slots=slots)
         self.step(rows=ROWS)  # warm-up; then build all graphs, so that no request waits for one
         for rows in graphs.buckets:

@@ -2,7 +2,7 @@
 
     python examples/generate.py "Why is the sky blue?" --max-tokens 60
     python examples/generate.py "Once upon a time" --raw --temperature 0.8 --seed 7
-    python examples/generate.py "Hello" --eager          # the same answer, launch by launch
+    python examples/generate.py "Hello" --no-graphs      # the same answer, launch by launch
 
 The model (93 MB) is fetched on first use; `--model` takes a GGUF file or a folder instead.
 """
@@ -23,14 +23,14 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--raw", action="store_true", help="no chat template")
-    parser.add_argument("--eager", action="store_true", help="no graphs")
+    parser.add_argument("--no-graphs", action="store_true", help="launch by launch")
     parser.add_argument("--program", action="store_true", help="print what a step launches")
     options = parser.parse_args()
 
     sampling = SamplingOptions(temperature=options.temperature, seed=options.seed)
     with (
         ost.open_device() as device,
-        TextGenerator(device, options.model, graphs=not options.eager) as generator,
+        TextGenerator(device, options.model, graphs=not options.no_graphs) as generator,
     ):
         if options.program:
             print(describe(generator.decoder.program()))

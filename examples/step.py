@@ -45,8 +45,8 @@ def main() -> None:
             stream=stream,
             cache=graphs,
             slots=[
-                ost.Slot("x", x, ost.Role.INPUT, size="batch"),
-                ost.Slot("total", total, ost.Role.STATE, size="batch"),
+                ost.Slot("x", x, "input", size="batch"),
+                ost.Slot("total", total, "state", size="batch"),
             ],
             verify="first",
         )

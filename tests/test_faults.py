@@ -32,6 +32,7 @@ from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import (
     ContextPoisonedError,
     GraphError,
+    NotHeldError,
     OstinatoError,
     StateLostError,
     Status,
@@ -39,7 +40,6 @@ from ostinato.errors import (
 from ostinato.graphfile import child
 from ostinato.memory.buffer import fill_operation
 from ostinato.relational import Joiner
-from ostinato.step import HeldReplay
 from ostinato.testing import FaultyDriver
 from tests.relational.tables import expected, pairs
 from tests.sources import config, kernel, preload
@@ -240,7 +240,7 @@ def capture_by_hand(world: World) -> Case:
 @scenario
 def capture_into(world: World) -> Case:
     graph = ost.Graph.create(world.device)
-    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(default=1))
+    branch = graph.add_conditional("if", graph.condition(default=1))
 
     def work() -> None:
         with ost.capture(world.stream, into=branch.bodies[0]):
@@ -303,7 +303,7 @@ def build_by_hand(world: World) -> Case:
         graph = ost.Graph.create(world.device)
         graph.add_child(world.other)
         graph = graph.clone()
-        graph.add_conditional(ost.ConditionalKind.IF, graph.condition(default=1))
+        graph.add_conditional("if", graph.condition(default=1))
         made.append(graph.instantiate(upload=world.stream))
 
     def check(error: OstinatoError | None) -> None:
@@ -440,8 +440,8 @@ def _step(build: str, verify: Any, **options: Any) -> Scenario:
             stream=device.create_stream(),
             cache=ost.GraphCache(device, buckets=ost.ExplicitBuckets([2, 4])),
             slots=[
-                ost.Slot("x", x, ost.Role.INPUT, size="rows"),
-                ost.Slot("total", total, ost.Role.STATE, size="rows"),
+                ost.Slot("x", x, "input", size="rows"),
+                ost.Slot("total", total, "state", size="rows"),
             ],
             build=build,
             verify=verify,
@@ -509,10 +509,13 @@ def step_held(world: World) -> Case:
         for _ in range(2):
             step()
             replays[0] += 1
-        held = step.hold()
-        with held if isinstance(held, HeldReplay) else nullcontext():
+        try:
+            around, launch = (held := step.hold()), held.launch
+        except NotHeldError:
+            around, launch = nullcontext(), step
+        with around:
             for _ in range(3):
-                held.launch() if isinstance(held, HeldReplay) else step()
+                launch()
                 replays[0] += 1
 
     def check(error: OstinatoError | None) -> None:
@@ -662,13 +665,13 @@ def step_restored(world: World) -> Case:
     folder = _folder(world)
 
     def stored() -> ost.GraphedStep:
-        outs = [ost.Slot(str(i), out, ost.Role.OUTPUT) for i, out in enumerate(world.outs)]
+        outs = [ost.Slot(str(i), out, "output") for i, out in enumerate(world.outs)]
         return ost.GraphedStep(
             lambda stream, _: world.submit(world.a),
             stream=world.stream,
             cache=ost.GraphCache(world.device),
             name="sums",
-            slots=[ost.Slot("a", world.a, ost.Role.INPUT), *outs],
+            slots=[ost.Slot("a", world.a, "input"), *outs],
             store=ost.GraphStore(world.device, folder),
         )
 
@@ -906,7 +909,7 @@ def _body(world: Nulls) -> Callable[[], object]:
     graph = ost.Graph.create(world.device)
     condition = graph.condition(1)
     world.give_inside(bodies=(0,))
-    return lambda: graph.add_conditional(ost.ConditionalKind.IF, condition)
+    return lambda: graph.add_conditional("if", condition)
 
 
 NULLS: dict[str, tuple[str, Callable[[Nulls], Callable[[], object]]]] = {

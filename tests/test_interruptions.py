@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,9 +56,9 @@ def test_a_capture_always_ends(device: Device, step_size: int) -> None:
         assert sums.answers() == [6, 6, 6], where
 
 
-@pytest.mark.parametrize("mode", list(ost.CaptureMode))
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 def test_a_capture_begun_by_hand_ends_once_it_is_dropped(
-    device: Device, step_size: int, mode: ost.CaptureMode
+    device: Device, step_size: int, mode: Any
 ) -> None:
     sums = Sums(device)
     stream = sums.stream
@@ -212,7 +213,7 @@ def test_the_first_work_of_a_stream_hangs_nothing(device: Device) -> None:
 @pytest.mark.parametrize("verify", ["off", 1])
 def test_a_step_goes_on(device: Device, step_size: int, build: str, verify: object) -> None:
     counter, increment = device.zeros(1, np.int32), kernel(device, "increment")
-    slots = [ost.Slot("counter", counter, ost.Role.STATE)]
+    slots = [ost.Slot("counter", counter, "state")]
 
     def fresh() -> ost.GraphedStep:
         return ost.GraphedStep(

@@ -173,7 +173,7 @@ def test_what_is_no_whole_number_is_named(device: Device, stream: ost.Stream) ->
         lambda: run.patch(0, 1.0, 1),
         lambda: graph.node("0"),
         lambda: graph.condition(1.5),
-        lambda: graph.add_conditional("if", graph.condition()),
+        lambda: graph.add_conditional("If", graph.condition()),
         lambda: graph.add_alloc(1.5),
         lambda: graph.add_host(3),
         lambda: stream.call(None),
@@ -280,7 +280,7 @@ def test_a_step_over_arrays_of_the_cpu(host_device: Device) -> None:
         lambda s, _: ost.launch(s, loaded, ost.LaunchConfig(1, 1), given, taken, 4),
         stream=stream,
         cache=ost.GraphCache(host_device),
-        slots=[ost.Slot("x", given, ost.Role.INPUT), ost.Slot("out", taken, ost.Role.STATE)],
+        slots=[ost.Slot("x", given, "input"), ost.Slot("out", taken, "state")],
         verify="first",
         strict=True,
     )

@@ -43,7 +43,7 @@ class Place:
         self.graph: Any = capture.graph
         self.run: Any = self.graph.instantiate(upload=self.stream)
         self.cache: Any = ost.GraphCache(device, buckets=ost.PowersOfTwo(N))
-        self.slot: Any = ost.Slot("x", self.x, ost.Role.STATE, size="rows")
+        self.slot: Any = ost.Slot("x", self.x, "state", size="rows")
         self.step: Any = self.new_step(lambda stream, sizes: self.launch(2.0, sizes.rows))
 
     def launch(self, *rest: Any, x: Any = None, stream: Any = None) -> None:
@@ -356,13 +356,13 @@ MISTAKES = [
         *(errors.InputError, "'row'", "rows"),
     ),
     mistake(
-        "a role as text",
-        lambda p: Slot("x", p.x, "state"),
-        *(errors.InputError, "slot 'x': role='state'", "Role.INPUT"),
+        "a role that there is not",
+        lambda p: Slot("x", p.x, "inout"),
+        *(errors.InputError, "slot 'x': role='inout'", '"input", "output", "state" or "scratch"'),
     ),
     mistake(
         "an array of the host as a slot",
-        lambda p: Slot("x", np.ones(N), ost.Role.INPUT),
+        lambda p: Slot("x", np.ones(N), "input"),
         *(errors.InputError, "slot 'x': a Buffer is needed, not ndarray", "device.adopt_array"),
     ),
     mistake(

@@ -8,7 +8,8 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -94,15 +95,15 @@ def test_streams_and_devices_stand_where_they_always_do(name: str) -> None:
 
 
 FACE = """
-Buffer Capture CaptureLimits CaptureMode CapturePool ConditionalKind Device DeviceArray DeviceScalar
+Buffer Capture CaptureLimits CapturePool Device DeviceArray DeviceScalar
 Event ExplicitBuckets Graph GraphCache GraphExec GraphStore GraphedStep HostKernel Kernel
-LaunchConfig MemoryRange Node NodeKind Operation OstinatoError PowersOfTwo Role Sizes Slot Source
+LaunchConfig MemoryRange Node NodeKind Operation OstinatoError PowersOfTwo Sizes Slot Source
 Stream capture capture_function compile copy fill host_kernel kernel launch lift open_device prepare
 record errors explain graphfile lowlevel settings step testing
 """
 LOWLEVEL = """
-Call Change Closeable Counts Engine FILL HostLaunch InstantiateFlags Memory Options Work causes
-check_runs every_node fill_kernel load_extension new_lock
+Call Change Closeable Counts Engine FILL HostLaunch Memory Options Work causes
+check_runs every_node fill_kernel load_extension new_lock parse_bytes
 replace_small_fills table uninterrupted whole_number
 """
 
@@ -142,6 +143,111 @@ def test_every_error_is_ours() -> None:
         if inspect.isclass(value) and issubclass(value, Exception):
             assert issubclass(value, errors.OstinatoError)
             assert public in (errors.__doc__ or ""), f"{public} is not in the tree at the top"
+
+
+# ----------------------------------------------------------------------------------- vocabularies
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
+
+
+def declared() -> Iterator[tuple[str, str, str]]:
+    """Where, what and how annotated: the parameters and fields of all that the reference names, of
+    libraries that are here.  What a function returns has the function's own name; what a dataclass
+    is made of are its fields."""
+    pages = [page.read_text(encoding="utf-8") for page in sorted(REFERENCE.glob("*.md"))]
+    for path in re.findall(r"^::: (\S+)$", "".join(pages), re.M):
+        try:
+            value = pkgutil.resolve_name(path)
+        except (ImportError, ost.OstinatoError):
+            assert path.startswith("ostinato.interop."), path
+            continue
+        if not inspect.isclass(value):
+            yield from annotated(path, value)
+            continue
+        for each in value.__mro__:
+            if not each.__module__.startswith("ostinato"):
+                continue
+            yield from annotated(path, each)
+            for name, member in vars(each).items():
+                if isinstance(member, property):
+                    member = member.fget
+                generated = getattr(vars(each).get("__dataclass_params__"), "init", False)
+                special = ("__call__",) if generated else ("__init__", "__call__")
+                if not name.startswith("_") or name in special:
+                    yield from annotated(f"{path}.{name}", getattr(member, "__func__", member))
+
+
+def annotated(path: str, value: object) -> Iterator[tuple[str, str, str]]:
+    """What one function or class says of its parameters or fields."""
+    if not (inspect.isclass(value) or callable(value)):
+        return
+    for name, annotation in inspect.get_annotations(inspect.unwrap(value)).items():
+        what = path.rpartition(".")[2] if name == "return" else name
+        if not what.startswith("_"):
+            yield path, what, str(annotation)
+
+
+def parameters() -> Iterator[tuple[str, str, str]]:
+    """Those of `declared` that are parameters of functions."""
+    for path, name, annotation in declared():
+        value = pkgutil.resolve_name(path)
+        if inspect.isroutine(value) and name != value.__name__:
+            yield path, name, annotation
+
+
+def test_the_reference_is_read() -> None:
+    found = set(declared())
+    for each in (
+        ("ostinato.Stream.submit", "operation", "Operation"),
+        ("ostinato.Event.elapsed_since", "elapsed_since", "float"),
+        ("ostinato.step.CacheStatistics", "nbytes", "int"),
+        ("ostinato.CaptureLimits", "seconds", "float | None"),
+        ("ostinato.GraphCache.__init__", "max_graphs", "int | None"),
+    ):
+        assert each in found, each
+
+
+def test_times_are_in_seconds() -> None:
+    unit = re.compile(r"(.*_)?(ms|us|ns|milliseconds|microseconds|nanoseconds)")
+    found = [(path, name) for path, name, _ in declared() if unit.fullmatch(name)]
+    assert found == [], "fields and parameters have seconds; other units are for texts"
+
+
+def test_options_are_words_and_results_are_enumerations() -> None:
+    """The driver's protocol has the driver's numbers; packages built on the engine make results."""
+    modules = [importlib.import_module(name) for name in (*PUBLIC, "ostinato.driver.api")]
+    public = {getattr(module, name): name for module in modules for name in module.__all__}
+    enums = [name for each, name in public.items() if isinstance(each, enum.EnumMeta)]
+    assert {"NodeKind", "CaptureMode", "Reason"} <= {*enums}
+    ours = re.compile(rf"\b({'|'.join(enums)})\b")
+    found = [
+        each
+        for each in parameters()
+        if ours.search(each[2])
+        and not each[0].startswith(("ostinato.driver.", "ostinato.lowlevel."))
+    ]
+    assert found == []
+
+
+def test_sizes_in_bytes_are_numbers_or_texts() -> None:
+    told = {"nbytes", "max_bytes", "budget", "check_limit", "reserve", "slab", "shared"}
+    measured = ("holds", "programmatic", "occupancy")  # of what is there, and not asked for
+    found = {
+        (path, name): "str" in annotation
+        for path, name, annotation in parameters()
+        if (name in told or name.endswith("_bytes")) and name != "key_bytes"
+        if not path.startswith("ostinato.driver.") and not path.endswith(measured)
+    }
+    assert {name for _, name in found} == told
+    assert [each for each, text in found.items() if not text] == []
+
+
+def test_a_name_that_may_be_left_out_is_none() -> None:
+    """Fields that are empty where a thing has no name are results."""
+    named = [path for path, name, _ in parameters() if name == "name"]
+    assert "ostinato.Device.empty" in named
+    for path in named:
+        given = inspect.signature(pkgutil.resolve_name(path)).parameters["name"].default
+        assert given in (None, inspect.Parameter.empty) or path.startswith("ostinato.driver."), path
 
 
 # --------------------------------------------------------------------------------------- __repr__

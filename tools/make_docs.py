@@ -28,7 +28,7 @@ from ostinato.bench.floor import Bandwidth
 from ostinato.bench.plot import profile_svg
 from ostinato.bench.profile import Profile, ProfileRow
 from ostinato.cli import app
-from ostinato.relational import JoinKey, JoinKind
+from ostinato.relational import JoinKey
 from ostinato.relational.chain import KERNELS, chain_of, source
 from tools import figures, pictures, samples
 
@@ -98,7 +98,7 @@ def graph_picture() -> str:
 
 def join_picture() -> str:
     """Draws the graph of an inner join of 1,000 rows on a GPU with 132 multiprocessors."""
-    key = JoinKey.of(JoinKind.INNER, 1, 8, rows=1000, right_rows=1000, capacity=1000)
+    key = JoinKey.of("inner", 1, 8, rows=1000, right_rows=1000, capacity=1000)
     with ost.open_device("host") as device:
         stream = device.create_stream()
         ring, state, block = (device.zeros(1 << 15, "bytes") for _ in range(3))

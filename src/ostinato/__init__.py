@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ostinato import testing as testing
     from ostinato.device import Device as Device
     from ostinato.device import open_device as open_device
-    from ostinato.driver.api import CaptureMode as CaptureMode
-    from ostinato.driver.api import ConditionalKind as ConditionalKind
     from ostinato.driver.api import LaunchConfig as LaunchConfig
     from ostinato.driver.api import MemoryRange as MemoryRange
     from ostinato.driver.api import NodeKind as NodeKind
@@ -64,7 +62,6 @@ if TYPE_CHECKING:
     from ostinato.step import GraphCache as GraphCache
     from ostinato.step import GraphedStep as GraphedStep
     from ostinato.step import PowersOfTwo as PowersOfTwo
-    from ostinato.step import Role as Role
     from ostinato.step import Sizes as Sizes
     from ostinato.step import Slot as Slot
     from ostinato.step.store import GraphStore as GraphStore
@@ -75,9 +72,7 @@ _HOMES = {
     "Buffer": "memory",
     "Capture": "graph",
     "CaptureLimits": "step",
-    "CaptureMode": "driver.api",
     "CapturePool": "memory",
-    "ConditionalKind": "driver.api",
     "Device": "device",
     "DeviceArray": "state",
     "DeviceScalar": "state",
@@ -97,7 +92,6 @@ _HOMES = {
     "Operation": "driver.stream",
     "OstinatoError": "errors",
     "PowersOfTwo": "step",
-    "Role": "step",
     "Sizes": "step",
     "Slot": "step",
     "Source": "modules",

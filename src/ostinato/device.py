@@ -153,7 +153,9 @@ class Device(Closeable):
         return Event(self.context, timing=timing, blocking=blocking)
 
     # --- memory
-    def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str = "") -> Buffer:
+    def empty(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str | None = None
+    ) -> Buffer:
         """Allocates device memory with undefined content.  Raises OutOfMemoryError, and InputError
         for a shape or dtype that device memory cannot have, as the methods below do.
 
@@ -165,7 +167,7 @@ class Device(Closeable):
         return allocate(self.context, shape, dtype, name=name)
 
     def array(
-        self, values: npt.ArrayLike, dtype: npt.DTypeLike | None = None, *, name: str = ""
+        self, values: npt.ArrayLike, dtype: npt.DTypeLike | None = None, *, name: str | None = None
     ) -> Buffer:
         """Allocates device memory with these values, which are there when this returns.
 
@@ -194,12 +196,16 @@ class Device(Closeable):
         stream.synchronize()
         return buffer
 
-    def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str = "") -> Buffer:
+    def zeros(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str | None = None
+    ) -> Buffer:
         """Allocates memory that is zero when this returns; `dtype` as for `empty`."""
         kind = device_dtype(dtype)
         return self._filled(shape, kind, bytes(kind.itemsize), name)
 
-    def ones(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str = "") -> Buffer:
+    def ones(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str | None = None
+    ) -> Buffer:
         """Allocates memory whose elements are 1 when this returns; `dtype` as for `empty`."""
         return self.full(shape, 1.0, dtype, name=name)
 
@@ -209,7 +215,7 @@ class Device(Closeable):
         fill_value: npt.ArrayLike,
         dtype: npt.DTypeLike,
         *,
-        name: str = "",
+        name: str | None = None,
     ) -> Buffer:
         """Allocates memory whose elements are `fill_value` when this returns; `dtype`: see `empty`.
 
@@ -228,7 +234,7 @@ class Device(Closeable):
         return self._filled(shape, kind, one.tobytes(), name)
 
     def _filled(
-        self, shape: int | Sequence[int], kind: np.dtype[Any], one: bytes, name: str
+        self, shape: int | Sequence[int], kind: np.dtype[Any], one: bytes, name: str | None
     ) -> Buffer:
         """Allocates memory whose elements have these bytes."""
         buffer = allocate(self.context, shape, kind, name=name)
@@ -264,11 +270,15 @@ class Device(Closeable):
         """
         return adopt_array(self.context, array)
 
-    def pinned(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Buffer:
+    def pinned(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, name: str | None = None
+    ) -> Buffer:
         """Allocates page-locked host memory, for copies that do not wait; `.array` views it."""
-        return allocate(self.context, shape, dtype, pinned=True)
+        return allocate(self.context, shape, dtype, pinned=True, name=name)
 
-    def pool(self, *, reserve: int = 0, slab: int = 1 << 20, name: str = "pool") -> CapturePool:
+    def pool(
+        self, *, reserve: int | str = 0, slab: int | str = "1 MiB", name: str | None = None
+    ) -> CapturePool:
         """Makes a pool from which captures allocate; sizes in bytes.  See `CapturePool`."""
         return CapturePool(self.context, reserve=reserve, slab=slab, name=name)
 

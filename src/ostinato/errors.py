@@ -23,6 +23,7 @@
     ├── VerificationError           a replay gave another answer than the eager run
     ├── StateLostError              a check could not restore the state that it had changed
     ├── EagerRunError               a strict step would have run eagerly; nothing ran
+    ├── NotHeldError                no graph can be held: there is none, or a call would do more
     ├── HostFunctionError           a host function of a stream or graph raised
     ├── CompileError                the compiler refused the source; carries its log
     ├── GroupError                  ranks that work together cannot go on; the same on all of them
@@ -44,6 +45,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "CaptureBrokenError",
@@ -69,6 +71,7 @@ __all__ = [
     "NodeKindError",
     "NotAvailableError",
     "NotCapturingError",
+    "NotHeldError",
     "NotReadyError",
     "OstinatoError",
     "OutOfMemoryError",
@@ -468,6 +471,17 @@ class StateLostError(OstinatoError):
 
 class EagerRunError(OstinatoError):
     """A strict step cannot replay a graph for this call; says why.  Nothing of the call ran."""
+
+
+class NotHeldError(OstinatoError):
+    """A cache has no graph under a key, or a call of a step would do more than replay.
+
+    `decision`: the `step.Decision` that says what the call would do, and why; None for a cache.
+    """
+
+    def __init__(self, message: str, decision: Any = None) -> None:
+        super().__init__(message)
+        self.decision = decision
 
 
 class HostFunctionError(OstinatoError):

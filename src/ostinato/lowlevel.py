@@ -5,7 +5,7 @@ A program that captures and replays graphs needs none of them.  `distributed`, `
 (`tests/test_layers.py` has the list), and no private name.
 """
 
-from ostinato.driver.api import InstantiateFlags, whole_number
+from ostinato.driver.api import parse_bytes, whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.extension import load_extension
 from ostinato.driver.forking import new_lock
@@ -26,7 +26,6 @@ __all__ = [
     "Counts",
     "Engine",
     "HostLaunch",
-    "InstantiateFlags",
     "Memory",
     "Options",
     "Work",
@@ -36,6 +35,7 @@ __all__ = [
     "fill_kernel",
     "load_extension",
     "new_lock",
+    "parse_bytes",
     "replace_small_fills",
     "table",
     "uninterrupted",

@@ -49,12 +49,21 @@ class Variable(Generic[T_co]):
             raise SettingsError(f"{self.name}={text!r}: {error}; it is: {self.doc}") from None
 
 
-def _present(text: str | None) -> bool:
-    return text is not None
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True} | {
+    "": False,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
-def _one(text: str | None) -> bool:
-    return text == "1"
+def _switch(text: str | None) -> bool:
+    """Off if the variable is missing or empty."""
+    found = _SWITCH.get((text or "").strip().lower())
+    if found is None:
+        raise ValueError("1, true, yes or on is needed, or 0, false, no or off")
+    return found
 
 
 def _text_or_none(text: str | None) -> str | None:
@@ -83,22 +92,20 @@ def _count_or_none(text: str | None) -> int | None:
 
 DEVICE = Variable("OSTINATO_DEVICE", 'the device to open: "host", "cuda:0", …', _text_or_none)
 CACHE_DIR = Variable("OSTINATO_CACHE_DIR", "folder for models and kernels", _folder_or_none)
-PROFILE = Variable("OSTINATO_PROFILE", "present: replays are profiled", _present)
+PROFILE = Variable("OSTINATO_PROFILE", "on: replays are profiled", _switch)
 PROFILE_EVERY = Variable(
     "OSTINATO_PROFILE_EVERY",
     "the first replay and then one in so many is printed (64)",
     _sample_every,
 )
-SKIP_UPLOAD = Variable(
-    "OSTINATO_SKIP_UPLOAD", '"1" alone: no upload before a profiled replay', _one
-)
-SKIP_SYNC = Variable("OSTINATO_SKIP_SYNC", '"1" alone: no wait after a profiled replay', _one)
+SKIP_UPLOAD = Variable("OSTINATO_SKIP_UPLOAD", "on: no upload before a profiled replay", _switch)
+SKIP_SYNC = Variable("OSTINATO_SKIP_SYNC", "on: no wait after a profiled replay", _switch)
 THREADS = Variable(
     "OSTINATO_THREADS",
     "threads of a decoder on the CPU (one a processor, 16 at most)",
     _count_or_none,
 )
-NO_GRAPHS = Variable("OSTINATO_NO_GRAPHS", '"1" alone: steps run eagerly, without graphs', _one)
+NO_GRAPHS = Variable("OSTINATO_NO_GRAPHS", "on: steps run eagerly, without graphs", _switch)
 
 
 def _seconds(text: str | None) -> float:
@@ -135,13 +142,13 @@ COLLECTIVES = Variable(
 )
 COLLECT_MODULES = Variable(
     "OSTINATO_COLLECT_MODULES",
-    '"1" alone: opening a CUDA device begins to collect the code of other libraries\' kernels',
-    _one,
+    "on: opening a CUDA device begins to collect the code of other libraries' kernels",
+    _switch,
 )
 BLOCKING_CAPTURES = Variable(
     "OSTINATO_BLOCKING_CAPTURES",
-    '"1" alone: new streams wait for the default stream, so that work there breaks captures',
-    _one,
+    "on: new streams wait for the default stream, so that work there breaks captures",
+    _switch,
 )
 
 ALL: tuple[Variable[object], ...] = (
@@ -169,11 +176,11 @@ class ReplaySettings:
 
     The environment, else the default given here, decides a field that is None.
 
-    `profile` (off; on if OSTINATO_PROFILE is present): time upload, launch and synchronise of each
+    `profile` (off; on if OSTINATO_PROFILE is): time upload, launch and synchronise of each
     replay.  `upload`: upload the executable before each launch.  It costs about 1 µs and gains
-    nothing after the first, so it is off; on while profiling, unless OSTINATO_SKIP_UPLOAD is "1".
+    nothing after the first, so it is off; on while profiling, unless OSTINATO_SKIP_UPLOAD is on.
     `synchronize`: wait for each replay to finish before returning.  Off; on while profiling, unless
-    OSTINATO_SKIP_SYNC is "1", because without it the time on the device is not measured.
+    OSTINATO_SKIP_SYNC is on, because without it the time on the device is not measured.
     `print_every` (64, or OSTINATO_PROFILE_EVERY): the first profiled replay is printed,
     and then one in so many.
     """
@@ -228,7 +235,10 @@ def replay_settings(
 
 
 def graphs_enabled(given: bool | None = None, environ: Mapping[str, str] | None = None) -> bool:
-    """Returns whether steps may use graphs: `given`, else True unless OSTINATO_NO_GRAPHS is "1"."""
+    """Returns whether steps may use graphs: `given`, else True unless OSTINATO_NO_GRAPHS is on.
+
+    Raises SettingsError if the variable has another word.
+    """
     return not NO_GRAPHS.read(environ) if given is None else given
 
 

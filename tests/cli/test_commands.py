@@ -227,7 +227,7 @@ def generated(*arguments: str) -> dict:
 
 def test_generate_replays_graphs_and_eager_says_the_same(smollm2_path: Path) -> None:
     options = ("What is 2 + 2?", "--model", str(smollm2_path), "--max-tokens", "10")
-    graphs, eager = generated(*options), generated(*options, "--eager")
+    graphs, eager = generated(*options), generated(*options, "--no-graphs")
     assert graphs["token_ids"] == eager["token_ids"]
     assert graphs["graphs_captured"] >= 1
     assert graphs["launches_replayed"] >= 7
@@ -240,7 +240,7 @@ def test_generate_replays_graphs_and_eager_says_the_same(smollm2_path: Path) -> 
 def test_every_way_to_generate_says_the_same(tiny: Path) -> None:
     options = ("ab", "-m", str(tiny), "-n", "20", "-t", "1", "-s", "3")
     plain = generated(*options)
-    for way in (["--eager"], ["--build", "record"], ["--tokens-per-launch", "4"]):
+    for way in (["--no-graphs"], ["--build", "record"], ["--tokens-per-launch", "4"]):
         assert generated(*options, *way)["token_ids"] == plain["token_ids"]
     assert generated(*options, "--raw")["prompt_tokens"] < plain["prompt_tokens"]
 

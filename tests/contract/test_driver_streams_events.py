@@ -115,7 +115,7 @@ def test_time_between_events(rig: Rig) -> None:
             driver.event_elapsed(start, end)
         held.release_after(0.03)
         driver.event_synchronize(end)
-    assert 15.0 < driver.event_elapsed(start, end) < 10_000.0
+    assert 0.015 < driver.event_elapsed(start, end) < 10.0
     for event in (start, end):
         driver.event_destroy(event)
 

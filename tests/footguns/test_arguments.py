@@ -160,7 +160,7 @@ ELSEWHERE = {
         lambda *_: None,
         stream=w.stream,
         cache=ost.GraphCache(w.device),
-        slots=[ost.Slot("x", x, ost.Role.STATE)],
+        slots=[ost.Slot("x", x, "state")],
     ),
 }
 """The calls that could get memory of another device."""
@@ -272,12 +272,11 @@ def test_what_is_no_stream_node_slot_or_scheme_is_refused(
     device: Device, stream: ost.Stream
 ) -> None:
     graph = ost.Graph.create(device)
-    loop = graph.add_conditional(ost.ConditionalKind.WHILE, graph.condition())
+    loop = graph.add_conditional("while", graph.condition())
     cache, x, some = ost.GraphCache(device), ones(device), cast(Any, None)
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: ost.capture_function(some, print), "Stream is needed, not NoneType"),
         (lambda: ost.record(some).__enter__(), "Stream is needed, not NoneType"),
-        (lambda: ost.Capture(stream, mode=cast(Any, "global")), "a CaptureMode"),
         (lambda: ost.Capture(stream, into=cast(Any, loop)), "one of its .bodies"),
         (lambda: graph.add_empty(after=cast(Any, loop.node)), r"after=\[node\]"),
         (lambda: graph.add_empty(after=[cast(Any, loop)]), "a conditional's is its .node"),
@@ -294,6 +293,29 @@ def test_what_is_no_stream_node_slot_or_scheme_is_refused(
         with pytest.raises(InputError, match=words):
             call()
     assert graph.count() == 1
+
+
+@pytest.mark.parametrize("word", ["GLOBAL", "IF", "Input", "child graph", "", 1, None, ["if"]])
+def test_a_word_that_an_option_does_not_have_is_refused(
+    device: Device, stream: ost.Stream, word: Any
+) -> None:
+    graph, x = ost.Graph.create(device), ones(device)
+    cache = ost.GraphCache(device)
+    modes = '"global", "thread_local" or "relaxed" is needed'
+    calls: list[tuple[str, Callable[[], object], str]] = [
+        ("mode", lambda: ost.Capture(stream, mode=word), modes),
+        ("mode", lambda: ost.GraphedStep(print, stream=stream, cache=cache, mode=word), modes),
+        ("kind", lambda: graph.add_conditional(word, graph.condition()), '"while" or "switch" is'),
+        ("slot 'x': role", lambda: ost.Slot("x", x, word), '"input", "output", "state" or "scr'),
+        ("build", lambda: ost.GraphedStep(print, stream=stream, cache=cache, build=word), '"rec'),
+    ]
+    if word is not None:
+        calls += [("kind", lambda: graph.count(word), '"kernel", "memcpy",')]
+    for what, call, words in calls:
+        with pytest.raises(InputError) as caught:
+            call()
+        assert str(caught.value).startswith(f"{what}={word!r}: ") and words in str(caught.value)
+    assert graph.count() == 0
 
 
 def test_what_is_no_type_no_array_or_no_buffer_is_refused(
@@ -338,8 +360,8 @@ def test_an_object_of_the_wrong_type_is_named_in_the_error(
         ),
         (lambda: add.allow_shared(cast(Any, 2.5)), "nbytes=2.5"),
         (lambda: add.occupancy(cast(Any, float("nan"))), "threads=nan"),
-        (lambda: add.occupancy(32, cast(Any, "1")), "shared='1'"),
-        (lambda: device.pool(reserve=cast(Any, "1 MiB")), "reserve='1 MiB'"),
+        (lambda: add.occupancy(32, "1 x"), "shared='1 x'"),
+        (lambda: device.pool(reserve="1 Mi"), "reserve='1 Mi'"),
         (lambda: device.pool(slab=cast(Any, 1.5)), "slab=1.5"),
         (lambda: ost.DeviceScalar(device, "u4", depth=cast(Any, 2.5)), "depth=2.5"),
         # A decorator without its parentheses.

@@ -26,7 +26,7 @@ def test_work_on_another_stream_is_not_lost(device: Device) -> None:
             lambda stream, _: ost.launch(side, increment, config(1), counter, 1),
             stream=device.create_stream(),
             cache=ost.GraphCache(device),
-            slots=[ost.Slot("counter", counter, ost.Role.STATE)],
+            slots=[ost.Slot("counter", counter, "state")],
             verify=verify,
         )
         device.synchronize()
@@ -133,7 +133,7 @@ def test_a_capture_without_work_is_an_error(device: Device, stream: ost.Stream) 
 @pytest.mark.parametrize("work", ["none", "elsewhere"])
 def test_a_body_that_got_no_work_is_an_error(device: Device, stream: ost.Stream, work: str) -> None:
     graph, side, x = ost.Graph.create(device), device.create_stream(), ones(device)
-    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1))
+    branch = graph.add_conditional("if", graph.condition(1))
     with (
         pytest.raises(CaptureError, match="nothing was captured"),
         ost.capture(stream, into=branch.bodies[0]),
@@ -209,7 +209,7 @@ def test_nodes_added_under_a_capture_that_is_dropped_go_with_it(
     graph, x = ost.Graph.create(device), ones(device)
     scale = kernel(device, "scale")
     with pytest.raises(ZeroDivisionError), ost.capture(stream, into=graph):
-        (body,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+        (body,) = graph.add_conditional("if", graph.condition(1)).bodies
         body.add_kernel(scale, config(N), x, N)
         graph.add_kernel(scale, config(N), x, N)
         raise ZeroDivisionError

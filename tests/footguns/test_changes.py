@@ -316,7 +316,7 @@ def test_nodes_inside_others_are_patched_where_they_are(device: Device) -> None:
     inner = graph_of(stream, increment, 1, x, 1)
     graph = ost.Graph.create(device)
     graph.add_child(inner)
-    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(default=1))
+    branch = graph.add_conditional("if", graph.condition(default=1))
     with ost.capture(stream, into=branch.bodies[0]):
         ost.launch(stream, increment, config(1), x, 100)
     run = graph.instantiate()

@@ -170,7 +170,7 @@ def test_events_with_timing_have_the_times_of_the_last_replay(
         opened.set()
         stream.synchronize()
         assert in_time.pop()
-        assert stop.elapsed_since(start) >= 1e3 * seconds[0]
+        assert stop.elapsed_since(start) >= seconds[0]
 
 
 def test_a_timing_event_is_recorded_before_the_work_it_forks(
@@ -192,7 +192,7 @@ def test_a_timing_event_is_recorded_before_the_work_it_forks(
     for expected in (6, 36):
         run.launch(stream)
         assert (x.to_numpy(stream) == expected).all()
-        assert stop.elapsed_since(start) >= 200
+        assert stop.elapsed_since(start) >= 0.2
 
 
 @pytest.mark.parametrize("of", ["nothing", "another stream", "a capture", "a replay"])
@@ -256,7 +256,7 @@ def test_a_body_records_no_event(device: Device, stream: ost.Stream, kept: bool)
     """CUDA has no event nodes in bodies.  A fork within the capture needs none."""
     side, x, y = device.create_stream(), ones(device), ones(device)
     graph = ost.Graph.create(device)
-    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(default=1))
+    branch = graph.add_conditional("if", graph.condition(default=1))
     (body,) = branch.bodies
     events = []
 

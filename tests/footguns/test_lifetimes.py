@@ -20,8 +20,6 @@ from ostinato.testing import HeldStream
 from tests.footguns.common import Borrowed, N, addresses, doubling, graph_of, ones, struct_kernel
 from tests.sources import config, kernel
 
-AUTO_FREE = ost.lowlevel.InstantiateFlags.AUTO_FREE_ON_LAUNCH
-
 
 class Tensor(Borrowed):
     """Another library's array that also has a range, for `rebind`."""
@@ -336,17 +334,17 @@ def test_closing_what_a_launch_still_uses_waits_for_it(device: Device, stream: o
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("flags", [ost.lowlevel.InstantiateFlags.NONE, AUTO_FREE])
+@pytest.mark.parametrize("auto_free", [False, True])
 def test_closing_an_executable_frees_what_its_graph_allocated(
-    device: Device, stream: ost.Stream, flags: ost.lowlevel.InstantiateFlags
+    device: Device, stream: ost.Stream, auto_free: bool
 ) -> None:
     """A fault lost that memory with each executable, until the process ended."""
     size, left = 64 << 20, []
     for _ in range(4):
         graph = ost.Graph.create(device)
         graph.add_alloc(size)
-        with graph.instantiate(flags=flags) as run:
-            for _ in range(1 + (flags is AUTO_FREE)):
+        with graph.instantiate(auto_free_on_launch=auto_free) as run:
+            for _ in range(1 + auto_free):
                 run.launch(stream)
             stream.synchronize()
         device.synchronize()

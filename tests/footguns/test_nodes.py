@@ -70,7 +70,7 @@ def test_a_loop_that_no_kernel_ends_is_refused(
 ) -> None:
     """A launch of such a graph hung."""
     graph, x = ost.Graph.create(device), ones(device)
-    (body,) = graph.add_conditional(ost.ConditionalKind.WHILE, graph.condition(1)).bodies
+    (body,) = graph.add_conditional("while", graph.condition(1)).bodies
     if inside == "a broken capture":
         emptied(stream, body, x)
     elif inside == "a fill":
@@ -78,7 +78,7 @@ def test_a_loop_that_no_kernel_ends_is_refused(
     elif inside == "a child":
         body.add_child(ost.capture_function(stream, lambda: ost.fill(stream, x, 1)))
     elif inside == "a branch":
-        body.add_conditional(ost.ConditionalKind.IF, graph.condition(1))
+        body.add_conditional("if", graph.condition(1))
     with pytest.raises(GraphError, match=r"WHILE at node 0 .*could never end.*fill the body"):
         graph.instantiate()
 
@@ -91,11 +91,11 @@ def test_a_loop_whose_kernels_lack_its_condition_is_warned_of(
     graph, counter = ost.Graph.create(device), device.zeros(1, np.uint32)
     outer = graph
     if deep:
-        (outer,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+        (outer,) = graph.add_conditional("if", graph.condition(1)).bodies
     mine, others = graph.condition(int(starts)), graph.condition(0)
-    (body,) = outer.add_conditional(ost.ConditionalKind.WHILE, mine).bodies
+    (body,) = outer.add_conditional("while", mine).bodies
     body.add_kernel(counting, config(1), others, counter, 3)
-    outer.add_conditional(ost.ConditionalKind.IF, others)
+    outer.add_conditional("if", others)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         graph.instantiate()
@@ -110,13 +110,13 @@ def test_loops_that_end_are_not_warned_of(
     for way in ("body", "child", "branch"):
         graph, counter = ost.Graph.create(device), device.zeros(1, np.uint32)
         handle = graph.condition(1)
-        (body,) = graph.add_conditional(ost.ConditionalKind.WHILE, handle).bodies
+        (body,) = graph.add_conditional("while", handle).bodies
         count = partial(ost.launch, stream, counting, ost.LaunchConfig(1, 1), handle, counter, 3)
         if way == "child":
             body.add_child(ost.capture_function(stream, count))
         else:
             if way == "branch":
-                (body,) = body.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+                (body,) = body.add_conditional("if", graph.condition(1)).bodies
             with ost.capture(stream, into=body):
                 count()
         with warnings.catch_warnings():
@@ -144,7 +144,7 @@ def test_a_body_refuses_what_it_cannot_hold_at_once(
             (graph.add_event_record if what == "record" else graph.add_event_wait)(event)
 
     graph, x, event = ost.Graph.create(device), ones(device), device.create_event()
-    (body,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+    (body,) = graph.add_conditional("if", graph.condition(1)).bodies
     inner = body
     for _ in range(depth):
         child = ost.Graph.create(device)
@@ -157,7 +157,7 @@ def test_a_body_refuses_what_it_cannot_hold_at_once(
 
 def test_a_host_function_captured_into_a_body_is_named(device: Device, stream: ost.Stream) -> None:
     graph = ost.Graph.create(device)
-    (body,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+    (body,) = graph.add_conditional("if", graph.condition(1)).bodies
     with pytest.raises((GraphError, CaptureBrokenError)) as caught:
         with ost.capture(stream, into=body):
             stream.call(print)

@@ -75,9 +75,9 @@ def check(
 ) -> str:
     """What the check of a step says whose work reads x and writes out, by way of y."""
     slots = [
-        ost.Slot("x", x, ost.Role.INPUT),
-        ost.Slot("y", y, ost.Role.SCRATCH),
-        ost.Slot("out", out, ost.Role.OUTPUT),
+        ost.Slot("x", x, "input"),
+        ost.Slot("y", y, "scratch"),
+        ost.Slot("out", out, "output"),
     ]
     return checked_step(device, work, slots, verify="first")().detail
 
@@ -145,7 +145,7 @@ def test_a_branch_that_nothing_orders_is_found(device: Device, stream: ost.Strea
     x, y, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
     add, graph = kernel(device, "add"), ost.Graph.create(device)
     reads = ost.prepare(add, config(N), y, y, out, N)
-    branch = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1))
+    branch = graph.add_conditional("if", graph.condition(1))
     branch.bodies[0].add_kernel(add, config(N), x, x, y, N)
     late = graph.add_operation(reads)
     assert unordered(graph, [reads]) is not None
@@ -182,7 +182,7 @@ def test_a_node_added_under_capture_has_its_place_in_the_order(
             handle = stream.capture_info.graph
             graph = ost.Graph.adopt(device, handle, owner=capture)
         if how == "branch":
-            bodies = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+            bodies = graph.add_conditional("if", graph.condition(1)).bodies
         else:
             adds: dict[str, Callable[[ost.Graph], object]] = {
                 "kernel": lambda graph: graph.add_kernel(scale, config(N), x, N),

@@ -154,7 +154,7 @@ def test_numbers_in_bfloat16_are_no_whole_numbers(device: Device, stream: ost.St
         lambda: x.set(np.arange(4), stream),
         lambda: scalar.set(1, stream),
         lambda: ost.fill(stream, x, 1),
-        lambda: ost.Slot("x", x, ost.Role.INPUT, "rows", poison=(0, 1)),
+        lambda: ost.Slot("x", x, "input", "rows", poison=(0, 1)),
     ):
         with pytest.raises(InputError, match="bfloat16"):
             refused()

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
-from ostinato.driver.api import ConditionalKind
 from ostinato.graphfile.container import open_file
 from tests.graphfile import file_runner
 
@@ -311,7 +310,7 @@ def torch_cases(device: ost.Device) -> None:
             body = torch_captured(device, t, work)
             graph = ost.Graph.create(device)
             again = graph.condition(1, reset_at_launch=True)
-            repeat = graph.add_conditional(ConditionalKind.WHILE, again)
+            repeat = graph.add_conditional("while", again)
             countdown = device.modules.get_or_compile(
                 COUNTDOWN, "countdown", signature="handle: cond, left: *i32"
             )

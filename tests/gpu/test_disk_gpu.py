@@ -13,7 +13,6 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import ConditionalKind
 from ostinato.errors import GraphFileError
 from tests.gpu.foreign import library
 from tests.graphfile import file_runner
@@ -113,7 +112,7 @@ def test_our_own_kernels(cuda_device: Device, path: Path, typed: bool) -> None:
     ends = [node for node in graph.nodes if node.handle not in sources]
     child = graph.add_child(inner, after=ends)
     handle = graph.condition(1)
-    loop = graph.add_conditional(ConditionalKind.WHILE, handle, after=[child])
+    loop = graph.add_conditional("while", handle, after=[child])
     counted = loop.bodies[0].add_kernel(countdown, ost.LaunchConfig(1, 1), handle, left)
     loop.bodies[0].add_kernel(axpy, WIDE, x, y, one, n, after=[counted])
     ost.graphfile.save(

@@ -309,7 +309,7 @@ def test_another_threads_call_breaks_a_global_capture(bench: Bench) -> None:
     for _ in range(TIMES):
         with (
             pytest.raises(CaptureBrokenError) as caught,
-            ost.capture(bench.stream, mode=ost.CaptureMode.GLOBAL),
+            ost.capture(bench.stream, mode="global"),
         ):
             ost.fill(bench.stream, bench.x, 1)
             raised.append(bench.in_a_thread(allocates))

@@ -163,7 +163,7 @@ def test_bodies_are_compared(host_device: Device) -> None:
 
     def looped(n: int) -> ost.Graph:
         graph = ost.Graph.create(host_device)
-        loop = graph.add_conditional(ost.ConditionalKind.WHILE, graph.condition(1))
+        loop = graph.add_conditional("while", graph.condition(1))
         loop.bodies[0].add_kernel(kernel(host_device, "scale"), config(N), x, n)
         return graph
 
@@ -185,7 +185,7 @@ def test_condition_handles_are_no_difference(host_device: Device) -> None:
         conditions = [graph.condition(), graph.condition()]
         node = graph.add_kernel(loaded, ost.LaunchConfig(1, 1), 1, conditions[which])
         for condition in conditions:
-            graph.add_conditional(ost.ConditionalKind.IF, condition, after=(node,))
+            graph.add_conditional("if", condition, after=(node,))
         return graph
 
     assert not build(0).diff(build(0)), "other handles, the same condition"
@@ -209,7 +209,7 @@ def test_child_graphs_are_compared(device: Device, x: ost.Buffer) -> None:
 def test_bodies_that_only_one_has(device: Device, x: ost.Buffer) -> None:
     def choice(size: int) -> ost.Graph:
         graph = ost.Graph.create(device)
-        node = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(), size=size)
+        node = graph.add_conditional("if", graph.condition(), size=size)
         for body in node.bodies:
             body.add_memset(x, 0)
         return graph
@@ -239,7 +239,7 @@ def test_host_functions_and_fills(device: Device, x: ost.Buffer) -> None:
 def test_what_a_condition_begins_with(device: Device, x: ost.Buffer, before: dict) -> None:
     def choice(**how: Any) -> ost.Graph:
         graph = ost.Graph.create(device)
-        node = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(**how))
+        node = graph.add_conditional("if", graph.condition(**how))
         node.bodies[0].add_memset(x, 0)
         return graph
 

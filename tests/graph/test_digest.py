@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -120,8 +121,8 @@ def test_what_runs_and_in_which_order_counts(device: Device) -> None:
     assert len(set(digests.values())) == len(builds), digests
 
 
-@pytest.mark.parametrize("kind", list(ost.ConditionalKind))
-def test_bodies_count(device: Device, kind: ost.ConditionalKind) -> None:
+@pytest.mark.parametrize("kind", ["if", "while", "switch"])
+def test_bodies_count(device: Device, kind: Literal["if", "while", "switch"]) -> None:
     def build(device: Device, graph: ost.Graph, filled: bool) -> str:
         node = graph.add_conditional(kind, graph.condition())
         if filled:

@@ -62,7 +62,7 @@ class Seen:
 
     def body(self, cluster: int | None) -> ost.Graph:
         graph = ost.Graph.create(self.device)
-        (body,) = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1)).bodies
+        (body,) = graph.add_conditional("if", graph.condition(1)).bodies
         body.add_operation(self.operation(cluster))
         return graph
 

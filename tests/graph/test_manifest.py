@@ -11,7 +11,6 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import (
-    ConditionalKind,
     FunctionHandle,
     KernelArguments,
     KernelNodeParams,
@@ -113,7 +112,7 @@ def test_inside_child_graphs_and_bodies(
     x, y = floats(device), floats(device)
     outer = ost.Graph.create(device)
     outer.add_child(scaled(device, stream, x))
-    branch = outer.add_conditional(ConditionalKind.IF, outer.condition(default=1))
+    branch = outer.add_conditional("if", outer.condition(default=1))
     scale = kernel(device, "scale")
     with ost.capture(stream, into=branch.bodies[0]):
         ost.launch(stream, scale, config(N), y, N)

@@ -162,7 +162,7 @@ def test_launches_that_set_conditions_are_ordered(host_device: Device) -> None:
     condition = graph.condition()
     operations = [ost.prepare(found, config(1), v, condition) for v in (x, y)]
     first, second = graph.add_operations(operations)
-    graph.add_conditional(ost.ConditionalKind.IF, condition, after=[first, second])
+    graph.add_conditional("if", condition, after=[first, second])
     assert (first.handle, second.handle) in {(e.source, e.target) for e in graph.edges}
 
 

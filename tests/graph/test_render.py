@@ -51,10 +51,10 @@ def everything(device: Device) -> ost.Graph:
     scale = graph.add_kernel(kernel(device, "scale"), config(N), y, N, after=(copy,))
     host = graph.add(named("callback"), after=(copy,))
     condition = graph.condition(1)
-    loop = graph.add_conditional(ost.ConditionalKind.WHILE, condition, after=(scale, host))
+    loop = graph.add_conditional("while", condition, after=(scale, host))
     body = loop.bodies[0]
     first = body.add_kernel(kernel(device, "fill"), config(N), x, 2.5, N)
-    choice = body.add_conditional(ost.ConditionalKind.IF, body.condition(), size=2, after=(first,))
+    choice = body.add_conditional("if", body.condition(), size=2, after=(first,))
     choice.bodies[0].add_kernel(kernel(device, "add"), config(N), x, y, y, N)
     child = ost.Graph.create(device)
     one = child.add_memset(x, 0)
@@ -110,7 +110,7 @@ def test_every_node_goes_into_bodies_and_children(device: Device) -> None:
     names = [n.name for n in found]
     assert names.index("fill") < names.index("add"), "a body before what is inside of it"
     kinds = [n.kind for n in found]
-    assert kinds.count(ost.NodeKind.MEMSET) == graph.count(ost.NodeKind.MEMSET) == 3
+    assert kinds.count(ost.NodeKind.MEMSET) == graph.count("memset") == 3
 
 
 def test_columns_for_what_some_node_has(device: Device) -> None:
@@ -357,7 +357,7 @@ def test_nodes_without_edges_do_not_make_one_endless_row(device: Device) -> None
 
 def test_many_cases_do_not_make_one_endless_row(device: Device) -> None:
     graph = ost.Graph.create(device)
-    switch = graph.add_conditional(ost.ConditionalKind.SWITCH, graph.condition(), size=20)
+    switch = graph.add_conditional("switch", graph.condition(), size=20)
     for number, body in enumerate(switch.bodies):
         body.add_memset(device.zeros(N, np.float32), number)
     svg = to_svg(graph.outline())

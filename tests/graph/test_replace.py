@@ -92,7 +92,7 @@ def test_graphs_whose_handles_are_in_use_are_left_alone(device: Device) -> None:
         refused(graph, fill, "captured into the graph")
     graph.clone().instantiate().close()
     graph.replace(fill, scale)
-    loop = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1))
+    loop = graph.add_conditional("if", graph.condition(1))
     refused(graph, loop.node, "conditional")
     refused(loop.bodies[0], loop.bodies[0].add_memset(x, 0), "executable")
     graph.instantiate().close()

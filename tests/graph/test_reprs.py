@@ -75,7 +75,7 @@ class Made:
 
     def conditional(self) -> Any:
         graph = ost.Graph.create(self.device)
-        return graph.add_conditional(ost.ConditionalKind.WHILE, graph.condition(1))
+        return graph.add_conditional("while", graph.condition(1))
 
     def capture(self, *, ended: bool) -> ost.Capture:
         with ost.capture(self.stream) as capture:

@@ -16,7 +16,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import ConditionalKind, KernelTable
+from ostinato.driver.api import KernelTable
 from ostinato.errors import ClosedError, DriverError, GraphFileError, InputError
 from ostinato.graphfile import saving
 from ostinato.graphfile.show import file_text
@@ -266,10 +266,10 @@ def test_all_kinds_of_nodes_come_back(host_device: Device, stream: ost.Stream, p
     inner.close()
     condition, again = graph.condition(), graph.condition(1, reset_at_launch=True)
     chosen = graph.add_kernel(kernel(device, choose), ONE, on, condition, after=[first])
-    branch = graph.add_conditional(ConditionalKind.IF, condition, size=2, after=[chosen])
+    branch = graph.add_conditional("if", condition, size=2, after=[chosen])
     for body, value in zip(branch.bodies, (100, 200), strict=True):
         body.add_kernel(kernel(device, affine), ONE, y, y, 1, value, 2)
-    repeat = graph.add_conditional(ConditionalKind.WHILE, again, after=[branch.node])
+    repeat = graph.add_conditional("while", again, after=[branch.node])
     counted = repeat.bodies[0].add_kernel(kernel(device, count_down), ONE, loop, again)
     repeat.bodies[0].add_kernel(kernel(device, affine), ONE, y, y, 1, 1, 2, after=[counted])
     record = graph.add_event_record(event, after=[repeat.node])
@@ -496,7 +496,7 @@ def test_bytes_that_differ_and_have_an_effect_are_refused(
 
 def branched(device: Device, bodies: int, x: ost.Buffer) -> ost.Graph:
     graph = ost.Graph.create(device)
-    branch = graph.add_conditional(ConditionalKind.IF, graph.condition(1), size=bodies)
+    branch = graph.add_conditional("if", graph.condition(1), size=bodies)
     for body in branch.bodies:
         body.add_kernel(kernel(device, affine), ONE, x, x, 2, 0, 1)
     return graph

@@ -21,7 +21,6 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import ConditionalKind
 from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import ContextPoisonedError, GraphFileError
 from ostinato.graphfile.container import open_file
@@ -44,7 +43,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         second = graph.add_kernel(kernel(device, affine), ONE, y, x, 3, 0, 2, after=[first])
         condition = graph.condition(1)
         chosen = graph.add_kernel(kernel(device, choose), ONE, x, condition, after=[second])
-        branch = graph.add_conditional(ConditionalKind.IF, condition, after=[chosen])
+        branch = graph.add_conditional("if", condition, after=[chosen])
         branch.bodies[0].add_kernel(kernel(device, add), ONE, x, y, 2)
         event = device.create_event()
         record = graph.add_event_record(event, after=[branch.node])

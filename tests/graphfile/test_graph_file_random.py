@@ -15,7 +15,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import ConditionalKind, MemcpyNodeParams
+from ostinato.driver.api import MemcpyNodeParams
 from tests.graphfile import file_runner
 from tests.graphfile.file_kernels import ONE, add, affine, choose, kernel, packed
 
@@ -97,9 +97,7 @@ class Drawn:
         elif what == 1 and depth == 0:
             handle = graph.condition(rng.randrange(2))
             self._add(graph, "add_kernel", kernel(self.device, choose), ONE, self._source(), handle)
-            branch = graph.add_conditional(
-                ConditionalKind.IF, handle, size=2, after=graph.nodes[-1:]
-            )
+            branch = graph.add_conditional("if", handle, size=2, after=graph.nodes[-1:])
             before = list(self.written)
             for body in branch.bodies:
                 for _ in range(rng.randint(1, 2)):

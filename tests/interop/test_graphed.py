@@ -92,16 +92,16 @@ def test_the_way_of_a_call_by_its_key(
 
 
 @pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
-@pytest.mark.parametrize("enabled", [False, True])
-def test_the_way_of_a_call_that_was_given_up(lib: Lib, make: Make, enabled: bool) -> None:
-    """`enabled`: it is one key that has no graph, and not all of them."""
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_way_of_a_call_that_was_given_up(lib: Lib, make: Make, graphs: bool) -> None:
+    """`graphs`: it is one key that has no graph, and not all of them."""
 
     def refused(x: Array) -> Array:
         if x.lib.capturing():
             raise NotGraphable("waits")
         return x.line(2.0)
 
-    step, x = make(refused, enabled=enabled), lib.array(numbers())
+    step, x = make(refused, graphs=graphs), lib.array(numbers())
     results = [step(x) for _ in range(4)]
     assert called(lambda: results.append(step(x))) == ["Graphed.__call__", "_Eager.call"]
 

@@ -304,7 +304,7 @@ def test_profiling_times_every_operation_eagerly(decoder: Decoder) -> None:
     by_kernel = times.by_kernel()
     assert by_kernel["attention"].launches == 3 * CONFIG.layers
     assert by_kernel["head"].launches == 3
-    assert all(time.milliseconds > 0 for time in by_kernel.values())
+    assert all(time.seconds > 0 for time in by_kernel.values())
     replayed = decoder.statistics().launches_replayed
     decoder.decode()
     assert decoder.statistics().launches_replayed == replayed + 1
@@ -714,7 +714,7 @@ def test_replays_of_a_decoder_are_profiled_as_a_steps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Those of single steps and those of a run that is ahead are counted together."""
-    monkeypatch.setenv("OSTINATO_PROFILE", "")
+    monkeypatch.setenv("OSTINATO_PROFILE", "1")
     with Decoder(host_device, tiny, stop_tokens=(), warmups=0) as decoder:
         decoder.prefill([1])  # one row, as each that follows
         for _ in range(30):

@@ -70,7 +70,7 @@ def test_every_token_is_one_that_the_decoder_alone_would_choose(
         ]
         jobs = [Job(tuple(p), 3 + 5 * n % 31, GREEDY) for n, p in enumerate(prompts)]
         answers = [Answer() for _ in jobs]
-        with ServingEngine(generator, queue=count, piece=40) as engine:
+        with ServingEngine(generator, queue=count, piece=40).start() as engine:
             numbers = [engine.submit([j], [a]) for j, a in zip(jobs, answers, strict=True)]
             assert not [one for one in numbers if isinstance(one, Rejection)]
             for gone in numbers[5::7]:

@@ -249,7 +249,7 @@ class ForkedTooEarly(Programme):
     def slots(self) -> list[ost.Slot]:
         return [
             ost.Slot("x", self.x, INPUT),
-            ost.Slot("middle", self.middle, ost.Role.SCRATCH),
+            ost.Slot("middle", self.middle, "scratch"),
             ost.Slot("out", self.out, OUTPUT),
         ]
 

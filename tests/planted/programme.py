@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Final, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,9 @@ __all__ = [
 ]
 
 Values = npt.NDArray[np.generic]
-INPUT, OUTPUT, STATE = ost.Role.INPUT, ost.Role.OUTPUT, ost.Role.STATE
+INPUT: Final = "input"
+OUTPUT: Final = "output"
+STATE: Final = "state"
 EXACT = Multiples(1, 64)
 """Buckets for sizes that say which of several things is done, not how many rows there are."""
 

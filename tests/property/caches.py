@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 
 import ostinato as ost
-from ostinato.errors import ClosedError, DriverError, InputError
+from ostinato.errors import ClosedError, DriverError, InputError, NotHeldError
 from ostinato.step import StepKey
 from tests.property.engine import BYTE, booleans, rule, sampled
 from tests.property.graphs import Executable, GraphRules
@@ -150,12 +150,13 @@ class CacheRules(GraphRules, StepRules):
     def hold_key(self, where: int, key: object) -> None:
         cache = self.cache(where)
         around = contextlib.ExitStack()
-        run = around.enter_context(cache.hold(key))
         known = self.cached.get((cache, key))
-        assert run is (None if known is None else known.run)
-        if known is None:
-            around.close()
+        try:
+            run = around.enter_context(cache.hold(key))
+        except NotHeldError:
+            assert known is None
         else:
+            assert known is not None and run is known.run
             self.holds.append(Hold(known, around))
         if len(self.holds) > 3:
             self.release_key(0)

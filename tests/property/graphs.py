@@ -46,7 +46,7 @@ from tests.property.oracle import (
     rewritten,
     whole,
 )
-from tests.property.world import OPS, SPEC, Lane, World
+from tests.property.world import MODES, OPS, SPEC, Lane, World
 
 Spec = tuple[int, int, int, int]
 
@@ -201,7 +201,7 @@ class GraphRules(World):
     @rule(specs=OPS, lane=BYTE, mode=integers(0, 2))
     def capture(self, specs: list[Spec], lane: int, mode: int) -> None:
         on, ops = self.lane(lane), [self.op(spec) for spec in specs]
-        how = list(ost.CaptureMode)[mode]
+        how = MODES[mode]
         with ost.capture(on.stream, mode=how, contained=bool(lane % 2)) as capture:
             for op in ops:
                 self.submit(on.stream, op)
@@ -370,7 +370,7 @@ class GraphRules(World):
             pointer = self.pointer(at)
             deciding = kernel(self.device, "begin_loop"), config(1), pointer, condition
             decide = graph.add_kernel(*deciding)
-            node = graph.add_conditional(ost.ConditionalKind.WHILE, condition, after=[decide])
+            node = graph.add_conditional("while", condition, after=[decide])
             last = self.add_all(node.bodies[0], body)
             again = kernel(self.device, "next_round"), config(1), pointer, condition
             node.bodies[0].add_kernel(*again, after=[last])
@@ -378,9 +378,7 @@ class GraphRules(World):
         elif kind == "switch" and branches:
             deciding = kernel(self.device, "choose_of_four"), config(1), self.pointer(at), condition
             decide = graph.add_kernel(*deciding)
-            node = graph.add_conditional(
-                ost.ConditionalKind.SWITCH, condition, size=3, after=[decide]
-            )
+            node = graph.add_conditional("switch", condition, size=3, after=[decide])
             bodies = [[self.in_a_body(s) for s in some] for some in (marks, others, marks[:1])]
             for body_graph, some in zip(node.bodies, bodies, strict=True):
                 self.add_all(body_graph, some)
@@ -388,9 +386,7 @@ class GraphRules(World):
         else:
             deciding = kernel(self.device, "choose"), config(1), self.pointer(at), condition
             decide = graph.add_kernel(*deciding)
-            node = graph.add_conditional(
-                ost.ConditionalKind.IF, condition, size=1 + branches, after=[decide]
-            )
+            node = graph.add_conditional("if", condition, size=1 + branches, after=[decide])
             yes = [self.in_a_body(spec) for spec in marks]
             no = [self.in_a_body(s) for s in others] if branches else []
             self.add_all(node.bodies[0], yes)

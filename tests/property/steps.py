@@ -11,12 +11,19 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
-from ostinato.errors import CaptureError, ClosedError, EagerRunError, InputError, OstinatoError
+from ostinato.errors import (
+    CaptureError,
+    ClosedError,
+    EagerRunError,
+    InputError,
+    NotHeldError,
+    OstinatoError,
+)
 from ostinato.step import Action, Buckets, HeldReplay, Multiples, Reason, StepKey
 from tests.property.engine import BYTE, booleans, integers, rule, sampled, tuples
 from tests.property.kernels import config, kernel
 from tests.property.oracle import SIZE, Box
-from tests.property.world import Lane, World
+from tests.property.world import MODES, Lane, World
 
 ROWS, WIDTH = 8, 4
 REFUSALS = 3
@@ -87,7 +94,7 @@ class Work:
         given = [self.buffer(a) if isinstance(a, Box) else a for a in arguments]
         ost.launch(stream, kernel(self.world.device, name), config(n), *given)
 
-    def slot(self, name: str, box: Box, role: ost.Role, *, size: str | None = "rows") -> ost.Slot:
+    def slot(self, name: str, box: Box, role: Any, *, size: str | None = "rows") -> ost.Slot:
         buffer = self.buffer(box)
         if size is not None:
             buffer = buffer.view(0, (ROWS, WIDTH))
@@ -107,8 +114,8 @@ class Pure(Work):
 
     def slots(self) -> list[ost.Slot]:
         return [
-            self.slot("x", self.x, ost.Role.INPUT),
-            self.slot("out", self.own[0], ost.Role.OUTPUT),
+            self.slot("x", self.x, "input"),
+            self.slot("out", self.own[0], "output"),
         ]
 
     def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
@@ -140,10 +147,10 @@ class Scratch(Work):
     def slots(self) -> list[ost.Slot]:
         tmp, acc, total = self.own
         return [
-            self.slot("x", self.x, ost.Role.INPUT),
-            self.slot("tmp", tmp, ost.Role.SCRATCH),
-            self.slot("acc", acc, ost.Role.STATE),
-            self.slot("total", total, ost.Role.STATE, size=None),
+            self.slot("x", self.x, "input"),
+            self.slot("tmp", tmp, "scratch"),
+            self.slot("acc", acc, "state"),
+            self.slot("total", total, "state", size=None),
         ]
 
     def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
@@ -183,8 +190,8 @@ class Corner(Work):
 
     def slots(self) -> list[ost.Slot]:
         return [
-            self.slot("x", self.x, ost.Role.INPUT),
-            self.slot("acc", self.own[0], ost.Role.STATE),
+            self.slot("x", self.x, "input"),
+            self.slot("acc", self.own[0], "state"),
         ]
 
     def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
@@ -228,7 +235,7 @@ class Looped(Work):
         )
         begin = kernel(device, "begin_loop"), config(1), count, condition
         decide = graph.add_kernel(*begin, after=[times])
-        loop = graph.add_conditional(ost.ConditionalKind.WHILE, condition, after=[decide])
+        loop = graph.add_conditional("while", condition, after=[decide])
         last = loop.bodies[0].add_kernel(kernel(device, "total"), shape, acc, acc, tmp, SIZE)
         again = kernel(device, "next_round"), config(1), count, condition
         loop.bodies[0].add_kernel(*again, after=[last])
@@ -249,9 +256,9 @@ class Escaping(Work):
 
     def slots(self) -> list[ost.Slot]:
         return [
-            self.slot("x", self.x, ost.Role.INPUT),
-            self.slot("a", self.own[0], ost.Role.STATE, size=None),
-            self.slot("b", self.own[1], ost.Role.STATE, size=None),
+            self.slot("x", self.x, "input"),
+            self.slot("a", self.own[0], "state", size=None),
+            self.slot("b", self.own[1], "state", size=None),
         ]
 
     def submit(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
@@ -422,7 +429,7 @@ class StepRules(World):
                 strict=bool(more // 4 % 2),
                 preconditions={"it is ready": lambda: ready["it is ready"]},
                 builder=build if isinstance(work, Looped) else None,
-                mode=list(ost.CaptureMode)[more // 8 % 3],
+                mode=MODES[more // 8 % 3],
                 settings=ost.settings.ReplaySettings(
                     upload=bool(more // 16 % 2), synchronize=more // 32 % 4 == 3
                 ),
@@ -509,8 +516,8 @@ class StepRules(World):
         if modelled.refusals_of(sizes) or isinstance(work, Escaping):
             return
         self.order(modelled.lane, modelled.boxes)
-        held = modelled.step.hold(**sizes)
-        if isinstance(held, HeldReplay):
+        with contextlib.suppress(NotHeldError):
+            held = modelled.step.hold(**sizes)
             self.held.append(Held(held, modelled, sizes, modelled.reached(sizes), work.w))
         if len(self.held) > 3:
             self.held.pop(0).held.close()
@@ -609,13 +616,13 @@ class StepRules(World):
         step = modelled.step
         match how % 4:
             case 0:
-                step.enabled = not step.enabled
+                step.graphs = not step.graphs
             case 1:
                 step.profiling = not step.profiling
             case 2:
                 modelled.ready["it is ready"] ^= True
             case _:
-                step.enabled, step.profiling = True, False
+                step.graphs, step.profiling = True, False
                 modelled.ready["it is ready"] = True
 
     @rule(1, when=lambda self: self.steps, which=BYTE, size=BYTE)

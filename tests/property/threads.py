@@ -217,7 +217,7 @@ class ThreadRules(CacheRules):
         if (
             modelled.refusals_of(sizes)
             or isinstance(work, Escaping)
-            or step.mode is ost.CaptureMode.GLOBAL  # any thread's work may break its captures
+            or step.mode == "global"  # any thread's work may break its captures
         ):
             return None
 

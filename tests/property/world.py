@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 import numpy as np
 
@@ -45,6 +46,9 @@ from tests.property.oracle import (
     whole,
 )
 from tests.property.watched import WatchedDriver
+
+MODES: Final = ("global", "thread_local", "relaxed")
+"""Of captures."""
 
 SPEC = tuples(BYTE, BYTE, BYTE, BYTE)
 """What `World.op` makes an operation of."""

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 
 import ostinato as ost
 from ostinato.device import Device, open_device
+from ostinato.driver.api import CaptureMode
 from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import (
     CaptureError,
@@ -27,7 +28,7 @@ from ostinato.errors import (
     OutOfMemoryError,
     Status,
 )
-from ostinato.relational import Joiner, JoinKey, JoinKind, build_index, hash_join
+from ostinato.relational import Joiner, JoinKey, build_index, hash_join
 from ostinato.relational import joiner as joiner_module
 from ostinato.relational.block import RING_DEPTH
 from ostinato.relational.ring import RingTurn
@@ -211,7 +212,7 @@ def test_the_graph_has_the_scan_of_its_key(host_joiner: Joiner, rows: int, kerne
         scan = [name for name in names if name in ("probe", "scan", "add")]
         last = 1 if kernels > 1 else 0  # the scan's last kernel is `materialize`
         assert len(scan) + last == kernels == key.scan.kernels
-        head = ["begin", "insert", "starts"] if key.kind is JoinKind.INNER else ["begin"]
+        head = ["begin", "insert", "starts"] if key.kind == "inner" else ["begin"]
         assert names == [*head, *scan, "materialize"]
 
 
@@ -315,7 +316,7 @@ def test_a_capture_of_another_library_refuses_joins_and_keeps_their_graph(joiner
     for _ in range(3):
         assert len(joiner.join(left, right)) == 1
     for _ in range(4):
-        device.driver.stream_begin_capture(stream.handle, ost.CaptureMode.THREAD_LOCAL)
+        device.driver.stream_begin_capture(stream.handle, CaptureMode.THREAD_LOCAL)
         with pytest.raises(CaptureError, match="captur"):
             joiner.join(left, right)
         with suppress(DriverError):  # a driver may break it as it refuses the launch

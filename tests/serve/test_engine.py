@@ -53,7 +53,7 @@ def test_many_at_once_answer_as_each_alone(
     wanted = [alone(generator, one) for one in jobs]
     assert len({end for _, _, end in wanted}) == 2 and len({text for text, _, _ in wanted}) > 20
     timings: list[Timing] = []
-    with ServingEngine(generator, over=timings.append, **options) as engine:
+    with ServingEngine(generator, over=timings.append, **options).start() as engine:
         answers = [submit(engine, one)[1] for one in jobs]
         for answer, one in zip(answers, wanted, strict=True):
             check(answer, one)
@@ -73,7 +73,7 @@ def test_many_at_once_answer_as_each_alone(
 
 @pytest.mark.parametrize("piece", [256, 5])
 def test_every_step_is_captured_before_it_is_ready(generator: TextGenerator, piece: int) -> None:
-    with ServingEngine(generator, piece=piece) as engine:
+    with ServingEngine(generator, piece=piece).start() as engine:
         until(lambda: engine.ready)
         before = engine.statistics().result(SECONDS).decoder
         answers = [submit(engine, one)[1] for one in jobs_of(generator, 9)]
@@ -106,7 +106,7 @@ def test_short_prompts_that_wait_are_read_in_one_step(
     engine = ServingEngine(generator, reuse=False)
     answers = [Answer() for _ in jobs]
     engine.submit(jobs, answers)
-    with engine:
+    with engine.start():
         for answer, one in zip(answers, wanted, strict=True):
             check(answer, one)
         numbers = engine.statistics().result(SECONDS)
@@ -133,7 +133,7 @@ def test_a_request_joins_those_that_are_decoded(
     first = First()
     engine = ServingEngine(generator, over=lambda timing: order.append(timing.tokens))
     engine.submit([long], [first])
-    with engine:
+    with engine.start():
         check(first, wanted[0])
         check(second, wanted[1])
         numbers = engine.statistics().result(SECONDS)
@@ -145,7 +145,7 @@ def test_who_goes_away_costs_others_nothing(generator: TextGenerator) -> None:
     rng = random.Random(5)
     jobs = jobs_of(generator, 40)
     wanted = [alone(generator, one) for one in jobs]
-    with ServingEngine(generator) as engine:
+    with ServingEngine(generator).start() as engine:
         cancelled, answers = [], []
         for index, one in enumerate(jobs):
             number, answer = submit(engine, one)
@@ -249,7 +249,7 @@ def test_no_answer_holds_what_another_prompt_left_behind(
     chance = random.Random(seed)
     begun = [submit(engine, one) for one in jobs]
     engine.cancel([number for number, _ in begun[::9]])
-    with engine:
+    with engine.start():
         until(lambda: engine.ready)
         for number, answer in begun:
             if chance.random() < 0.3:
@@ -278,7 +278,7 @@ def test_a_full_engine_refuses_all_of_what_does_not_fit(generator: TextGenerator
     assert engine.submit([one], [Answer()]) is Rejection.FULL
     numbers = engine.statistics().result(SECONDS)
     assert (numbers.under_way, numbers.waiting, numbers.refused["full"]) == (6, 6, 3)
-    with engine:
+    with engine.start():
         for answer in taken:
             answer.wait()
         submit(engine, one)[1].wait()
@@ -308,7 +308,7 @@ def test_a_deadline_ends_what_waits_and_what_is_decoded(
     first = Late()
     engine.submit([one], [first])
     others = [submit(engine, one)[1] for _ in range(6)]
-    with engine:
+    with engine.start():
         for answer in (first, *others):
             assert answer.wait().end is End.DEADLINE
         assert 0 < first.so_far.tokens < 110
@@ -351,7 +351,7 @@ def test_a_step_that_fails_ends_its_own_answers_alone(
 
         monkeypatch.setattr(decoder, name, call)
 
-    with ServingEngine(generator) as engine:
+    with ServingEngine(generator).start() as engine:
         for name in ("prefill", "extend", "run_batch", "copy_prefix", "keep_common"):
             sometimes(name)
         answers = [submit(engine, one)[1] for one in jobs]
@@ -373,7 +373,7 @@ def test_a_device_that_is_lost_ends_everything(
     def lost(*arguments: Any, **options: Any) -> Any:
         raise ContextPoisonedError(700, "launch")
 
-    with ServingEngine(generator) as engine:
+    with ServingEngine(generator).start() as engine:
         until(lambda: engine.ready)
         monkeypatch.setattr(generator.decoder, "run_batch", lost)
         answers = [submit(engine, job(generator, "ab", 9))[1] for _ in range(6)]
@@ -395,7 +395,7 @@ def test_pieces_are_gathered_where_steps_are_fast(
     wanted = alone(generator, one)
     for seconds, most in ((1e9, 2), (0.0, 60)):
         monkeypatch.setattr(engine_module, "_GATHER_SECONDS", seconds)
-        with ServingEngine(generator) as engine:
+        with ServingEngine(generator).start() as engine:
             engine._all_sent = time.monotonic()
             answer = submit(engine, one)[1]
             check(answer, wanted)
@@ -412,7 +412,7 @@ def test_who_does_not_take_an_update_costs_others_nothing(
     def fails(update: Update) -> None:
         raise RuntimeError("not taken")
 
-    with ServingEngine(generator) as engine:
+    with ServingEngine(generator).start() as engine:
         assert not isinstance(engine.submit(jobs[:1], [fails]), Rejection)
         answers = [submit(engine, one)[1] for one in jobs]
         for answer, one in zip(answers, wanted, strict=True):
@@ -457,7 +457,7 @@ def test_numbers_are_given_while_the_thread_ends(
         flush()
 
     monkeypatch.setattr(engine, "_flush", late)
-    with engine:
+    with engine.start():
         until(lambda: engine.ready)
     assert asked and all(one.result(SECONDS).under_way == 0 for one in asked)
 
@@ -480,6 +480,6 @@ def test_a_token_without_text_ends_its_answer_alone(
         return push(token, last=last)
 
     monkeypatch.setattr(text, "push", fails)
-    with engine:
+    with engine.start():
         assert second.wait().end is End.FAILED and second.so_far.words == "no such token"
         check(first, wanted)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -184,8 +186,8 @@ def test_a_staged_write_in_a_capture_is_refused_and_breaks_nothing(device: Devic
     assert value.to_numpy(stream) == 4
 
 
-@pytest.mark.parametrize("mode", list(ost.CaptureMode))
-def test_writes_on_another_stream_break_no_capture(device: Device, mode: ost.CaptureMode) -> None:
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_writes_on_another_stream_break_no_capture(device: Device, mode: Any) -> None:
     """Nor does the one that has to wait for the oldest of them."""
     stream, other = device.create_stream(), device.create_stream()
     x, scalar = device.zeros(1, np.uint32), ost.DeviceScalar(device, np.uint32)

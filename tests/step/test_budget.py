@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import ostinato as ost
 from ostinato.device import Device, open_device
 from ostinato.errors import InputError, Status, driver_error
-from ostinato.step import FootprintSource, parse_bytes
+from ostinato.lowlevel import parse_bytes
+from ostinato.step import FootprintSource
 from ostinato.step.budget import BLOCK_BYTES, NODE_BYTES, Footprint, SharedBlocks
 
 
@@ -31,7 +32,7 @@ from ostinato.step.budget import BLOCK_BYTES, NODE_BYTES, Footprint, SharedBlock
     ],
 )
 def test_bytes_in_words(text: int | str, nbytes: int) -> None:
-    assert parse_bytes(text) == nbytes
+    assert parse_bytes(text, "budget") == nbytes
 
 
 @pytest.mark.parametrize(
@@ -39,14 +40,14 @@ def test_bytes_in_words(text: int | str, nbytes: int) -> None:
     ["", "MiB", "12 parsecs", "-1 MiB", "1e9", 1.5, True, None, "٣", "9" * 5000, "9" * 400 + ".5"],
 )
 def test_bytes_that_cannot_be_read(wrong: object) -> None:
-    with pytest.raises(InputError, match="512 MiB"):
-        parse_bytes(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^budget=.*512 MiB"):
+        parse_bytes(wrong, "budget")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [0, -1, "0", "0.1 B"])
-def test_a_budget_of_nothing_is_refused(wrong: int | str) -> None:
-    with pytest.raises(InputError, match="None is for no limit"):
-        parse_bytes(wrong)
+def test_a_budget_of_nothing_is_refused(host_device: Device, wrong: int | str) -> None:
+    with pytest.raises(InputError, match=r"^budget=.*of 1 or more"):
+        ost.GraphCache(host_device, budget=wrong)
 
 
 def two_nodes(device: Device) -> ost.GraphExec:

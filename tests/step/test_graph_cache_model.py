@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import ostinato as ost
 from ostinato.device import open_device
-from ostinato.errors import CaptureError
+from ostinato.errors import CaptureError, NotHeldError
 from tests.sources import config, kernel
 
 KEYS = st.sampled_from(["a", ("b", 8), 3, None, frozenset({"e"})])
@@ -136,13 +137,15 @@ class CacheModel(RuleBasedStateMachine):
     @rule(key=KEYS, old=st.integers(0, 2), new=st.integers(0, 2))
     def rebind(self, key: object, old: int, new: int) -> None:
         kept = self.use(key)
-        with self.cache.hold(key) as run:
-            assert run is (None if kept is None else kept.run)
-            if run is not None:
+        try:
+            with self.cache.hold(key) as run:
+                assert kept is not None and run is kept.run
                 run.rebind({self.counters[old]: self.counters[new]})
-        if kept is None:
+        except NotHeldError:
+            assert kept is None
             self.misses += 1
         else:
+            assert kept is not None
             self.hits += 1
             kept.at = new if kept.at == old else kept.at
 
@@ -161,11 +164,13 @@ class CacheModel(RuleBasedStateMachine):
     @rule(key=KEYS)
     def evict_while_held(self, key: object) -> None:
         kept = self.use(key)
+        if kept is None:
+            self.misses += 1
+            with pytest.raises(NotHeldError):
+                self.cache.hold(key).__enter__()
+            return
         with self.cache.hold(key) as run:
-            assert self.cache.evict(key) is (run is not None)
-            if kept is None or run is None:
-                self.misses += 1
-                return
+            assert self.cache.evict(key)
             assert not run.closed
             run.launch(self.stream)
             self.expected[kept.at] += kept.by

@@ -122,7 +122,7 @@ def test_a_cache_under_load(device: Device, number: int) -> None:
         assert line.captures == line.left + (line in cache.keys)
     assert cache.captures == cache.graphs + cache.evictions.total
     assert cache.evictions.total == sum(line.evictions.total for line in lines)
-    assert cache.capture_ms == pytest.approx(sum(line.all_captures_ms for line in lines))
+    assert cache.capture_seconds == pytest.approx(sum(line.capture_seconds for line in lines))
 
     assert step.calls == number == step.eager + step.replays
     assert step.eager == sum(step.eager_reasons.values())
@@ -141,7 +141,7 @@ def test_a_cache_under_load(device: Device, number: int) -> None:
             assert step.eager_reasons[reason.value] == count
     for line in step.keys:
         assert line.graph == load.cache.key_statistics(line.key)
-        assert line.us.count <= line.replays and line.us.p50 <= line.us.p99
+        assert line.seconds.count <= line.replays and line.seconds.p50 <= line.seconds.p99
 
     # What was to happen has happened.
     assert cache.evictions.budget > 0 and 0 < cache.evictions.asked < cache.evictions.total
@@ -149,6 +149,6 @@ def test_a_cache_under_load(device: Device, number: int) -> None:
     for expected in (Reason.BUILD_FAILED, Reason.RECAPTURED, Reason.WARMING_UP):
         assert step.eager_reasons[expected.value]
     assert step.replays > number // 4
-    assert any(line.us.count for line in step.keys)
+    assert any(line.seconds.count for line in step.keys)
     load.step.close()
     assert len(load.cache) == 0

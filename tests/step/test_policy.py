@@ -12,7 +12,7 @@ from ostinato.step import Action, Reason, Refusal, Situation, decide
 
 situations = st.builds(
     Situation,
-    enabled=st.booleans(),
+    graphs=st.booleans(),
     profiling=st.booleans(),
     inside_capture=st.booleans(),
     quarantine=st.none()
@@ -35,7 +35,7 @@ situations = st.builds(
 def test_a_graph_is_used_only_when_nothing_speaks_against_it(s: Situation) -> None:
     decision = decide(s)
     free = (
-        s.enabled
+        s.graphs
         and not s.profiling
         and not s.inside_capture
         and s.quarantine is None
@@ -80,12 +80,12 @@ def test_it_is_pure(s: Situation) -> None:
         (Situation(runs=1), Action.BUILD, Reason.FIRST_USE),
         (Situation(records=True), Action.BUILD, Reason.FIRST_USE),
         (Situation(has_graph=True), Action.REPLAY, Reason.REPLAYED),
-        (Situation(has_graph=True, enabled=False), Action.EAGER, Reason.GRAPHS_OFF),
+        (Situation(has_graph=True, graphs=False), Action.EAGER, Reason.GRAPHS_OFF),
         (Situation(has_graph=True, profiling=True), Action.EAGER, Reason.PROFILING),
         (Situation(has_graph=True, unmet=("head",)), Action.EAGER, Reason.PRECONDITION),
         (Situation(inside_capture=True), Action.EAGER, Reason.INSIDE_CAPTURE),
         (Situation(strict=True), Action.EAGER, Reason.WARMING_UP),
-        (Situation(strict=True, enabled=False), Action.EAGER, Reason.GRAPHS_OFF),
+        (Situation(strict=True, graphs=False), Action.EAGER, Reason.GRAPHS_OFF),
         (Situation(strict=True, unmet=("head",)), Action.REFUSE, Reason.PRECONDITION),
         (
             Situation(strict=True, unfit=(Reason.OVER_BUCKETS, "9")),
@@ -118,12 +118,12 @@ def test_it_is_pure(s: Situation) -> None:
             Reason.HOST_STATE,
         ),
         (
-            Situation(quarantine=(Reason.HOST_STATE, "argument 0"), enabled=False),
+            Situation(quarantine=(Reason.HOST_STATE, "argument 0"), graphs=False),
             Action.EAGER,
             Reason.GRAPHS_OFF,
         ),
         (  # an eager run would read it too
-            Situation(quarantine=(Reason.STATE_LOST, "slot x"), enabled=False),
+            Situation(quarantine=(Reason.STATE_LOST, "slot x"), graphs=False),
             Action.REFUSE,
             Reason.STATE_LOST,
         ),

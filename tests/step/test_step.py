@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -23,6 +24,8 @@ from ostinato.errors import (
     DriverError,
     EagerRunError,
     InputError,
+    NotHeldError,
+    SettingsError,
     StateLostError,
     Status,
     VerificationError,
@@ -30,7 +33,7 @@ from ostinato.errors import (
 )
 from ostinato.explain import ReplayProfile
 from ostinato.settings import ReplaySettings
-from ostinato.step import Action, Decision, GraphCache, HeldReplay, PowersOfTwo, Reason
+from ostinato.step import Action, Decision, GraphCache, PowersOfTwo, Reason
 from ostinato.testing import FaultyDriver
 from tests.sources import config, kernel, preload
 
@@ -48,8 +51,8 @@ class Rows:
         self.factor = ost.DeviceScalar(device, np.float32, initial=1, stream=self.stream)
         self.axpy = kernel(device, "axpy_rows")
         self.slots = [
-            ost.Slot("x", self.x, ost.Role.INPUT, size="rows"),
-            ost.Slot("total", self.total, ost.Role.STATE, size="rows"),
+            ost.Slot("x", self.x, "input", size="rows"),
+            ost.Slot("total", self.total, "state", size="rows"),
         ]
         self.cache = GraphCache(device, buckets=PowersOfTwo(ROWS))
         self.runs = 0
@@ -94,11 +97,11 @@ def test_statistics_print_as_tables(device: Device) -> None:
         rows.step(rows=size)
     first, second = (str(key.key) for key in rows.step.statistics().keys)
     assert str(rows.step.statistics()).splitlines() == [
-        "calls 4: replayed 2, eager 2, checked 0; graphs built 1; padding 25%",
+        "calls 4: replays 2, eager 2, verified 0; captures 1; padding 25%",
         "  2 x warming up before the capture",
-        "key" + " " * (len(first) - 3) + "  calls  replayed  eager  built  padding  µs p50  p99",
-        f"{first}      3         2      1      1      17%  -       -",
-        f"{second}      1         0      1      0      38%  -       -",
+        "key" + " " * (len(first) - 3) + "  calls  replays  eager  captures  padding  µs p50  p99",
+        f"{first}      3        2      1         1      17%  -       -",
+        f"{second}      1        0      1         0      38%  -       -",
     ]
     one, heading, *lines = str(rows.cache.statistics()).splitlines()
     assert one.startswith("graphs 1, ") and "captures 1 in" in one
@@ -175,7 +178,7 @@ def test_a_slot_names_the_size_that_a_call_lacks(device: Device) -> None:
     with pytest.raises(InputError, match=r"the size 'rows', which this call.*gives row\)"):
         rows.step(row=3)
     with pytest.raises(InputError, match="size=3: the name of a size argument is needed"):
-        ost.Slot("x", rows.x, ost.Role.INPUT, size=3)  # type: ignore[arg-type]
+        ost.Slot("x", rows.x, "input", size=3)  # type: ignore[arg-type]
 
 
 def test_device_state_is_seen_by_replays(device: Device) -> None:
@@ -201,7 +204,6 @@ def test_a_replay_reads_the_real_size_of_its_own_call(device: Device, held: bool
         if replay is None:
             assert rows.step(rows=n).action is Action.REPLAY
         else:
-            assert isinstance(replay, HeldReplay)
             replay.launch()
         expected[:n] += x[:n]
         np.testing.assert_array_equal(rows.totals(), expected)
@@ -224,9 +226,9 @@ def test_switched_off_profiling_and_preconditions(device: Device) -> None:
     assert (unmet.reason, unmet.detail) == (Reason.PRECONDITION, "workspace ready")
     ready[0] = True
     rows.step(rows=1)
-    rows.step.enabled = False
+    rows.step.graphs = False
     assert rows.step(rows=1).reason is Reason.GRAPHS_OFF
-    rows.step.enabled, rows.step.profiling = True, True
+    rows.step.graphs, rows.step.profiling = True, True
     assert rows.step(rows=1).reason is Reason.PROFILING
     rows.step.profiling = False
     assert rows.step(rows=1).action is Action.REPLAY
@@ -454,11 +456,11 @@ def test_a_step_with_state_on_the_host_is_refused(device: Device) -> None:
     for call in (counting.step, lambda rows: counting.step(rows=4)):
         with pytest.raises(VerificationError, match="on the host"):
             call(rows=8)
-    assert counting.step.hold(rows=8).reason is Reason.HOST_STATE
-    counting.step.enabled = False
+    assert not_held(counting.step, rows=8).reason is Reason.HOST_STATE
+    counting.step.graphs = False
     counting.step(rows=8)
     assert counting.totals()[0, 0] == counting.value
-    counting.step.enabled, counting.step.verify = True, "off"
+    counting.step.graphs, counting.step.verify = True, "off"
     counting.step.forget(rows=8)
     assert counting.step(rows=8).action is Action.BUILD
 
@@ -480,7 +482,7 @@ def test_the_same_work_with_other_answers_is_run_eagerly(device: Device) -> None
         work,
         stream=device.create_stream(),
         cache=GraphCache(device),
-        slots=[ost.Slot("out", out, ost.Role.OUTPUT)],
+        slots=[ost.Slot("out", out, "output")],
         verify="first",
         warmups=0,
     )
@@ -504,7 +506,7 @@ def test_an_output_that_is_read_before_it_is_written_is_told_from_a_frozen_numbe
         work,
         stream=device.create_stream(),
         cache=GraphCache(device),
-        slots=[ost.Slot("x", x, ost.Role.INPUT), ost.Slot("out", out, ost.Role.OUTPUT)],
+        slots=[ost.Slot("x", x, "input"), ost.Slot("out", out, "output")],
         warmups=0,
         verify="first",
     )
@@ -558,14 +560,14 @@ def test_state_that_a_check_cannot_put_back_is_said(host_device: Device) -> None
         rows.step(rows=8)
     assert "slots 'x', 'total' is not valid" in str(raised.value)
     rows.step.run = rows.run
-    assert rows.step.hold(rows=8).reason is Reason.STATE_LOST
+    assert not_held(rows.step, rows=8).reason is Reason.STATE_LOST
     for size in (8, 3):
         with pytest.raises(StateLostError):
             rows.step(rows=size)
-    rows.step.enabled = False
+    rows.step.graphs = False
     with pytest.raises(StateLostError):  # an eager run would read the lost state
         rows.step(rows=8)
-    rows.step.enabled = True
+    rows.step.graphs = True
     with pytest.raises(InputError):
         rows.step.forget(rows=9)
     with pytest.raises(StateLostError):  # so nothing was released
@@ -602,8 +604,9 @@ def test_a_refused_replay_is_run_eagerly(host_device: Device) -> None:
 
 
 def test_profile_as_events(device: Device, tmp_path: object) -> None:
-    seen = []
-    profile = ReplayProfile(print_every=2, sinks=(seen.append,))
+    said: list[str] = []
+    seen, began = [], time.perf_counter()
+    profile = ReplayProfile(print_every=2, printer=said.append, sinks=(seen.append,))
     rows = Rows(
         device,
         warmups=0,
@@ -612,16 +615,20 @@ def test_profile_as_events(device: Device, tmp_path: object) -> None:
     )
     for _ in range(5):
         rows.step(rows=8)
+    spent = time.perf_counter() - began
     assert profile.count == 5
     assert [e.number for e in seen] == [1, 2, 3, 4, 5]
     for event in profile.events:
         assert min(event.upload, event.launch, event.synchronize) > 0
         assert event.total == pytest.approx(event.upload + event.launch + event.synchronize)
+        assert event.start + event.total <= spent, "in seconds"
+    assert said[0].endswith(f"total {1e6 * seen[0].total:.1f} us"), "a text has its unit"
     lines = [json.loads(line) for line in profile.to_json_lines().splitlines()]
     assert len(lines) == 5
     trace = profile.to_chrome_trace()["traceEvents"]
     assert len(trace) == 15
     assert {e["name"] for e in trace} == {"upload", "launch", "synchronize"}
+    assert (trace[0]["ts"], trace[0]["dur"]) == (1e6 * seen[0].start, 1e6 * seen[0].upload)
     p = profile.percentiles()
     assert 0 < p.p50 <= p.p90 <= p.p99 <= p.largest
     for part in ("count", "wait"):
@@ -638,11 +645,11 @@ def test_settings_from_the_environment() -> None:
     off = replay_settings(environ={})
     assert (off.upload, off.synchronize, off.profile, off.print_every) == (False, False, False, 64)
     assert off.plain
-    profiled = {"OSTINATO_PROFILE": ""}
+    profiled = {"OSTINATO_PROFILE": "1"}
     asked = replay_settings(environ=profiled)
     assert (asked.upload, asked.synchronize, asked.profile, asked.printed) == (True,) * 4
     assert not replay_settings(environ=profiled | {"OSTINATO_SKIP_UPLOAD": "1"}).upload
-    assert replay_settings(environ=profiled | {"OSTINATO_SKIP_UPLOAD": "yes"}).upload
+    assert replay_settings(environ=profiled | {"OSTINATO_SKIP_UPLOAD": "no"}).upload
     assert not replay_settings(environ=profiled | {"OSTINATO_SKIP_SYNC": "1"}).synchronize
     assert replay_settings(environ={"OSTINATO_PROFILE_EVERY": "8"}).print_every == 8
     with pytest.raises(ost.OstinatoError, match="OSTINATO_PROFILE_EVERY"):
@@ -650,8 +657,21 @@ def test_settings_from_the_environment() -> None:
     with pytest.raises(InputError, match="print_every=0"):
         replay_settings(ReplaySettings(print_every=0))
     assert graphs_enabled(environ={})
-    assert not graphs_enabled(environ={"OSTINATO_NO_GRAPHS": "1"})
-    assert graphs_enabled(environ={"OSTINATO_NO_GRAPHS": "yes"})
+
+
+SWITCHES = "NO_GRAPHS PROFILE SKIP_UPLOAD SKIP_SYNC COLLECT_MODULES BLOCKING_CAPTURES"
+
+
+@pytest.mark.parametrize("name", SWITCHES.split())
+def test_a_variable_is_on_or_off_by_any_of_the_usual_words(name: str) -> None:
+    variable = getattr(ost.settings, name)
+    for words, on in (("1 true yes on TRUE Yes", True), ("0 false no off Off", False)):
+        for word in words.split():
+            assert variable.read({f"OSTINATO_{name}": word}) is on, word
+    assert not variable.read({}) and not variable.read({f"OSTINATO_{name}": ""})
+    for word in ("2", "yess", "-", "none"):
+        with pytest.raises(SettingsError, match=f"^OSTINATO_{name}='{word}': 1, true, yes or on"):
+            variable.read({f"OSTINATO_{name}": word})
 
 
 def test_what_is_given_in_code_wins_over_the_environment() -> None:
@@ -675,7 +695,7 @@ def test_the_environment_switches_graphs_off(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OSTINATO_NO_GRAPHS", "1")
-    rows, typed = Rows(device, warmups=0), Rows(device, warmups=0, enabled=True)
+    rows, typed = Rows(device, warmups=0), Rows(device, warmups=0, graphs=True)
     assert rows.step(rows=2).reason is Reason.GRAPHS_OFF
     assert typed.step(rows=2).action is Action.BUILD
 
@@ -697,9 +717,7 @@ def _by_step(device: Device) -> Callable[[], object]:
 
 
 def _by_held_step(device: Device) -> Callable[[], object]:
-    held = Rows(device, warmups=0).step.hold(rows=8)
-    assert isinstance(held, HeldReplay)
-    return held.launch
+    return Rows(device, warmups=0).step.hold(rows=8).launch
 
 
 def _by_cache(
@@ -722,7 +740,7 @@ def test_the_environments_profile_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Whoever replays: the first, and then one in so many."""
-    monkeypatch.setenv("OSTINATO_PROFILE", "")
+    monkeypatch.setenv("OSTINATO_PROFILE", "1")
     if every is not None:
         monkeypatch.setenv("OSTINATO_PROFILE_EVERY", every)
     replay = by(device)
@@ -791,6 +809,14 @@ def test_preload_comes_before_the_first_capture_and_once(device: Device) -> None
 # ------------------------------------------------------------------------------- held and built
 
 
+def not_held(step: ost.GraphedStep, **sizes: int) -> Decision:
+    """Why nothing is held."""
+    with pytest.raises(NotHeldError) as caught:
+        step.hold(**sizes)
+    assert isinstance(caught.value.decision, Decision)
+    return caught.value.decision
+
+
 def test_a_held_graph_replays_as_calls_do_and_counts_as_they_do(device: Device) -> None:
     rows = Rows(device, warmups=0)
     x = rows.x.to_numpy(rows.stream)
@@ -810,7 +836,6 @@ def test_a_held_graph_replays_as_calls_do_and_counts_as_they_do(device: Device) 
 def test_what_is_held_outlives_an_eviction(device: Device) -> None:
     rows = Rows(device, warmups=0)
     held = rows.step.hold(rows=8)
-    assert isinstance(held, HeldReplay)
     rows.cache.evict_all()
     held.launch()
     np.testing.assert_array_equal(rows.totals(), rows.x.to_numpy(rows.stream))
@@ -823,7 +848,6 @@ def test_what_is_held_outlives_an_eviction(device: Device) -> None:
 def test_what_is_held_and_dropped_is_let_go_outside_of_captures(device: Device) -> None:
     rows = Rows(device, warmups=0)
     held = rows.step.hold(rows=8)
-    assert isinstance(held, HeldReplay)
     held.launch()
     rows.cache.evict_all()
     with ost.capture(rows.stream):
@@ -842,7 +866,7 @@ def test_what_is_held_and_dropped_is_let_go_outside_of_captures(device: Device) 
     ("options", "reason"),
     [
         ({"warmups": 1}, Reason.WARMING_UP),
-        ({"enabled": False}, Reason.GRAPHS_OFF),
+        ({"graphs": False}, Reason.GRAPHS_OFF),
         ({"build": "record"}, Reason.FIRST_USE),
         ({"warmups": 0, "verify": "first"}, Reason.FIRST_USE),
         ({"warmups": 0, "verify": 2}, Reason.FIRST_USE),
@@ -853,26 +877,20 @@ def test_nothing_is_held_where_a_call_does_more_than_replay(
     device: Device, options: dict[str, object], reason: Reason
 ) -> None:
     rows = Rows(device, **options)
-    decision = rows.step.hold(rows=2)
-    assert isinstance(decision, Decision)
-    assert decision.reason is reason
+    assert not_held(rows.step, rows=2).reason is reason
     assert rows.runs == 0
     assert rows.step.statistics().calls == 0
     rows.cache.buckets = PowersOfTwo(4)
-    over = rows.step.hold(rows=8)
-    assert isinstance(over, Decision)
-    assert over.action is Action.EAGER
+    assert not_held(rows.step, rows=8).action is Action.EAGER
 
 
 def test_a_check_now_and_then_keeps_replays_from_being_held(device: Device) -> None:
     rows = Rows(device, warmups=0, verify=2)
     rows.step(rows=2)
-    decision = rows.step.hold(rows=2)
-    assert isinstance(decision, Decision)
-    assert decision.action is Action.REPLAY
+    assert not_held(rows.step, rows=2).action is Action.REPLAY
     first = Rows(device, warmups=0, verify="first")
     first.step(rows=2)
-    assert isinstance(first.step.hold(rows=2), HeldReplay)
+    first.step.hold(rows=2).close()
 
 
 @pytest.mark.parametrize(
@@ -883,18 +901,15 @@ def test_a_check_now_and_then_keeps_replays_from_being_held(device: Device) -> N
         ({"warmups": 0, "verify": 2, "called": True}, "verify=2"),
     ],
 )
-def test_a_with_block_of_what_was_not_held_says_why(
+def test_what_cannot_be_held_says_why(
     device: Device, options: dict[str, object], said: str
 ) -> None:
     called = options.pop("called", False)
     rows = Rows(device, **options)
     if called:
         rows.step(rows=2)
-    with (
-        pytest.raises(InputError, match=f"no replay is held.*{said}.*call the step"),
-        rows.step.hold(rows=2),
-    ):
-        raise AssertionError("the block runs")
+    with pytest.raises(NotHeldError, match=f"no replay is held.*{said}.*call the step"):
+        rows.step.hold(rows=2)
 
 
 def test_held_replays_are_profiled_too(device: Device) -> None:
@@ -932,7 +947,7 @@ def test_a_builder_makes_the_graph_by_itself(device: Device) -> None:
     ("wrong", "needed"),
     [
         ({"cache": None}, "cache: a GraphCache is needed, not None"),
-        ({"mode": "global"}, "mode: a CaptureMode is needed, not 'global'"),
+        ({"mode": 1}, 'mode=1: "global", "thread_local" or "relaxed" is needed'),
         ({"pool": "x"}, "pool: a CapturePool is needed, not 'x'"),
         ({"settings": {}}, "settings: a ReplaySettings is needed, not {}"),
         ({"profile": True}, "profile: a ReplayProfile is needed, not True"),
@@ -962,7 +977,7 @@ def test_memory_of_another_device_is_refused(device: Device) -> None:
     """At once: a graph that points at it would end the context of a GPU."""
     stream, cache = device.create_stream(), GraphCache(device)
     with ost.open_device("host") as other:
-        slot = ost.Slot("x", other.zeros(8, "bytes"), ost.Role.STATE)
+        slot = ost.Slot("x", other.zeros(8, "bytes"), "state")
         for wrong in ({"slots": [slot]}, {"pool": other.pool()}):
             with pytest.raises(InputError, match="of another device"):
                 ost.GraphedStep(lambda stream, _: None, stream=stream, cache=cache, **wrong)  # type: ignore[arg-type]
@@ -975,8 +990,7 @@ def test_a_builder_that_fails_quarantines_its_key(device: Device) -> None:
         raise ValueError("no plan")
 
     rows = Rows(device, warmups=0, builder=build)
-    decision = rows.step.hold(rows=8)
-    assert isinstance(decision, Decision)
+    decision = not_held(rows.step, rows=8)
     assert (decision.reason, decision.detail) == (Reason.BUILD_FAILED, "no plan")
     rows.step(rows=8)
     np.testing.assert_array_equal(rows.totals(), rows.x.to_numpy(rows.stream))
@@ -989,7 +1003,7 @@ def test_a_closed_cache_refuses_calls_that_run_eagerly_too(device: Device, why: 
         raise ValueError("no plan")
 
     rows = Rows(device, warmups=0, builder=build)
-    rows.step.enabled = why != "switched off"
+    rows.step.graphs = why != "switched off"
     if why == "over the buckets":
         rows.cache.buckets = PowersOfTwo(4)
     for _ in range(3):

@@ -18,8 +18,8 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import CaptureError, ContextPoisonedError, InputError, StateLostError, Status
-from ostinato.step import Role, Slot
-from ostinato.step.policy import Action, Decision, Reason
+from ostinato.step import Slot
+from ostinato.step.policy import Action, Reason
 from ostinato.step.store import StoreStatistics
 from ostinato.step.work import work_digest
 from ostinato.testing import FaultyDriver
@@ -58,9 +58,9 @@ class Rig:
 
     def named(self) -> list[Slot]:
         return [
-            Slot("x", self.x, Role.INPUT, "rows"),
-            Slot("y", self.y, Role.OUTPUT, "rows"),
-            Slot("total", self.total, Role.STATE),
+            Slot("x", self.x, "input", "rows"),
+            Slot("y", self.y, "output", "rows"),
+            Slot("total", self.total, "state"),
         ]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
@@ -109,9 +109,7 @@ def test_prepare_and_hold_restore_too(folder: Path) -> None:
     with ost.open_device("host") as device:
         rig = Rig(device, folder, weight=100)
         assert rig.step.prepare(rows=3).action is Action.REPLAY
-        held = rig.step.hold(rows=8)
-        assert not isinstance(held, Decision)
-        with held:
+        with rig.step.hold(rows=8) as held:
             held.launch()
         assert rig.y.to_numpy(rig.stream).tolist() == [100 * n for n in range(8)]
         assert rig.runs == 0 and rig.store.statistics().restored == 2
@@ -121,9 +119,7 @@ def test_a_held_graph_that_was_restored_reads_its_own_size(folder: Path) -> None
     """Also after a call of another size: no run has said which sizes are read."""
     with ost.open_device("host") as device:
         rig = Rig(device, folder, weight=100)
-        held = rig.step.hold(rows=8)
-        assert not isinstance(held, Decision)
-        with held:
+        with rig.step.hold(rows=8) as held:
             assert rig.call(3) == (Action.REPLAY, [0, 100, 200], 3)
             held.launch()
         assert rig.y.to_numpy(rig.stream).tolist() == [100 * n for n in range(8)]
@@ -196,10 +192,10 @@ def test_a_step_that_reads_no_size_is_restored_and_joins_captures(
 def test_a_step_whose_graphs_are_off_restores_nothing(folder: Path) -> None:
     with ost.open_device("host") as device:
         rig = Rig(device, folder, weight=100)
-        rig.step.enabled = False
+        rig.step.graphs = False
         assert rig.call(3) == (Action.EAGER, [0, 100, 200], 3)
         assert rig.store.statistics() == StoreStatistics(0, 0, {})
-        rig.step.enabled = True
+        rig.step.graphs = True
         assert rig.call(3) == (Action.REPLAY, [0, 100, 200], 6)
 
 
@@ -390,7 +386,6 @@ def test_a_changed_graph_is_not_saved(host_device: Device, tmp_path: Path) -> No
     rig.call(3), rig.call(3)
     (key,) = rig.step.cache.keys()
     with rig.step.cache.hold(key) as run:
-        assert run is not None
         run.set_enabled(0, False)
     assert "was changed since it was made" in "".join(rig.step.save().values())
 

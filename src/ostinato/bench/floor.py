@@ -118,7 +118,7 @@ def device_us(
             stream.record(end)
             stream.synchronize()
             del kept
-            found.append(end.elapsed_since(begin) * 1e3)
+            found.append(end.elapsed_since(begin) * 1e6)
     return statistics.median(found[2:])
 
 

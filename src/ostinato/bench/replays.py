@@ -114,7 +114,7 @@ class Replays:
                 run.launch(self.stream)
                 self.stream.synchronize()
                 if number > 1:
-                    times.append([b.elapsed_since(a) * 1e3 for a, b in itertools.pairwise(events)])
+                    times.append([b.elapsed_since(a) * 1e6 for a, b in itertools.pairwise(events)])
         finally:
             run.close()
             for event in events:
@@ -164,7 +164,7 @@ class Replays:
             graph.launch(self.stream)
         self.stream.record(end)
         self.stream.synchronize()
-        spent = end.elapsed_since(begin) * 1e3 / self.burst
+        spent = end.elapsed_since(begin) * 1e6 / self.burst
         begin.close()
         end.close()
         return spent

@@ -250,8 +250,8 @@ MaxContext = Annotated[
         "model was trained for if that is less.",
     ),
 ]
-Eager = Annotated[
-    bool, typer.Option("--eager", help="No graphs: each kernel is launched by itself.")
+NoGraphs = Annotated[
+    bool, typer.Option("--no-graphs", help="Launch each kernel by itself, without graphs.")
 ]
 TokensPerLaunch = Annotated[
     int,

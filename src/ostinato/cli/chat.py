@@ -16,11 +16,11 @@ import typer
 from ostinato.cli.arguments import (
     BYTE_ORDER_MARK,
     DeviceName,
-    Eager,
     MaxContext,
     MaxTokens,
     MinP,
     ModelName,
+    NoGraphs,
     RepetitionPenalty,
     Seed,
     Stops,
@@ -76,7 +76,7 @@ def chat(
     max_context: MaxContext = None,
     threads: Threads = None,
     weights: WeightsOption = WeightsName.auto,
-    eager: Eager = False,
+    no_graphs: NoGraphs = False,
     tokens_per_launch: TokensPerLaunch = 1,
 ) -> None:
     """Talk with a model; each turn processes only the new text.
@@ -109,7 +109,7 @@ def chat(
             threads=threads,
             weights=weights.value,
             max_context=max_context,
-            graphs=False if eager else None,
+            graphs=False if no_graphs else None,
         ) as generator,
         _Interrupts() as interrupts,
     ):

@@ -13,11 +13,11 @@ import typer
 
 from ostinato.cli.arguments import (
     DeviceName,
-    Eager,
     MaxContext,
     MaxTokens,
     MinP,
     ModelName,
+    NoGraphs,
     RepetitionPenalty,
     Seed,
     Stops,
@@ -89,7 +89,7 @@ def generate(
     threads: Threads = None,
     tensor_parallel: TensorParallel = 1,
     weights: WeightsOption = WeightsName.auto,
-    eager: Eager = False,
+    no_graphs: NoGraphs = False,
     build: Annotated[
         Build,
         typer.Option(help="Make graphs by stream capture, or node by node from a recorded run."),
@@ -142,7 +142,7 @@ def generate(
         "threads": rank_threads(devices, threads),
         "weights": weights.value,
         "max_context": max_context,
-        "graphs": False if eager else None,
+        "graphs": False if no_graphs else None,
         "build": build.value,
     }
     call: dict[str, Any] = {

@@ -11,10 +11,10 @@ import typer
 
 from ostinato.cli.arguments import (
     DeviceName,
-    Eager,
     MaxContext,
     MinP,
     ModelName,
+    NoGraphs,
     RepetitionPenalty,
     Temperature,
     Threads,
@@ -120,7 +120,7 @@ def serve(
     device: DeviceName = None,
     threads: Threads = None,
     weights: WeightsOption = WeightsName.auto,
-    eager: Eager = False,
+    no_graphs: NoGraphs = False,
 ) -> None:
     """Serve a model with OpenAI's chat and completion endpoints.
 
@@ -163,7 +163,7 @@ def serve(
             weights=weights.value,
             max_context=max_context,
             sequences=slots,
-            graphs=False if eager else None,
+            graphs=False if no_graphs else None,
         ) as generator,
     ):
         options = ServeOptions(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -251,15 +252,8 @@ def _dim3(value: int | Sequence[int], what: str) -> Dim3:
     return (x, y, z)
 
 
-def _shared_bytes(value: int) -> int:
-    if type(value) is int and value >= 0:
-        return value
-    number = whole_number(value)
-    if number is None or number < 0:
-        raise InputError(
-            f"shared={value!r}: bytes of dynamic shared memory are a whole number of 0 or more"
-        )
-    return number
+def _shared_bytes(value: int | str) -> int:
+    return value if type(value) is int and value >= 0 else parse_bytes(value, "shared")
 
 
 def not_null(handle: H, what: str) -> H:
@@ -287,6 +281,60 @@ def whole_number(value: object) -> int | None:
         return None
 
 
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+_SIZE = re.compile(
+    r"\s*(?P<number>\d{1,20}(\.\d{1,20})?)\s*(?P<unit>[a-z]*)\s*\Z", re.IGNORECASE | re.ASCII
+)
+
+
+def parse_bytes(value: int | str, what: str, least: int = 0) -> int:
+    """A number of bytes from 4096 or from "4 KiB", "512 MiB", "1.5 GB" (MiB 2**20, MB 10**6).
+
+    Raises InputError, with `what` in it, for what cannot be read or is below `least`.
+    """
+    nbytes = whole_number(value)
+    match = _SIZE.match(value) if isinstance(value, str) else None
+    unit = None if match is None else _UNITS.get(match["unit"].lower())
+    if match is not None and unit is not None:
+        number = match["number"]
+        nbytes = int(float(number) * unit) if "." in number else int(number) * unit
+    if nbytes is None or nbytes < least:
+        raise InputError(
+            f'{what}={value!r}: a number of bytes of {least} or more is needed, such as "512 MiB", '
+            '"2 GB" or 4096'
+        )
+    return nbytes
+
+
+def require_word(what: str, value: object, words: Iterable[str]) -> str:
+    """The value of an option that is one of some words.  Raises InputError, which has the words."""
+    words = [*words]
+    if not (isinstance(value, str) and value in words):
+        *others, last = (f'"{word}"' for word in words)
+        raise InputError(f"{what}={value!r}: {', '.join(others)} or {last} is needed")
+    return value
+
+
+_Choice = TypeVar("_Choice", bound=enum.Enum)
+
+
+def named_choice(what: str, value: object, choices: type[_Choice]) -> _Choice:
+    """The member of an enumeration that an option names in lower case.  Raises InputError, which
+    has the names."""
+    return choices[require_word(what, value, map(str.lower, choices.__members__)).upper()]
+
+
 @dataclass(frozen=True, slots=True)
 class _LaunchFields:
     """The fields of `LaunchConfig`; every size has three dimensions."""
@@ -304,11 +352,11 @@ class LaunchConfig(_LaunchFields):
     """The launch configuration of a kernel.
 
     `grid`, `block` and `cluster` take a number or up to three of them (x, y, z); `shared` is
-    dynamic shared memory in bytes a block.  `cooperative`: all blocks are on the device at once, so
-    that they can wait for each other (grid-wide barriers).  `programmatic` lets the kernel start
-    before the previous one on the stream ends (programmatic stream serialization); `priority` is
-    the stream priority kept by a graph's kernel node, None for the stream's own.  Raises InputError
-    for sizes below 1.  The driver checks upper limits at launch.
+    dynamic shared memory a block, in bytes or as "48 KiB".  `cooperative`: all blocks are on the
+    device at once, so that they can wait for each other (grid-wide barriers).  `programmatic` lets
+    the kernel start before the previous one on the stream ends (programmatic stream serialization);
+    `priority` is the stream priority kept by a graph's kernel node, None for the stream's own.
+    Raises InputError for sizes below 1.  The driver checks upper limits at launch.
     """
 
     __slots__ = ()
@@ -317,7 +365,7 @@ class LaunchConfig(_LaunchFields):
         self,
         grid: int | Sequence[int],
         block: int | Sequence[int],
-        shared: int = 0,
+        shared: int | str = 0,
         *,
         cluster: int | Sequence[int] | None = None,
         cooperative: bool = False,
@@ -1032,7 +1080,7 @@ class Driver(Protocol):
     def event_synchronize(self, event: EventHandle) -> None: ...
 
     def event_elapsed(self, start: EventHandle, end: EventHandle) -> float:
-        """Returns milliseconds between two recorded events made with `timing`."""
+        """Returns seconds between two recorded events made with `timing`."""
         ...
 
     def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:

@@ -26,7 +26,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from ostinato.driver.api import Driver, EventHandle, GraphHandle, MemoryRange, NodeHandle
+from ostinato.driver.api import (
+    CaptureMode,
+    Driver,
+    EventHandle,
+    GraphHandle,
+    MemoryRange,
+    NodeHandle,
+)
 from ostinato.driver.callbacks import in_host_function
 from ostinato.driver.failures import HostFailures, said_at_exit
 from ostinato.driver.forking import FORKED, new_lock, switch_off_in_children
@@ -292,6 +299,16 @@ class Context:
     def captures_under_way(self) -> int:
         """The number of captures that this library has begun and not ended on this context."""
         return len(self.captures)
+
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """In the block this thread may make calls that captures forbid and that cannot harm one,
+        such as an allocation: they break none, whichever thread captures."""
+        before = self.driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
+        try:
+            yield
+        finally:
+            self.driver.thread_exchange_capture_mode(before)
 
     def capture_begun(self, token: object, *, exclusive: bool = False) -> None:
         """Keeps this thread, or with `exclusive` all threads, from destroying objects from here on.

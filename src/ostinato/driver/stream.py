@@ -132,7 +132,7 @@ class Event(Closeable):
     """A point in a stream's work.
 
         start, end = device.create_event(timing=True), device.create_event(timing=True)
-        milliseconds = end.elapsed_since(start)    # once both are recorded and reached
+        seconds = end.elapsed_since(start)    # once both are recorded and reached
 
     `close()` or the end of `with` releases it.  A graph with a node for it still works then.
     Every call on a closed event raises ClosedError.
@@ -208,7 +208,7 @@ class Event(Closeable):
         return handle
 
     def elapsed_since(self, start: Event) -> float:
-        """Returns milliseconds from `start` to this event.
+        """Returns seconds from `start` to this event.
 
         For events recorded in a capture: the time of the graph's last launch.  Raises InputError
         unless both were made with `timing`, DriverError unless both were recorded (in a capture:

@@ -1,4 +1,4 @@
-"""The host time of replays: upload, launch, synchronise, in microseconds."""
+"""The host time of replays: upload, launch, synchronise, in seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PARTS = ("upload", "launch", "synchronize", "total")
 
 @dataclass(frozen=True, slots=True)
 class ReplayEvent:
-    """One replay.  Times are microseconds of host time; `start` counts from the profile's start.
+    """One replay.  Times are seconds of host time; `start` counts from the profile's start.
 
     `synchronize` is zero if the replay was not waited for; then no field includes the time that the
     device took.
@@ -45,7 +45,7 @@ class ReplayEvent:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Percentiles of durations in microseconds, by nearest rank; zeros if there are none."""
+    """Percentiles of durations in seconds, by nearest rank; zeros if there are none."""
 
     count: int
     p50: float
@@ -138,17 +138,17 @@ class ReplayProfile:
             event = ReplayEvent(
                 self._count,
                 name,
-                (begin - self._began) / 1e3,
-                (uploaded - begin) / 1e3 if settings.upload else 0.0,
-                (launched - uploaded) / 1e3,
-                (done - launched) / 1e3 if settings.synchronize else 0.0,
+                (begin - self._began) / 1e9,
+                (uploaded - begin) / 1e9 if settings.upload else 0.0,
+                (launched - uploaded) / 1e9,
+                (done - launched) / 1e9 if settings.synchronize else 0.0,
             )
             self._events.append(event)
         if event.number % self._print_every == 1 % self._print_every:
             self._printer(
-                f"ostinato: replay {event.number} of {name}: upload {event.upload:.1f} us, launch "
-                f"{event.launch:.1f} us, sync {event.synchronize:.1f} us, "
-                f"total {event.total:.1f} us"
+                f"ostinato: replay {event.number} of {name}: upload {1e6 * event.upload:.1f} us, "
+                f"launch {1e6 * event.launch:.1f} us, sync {1e6 * event.synchronize:.1f} us, "
+                f"total {1e6 * event.total:.1f} us"
             )
         for sink in self._sinks:
             sink(event)
@@ -166,7 +166,8 @@ class ReplayProfile:
         return "".join(json.dumps(asdict(e) | {"total": e.total}) + "\n" for e in self.events)
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """Returns the events for chrome://tracing and Perfetto: complete events, microseconds."""
+        """Returns the events for chrome://tracing and Perfetto: complete events, whose times are
+        in microseconds."""
         trace = []
         for event in self.events:
             at = event.start
@@ -178,8 +179,8 @@ class ReplayProfile:
                             "name": part,
                             "cat": "replay",
                             "ph": "X",
-                            "ts": at,
-                            "dur": duration,
+                            "ts": 1e6 * at,
+                            "dur": 1e6 * duration,
                             "pid": 0,
                             "tid": 0,
                             "args": {"key": event.key, "number": event.number},

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, _GeneratorContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from ostinato.driver.api import (
     CaptureInfo,
@@ -40,6 +40,7 @@ from ostinato.driver.api import (
     GraphHandle,
     NodeHandle,
     NodeKind,
+    named_choice,
 )
 from ostinato.driver.closeable import elsewhere
 from ostinato.driver.context import CallKind, Tap
@@ -540,9 +541,12 @@ class _Session(Tap):
 class Capture:
     """One capture on one stream (and on the streams that are forked from it).
 
-    `mode` decides which calls of other threads break it.  `into` captures into an existing graph,
-    such as a conditional body.  A node that the block adds to the graph by hand takes its place in
-    the capture: it waits for the work captured before on `stream`, and the work captured there next
+    `mode`: which calls break the capture while it is under way.  "thread_local": those of this
+    thread that captures forbid, and a wait for the whole device by any thread; "global": those of
+    any thread; "relaxed": only those that would have to wait for the capture, and the caller must
+    know that others are safe.  `into` captures into an existing graph, such as a
+    conditional body.  A node that the block adds to the graph by hand takes its place in the
+    capture: it waits for the work captured before on `stream`, and the work captured there next
     waits for it.  After an exception in the block the graph is as it was before.  A call that
     the driver refuses may cost the graph: CUDA destroys it with the capture, and later uses of it
     raise GraphError.  `pool`: one from which the work allocates; it must be open.  `contained`
@@ -558,15 +562,14 @@ class Capture:
         self,
         stream: Stream,
         *,
-        mode: CaptureMode = CaptureMode.THREAD_LOCAL,
+        mode: Literal["global", "thread_local", "relaxed"] = "thread_local",
         pool: CapturePool | None = None,
         into: Graph | None = None,
         contained: bool = False,
         trace: bool = False,
     ) -> None:
         require_stream(stream, "capture(stream)")
-        if not isinstance(mode, CaptureMode):
-            raise InputError(f"mode={mode!r}: a CaptureMode is needed (CaptureMode.GLOBAL)")
+        forbids = named_choice("mode", mode, CaptureMode)
         if not isinstance(into, Graph | None):
             raise InputError(
                 f"into: a Graph is needed, not {type(into).__name__} (a conditional's is one of "
@@ -582,7 +585,7 @@ class Capture:
         self.stream = stream
         self.mode = mode
         self.pool = pool
-        self._session = _Session(stream, mode, into, contained, trace)
+        self._session = _Session(stream, forbids, into, contained, trace)
         self._state = _State.NEW
         self._graph: Graph | None = None
         self._finalizer: weakref.finalize[..., Capture] | None = None
@@ -754,7 +757,7 @@ class _Block(_GeneratorContextManager[Capture]):
 def capture(
     stream: Stream,
     *,
-    mode: CaptureMode = CaptureMode.THREAD_LOCAL,
+    mode: Literal["global", "thread_local", "relaxed"] = "thread_local",
     pool: CapturePool | None = None,
     into: Graph | None = None,
     contained: bool = False,
@@ -794,7 +797,7 @@ def capture_function(
     stream: Stream,
     work: Callable[[], object],
     *,
-    mode: CaptureMode = CaptureMode.THREAD_LOCAL,
+    mode: Literal["global", "thread_local", "relaxed"] = "thread_local",
     pool: CapturePool | None = None,
     trace: bool = False,
 ) -> Graph:

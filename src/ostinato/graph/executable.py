@@ -190,9 +190,22 @@ class GraphExec(Launcher, Closeable):
 
     @classmethod
     def instantiate(
-        cls, graph: Graph, *, flags: InstantiateFlags, upload: Stream | None
+        cls,
+        graph: Graph,
+        *,
+        upload: Stream | None = None,
+        auto_free_on_launch: bool = False,
+        device_launch: bool = False,
+        use_node_priority: bool = False,
     ) -> GraphExec:
         """Implements `Graph.instantiate`."""
+        flags = InstantiateFlags.NONE
+        if auto_free_on_launch:
+            flags |= InstantiateFlags.AUTO_FREE_ON_LAUNCH
+        if device_launch:
+            flags |= InstantiateFlags.DEVICE_LAUNCH
+        if use_node_priority:
+            flags |= InstantiateFlags.USE_NODE_PRIORITY
         context = graph.context
         context.require_open()
         context.collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ostinato.device import Device
 from ostinato.driver.api import (
@@ -24,7 +24,6 @@ from ostinato.driver.api import (
     FreeNodeParams,
     GraphHandle,
     HostNodeParams,
-    InstantiateFlags,
     KernelNodeParams,
     LaunchConfig,
     MemOp,
@@ -32,7 +31,9 @@ from ostinato.driver.api import (
     NodeHandle,
     NodeKind,
     NodeParams,
+    named_choice,
     not_null,
+    parse_bytes,
     whole_number,
 )
 from ostinato.driver.closeable import Closeable, elsewhere
@@ -61,6 +62,14 @@ if TYPE_CHECKING:
     from ostinato.modules import Kernel
 
 NodeRef = Node | NodeHandle
+
+# fmt: off
+KindName: TypeAlias = Literal[
+    "kernel", "memcpy", "memset", "host", "child_graph", "empty", "event_wait", "event_record",
+    "semaphore_signal", "semaphore_wait", "mem_alloc", "mem_free", "batch_mem_op", "conditional",
+]
+# fmt: on
+"""The names of the members of `NodeKind`, in lower case."""
 
 
 _DEFINITION = "a graph is a definition: run = graph.instantiate(upload=stream) can be "
@@ -251,9 +260,14 @@ class Graph(Closeable):
         """Returns the number of nodes, without those inside child graphs and bodies."""
         return len(self.context.driver.graph_nodes(self.handle))
 
-    def count(self, kind: NodeKind | None = None) -> int:
-        """Returns the number of nodes (of one kind), with those inside child graphs and bodies."""
-        return sum(1 for n in every_node(self.nodes) if kind is None or n.kind is kind)
+    def count(self, kind: KindName | None = None) -> int:
+        """Returns the number of nodes (of one kind), with those inside child graphs and bodies.
+
+        A kind is the name of a `NodeKind` in lower case, such as "kernel".  Raises InputError for
+        another.
+        """
+        wanted = None if kind is None else named_choice("kind", kind, NodeKind)
+        return sum(1 for n in every_node(self.nodes) if wanted is None or n.kind is wanted)
 
     @property
     def edges(self) -> tuple[Edge, ...]:
@@ -485,17 +499,15 @@ class Graph(Closeable):
             EventWaitNodeParams(handle_of(event, self.context)), after=after, keep=(event.owner,)
         )
 
-    def add_alloc(self, nbytes: int, *, after: Sequence[NodeRef] = ()) -> Node:
-        """Adds an allocation; `node.alloc.address` is its address, for later nodes.
+    def add_alloc(self, nbytes: int | str, *, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds an allocation of `nbytes` (4096, "4 KiB"); `node.alloc.address` is its address,
+        for later nodes.
 
         Without a free node in this graph the memory stays after a launch, until a graph with a free
         node for it is launched or the executable is closed, which frees it.  Meanwhile the
-        executable cannot be launched again, unless it was instantiated with AUTO_FREE_ON_LAUNCH.
+        executable cannot be launched again, unless it was instantiated with `auto_free_on_launch`.
         """
-        size = whole_number(nbytes)
-        if size is None or size < 1:
-            raise InputError(f"nbytes={nbytes!r}: a whole number of 1 or more is needed")
-        return self.add(AllocNodeParams(size), after=after)
+        return self.add(AllocNodeParams(parse_bytes(nbytes, "nbytes", 1)), after=after)
 
     def add_free(self, address: int, *, after: Sequence[NodeRef] = ()) -> Node:
         """Adds a node that frees the memory of an alloc node."""
@@ -530,23 +542,26 @@ class Graph(Closeable):
     @uninterrupted
     def add_conditional(
         self,
-        kind: ConditionalKind,
+        kind: Literal["if", "while", "switch"],
         handle: ConditionalHandle,
         *,
         size: int = 1,
         after: Sequence[NodeRef] = (),
     ) -> Conditional:
-        """Adds an IF (size 1, or 2 with an else), WHILE (1) or SWITCH (any) node.
+        """Adds an "if" (size 1, or 2 with an else), "while" (1) or "switch" (any) node.
+
+        If the condition is not 0, an "if" runs its first body, else the second if there is one.  A
+        "while" runs its body again as long as the condition is not 0.  A "switch" runs the body of
+        that number, or nothing if there is none.
 
         The bodies are filled as graphs of their own, by hand or with `capture(stream, into=body)`.
         They hold kernels, copies, fills, empty nodes, child graphs of these, and conditional nodes;
-        `add` of a body raises GraphError for others.  The body of a WHILE needs a kernel that sets
-        the condition: without a kernel `instantiate` raises GraphError, and it warns if no kernel
-        in the body has `handle` among its arguments.
+        `add` of a body raises GraphError for others.  The body of a "while" needs a kernel that
+        sets the condition: without a kernel `instantiate` raises GraphError, and it warns if no
+        kernel in the body has `handle` among its arguments.  Raises InputError for another kind.
         """
-        if not isinstance(kind, ConditionalKind):
-            raise InputError(f"kind={kind!r}: ConditionalKind.IF, WHILE or SWITCH is needed")
-        node = self.add(ConditionalNodeParams(handle, kind, size), after=after)
+        choice = named_choice("kind", kind, ConditionalKind)
+        node = self.add(ConditionalNodeParams(handle, choice, size), after=after)
         return Conditional(self, node)
 
     def add_edges(self, edges: Sequence[tuple[NodeRef, NodeRef]]) -> None:
@@ -658,17 +673,29 @@ class Graph(Closeable):
     def instantiate(
         self,
         *,
-        flags: InstantiateFlags = InstantiateFlags.NONE,
         upload: Stream | None = None,
+        auto_free_on_launch: bool = False,
+        device_launch: bool = False,
+        use_node_priority: bool = False,
     ) -> GraphExec:
         """Makes an executable of the present definition; uploads it on a stream if one is given.
+
+        `auto_free_on_launch`: a launch frees what the launch before allocated and left; without it
+        such a launch is refused.  `device_launch`: kernels may launch it.  `use_node_priority`: its
+        kernels run with the priorities of their nodes, not with that of the stream.
 
         Raises GraphError with the node that the driver named; an upload that fails raises
         DriverError and closes the executable.
         """
         from ostinato.graph.executable import GraphExec
 
-        return GraphExec.instantiate(self, flags=flags, upload=upload)
+        return GraphExec.instantiate(
+            self,
+            upload=upload,
+            auto_free_on_launch=auto_free_on_launch,
+            device_launch=device_launch,
+            use_node_priority=use_node_priority,
+        )
 
     # --- showing (graph.show)
     def outline(self, *, readable: bool = True) -> Outline:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from ostinato import GraphCache, GraphExec, MemoryRange, Stream
 from ostinato.errors import (
@@ -33,6 +33,7 @@ from ostinato.errors import (
     ContextPoisonedError,
     InputError,
     NotAvailableError,
+    NotHeldError,
     OstinatoError,
     OutOfMemoryError,
 )
@@ -66,7 +67,16 @@ from ostinato.interop.reading.slots import Maker
 from ostinato.interop.reading.statistics import GraphedStatistics, explained
 from ostinato.interop.reading.stored import Stored
 from ostinato.interop.reading.trees import Unknown
-from ostinato.lowlevel import Change, Counts, Engine, Work, causes, check_runs, new_lock
+from ostinato.lowlevel import (
+    Change,
+    Closeable,
+    Counts,
+    Engine,
+    Work,
+    causes,
+    check_runs,
+    new_lock,
+)
 from ostinato.settings import blocking_captures
 from ostinato.step import Action, CheckReport, Decision, Reason
 
@@ -90,7 +100,7 @@ _ALL: tuple[Any, ...] = (_EVERY,)
 """The key, and its text in tables, of a function that runs eagerly for all arguments."""
 
 
-class Graphed(Guarded):
+class Graphed(Guarded, Closeable):
     """A function whose calls replay a graph.  Made by `graphed` of a library's interop.
 
     Called like the function.  Thread-safe: calls run one after the other, on one stream or several.
@@ -236,7 +246,7 @@ class Graphed(Guarded):
         began = 0 if self._calls % TIMED else time.perf_counter_ns()
         line: Line | None
         try:
-            if self._engine.broken or not self._options.enabled:
+            if self._engine.broken or not self._options.graphs:
                 # One key for all calls: real keys may be new at each call.
                 key, given = _ALL, ReadCall(args, kwargs)
             else:
@@ -298,7 +308,7 @@ class Graphed(Guarded):
             if not line.unmatched & (line.unmatched - 1):
                 self._heat(line, work, key, work.words(decision) if made is None else "")
         if began and not work.slow:
-            line.times.append((time.perf_counter_ns() - began) / 1000)
+            line.times.append((time.perf_counter_ns() - began) / 1e9)
         return work.result
 
     def _key(
@@ -763,7 +773,7 @@ class Graphed(Guarded):
             for hot in self._hot:
                 hot.count()
             broken = "" if self._engine.broken is None else self._engine.broken[1]
-            if not self._options.enabled:
+            if not self._options.graphs:
                 broken = _OFF
             closed = self.cache.closed  # a closed cache takes no new keys
             lines = [one for one in self._lines.values() if one.entry is not None or not closed]
@@ -799,9 +809,8 @@ class Graphed(Guarded):
         parts = []
         with self._lock:
             for line in self._lines.values():
-                with self.cache.hold(line.name) as run:
-                    if run is not None:
-                        parts.append(f"{line.name}: {line.words}\n{run.graph}")
+                with suppress(NotHeldError), self.cache.hold(line.name) as run:
+                    parts.append(f"{line.name}: {line.words}\n{run.graph}")
         return "\n\n".join(parts) or f"graphed {self.name} keeps no graph yet"
 
     def forget(self) -> int:
@@ -832,12 +841,6 @@ class Graphed(Guarded):
             self._guards = None
         if self._owns_cache:
             self.cache.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 _UNSEEN = (

@@ -107,11 +107,12 @@ class Buffer(Closeable):
         *,
         pinned: bool = False,
         base: object = None,
-        name: str = "",
+        name: str | None = None,
     ) -> None:
         self.context = context
         self.name = name
-        """The name that tables and pictures of graphs show in place of the address."""
+        """The name that tables and pictures of graphs show in place of the address; None for
+        none."""
         self.shape = shape
         self.dtype = dtype
         self.pinned = pinned
@@ -477,7 +478,7 @@ def allocate(
     dtype: npt.DTypeLike,
     *,
     pinned: bool = False,
-    name: str = "",
+    name: str | None = None,
 ) -> Buffer:
     """Makes a buffer.  Raises OutOfMemoryError, InputError, or DriverError (900) in a capture."""
     context.require_open()

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 import numpy.typing as npt
 
-from ostinato.driver.api import CaptureMode, whole_number
+from ostinato.driver.api import parse_bytes
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.location import caller_location
 from ostinato.driver.signature import BYTES
-from ostinato.errors import ClosedError, InputError, PoolSealedError
+from ostinato.errors import ClosedError, PoolSealedError
 from ostinato.memory.buffer import Buffer, allocate, as_shape, device_dtype
 
 _log = logging.getLogger(__name__)
@@ -45,24 +45,30 @@ class Growth:
 
     nbytes: int
     location: str
-    owner: str
+    name: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """Bytes taken from the driver, given out, and given out by owner; growth during captures."""
+    """Bytes taken from the driver, given out, and given out by name (None: without one); growth
+    during captures."""
 
     state: PoolState
     reserved: int
     allocated: int
-    by_owner: dict[str, int] = field(default_factory=dict)
+    by_name: dict[str | None, int] = field(default_factory=dict)
     grown_in_capture: tuple[Growth, ...] = ()
+
+
+def _for(name: str | None) -> str:
+    """Returns the name of the memory as a text."""
+    return "" if name is None else f" for {name!r}"
 
 
 class CapturePool(Closeable):
     """Memory for captured graphs to point at.
 
-        pool = device.pool(reserve=1 << 20)
+        pool = device.pool(reserve="1 MiB")
         with ost.capture(stream, pool=pool) as capture:
             y = pool.empty(1024, "f4")
 
@@ -75,16 +81,11 @@ class CapturePool(Closeable):
         self,
         context: Context,
         *,
-        reserve: int = 0,
-        slab: int = 1 << 20,
-        name: str = "pool",
+        reserve: int | str = 0,
+        slab: int | str = "1 MiB",
+        name: str | None = None,
     ) -> None:
-        first, least = whole_number(reserve), whole_number(slab)
-        if first is None or least is None or first < 0 or least < 1:
-            raise InputError(
-                f"reserve={reserve!r} must be a whole number of 0 bytes or more, slab={slab!r} of "
-                "1 or more"
-            )
+        first, least = parse_bytes(reserve, "reserve"), parse_bytes(slab, "slab", 1)
         self.context = context
         self.name = name
         self._slab = least
@@ -92,7 +93,7 @@ class CapturePool(Closeable):
         self._lock = new_lock()
         self._slabs: list[Buffer] = []
         self._used = 0  # bytes used of the last slab
-        self._allocated: Counter[str] = Counter()
+        self._allocated: Counter[str | None] = Counter()
         self._growth: list[Growth] = []
         if first:
             self._slabs.append(allocate(context, first, BYTES))
@@ -100,7 +101,12 @@ class CapturePool(Closeable):
     def __repr__(self) -> str:
         kept = f"{sum(slab.nbytes for slab in self._slabs)} bytes"
         where = self.context.driver.name
-        return f"<CapturePool {self.name!r} of {kept} on {where}, {self._state.value}>"
+        return f"<CapturePool{self._named} of {kept} on {where}, {self._state.value}>"
+
+    @property
+    def _named(self) -> str:
+        """Its name in a text, with a space before it."""
+        return "" if self.name is None else f" {self.name!r}"
 
     @property
     def state(self) -> PoolState:
@@ -113,12 +119,12 @@ class CapturePool(Closeable):
         if self._state is PoolState.SEALED:
             raise PoolSealedError(self.sealed_text(what))
         if self._state is PoolState.CLOSED:
-            raise ClosedError(f"{what}: the pool {self.name!r} is closed")
+            raise ClosedError(f"{what}: the pool{self._named} is closed")
 
     def sealed_text(self, what: str) -> str:
         """Returns the text of the PoolSealedError for `what`."""
         return (
-            f"{what} needs memory from the sealed pool {self.name!r}: "
+            f"{what} needs memory from the sealed pool{self._named}: "
             "call pool.open() first, or seal it only after the last capture"
         )
 
@@ -136,7 +142,7 @@ class CapturePool(Closeable):
         """Allows allocations and captures again after `seal`.  Raises ClosedError after `close`."""
         with self._lock:
             if self._state is PoolState.CLOSED:
-                raise ClosedError(f"the pool {self.name!r} is closed; make another")
+                raise ClosedError(f"the pool{self._named} is closed; make another")
             self._state = PoolState.OPEN
 
     def empty(
@@ -144,44 +150,40 @@ class CapturePool(Closeable):
         shape: int | Sequence[int],
         dtype: npt.DTypeLike,
         *,
-        owner: str = "unnamed",
+        name: str | None = None,
     ) -> Buffer:
         """Allocates a buffer, aligned to 256 bytes, with undefined content.  `dtype` as for
         `Device.empty`.
 
-        `owner` labels the bytes in the statistics.  If the reserved memory is not enough during a
+        `name` labels the bytes in the statistics.  If the reserved memory is not enough during a
         capture, the pool grows, logs a warning, and keeps the line that needed the memory.  Raises
         PoolSealedError, ClosedError, OutOfMemoryError.
         """
         dims, kind = as_shape(shape), device_dtype(dtype)
         nbytes = math.prod(dims) * kind.itemsize
         with self._lock:
-            self.require_open(f"an allocation of {nbytes} bytes for {owner!r}")
+            self.require_open(f"an allocation of {nbytes} bytes{_for(name)}")
             piece = -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
-            slab = self._slab_with(piece, owner)
+            slab = self._slab_with(piece, name)
             start = self._used
             self._used += piece
-            self._allocated[owner] += piece
+            self._allocated[name] += piece
         return slab.view(start, dims, kind)
 
-    def _slab_with(self, piece: int, owner: str) -> Buffer:
+    def _slab_with(self, piece: int, name: str | None) -> Buffer:
         if self._slabs and self._used + piece <= self._slabs[-1].nbytes:
             return self._slabs[-1]
         size = max(piece, self._slab)
         if self.context.captures_under_way:
-            growth = Growth(size, caller_location(), owner)
-            driver = self.context.driver
-            before = driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
-            try:
+            growth = Growth(size, caller_location(), name)
+            with self.context.relaxed():
                 slab = allocate(self.context, size, BYTES)
-            finally:
-                driver.thread_exchange_capture_mode(before)
             self._growth.append(growth)
             _log.warning(
-                "pool %r grew by %d bytes during a capture, for %r at %s; reserve more beforehand",
-                self.name,
+                "pool%s grew by %d bytes during a capture%s at %s; reserve more beforehand",
+                self._named,
                 size,
-                owner,
+                _for(name),
                 growth.location,
             )
         else:
@@ -191,7 +193,7 @@ class CapturePool(Closeable):
         return slab
 
     def statistics(self) -> PoolStatistics:
-        """Returns the bytes reserved, allocated and by owner, and the growth during captures."""
+        """Returns the bytes reserved, allocated and by name, and the growth during captures."""
         with self._lock:
             return PoolStatistics(
                 self._state,

@@ -48,10 +48,10 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class OperationTime:
-    """Totals of one kernel: launches and milliseconds."""
+    """Totals of one kernel: launches and seconds."""
 
     launches: int
-    milliseconds: float
+    seconds: float
 
 
 class OperationTimes:
@@ -59,7 +59,7 @@ class OperationTimes:
 
     def __init__(self) -> None:
         self._launches: Counter[str] = Counter()
-        self._milliseconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
 
     def run(self, stream: Stream, operations: Sequence[Operation]) -> None:
         """Submits the operations, waits for them and adds their times."""
@@ -72,7 +72,7 @@ class OperationTimes:
             name = operation.name
             self._launches[name] += 1
             spent = marks[index + 1].elapsed_since(marks[index])
-            self._milliseconds[name] = self._milliseconds.get(name, 0.0) + spent
+            self._seconds[name] = self._seconds.get(name, 0.0) + spent
         for mark in marks:
             mark.close()
 
@@ -82,8 +82,8 @@ class OperationTimes:
 
     def by_kernel(self) -> dict[str, OperationTime]:
         """Returns the totals by kernel name, the largest time first."""
-        ordered = sorted(self._milliseconds.items(), key=lambda item: -item[1])
-        return {name: OperationTime(self._launches[name], ms) for name, ms in ordered}
+        ordered = sorted(self._seconds.items(), key=lambda item: -item[1])
+        return {name: OperationTime(self._launches[name], spent) for name, spent in ordered}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,12 @@ from functools import partial
 from typing import Generic, Self, TypeVar
 
 from ostinato.driver.closeable import Closeable
-from ostinato.errors import ClosedError, InputError
+from ostinato.errors import ClosedError, InputError, NotHeldError
 from ostinato.models.arguments import whole
 from ostinato.models.calls import Calls
 from ostinato.models.sequences import Sequence
 from ostinato.models.stepper import Stepper
-from ostinato.step import Action, HeldReplay
+from ostinato.step import Action, Decision
 
 T = TypeVar("T")
 
@@ -190,15 +190,17 @@ class Run(Closeable, Generic[T]):
         for tokens in dict.fromkeys((self._per_launch, 1)):
             if self._left is not None and self._left < tokens:
                 continue
-            held = steps.hold(rows, tokens=tokens)
-            if isinstance(held, HeldReplay):
-                stack.enter_context(held)
+            try:
+                held = stack.enter_context(steps.hold(rows, tokens=tokens))
+            except NotHeldError as refused:
+                call: Decision = refused.decision
+                if tokens > 1 and call.action is not Action.EAGER:  # checked against eager steps
+                    return _Launches(partial(steps, rows, tokens=tokens), tokens, most=1)
+                if tokens > 1:
+                    self._note(call.reason.value)
+                    self._per_launch = 1  # for the rest of this run
+            else:
                 return _Launches(held.launch, tokens)
-            if tokens > 1 and held.action is not Action.EAGER:  # to be checked against eager steps
-                return _Launches(partial(steps, rows, tokens=tokens), tokens, most=1)
-            if tokens > 1:
-                self._note(held.reason.value)
-                self._per_launch = 1  # for the rest of this run
         return None
 
     def _note(self, reason: str) -> None:

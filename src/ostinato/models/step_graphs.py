@@ -18,14 +18,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from ostinato import (
-    ConditionalKind,
     Device,
     Graph,
     GraphCache,
     GraphedStep,
     GraphExec,
     Operation,
-    Role,
     Sizes,
     Slot,
     Stream,
@@ -110,7 +108,7 @@ class StepGraphs:
             stream=self.stream,
             cache=self.graph_cache,
             slots=_slots_to_verify(plan) if verify != "off" else (),
-            enabled=graphs,
+            graphs=graphs,
             verify=verify,
             # Only `sample`, the last launch, changes the input of a step: the rows' state.
             repeatable=ranks is None,
@@ -140,12 +138,10 @@ class StepGraphs:
         self.last_decision = self._step(rows, sampled, tokens)(rows=rows)
         return self.last_decision
 
-    def hold(self, rows: int, *, tokens: int = 1) -> HeldReplay | Decision:
-        """Returns the graph of a step that samples, held for many launches, or the decision if
-        there is none; see `GraphedStep.hold`."""
+    def hold(self, rows: int, *, tokens: int = 1) -> HeldReplay:
+        """Returns the graph of a step that samples, held for many launches: `GraphedStep.hold`."""
         held = self._step(rows, True, tokens).hold(rows=rows)
-        if isinstance(held, HeldReplay):
-            self.last_decision = Decision(Action.REPLAY, Reason.REPLAYED)
+        self.last_decision = Decision(Action.REPLAY, Reason.REPLAYED)
         return held
 
     def _step(self, rows: int, sampled: bool, tokens: int) -> GraphedStep:
@@ -360,7 +356,7 @@ class StepGraphs:
             condition = graph.condition()
             (start,) = self._operations((begin,), rows, condition)
             started = graph.add_operation(start)
-            loop = graph.add_conditional(ConditionalKind.WHILE, condition, after=[started])
+            loop = graph.add_conditional("while", condition, after=[started])
             body = loop.bodies[0]
             operations = self._operations((*step, chained), rows, condition)
             if self._build == "record":
@@ -421,8 +417,8 @@ def _slots_to_verify(plan: BufferPlan) -> tuple[Slot, ...]:
     state = {name: plan.buffers[name] for name in ("cache", "history", "state", "logits")}
     scratch = {name: buffer for name, buffer in plan.buffers.items() if name not in state}
     return (
-        Slot("rows", plan.rows.buffer, Role.INPUT, size="rows", poison=_POISON_ROWS),
-        Slot("ring", plan.ring, Role.STATE),
-        *(Slot(name, buffer, Role.STATE) for name, buffer in state.items()),
-        *(Slot(name, buffer, Role.SCRATCH) for name, buffer in scratch.items()),
+        Slot("rows", plan.rows.buffer, "input", size="rows", poison=_POISON_ROWS),
+        Slot("ring", plan.ring, "state"),
+        *(Slot(name, buffer, "state") for name, buffer in state.items()),
+        *(Slot(name, buffer, "scratch") for name, buffer in scratch.items()),
     )

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from ostinato.driver.api import Image
+from ostinato.driver.api import Image, parse_bytes
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
@@ -139,17 +139,18 @@ class ModuleCache(Closeable):
         *,
         disk: DiskStore | Path | str | bool = True,
         max_modules: int = 1024,
-        max_bytes: int = 256 * 1024 * 1024,
+        max_bytes: int | str = "256 MiB",
     ) -> None:
-        if max_modules < 1 or max_bytes < 1:
-            raise InputError(f"max_modules={max_modules}, max_bytes={max_bytes}: 1 or more")
+        if max_modules < 1:
+            raise InputError(f"max_modules={max_modules}: 1 or more")
+        limit = parse_bytes(max_bytes, "max_bytes", 1)
         self.context = context
         self.disk: DiskStore | None = None
         if isinstance(disk, DiskStore):
             self.disk = disk
         elif disk is not False:
             self.disk = DiskStore(None if disk is True else disk)
-        self._store = MemoryStore(max_modules, max_bytes)
+        self._store = MemoryStore(max_modules, limit)
         self._fast = self._store.fast
         # Reentrant: the garbage collector may run a finaliser here that calls this cache.
         self._lock = new_lock()

@@ -42,6 +42,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ostinato import settings
+from ostinato.driver.api import parse_bytes
 from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError
 from ostinato.files import UntrustedError, is_temporary, open_regular, replace_file
@@ -97,15 +98,16 @@ class DiskStore:
     """A folder of compiled kernels, limited in bytes; the least recently used are removed.
 
     `folder` defaults to "kernels" in the cache folder of the settings, looked up at first use.
-    Thread-safe; safe among processes.  Does not raise for anything found on disk.
+    Thread-safe; safe among processes.  Does not raise for anything found on disk.  Raises
+    InputError for `max_bytes` below 1.
     """
 
     def __init__(
-        self, folder: Path | str | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES
+        self, folder: Path | str | None = None, *, max_bytes: int | str = DEFAULT_MAX_BYTES
     ) -> None:
         # Absolute: the process may change its current folder.
         self._folder = None if folder is None else Path(folder).absolute()
-        self.max_bytes = max_bytes
+        self.max_bytes = parse_bytes(max_bytes, "max_bytes", 1)
         self._lock = new_lock()
         self._ready = False
         self._off: str | None = None
@@ -163,11 +165,13 @@ class DiskStore:
         self._count(rejected=1, misses=1)
 
     # --- writing
-    def save(self, key: bytes, compiled: Compiled, *, name: str = "", arch: str = "") -> bool:
+    def save(
+        self, key: bytes, compiled: Compiled, *, name: str | None = None, arch: str = ""
+    ) -> bool:
         """Writes the code of a key; returns True if it is on disk now.  Never raises OSError."""
         if self._off is not None:
             return False
-        data = _encode(key, compiled, name, arch)
+        data = _encode(key, compiled, name or "", arch)
         if len(data) > min(self.max_bytes, _MAX_FILE):
             return False
         path = self.path(key)
@@ -231,14 +235,19 @@ class DiskStore:
         except OSError:
             return
 
-    def prune(self, max_bytes: int | None = None) -> int:
-        """Removes least recently used files until the rest fits; returns how many.
+    def prune(self, max_bytes: int | str | None = None) -> int:
+        """Removes least recently used files until the rest fits (None: the store's own limit);
+        returns how many.
 
         Files under a key that cannot be kernel files are removed first.  Temporary files left an
         hour ago by processes that died are removed too, and not counted.  Files with other names
         are not the store's and stay.
         """
-        limit = self.max_bytes if max_bytes is None else max_bytes
+        return self._prune(
+            self.max_bytes if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
+        )
+
+    def _prune(self, limit: int) -> int:
         files = []
         for path, status in self._files(""):
             if is_temporary(path):
@@ -260,7 +269,7 @@ class DiskStore:
 
     def clear(self) -> int:
         """Removes every file of the store; returns how many."""
-        return self.prune(max_bytes=-1)
+        return self._prune(-1)
 
 
 def _usefulness(file: tuple[Path, os.stat_result]) -> tuple[bool, float]:

@@ -22,6 +22,7 @@ from ostinato.driver.api import (
     Pack,
     ParameterSlot,
     PlainLaunch,
+    parse_bytes,
     whole_number,
 )
 from ostinato.driver.closeable import Closeable
@@ -45,14 +46,14 @@ class LoadedModule(Closeable):
         context: Context,
         image: Image,
         *,
-        name: str = "module",
+        name: str | None = None,
         lowered: Mapping[str, str] | None = None,
         keep: object = None,
         log: str = "",
     ) -> None:
         context.require_open()
         self.context = context
-        self.name = name
+        self.name = "module" if name is None else name
         self.kind = image.kind
         self.nbytes = len(image.data)
         self.log = log
@@ -202,22 +203,23 @@ class Kernel:
             return pack_untyped(self.slots, values, self.context.space)
         return self.signature.pack(values, self.slots, self.context.space)
 
-    def allow_shared(self, nbytes: int) -> None:
+    def allow_shared(self, nbytes: int | str) -> None:
         """Allows launches with up to `nbytes` of dynamic shared memory per block (over 48 KiB).
 
         Applies to all handles of this function.  Raises DriverError if the device has less.
         """
-        size = _size(nbytes, f"kernel {self.name}: nbytes", 0)
+        size = parse_bytes(nbytes, f"kernel {self.name}: nbytes")
         self.context.driver.function_allow_shared(self.function, size)
 
-    def occupancy(self, threads: int, shared: int = 0) -> int:
+    def occupancy(self, threads: int, shared: int | str = 0) -> int:
         """Returns the blocks of `threads` with `shared` bytes that one multiprocessor holds at
         once."""
-        sizes = (
-            _size(threads, f"kernel {self.name}: threads", 1),
-            _size(shared, f"kernel {self.name}: shared", 0),
-        )
-        return self.context.driver.function_occupancy(self.function, *sizes)
+        number = whole_number(threads)
+        if number is None or number < 1:
+            what = f"kernel {self.name}: threads={threads!r}"
+            raise InputError(f"{what}: a whole number of 1 or more is needed")
+        size = parse_bytes(shared, f"kernel {self.name}: shared")
+        return self.context.driver.function_occupancy(self.function, number, size)
 
 
 def entry_of(name: str, entries: Sequence[str], module: str) -> str:
@@ -244,14 +246,6 @@ def entry_of(name: str, entries: Sequence[str], module: str) -> str:
         f"{module} has no kernel {name!r}; there are: {there}."
         + (f" Did you mean {close[0]!r}?" if close else "")
     )
-
-
-def _size(value: object, what: str, least: int) -> int:
-    """Returns a whole number of at least `least`.  Raises InputError, with `what` in it."""
-    number = whole_number(value)
-    if number is None or number < least:
-        raise InputError(f"{what}={value!r}: a whole number of {least} or more is needed")
-    return number
 
 
 def check_signature(

@@ -111,8 +111,9 @@ class Source(_Content):
         kind: str = "cuda",
         data: str | bytes = b"",
         headers: Mapping[str, str] | None = None,
-        name: str = "kernels.cu",
+        name: str | None = None,
     ) -> None:
+        name = "kernels.cu" if name is None else name
         _require_text("a source's name", name)
         functions = _host_functions(name, host)
         if kind != "cuda" and kind not in BINARY_KINDS:

@@ -18,7 +18,6 @@ from ostinato.relational.joiner import (
 from ostinato.relational.keys import (
     IndexKey,
     JoinKey,
-    JoinKind,
     ScanTopology,
     scan_topology,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "IndexKey",
     "JoinIndex",
     "JoinKey",
-    "JoinKind",
     "JoinResult",
     "JoinStatistics",
     "Joiner",

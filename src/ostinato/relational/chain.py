@@ -14,7 +14,7 @@ from pathlib import Path
 from ostinato import LaunchConfig, Source
 from ostinato.relational.block import TILE, block_bytes, cuda_header
 from ostinato.relational.kernels_host import HOST_KERNELS
-from ostinato.relational.keys import BUILD_CLASSES, SCAN_BLOCK, IndexKey, JoinKey, JoinKind
+from ostinato.relational.keys import BUILD_CLASSES, SCAN_BLOCK, IndexKey, JoinKey
 
 KERNELS = tuple(kernel.name for kernel in HOST_KERNELS)
 _BUILD_BLOCKS = 4
@@ -57,7 +57,7 @@ def chain_of(key: JoinKey | IndexKey, multiprocessors: int) -> tuple[Launch, ...
     launches = [Launch("begin", 1, (block_bytes(key.arity) // 8,))]
     if isinstance(key, IndexKey):
         return (*launches, *(Launch(name, build) for name in ("insert", "starts", "fill")))
-    if key.kind is JoinKind.INNER:
+    if key.kind == "inner":
         launches += [Launch("insert", build), Launch("starts", build)]
     probe = -(-key.probe // SCAN_BLOCK)
     launches.append(Launch("probe", probe + build, (probe,)))

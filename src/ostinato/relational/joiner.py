@@ -50,7 +50,7 @@ from ostinato.relational.columns import (
     names_of,
     serials,
 )
-from ostinato.relational.keys import LARGEST, IndexKey, JoinKey, JoinKind, bounded
+from ostinato.relational.keys import LARGEST, IndexKey, JoinKey, bounded
 from ostinato.relational.results import JoinResult, JoinStatistics
 from ostinato.relational.ring import Ring, RingTurn
 from ostinato.relational.workspace import Lease, OutputPool, Workspace, require_no_capture
@@ -374,7 +374,7 @@ class Joiner(Closeable):
         columns = right if isinstance(right, KeyColumns) else right.columns
         inner = columns is right
         key = JoinKey.of(
-            JoinKind.INNER if inner else JoinKind.INDEXED_INNER,
+            "inner" if inner else "indexed inner",
             len(left.sizes),
             left.key_bytes,
             left.rows,
@@ -479,7 +479,7 @@ class _JoinOptions:
     """The engine's options.  Graphs are made at once: the kernels are loaded, and a chain has
     nothing to initialise."""
 
-    enabled: bool
+    graphs: bool
     profiling: bool = False
     strict: bool = False
     verify: Literal["off"] = "off"

@@ -7,9 +7,8 @@ their keys are equal.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex
 
 from ostinato.errors import InputError
 from ostinato.lowlevel import whole_number
@@ -25,18 +24,6 @@ BUILD_CLASSES = (16_384, 262_144, LARGEST)
 """Largest number of right rows of each build class.  Larger classes use more blocks: for a small
 side, surplus blocks would keep another join's chain off the device; for a large side, more blocks
 keep more random reads in flight."""
-
-
-class JoinKind(enum.StrEnum):
-    """The operation of a join's graph."""
-
-    INNER = "inner"
-    """Builds a hash index of the right side, uses it once and clears it."""
-    INDEXED_INNER = "indexed inner"
-    """Uses an index that `build_index` made."""
-
-
-_INNER = JoinKind.INNER
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +71,17 @@ def table_slots(rows: int) -> int:
 class JoinKey:
     """The parts of a join that determine its graph.
 
-    `arity`: key columns, 1 to 255.  `key_bytes`: bytes of one row's key, 4 or 8 per column.
-    `probe` and `output`: capacity classes of the probe side's rows and of the result.  `build`: the
-    right side's class, one of BUILD_CLASSES, or 0 with an index.  `scan`: the scan topology of the
-    probe class.
+    `kind`: "inner" builds a hash index of the right side, uses it once and clears it; "indexed
+    inner" uses an index that `build_index` made.  `arity`: key columns, 1 to 255.  `key_bytes`:
+    bytes of one row's key, 4 or 8 per column.  `probe` and `output`: capacity classes of the probe
+    side's rows and of the result.  `build`: the right side's class, one of BUILD_CLASSES, or 0 with
+    an index.  `scan`: the scan topology of the probe class.
 
     Raises InputError for values out of these bounds, for invalid classes, and for a topology of
     another class.
     """
 
-    kind: JoinKind
+    kind: Literal["inner", "indexed inner"]
     arity: int
     key_bytes: int
     probe: int
@@ -102,13 +90,13 @@ class JoinKey:
     scan: ScanTopology
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, JoinKind):
-            raise InputError(f"kind={self.kind!r}: a JoinKind is needed")
+        if self.kind not in ("inner", "indexed inner"):
+            raise InputError(f'kind={self.kind!r}: "inner" or "indexed inner" is needed')
         _check_columns(self.arity, self.key_bytes)
         for name, value in (("probe", self.probe), ("output", self.output)):
             if capacity_class(value) != value:
                 raise InputError(f"{name}={value} is no capacity class: a power of two, or 2**32-1")
-        if self.build not in ((0,) if self.kind is not _INNER else BUILD_CLASSES):
+        if self.build not in ((0,) if self.kind != "inner" else BUILD_CLASSES):
             raise InputError(f"build={self.build}: {self.kind} has no such class of the right side")
         if self.scan != scan_topology(self.probe):
             raise InputError(f"scan={self.scan}: probe class {self.probe} has another topology")
@@ -119,11 +107,17 @@ class JoinKey:
 
     @classmethod
     def of(
-        cls, kind: JoinKind, arity: int, key_bytes: int, rows: int, right_rows: int, capacity: int
+        cls,
+        kind: Literal["inner", "indexed inner"],
+        arity: int,
+        key_bytes: int,
+        rows: int,
+        right_rows: int,
+        capacity: int,
     ) -> JoinKey:
         """Returns the key of a join of `rows` probe rows with room for `capacity` output rows."""
         probe, output = capacity_class(rows), capacity_class(capacity)
-        build = build_class(right_rows) if kind is _INNER else 0
+        build = build_class(right_rows) if kind == "inner" else 0
         return cls(kind, arity, key_bytes, probe, output, build, scan_topology(probe))
 
     def __str__(self) -> str:

@@ -21,8 +21,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import TracebackType
+from typing import Self
 
 from ostinato.errors import ContextPoisonedError, LogitsError, OstinatoError
+from ostinato.lowlevel import Closeable
 from ostinato.models import AnswerText, DecoderStatistics, SamplingOptions, TextGenerator
 from ostinato.modules import ModuleCacheStatistics
 from ostinato.serve.scheduler import Admit, Decode, Read, Scheduler, SchedulerAction
@@ -164,7 +167,7 @@ class _Counts:
     ended: Counter[End] = field(default_factory=Counter)
 
 
-class ServingEngine:
+class ServingEngine(Closeable):
     """An engine that answers many requests at once with one decoder.
 
     `generator` belongs to the engine from `start` until `close` returns; its owner closes it
@@ -231,10 +234,14 @@ class ServingEngine:
         return self._scheduler.most
 
     # --- called on other threads
-    def start(self) -> None:
-        """Starts the thread.  Jobs are accepted at once, and answered when `ready` is True."""
+    def start(self) -> Self:
+        """Starts the thread.  Jobs are accepted at once, and answered when `ready` is True.
+
+        with ServingEngine(generator).start() as engine:
+        """
         self._begun = True
         self._thread.start()
+        return self
 
     def submit(
         self, jobs: Sequence[Job], listeners: Sequence[Listener]
@@ -318,14 +325,15 @@ class ServingEngine:
         if self._begun:
             self._thread.join()
 
-    def __enter__(self) -> ServingEngine:
-        self.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if exception[0] is not None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if kind is not None:
             self.end_all()
-        self.close()
+        super().__exit__(kind, value, tb)
 
     # --- the engine's thread
     def _work(self) -> None:

@@ -33,7 +33,8 @@ class DeviceArray(Closeable):
     `dtype`: a number or a struct, as a word of signatures ("u32") or a NumPy dtype; the whole array
     has 1 byte to 64 KiB.  The content is undefined until it is set.  Writes go through pinned
     memory in stream order, so no replay reads a half-written value.  `depth`: the number of writes
-    that may be under way before `set` waits for the oldest.  Raises InputError, OutOfMemoryError.
+    that may be under way before `set` waits for the oldest.  `name`: as for `Device.empty`.
+    Raises InputError, OutOfMemoryError.
     """
 
     def __init__(
@@ -43,13 +44,19 @@ class DeviceArray(Closeable):
         dtype: npt.DTypeLike,
         *,
         depth: int = 4,
+        name: str | None = None,
     ) -> None:
-        self._make(context_of(device), shape, dtype, depth)
+        self._make(context_of(device), shape, dtype, depth, name)
 
     def _make(
-        self, context: Context, shape: int | tuple[int, ...], dtype: npt.DTypeLike, depth: int
+        self,
+        context: Context,
+        shape: int | tuple[int, ...],
+        dtype: npt.DTypeLike,
+        depth: int,
+        name: str | None,
     ) -> None:
-        self.buffer = allocate(context, shape, dtype)
+        self.buffer = allocate(context, shape, dtype, name=name)
         if not 1 <= self.buffer.nbytes <= LARGEST:
             nbytes = self.buffer.nbytes
             self.buffer.close()
@@ -149,8 +156,9 @@ class DeviceScalar(DeviceArray):
         initial: object = None,
         stream: Stream | None = None,
         depth: int = 4,
+        name: str | None = None,
     ) -> None:
-        super().__init__(device, (), dtype, depth=depth)
+        super().__init__(device, (), dtype, depth=depth, name=name)
         if initial is not None:
             if stream is None:
                 self.close()
@@ -161,7 +169,7 @@ class DeviceScalar(DeviceArray):
 def scalar_on(context: Context, dtype: npt.DTypeLike) -> DeviceScalar:
     """Makes a `DeviceScalar` where only the context is known."""
     made = DeviceScalar.__new__(DeviceScalar)
-    made._make(context, (), dtype, depth=4)
+    made._make(context, (), dtype, depth=4, name=None)
     return made
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.driver.api import CaptureMode, CaptureStatus, MemcpyNodeParams, whole_number
+from ostinato.driver.api import CaptureStatus, MemcpyNodeParams, parse_bytes, whole_number
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.interrupts import uninterrupted
@@ -25,13 +25,11 @@ _ONCE = "its bytes come from an entry of the ring, which later writes use again"
 class StagingRing:
     """A ring of `depth` pinned entries of `nbytes` bytes, used in turn.  Thread-safe."""
 
-    def __init__(self, context: Context, nbytes: int, *, depth: int = 4) -> None:
+    def __init__(self, context: Context, nbytes: int | str, *, depth: int = 4) -> None:
         entries = whole_number(depth)
-        if nbytes < 1 or entries is None or entries < 1:
-            raise InputError(
-                f"nbytes={nbytes}, depth={depth!r}: both must be whole numbers of 1 or more"
-            )
-        self.nbytes = nbytes
+        if entries is None or entries < 1:
+            raise InputError(f"depth={depth!r}: a whole number of 1 or more is needed")
+        self.nbytes = nbytes = parse_bytes(nbytes, "nbytes", 1)
         self.depth = depth = entries
         stride = -(-nbytes // 256) * 256
         self._memory = allocate(context, stride * depth, BYTES, pinned=True)
@@ -79,11 +77,8 @@ class StagingRing:
             self._next = (index + 1) % self.depth
             context = self._memory.context
             if context.captures:  # captures on other streams forbid this thread to query events
-                before = context.driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
-                try:
+                with context.relaxed():
                     self._wait_for(index)
-                finally:
-                    context.driver.thread_exchange_capture_mode(before)
             else:
                 self._wait_for(index)
             self._views[index][:size] = np.frombuffer(data, np.uint8)

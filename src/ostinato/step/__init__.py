@@ -14,7 +14,7 @@ from ostinato.step.buckets import (
     PowersOfTwo,
     capacity_class,
 )
-from ostinato.step.budget import Footprint, FootprintSource, parse_bytes
+from ostinato.step.budget import Footprint, FootprintSource
 from ostinato.step.cache import GraphCache
 from ostinato.step.check import Cause, CheckReport, Finding
 from ostinato.step.graphed_step import GraphedStep
@@ -22,7 +22,7 @@ from ostinato.step.held import HeldReplay
 from ostinato.step.limits import CaptureLimits, Refusal, Refused
 from ostinato.step.policy import Action, Decision, Reason, Situation, decide
 from ostinato.step.sizes import Sizes, StepKey
-from ostinato.step.slots import Role, Slot
+from ostinato.step.slots import Slot
 from ostinato.step.statistics import (
     CacheStatistics,
     Evictions,
@@ -53,7 +53,6 @@ __all__ = [
     "Reason",
     "Refusal",
     "Refused",
-    "Role",
     "Situation",
     "Sizes",
     "Slot",
@@ -63,5 +62,4 @@ __all__ = [
     "Touch",
     "capacity_class",
     "decide",
-    "parse_bytes",
 ]

@@ -24,14 +24,13 @@ processes allocate during captures, small graphs are charged too much until the 
 from __future__ import annotations
 
 import enum
-import re
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from ostinato.driver.api import whole_number
+from ostinato.driver.api import parse_bytes
 from ostinato.driver.context import Context
-from ostinato.errors import ClosedError, InputError
+from ostinato.errors import ClosedError
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.node import Node
 
@@ -40,40 +39,6 @@ NODE_BYTES = 2304
 
 BLOCK_BYTES = 2 << 20
 """The size of the blocks in which the driver takes memory for executables."""
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-}
-_SIZE = re.compile(
-    r"\s*(?P<number>\d{1,20}(\.\d{1,20})?)\s*(?P<unit>[a-z]*)\s*\Z", re.IGNORECASE | re.ASCII
-)
-
-
-def parse_bytes(value: int | str) -> int:
-    """Returns the number of bytes of 4096 or of "4 KiB", "512 MiB", "1.5 GB" (MiB 2**20, MB 10**6).
-
-    Raises InputError for a value that is no number of bytes, or is below 1 byte.
-    """
-    nbytes = whole_number(value)
-    match = _SIZE.match(value) if isinstance(value, str) else None
-    unit = None if match is None else _UNITS.get(match["unit"].lower())
-    if match is not None and unit is not None:
-        number = match["number"]
-        nbytes = int(float(number) * unit) if "." in number else int(number) * unit
-    if nbytes is None:
-        raise InputError(f'{value!r} is not a number of bytes; write "512 MiB", "2 GB" or 4096')
-    if nbytes < 1:
-        raise InputError(f"{value!r}: 1 byte or more is needed (None is for no limit)")
-    return nbytes
 
 
 class FootprintSource(enum.StrEnum):
@@ -186,7 +151,7 @@ class MemoryMeter:
 def footprint(
     executable: GraphExec,
     *,
-    given: int | None = None,
+    given: int | str | None = None,
     taken: int | None = None,
     free: int | None = None,
 ) -> Footprint:
@@ -194,20 +159,17 @@ def footprint(
     nodes.
 
     `taken` and `free` are those of a `MemoryMeter` around the making of the executable.  Memory of
-    alloc nodes belongs to the driver's pool and is not counted.  Raises InputError for a negative
-    `given`.
+    alloc nodes belongs to the driver's pool and is not counted.  Raises InputError if `given` is no
+    number of bytes.
     """
-    if given is not None:
-        number = whole_number(given)
-        if number is None or number < 0:
-            raise InputError(f"nbytes={given!r}: a whole number of 0 or more bytes is needed")
+    nbytes = None if given is None else parse_bytes(given, "nbytes")
     try:
         # Read in any case: the executable caches its nodes, so the definition may be closed later.
         estimate = NODE_BYTES * _count(executable.nodes)
     except ClosedError:
         estimate = BLOCK_BYTES
-    if given is not None:
-        return Footprint(given, FootprintSource.GIVEN)
+    if nbytes is not None:
+        return Footprint(nbytes, FootprintSource.GIVEN)
     if taken is not None and taken > estimate + BLOCK_BYTES:
         return Footprint(taken, FootprintSource.MEASURED)
     return Footprint(estimate, FootprintSource.ESTIMATED, taken, free)

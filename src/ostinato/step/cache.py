@@ -18,20 +18,20 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from ostinato.device import Device
-from ostinato.driver.api import whole_number
+from ostinato.driver.api import parse_bytes, whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import context_of, members
 from ostinato.driver.forking import new_lock
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.stream import Stream
-from ostinato.errors import CaptureLimitError, ClosedError, InputError
+from ostinato.errors import CaptureLimitError, ClosedError, InputError, NotHeldError
 from ostinato.explain.times import ReplayProfile, replay_as_set, resolved
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.words import Touch
 from ostinato.memory.ranges import Target, range_of
 from ostinato.settings import ReplaySettings
 from ostinato.step.buckets import Buckets, PowersOfTwo
-from ostinato.step.budget import Footprint, MemoryMeter, SharedBlocks, footprint, parse_bytes
+from ostinato.step.budget import Footprint, MemoryMeter, SharedBlocks, footprint
 from ostinato.step.entry import CachedGraph, Entry, Left
 from ostinato.step.flight import Flight, Flights
 from ostinato.step.limits import CaptureLimits, Refused, Spent, refuse
@@ -132,7 +132,7 @@ class Table:
         key: Hashable,
         executable: GraphExec,
         footprint: Footprint,
-        capture_ms: float | None,
+        capture_seconds: float | None,
     ) -> list[CachedGraph]:
         """Puts a graph under a key, in place of the one there, and trims.
 
@@ -148,7 +148,7 @@ class Table:
         else:
             if before is not None:
                 out += self.remove([entry], "replaced")
-            kept = CachedGraph(executable, footprint, capture_ms)
+            kept = CachedGraph(executable, footprint, capture_seconds)
             entry.graph = kept
             self.gone.pop(key, None)
             self.entries[key] = entry
@@ -254,9 +254,11 @@ class _Hold:
         self._key = key
         self._kept: CachedGraph | None = None
 
-    def __enter__(self) -> GraphExec | None:
+    def __enter__(self) -> GraphExec:
         self._kept = self._cache._leased(self._key)
-        return None if self._kept is None else self._kept.executable
+        if self._kept is None:
+            raise NotHeldError(f"the cache has no graph under key {self._key!r} to hold")
+        return self._kept.executable
 
     def __exit__(
         self,
@@ -323,7 +325,7 @@ class GraphCache(Closeable):
         # Reentrant: the garbage collector may run a user's finaliser between any two lines here,
         # and the finaliser may use the cache.
         self.lock = new_lock()
-        self.table = Table(None if budget is None else parse_bytes(budget), max_graphs)
+        self.table = Table(None if budget is None else parse_bytes(budget, "budget", 1), max_graphs)
         self._flights = Flights(self.lock)
         self.settings, self.profile = resolved(settings, profile)
         self._plain = self.settings.plain
@@ -419,13 +421,13 @@ class GraphCache(Closeable):
                 self.let_go(kept)
         return True
 
-    def hold(self, key: Hashable) -> AbstractContextManager[GraphExec | None]:
-        """Returns a context manager that yields the executable under a key, or None.
+    def hold(self, key: Hashable) -> AbstractContextManager[GraphExec]:
+        """Returns a context manager that yields the executable under a key.
 
         For several calls on one graph, such as a rebinding and its launch.  An eviction inside the
         block takes the key away at once, and closes the executable at the block's end.  Entering
-        counts as a use, and raises ClosedError.  Not guaranteed: that no other thread changes the
-        executable meanwhile.
+        counts as a use, and raises NotHeldError if there is none, ClosedError.  Not guaranteed:
+        that no other thread changes the executable meanwhile.
         """
         return _Hold(self, key)
 
@@ -477,7 +479,9 @@ class GraphCache(Closeable):
         kept.executable.close()
 
     # --- putting in
-    def install(self, key: Hashable, executable: GraphExec, *, nbytes: int | None = None) -> None:
+    def install(
+        self, key: Hashable, executable: GraphExec, *, nbytes: int | str | None = None
+    ) -> None:
         """Puts an executable under a key; from here on the cache owns it.
 
         An executable that was there before is replaced, and closed once no replay uses it.
@@ -487,7 +491,7 @@ class GraphCache(Closeable):
         self._put(key, executable, footprint(self._checked(executable), given=nbytes), None)
 
     def get_or_capture(
-        self, key: Hashable, make: Callable[[], GraphExec], *, nbytes: int | None = None
+        self, key: Hashable, make: Callable[[], GraphExec], *, nbytes: int | str | None = None
     ) -> GraphExec:
         """Returns the executable under a key; calls `make()` for it if there is none.
 
@@ -570,7 +574,7 @@ class GraphCache(Closeable):
             self.table.entry(key).note_capture(self.limits.per_key)
 
     def _capture(
-        self, flight: Flight, make: Callable[[], GraphExec], nbytes: int | None
+        self, flight: Flight, make: Callable[[], GraphExec], nbytes: int | str | None
     ) -> GraphExec:
         started, landed = time.perf_counter(), False
         try:
@@ -580,7 +584,7 @@ class GraphCache(Closeable):
             taken = meter.taken if flight.alone else None
             charge = footprint(executable, given=nbytes, taken=taken, free=meter.free)
             try:
-                self._put(flight.key, executable, charge, 1e3 * seconds)
+                self._put(flight.key, executable, charge, seconds)
             except ClosedError:  # the cache was closed meanwhile: nothing else has the executable
                 executable.close()
                 raise
@@ -623,12 +627,12 @@ class GraphCache(Closeable):
         key: Hashable,
         executable: GraphExec,
         charge: Footprint,
-        capture_ms: float | None,
+        capture_seconds: float | None,
     ) -> None:
         with uninterrupted, self.lock:
             self._require_open()
-            out = self.table.put(key, executable, charge, capture_ms)
-            if capture_ms is None:
+            out = self.table.put(key, executable, charge, capture_seconds)
+            if capture_seconds is None:
                 for entry in self.table.counting(key):
                     entry.installed += 1
         self._close(out)
@@ -723,7 +727,7 @@ class GraphCache(Closeable):
                 captures=total.captures,
                 capture_failures=total.failures,
                 joined=self._joined,
-                capture_ms=1e3 * total.capture_seconds,
+                capture_seconds=total.capture_seconds,
                 installed=total.installed,
                 replaced=total.left["replaced"],
                 evictions=total.evictions,

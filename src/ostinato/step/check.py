@@ -38,11 +38,11 @@ class Cause(enum.StrEnum):
     )
     PADDING = "the step lets padding rows reach the answer"
     PADDING_WRITTEN = "the step changes padding rows of a state; they are not its to write"
-    INPUT_WRITTEN = "the step changes an input; declare the slot STATE"
-    UNWRITTEN = "an output is not written in all rows in use; declare the slot STATE"
-    OUTPUT_READ = "an answer depends on what an output held before; declare the slot STATE"
+    INPUT_WRITTEN = 'the step changes an input; declare the slot "state"'
+    UNWRITTEN = 'an output is not written in all rows in use; declare the slot "state"'
+    OUTPUT_READ = 'an answer depends on what an output held before; declare the slot "state"'
     UNDECLARED = (
-        "memory that no slot declares differs; declare it STATE, or SCRATCH if nothing reads it"
+        'memory that no slot declares differs; declare it "state", or "scratch" if nothing reads it'
     )
     UNORDERED = "nothing orders two operations of the graph that use the same memory"
     FROZEN = "the graph lacks work of the step, or holds something that changed since its capture"

@@ -1,12 +1,12 @@
 """The memory of a check for declared slots, which are compared bit by bit.
 
-Each turn fills padding and all OUTPUT rows with another poison.  So turns 0 and 1 differ if an
+Each turn fills padding and all output rows with another poison.  So turns 0 and 1 differ if an
 answer depends on padding, if the graph holds something frozen, or if one run does not write an
 output.  Turn 2 finds faults that two poisons do not show: a minimum ignores NaN and large numbers,
 the sum of two inputs is the same when their poisons change places, and an answer may equal the
 poison that it overwrites.  Turn 2 runs if there is padding, or if an answer of the eager run is
 equal to a poison.  Memory that a run writes and that no slot declares is saved, restored and
-compared like a STATE, up to a limit in bytes (`step.undeclared`).
+compared like a state, up to a limit in bytes (`step.undeclared`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ostinato.explain.races import unordered
 from ostinato.graph import GraphExec, operations
 from ostinato.memory.restoring import put_back
 from ostinato.step.check import Cause, Finding, Memory
-from ostinato.step.slots import Role, Slot, Values, everywhere
+from ostinato.step.slots import Slot, Values, everywhere
 from ostinato.step.undeclared import Undeclared
 
 _OUTPUT_POISONS = (0xA5, 0x5A)
@@ -61,7 +61,7 @@ class Declared(Memory[_Content]):
         own: Sequence[MemoryRange] = (),
         limit: int = 0,
     ) -> None:
-        self._slots = [slot for slot in slots if slot.role is not Role.SCRATCH]
+        self._slots = [slot for slot in slots if slot.role != "scratch"]
         self._rows = {slot.name: slot.rows(sizes) for slot in self._slots}
         self._stream, self._executable, self._run = stream, executable, run
         self._memory = Undeclared(stream, [*(slot.buffer.range for slot in slots), *own], limit)
@@ -91,7 +91,7 @@ class Declared(Memory[_Content]):
         assert eager is not None
         third = any(
             _holds_poison(slot, self._in_use(slot, eager)).any()
-            if slot.role is Role.OUTPUT
+            if slot.role == "output"
             else self._has_padding(slot)
             for slot in self._slots
         )
@@ -109,22 +109,18 @@ class Declared(Memory[_Content]):
     def _start(
         self, before: _Content, padding: int, outputs: int, eager: _Content | None
     ) -> _Content:
-        """Leaves padding of a STATE as it is in the eager run: a large poison would round away a
+        """Leaves padding of a state as it is in the eager run: a large poison would round away a
         small change, and a write to these rows must be found."""
         self._memory.restore()
         start: dict[str, Values] = {}
         for place, slot in enumerate(self._slots):
             values, rows = before.slots[slot.name], self._rows[slot.name]
-            if slot.role is Role.OUTPUT:
+            if slot.role == "output":
                 values = _output_poison(slot, min(outputs, 1), slot.buffer.shape)
                 if outputs == 2 and eager is not None:  # other values than its answers
                     answers = _holds_poison(slot, eager.slots[slot.name])
                     values[answers] = _output_poison(slot, 0)[0]
-            elif (
-                rows is not None
-                and self._has_padding(slot)
-                and (padding or slot.role is not Role.STATE)
-            ):
+            elif rows is not None and self._has_padding(slot) and (padding or slot.role != "state"):
                 values = slot.poisoned(values, rows, padding, place)
             start[slot.name] = values
             slot.buffer.set(values, self._stream)
@@ -134,7 +130,7 @@ class Declared(Memory[_Content]):
         """Puts back inputs and padding."""
         for slot in self._slots:
             rows = self._rows[slot.name]
-            if slot.role is Role.INPUT:
+            if slot.role == "input":
                 slot.buffer.set(before.slots[slot.name], self._stream)
             elif rows is not None and self._has_padding(slot):
                 slot.buffer[rows:].set(before.slots[slot.name][rows:], self._stream)
@@ -160,7 +156,7 @@ class Declared(Memory[_Content]):
     # --- comparing
     def fault(self, start: _Content, end: _Content) -> Finding | None:
         """Returns the first fault of a run: two operations without an order, or an input or a
-        padding row of a STATE that the run changed."""
+        padding row of a state that the run changed."""
         if self._executable is not None and end.operations is not None:
             race = unordered(self._executable.graph, end.operations)
             if race is not None:
@@ -168,9 +164,9 @@ class Declared(Memory[_Content]):
         for slot in self._slots:
             was, is_ = start.slots[slot.name], end.slots[slot.name]
             rows = self._rows[slot.name]
-            if slot.role is Role.INPUT:
+            if slot.role == "input":
                 index, cause = _first_difference(was, is_), Cause.INPUT_WRITTEN
-            elif slot.role is Role.STATE and rows is not None and not slot.scratch_padding:
+            elif slot.role == "state" and rows is not None and not slot.scratch_padding:
                 index, cause = _first_difference(was, is_, rows), Cause.PADDING_WRITTEN
             else:
                 continue
@@ -220,14 +216,14 @@ class Declared(Memory[_Content]):
         """Returns the place and the values of the first difference between the answers of two runs,
         and the cause if no other run is needed to find it."""
         for slot in self._slots:
-            if slot.role is Role.INPUT:
+            if slot.role == "input":
                 continue
             one, other = self._in_use(slot, a), self._in_use(slot, b)
             index = _first_difference(one, other)
             if index is None:
                 continue
             where = f"slot {slot.name!r} at {list(index)}"
-            if slot.role is Role.OUTPUT and _is_poison(slot, one[index], other[index]):
+            if slot.role == "output" and _is_poison(slot, one[index], other[index]):
                 return where, "neither run writes it", Cause.UNWRITTEN
             return where, f"{one[index]} eagerly, {other[index]} by replay", None
         found = self._memory.difference(a.undeclared, b.undeclared)

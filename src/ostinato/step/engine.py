@@ -39,6 +39,7 @@ from ostinato.errors import (
     ContextPoisonedError,
     DriverError,
     EagerRunError,
+    NotHeldError,
     OstinatoError,
     PoolSealedError,
     StateLostError,
@@ -93,7 +94,7 @@ class Options(Protocol):
     """Settings of a door that its user may change at any time; the door then changes the epoch."""
 
     @property
-    def enabled(self) -> bool: ...
+    def graphs(self) -> bool: ...
     @property
     def profiling(self) -> bool: ...
     @property
@@ -419,7 +420,7 @@ class Engine:
     def _situation(self, work: Work, entry: Entry, has_graph: bool) -> Situation:
         options, context = work.options, self.cache.context
         return Situation(
-            enabled=options.enabled,
+            graphs=options.graphs,
             profiling=options.profiling,
             inside_capture=bool(context.captures)
             and work.stream.capture_info.status is not CaptureStatus.NONE,
@@ -531,7 +532,7 @@ class Engine:
                 change(kept.executable)
                 run(self.settings, self.profile)
         if begin:
-            counts.times.append((time.perf_counter_ns() - begin) / 1e3)
+            counts.times.append((time.perf_counter_ns() - begin) / 1e9)
 
     def _arm(self, work: Work, counts: Counts, kept: CachedGraph) -> None:
         """Arms the repeat of a call, so that the next call like it skips the engine."""
@@ -749,7 +750,7 @@ class Engine:
     def _restore(self, work: Work, entry: Entry) -> None:
         """Installs a key's graph from its store, if there is one that fits.  A faulty store raises
         no error: the store counts the reason, and the key is built."""
-        if not work.options.enabled or self.cache.context.captures:
+        if not work.options.graphs or self.cache.context.captures:
             return
         entry.looked = True
         made = work.restored()
@@ -824,9 +825,12 @@ class Engine:
                 return failure
             entry, _ = self.entered(call)
         lease = ExitStack()
-        executable = lease.enter_context(self.cache.hold(call.key))
+        try:
+            executable = lease.enter_context(self.cache.hold(call.key))
+        except NotHeldError:  # evicted at once, by another thread
+            return Decision(Action.BUILD, Reason.FIRST_USE)
         kept = entry.graph
-        if executable is None or kept is None:  # evicted at once, by another thread
+        if kept is None:
             lease.close()
             return Decision(Action.BUILD, Reason.FIRST_USE)
         if verify != "off" and not kept.is_checked(self, call.padded):
@@ -895,7 +899,7 @@ class Engine:
             decision=decision,
             reason=reason,
             restored=entry.installed,
-            us=Percentiles.of(counts.times),
+            seconds=Percentiles.of(counts.times),
             graph=self.cache.key_statistics(entry.key),
             **counts.fields(),
         )

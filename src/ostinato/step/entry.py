@@ -29,18 +29,18 @@ class CachedGraph(Seat):
     and the number of its uses."""
 
     __slots__ = (
-        *("__weakref__", "at", "capture_ms", "changing", "checked", "executable", "footprint"),
+        *("__weakref__", "at", "capture_seconds", "changing", "checked", "executable", "footprint"),
         "repeats",
     )
 
     def __init__(
-        self, executable: GraphExec, footprint: Footprint, capture_ms: float | None
+        self, executable: GraphExec, footprint: Footprint, capture_seconds: float | None
     ) -> None:
         Seat.__init__(self)
         self.executable = executable
         self.footprint = footprint
-        self.capture_ms = capture_ms
-        """Milliseconds of its capture; None if it was installed ready-made."""
+        self.capture_seconds = capture_seconds
+        """Duration of its capture; None if it was installed ready-made."""
         self.at = 0
         """The table's count of uses when this graph was last used or put in.  (Its place in the
         dictionary is not the order of use: moving it would need the key's `__hash__` again.)"""
@@ -130,12 +130,12 @@ class Entry:
             hits=self.hits,
             nbytes=0 if charge is None else charge.nbytes,
             nbytes_source=None if charge is None else charge.source,
-            capture_ms=None if self.graph is None else self.graph.capture_ms,
+            last_capture_seconds=None if self.graph is None else self.graph.capture_seconds,
             misses=self.misses,
             captures=self.captures,
             capture_failures=self.failures,
             refused=self.refusals_by_reason,
-            all_captures_ms=1e3 * self.capture_seconds,
+            capture_seconds=self.capture_seconds,
             installed=self.installed,
             replaced=self.left["replaced"],
             evictions=self.evictions,

@@ -14,13 +14,14 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from ostinato import settings as _settings
-from ostinato.driver.api import CaptureMode, whole_number
+from ostinato.driver.api import CaptureMode, named_choice, parse_bytes, require_word, whole_number
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.stream import Stream, require_stream
 from ostinato.errors import (
@@ -28,6 +29,7 @@ from ostinato.errors import (
     ClosedError,
     ContextPoisonedError,
     InputError,
+    NotHeldError,
     OstinatoError,
     StateLostError,
 )
@@ -41,14 +43,13 @@ from ostinato.graph import (
 )
 from ostinato.memory import CapturePool, PoolState
 from ostinato.settings import ReplaySettings
-from ostinato.step.budget import parse_bytes
 from ostinato.step.cache import GraphCache
 from ostinato.step.check import CheckReport, Finding, check_runs
 from ostinato.step.engine import Call, Change, Engine, Work
 from ostinato.step.held import HeldReplay
 from ostinato.step.policy import REPLAY, Action, Decision, Reason
 from ostinato.step.sizes import NONE_READ, Sizes, StepKey, bucket_of, checked_sizes, sizes_of
-from ostinato.step.slots import Role, Slot, check_slots, check_verify
+from ostinato.step.slots import Slot, check_slots, check_verify
 from ostinato.step.statistics import StepStatistics
 from ostinato.step.work import work_digest
 
@@ -99,7 +100,7 @@ class GraphedStep(Closeable):
 
     `strict`: a call that would run eagerly although graphs are on raises EagerRunError, and nothing
     of it runs; later calls of a key whose check failed raise VerificationError.  Warm-ups, recorded
-    runs, calls inside another capture, and calls while `enabled` is False or `profiling` is set run
+    runs, calls inside another capture, and calls while `graphs` is False or `profiling` is set run
     eagerly without an error.  `Reason.silent` says which reasons are errors.
 
     `preconditions` are called before each call; assign the attribute to replace them.  If one
@@ -127,7 +128,7 @@ class GraphedStep(Closeable):
     `mode` and `pool` are those of `Capture`.  `name` is the first part of its keys' text; None: the
     name of `run`.
 
-    `enabled` None: graphs are on unless OSTINATO_NO_GRAPHS is "1".  `settings` override the
+    `graphs` None: graphs are on unless OSTINATO_NO_GRAPHS is on.  `settings` override the
     environment; giving a `profile` switches profiling on.
 
     Calls of one step are serialised, and so are calls of several steps on one stream.  Not
@@ -147,7 +148,7 @@ class GraphedStep(Closeable):
         slots: Sequence[Slot] = (),
         build: Literal["capture", "record"] = "capture",
         warmups: int = 1,
-        enabled: bool | None = None,
+        graphs: bool | None = None,
         verify: Literal["off", "first"] | int = "off",
         strict: bool = False,
         check_limit: int | str = "64 MiB",
@@ -155,7 +156,7 @@ class GraphedStep(Closeable):
         preload: Callable[[], object] | None = None,
         builder: Builder | None = None,
         repeatable: bool = False,
-        mode: CaptureMode = CaptureMode.THREAD_LOCAL,
+        mode: Literal["global", "thread_local", "relaxed"] = "thread_local",
         pool: CapturePool | None = None,
         settings: ReplaySettings | None = None,
         profile: ReplayProfile | None = None,
@@ -186,13 +187,12 @@ class GraphedStep(Closeable):
         given = [option for option in options if option[1] is not None]
         for what, value, kind in [
             ("cache", cache, GraphCache),
-            ("mode", mode, CaptureMode),
             *given,
         ]:
             if not isinstance(value, kind):
                 raise InputError(f"{what}: a {kind.__name__} is needed, not {value!r}")
-        if build not in ("capture", "record"):
-            raise InputError(f'build={build!r}: "capture" or "record"')
+        require_word("build", build, ("capture", "record"))
+        named_choice("mode", mode, CaptureMode)
         if builder is not None and build == "record":
             raise InputError("a builder makes the graph itself, so nothing is recorded for it")
         least = whole_number(warmups)
@@ -217,7 +217,7 @@ class GraphedStep(Closeable):
         self.build = build
         self.warmups = least
         self.repeatable = repeatable
-        self.enabled = _settings.graphs_enabled(enabled)
+        self.graphs = _settings.graphs_enabled(graphs)
         self.profiling = False
         """Set this while a profiler times single operations: calls then run eagerly."""
         self.verify = verify
@@ -239,7 +239,7 @@ class GraphedStep(Closeable):
         self._lock = self._engine.lock
         self._work = "" if store is None else work_digest(run, builder)
         self._claim = None if store is None or share is not None else store.claim(self.name)
-        self._check_limit = parse_bytes(check_limit)
+        self._check_limit = parse_bytes(check_limit, "check_limit", 1)
         self._calls: dict[tuple[tuple[str, int], ...], SizedCall] = {}
         self._buckets, self._epoch = cache.buckets, cache.epoch
         self._finalizer = weakref.finalize(
@@ -374,9 +374,7 @@ class GraphedStep(Closeable):
         with self._turn, self._lock:
             inputs, outputs = self._memory()
             for key in [key for key in self._engine.keys if isinstance(key, StepKey)]:
-                with self.cache.hold(key) as executable:
-                    if executable is None:
-                        continue
+                with suppress(NotHeldError), self.cache.hold(key) as executable:
                     self._sizes.set(dict(key.sizes), self.stream)  # the check launches it
                     try:
                         why = self.store.save_executable(
@@ -395,12 +393,12 @@ class GraphedStep(Closeable):
 
     def _memory(self) -> tuple[dict[str, object], dict[str, object]]:
         """Returns the memory that a launch reads and writes, by the names of slots and sizes."""
-        read, written = (Role.INPUT, Role.STATE), (Role.OUTPUT, Role.STATE)
+        read, written = ("input", "state"), ("output", "state")
         inputs: dict[str, object] = {
             # The padding of an output keeps its content.
             slot.name: slot.buffer
             for slot in self.slots
-            if slot.role in read or (slot.role is Role.OUTPUT and slot.size is not None)
+            if slot.role in read or (slot.role == "output" and slot.size is not None)
         }
         outputs: dict[str, object] = {s.name: s.buffer for s in self.slots if s.role in written}
         return inputs | self._sizes.memory, outputs
@@ -427,21 +425,25 @@ class GraphedStep(Closeable):
                 return self._engine.make(work, entry) or decision
             return decision
 
-    def hold(self, **sizes: int) -> HeldReplay | Decision:
+    def hold(self, **sizes: int) -> HeldReplay:
         """Returns the graph of these sizes, for many replays in a row that each cost only a launch.
 
-        Makes the graph first if the next call would capture it.  Returns a Decision, and holds
-        nothing, if a call would do more than replay (run eagerly, record, check, count replays for
-        `verify=N`) or would raise: call the step then.  A `with` block of a Decision raises
-        InputError.  While the graph is held, `enabled`, `preconditions` and the other conditions
-        are not checked again.  Raises ContextPoisonedError and InputError as a call does.
+        Makes the graph first if the next call would capture it.  Raises NotHeldError, with the
+        Decision, if a call would do more than replay (run eagerly, record, check, count replays for
+        `verify=N`) or would raise: call the step then.  `graphs`, `preconditions` and the other
+        conditions are not checked again while the graph is held.
+        Raises ContextPoisonedError and InputError as a call does.
         """
         with self._turn, self._lock:
             if self._sizes.running:
                 with self._sizes.nested(self.stream):
                     return self.hold(**sizes)
             work = _StepWork(self, self._call(sizes))
-            return self._engine.hold(work, work.relaunch)
+            held = self._engine.hold(work, work.relaunch)
+        if isinstance(held, Decision):
+            why = f"no replay is held, because a call would do more than replay: {held}"
+            raise NotHeldError(f"{why}; call the step", held)
+        return held
 
     def forget(self, **sizes: int) -> None:
         """Ends the quarantine of the key of these sizes, and allows calls again after an error of

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NoReturn
 
-from ostinato.errors import InputError
 from ostinato.step.limits import Refusal
 
 
@@ -74,7 +72,7 @@ _EXPECTED = {
 class Situation:
     """The facts that the decision depends on."""
 
-    enabled: bool = True
+    graphs: bool = True
     profiling: bool = False
     inside_capture: bool = False
     quarantine: tuple[Reason, str] | None = None
@@ -108,15 +106,6 @@ class Decision:
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.action.value}: {self.reason.value}{detail}"
 
-    def __enter__(self) -> NoReturn:
-        """Raises InputError, with the reason: `with step.hold(...)` holds no replay here."""
-        raise InputError(
-            f"no replay is held, because a call would do more than replay: {self}. Look whether "
-            "hold returned a HeldReplay, and call the step if not"
-        )
-
-    def __exit__(self, *_: object) -> None: ...
-
 
 REPLAY = Decision(Action.REPLAY, Reason.REPLAYED)
 """The decision to replay, which needs no details."""
@@ -127,7 +116,7 @@ def decide(situation: Situation) -> Decision:
     s = situation
     if s.quarantine is not None and s.quarantine[0] is Reason.STATE_LOST:
         return Decision(Action.REFUSE, *s.quarantine)  # an eager run would read lost state too
-    if not s.enabled:
+    if not s.graphs:
         return Decision(Action.EAGER, Reason.GRAPHS_OFF)
     if s.profiling:
         return Decision(Action.EAGER, Reason.PROFILING)

@@ -3,48 +3,43 @@
 The graph of a bucket covers more rows than are in use.  The rows beyond the real size are padding.
 The contract, by role:
 
-    INPUT     padding holds any value; no row in use may depend on it
-    OUTPUT    padding may be written with any value
-    STATE     the step must leave padding unchanged, unless the slot has `scratch_padding`
-    SCRATCH   no rule
+    "input"    padding holds any value; no row in use may depend on it
+    "output"   padding may be written with any value
+    "state"    the step must leave padding unchanged, unless the slot has `scratch_padding`
+    "scratch"  no rule
 
 A kernel keeps the contract if it reads the real size on the device: `sizes.on_device("rows")`.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from ostinato.driver.api import require_word
 from ostinato.driver.context import Context
 from ostinato.driver.signature import dtype_name, exact_array
 from ostinato.errors import InputError
 from ostinato.memory import Buffer
 
 Values = npt.NDArray[Any]
-
-
-class Role(enum.Enum):
-    """The use that a step makes of a slot."""
-
-    INPUT = "input"
-    """The caller fills it before the step; the step only reads it."""
-    OUTPUT = "output"
-    """The step writes all rows in use, and does not read the earlier content."""
-    STATE = "state"
-    """The step reads and changes it; a check puts it back between its runs."""
-    SCRATCH = "scratch"
-    """Its content before and after the step does not matter; a check does not compare it."""
+_ROLES = ("input", "output", "state", "scratch")
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A static buffer of a step.
+
+    `role` is what the step does with it:
+
+    * "input": the caller fills it before the step, and the step only reads it;
+    * "output": the step writes all rows in use, and reads none of it before;
+    * "state": the step reads and changes it, and a check puts it back between its runs;
+    * "scratch": its content before and after the step does not matter; no check compares it.
 
     `size` is the name of the size argument that gives the number of rows in use, along the first
     axis; the rows beyond it are padding.  `poison` are two different values with which a check
@@ -53,18 +48,18 @@ class Slot:
     rows in use, in another order.  In a third run, padding of floats without `poison` is a large
     negative number, whole numbers in padding that lie within the range of the rows in use are the
     largest of these, and all other padding keeps its values.  `scratch_padding`: the step may
-    change padding rows of a STATE.
+    change padding rows of a "state".
 
     No check finds a read of old values beyond the end of a row in use (a short block table in a
     wide row): write the whole row, or let the step read the row's length.
 
-    Raises InputError if `buffer` is not a Buffer, if `size` is not a name or the buffer has no
-    rows, and if the poisons are equal or do not fit the dtype.
+    Raises InputError if `buffer` is not a Buffer, for another role, if `size` is not a name or the
+    buffer has no rows, and if the poisons are equal or do not fit the dtype.
     """
 
     name: str
     buffer: Buffer
-    role: Role
+    role: Literal["input", "output", "state", "scratch"]
     size: str | None = None
     poison: tuple[float, float] | None = None
     scratch_padding: bool = False
@@ -75,10 +70,7 @@ class Slot:
                 f"slot {self.name!r}: a Buffer is needed, not {type(self.buffer).__name__} "
                 "(device.adopt_array for another library's; .buffer of device state)"
             )
-        if not isinstance(self.role, Role):
-            raise InputError(
-                f"slot {self.name!r}: role={self.role!r}: a Role is needed (Role.INPUT)"
-            )
+        require_word(f"slot {self.name!r}: role", self.role, _ROLES)
         if not (self.size is None or isinstance(self.size, str)):
             raise InputError(
                 f"slot {self.name!r}: size={self.size!r}: the name of a size argument is needed, "

@@ -74,16 +74,16 @@ class KeyStatistics:
     nbytes: int
     """Bytes that its graph is charged with."""
     nbytes_source: FootprintSource | None
-    capture_ms: float | None
-    """Milliseconds of the capture of its graph; None if it was installed ready-made."""
+    last_capture_seconds: float | None
+    """Duration of the capture of its graph; None if it was installed ready-made."""
     misses: int = 0
     captures: int = 0
     """The number of captures that gave a graph."""
     capture_failures: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
     """Captures that the limits refused to `get_or_capture`, by reason."""
-    all_captures_ms: float = 0.0
-    """Milliseconds of all captures of the key, failed ones too."""
+    capture_seconds: float = 0.0
+    """Duration of all captures of the key, failed ones too."""
     installed: int = 0
     replaced: int = 0
     evictions: Evictions = Evictions()
@@ -114,8 +114,8 @@ class CacheStatistics:
     capture_failures: int
     joined: int
     """Calls of get_or_capture that waited for another thread's capture of the key."""
-    capture_ms: float
-    """Milliseconds in captures, failed ones too; the sum over all threads."""
+    capture_seconds: float
+    """Time spent in captures, also in failed ones; the sum over all threads."""
     installed: int
     """Graphs that came in by `install`."""
     replaced: int
@@ -140,16 +140,17 @@ class CacheStatistics:
         from ostinato.graph.show.outline import bytes_text
 
         budget = f" of {bytes_text(self.budget)}" if self.budget is not None else ""
+        took = f"{1e3 * self.capture_seconds:.1f} ms"
         words = [
             f"graphs {self.graphs}, {bytes_text(self.nbytes)}{budget}; hits {self.hits}, misses "
-            f"{self.misses}, captures {self.captures} in {self.capture_ms:.1f} ms, failed "
+            f"{self.misses}, captures {self.captures} in {took}, failed "
             f"{self.capture_failures}, evicted {self.evictions.total}",
             *counted(self.refused),
         ]
         rows = [("key", "hits", "bytes", "captures", "ms", "evicted")]
         for line in (*self.keys, *self.gone):
             nbytes = "-" if line.nbytes_source is None else bytes_text(line.nbytes)
-            took = f"{line.all_captures_ms:.1f}"
+            took = f"{1e3 * line.capture_seconds:.1f}"
             counts = (str(line.captures), took, str(line.evictions.total))
             rows.append((key_text(line.key), str(line.hits), nbytes, *counts))
         return "\n".join([*words, *([table(rows)] if len(rows) > 1 else [])])
@@ -195,7 +196,7 @@ class _Counted:
 class StepKeyStatistics(_Counted):
     """The counts of one key of a step or a graphed function.
 
-    `us`: host time of the latest timed replays in microseconds.  For a step one replay in 32 is
+    `seconds`: host time of the latest timed replays.  For a step one replay in 32 is
     timed, without the work before the launch; launches of held graphs are not timed.  The time
     includes what the step's settings add to a launch: with `synchronize`, also the time of the
     device.  For a graphed function one call in 16 is timed, as a whole.
@@ -208,9 +209,9 @@ class StepKeyStatistics(_Counted):
     decision: Literal["warmed up", "replayed", "evicted", "eager"]
     reason: str
     """The reason why its calls run eagerly from now on; empty if they do not."""
-    us: Percentiles
+    seconds: Percentiles
     graph: KeyStatistics | None
-    """The cache's record of the key (bytes, capture ms, hits, evictions), or None."""
+    """The cache's record of the key (bytes, capture seconds, hits, evictions), or None."""
 
     @property
     def nbytes(self) -> int:
@@ -239,16 +240,17 @@ class StepStatistics(_Counted):
     def __str__(self) -> str:
         """Returns the counts, the reasons of eager runs, and a table of the keys."""
         words = [
-            f"calls {self.calls}: replayed {self.replays}, eager {self.eager}, checked "
-            f"{self.verified}; graphs built {self.captures}; padding {self.padding_waste:.0%}",
+            f"calls {self.calls}: replays {self.replays}, eager {self.eager}, verified "
+            f"{self.verified}; captures {self.captures}; padding {self.padding_waste:.0%}",
             *counted(self.eager_reasons),
         ]
         rows: list[tuple[str, ...]] = [
-            ("key", "calls", "replayed", "eager", "built", "padding", "µs p50", "p99", "")
+            ("key", "calls", "replays", "eager", "captures", "padding", "µs p50", "p99", "")
         ]
         for line in self.keys:
             counts = (line.calls, line.replays, line.eager, line.captures)
-            times = [f"{time:.1f}" if line.us.count else "-" for time in (line.us.p50, line.us.p99)]
+            spent = (line.seconds.p50, line.seconds.p99)
+            times = [f"{1e6 * each:.1f}" if line.seconds.count else "-" for each in spent]
             why = line.reason and f"quarantined: {line.reason}"
             share = f"{line.padding_waste:.0%}"
             rows.append((key_text(line.words), *map(str, counts), share, *times, why))
@@ -272,7 +274,7 @@ class Counts:
     eager_reasons: Counter[str] = field(default_factory=Counter)
     capture_reasons: Counter[str] = field(default_factory=Counter)
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
-    """Microseconds of host time of the replays that were timed."""
+    """Seconds of host time of the replays that were timed."""
 
     def ran_eagerly(self, launches: int, reason: str, runs: int = 1) -> None:
         """Counts `runs` eager runs that launched `launches` operations together."""

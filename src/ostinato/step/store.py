@@ -28,6 +28,7 @@ from ostinato.errors import (
     ContextPoisonedError,
     GraphFileError,
     InputError,
+    NotHeldError,
     OstinatoError,
     StateLostError,
 )
@@ -176,11 +177,10 @@ class GraphStore:
         refused: dict[Hashable, str] = {}
         keys = cache.keys()
         for key in keys:
-            with cache.hold(key) as executable:
-                if executable is not None:
-                    why = self.save_executable(key, executable, check=check)
-                    if why:
-                        refused[key] = why
+            with suppress(NotHeldError), cache.hold(key) as executable:
+                why = self.save_executable(key, executable, check=check)
+                if why:
+                    refused[key] = why
         return refused
 
     def save_executable(

@@ -389,7 +389,7 @@ def _waiting_upload_slows_replays(driver: CudaDriver) -> ProbeResult:
                 driver.exec_launch(replayed, bench.stream)
             driver.event_record(end, bench.stream)
             driver.stream_synchronize(bench.stream)
-            rounds.append(1000 * driver.event_elapsed(begin, end) / (20 * _CHAIN))
+            rounds.append(1e6 * driver.event_elapsed(begin, end) / (20 * _CHAIN))
         return min(rounds)
 
     before = microseconds()

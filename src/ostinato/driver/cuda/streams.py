@@ -106,7 +106,7 @@ class StreamCalls(CudaCalls):
         newest = self._lib.has("cuEventElapsedTime_v2")
         symbol = "cuEventElapsedTime_v2" if newest else "cuEventElapsedTime"
         self._call("event_elapsed", symbol, byref(milliseconds), start, end)
-        return milliseconds.value
+        return milliseconds.value / 1e3
 
     def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
         functions = self._host_functions

@@ -509,7 +509,7 @@ class HostDriver:
             for event in (first, second):
                 event.refuse_captured(call, breaks=False)
         began = first.time(call)
-        return (second.time(call) - began) * 1e3
+        return second.time(call) - began
 
     # --- modules and functions
 

@@ -134,7 +134,7 @@ def _name_places(context: Context, nodes: tuple[Node, ...], places: dict[int, st
             found += [(end, context.driver.memory_range(end)) for end in ends if end]
         for address, allocation in found:
             owner = None if allocation is None else context.owners.get(allocation.address)
-            name = getattr(owner, "name", "")
+            name = getattr(owner, "name", None)
             if name and allocation is not None:
                 into = address - allocation.address
                 places[address] = f"{name}+{into}" if into else name

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import cupy
 import numpy as np
 
 from ostinato import (
-    CaptureMode,
     Device,
     Graph,
     GraphCache,
@@ -133,18 +131,8 @@ class CuPy:
 
     def _allocate(self, nbytes: int) -> Any:
         """Allocates memory for the pool, also while this thread captures."""
-        with self._relaxed():
+        with self.device.context.relaxed():
             return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
-
-    @contextmanager
-    def _relaxed(self) -> Iterator[None]:
-        """Lets this thread allocate and free memory in the block while any thread captures."""
-        driver = self.device.driver
-        before = driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
-        try:
-            yield
-        finally:
-            driver.thread_exchange_capture_mode(before)
 
     # --- values
     def is_array(self, value: object, /) -> bool:
@@ -274,7 +262,7 @@ class CuPy:
         )
 
     def trim(self, *, short: bool) -> None:
-        with _captures, self._relaxed():
+        with _captures, self.device.context.relaxed():
             self._pool.free_all_blocks()
             if short:
                 cupy.get_default_memory_pool().free_all_blocks()

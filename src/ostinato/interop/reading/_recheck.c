@@ -949,9 +949,10 @@ way_run_timed(Way *self, PyObject *args, PyObject *kwargs)
     if (result == NULL || result == self->missed)
         return result;
     timespec_get(&ended, TIME_UTC);
-    double us = 1e6 * (double)(ended.tv_sec - began.tv_sec) +
-                1e-3 * (double)(ended.tv_nsec - began.tv_nsec);
-    PyObject *number = PyFloat_FromDouble(us < 0 ? 0 : us); /* the clock may be set back */
+    double seconds = (double)(ended.tv_sec - began.tv_sec) +
+                     1e-9 * (double)(ended.tv_nsec - began.tv_nsec);
+    /* The clock may be set back. */
+    PyObject *number = PyFloat_FromDouble(seconds < 0 ? 0 : seconds);
     PyObject *noted =
         number == NULL ? NULL : PyObject_CallFunctionObjArgs(self->timed, number, NULL);
     Py_XDECREF(number);

@@ -7,9 +7,11 @@ with dynamic sizes, has poisoned padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ostinato.errors import NotHeldError
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.moves import NAMES
 from ostinato.interop.reading.records import Captured, Line, ReadCall
@@ -128,10 +130,11 @@ class CallEffects(Memory[_Content]):
         """Names the kernels of the graph that point at one of its outputs."""
         subject = self._subject
         address = subject.library.address(self._captured.outputs[output])
-        with subject.cache.hold(self._line.name) as run:
+        names: list[str] = []
+        with suppress(NotHeldError), subject.cache.hold(self._line.name) as run:
             names = [
                 f"node {node.index} {node.name}"
-                for node in (() if run is None else run.nodes)
+                for node in run.nodes
                 if node.name not in NAMES
                 and any(p.address == address for a in node.arguments for p in a.pointers)
             ][-4:]

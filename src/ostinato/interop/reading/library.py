@@ -265,7 +265,7 @@ class GraphedOptions:
     tolerance: tuple[float, float] | None = None
     strict: bool = False
     guard: bool = True
-    enabled: bool = field(default_factory=graphs_enabled)
+    graphs: bool = field(default_factory=graphs_enabled)
     profiling: bool = False
     warmups: int = 1
     preconditions: Mapping[str, Callable[[], bool]] = field(default_factory=dict)

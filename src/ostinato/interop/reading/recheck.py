@@ -452,7 +452,7 @@ class _Way:
             self.count += 1
             result = captured.give(())
             if began:
-                self._line.times.append((time.perf_counter_ns() - began) / 1000)
+                self._line.times.append((time.perf_counter_ns() - began) / 1e9)
             return result
 
 

@@ -134,7 +134,7 @@ class Line(Call):
 
     @property
     def times(self) -> deque[float]:
-        """Durations of the timed calls, from call to return, in microseconds."""
+        """Durations of the timed calls, from call to return, in seconds."""
         assert self.counts is not None
         return self.counts.times
 

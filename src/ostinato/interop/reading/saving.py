@@ -110,8 +110,6 @@ class Saving:
         constants = {name: memory for name, memory, written in pieces if not written}
         state = {name: memory for name, memory, written in pieces if written}
         with self._subject.cache.hold(line.name) as run:
-            if run is None:
-                raise InputError("its graph was evicted")
             kept = self._subject.keep(call)
             try:
                 other, twin = self._maker.make(line, call, kept)

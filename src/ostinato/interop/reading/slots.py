@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import Graph, MemoryRange, Node, NodeKind, Stream
-from ostinato.errors import ContextPoisonedError, OstinatoError
+from ostinato.errors import ContextPoisonedError, NotHeldError, OstinatoError
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.library import NotGraphable
@@ -300,24 +300,23 @@ class Maker:
             if a != b
         ]
         if moved and not why:
-            with self._subject.cache.hold(line.name) as run:
-                if run is None:
-                    why = "the graph was evicted"
-                else:
-                    try:
-                        report = run.rebind(moved)
-                    except ContextPoisonedError:
-                        raise
-                    except OstinatoError as error:
-                        why = f"memory that it uses has moved, and rebinding failed: {error}"
-                    else:
-                        if report.left:
-                            left = report.left[0]
-                            why = (
-                                "memory that it uses has moved, and not every word that may point "
-                                f"there could be changed: node {left.node_index} "
-                                f"({left.node_name}), {left.place}: {left.why}"
-                            )
+            try:
+                with self._subject.cache.hold(line.name) as run:
+                    report = run.rebind(moved)
+            except ContextPoisonedError:
+                raise
+            except NotHeldError:
+                why = "the graph was evicted"
+            except OstinatoError as error:
+                why = f"memory that it uses has moved, and rebinding failed: {error}"
+            else:
+                if report.left:
+                    left = report.left[0]
+                    why = (
+                        "memory that it uses has moved, and not every word that may point "
+                        f"there could be changed: node {left.node_index} "
+                        f"({left.node_name}), {left.place}: {left.why}"
+                    )
         if why:
             return why
         assert line.counts is not None

@@ -24,7 +24,7 @@ def explained(keys: Sequence[StepKeyStatistics]) -> str:
     """Returns a table: each key, what is done with its calls, and why."""
     rows = [["key", "decision", "captures", "replays", "eager", "µs", "bytes", "reason"]]
     for each in keys:
-        us = f"{each.us.p50:.1f}" if each.us.count else "-"
+        us = f"{1e6 * each.seconds.p50:.1f}" if each.seconds.count else "-"
         counts = map(str, (each.captures, each.replays, each.eager))
         reason = each.reason or _again(each)
         rows.append([each.words, each.decision, *counts, us, str(each.nbytes), reason])

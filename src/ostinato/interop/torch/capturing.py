@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ostinato import (
-    CaptureMode,
     Device,
     Graph,
     MemoryRange,
@@ -160,14 +159,9 @@ class Captures:
                 self._pool = self._keeper = None
             if not short:
                 return
-            driver = self._device.driver
             # Another thread may be capturing by torch: this lets memory be freed meanwhile.
-            before = driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
-            try:
-                with suppress(RuntimeError):
-                    torch.cuda.empty_cache()
-            finally:
-                driver.thread_exchange_capture_mode(before)
+            with self._device.context.relaxed(), suppress(RuntimeError):
+                torch.cuda.empty_cache()
 
     @contextmanager
     def _allocating(self, owner: object) -> Iterator[None]:

@@ -214,7 +214,7 @@ class StepMeter(Closeable):
                     executable.launch(self.stream)
                 self.stream.record(stop)
                 self.stream.synchronize()
-                found.append(stop.elapsed_since(start) * 1e3 / _REPEATS)
+                found.append(stop.elapsed_since(start) * 1e6 / _REPEATS)
                 if found[0] > enough:
                     break
         return statistics.median(found)
