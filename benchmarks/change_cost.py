@@ -332,7 +332,7 @@ class Ours:
 
     def inventory(self, count: int) -> list[int]:
         def read(_: int) -> None:
-            arguments = [node.arguments for node in self.graphs[0].nodes]
+            arguments = [node.arguments for node in self.graphs[0].nodes()]
             assert len(arguments) == self.chain.length
 
         return timed(count, read, lambda: None)
@@ -435,7 +435,7 @@ def measure(
 
 def _in_c(ours: Ours, counts: dict[str, int], results: dict[str, dict[str, list[int]]]) -> None:
     c, stream, chain = C(ours.stream), ours.stream, ours.chain
-    one, two = (graph.nodes for graph in ours.graphs)
+    one, two = (graph.nodes() for graph in ours.graphs)
     # An executable of its own: what C sets is not in the shadow of ours.
     with ours.graphs[0].instantiate(upload=stream) as run:
         stream.synchronize()

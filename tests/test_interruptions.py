@@ -90,7 +90,7 @@ CHANGES: dict[str, Callable[[Sums], object]] = {
     "rebind": lambda s: s.run.rebind({s.a: s.b}),
     "patch": lambda s: s.run.patch(1, "a", s.b),
     "update": lambda s: s.run.update(s.other),
-    "set_params": lambda s: s.run.set_params(1, s.other.nodes[1].params, keep=(s.b,)),
+    "set_params": lambda s: s.run.set_params(1, s.other.nodes()[1].params, keep=(s.b,)),
 }
 
 
@@ -105,7 +105,7 @@ def test_a_change_is_made_or_not(device: Device, step_size: int, change: str) ->
     for at in every(count, step_size):
         sums.run = sums.graph.instantiate()
         where = interrupt(lambda: run(sums), at)
-        assert sums.run.usable, where
+        assert sums.run.usable(), where
         seen = sums.answers()
         assert seen in ([6, 6, 6], after), where
         if change in ("rebind", "update"):

@@ -72,7 +72,7 @@ def test_whole_numbers_of_numpy_are_whole_numbers(
         ),
     ).instantiate()
     run.patch(kind(0), "n", 3)
-    assert run.params(kind(0)) == run.nodes[0].params
+    assert run.params(kind(0)) == run.nodes()[0].params
     assert run.graph.node(kind(0)).name == "add"
     run.launch(stream)
     assert out.to_numpy(stream).tolist() == [4, 6, 8, 0]
@@ -418,7 +418,7 @@ def test_two_kernels_of_one_readable_name_are_two(host_device: Device) -> None:
         for one in loaded
     ]
     assert graphs[0].diff(graphs[1])
-    assert [graph.nodes[0].name for graph in graphs] == list(names)
+    assert [graph.nodes()[0].name for graph in graphs] == list(names)
 
 
 # --------------------------------------------------------------------------------- a fresh start

@@ -60,7 +60,7 @@ def test_a_graph_can_be_read_and_changed(device: Device) -> None:
     x, y = device.array(np.ones(8, np.float32)), device.array(np.ones(8, np.float32))
     graph = ost.capture_function(stream, lambda: ost.launch(stream, double, EIGHT, x, 8))
 
-    (node,) = graph.nodes
+    (node,) = graph.nodes()
     assert (node.name, node.kernel.config.block) == ("scale", (8, 1, 1))
     assert node.arguments[1].value == 8
     assert "scale" in str(graph)

@@ -175,7 +175,7 @@ def test_an_executable_whose_undo_is_refused_runs_no_more(host_device: Device) -
     for _ in range(2):
         with pytest.raises(GraphError, match="instantiate its graph again"):
             run.launch(stream)
-    assert not run.usable
+    assert not run.usable()
     run.graph.instantiate().launch(stream)
     assert (out.to_numpy(stream) == 6).all()
 
@@ -271,7 +271,7 @@ def test_a_changed_definition_does_not_change_its_executable(
     x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
     graph = graph_of(stream, kernel(device, "axpy"), N, x, y, out, N)
     run = graph.instantiate()
-    [node] = graph.nodes
+    [node] = graph.nodes()
     fewer = node.kernel.arguments.with_raw(
         3, (5).to_bytes(node.kernel.arguments.slot(3).size, "little")
     )
@@ -320,13 +320,13 @@ def test_nodes_inside_others_are_patched_where_they_are(device: Device) -> None:
     with ost.capture(stream, into=branch.bodies[0]):
         ost.launch(stream, increment, config(1), x, 100)
     run = graph.instantiate()
-    child, body = run.nodes[0].children[0][0], run.nodes[1].children[0][0]
+    child, body = run.nodes()[0].children[0][0], run.nodes()[1].children[0][0]
     run.patch(child, "by", 5)
     run.patch(body, "by", 700)
     run.launch(stream)
     assert x.to_numpy(stream)[0] == 705
     assert (run.params(child), run.params(body)) != (child.params, body.params)
-    stranger = graph_of(stream, increment, 1, x, 1).nodes[0]
+    stranger = graph_of(stream, increment, 1, x, 1).nodes()[0]
     with pytest.raises(InputError, match="not of the graph"):
         run.patch(stranger, "by", 1)
 
@@ -358,7 +358,7 @@ def test_a_child_graph_that_was_set_is_what_later_changes_go_by(
     assert answer() == 4
     assert run.touches(x)
     assert not run.touches(w)
-    inner = outer.nodes[0].children[0][0]
+    inner = outer.nodes()[0].children[0][0]
     inner = inner.children[0][0] if nested else inner
     assert run.params(inner).arguments.raw(0) == x.address.to_bytes(8, "little")
     assert len(run.rebind({x: z}).words) == 2

@@ -564,7 +564,7 @@ def test_a_device_that_is_dropped_is_closed(launcher: str) -> None:
         lambda: x.to_numpy(stream),
         lambda: x.array,
         lambda: ost.fill(stream, x, 1),
-        lambda: run.nodes,
+        lambda: run.nodes(),
         lambda: run.graph.clone(),
     ):
         with pytest.raises(ClosedError, match="nothing refers to its Device any more"):

@@ -425,13 +425,13 @@ def test_an_event_of_a_graph_stays_its_own(device: Device, stream: ost.Stream) -
     event.close()
     device.synchronize()
     later = [device.create_event() for _ in range(64)]
-    assert graph.nodes[0].event_record.event not in {other.handle for other in later}
+    assert graph.nodes()[0].event_record.event not in {other.handle for other in later}
     run.launch(stream)
     stream.synchronize()
     for use in (
         lambda: stream.wait(event),
         lambda: stream.record(event),
-        lambda: event.done,
+        lambda: event.done(),
         event.synchronize,
         lambda: graph.add_event_wait(event),
     ):

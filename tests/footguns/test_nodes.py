@@ -253,7 +253,7 @@ def test_a_cooperative_kernel_is_not_switched_off(device: Device, stream: ost.St
     outer = ost.Graph.create(device)
     outer.add_child(graph)
     for run in (graph.instantiate(), outer.instantiate()):
-        node = run.nodes[0]
+        node = run.nodes()[0]
         if node.kind is not ost.NodeKind.KERNEL:
             node = node.children[0][0]
         with pytest.raises(UpdateRefusedError, match=r"cooperative.*give it a size of 0"):
@@ -315,7 +315,7 @@ def test_nodes_that_are_added_in_a_capture_shift_no_index(
         ost.fill(stream, x, 3)
         assert not fails or 1 / 0
     added = [graph.add_memset(x, value) for value in range(3)]
-    handles = [node.handle for node in graph.nodes]
+    handles = [node.handle for node in graph.nodes()]
     assert [node.index for node in added] == [handles.index(node.handle) for node in added]
 
 
@@ -341,7 +341,7 @@ def test_a_node_that_could_not_be_added_shifts_no_index(host_device: Device, bef
             added(graph, kind, unused)
         unused.close()
         node = graph.add_kernel(increment, config(1), x, 0)
-        assert graph.nodes[node.index].handle == node.handle
+        assert graph.nodes()[node.index].handle == node.handle
         assert len(graph) == before + 1, "the graph is as before"
         graph.instantiate().close()
 
@@ -354,7 +354,7 @@ def test_a_node_that_could_not_be_added_shifts_no_index(host_device: Device, bef
             graph.add_kernel(increment, config(1), x, 1)
         where = interrupt(work, at)
         node = graph.add_kernel(increment, config(1), x, 0)
-        assert graph.nodes[node.index].handle == node.handle, where
+        assert graph.nodes()[node.index].handle == node.handle, where
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0])

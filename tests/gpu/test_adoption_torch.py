@@ -484,7 +484,7 @@ def test_a_generator_that_was_not_given_is_named(cuda_device: Device) -> None:
     work, generators = random_works()["own generator"]
     owner, _ = captured(work, *generators)
     graph = adopt_graph(cuda_device, owner)
-    assert len(graph.nodes) > 0
+    assert len(graph.nodes()) > 0
     with pytest.raises(GraphError, match="generators="):
         graph.instantiate()
     owner.replay()  # torch's own replay still works

@@ -64,7 +64,7 @@ class Rig:
     def check(self, run: ost.GraphExec, launches: list[Launch]) -> None:
         """What it holds is what a graph of these launches holds."""
         with self.graph(launches) as graph:
-            for index, node in enumerate(graph.nodes):
+            for index, node in enumerate(graph.nodes()):
                 kernel = node.kernel
                 held = run.params(index)
                 assert isinstance(held, type(kernel))
@@ -213,7 +213,7 @@ def test_a_refusal_in_the_middle_of_many_patches_changes_nothing(rig: Rig) -> No
                 run.rebind({cell: cells[i - 1] for i, cell in enumerate(cells)})
             rig.stub.refuse(0)
             rig.check(run, state)
-            assert run.usable
+            assert run.usable()
 
 
 def test_what_cannot_be_taken_back_is_launched_no_more(rig: Rig) -> None:
@@ -332,7 +332,7 @@ def test_an_interruption_leaves_the_driver_and_the_shadow_alike(
             assert not pointed or seen() is not None, where
             if (kept := seen()) is not None:  # closed, it is missed if it is pointed at, only then
                 kept.close()
-                assert run.usable is not pointed, where
+                assert run.usable() is not pointed, where
             run.close()
             rig.device.synchronize()
             return where
@@ -460,7 +460,7 @@ def test_a_definition_that_is_changed_afterwards_does_not_show(rig: Rig) -> None
             if updated:
                 run.update(made_of)
             driver = rig.device.driver
-            for node in made_of.nodes:
+            for node in made_of.nodes():
                 other = node.kernel.arguments.with_raw(3, (63).to_bytes(4, "little"))
                 changed = type(node.kernel)(node.kernel.function, node.kernel.config, other)
                 driver.node_set_params(node.handle, changed)
@@ -487,7 +487,7 @@ def test_a_node_that_was_added_has_its_place(rig: Rig, newest_first: bool) -> No
         with ost.Graph.create(rig.device) as graph:
             for _ in range(40):
                 made = graph.add_kernel(rig.kernel, config, a, b, out, CELL)
-                assert [node.handle for node in graph.nodes][made.index] == made.handle
+                assert [node.handle for node in graph.nodes()][made.index] == made.handle
                 assert graph.node(made.index).arguments == made.arguments
     finally:
         if rig.stub is not None:

@@ -70,7 +70,7 @@ def sums(device: Device, stream: ost.Stream) -> Sum:
 
 
 def test_inventory(sums: Sum) -> None:
-    nodes = sums.graph.nodes
+    nodes = sums.graph.nodes()
     assert [n.kind.name for n in nodes] == ["MEMSET", "KERNEL", "KERNEL", "MEMCPY"]
     assert [n.index for n in nodes] == [0, 1, 2, 3]
     add = nodes[1]
@@ -235,7 +235,7 @@ def test_a_change_that_is_undone_does_not_mend_a_half_done_one(host_device: Devi
     faults.fail("exec_set_params", at=3, times=2)  # the change, and its undoing
     with pytest.raises(GraphError, match="taking it back"):
         sums.run.rebind({sums.out: out})
-    assert not sums.run.usable
+    assert not sums.run.usable()
     faults.clear()
     faults.fail("exec_set_params", at=3)
     with pytest.raises(UpdateRefusedError):
@@ -332,7 +332,7 @@ def test_who_listens_since_the_first_launch_hears_the_second(
         assert recordings
         sums.run.launch(stream)
     (recording,) = recordings
-    assert [n.kind.name for n in recording.build().nodes] == ["CHILD_GRAPH"]
+    assert [n.kind.name for n in recording.build().nodes()] == ["CHILD_GRAPH"]
     np.testing.assert_array_equal(sums.result(), sums.expected)
 
 
@@ -351,7 +351,7 @@ def test_who_listens_after_an_interrupted_first_launch_hears_the_next(
             sums.run.launch(stream)
     with ost.record(stream) as recording:
         sums.run.launch(stream)
-    assert [n.kind.name for n in recording.build().nodes] == ["CHILD_GRAPH"]
+    assert [n.kind.name for n in recording.build().nodes()] == ["CHILD_GRAPH"]
 
 
 def test_a_closed_graph_lets_its_executable_run(sums: Sum) -> None:
@@ -431,7 +431,7 @@ def test_after_an_update_in_another_order_nodes_inside_are_not_mistaken(
     taken = UpdateOutcome(UpdateVerdict.SUCCESS)  # as by CUDA, which pairs nodes along the edges
     monkeypatch.setattr(HostDriver, "exec_update", lambda *_: taken)
     run.update(graphs[1])
-    (node,) = graphs[0].nodes
+    (node,) = graphs[0].nodes()
     with pytest.raises(UpdateRefusedError, match="another order"):
         run.set_memset(node.children[0][0], x, 3)
 
@@ -461,8 +461,8 @@ def test_a_launch_while_recording_becomes_a_child(sums: Sum, stream: ost.Stream)
         ost.fill(stream, sums.out, 9)
         sums.run.launch(stream)
     graph = recording.build()
-    assert [n.kind.name for n in graph.nodes] == ["MEMSET", "CHILD_GRAPH"]
-    assert len(graph.edges) == 1
+    assert [n.kind.name for n in graph.nodes()] == ["MEMSET", "CHILD_GRAPH"]
+    assert len(graph.edges()) == 1
     graph.instantiate().launch(stream)
     np.testing.assert_array_equal(sums.copy.to_numpy(stream), sums.expected)
 
@@ -481,7 +481,7 @@ def test_events_between_graph_and_stream(device: Device, stream: ost.Stream) -> 
     stream.record(outside)
     graph.instantiate().launch(stream)
     stream.synchronize()
-    assert inside.done
+    assert inside.done()
     assert (x.to_numpy(stream) == 7).all()
 
 
@@ -505,9 +505,9 @@ def test_a_body_is_gone_with_its_graph(device: Device, stream: ost.Stream) -> No
     for use in (
         lambda: body.add_memset(x, 1),
         lambda: ost.Capture(stream, into=body).begin(),
-        lambda: body.nodes,
+        lambda: body.nodes(),
         lambda: ost.Graph.create(device).add_child(body),
     ):
         with pytest.raises(ClosedError, match="the graph is closed"):
             use()
-    assert not stream.is_capturing
+    assert not stream.is_capturing()

@@ -292,7 +292,7 @@ def test_attributes_without_a_field_are_compared_too(foreign: Foreign, words: st
         if before == 1:
             with pytest.raises(UpdateRefusedError, match=words):
                 run.set_params(0, foreign.params)
-            run.set_params(0, replace(run.nodes[0].kernel, arguments=foreign.params.arguments))
+            run.set_params(0, replace(run.nodes()[0].kernel, arguments=foreign.params.arguments))
     graphs[0].instantiate().update(graphs[2])
 
 
@@ -301,7 +301,7 @@ def test_what_is_kept_is_what_the_executable_was_made_with(foreign: Foreign) -> 
     four, two = (struct.pack("=3I", size, 1, 1) for size in (4, 2))
     made = foreign.graph({4: two})
     run = made.instantiate()
-    foreign.stub.set_attribute(made.nodes[0].handle, 4, four)
+    foreign.stub.set_attribute(made.nodes()[0].handle, 4, four)
     config = ost.LaunchConfig(8, 32, cluster=4)
     with pytest.raises(UpdateRefusedError, match="a cluster of 2 × 1 × 1; a cluster of 4"):
         run.set_config(0, config)

@@ -62,7 +62,7 @@ def test_lifted_work_runs_in_every_way(host_device: Device, stream: ost.Stream) 
         submit()
     assert found() == [0, 2, 4, 6, 8]
     graph = recording.build()
-    assert len(graph.edges) == 2  # in order, by what they read and write
+    assert len(graph.edges()) == 2  # in order, by what they read and write
     graph.instantiate().launch(stream)
     assert found() == [0, 2, 4, 6, 8]
 

@@ -157,7 +157,7 @@ def test_memory_nodes(device: Device, cache: ost.GraphCache) -> None:
     placed = graph.add_alloc(4096)
     write = MemOp(MemOpKind.WRITE, x.address + 4, 7)
     graph.add_batch_mem_op([write], keep=[x], after=[placed])
-    graph.add_free(placed.alloc.address, after=[graph.nodes[1]])
+    graph.add_free(placed.alloc.address, after=[graph.nodes()[1]])
     graph.add_host(lambda: None)
     cache.install("all", graph.instantiate())
     assert cache.touching(x) == ["all"] and cache.touching(x[2:]) == []

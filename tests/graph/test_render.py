@@ -104,9 +104,9 @@ def test_the_table_has_a_row_for_each_node(device: Device) -> None:
 
 def test_every_node_goes_into_bodies_and_children(device: Device) -> None:
     graph = everything(device)
-    found = [*ost.lowlevel.every_node(graph.nodes)]
+    found = [*ost.lowlevel.every_node(graph.nodes())]
     assert len(found) == graph.count() == 12
-    assert [n for n in found if n in graph.nodes] == [*graph.nodes]
+    assert [n for n in found if n in graph.nodes()] == [*graph.nodes()]
     names = [n.name for n in found]
     assert names.index("fill") < names.index("add"), "a body before what is inside of it"
     kinds = [n.kind for n in found]
@@ -321,7 +321,7 @@ def test_what_repeats_is_folded(device: Device) -> None:
     # A node that differs breaks the run in two.
     graph = chain(device, 10, ends=False)
     x = device.zeros(N, np.float32)
-    graph.add_kernel(kernel(device, "scale"), config(2 * N), x, N, after=(graph.nodes[-1],))
+    graph.add_kernel(kernel(device, "scale"), config(2 * N), x, N, after=(graph.nodes()[-1],))
     assert boxes(to_svg(graph.outline(), max_nodes=10))[-1] == "scale"
     inside(svg)
 
@@ -454,7 +454,7 @@ def test_edges_pass_beside_boxes(host_device: Device, seed: int) -> None:
         nodes.append(graph.add(named(f"step {number}"), after=after))
     svg = to_svg(graph.outline())
     edges = [p for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("class") == "edge"]
-    assert len(edges) == len(graph.edges) + bool(graph.edges), "each edge, and the legend's"
+    assert len(edges) == len(graph.edges()) + bool(graph.edges()), "each edge, and the legend's"
     clear(svg)
     inside(svg)
 
@@ -482,5 +482,5 @@ def test_any_graph_can_be_shown(data: st.DataObject) -> None:
         assert bare.count("{") == bare.count("}")
         plain = graph.to_dict()
         assert json.loads(json.dumps(plain)) == plain
-        assert len(plain["edges"]) == len(graph.edges)  # type: ignore[arg-type]
+        assert len(plain["edges"]) == len(graph.edges())  # type: ignore[arg-type]
         to_table(graph.outline())

@@ -127,7 +127,7 @@ class Executable:
         outer, *rest = self.place(op)
         if not rest:
             return outer
-        node = self.run.nodes[outer]
+        node = self.run.nodes()[outer]
         for body, index in zip(rest[::2], rest[1::2], strict=True):
             node = node.children[body][index]
         return node
@@ -437,7 +437,7 @@ class GraphRules(World):
             if not (chosen.graph.closed or (chosen.single and how == "sync")):
                 # With "sync" it goes with the capture.
                 into = chosen.graph.clone() if how == "sync" else chosen.graph
-        before = None if into is None else [node.handle for node in into.nodes]
+        before = None if into is None else [node.handle for node in into.nodes()]
 
         def attempt() -> None:
             with ost.capture(on.stream, into=into):
@@ -459,12 +459,12 @@ class GraphRules(World):
             self.device.context.end_abandoned()
         else:
             self.refuses(attempt, InputError if how == "raise" else CaptureError)
-        assert not on.stream.is_capturing
+        assert not on.stream.is_capturing()
         assert self.faults.faults == []
         if into is not None and how == "sync":
-            self.refuses(lambda: into.nodes, GraphError)
+            self.refuses(lambda: into.nodes(), GraphError)
             into.close()
-        elif into is not None and [node.handle for node in into.nodes] != before:
+        elif into is not None and [node.handle for node in into.nodes()] != before:
             # CUDA takes no node out of a graph that allocates: half a capture stays in it.
             assert any(isinstance(op, Through) for op in chosen.ops)
             self.refuses(into.instantiate, GraphError)
@@ -587,7 +587,7 @@ class GraphRules(World):
             definition = self.definitions[which % len(self.definitions)]
             if how == "close graph":
                 definition.graph.close()  # stays among them: it must be refused
-                self.refuses(lambda: definition.graph.nodes)
+                self.refuses(lambda: definition.graph.nodes())
             else:
                 self.definitions.remove(definition)
         elif "graph" not in how and self.executables:
@@ -622,7 +622,9 @@ class GraphRules(World):
         else:
             assert refusal is None or not certain, f"{refusal.__name__} was expected"
             executable.ops = after()
-        assert not (executable.unusable and executable.run.usable), "nobody knows what it would run"
+        assert not (executable.unusable and executable.run.usable()), (
+            "nobody knows what it would run"
+        )
 
     def simple(self, executable: Executable, kinds: type | tuple[type, ...], n: int) -> Op | None:
         """One of its operations of these kinds."""

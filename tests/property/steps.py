@@ -71,7 +71,7 @@ class Work:
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         """The step's function."""
-        if self.fail == "first" or (self.fail == "captured" and stream.is_capturing):
+        if self.fail == "first" or (self.fail == "captured" and stream.is_capturing()):
             raise _Interrupted("mine")
         self.submit(stream, sizes)
 

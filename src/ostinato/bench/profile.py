@@ -311,7 +311,7 @@ def _operations(graph: ost.Graph) -> list[ost.Operation]:
     """What was submitted to capture the graph, in order.  Raises InputError for a graph with nodes
     that were not."""
     found = []
-    for node in graph.nodes:
+    for node in graph.nodes():
         label = graph.labels.get(node.handle)
         if label is None or label.operation is None or node.kind is not ost.NodeKind.KERNEL:
             raise InputError(

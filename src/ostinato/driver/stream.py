@@ -164,7 +164,6 @@ class Event(Closeable):
             raise ClosedError("the event is closed; create another")
         return self._handle
 
-    @property
     def done(self) -> bool:
         """Whether the work before its last record is done.
 
@@ -176,7 +175,7 @@ class Event(Closeable):
             return self.context.driver.event_query(self._awaited())
 
     def synchronize(self) -> None:
-        """Waits for the work before its last record.  Raises as `done`."""
+        """Waits for the work before its last record.  Raises as `done()`."""
         with self.context.reporting():
             self.context.driver.event_synchronize(self._awaited())
         if self.context.failures:
@@ -186,7 +185,7 @@ class Event(Closeable):
         """As `synchronize`, in asyncio: `await event.wait_async()`.  The event loop goes on.
 
         A thread waits meanwhile; for an event made with `blocking` it sleeps.  Any number of tasks
-        may wait; a task that is cancelled does not disturb the others.  Raises as `done`, and what
+        may wait; a task that is cancelled does not disturb the others.  Raises as `done()`, and what
         made the context fail meanwhile.
         """
         driver, owner, handle = self.context.driver, self.owner, self._awaited()
@@ -256,7 +255,7 @@ def handle_of(event: Event, context: Context) -> EventHandle:
 
 @elsewhere(
     sync="synchronize() waits for its work",
-    query="done says whether all its work is done",
+    query="done() says whether all its work is done",
     wait_event="wait(event) makes later work wait for an event",
     wait_stream="wait(other.record()) makes later work wait for another stream",
 )
@@ -382,7 +381,7 @@ class Stream(Closeable):
         Raises what `submit` does.
         """
         operation.require_usable(self.context)
-        if self.context.captures or self.is_capturing:
+        if self.context.captures or self.is_capturing():
             self.submit(operation)  # a capture, also of another stream, forbids to make graphs
             return
         driver, retire = self.context.driver, self.context.retire
@@ -489,7 +488,6 @@ class Stream(Closeable):
         else:
             await self.record(Event(self.context, blocking=True)).wait_async()
 
-    @property
     def done(self) -> bool:
         """Whether all its work is done.  Raises DriverError (status 900) while it captures."""
         return self.guarded("done", self.context.driver.stream_query, CallKind.ONCE)
@@ -514,17 +512,15 @@ class Stream(Closeable):
         return result
 
     # --- capture state
-    @property
     def capture_info(self) -> CaptureInfo:
         """The state of the capture on this stream, also of one that another library began; one of
         ours that was dropped is ended before."""
         self.context.end_abandoned()
         return self.context.driver.stream_capture_info(self._require_open())
 
-    @property
     def is_capturing(self) -> bool:
         """Whether a capture, sound or broken, is under way on this stream."""
-        return self.capture_info.status is not CaptureStatus.NONE
+        return self.capture_info().status is not CaptureStatus.NONE
 
     # --- lifetime
     @uninterrupted

@@ -151,7 +151,7 @@ class _Session(Tap):
         context.require_open()
         context.collect()
         self._thread = threading.get_ident()
-        if stream.is_capturing:
+        if stream.is_capturing():
             raise CaptureError(f"a capture could not begin on {stream!r}: {_NOT_BEGUN}")
         context.capture_begun(self, exclusive=self.mode is CaptureMode.GLOBAL)
         # Before the driver's call: what other threads submit from here on is refused, and what they
@@ -170,7 +170,7 @@ class _Session(Tap):
             raise CaptureError(f"a capture could not begin on {stream!r}: {reason}") from error
         self._in_driver = True
         self._serial = next_serial()
-        self._id = stream.capture_info.capture_id
+        self._id = stream.capture_info().capture_id
         if self.trace is not None:
             self.trace.start()
 
@@ -354,7 +354,7 @@ class _Session(Tap):
         """Whether a stream is in this capture."""
         if stream.handle == self.stream.handle:
             return True
-        info = stream.capture_info
+        info = stream.capture_info()
         # The driver gives no number for a broken capture.
         return info.status is CaptureStatus.INVALIDATED or (
             info.status is CaptureStatus.ACTIVE and info.capture_id == self._id
@@ -738,7 +738,7 @@ def _inside(driver: Driver, node: NodeHandle) -> Iterator[NodeHandle]:
 
 def _leaves(graph: Graph) -> list[NodeHandle]:
     """The nodes that no other depends on: what is captured next depends on them."""
-    sources = {edge.source for edge in graph.edges}
+    sources = {edge.source for edge in graph.edges()}
     return [n for n in graph.context.driver.graph_nodes(graph.handle) if n not in sources]
 
 

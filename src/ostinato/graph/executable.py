@@ -199,7 +199,7 @@ class GraphExec(Launcher, Closeable):
         graph.require_launchable()
         if upload is not None:
             require_stream(upload, "instantiate(upload=…)", context)
-            if upload.is_capturing:
+            if upload.is_capturing():
                 raise CaptureError(
                     f"an executable cannot be uploaded on {upload!r}, which is capturing"
                 )
@@ -208,9 +208,9 @@ class GraphExec(Launcher, Closeable):
         except ContextPoisonedError:
             raise
         except DriverError as error:
-            blamed = next((n for n in graph.nodes if n.handle == error.node), None)
+            blamed = next((n for n in graph.nodes() if n.handle == error.node), None)
             what = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
-            misplaced = wrongly_in_a_body(graph.nodes)
+            misplaced = wrongly_in_a_body(graph.nodes())
             if misplaced:
                 what = f" at {misplaced}: {BODY_RULE}. The driver says"
             raise GraphError(f"instantiating the graph failed{what}: {error}") from error
@@ -242,7 +242,6 @@ class GraphExec(Launcher, Closeable):
             raise ClosedError("the executable graph is closed; instantiate it again")
         return self._handle
 
-    @property
     def usable(self) -> bool:
         """Whether it can be launched: it is open, no half-done change is in it, and no memory that
         it points at was closed."""
@@ -254,7 +253,7 @@ class GraphExec(Launcher, Closeable):
 
     @property
     def suspect(self) -> bool:
-        """Whether `usable` may be False: cheap to ask before each replay."""
+        """Whether `usable()` may be False: cheap to ask before each replay."""
         return bool(self._given_back or self._shadow.unusable or self._closed)
 
     # --- memory that is given back
@@ -358,7 +357,7 @@ class GraphExec(Launcher, Closeable):
         if before is not None:  # such a graph never gets the short way of launching
             if self.context.taps:
                 stream.enter("a graph with something to do before each launch", CallKind.ONCE)
-            if stream.is_capturing:
+            if stream.is_capturing():
                 raise CaptureError(
                     "an executable cannot be launched into a capture (the capture goes on)"
                 )
@@ -382,7 +381,7 @@ class GraphExec(Launcher, Closeable):
             if call():
                 self._launch_checked(stream)
             return
-        if stream.is_capturing:
+        if stream.is_capturing():
             raise CaptureError(
                 "an executable cannot be launched into a capture; capture the work itself, or add "
                 "its definition to a graph with Graph.add_child (the capture goes on)"
@@ -392,7 +391,7 @@ class GraphExec(Launcher, Closeable):
             stream.enter("a graph whose definition is closed", CallKind.ONCE)
             self._launch_checked(stream)
             return
-        other = self.changed
+        other = self.changed()
         stream.enter(
             "a graph that was changed since it was made" if other else "graph",
             CallKind.ONCE if other else CallKind.WORK,
@@ -417,7 +416,7 @@ class GraphExec(Launcher, Closeable):
         require_stream(stream, "upload(stream)", self.context)
         self._require_usable()
         handle = self.handle
-        if stream.is_capturing:
+        if stream.is_capturing():
             raise CaptureError(
                 f"an executable cannot be uploaded on {stream!r}, which is capturing: upload "
                 "before the capture (the capture goes on)"
@@ -432,14 +431,13 @@ class GraphExec(Launcher, Closeable):
         """Whether it has no nodes, so that a launch does nothing."""
         return self._shadow.empty
 
-    @property
     def nodes(self) -> tuple[Node, ...]:
         """The definition's nodes with the parameters that the next launch will use.
 
         Arguments are decoded as they were in the definition; `params` is current.
         """
         with self._lock:
-            return self._shadow.nodes
+            return self._shadow.nodes()
 
     def params(self, node: Node | int) -> NodeParams:
         """What the next launch will use for a node."""
@@ -502,10 +500,9 @@ class GraphExec(Launcher, Closeable):
             kept = tuple((whole_place(i), owner) for i, owner in enumerate(owners))
             self._change(NodeChange(found, params, kept, True, signature, ours))
 
-    @property
     def changed(self) -> bool:
         """Whether it may do other work than its graph says: it, or the graph, was changed since."""
-        return self._toggled or self._shadow.changed or self._shadow.grown
+        return self._toggled or self._shadow.changed() or self._shadow.grown()
 
     def patch(self, node: Node | int, argument: int | str, value: object) -> None:
         """Sets one kernel argument, by index or, where the signature is known, by name.

@@ -219,7 +219,7 @@ class Graph(Closeable):
                 "and launch it by itself"
             )
         if _any_closed(self.storages):
-            for node in self.nodes:
+            for node in self.nodes():
                 if _any_closed(node.keep):
                     raise ClosedError(
                         f"node {node.index} ({node.name}) points at memory that was closed; make "
@@ -228,7 +228,6 @@ class Graph(Closeable):
             raise ClosedError("a node points at memory that was closed; make the graph again")
 
     # --- reading
-    @property
     def nodes(self) -> tuple[Node, ...]:
         """All nodes in the driver's order, child graphs and conditional bodies inside."""
         return self.reader.all(self.handle)
@@ -250,9 +249,8 @@ class Graph(Closeable):
 
     def count(self, kind: NodeKind | None = None) -> int:
         """How many nodes (of one kind), with those inside child graphs and bodies."""
-        return sum(1 for n in every_node(self.nodes) if kind is None or n.kind is kind)
+        return sum(1 for n in every_node(self.nodes()) if kind is None or n.kind is kind)
 
-    @property
     def edges(self) -> tuple[Edge, ...]:
         """The dependencies between the graph's own nodes, with their data."""
         return self.context.driver.graph_edges(self.handle)
@@ -576,7 +574,7 @@ class Graph(Closeable):
         any more.
         """
         driver, old = self.context.driver, node.handle if isinstance(node, Node) else node
-        nodes, edges = driver.graph_nodes(self.handle), self.edges
+        nodes, edges = driver.graph_nodes(self.handle), self.edges()
         if old not in nodes:
             raise InputError(f"replace: {node!r} is no node of this graph itself")
         why = ""
@@ -624,7 +622,7 @@ class Graph(Closeable):
                 if added not in nodes:
                     driver.graph_remove_node(added)
                     self.labels.pop(added, None)
-            whole = old not in there or {*self.edges} == {*edges}
+            whole = old not in there or {*self.edges()} == {*edges}
         except DriverError:
             pass  # the caller raises what went wrong first
         if not whole:
@@ -677,7 +675,7 @@ class Graph(Closeable):
         """
         from ostinato.graph.show.outline import read_outline
 
-        return read_outline(self.context, self.handle, self.nodes, readable=readable)
+        return read_outline(self.context, self.handle, self.nodes(), readable=readable)
 
     def __str__(self) -> str:
         from ostinato.graph.show.render import to_table
@@ -834,7 +832,7 @@ class _Body(Graph):
     def _require_fitting(self, params: NodeParams, child: Graph | None) -> None:
         what = "" if isinstance(params, BODY_PARAMS) else f"a {type(params).__name__}"
         if child is not None:
-            what = wrongly_in_a_body(child.nodes, "a child graph with ", inside=True)
+            what = wrongly_in_a_body(child.nodes(), "a child graph with ", inside=True)
         if what:
             raise GraphError(f"adding {what} to a body failed: {BODY_RULE}")
 

@@ -56,7 +56,6 @@ class Definition(Protocol):
     def handle(self) -> GraphHandle: ...
     @property
     def owned(self) -> bool: ...
-    @property
     def nodes(self) -> tuple[Node, ...]: ...
     @property
     def reader(self) -> NodeReader: ...
@@ -169,7 +168,6 @@ class Shadow:
         self._stale: set[NodeHandle] = set()
         """Nodes that were changed since `words` was asked for last."""
 
-    @property
     def changed(self) -> bool:
         """Whether anything was set since the definition was read."""
         return bool(self._dirty or self._now.settings) or self._now.updated is not None
@@ -183,7 +181,6 @@ class Shadow:
         """Whether there are no nodes."""
         return not self._handles
 
-    @property
     def grown(self) -> bool:
         """Whether the definition has other nodes than when it was read."""
         return self._driver.graph_nodes(self._graph.handle) != self._handles
@@ -207,7 +204,6 @@ class Shadow:
         ]
 
     # --- reading
-    @property
     def nodes(self) -> tuple[Node, ...]:
         """The definition's nodes with the parameters that the next launch will use."""
         return self._overlaid(self.definition(), self._folded().settings)
@@ -443,7 +439,7 @@ class Shadow:
         self._require_kept(self._frozen, frozen)
         outcome = self._driver.exec_update(self._executable, graph.handle)
         if outcome.verdict is not UpdateVerdict.SUCCESS:
-            blamed = next((n for n in graph.nodes if n.handle == outcome.node), None)
+            blamed = next((n for n in graph.nodes() if n.handle == outcome.node), None)
             where = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
             raise UpdateRefusedError(
                 f"the update was refused{where}: {VERDICTS[outcome.verdict]} "

@@ -96,19 +96,17 @@ class LoadedGraph(Graph):
 
     _size: tuple[int, int]
 
-    @property
     def manifest(self) -> GraphManifest:
         """The file's manifest.  Read from the file each time, so that a process with many graphs
         does not keep it."""
         return read_manifest(self.raw)
 
-    @property
     def as_saved(self) -> bool:
         """Whether nothing was added to it, and nothing replaced."""
         if self.replaced:
             return False
         nodes = edges = 0
-        inside = [(self.handle, self.nodes)]
+        inside = [(self.handle, self.nodes())]
         while inside:
             handle, own = inside.pop()
             nodes += len(own)

@@ -201,7 +201,7 @@ def footprint(
             raise InputError(f"nbytes={given!r}: a whole number of 0 or more bytes is needed")
     try:
         # Read in any case: the executable keeps what it read, so the definition may be closed.
-        estimate = NODE_BYTES * _count(executable.nodes)
+        estimate = NODE_BYTES * _count(executable.nodes())
     except ClosedError:
         estimate = BLOCK_BYTES
     if given is not None:

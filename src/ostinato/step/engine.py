@@ -393,7 +393,7 @@ class Engine:
         was closed, or a change of it failed half way), is taken out of the cache."""
         call, options = work.call, work.options
         if kept is not None and not (
-            (not kept.executable.suspect or kept.executable.usable)
+            (not kept.executable.suspect or kept.executable.usable())
             and (call.decided_at is self.cache.epoch or work.fits())
         ):
             entry.looked = True  # a store has no other
@@ -421,7 +421,7 @@ class Engine:
             enabled=options.enabled,
             profiling=options.profiling,
             inside_capture=bool(context.captures)
-            and work.stream.capture_info.status is not CaptureStatus.NONE,
+            and work.stream.capture_info().status is not CaptureStatus.NONE,
             quarantine=self.broken or entry.reason,
             unmet=tuple(name for name, met in options.preconditions.items() if not met()),
             unfit=work.unfit(),
@@ -578,7 +578,9 @@ class Engine:
 
     def _refused(self, work: Work, entry: Entry, error: BaseException) -> Decision:
         """Drops the graph, and runs the call eagerly."""
-        if work.stream.is_capturing:  # by something else: captures of this library are seen before
+        if (
+            work.stream.is_capturing()
+        ):  # by something else: captures of this library are seen before
             return self._run_eager(work, entry, Decision(Action.EAGER, Reason.INSIDE_CAPTURE))
         entry.refusals += 1
         why = str(error)
