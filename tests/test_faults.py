@@ -149,7 +149,7 @@ def copy_node(world: World) -> Case:
         run.launch(world.stream)
         assert target.to_numpy(world.stream)[-1] == (3 if error else 5)
 
-    return lambda: run.set_memcpy(0, target, world.b), check
+    return lambda: run.set_copy(0, target, world.b), check
 
 
 @scenario
@@ -163,7 +163,7 @@ def fill_node(world: World) -> Case:
         run.launch(world.stream)
         assert target.to_numpy(world.stream)[-1] == (1 if error else 2)
 
-    return lambda: run.set_memset(0, target, 0x40000000, 4), check
+    return lambda: run.set_fill(0, target, 2), check
 
 
 @scenario

@@ -105,7 +105,7 @@ def test_what_is_no_whole_number_is_named(device: Device, stream: ost.Stream) ->
         lambda: graph.condition(1.5),
         lambda: graph.add_conditional("if", graph.condition()),
         lambda: graph.add_alloc(1.5),
-        lambda: graph.add_host(3),
+        lambda: graph.add_call(3),
         lambda: stream.call(None),
         lambda: ost.GraphCache(device, max_graphs=1.5),
         lambda: ost.GraphCache(device).install("key", run, nbytes=1.5),

@@ -334,7 +334,7 @@ def test_the_last_of_a_graphs_records_of_an_event_counts(
 
     inner, graph = ost.capture_function(stream, work), ost.Graph.create(device)
     first = graph.add_child(inner)
-    held = graph.add_host(hold, after=[first])
+    held = graph.add_call(hold, after=[first])
     graph.add_child(inner, after=[held])
     run = graph.instantiate(upload=stream)
     device.synchronize()

@@ -167,9 +167,9 @@ def test_what_a_node_was_set_to_lives_with_the_executable(
     if how == "rebound copy":
         run.rebind({x: new})
     elif how == "set copy":
-        run.set_memcpy(1, y, new)
+        run.set_copy(1, y, new)
     elif how == "set fill":
-        run.set_memset(0, new, 0)
+        run.set_fill(0, new, 0)
     elif how == "set launch":
         run.set_params(2, ost.prepare(add, config(N), new, new, out, N))
     else:

@@ -164,7 +164,7 @@ def is_chain(graph: ost.Graph) -> bool:
 
 @pytest.mark.parametrize("reached", ["into", "adopted"])
 @pytest.mark.parametrize(
-    "how", ["kernel", "operation", "memset", "memcpy", "host", "empty", "child", "record", "branch"]
+    "how", ["kernel", "operation", "fill", "copy", "call", "empty", "child", "record", "branch"]
 )
 def test_a_node_added_under_capture_has_its_place_in_the_order(
     device: Device, stream: ost.Stream, how: str, reached: str
@@ -187,9 +187,9 @@ def test_a_node_added_under_capture_has_its_place_in_the_order(
             adds: dict[str, Callable[[ost.Graph], object]] = {
                 "kernel": lambda graph: graph.add_kernel(scale, config(N), x, N),
                 "operation": lambda graph: graph.add_operation(double),
-                "memset": lambda graph: graph.add_memset(x, 0x40800000, 4),
-                "memcpy": lambda graph: graph.add_memcpy(x, fours),
-                "host": lambda graph: graph.add_host(lambda: None),
+                "fill": lambda graph: graph.add_fill(x, 4),
+                "copy": lambda graph: graph.add_copy(x, fours),
+                "call": lambda graph: graph.add_call(lambda: None),
                 "empty": lambda graph: graph.add_empty(),
                 "child": lambda graph: graph.add_child(child),
                 "record": lambda graph: graph.add_event_record(event),
@@ -203,7 +203,7 @@ def test_a_node_added_under_capture_has_its_place_in_the_order(
     gc.collect()
     device.synchronize()
     capture.graph.instantiate().launch(stream)
-    expected = 4 if how in ("host", "empty", "record") else 8
+    expected = 4 if how in ("call", "empty", "record") else 8
     assert (out.to_numpy(stream) == expected).all()
 
 

@@ -35,7 +35,7 @@ class Copies:
 
     def __init__(self, device: Device, stream: ost.Stream) -> None:
         self._stream, self._graph = stream, ost.Graph.create(device)
-        self._graph.add_memcpy(ones(device), ones(device))
+        self._graph.add_copy(ones(device), ones(device))
         self._run = self._graph.instantiate()
 
     def __call__(self, way: str, to: ost.Buffer, source: ost.Buffer) -> None:
@@ -45,9 +45,9 @@ class Copies:
             case "copy_from":
                 to.copy_from(source, self._stream)
             case "node":
-                self._graph.add_memcpy(to, source)
+                self._graph.add_copy(to, source)
             case "set":
-                self._run.set_memcpy(0, to, source)
+                self._run.set_copy(0, to, source)
 
 
 WAYS = pytest.mark.parametrize("way", ["copy", "copy_from", "node", "set"])

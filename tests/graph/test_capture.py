@@ -436,7 +436,7 @@ def test_a_graph_that_went_with_its_capture_is_not_asked_about(
     """CUDA may answer for a graph that it has destroyed, as if it were there."""
     stream, x = host_device.create_stream(), host_device.zeros(8, "bytes")
     graph = ost.Graph.create(host_device)
-    graph.add_memset(x, 1, 1)
+    graph.add_fill(x, 1)
     nodes = tuple(node.handle for node in graph.nodes())
     monkeypatch.setattr(host_device.driver, "graph_nodes", lambda handle: nodes)
     with pytest.raises(CaptureBrokenError), ost.capture(stream, into=graph):
@@ -474,10 +474,10 @@ def test_a_node_that_is_refused_keeps_nothing_alive(host_device: Device) -> None
     faults = FaultyDriver(host_device.driver)
     device = Device(faults)
     graph, x, y = ost.Graph.create(device), device.zeros(8, "bytes"), device.zeros(8, "bytes")
-    graph.add_memset(x, 1, 1)
+    graph.add_fill(x, 1)
     faults.fail("graph_add_node")
     with pytest.raises(ost.errors.GraphError):
-        graph.add_memset(y, 1, 1)
+        graph.add_fill(y, 1)
     y.close()
     stream = device.create_stream()
     graph.instantiate().launch(stream)  # y is no memory of its

@@ -56,7 +56,7 @@ class Seen:
 
     def child(self, cluster: int | None) -> ost.Graph:
         graph = ost.Graph.create(self.device)
-        first = graph.add_memset(self.out, 0)
+        first = graph.add_fill(self.out, 0)
         graph.add_child(self.plain(cluster), after=[first])
         return graph
 
@@ -206,7 +206,7 @@ def test_nodes_that_cannot_be_told_apart_must_be_alike(seen: Seen) -> None:
         sizes = [2, 4]
         for place in order:
             made.add_operation(seen.operation(sizes[place]), after=[fork])
-        last = made.add_memset(seen.out, 0)
+        last = made.add_fill(seen.out, 0)
         made.add_edges([(last, fork)])
         return made
 

@@ -158,7 +158,7 @@ def test_memory_nodes(device: Device, cache: ost.GraphCache) -> None:
     write = MemOp(MemOpKind.WRITE, x.address + 4, 7)
     graph.add_batch_mem_op([write], keep=[x], after=[placed])
     graph.add_free(placed.alloc.address, after=[graph.nodes()[1]])
-    graph.add_host(lambda: None)
+    graph.add_call(lambda: None)
     cache.install("all", graph.instantiate())
     assert cache.touching(x) == ["all"] and cache.touching(x[2:]) == []
     assert cache.touching(ost.MemoryRange(placed.alloc.address + 4000, 8)) == ["all"]

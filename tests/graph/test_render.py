@@ -46,8 +46,8 @@ def everything(device: Device) -> ost.Graph:
     """A graph with most kinds of nodes, a child graph and bodies within bodies."""
     x, y = device.zeros(N, np.float32), device.zeros(N, np.float32)
     graph = ost.Graph.create(device)
-    fill = graph.add_memset(x, 7, 4)
-    copy = graph.add_memcpy(y, x, after=(fill,))
+    fill = graph.add_fill(x, 7)
+    copy = graph.add_copy(y, x, after=(fill,))
     scale = graph.add_kernel(kernel(device, "scale"), config(N), y, N, after=(copy,))
     host = graph.add(named("callback"), after=(copy,))
     condition = graph.condition(1)
@@ -57,8 +57,8 @@ def everything(device: Device) -> ost.Graph:
     choice = body.add_conditional(ost.ConditionalKind.IF, body.condition(), size=2, after=(first,))
     choice.bodies[0].add_kernel(kernel(device, "add"), config(N), x, y, y, N)
     child = ost.Graph.create(device)
-    one = child.add_memset(x, 0)
-    child.add_memset(y, 0, after=(one,))
+    one = child.add_fill(x, 0)
+    child.add_fill(y, 0, after=(one,))
     inside = graph.add_child(child, after=(loop.node,))
     graph.add_empty(after=(inside, fill))
     return graph
@@ -70,7 +70,7 @@ def chain(device: Device, layers: int, *, ends: bool = True) -> ost.Graph:
     graph = ost.Graph.create(device)
     after: tuple[ost.Node, ...] = ()
     if ends:
-        after = (graph.add_memset(x, 0),)
+        after = (graph.add_fill(x, 0),)
     for layer in range(layers):
         after = (graph.add_kernel(kernel(device, "scale"), config(N), x, N, after=after),)
         after = (graph.add_kernel(kernel(device, "fill"), config(N), x, layer, N, after=after),)
@@ -359,7 +359,7 @@ def test_many_cases_do_not_make_one_endless_row(device: Device) -> None:
     graph = ost.Graph.create(device)
     switch = graph.add_conditional(ost.ConditionalKind.SWITCH, graph.condition(), size=20)
     for number, body in enumerate(switch.bodies):
-        body.add_memset(device.zeros(N, np.float32), number)
+        body.add_fill(device.zeros(N, np.float32), number)
     svg = to_svg(graph.outline())
     cases = re.findall(r">(case \d+)</text>", svg)
     assert cases == [f"case {number}" for number in range(20)]

@@ -25,7 +25,7 @@ def test_a_fill_becomes_a_kernel_between_the_same_neighbours(device: Device) -> 
     x, y = device.zeros(N, "f4"), device.array(np.full(N, 3, "f4"))
     graph = ost.Graph.create(device)
     first = graph.add_operation(operation(device, "fill", x, 1.0))
-    fill = graph.add_memset(x, 0, 4, after=[first])
+    fill = graph.add_fill(x, 0, after=[first])
     added = graph.add_operation(operation(device, "add", x, y, x), after=[fill])
     last = graph.add_operation(operation(device, "scale", x), after=[fill, added])
     new = graph.replace(fill, operation(device, "fill", x, 5.0))
@@ -62,8 +62,8 @@ def test_edges_keep_their_data(device: Device) -> None:
 def test_only_nodes_of_the_graph_itself(device: Device) -> None:
     x = device.zeros(N, "f4")
     inner, graph = ost.Graph.create(device), ost.Graph.create(device)
-    inner.add_memset(x, 0)
-    fill = graph.add_memset(x, 1)
+    inner.add_fill(x, 0)
+    fill = graph.add_fill(x, 1)
     child = graph.add_child(inner, after=[fill])
     scale = operation(device, "scale", x)
     for node in (inner.nodes()[0], graph.node(child.index).children[0]):
@@ -86,7 +86,7 @@ def test_graphs_whose_handles_are_in_use_are_left_alone(device: Device) -> None:
         assert before == ([(node.kind, node.handle) for node in graph.nodes()], graph.edges())
 
     graph = ost.Graph.create(device)
-    fill = graph.add_memset(x, 0)
+    fill = graph.add_fill(x, 0)
     with ost.capture(stream, into=graph):
         ost.fill(stream, x, 1)
         refused(graph, fill, "captured into the graph")
@@ -94,11 +94,11 @@ def test_graphs_whose_handles_are_in_use_are_left_alone(device: Device) -> None:
     graph.replace(fill, scale)
     loop = graph.add_conditional(ost.ConditionalKind.IF, graph.condition(1))
     refused(graph, loop.node, "conditional")
-    refused(loop.bodies[0], loop.bodies[0].add_memset(x, 0), "executable")
+    refused(loop.bodies[0], loop.bodies[0].add_fill(x, 0), "executable")
     graph.instantiate().close()
     refused(graph, graph.nodes()[0], "executable")
     allocating = ost.Graph.create(device)
-    fill = allocating.add_memset(x, 0)
+    fill = allocating.add_fill(x, 0)
     allocating.add_free(
         allocating.add_alloc(64, after=[fill]).alloc.address, after=[allocating.node(1)]
     )
@@ -111,7 +111,7 @@ def test_a_fault_leaves_the_graph_as_it_was(host_device: Device, seam: str) -> N
     device = preload(Device(faults))
     x = device.zeros(N, "f4")
     graph = ost.Graph.create(device)
-    fill = graph.add_memset(x, 0)
+    fill = graph.add_fill(x, 0)
     graph.add_operation(operation(device, "scale", x), after=[fill])
     before = [(node.kind, node.handle) for node in graph.nodes()], graph.edges()
     faults.fail(seam, at=1)
@@ -130,7 +130,7 @@ def test_a_graph_with_both_nodes_is_lost(host_device: Device) -> None:
     device = preload(Device(faults))
     x = device.zeros(N, "f4")
     graph = ost.Graph.create(device)
-    fill = graph.add_memset(x, 0)
+    fill = graph.add_fill(x, 0)
     faults.fail("graph_remove_node", times=2)  # of the old one, and of the new one
     with pytest.raises(GraphError, match="replacing"):
         graph.replace(fill, operation(device, "fill", x, 1.0))
@@ -144,7 +144,7 @@ def test_a_replacement_that_is_interrupted_is_made_or_not(host_device: Device) -
 
     def built() -> tuple[ost.Graph, ost.Node]:
         graph = ost.Graph.create(host_device)
-        fill = graph.add_memset(x, 0)
+        fill = graph.add_fill(x, 0)
         graph.add_operation(operation(host_device, "scale", x), after=[fill])
         return graph, fill
 
@@ -172,7 +172,7 @@ def test_random_graphs_keep_their_order(device: Device, seed: int) -> None:
     graph, nodes = ost.Graph.create(device), list[ost.Node]()
     for i in range(count):
         after = [node for node in nodes if rng.random() < 0.3]
-        nodes.append(graph.add_memset(x, i, 1, after=after))
+        nodes.append(graph.add_fill(x, i, after=after))
     place = {node.handle: i for i, node in enumerate(nodes)}
     before = sorted((place[e.source], place[e.target]) for e in graph.edges())
     for i in rng.permutation(count)[: count - 2].tolist():

@@ -696,7 +696,7 @@ def test_results_that_differ_from_run_to_run_are_refused(
 
 def hosted(device: Device, stream: ost.Stream) -> ost.Graph:
     graph = ost.Graph.create(device)
-    graph.add_host(lambda: None)
+    graph.add_call(lambda: None)
     return graph
 
 

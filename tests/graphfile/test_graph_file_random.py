@@ -67,14 +67,14 @@ class Drawn:
                 numbers = rng.randrange(-3, 4), rng.randrange(100)
                 self._add(graph, "add_kernel", made, ONE, target, source, *numbers, N)
             case 1:
-                self._add(graph, "add_memset", target, rng.randrange(256))
+                self._add(graph, "add_fill", target.view(dtype=np.uint8), rng.randrange(256))
             case 2 if source.address != target.address:
-                self._add(graph, "add_memcpy", target, source)
+                self._add(graph, "add_copy", target, source)
             case 3 if source.address != target.address:
                 half = MemcpyNodeParams(target.address, source.address, 8, N // 2, 1, 8, 8)
                 graph.add(half, after=graph.nodes()[-1:], keep=[target, source])
             case _:
-                self._add(graph, "add_memset", target, rng.randrange(1 << 16), 2)
+                self._add(graph, "add_fill", target.view(dtype=np.uint16), rng.randrange(1 << 16))
                 self._accumulate(graph, source, target)
 
     def _accumulate(self, graph: ost.Graph, source: ost.Buffer, target: ost.Buffer) -> None:

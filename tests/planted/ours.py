@@ -779,7 +779,7 @@ _FAULTS = (
     Fault(
         "set-copy-is-dropped",
         "An executable does not keep the buffers that a copy was set to.",
-        "ostinato.graph.executable:GraphExec.set_memcpy",
+        "ostinato.graph.executable:GraphExec.set_copy",
         '(("dst", dst), ("src", src))',
         "()",
         (FOOTGUNS + "lifetimes.py::test_what_a_node_was_set_to_lives_with_the_executable",),

@@ -273,11 +273,11 @@ class GraphRules(World):
 
     def add(self, graph: ost.Graph, op: Op, after: tuple[ost.Node, ...]) -> ost.Node:
         if isinstance(op, Copy):
-            return graph.add_memcpy(self.buffer(op.dst), self.buffer(op.src), after=after)
+            return graph.add_copy(self.buffer(op.dst), self.buffer(op.src), after=after)
         if isinstance(op, Fill):
-            return graph.add_memset(self.buffer(op.dst), op.value, 4, after=after)
+            return graph.add_fill(self.buffer(op.dst), op.value, after=after)
         if isinstance(op, Mark):
-            return graph.add_host(op.token, after=after)
+            return graph.add_call(op.token, after=after)
         if isinstance(op, Signal):
             assert isinstance(op.event, ost.Event)
             return graph.add_event_record(op.event, after=after)
@@ -694,9 +694,9 @@ class GraphRules(World):
         def change() -> None:
             node, run = executable.node(old), executable.run
             if isinstance(new, Copy):
-                run.set_memcpy(node, self.buffer(new.dst), self.buffer(new.src))
+                run.set_copy(node, self.buffer(new.dst), self.buffer(new.src))
             elif isinstance(new, Fill):
-                run.set_memset(node, self.buffer(new.dst), new.value, 4)
+                run.set_fill(node, self.buffer(new.dst), new.value)
             else:
                 run.set_params(node, self.prepared(new))
 

@@ -223,9 +223,7 @@ class Looped(Work):
         x, w, real = self.buffer(self.x), self.buffer(self.w), sizes.on_device("times")
         shape = config(SIZE)
         weigh = graph.add_kernel(kernel(device, "weigh_all"), shape, x, w, tmp, 0, SIZE)
-        times = graph.add_memcpy(
-            count[0:1], real.buffer.view(dtype=np.int32, shape=1), after=[weigh]
-        )
+        times = graph.add_copy(count[0:1], real.buffer.view(dtype=np.int32, shape=1), after=[weigh])
         begin = kernel(device, "begin_loop"), config(1), count, condition
         decide = graph.add_kernel(*begin, after=[times])
         loop = graph.add_conditional(ost.ConditionalKind.WHILE, condition, after=[decide])

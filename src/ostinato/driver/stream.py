@@ -185,8 +185,8 @@ class Event(Closeable):
         """As `synchronize`, in asyncio: `await event.wait_async()`.  The event loop goes on.
 
         A thread waits meanwhile; for an event made with `blocking` it sleeps.  Any number of tasks
-        may wait; a task that is cancelled does not disturb the others.  Raises as `done()`, and what
-        made the context fail meanwhile.
+        may wait; a task that is cancelled does not disturb the others.  Raises as `done()`, and
+        what made the context fail meanwhile.
         """
         driver, owner, handle = self.context.driver, self.owner, self._awaited()
 

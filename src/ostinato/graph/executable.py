@@ -52,7 +52,7 @@ from ostinato.errors import (
     UpdateRefusedError,
 )
 from ostinato.graph.frozen import BODY_RULE, wrongly_in_a_body
-from ostinato.graph.graph import Graph, fill_params
+from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node
 from ostinato.graph.plan import (
     NodeChange,
@@ -66,7 +66,7 @@ from ostinato.graph.plan import (
 from ostinato.graph.shadow import Live, Shadow, Write, inner_words
 from ostinato.graph.words import Touch, whole_place
 from ostinato.memory import Buffer
-from ostinato.memory.buffer import copy_params
+from ostinato.memory.buffer import copy_operation, fill_operation, for_a_node
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
 _log = logging.getLogger(__name__)
@@ -585,13 +585,14 @@ class GraphExec(Launcher, Closeable):
             kernel = self._kernel(found)
             self._change(NodeChange(found, replace(kernel, config=config)))
 
-    def set_memset(self, node: Node | int, dst: Buffer, value: int, element_size: int = 1) -> None:
+    def set_fill(self, node: Node | int, dst: Buffer, value: float) -> None:
         """Sets what a linear memset node fills, all of it, and with what.
 
-        Raises InputError for an `element_size` that is not 1, 2 or 4 or does not divide the buffer,
-        and for a value that it cannot hold; UpdateRefusedError for a fill of rows with a pitch.
+        Raises InputError as `ost.fill` does, and for a buffer of 0 bytes; UpdateRefusedError for a
+        fill of rows with a pitch.
         """
-        made = fill_params(dst, value, element_size)
+        made = for_a_node(fill_operation(dst, value)).params
+        assert isinstance(made, MemsetNodeParams)
         with uninterrupted, self._lock:
             found = self._shadow.node(node)
             old = replace(found, params=self._shadow.params(found)).memset
@@ -600,15 +601,14 @@ class GraphExec(Launcher, Closeable):
             params = replace(made, pitch=old.pitch)
             self._change(NodeChange(found, params, (("dst", dst),)))
 
-    def set_memcpy(self, node: Node | int, dst: Buffer, src: Buffer) -> None:
+    def set_copy(self, node: Node | int, dst: Buffer, src: Buffer) -> None:
         """Sets what a linear memcpy node copies, all of it.
 
-        Raises InputError if the sizes differ or are zero, or if the buffers overlap in part;
-        UpdateRefusedError for a copy of rows with a pitch, or to or from a CUDA array.
+        Raises InputError as `ost.copy` does, and for buffers of 0 bytes; UpdateRefusedError for a
+        copy of rows with a pitch, or to or from a CUDA array.
         """
-        made = copy_params(dst, src)
-        if not made.width:
-            raise InputError("a node copies 1 byte or more")
+        made = for_a_node(copy_operation(dst, src)).params
+        assert isinstance(made, MemcpyNodeParams)
         with uninterrupted, self._lock:
             found = self._shadow.node(node)
             old = replace(found, params=self._shadow.params(found)).memcpy
@@ -649,7 +649,7 @@ class GraphExec(Launcher, Closeable):
                         ": nodes after a memset node that is off would not wait for those before "
                         "it. Make it a kernel before the graph is instantiated "
                         "(ost.lowlevel.replace_small_fills), or give it memory that nothing reads "
-                        "(set_memset)"
+                        "(set_fill)"
                     )
                 raise UpdateRefusedError(
                     f"node {found.index} ({found.name}) is of kind {found.kind.name}; {why}",

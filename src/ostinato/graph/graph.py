@@ -27,7 +27,6 @@ from ostinato.driver.api import (
     KernelNodeParams,
     LaunchConfig,
     MemOp,
-    MemsetNodeParams,
     NodeHandle,
     NodeKind,
     NodeParams,
@@ -51,7 +50,7 @@ from ostinato.graph.node import (
 )
 from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
-from ostinato.memory.buffer import copy_params, require_buffer
+from ostinato.memory.buffer import copy_operation, fill_operation, for_a_node
 
 if TYPE_CHECKING:
     from ostinato.graph.executable import GraphExec
@@ -419,37 +418,22 @@ class Graph(Closeable):
         """Adds a kernel launch.  Raises InputError if the arguments do not fit."""
         return self.add_operation(prepare_node(kernel, config, args), after=after)
 
-    def add_memcpy(self, dst: Buffer, src: Buffer, *, after: Sequence[NodeRef] = ()) -> Node:
-        """Adds a copy between two buffers of the same number of bytes, which is not 0.
+    def add_copy(self, dst: Buffer, src: Buffer, *, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds a copy of the bytes of `src` into `dst`, as `ost.copy` does.
 
-        Raises InputError also for buffers that overlap in part.
+        Raises InputError as `ost.copy` does, and for buffers of 0 bytes.
         """
-        params = copy_params(dst, src)
-        if not params.width:
-            raise InputError("a node copies 1 byte or more")
-        return self.add_operation(
-            Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src)), after=after
-        )
+        return self.add_operation(for_a_node(copy_operation(dst, src)), after=after)
 
-    def add_memset(
-        self,
-        dst: Buffer,
-        value: int,
-        element_size: int = 1,
-        *,
-        after: Sequence[NodeRef] = (),
-    ) -> Node:
-        """Adds a fill of a buffer with a pattern of 1, 2 or 4 bytes.
+    def add_fill(self, dst: Buffer, value: float, *, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds a fill of every element of a buffer with `value`, as `ost.fill` does.
 
-        Raises InputError as `GraphExec.set_memset` does.
+        Raises InputError as `ost.fill` does, and for a buffer of 0 bytes.
         """
-        params = fill_params(dst, value, element_size)
-        return self.add_operation(
-            Operation(params, "memset", (), (dst.range,), (dst,)), after=after
-        )
+        return self.add_operation(for_a_node(fill_operation(dst, value)), after=after)
 
-    def add_host(self, function: Callable[[], object], *, after: Sequence[NodeRef] = ()) -> Node:
-        """Adds a call of a Python function.  It must not call the driver."""
+    def add_call(self, function: Callable[[], object], *, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds a call of a Python function, as `Stream.call` does.  It must not call the driver."""
         require_callable(function)
         return self.add(HostNodeParams(function), after=after, keep=(function,))
 
@@ -783,24 +767,6 @@ class Conditional:
     def __repr__(self) -> str:
         kind = self.node.conditional.kind.name
         return f"<Conditional {kind}, node {self.node.index}, {len(self.bodies)} bodies>"
-
-
-def fill_params(dst: Buffer, value: int, element_size: int) -> MemsetNodeParams:
-    """A fill of all of a buffer.
-
-    Raises InputError for an `element_size` that is not 1, 2 or 4 or does not divide the buffer, for
-    a buffer of 0 bytes, and for a value that the elements cannot hold.
-    """
-    require_buffer(dst, "memset")
-    size, number = whole_number(element_size), whole_number(value)
-    if size is None or size not in (1, 2, 4) or dst.nbytes % size or not dst.nbytes:
-        raise InputError(
-            f"element_size={element_size!r}: 1, 2 or 4 is needed, and a divisor of the "
-            f"{dst.nbytes} bytes to fill"
-        )
-    if number is None or not 0 <= number < 1 << 8 * size:
-        raise InputError(f"value {value!r} does not fit into {size} bytes without a sign")
-    return MemsetNodeParams(dst.address, number, size, dst.nbytes // size)
 
 
 def _any_closed(owners: Iterable[object]) -> bool:
