@@ -127,13 +127,13 @@ def _change(change: Callable[[World], object], after: list[float]) -> Scenario:
 
 CHANGES: dict[str, tuple[Callable[[World], object], list[float]]] = {
     "rebind": (lambda w: w.run.rebind({w.a: w.b}), TEN),
-    "patch": (lambda w: w.run.patch(1, "a", w.b), [6, 8, 6]),
-    "set_params": (
-        lambda w: w.run.set_params(1, w.other.nodes()[1].params, keep=(w.b,)),
+    "argument": (lambda w: w.run.set(1, "a", w.b), [6, 8, 6]),
+    "parameters": (
+        lambda w: w.run.set(1, w.other.nodes()[1].params, keep=(w.b,)),
         [6, 10, 6],
     ),
     "update": (lambda w: w.run.update(w.other), TEN),
-    "set_enabled": (lambda w: w.run.set_enabled(1, False), [6, 0, 6]),
+    "enabled": (lambda w: w.run.set(1, enabled=False), [6, 0, 6]),
 }
 SCENARIOS |= {name: _change(change, after) for name, (change, after) in CHANGES.items()}
 
@@ -149,7 +149,7 @@ def copy_node(world: World) -> Case:
         run.launch(world.stream)
         assert target.to_numpy(world.stream)[-1] == (3 if error else 5)
 
-    return lambda: run.set_copy(0, target, world.b), check
+    return lambda: run.set(0, dst=target, src=world.b), check
 
 
 @scenario
@@ -163,7 +163,7 @@ def fill_node(world: World) -> Case:
         run.launch(world.stream)
         assert target.to_numpy(world.stream)[-1] == (1 if error else 2)
 
-    return lambda: run.set_fill(0, target, 2), check
+    return lambda: run.set(0, dst=target, value=2), check
 
 
 @scenario

@@ -71,7 +71,7 @@ def test_whole_numbers_of_numpy_are_whole_numbers(
             *(ost.LaunchConfig(kind(1), (kind(4), 1), kind(0)), view, view, out, 4),
         ),
     ).instantiate()
-    run.patch(kind(0), "n", 3)
+    run.set(kind(0), "n", 3)
     assert run.params(kind(0)) == run.nodes()[0].params
     assert run.graph.node(kind(0)).name == "add"
     run.launch(stream)
@@ -98,9 +98,9 @@ def test_what_is_no_whole_number_is_named(device: Device, stream: ost.Stream) ->
         lambda: ost.LaunchConfig(None, 32),
         lambda: ost.LaunchConfig(1, 32, shared=1.5),
         lambda: run.params("0"),
-        lambda: run.patch(1.5, 0, 1),
-        lambda: run.patch(0, None, 1),
-        lambda: run.patch(0, 1.0, 1),
+        lambda: run.set(1.5, 0, 1),
+        lambda: run.set(0, None, 1),
+        lambda: run.set(0, 1.0, 1),
         lambda: graph.node("0"),
         lambda: graph.condition(1.5),
         lambda: graph.add_conditional("if", graph.condition()),

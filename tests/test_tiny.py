@@ -67,7 +67,7 @@ def test_a_graph_can_be_read_and_changed(device: Device) -> None:
 
     run = graph.instantiate()
     run.rebind({x: y})  # every pointer into x now points into y
-    run.patch(node, "n", 4)  # and one number changes
+    run.set(node, "n", 4)  # and one number changes
     run.launch(stream)
     assert x.to_numpy(stream).tolist() == [1] * 8
     assert y.to_numpy(stream).tolist() == [2] * 4 + [1] * 4

@@ -329,7 +329,7 @@ def test_a_recorded_launch_has_the_patches_of_its_executable(device: Device) -> 
     stream, x = device.create_stream(), device.zeros(1, np.int32)
     increment = kernel(device, "increment")
     run = graph_of(stream, increment, 1, x, 1).instantiate(upload=stream)
-    run.patch(0, "by", 10)
+    run.set(0, "by", 10)
     step = ost.GraphedStep(
         lambda stream, _: run.launch(stream),
         stream=stream,

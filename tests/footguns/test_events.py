@@ -93,7 +93,7 @@ def test_a_captured_event_is_recorded_however_its_graph_is_made(
     if way == "rebound":
         run.rebind({y: x})
     if way == "patched":
-        run.patch(0, "by", 7)
+        run.set(0, "by", 7)
     if way == "updated":
         run.update(ost.capture_function(stream, lambda: work(second, x, 7)))
         event = second

@@ -257,7 +257,7 @@ def test_a_cooperative_kernel_is_not_switched_off(device: Device, stream: ost.St
         if node.kind is not ost.NodeKind.KERNEL:
             node = node.children[0][0]
         with pytest.raises(UpdateRefusedError, match=r"cooperative.*give it a size of 0"):
-            run.set_enabled(node, False)
+            run.set(node, enabled=False)
         for _ in range(2):
             run.launch(stream)
     assert (x.to_numpy(stream) == 16).all()
@@ -290,10 +290,10 @@ def test_a_node_that_is_off_keeps_the_order(
     run = graph.instantiate()
     if kind == "memset":
         with pytest.raises(UpdateRefusedError, match="would not wait for those before it"):
-            run.set_enabled(off, False)
-        run.set_enabled(off, True)
+            run.set(off, enabled=False)
+        run.set(off, enabled=True)
     else:
-        run.set_enabled(off, False)
+        run.set(off, enabled=False)
     run.launch(stream)
     stream.synchronize()
     assert ran == ([1] if is_last else [1, 2])
@@ -370,12 +370,12 @@ def test_what_equals_an_index_is_none(device: Device, stream: ost.Stream, wrong:
     for _ in range(2):
         for node, argument in ((1, wrong), (wrong, 1)):
             with pytest.raises(InputError):
-                run.patch(node, argument, 0)  # type: ignore[arg-type]
+                run.set(node, argument, 0)  # type: ignore[arg-type]
             with pytest.raises(InputError):
-                run.patch_all([(node, argument, 0)])  # type: ignore[list-item]
-        run.patch(1, 1, N)
-        run.patch(1, np.int64(1), N)  # type: ignore[arg-type]
+                run.set_all([(node, argument, 0)])  # type: ignore[list-item]
+        run.set(1, 1, N)
+        run.set(1, np.int64(1), N)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="LaunchConfig"):
-        run.set_config(0, None)  # type: ignore[arg-type]
+        run.set(0, config=None)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="Graph"):
         run.update(run)  # type: ignore[arg-type]

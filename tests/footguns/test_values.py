@@ -47,7 +47,7 @@ class Copies:
             case "node":
                 self._graph.add_copy(to, source)
             case "set":
-                self._run.set_copy(0, to, source)
+                self._run.set(0, dst=to, src=source)
 
 
 WAYS = pytest.mark.parametrize("way", ["copy", "copy_from", "node", "set"])
@@ -118,7 +118,7 @@ def test_a_number_that_does_not_fit_is_refused_everywhere(
             ost.launch(stream, kernel(device, "fill"), config(8), x, value, 8)
         run = graph_of(stream, kernel(device, "fill"), 8, x, 2.0, 8).instantiate()
         with pytest.raises(InputError, match="value"):
-            run.patch(0, "value", value)
+            run.set(0, "value", value)
     assert (x.to_numpy(stream) == 0).all()
 
 
@@ -155,9 +155,9 @@ def test_a_view_of_the_last_zero_rows_is_an_argument(device: Device, stream: ost
     ost.launch(stream, add, config(N), x[N:], x[N:], out[N:], 0)
     run = graph_of(stream, add, N, x[N:], x, out[N:], 0).instantiate()
     run.launch(stream)
-    run.patch(0, "n", N // 2)
-    run.patch(0, "a", x)
-    run.patch(0, "out", out)
+    run.set(0, "n", N // 2)
+    run.set(0, "a", x)
+    run.set(0, "out", out)
     run.launch(stream)
     assert (out.to_numpy(stream) == [2] * (N // 2) + [0] * (N // 2)).all()
 

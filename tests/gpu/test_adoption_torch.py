@@ -249,10 +249,10 @@ def test_one_node_switched_off(cuda_device: Device, stream: ost.Stream) -> None:
     (softmax,) = [node for node in kernels(graph) if "softmax" in node.name.lower()]
     y = area("y", step.y)
     clear(cuda_device, y)
-    run.set_enabled(softmax, False)
+    run.set(softmax, enabled=False)
     run.launch(stream)
     assert read(cuda_device, y) != bits(step.eager(step.x))
-    run.set_enabled(softmax, True)
+    run.set(softmax, enabled=True)
     run.launch(stream)
     assert read(cuda_device, y) == bits(step.eager(step.x))
 

@@ -91,7 +91,7 @@ def test_it_follows_patches_and_rebindings(
     run.rebind({x: y})
     assert [cache.touching(b) for b in (x, y)] == [[], ["step"]]
     assert cache.touching(y.view(4 * (N - 1))) == ["step"]  # still as far as before
-    run.patch(0, "x", z)
+    run.set(0, "x", z)
     assert [cache.touching(b) for b in (x, y, z)] == [[], [], ["step"]]
     assert cache.evict_touching(x) == [] and "step" in cache
     assert cache.evict_touching(z) == ["step"] and run.closed
@@ -144,7 +144,7 @@ def test_an_address_in_two_halves_is_seen_and_stays(host_device: Device) -> None
     with ost.capture(stream) as capture:
         ost.launch(stream, made, config(1), low, high, x)
     run = capture.graph.instantiate()
-    run.patch(0, "x", other)
+    run.set(0, "x", other)
     assert run.touches(x) and not run.touches(y)
     report = run.rebind({x: y})
     assert not report.words and [left.place for left in report.left] == ["argument 0"]

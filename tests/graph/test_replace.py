@@ -41,7 +41,7 @@ def test_a_fill_becomes_a_kernel_between_the_same_neighbours(device: Device) -> 
     run = graph.instantiate()
     run.launch(stream)
     assert (x.to_numpy(stream) == 16).all()  # 2 * (5 + 3)
-    run.patch(new, "value", 7.0)
+    run.set(new, "value", 7.0)
     run.launch(stream)
     assert (x.to_numpy(stream) == 20).all()
 

@@ -131,13 +131,13 @@ def test_a_graph_with_a_semaphore_can_be_changed_and_launched(
     count, other = (device.zeros(1, np.int32) for _ in range(2))
     stream, run = device.create_stream(), graph_of(device, count).instantiate()
     run.launch(stream)
-    run.patch(1, 1, 10)
+    run.set(1, 1, 10)
     run.launch(stream)
     run.rebind({count: other})
     run.launch(stream)
     assert (count.to_numpy(stream)[0], other.to_numpy(stream)[0]) == (2 + 11, 11)
     with pytest.raises(NodeKindError, match=rf"node 0 \({kind.name.lower()}\).*{kind.name}"):
-        run.patch(0, 0, 1)
+        run.set(0, 0, 1)
 
 
 def test_a_semaphore_is_in_no_file(device: Device, kind: NodeKind, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_loaded_graph_is_patched_rebound_and_shown(
     loaded.inputs["x"].copy_from([1, 2, 3], stream)
     with loaded.instantiate() as run:
         assert len(run.rebind({loaded.constants["w"]: other}).words) == 1
-        run.patch(0, "m", 5)
+        run.set(0, "m", 5)
         run.launch(stream)
         assert loaded.outputs["y"].to_numpy(stream).tolist() == [105, 110, 115]
     assert "m=2" in str(loaded)

@@ -779,7 +779,7 @@ _FAULTS = (
     Fault(
         "set-copy-is-dropped",
         "An executable does not keep the buffers that a copy was set to.",
-        "ostinato.graph.executable:GraphExec.set_copy",
+        "ostinato.graph.executable:GraphExec._set_copy",
         '(("dst", dst), ("src", src))',
         "()",
         (FOOTGUNS + "lifetimes.py::test_what_a_node_was_set_to_lives_with_the_executable",),
@@ -787,7 +787,7 @@ _FAULTS = (
     Fault(
         "set-launch-is-dropped",
         "An executable does not keep the buffers of a launch that a node was set to.",
-        "ostinato.graph.executable:GraphExec.set_params",
+        "ostinato.graph.executable:GraphExec._set_params",
         "enumerate(owners)",
         "enumerate(())",
         (FOOTGUNS + "lifetimes.py::test_what_a_node_was_set_to_lives_with_the_executable",),

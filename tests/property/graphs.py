@@ -668,11 +668,11 @@ class GraphRules(World):
             run, node = executable.run, executable.node(old)
             way = to // 2 % 3
             if way == 0:
-                run.patch(node, argument, value)
+                run.set(node, argument, value)
             elif way == 1:
                 run.patcher(node, argument)(value)
             else:
-                run.patch_all([(node, argument, value)])
+                run.set_all([(node, argument, value)])
 
         self.changes(executable, change, lambda: self.swapped(executable, old, new))
 
@@ -694,11 +694,11 @@ class GraphRules(World):
         def change() -> None:
             node, run = executable.node(old), executable.run
             if isinstance(new, Copy):
-                run.set_copy(node, self.buffer(new.dst), self.buffer(new.src))
+                run.set(node, dst=self.buffer(new.dst), src=self.buffer(new.src))
             elif isinstance(new, Fill):
-                run.set_fill(node, self.buffer(new.dst), new.value)
+                run.set(node, dst=self.buffer(new.dst), value=new.value)
             else:
-                run.set_params(node, self.prepared(new))
+                run.set(node, self.prepared(new))
 
         self.changes(
             executable,
@@ -720,7 +720,7 @@ class GraphRules(World):
             kept = old.attributes == new.attributes
             self.changes(
                 executable,
-                lambda: executable.run.set_config(executable.node(old), self.shape(new)),
+                lambda: executable.run.set(executable.node(old), config=self.shape(new)),
                 lambda: self.swapped(executable, old, new),
                 None if kept and not programmatic(old, new) else UpdateRefusedError,
                 certain=not kept and not programmatic(old, new),
@@ -734,7 +734,7 @@ class GraphRules(World):
             shape = ost.LaunchConfig(grid=blocks, block=8)
             self.changes(
                 executable,
-                lambda: executable.run.set_config(executable.node(old), shape),
+                lambda: executable.run.set(executable.node(old), config=shape),
                 lambda: self.swapped(executable, old, replace(old, blocks=blocks)),
             )
 
@@ -753,7 +753,7 @@ class GraphRules(World):
         together = isinstance(old, Seen) and old.cooperative  # docs/driver-faults.md
         self.changes(
             executable,
-            lambda: executable.run.set_enabled(executable.node(old), on),
+            lambda: executable.run.set(executable.node(old), enabled=on),
             after,
             UpdateRefusedError if together and not on else None,
         )

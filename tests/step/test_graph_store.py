@@ -130,7 +130,7 @@ def test_a_patched_executable_is_not_saved(host_device: Device, tmp_path: Path) 
     model.run(cache, store, 1)
     with cache.hold(("step", 1)) as run:
         assert run is not None and not run.changed()
-        run.patch(0, "m", 7)
+        run.set(0, "m", 7)
         assert run.changed()
     assert "was changed since it was made" in store.save_cache(cache)["step", 1]
     assert ("step", 1) not in store

@@ -68,8 +68,9 @@ _DEFINITION = "a graph is a definition: run = graph.instantiate(upload=stream) c
     launch=f"{_DEFINITION}launched",
     replay=f"{_DEFINITION}launched",
     upload=f"{_DEFINITION}launched",
-    patch=f"{_DEFINITION}patched",
-    patcher=f"{_DEFINITION}patched",
+    set=f"{_DEFINITION}changed",
+    set_all=f"{_DEFINITION}changed",
+    patcher=f"{_DEFINITION}changed",
     rebind=f"{_DEFINITION}rebound",
     update=f"{_DEFINITION}updated",
 )

@@ -335,13 +335,12 @@ class Shadow:
 
     # --- nodes that are changed often
     def live(self, node: Node) -> Live:
-        """One of the nodes, to be changed in place.  Raises NodeKindError if it is no kernel."""
+        """One of the kernel nodes, to be changed in place."""
         live = self._live.get(node.handle)
         if live is None:
             setting = self.setting(node)
             params = setting.params
-            if not isinstance(params, KernelNodeParams):
-                params = node.kernel
+            assert isinstance(params, KernelNodeParams)
             live = Live(setting, params, self._setter(node, params))
             self._live[node.handle] = live
         return live

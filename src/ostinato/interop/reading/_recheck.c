@@ -756,12 +756,12 @@ typedef struct {
     PyObject *turns, *stream;      /* `turns.last` is the stream, or `turns.take()` is called */
     PyObject *maker, *address;
     PyObject *reader;              /* as that of WORDS, for what `address` gives; or None */
-    PyObject *node;                /* the index of the first node, whose argument 0 is patched */
+    PyObject *node;                /* the index of the first node, whose argument 0 is set */
     PyObject *replay, *name;
     PyObject *missed;              /* the result of a call that is not like the one noted */
     PyObject *timed;               /* is given the microseconds of one call in TIMED */
     PyObject *written;             /* bytes: words, where memory begins and ends that is written */
-    PyObject *last_word, *recipes_word, *give_word, *patch_word, *zero;
+    PyObject *last_word, *recipes_word, *give_word, *set_word, *zero;
     PyObject *bytes;               /* for the first node, while `replay` runs */
     Py_ssize_t count;              /* replays */
     Reader read;                   /* `reader` */
@@ -880,7 +880,7 @@ way_change(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "only a replay calls it, with an executable");
         return NULL;
     }
-    return PyObject_CallMethodObjArgs(executable, self->patch_word, self->node, self->zero,
+    return PyObject_CallMethodObjArgs(executable, self->set_word, self->node, self->zero,
                                       self->bytes, NULL);
 }
 
@@ -1043,9 +1043,9 @@ way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->last_word = PyUnicode_InternFromString("last");
     self->recipes_word = PyUnicode_InternFromString("recipes");
     self->give_word = PyUnicode_InternFromString("give");
-    self->patch_word = PyUnicode_InternFromString("patch");
+    self->set_word = PyUnicode_InternFromString("set");
     self->zero = PyLong_FromLong(0);
-    if (!self->last_word || !self->recipes_word || !self->give_word || !self->patch_word ||
+    if (!self->last_word || !self->recipes_word || !self->give_word || !self->set_word ||
         !self->zero) {
         Py_DECREF(self);
         return NULL;

@@ -95,7 +95,7 @@ class Moves:
         """What the first node is given: addresses of the call's arrays, and of new outputs."""
         self.change: Callable[[bytes], Callable[[GraphExec], None]]
         """For what `packed` gave: how an executable is changed, without a frame of Python."""
-        self.change = partial(operator.methodcaller, "patch", node, 0)
+        self.change = partial(operator.methodcaller, "set", node, 0)
 
 
 class Mover:
