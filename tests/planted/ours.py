@@ -421,9 +421,9 @@ _FAULTS = (
     Fault(
         "copied-memory-is-dropped",
         "A graph does not keep the memory that a copy reads at each replay.",
-        "ostinato.memory.buffer:copy",
-        "(dst, src)))",
-        "(dst,)))",
+        "ostinato.memory.buffer:copy_operation",
+        "(dst, src))",
+        "(dst,))",
         (CACHE + "test_what_a_replay_under_way_points_at_lives_until_it_is_done",),
         "microsoft/onnxruntime#32121",
     ),
